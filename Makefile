@@ -47,7 +47,7 @@ performance: install  ## run the suite and all else that docs/performance.md tel
 	@$(PYTHON) bench/tools/install.py --extras bench,models,hf
 	$(BIN)/python bench/tools/performance.py --run
 
-golden: install  ## measure every op's error norms beside naive code and PyTorch, and write docs/accuracy-tables.md
+golden: install  ## measure every op's error norms beside naive code and PyTorch, and write the table of docs/accuracy.md
 	$(BIN)/python bench/tools/golden.py --run
 
 inspect: install  ## what the GPU kernels take (registers, spills, shared memory, instructions); ARGS="--op attention --arch 90"

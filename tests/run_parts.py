@@ -4,7 +4,7 @@
     python3 tests/run_parts.py           the parts within their budgets
     python3 tests/run_parts.py --full    slow tests too, other instruction sets and settings, the sanitizers; no budgets
     python3 tests/run_parts.py cpu ...   only the parts named
-    python3 tests/run_parts.py --full generic --summary docs/test-results.md     put the counts into the file's table
+    python3 tests/run_parts.py --full generic --summary tests/results.md     put the counts into the file's table
 
 A part fails if its tests fail, if it ran none, or if it takes longer than its budget on two cores that are its own. A busy machine does not
 count: the processor time is taken where it is less than the time that passed. Nor does a slow one: a loop of known cost scales the
@@ -20,7 +20,6 @@ import datetime
 import json
 import math
 import os
-import re
 import resource
 import signal
 import statistics
@@ -293,18 +292,10 @@ def verdict(result: Result) -> str:
     return "ok" if result.passed or result.part in BUILDS else "skipped"
 
 
-# ---- the table of docs/test-results.md
+# ---- the table of tests/results.md
 
 START, END = "<!-- parts: start, written by tests/run_parts.py --summary -->", "<!-- parts: end -->"
-COLUMNS = ("part", "passed", "failed", "skipped", "why skipped", "seconds", "verdict", "slow tests", "commit", "date")
-
-
-def heads(reasons: Reasons) -> Reasons:
-    """What stands before the colon of each reason: the run tells the rest."""
-    found: Counter[str] = Counter()
-    for reason, count in reasons:
-        found[reason.partition(":")[0]] += count
-    return tuple(found.most_common())
+COLUMNS = ("part", "passed", "failed", "skipped", "seconds", "verdict", "slow tests", "commit", "date")
 
 
 def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date: str) -> str:
@@ -315,9 +306,8 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
         raise ValueError(f"no table to write to: wanted {START!r} and {END!r}")
     lines = {line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")}
     for r in results:
-        why = re.sub(r"[|<>\s]+", " ", "; ".join(told(heads(r.reasons))))
         slow = "yes" if full and NO_SLOW not in r.part.options else "no"
-        cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), slow, commit, date)
+        cells = (r.passed, r.failed, r.skipped, f"{r.seconds:.0f}", verdict(r), slow, commit, date)
         lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     order = {part.title: place for place, part in enumerate((*BUILDS, *PARTS, *SAMPLES, *FULL_PARTS))}
@@ -331,7 +321,7 @@ def commit() -> str:
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in (
             ("rev-parse", "--short=12", "HEAD"),
-            ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/test-results.md"),  # which --summary writes
+            ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/results.md"),  # which --summary writes
         )
     )
     return (head or "unknown") + ("+changes" if changes else "")

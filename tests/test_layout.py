@@ -67,11 +67,8 @@ def test_no_kernel_file_without_an_op() -> None:
 
 # Files of what all ops share that name one, each with its reason; what is named by stem in no file needs none.
 NAMES = {
-    "bench/tools/census.py": "attention's kernels, the only ones under a limit",
-    "bench/tools/curves.py": "attention beside convolution and recurrence",
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
-    "bench/tools/performance_aims.py": "aims for named cases, some called as their op",
-    "bench/tools/tokens.py": "positions of a model",
+    "bench/tools/performance.py": "aims for named cases, some with the name of their op",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "pytransformer/ops/_core/lane.py": "the entries that csrc/lane has",
     "pytransformer/testing/drop_in_table.py": "of drop-in attention",

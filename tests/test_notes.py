@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/seeds.md: every file, test and command of its tables exists, commands with their very options."""
+"""tests/notes.md: every file, test and command of its tables exists, commands with their very options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pytransformer.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "seeds.md"
+PAGE = ROOT / "tests" / "notes.md"
 MISSING = "nobody/wrote/this.py"
 
 

@@ -148,17 +148,16 @@ def test_the_settings_cover_every_value(run_parts, monkeypatch) -> None:
     assert "| ok | no | a | b |" in line, "slow tests are left out"
 
 
-def test_the_table_keeps_other_parts_and_escapes_reasons(run_parts: ModuleType) -> None:
+def test_summary_keeps_the_lines_of_other_parts(run_parts: ModuleType) -> None:
     cpu, triton = run_parts.PARTS[:2]
     text = f"# Results\n\n{run_parts.START}\n{run_parts.END}\n\nMore.\n"
     text = run_parts.recorded(text, [run_parts.Result(triton, 61.0, None, 5)], False, "abc", "2026-01-01")
-    reasons = (("a | b\n<i>: this", 4), ("a | b\n<i>: that", 1), ("c", 1))
-    slower = run_parts.Result(cpu, 9.6, "pytest exit code 1", 7, 1, 6, reasons)
+    slower = run_parts.Result(cpu, 9.6, "pytest exit code 1", 7, 1, 6)
     text = run_parts.recorded(text, [slower], True, "def", "2026-01-02")
     lines = text.splitlines()
     assert lines[0] == "# Results" and lines[-1] == "More."
-    assert f"| {cpu.title} | 7 | 1 | 6 | 5 x a b i ; c | 10 | pytest exit code 1 | yes | def | 2026-01-02 |" in lines
-    assert f"| {triton.title} | 5 | 0 | 0 |  | 61 | ok | no | abc | 2026-01-01 |" in lines
+    assert f"| {cpu.title} | 7 | 1 | 6 | 10 | pytest exit code 1 | yes | def | 2026-01-02 |" in lines
+    assert f"| {triton.title} | 5 | 0 | 0 | 61 | ok | no | abc | 2026-01-01 |" in lines
     again = run_parts.recorded(text, [slower._replace(failed=0, problem=None)], True, "def", "2026-01-03")
     assert len(again.splitlines()) == len(lines) and "exit code" not in again
     with pytest.raises(ValueError, match="no table to write to"):

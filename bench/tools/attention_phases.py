@@ -2,7 +2,6 @@
 """Where the CPU's attention spends its time, phase by phase, on one instruction set: shares, and rates beside a matrix product's.
 
     python bench/tools/attention_phases.py [--isa amx_bf16] [--rounds 7] [--out FILE.json]     # a minute; one command on any machine
-    python bench/tools/attention_phases.py --write     # the committed runs' tables, into docs/ops/attention-cpu.md
 
 The kernels of csrc/cpu/attention are compiled once more with PT_PHASES (csrc/cpu/core/phases.h), for that set alone, and run with the real
 schedule on torch's own threads: a phase is what its statement takes, with the caches as the phases before it leave them. Each round
@@ -36,12 +35,6 @@ from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as o
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-COMMITTED = tuple(
-    ROOT / "bench" / "results" / machine / "attention_phases.json"
-    for machine in ("amd-epyc-zen5-2-cores", "intel-xeon-amx-2-cores", "amd-epyc-zen2-2-cores")
-)
-PAGE = ROOT / "docs" / "ops" / "attention-cpu.md"
-START, END = "<!-- phases: start, written by bench/tools/attention_phases.py --write -->", "<!-- phases: end -->"
 PHASES = ("pack", "scores", "softmax", "output", "dv", "dk", "dq", "results")  # csrc/cpu/core/phases.h, in its order
 DIRECTIONS = {  # phase: products of length x length x dim in it
     "forward": {"pack": 0, "scores": 1, "softmax": 0, "output": 1, "results": 0},
@@ -184,13 +177,6 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def written(page: str) -> str:
-    """The page with the tables of the committed runs."""
-    before, _, rest = page.partition(START)
-    tables = "\n\n".join(table(json.loads(path.read_text())) for path in COMMITTED)
-    return f"{before}{START}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--isa", help="instruction set (default: the one in use)")
@@ -200,11 +186,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
-    parser.add_argument("--write", action="store_true", help="put the committed runs' tables into their page, instead")
     options = parser.parse_args()
-    if options.write:
-        PAGE.write_text(written(PAGE.read_text()))
-        return
     isa = options.isa or (machine.active_isa() or "generic").split(",")[0]
     name, flags = usable(isa)
     rows = []

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error norms of every op, dtype and case, ours beside naive code and PyTorch's own kernels: the figures of docs/accuracy-tables.md.
+"""Measure the error norms of every op, dtype and case next to naive code and PyTorch's kernels.
 
-    python bench/tools/golden.py --run      # make golden: measure, write the results file, then the document's tables
-    python bench/tools/golden.py --write    # the tables anew from the committed results file
+    python bench/tools/golden.py --run      # make golden: measure, write accuracy.csv and the table of docs/accuracy.md
+    python bench/tools/golden.py --write    # write the table from the committed accuracy.csv
 
-||error|| / ||exact|| against float64 of each output and gradient, by the same code that refuses wrong kernels in `pytransformer bench`.
+An error is ||error|| / ||exact|| against float64 for each output and gradient, computed by the code
+that rejects wrong kernels in `pytransformer bench`.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,17 +22,17 @@ from pytransformer.cli.benchmark import check, exact, plan, report, results
 from pytransformer.cli.benchmark.runner import SEED
 from pytransformer.cli.providers import NAIVE, TORCH, Problem, Unsupported, providers
 from pytransformer.console import Console
-from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "accuracy-tables.md"
-RESULTS = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "accuracy.json"
+DOCUMENT = ROOT / "docs" / "accuracy.md"
+RESULTS = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "accuracy.csv"
 START, END = "<!-- golden: start, written by bench/tools/golden.py -->", "<!-- golden: end -->"
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = {"Lq": 256, "Lk": 256, "D": 64, "rows": 256, "d": 256, "hidden": 1024, "classes": 1000}
 DECODE = {"Lq": 1, "Lk": 1024, "D": 64}
 PAGES = ("pages", "decode_pages")  # of the cases that have tests of their own
 OURS = "cpu"
+COLUMNS = ("op", "case", "dtype", "backend", "errors")
 Errors = dict[str, float]
 
 
@@ -65,9 +67,7 @@ def measure() -> dict[str, Any]:
     with console.progress(len(todo)) as progress:
         for case, dtype in todo:
             progress.step(f"{case.op} {case.name} {dtype}")
-            rows.append(
-                {"op": case.op, "case": case.name, "dtype": dtype, "shape": dict(case.shape), "errors": errors(case, dtype)}
-            )
+            rows.append({"op": case.op, "case": case.name, "dtype": dtype, "errors": errors(case, dtype)})
             progress.advance()
     return {"environment": results.environment("cpu", "python bench/tools/golden.py --run"), "rows": rows}
 
@@ -81,14 +81,29 @@ def ratios(row: dict[str, Any], peer: str) -> list[float]:
     return [ours[name] / theirs[name] for name in ours if theirs.get(name) and theirs[name] == theirs[name]]
 
 
-def _norms(row: dict[str, Any], backend: str) -> str:
-    """The worst output and the worst gradient."""
-    found = row["errors"].get(backend)
-    if not found:
-        return "–"
-    outputs = OPS[row["op"]].returned if OPS[row["op"]].differentiable else found  # all that a call without gradients leaves
-    halves = ([e for n, e in found.items() if (n in outputs) is out] for out in (True, False))
-    return " / ".join(f"{max(half):.1e}" if half else "–" for half in halves)
+def save(document: dict[str, Any], path: Path) -> None:
+    """Write the errors as CSV, one line per case, dtype and backend, below the environment in JSON."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.write(f"# {json.dumps(document['environment'])}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in document["rows"]:
+            for backend, found in row["errors"].items():
+                errors_text = " ".join(f"{name}={error!r}" for name, error in found.items())
+                writer.writerow([row["op"], row["case"], row["dtype"], backend, errors_text])
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the document that :func:`save` wrote."""
+    rows: dict[tuple[str, str, str], dict[str, Errors]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        environment = json.loads(file.readline().removeprefix("# "))
+        for line in csv.DictReader(file):
+            pairs = (word.split("=") for word in line["errors"].split())
+            key = (line["op"], line["case"], line["dtype"])
+            rows.setdefault(key, {})[line["backend"]] = {name: float(error) for name, error in pairs}
+    found = [{"op": op, "case": case, "dtype": dtype, "errors": e} for (op, case, dtype), e in rows.items()]
+    return {"environment": environment, "rows": found}
 
 
 def _middle(found: list[float]) -> str:
@@ -104,20 +119,13 @@ def section(document: dict[str, Any]) -> str:
         of = {peer: [ratio for row in members for ratio in ratios(row, peer)] for peer in peers}
         cells = [f"{_middle(of[peer])} ({sum(r <= 1 for r in of[peer])} of {len(of[peer])})" for peer in peers]
         medians.append([report.SHORT[dtype], *cells])
-    lines = [
-        [row["op"], row["case"].replace("_", " "), report.SHORT[row["dtype"]], *(_norms(row, b) for b in (OURS, *peers)),
-         *(_middle(ratios(row, peer)) for peer in peers)]
-        for row in rows
-    ]  # fmt: skip
     where = document["environment"]
-    return "\n\n".join([
-        f"Measured by `{where['command']}`: {report.environment_text(where)}",
-        "Median over all tensors of all cases of our error over theirs, and in how many it is 1 or less:",
-        report.markdown_table(("dtype", "over naive code", "over PyTorch's kernels"), medians),
-        "Worst output / worst gradient of each case; the last two columns are medians over its tensors. –: does not compute the case, or "
-        "with a dropout mask of its own.",
-        report.markdown_table(("op", "case", "dtype", "ours", "naive", "PyTorch", "over naive", "over PyTorch"), lines),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"Measured by `{where['command']}`: {report.environment_text(where)}",
+            report.markdown_table(("dtype", "over naive code", "over PyTorch's kernels"), medians),
+        ]
+    )
 
 
 def written(text: str, document: dict[str, Any]) -> str:
@@ -129,12 +137,12 @@ def written(text: str, document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="measure first")
-    parser.add_argument("--write", action="store_true", help="rewrite docs/accuracy-tables.md from the results file")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/accuracy.md from the CSV file")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default %(default)s")
     options = parser.parse_args()
     if options.run:
-        options.results.write_text(json.dumps(measure(), indent=1) + "\n")
-    document = json.loads(options.results.read_text())
+        save(measure(), options.results)
+    document = load(options.results)
     if options.run or options.write:
         DOCUMENT.write_text(written(DOCUMENT.read_text(), document))
     else:

@@ -3,7 +3,6 @@
 
     python bench/tools/overhead.py             # microseconds a call: forward, in inference mode, forward + backward, under activate()
     python bench/tools/overhead.py --out FILE.json
-    python bench/tools/overhead.py --write     # the committed run's tables, into docs/call-cost.md
     python bench/tools/overhead.py --profile attention:fwd+bwd
 
 "ours" is a call as users make it; "python" the same by way of Python alone, as where there is no C++ lane. Calls are interleaved in one
@@ -23,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,12 +30,7 @@ import pytransformer as pt
 from pytransformer.cli.benchmark import results
 from pytransformer.ops._core import lane
 
-ROOT = Path(__file__).resolve().parents[2]
-COMMITTED = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "overhead.json"
-DOCUMENT = ROOT / "docs" / "call-cost.md"
-START, END = "<!-- tables: start, written by bench/tools/overhead.py --write -->", "<!-- tables: end -->"
 MODES = ("fwd", "fwd, inference", "fwd+bwd", "fwd, activate()", "fwd+bwd, activate()")
-HEADS = ("forward", "in inference mode", "forward + backward", "forward under activate()", "both under activate()")
 Function = Callable[..., torch.Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -129,42 +123,6 @@ def measure(op: str, mode: str, rounds: int, repeat: int) -> dict[str, object]:
     return {"op": op, "mode": mode, **fastest, "medians": {name: statistics.median(found) for name, found in times.items()}}
 
 
-def tables(document: dict[str, Any]) -> str:
-    """The least times, and by how much the medians differ from PyTorch's, in Markdown."""
-    cells = {(r["op"], r["mode"]): r for r in document["rows"]}
-    rows = list(dict.fromkeys(r["op"] for r in document["rows"]))
-
-    def table(head: str, cell: Callable[[dict[str, Any]], str]) -> str:
-        lines = [f"| {head} | {' | '.join(HEADS)} |", "|" + "---|" * (1 + len(HEADS))]
-        for op in rows:
-            found = [cells.get((op, mode)) for mode in MODES]
-            lines.append(f"| {op} | " + " | ".join("" if row is None else cell(row) for row in found) + " |")
-        return "\n".join(lines)
-
-    def least(row: dict[str, Any]) -> str:
-        return " / ".join(f"{row[f'{name}_us']:.1f}" for name in ("torch", "python", "ours"))
-
-    def ratios(row: dict[str, Any]) -> str:
-        return f"{row['ours_us'] / row['torch_us']:.2f} / {row['medians']['ours'] / row['medians']['torch']:.2f}"
-
-    where = document["environment"]
-    return "\n\n".join(
-        (
-            f"One run: {where['cpu']}, one thread, torch {where['torch']}, a shared machine, {document['rounds']} interleaved rounds of "
-            "ten calls in one process. A cell: PyTorch / ours by way of Python / ours as called, the least of the rounds, in µs.",
-            table("µs a call", least),
-            "Ours over PyTorch's: the least of both / the medians of both. At most 1 is the aim.",
-            table("ratio", ratios),
-        )
-    )
-
-
-def written(document: dict[str, Any], text: str) -> str:
-    """docs/call-cost.md with the tables of this run."""
-    before, _, rest = text.partition(START)
-    return f"{before}{START}\n\n{tables(document)}\n\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=300)
@@ -172,11 +130,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=10, help="calls a round")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--profile", metavar="OP:MODE", help="where the time of one of them goes, instead")
-    parser.add_argument("--write", action="store_true", help="put the committed run's tables into docs/call-cost.md, instead")
     options = parser.parse_args()
-    if options.write:
-        DOCUMENT.write_text(written(json.loads(COMMITTED.read_text()), DOCUMENT.read_text()))
-        return
     torch.set_num_threads(1)
     if options.profile:
         _, context, ours = ways(*options.profile.split(":"))[0]

@@ -1,365 +1,343 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/performance*.md and README's table of speed, from committed results only.
+"""Write the tables of docs/performance.md and README from the committed medians.
 
-    python bench/tools/performance.py                        # print the documents
-    python bench/tools/performance.py --write                # write them and README's table
-    python bench/tools/performance.py --run [--machine NAME] # make performance: run everything first (about 25 minutes on two cores)
+    python bench/tools/performance.py                        # print the tables
+    python bench/tools/performance.py --write                # write them into both pages
+    python bench/tools/performance.py --run --machine NAME   # run the suite first (25 minutes)
 
-All figures are PyTorch's time over ours in one interleaved run: 2 is twice as fast, and below 1 we are slower.
+A ratio is PyTorch's time over ours in one interleaved run: 2 is twice as fast. Ratios below 1 are
+bold.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from pytransformer.cli.benchmark import report
+from statistics import median
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parent))
-from performance_aims import GRID, aims  # beside this file
-from speed_pairs import (
-    OURS,
-    Pair,
-    Row,
-    by_mode,
-    load,
-    pairs,
-    percent,
-    ratio_of,
-    span,
-    table,
-    times,
-)
+import medians  # beside this file
+from medians import Row, Run
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, DOCS, README = ROOT / "bench" / "results", ROOT / "docs", ROOT / "README.md"
-# The folders of results and their documents; README shows some of them side by side, one for each instruction set.
-MACHINES = {
-    "amd-epyc-zen5-2-cores": "performance.md",
-    "intel-xeon-amx-2-cores": "performance-amx.md",
-    "amd-epyc-zen4-2-cores": "performance-zen4.md",
-    "amd-epyc-zen2-2-cores": "performance-zen2.md",
-}
-IN_README = ("amd-epyc-zen5-2-cores", "intel-xeon-amx-2-cores", "amd-epyc-zen2-2-cores")
-START, END = "<!-- performance: start, written by bench/tools/performance.py -->", "<!-- performance: end -->"
-AVX2 = "isa-avx2"
-# What fills a folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
+RESULTS, PAGE, README = ROOT / "bench" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
+MACHINES = (
+    "amd-epyc-zen5-2-cores",
+    "amd-epyc-zen4-2-cores",
+    "amd-epyc-zen2-2-cores",
+    "intel-xeon-amx-2-cores",
+)
+GPU = "nvidia-h100-80gb-hbm3"
+# Runs of the GPU's folder in the page's order; the newest run of a problem, no earlier one.
+GPU_RUNS = (
+    "second/fwd64", "second/fwd128", "second/bwd64", "second/bwd128", "long", "d256",
+    "second/decode1_32", "second/decode16", "terms", "norms_4096", "cross_entropy", "as-found/feed_forward",
+)  # fmt: skip
+GPU_PEERS = {"torch": "PyTorch", "torch_cudnn": "cuDNN", "torch_flash": "flash", "torch_efficient": "efficient"}
+START = "<!-- performance: start, written by bench/tools/performance.py -->"
+END = "<!-- performance: end -->"
 COMMANDS = (
     "-m pytransformer bench --suite aims --out .",
-    f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch --out {AVX2}",
+    "-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch --out isa-avx2",
     "-m pytransformer bench models --layers 2 --seconds 1.5 --out .",
     "{tools}/step_time.py --out step-time.json",
 )
-PICTURES = ("speed*.png", "memory*.png", "accuracy.png", "roofline.png")  # of the suite, as many as it has lengths
-MISSING = "Not in the committed results."
-SHORTEST = 512  # keys, in the tables of plain attention
+OURS, PEER = "cpu", "torch"
+GRID = ("full", "causal")
+TILES = "amx_bf16"
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+SLOWER = 0.995  # ratios from here on print as 1.00
 
 
-# ---- sections
+class Aim(NamedTuple):
+    """The ratio, or the share of a measured peak, that the rows of some ops should reach."""
+
+    title: str
+    ops: tuple[str, ...]  # ops or cases
+    dtype: str
+    threshold: float
+    peak: str = ""  # key of the peak that the share refers to; empty: PyTorch's time over ours
+    min_keys: int = 0
+    threshold_on_tiles: float | None = None  # the threshold on a CPU with AMX
 
 
-def peaks(document: Row) -> str:
-    found = document.get("peaks")
-    if not found:
-        return MISSING
-    rows = [[f"matrix product, {report.SHORT[d]}", f"{1e3 * rate:.0f} GFLOP/s"] for d, rate in found["tflops"].items()]
-    for key, what in (
-        ("gbps", "copy, buffers larger than the caches, reads and writes counted"),
-        ("read_gbps", "reading such a buffer"),
-        ("warm_gbps", "copy of 32 MB into a reused output"),
-    ):
-        if key in found:
-            rows.append([what, f"{found[key]:.1f} GB/s"])
-    return table(("measured", "rate"), rows)
+AIMS = (
+    Aim("attention f32, L >= 1024, share of the matrix product's rate", GRID, "float32", 0.95, "tflops", 1024),
+    Aim("attention bf16, L >= 1024, share of the matrix product's rate", GRID, "bfloat16", 0.9, "tflops", 1024, 0.75),
+    Aim("decoding f32, share of the read bandwidth", ("decode",), "float32", 0.85, "read_gbps"),
+    Aim("decoding bf16, share of the read bandwidth", ("decode",), "bfloat16", 0.85, "read_gbps"),
+    Aim("layer_norm and add_norm f32, over PyTorch", ("layer_norm", "add_norm"), "float32", 1.5),
+    Aim("layer_norm and add_norm bf16, over PyTorch", ("layer_norm", "add_norm"), "bfloat16", 1.5),
+)
 
 
-def grid(document: Row, found: list[Pair]) -> str:
-    """Ratios of plain attention against the length: forward / backward / both; and our share of the matrix product's rate."""
-    problems = {k: m for k, m in by_mode(found).items() if k[1] in GRID and dict(k[2])["Lq"] == dict(k[2])["Lk"]}
-    lengths = sorted({dict(k[2])["Lk"] for k in problems})
-    peak = (document.get("peaks") or {}).get("tflops", {})
-    lines: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
-    for (_, case, shape, dtype, _), modes in problems.items():
-        s = dict(shape)
-        ratios = " / ".join(times(ratio_of(modes, mode)) for mode in ("fwd", "bwd", "fwd+bwd"))
-        rates = [modes[mode].ours["tflops"] for mode in ("fwd", "fwd+bwd") if mode in modes]
-        shares = " / ".join(percent(rate, peak.get(dtype)) for rate in rates)
-        lines.setdefault((report.SHORT[dtype], case, s["D"], s["B"] * s["Hq"]), {})[s["Lk"]] = ratios, shares
-    columns = ("dtype", "mask", "D", "batch x heads", *(f"L = {length}" for length in lengths))
-    parts = []
-    for place, title in enumerate((
-        "Forward / backward / forward with backward (backward alone is the difference of the other two):",
-        "Useful operations over the rate of a large matrix product, forward / forward with backward:",
-    )):  # fmt: skip
-        cells = [[*map(str, key), *(at[n][place] if n in at else "–" for n in lengths)] for key, at in sorted(lines.items())]
-        parts += [title, table(columns, cells)]
-    return "\n\n".join(parts if peak else parts[:2]) if lines else MISSING
+# ---- cells
 
 
-def cases(found: list[Pair]) -> str:
-    rows = []
-    for (_, case, _, dtype, _), modes in by_mode(found).items():
-        first = next(iter(modes.values())).ours
-        cells = [times(ratio_of(modes, mode)) for mode in ("fwd", "fwd+bwd")]
-        versus = [f"{modes[m].ours['speedup_naive']:.2f}" if m in modes and modes[m].ours["speedup_naive"] else "–"
-                  for m in ("fwd", "fwd+bwd")]  # fmt: skip
-        last = modes.get("fwd+bwd", modes.get("fwd"))
-        kept = [report.megabytes(r.get("saved_bytes")) if r else "–" for r in (last.ours, last.peer)]
-        peak = [report.megabytes(r["peak_bytes"]) if r else "–" for r in (last.ours, last.peer)]
-        rows.append([case.replace("_", " "), report.shape_text(first["shape"]), report.SHORT[dtype], *cells, " / ".join(versus),
-                     " / ".join(kept), " / ".join(peak)])  # fmt: skip
-    heads = (
-        "case",
-        "shape",
-        "dtype",
-        "forward",
-        "forward + backward",
-        "over naive code",
-        "kept MB, ours / PyTorch",
-        "peak MB",
-    )
-    return table(heads, rows) if rows else MISSING
+def times(value: float | None) -> str:
+    """Return a ratio as text, in bold if we are slower."""
+    if value is None:
+        return "–"
+    return f"**{value:.2f}**" if value < SLOWER else f"{value:.2f}"
 
 
-def bandwidth(document: Row, found: list[Pair], key: str, of: str) -> str:
-    whole = (document.get("peaks") or {}).get(key)
-    rows = [
-        [p.ours["case"].replace("_", " "), report.shape_text(p.ours["shape"]), report.SHORT[p.ours["dtype"]],
-         report.mode_text(p.ours), times(p.ratio), f"{p.ours['gbps']:.1f}", percent(p.ours["gbps"], whole),
-         *([report.limit_text(p.ours)] if limited(found) else [])]
-        for p in found
-    ]  # fmt: skip
-    return table(("case", "shape", "dtype", "mode", "PyTorch / ours", "GB/s", of, *limited(found)), rows) if rows else MISSING
+def span(values: Iterable[float | None]) -> str:
+    """Return the smallest and the largest ratio."""
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return "–"
+    return times(known[0]) if len(known) == 1 else f"{times(known[0])} to {times(known[-1])}"
 
 
-def limited(found: list[Pair]) -> tuple[str, ...]:
-    """The title of the column that says what limits a row; none in files that are older than it."""
-    return ("what limits it",) if any(p.ours.get("limit") for p in found) else ()
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def models(document: Row | None) -> str:
-    if document is None:
-        return MISSING
-    rows: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
-    for row in document["rows"]:
-        rows.setdefault((row["model"], row["batch"], report.SHORT[row["dtype"]]), {})[row["mode"], row["variant"]] = row
-    cells = []
-    for key, at in rows.items():
-        ours = [at[mode, "pytransformer"] for mode in ("forward", "training_step")]
-        peak = [report.megabytes(at["training_step", variant]["peak_bytes"]) for variant in ("pytransformer", "sdpa", "eager")]
-        ratios = [f"{times(m['speedup_sdpa'])} / {times(m['speedup_eager'])}" for m in ours]
-        cells.append([*key, *ratios, " / ".join(peak)])
-    heads = (
-        "model",
-        "batch",
-        "dtype",
-        "forward: over sdpa / eager",
-        "training step: over sdpa / eager",
-        "its peak MB: ours / sdpa / eager",
-    )
-    return table(heads, cells)
+def sizes(row: Row) -> dict[str, int]:
+    """Return the dimensions of a row's problem."""
+    return {name: int(size) for name, _, size in (word.partition("=") for word in row["shape"].split())}
 
 
-def step(document: Row | None) -> str:
-    if document is None:
-        return MISSING
-    rows, shapes = document["rows"], document["shapes"]
-    cells = [[name, f"{row['median_ms']:.0f}", times(row["ratio"])] for name, row in rows.items()]
-    words = f"`{document['model']}`, source {shapes['input_ids']}, target {shapes['labels']}, with Adam:"
-    return f"{words}\n\n" + table(("who", "ms", "its time over ours"), cells)
+def ratio(row: Row) -> float | None:
+    """Return PyTorch's time over the row's, or None if PyTorch did not compute the case."""
+    return float(row["torch_over_this"]) if row["torch_over_this"] else None
 
 
-def held(document: Row | None) -> str:
-    """Both held to AVX2."""
-    if document is None:
-        return MISSING
-    if not (found := pairs(document)):
-        reasons = sorted({e["reason"] for e in document["not_run"] if e["backend"] == OURS})
-        return f"Not run: {'; '.join(reasons)}"
-    return f"{report.environment_text(document['environment'])}\n\n" + cases(found)
+def ours(run: Run, suite: str = "aims") -> list[Row]:
+    """Return our rows of a suite."""
+    return [row for row in run.rows if row["suite"] == suite and row["implementation"] == OURS]
 
 
-def losses(found: list[Pair]) -> str:
-    lost = sorted((p for p in found if p.ratio is not None and p.ratio < 0.995), key=lambda p: p.ratio)
-    told = f"{len(lost)} of {len(found)} measurements are slower than PyTorch's own"
-    if not lost:
-        return f"{told}."
-    rows = [
-        [p.where, times(p.ratio), str(p.ours["samples"]), *([report.limit_text(p.ours)] if limited(lost) else [])]
-        for p in lost
-    ]
-    return f"{told}, the worst first:\n\n" + table(("what", "PyTorch / ours", "samples", *limited(lost)), rows)
+# ---- tables
 
 
-def refused(document: Row) -> str:
-    wrong = [e for e in document["not_run"] if e["status"] in ("wrong", "failed")]
-    if not wrong:
-        return "Nobody."
-    rows = [[e["backend"], e["case"].replace("_", " "), report.SHORT[e["dtype"]], e["mode"], e["reason"]] for e in wrong]
-    return report.markdown_table(("who", "case", "dtype", "mode", "why"), rows)
+def per_machine(runs: dict[str, Run], cells: Callable[[Run], dict[str, str]], first: str) -> str:
+    """Return a table with one column per machine of what `cells` returns by row title."""
+    columns = {name: cells(run) for name, run in runs.items()}
+    titles = list(dict.fromkeys(title for column in columns.values() for title in column))
+    heads = [f"{name.removesuffix('-2-cores')}, {run.environment['isa']}" for name, run in runs.items()]
+    rows = ([title, *(column.get(title, "–") for column in columns.values())] for title in titles)
+    return table((first, *heads), rows)
 
 
-def images(folder: Path, names: Iterable[str], base: Path) -> str:
-    """Those of the pictures that are committed."""
-    there = [name for name in names if (folder / name).exists()]
-    path = "/".join([*[".."] * len(base.relative_to(ROOT).parts), *folder.relative_to(ROOT).parts])
-    return "\n\n".join(f"![{name.removesuffix('.png').replace('_', ' ')}]({path}/{name})" for name in there)
-
-
-def text(folder: Path) -> str:
-    """The document of one machine."""
-    document = load(folder, "results.json")
-    found = pairs(document)
-    attention = [p for p in found if "Lk" in p.ours["shape"] and p.ours["case"] not in GRID and p.ours["case"] != "decode"]
-    short = [p for p in found if p.ours["case"] in GRID and p.ours["shape"]["Lk"] < SHORTEST]
-    decode = [p for p in found if p.ours["case"] == "decode"]
-    rowwise = [p for p in found if "Lk" not in p.ours["shape"]]
-    norms = [p for p in rowwise if set(p.ours["shape"]) == {"rows", "d"}]  # no product: bound by memory
-    others = [p for p in rowwise if p not in norms]
-    curves = sorted(path.name for path in folder.glob("speed_by_*.png"))
-    parts = [
-        "# Performance",
-        "Written by `bench/tools/performance.py` from committed results alone; [benchmarks.md](benchmarks.md) says how they are measured "
-        "and with which commands. Unless a column says otherwise a figure is **PyTorch's time over ours** in one interleaved run: 2 is "
-        "twice as fast; below 1, in bold, we are slower. Every contender was first checked against float64. "
-        "GPUs: [an H100](cuda/first-gpu-run.md).",
-        _others(folder.name),
-        f"CPU: {report.environment_text(document['environment'])} Command: `{document['environment']['command']}`.",
-        "## Aims and what was reached", aims(document, found, load(folder, f"{AVX2}/results.json")),
-        "What limits them: attention's [phases](ops/attention-cpu.md), the norms' kernels [beside a copy](ops/layer_norm.md#cpu-kernel), "
-        "decoding [by shape](ops/attention-pages.md), feed_forward's [products](ops/feed_forward.md#cpu-kernel).",
-        "## Where we lose", losses(found),
-        "## What the machine can do", peaks(document), images(folder, ["roofline.png"], DOCS),
-        "## Attention, plain", grid(document, [p for p in found if p not in short]), images(folder, curves, DOCS),
-        "## Attention: masks, biases, dropout, short sequences", cases(attention + short),
-        "## Decoding: one token over a long cache", bandwidth(document, decode, "read_gbps", "of read bandwidth"),
-        "## Norms", bandwidth(document, norms, "warm_gbps", "of `copy_`"),
-        "## feed_forward and linear_cross_entropy", cases(others),
-        "## Held to AVX2", held(load(folder, f"{AVX2}/results.json")),
-        "## What a tiny call costs", "[call-cost.md](call-cost.md), from a run of its own: what a call costs before any arithmetic.",
-        "## Whole models", models(load(folder, "models.json")),
-        "## A training step", step(load(folder, "step-time.json")),
-        "## Burst and sustained", _regimes(document),
-        "## Refused", "Contenders that were wrong or failed, and were not timed:", refused(document),
-        "## Every row", f"[results.json](../{folder.relative_to(ROOT)}/results.json): `bench/tools/redraw.py` makes a report of it",
-    ]  # fmt: skip
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _others(machine: str) -> str:
-    links = [f"[{name}]({page})" for name, page in MACHINES.items() if name != machine]
-    return f"Other machines: {', '.join(links)}."
-
-
-def _regimes(document: Row) -> str:
-    rows = report.regime_rows(document["rows"])
-    return report.markdown_table(report.REGIME_COLUMNS, rows, report.REGIME_COLUMNS[5:]) if rows else MISSING
-
-
-# ---- README
-
-
-def summary(folders: Sequence[Path]) -> str:
-    """README's part: a line for each group of cases, and what is slower, on each machine."""
-    machines, heads, lines = [], [], {}
-    for place, folder in enumerate(folders):
-        document = load(folder, "results.json")
-        where = document["environment"]
-        machines.append(
-            f"{where['isa']}: {where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
-        )
-        heads += [f"{where['isa']}: forward", "with backward", "slower in"]
-        for group, cells in _groups(folder, document).items():
-            lines.setdefault(group, [["–"] * 3 for _ in folders])[place] = cells
-    base = folders[0].relative_to(ROOT)
-    curves = [n for n in ("speed_by_l_bf16_fwd.png", "speed_by_l_f32_fwd_bwd.png") if (folders[0] / n).exists()]
-    plots = "\n\n".join(f"![{n.removesuffix('.png').replace('_', ' ')}]({base}/{n})" for n in [*curves, "speed.png"])
-    pages = ", ".join(f"[docs/{MACHINES[f.name]}](docs/{MACHINES[f.name]})" for f in folders if f.name in MACHINES)
-    return "\n\n".join([
-        f"PyTorch's time over ours, least to most, each machine in one interleaved run; below 1, in bold, we are slower. "
-        f"{'; '.join(machines)}. MKL refuses AVX-512 to AMD's processors: PyTorch's float32 products take twice the time there. "
-        "Without AVX-512 PyTorch has no fast product of bfloat16.",
-        table(("", *heads), [[name, *(c for cells in row for c in cells)] for name, row in lines.items()]),
-        f"Each case, where we lose, peaks, models and decoding: {pages}; "
-        "what a call costs: [docs/call-cost.md](docs/call-cost.md).",
-        plots,
-    ])  # fmt: skip
-
-
-def _groups(folder: Path, document: Row) -> dict[str, list[str]]:
-    groups: dict[str, list[Pair]] = {}
-    for pair in pairs(document):
-        groups.setdefault(_group(pair.ours), []).append(pair)
-    rows = {}
-    for name, members in groups.items():
-        if all(p.ratio is None for p in members):  # PyTorch has no such op
-            continue
-        of = {m: [p.ratio for p in members if p.ours["mode"] == m] for m in ("fwd", "fwd+bwd")}
-        slower = sum(p.ratio is not None and p.ratio < 0.995 for p in members)
-        rows[name] = [span(of["fwd"]), span(of["fwd+bwd"]), f"{slower} of {len(members)}"]
-    steps = (load(folder, "step-time.json") or {"rows": {}})["rows"]
-    if "torch" in steps:
-        rows["a training step of a small translator, against torch.nn.Transformer"] = [
-            "–",
-            times(steps["torch"]["ratio"]),
-            "–",
-        ]
-    return rows
-
-
-def _group(row: Row) -> str:
-    dtype = report.SHORT[row["dtype"]]
-    if "Lk" not in row["shape"]:
+def group_of(row: Row) -> str:
+    """Return the title of the line that a row belongs to in the table by op."""
+    dtype = SHORT[row["dtype"]]
+    if not row["op"].startswith("attention"):
         return f"{row['op']} {dtype}"
     if row["case"] == "decode":
         return f"attention, decoding, {dtype}"
-    return f"attention, {'full and causal' if row['case'] in GRID else 'masks, biases, dropout'}, {dtype}"
+    plain = row["case"] in GRID
+    return f"attention, {'full and causal' if plain else 'masks, biases, dropout'}, {dtype}"
 
 
-def readme(old: str) -> str:
-    before, rest = old.split(START)
-    return f"{before}{START}\n{summary([RESULTS / name for name in IN_README])}\n{END}{rest.split(END)[1]}"
+def by_op(run: Run) -> dict[str, str]:
+    """Return the ranges of the ratios by op, and the count of slower rows."""
+    groups: dict[str, list[Row]] = {}
+    compared = [row for row in ours(run) if ratio(row) is not None]
+    for row in compared:
+        groups.setdefault(group_of(row), []).append(row)
+    cells = {}
+    for title, rows in groups.items():
+        directions = (span(ratio(r) for r in rows if r["direction"] == d) for d in ("fwd", "fwd+bwd"))
+        cells[title] = " / ".join(directions)
+    held = [ratio(row) for row in ours(run, "isa")]
+    if held:
+        cells["every op, both restricted to AVX2"] = span(held)
+    for row in ours(run, "step"):
+        cells["training step of a small translator, over `torch.nn.Transformer`"] = times(ratio(row))
+    slower = sum((ratio(row) or 1.0) < SLOWER for row in compared)
+    cells["rows slower than PyTorch"] = f"{slower} of {len(compared)}"
+    return cells
+
+
+def by_length(run: Run) -> dict[str, str]:
+    """Return the median ratio over heads and head sizes of plain attention for each length."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in ours(run):
+        value, shape = ratio(row), sizes(row)
+        if row["case"] in GRID and value is not None and shape["Lq"] == shape["Lk"] >= 512:
+            title = f"{row['case']} {SHORT[row['dtype']]}, L = {shape['Lk']}"
+            groups.setdefault(title, {}).setdefault(row["direction"], []).append(value)
+    ordered = sorted(groups, key=lambda title: (title.split(",")[0], int(title.split()[-1])))
+    return {
+        title: " / ".join(times(median(groups[title][d])) for d in ("fwd", "fwd+bwd") if d in groups[title])
+        for title in ordered
+    }
+
+
+def aims(run: Run) -> dict[str, str]:
+    """Return the median of each aim's values and how many of them reach it."""
+    cells = {}
+    for aim in AIMS:
+        values = list(aim_values(aim, run))
+        on_tiles = run.environment["isa"] == TILES and aim.threshold_on_tiles
+        threshold = on_tiles or aim.threshold
+        shown = f"{threshold:.0%}" if aim.peak else f"{threshold:g}"
+        if values:
+            middle = f"{median(values):.0%}" if aim.peak else times(median(values))
+            reached = sum(v >= threshold for v in values)
+            cells[aim.title] = f"{middle}; {reached} of {len(values)} reach {shown}"
+    return cells
+
+
+def aim_values(aim: Aim, run: Run) -> Iterable[float]:
+    """Yield the ratio, or the share of the peak, of each row that an aim covers."""
+    peak = run.peaks.get(aim.peak)
+    whole = peak.get(aim.dtype) if isinstance(peak, dict) else peak
+    for row in ours(run):
+        covered = {row["op"], row["case"]} & set(aim.ops) and row["dtype"] == aim.dtype
+        if not covered or sizes(row).get("Lk", aim.min_keys) < aim.min_keys:
+            continue
+        value = ratio(row)
+        if aim.peak:
+            value = float(row["tflops" if aim.peak == "tflops" else "gbps"]) / whole if whole else None
+        if value is not None:
+            yield value
+
+
+def models(runs: dict[str, Run]) -> str:
+    """Return the table of whole models: the ratio to sdpa, and to eager code."""
+    rows = []
+    for name, run in runs.items():
+        at: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+        for row in run.rows:
+            if row["suite"] == "models":
+                key = (name.removesuffix("-2-cores"), row["case"], row["shape"], SHORT[row["dtype"]])
+                at.setdefault(key, {})[row["direction"], row["implementation"]] = float(row["median_ms"])
+        for key, ms in at.items():
+            cells = (
+                " / ".join(times(ms[direction, peer] / ms[direction, OURS]) for peer in ("sdpa", "eager"))
+                for direction in ("forward", "training_step")
+            )
+            rows.append([*key, *cells])
+    heads = ("machine", "model", "batch", "dtype", "forward: over sdpa / eager", "training step: over sdpa / eager")
+    return table(heads, rows)
+
+
+def gpu() -> str:
+    """Return the table of the H100: milliseconds of our kernels and of PyTorch's fastest."""
+    rows = []
+    for name in GPU_RUNS:
+        document = json.loads((RESULTS / GPU / name / "results.json").read_text())
+        problems: dict[tuple[str, str, str], dict[str, float]] = {}
+        rates: dict[tuple[str, str, str], float] = {}
+        for row in document["rows"]:
+            shape = " ".join(f"{size}={n}" for size, n in row["shape"].items())
+            key = (row["case"].replace("_", " "), shape, row["mode"])
+            problems.setdefault(key, {})[row["backend"]] = row["median_ms"]
+            if row["backend"] == "cuda":
+                rates[key] = row["tflops"]
+        for key, ms in problems.items():
+            peers = {GPU_PEERS[peer]: ms[peer] for peer in GPU_PEERS if peer in ms}
+            best = min(peers, key=lambda peer: peers[peer], default=None)
+            cells = [f"{ms['cuda']:.3f}", f"{ms['triton']:.3f}" if "triton" in ms else "–"]
+            cells += [f"{rates[key]:.0f}", f"{peers[best]:.3f} ({best})" if best else "–"]
+            cells.append(times(peers[best] / ms["cuda"]) if best else "–")
+            rows.append([*key, *cells, name])
+    heads = ("case", "shape", "direction", "`cuda`, ms", "`triton`, ms", "`cuda`, TFLOP/s", "fastest of PyTorch, ms")
+    return table((*heads, "PyTorch over `cuda`", "run"), rows)
+
+
+# ---- pages
+
+
+def load() -> dict[str, Run]:
+    """Return the committed run of each CPU machine."""
+    return {name: medians.read(RESULTS / name / "medians.csv") for name in MACHINES}
+
+
+def described(run: Run) -> str:
+    """Return a machine, its versions and its peaks in one line."""
+    e, rates = run.environment, run.peaks
+    products = ", ".join(f"{1e3 * rate:.0f} GFLOP/s in {SHORT[dtype]}" for dtype, rate in rates["tflops"].items())
+    return (
+        f"{e['isa']}: {e['cpu']}, {e['cores']} cores, {e['threads']} threads, torch {e['torch']}, commit "
+        f"{e['commit']}, {e['date'][:10]}; matrix product {products}; reads {rates['read_gbps']:.0f} GB/s"
+    )
+
+
+def section(runs: dict[str, Run]) -> str:
+    """Return the generated part of docs/performance.md."""
+    return "\n\n".join(
+        [
+            "## CPU, by op",
+            "Range of PyTorch's time over ours, forward / forward with backward.",
+            per_machine(runs, by_op, "op"),
+            "## CPU, plain attention by length",
+            "Median over head sizes 64 and 128 and over 1 and 8 heads, forward / forward with backward.",
+            per_machine(runs, by_length, "case"),
+            "## CPU, share of the machine's limits",
+            "Median, and the number of rows that reach the aim.",
+            per_machine(runs, aims, "aim"),
+            "## CPU, whole models of transformers",
+            "Ours means `attn_implementation=\"pytransformer\"` and `convert`, with dropout in training.",
+            models(runs),
+            "## NVIDIA H100 80GB HBM3",
+            f"bfloat16, torch 2.11.0+cu130, 2026-11-26, L2 flushed before each call. The last column names "
+            f"the folder of `bench/results/{GPU}`.",
+            gpu(),
+            "## Machines",
+            "\n".join(f"- `{name}`: {described(run)}" for name, run in runs.items()),
+        ]
+    )  # fmt: skip
+
+
+def readme_section(runs: dict[str, Run]) -> str:
+    """Return the generated part of README."""
+    return "\n\n".join(
+        [
+            "PyTorch's time over ours on two cores, minimum to maximum over shapes, forward / forward with "
+            "backward,\nmeasured in one interleaved run per machine. A bold value below 1 means that we are slower.",
+            per_machine(runs, by_op, "op"),
+            "Attention by length, whole models and an H100: [docs/performance.md](docs/performance.md).",
+        ]
+    )
+
+
+def replaced(page: str, text: str) -> str:
+    """Return a page with the text between its markers replaced."""
+    before, rest = page.split(START)
+    return f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}"
 
 
 def run_all(folder: Path) -> None:
-    """Every command, in a folder of its own, whose files then replace those of `folder`."""
-    environment = os.environ | {"PYTHONSAFEPATH": "1"}
-    with tempfile.TemporaryDirectory() as made:
-        for command in COMMANDS:
-            print(f"\n---- python {command.format(tools='bench/tools')}", flush=True)
-            words = command.format(tools=ROOT / "bench" / "tools").split()
-            done = subprocess.run([sys.executable, *words], cwd=made, env=environment)
-            if done.returncode > 1:  # 1: one of ours was wrong, which the document tells
-                raise SystemExit(f"exit code {done.returncode}: {command}")
-        for path in (path for pattern in PICTURES for path in folder.glob(pattern)):
-            path.unlink()
-        shutil.copytree(made, folder, dirs_exist_ok=True)
+    """Run every command of the suite in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for command in COMMANDS:
+        print(f"\n---- python {command.format(tools='bench/tools')}", flush=True)
+        words = command.format(tools=ROOT / "bench" / "tools").split()
+        done = subprocess.run([sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONSAFEPATH": "1"})
+        if done.returncode > 1:  # 1: a backend was wrong, which the results record
+            raise SystemExit(f"exit code {done.returncode}: {command}")
 
 
 def main() -> None:
+    """Print or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run everything first")
-    parser.add_argument(
-        "--machine", choices=MACHINES, default=next(iter(MACHINES)), help="whose results --run replaces (%(default)s)"
-    )
-    parser.add_argument("--write", action="store_true", help="write the documents and README's table")
+    parser.add_argument("--machine", choices=MACHINES, default=MACHINES[0], help="machine that --run replaces (%(default)s)")
+    parser.add_argument("--write", action="store_true", help="write both pages")
     options = parser.parse_args()
     if options.run:
-        run_all(RESULTS / options.machine)
-    for name, page in MACHINES.items():
-        if options.run or options.write:
-            (DOCS / page).write_text(text(RESULTS / name))
-        else:
-            print(text(RESULTS / name))
-    if options.run or options.write:
-        README.write_text(readme(README.read_text()))
+        raw = ROOT / "results" / options.machine  # git ignores this folder
+        run_all(raw)
+        medians.main([str(raw), str(RESULTS / options.machine / "medians.csv")])
+    runs = load()
+    if not (options.run or options.write):
+        print(section(runs))
+        return
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), section(runs)), encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    README.write_text(replaced(readme, readme_section(runs)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from .relative import RelativeMultiHeadAttention
 class _SecondConvolution(nn.Conv2d):
     """3 x 3 of stride 2. One column of results is a convolution over time, whose channels are the features too.
 
-    As a Conv2d in bfloat16 it returns unwritten memory on CPUs with AMX (torch 2.13.0: stride 2, one column, several rows;
-    docs/measured-facts-amx.md).
+    As a Conv2d in bfloat16 it returns unwritten memory on CPUs with AMX (torch 2.13.0: stride 2, one column, several rows).
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

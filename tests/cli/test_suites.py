@@ -339,11 +339,6 @@ def test_the_suite_from_the_command_line_to_the_document(tool, tmp_path: Path, m
     refused = {e["case"] for e in document["not_run"] if e["backend"] == "torch"}
     assert {key for key in steps if key[0] not in refused} <= run
     assert {"roofline.png", "speed.png", "speed_by_l.png"} <= {path.name for path in folder.iterdir()}
-    performance = tool("performance")
-    monkeypatch.setattr(performance, "ROOT", tmp_path)
-    monkeypatch.setattr(performance, "SHORTEST", 512 // 32)
-    monkeypatch.setattr(performance, "DOCS", tmp_path / "docs")
-    text = performance.text(folder)
-    assert "L = 16 | L = 32 | L = 64 | L = 128 |" in text and "![roofline](../bench/results/here/roofline.png)" in text
-    assert "decode cold" not in text and "| decode |" in text and "fwd cold" in text
-    assert "speed_by_l.png" in text and "attention, decoding, bf16" in performance.summary([folder])
+    performance, medians = tool("performance"), tool("medians")
+    cells = performance.by_op(medians.collect(folder))
+    assert "attention, decoding, bf16" in cells and "attention, full and causal, bf16" in cells

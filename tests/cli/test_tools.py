@@ -23,13 +23,100 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- performance
 
 
-def test_performance_document_is_made_of_the_committed_results(tool) -> None:
+def test_performance_tables_match_the_committed_medians(tool) -> None:
     performance = tool("performance")
-    again = "run: python bench/tools/performance.py --write"
-    for name, page in performance.MACHINES.items():
-        assert performance.text(performance.RESULTS / name) == (performance.DOCS / page).read_text(), again
-    old = performance.README.read_text()
-    assert performance.readme(old) == old, again
+    runs = performance.load()
+    pages = {performance.PAGE: performance.section(runs), performance.README: performance.readme_section(runs)}
+    for page, text in pages.items():
+        old = page.read_text(encoding="utf-8")
+        assert performance.replaced(old, text) == old, "run: python bench/tools/performance.py --write"
+
+
+def test_committed_medians_are_complete_and_consistent(tool) -> None:
+    """Ratios, quantiles and shares agree with the times in the same file."""
+    performance = tool("performance")
+    for name, run in performance.load().items():
+        assert len(run.rows) <= 550, name
+        seen = {}
+        for row in run.rows:
+            assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"]), (name, row)
+            problem = tuple(row[key] for key in ("suite", "op", "case", "dtype", "direction", "cache", "shape"))
+            assert seen.setdefault((problem, row["implementation"]), row) is row, (name, row)
+        for (problem, implementation), row in seen.items():
+            peer = seen.get((problem, "sdpa" if row["suite"] == "models" else "torch"))
+            if row["torch_over_this"] and peer and implementation == "cpu":
+                ratio = float(peer["median_ms"]) / float(row["median_ms"])
+                assert float(row["torch_over_this"]) == pytest.approx(ratio, rel=1e-3), (name, row)
+
+
+def _document(ours: dict[str, float], peer: dict[str, float], **more) -> dict:
+    """Return a results file with one problem of plain attention."""
+    shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
+    base = {"op": "attention", "case": "full", "shape": shape, "dtype": "bfloat16", "cache": "warm", **more}
+    rows = [
+        {
+            **base,
+            "mode": mode,
+            "backend": backend,
+            **dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), ms[mode]),
+            **dict.fromkeys(("tflops", "gbps"), 0.8),
+            "speedup_torch": peer[mode] / ms[mode],
+            "error": 1e-3,
+            "peak_bytes": None,
+        }
+        for backend, ms in (("cpu", ours), ("torch", peer), ("naive", peer))
+        for mode in ms
+    ]
+    environment = {"isa": "avx512_bf16", "threads": 2}
+    return {"environment": environment, "peaks": {"tflops": {"bfloat16": 1.0}, "copy_gbps": {}}, "rows": rows}
+
+
+def test_medians_read_back_what_they_wrote(tool, tmp_path: Path) -> None:
+    medians = tool("medians")
+    run, file = tmp_path / "run", tmp_path / "medians.csv"
+    run.mkdir()
+    (run / "results.json").write_text(json.dumps(_document({"fwd": 1.0}, {"fwd": 5.0})))
+    medians.main([str(run), str(file)])
+    written = medians.read(file)
+    assert [row["implementation"] for row in written.rows] == ["cpu", "torch"]
+    assert written == medians.collect(run) and written.peaks == {"tflops": {"bfloat16": 1.0}}
+    assert written.rows[0]["torch_over_this"] == "5.0" and written.rows[0]["peak_bytes"] == ""
+    with pytest.raises(SystemExit, match="must be a benchmark's folder"):
+        medians.main([str(tmp_path / "nothing"), str(file)])
+
+
+def test_performance_marks_slower_rows_and_counts_reached_aims(tool, tmp_path: Path) -> None:
+    performance, medians = tool("performance"), tool("medians")
+    (tmp_path / "results.json").write_text(json.dumps(_document({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 2.7})))
+    run = medians.collect(tmp_path)
+    assert performance.by_op(run) == {
+        "attention, full and causal, bf16": "5.00 / **0.90**",
+        "rows slower than PyTorch": "1 of 2",
+    }
+    assert performance.by_length(run) == {"full bf16, L = 1024": "5.00 / **0.90**"}
+    title = "attention bf16, L >= 1024, share of the matrix product's rate"
+    assert performance.aims(run) == {title: "80%; 0 of 2 reach 90%"}
+    run.environment["isa"] = performance.TILES
+    assert performance.aims(run) == {title: "80%; 2 of 2 reach 75%"}
+    assert performance.times(0.999) == "1.00" and performance.times(None) == "–"
+
+
+def test_performance_run_executes_every_command_in_its_folder(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    performance, ran = tool("performance"), []
+
+    def run(command: list[str], cwd: Path, env: dict[str, str]) -> SimpleNamespace:
+        ran.append(command[1:])
+        assert env["PYTHONSAFEPATH"] == "1" and cwd == tmp_path / "run"
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(performance.subprocess, "run", run)
+    performance.run_all(tmp_path / "run")
+    assert len(ran) == len(performance.COMMANDS)
+    for words in ran:
+        assert words[:3] == ["-m", "pytransformer", "bench"] or Path(words[0]).is_file()
+    monkeypatch.setattr(performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
+    with pytest.raises(SystemExit, match="exit code 2"):
+        performance.run_all(tmp_path / "run")
 
 
 def test_every_committed_results_file_fits_its_schema() -> None:
@@ -37,95 +124,11 @@ def test_every_committed_results_file_fits_its_schema() -> None:
         assert results.validate(json.loads(path.read_text())) == [], path
 
 
-def test_a_report_is_made_of_committed_results(tool, tmp_path: Path) -> None:
-    folder = next((ROOT / "bench" / "results").glob("*/isa-avx2"))
-    tool("redraw").main([str(folder), "--out", str(tmp_path)])
-    assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
-    rows = json.loads((folder / "results.json").read_text())["rows"]
-    report_text = (tmp_path / "report.md").read_text()
-    assert report_text.count("\n| ") > len(rows) > 10 and (tmp_path / "results.csv").stat().st_size > 1000
-
-
-def _rows(ours: dict[str, float], peer: dict[str, float], **more) -> list[dict]:
-    shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
-    base = {"op": "attention", "case": "full", "shape": shape, "dtype": "bfloat16", "device": "cpu", "note": "", **more}
-    return [
-        {
-            **base,
-            "mode": mode,
-            "backend": backend,
-            "median_ms": ms[mode],
-            "samples": 7,
-            "speedup_torch": peer[mode] / ms[mode],
-            "speedup_naive": None,
-        }
-        for backend, ms in (("cpu", ours), ("torch", peer))
-        for mode in ms
-    ]
-
-
-def test_backward_is_the_difference_and_losses_are_told(tool) -> None:
-    performance = tool("performance")
-    found = performance.pairs({"rows": _rows({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 11.0})})
-    (modes,) = performance.by_mode(found).values()
-    assert [performance.ratio_of(modes, mode) for mode in ("fwd", "bwd", "fwd+bwd")] == [5.0, 3.0, 11 / 3]
-    told = performance.aims({}, found, None)
-    assert "| attention, every case, over PyTorch | 1 | 3.67 | 4.33 | 5.00 | 2 of 2 |" in told
-    assert "| decoding, of read bandwidth | 85% | – | – | – | – |" in told, "what was not measured is not claimed"
-    rates = _rows({"fwd": 1.0}, {"fwd": 5.0}, tflops=0.8)
-    for isa, aim in (("avx512_bf16", "90% | 80% | 80% | 80% | 0 of 1"), ("amx_bf16", "75% | 80% | 80% | 80% | 1 of 1")):
-        document = {"peaks": {"tflops": {"bfloat16": 1.0}}, "environment": {"isa": isa}}
-        assert f"matrix product's rate | {aim} |" in performance.aims(document, performance.pairs({"rows": rates}), None)
-    assert performance.losses(found) == "0 of 2 measurements are slower than PyTorch's own."
-    slow = performance.pairs({"rows": _rows({"fwd": 2.0}, {"fwd": 1.0})})
-    told = performance.losses(slow)
-    assert told.startswith("1 of 1 measurements are slower") and "| **0.50** | 7 |" in told
-    assert performance.times(0.999) == "1.00" and performance.times(0.99) == "**0.99**" and performance.times(None) == "–"
-
-
-def test_what_was_not_run_is_told_as_missing(tool, tmp_path: Path) -> None:
-    performance = tool("performance")
-    folder = performance.ROOT / "bench" / "results"  # a path below the root, where links start
-    lone = tmp_path / "results.json"
-    lone.write_text((performance.RESULTS / next(iter(performance.MACHINES)) / "results.json").read_text())
-    shown = [performance.models(None), performance.held(None), performance.step(None)]
-    assert shown == [performance.MISSING] * 3
-    assert performance.images(folder, ["none.png"], performance.DOCS) == ""
-
-
-def test_the_whole_run_fills_the_folder_with_what_the_document_reads(
-    tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    performance, ran = tool("performance"), []
-
-    def run(command: list[str], cwd: str, env: dict[str, str]) -> SimpleNamespace:
-        ran.append(command[1:])
-        assert env["PYTHONSAFEPATH"] == "1" and Path(cwd) != ROOT
-        out = Path(cwd) / command[command.index("--out") + 1]
-        out.mkdir(exist_ok=True) if out.suffix == "" else out.write_text("{}")
-        return SimpleNamespace(returncode=1)
-
-    (tmp_path / "speed_by_old.png").touch()
-    (tmp_path / "patterns.png").touch()  # another tool's
-    monkeypatch.setattr(performance.subprocess, "run", run)
-    performance.run_all(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"isa-avx2", "step-time.json", "patterns.png"}, "and no old picture"
-    for words in ran:
-        assert words[0] == "-m" or Path(words[0]).is_file()
-        if words[0] == "-m":
-            assert words[:3] == ["-m", "pytransformer", "bench"]
-    monkeypatch.setattr(performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
-    with pytest.raises(SystemExit, match="exit code 2"):
-        performance.run_all(tmp_path)
-
-
 # ---- attention_phases
 
 
-def test_the_phases_page_is_made_of_the_committed_runs(tool) -> None:
+def test_phases_match_the_header(tool) -> None:
     phases = tool("attention_phases")
-    page = phases.PAGE.read_text()
-    assert phases.written(page) == page, "run: python bench/tools/attention_phases.py --write"
     header = (ROOT / "csrc" / "cpu" / "core" / "phases.h").read_text()
     (names,) = re.findall(r"enum class Phase : int \{ (.*), count \};", header)
     assert tuple(names.split(", ")) == phases.PHASES
@@ -151,13 +154,14 @@ def test_every_phase_is_noted(tmp_path: Path) -> None:
 # ---- golden
 
 
-def test_accuracy_document_is_made_of_the_committed_errors(tool) -> None:
+def test_accuracy_table_matches_the_committed_errors(tool, tmp_path: Path) -> None:
     golden = tool("golden")
-    document = json.loads(golden.RESULTS.read_text())
-    old = golden.DOCUMENT.read_text()
-    assert golden.written(old, document) == old, "run: python bench/tools/golden.py --write"
+    document, text = golden.load(golden.RESULTS), golden.DOCUMENT.read_text()
+    assert golden.written(text, document) == text, "run: python bench/tools/golden.py --write"
     measured = {(row["op"], row["case"], row["dtype"]) for row in document["rows"]}
     assert measured == {(case.op, case.name, dtype) for case, dtype in golden.problems()}
+    golden.save(document, tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_bytes() == golden.RESULTS.read_bytes()
 
 
 def test_errors_are_of_every_tensor_and_backend(tool) -> None:
@@ -169,7 +173,6 @@ def test_errors_are_of_every_tensor_and_backend(tool) -> None:
     assert "torch" not in golden.errors(plan.case("dropout", "small"), "float32"), "whose mask is its own"
     row = {"errors": {"cpu": {"out": 2.0, "key": 1.0}, "torch": {"out": 1.0, "key": 0.0}}, "op": "attention"}
     assert golden.ratios(row, "torch") == [2.0] and golden.ratios(row, "naive") == []
-    assert golden._norms(row, "cpu") == "2.0e+00 / 1.0e+00"
 
 
 # ---- pytest-benchmark
@@ -257,58 +260,6 @@ def test_overhead_writes_what_it_measured(tool, monkeypatch: pytest.MonkeyPatch,
         (op, m) for op in overhead.problems() for m in overhead.modes(op)
     }
     assert all(r[f"{who}_us"] > 0 for r in document["rows"] for who in ("ours", "python", "torch"))
-    shown = overhead.tables(document)
-    assert all(f"| {op} |" in shown for op in overhead.problems())
-
-
-def test_call_cost_says_what_the_committed_run_measured(tool) -> None:
-    overhead = tool("overhead")
-    text = overhead.DOCUMENT.read_text()
-    assert overhead.written(json.loads(overhead.COMMITTED.read_text()), text) == text
-
-
-def test_a_step_is_taken_apart(tool) -> None:
-    """Every part of an attention module's step is found where it is, and the parts are the whole."""
-    parts = tool("step_parts")
-    subject = parts.modules()["MultiHeadAttention"]
-    ours = parts.shares(parts.runner(subject.ours, subject.call, "forward + backward"), 20)
-    theirs = parts.shares(parts.runner(subject.theirs, subject.their_call, "forward"), 20)
-    assert abs(sum(ours.values()) - 1.0) < 1e-6 and all(ours[part] > 0 for part in parts.PARTS)
-    assert theirs["our Python"] == theirs["our ops"] == theirs["backward pass"] == 0
-    assert parts.part_of(("~", 0, "<built-in method pytransformer._lane.attention>")) == "our ops"
-    assert parts.part_of(("~", 0, "<method 'run_backward' of 'torch._C._EngineBase' objects>")) == "backward pass"
-
-
-def test_curves_of_small_lengths(tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row has its share and its figures, or a reason; the pictures are drawn; the page says what the committed runs measured."""
-    pytest.importorskip("matplotlib")
-    curves = tool("curves")
-    for name in curves.WHAT:
-        committed = json.loads((curves.FOLDER / f"{name}.json").read_text())
-        text = curves.PAGE.read_text()
-        assert curves.written(name, committed, text) == text
-    monkeypatch.setattr(curves, "LENGTHS", (64, 128, 256))
-    monkeypatch.setattr(curves, "WIDTHS", (64, 128, 192))
-    monkeypatch.setitem(curves.LONGEST, "FlexAttention", 0)  # compiling takes minutes
-    for name, (measure, draw) in curves.WHAT.items():
-        document = {"environment": {"cpu": "a CPU"}, "rows": measure()}
-        draw(document, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-        assert all(row.get("reason") or row["ms"] > 0 for row in document["rows"])
-        assert "| GRU |" in curves.table(document) or "| local 256 | ours |" in curves.table(document)
-    assert curves.exponent({1: 1.0, 2: 3.0, 4: 12.0, 8: 48.0}) == 2.0
-
-
-def test_local_patterns_are_linear_in_the_committed_run(tool) -> None:
-    curves = tool("curves")
-    rows = json.loads((curves.FOLDER / "patterns.json").read_text())["rows"]
-    for direction in (curves.FORWARD, curves.BACKWARD):
-        points = {
-            r["length"]: r["ms"]
-            for r in rows
-            if (r["pattern"], r["how"], r.get("direction")) == (curves.FIRST, "ours", direction)
-        }
-        assert max(points) == 65536 and curves.exponent(points) < 1.25
 
 
 def test_steps_run_apart_and_none_takes_another_with_it(tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,14 @@ def test_what_a_model_leaves_uninitialised_is_filled() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_page_is_made_of_the_results() -> None:
+def test_compatibility_page_matches_the_results() -> None:
+    text, rows = report.COMPATIBILITY.read_text(), report.load()["rows"]
+    assert report.with_table(text, rows) == text, "run: python -m pytransformer.testing.sweep --write"
+    families = {name.partition("/")[0] for name in rows}
+    assert set(report.FAMILIES) <= families
+
+
+def test_architectures_file_matches_the_results() -> None:
     assert report.DOC.read_text() == report.page(report.load(), report.load(report.OLDER)), (
         "run: python -m pytransformer.testing.sweep --write"
     )

@@ -35,7 +35,7 @@ constexpr int64_t kDepth = kUnitStep<T> > 1 ? 128 : 192;
 constexpr int64_t kCachedBytes = int64_t(5) << 18;  // of A, in a core's L2 while panels pass
 constexpr int64_t kPackedUnits = int64_t(4) << 20;  // of B packed at a time, about: 16 MB of floats or pairs
 // Units of k at a time. Vectors take whole pieces of a panel: 240 rows of A and a panel of 288 KB stay in L2, where 144 and 512 KB were
-// slower (docs/measured-facts-products.md; 1024 deep one piece in six is short). Tiles: 144 rows. Up to a third more stays in one slice: a
+// slower (measured; 1024 deep one piece in six is short). Tiles: 144 rows. Up to a third more stays in one slice: a
 // short one visits all sums for little.
 template <class T>
 constexpr int64_t kSliceUnits = kUnitStep<T> > 1 ? 2048 : 6 * kDepth<T>;

@@ -8,7 +8,7 @@
      "rows": [...],              one per op, case, dtype, mode and backend that was checked and timed
      "not_run": [...]}           those that were not, and why: status "skipped", "unsupported", "wrong" or "failed"
 
-ROW and NOT_RUN say what each entry holds; docs/benchmark-results.md says what each figure means.
+ROW and NOT_RUN say what each entry holds; docs/benchmarks.md explains each figure.
 """
 
 from __future__ import annotations

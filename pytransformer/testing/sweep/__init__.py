@@ -3,7 +3,7 @@
 
     python -m pytransformer.testing.sweep                     # every model type, a table of verdicts
     python -m pytransformer.testing.sweep bert llama          # some
-    python -m pytransformer.testing.sweep --write             # all, into the results file and docs/architectures.md
+    python -m pytransformer.testing.sweep --write             # all, into tests/integrations/architectures.json and .md
     python -m pytransformer.testing.sweep --write --json FILE --resume       # the same, going on where a run was cut
 
 :mod:`.configs` and :mod:`.corrections` shrink a config, :mod:`.inputs` and :mod:`.given` make inputs for a ``forward``, :mod:`.compare`

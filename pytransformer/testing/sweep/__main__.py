@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, as they come")
     parser.add_argument("--resume", action="store_true", help="leave out the model types whose rows FILE has already")
     parser.add_argument(
-        "--write", action="store_true", help=f"put them into {report.RESULTS.name}, and write docs/{report.DOC.name}"
+        "--write",
+        action="store_true",
+        help=f"put them into {report.RESULTS.name}, and write {report.DOC.name} and its table in docs",
     )
     arguments = parser.parse_args()
     known = model_types()
@@ -50,6 +52,8 @@ def main() -> int:
         earlier = report.load(place)["rows"] if arguments.types else {}
         report.save(earlier | rows, place)
         report.DOC.write_text(report.page(report.load(), report.load(report.OLDER)))
+        page = report.COMPATIBILITY
+        page.write_text(report.with_table(page.read_text(), report.load()["rows"]))
     console = Console()
     console.table(("class", "verdict", "differs"), [(name, row["verdict"], told(row)) for name, row in rows.items()])
     console.print(", ".join(f"{verdict} {count}" for verdict, count in report.counts(rows).items()))

@@ -232,7 +232,8 @@ def page(results: dict[str, Any]) -> str:
         f"Of every file of timm {results['timm']} with attention in it a small model, and {of_diffusers} models of "
         f"diffusers {results['diffusers']}, with random weights in float32 on the CPU (torch {results['torch']}): by its own code, under "
         "`activate()`, and after `convert` under `activate()`. Compared are the outputs and the gradients of all parameters; the limit is "
-        "that of [architectures](architectures.md). A call that our op would not take raises here (`PYTRANSFORMER_STRICT=1`).", "",
+        "that of [transformers](../tests/integrations/architectures.md). "
+        "A call that our op would not take raises here (`PYTRANSFORMER_STRICT=1`).", "",
         "| verdict | models | meaning |", "|---|---|---|", *verdicts, "",
         table_of(("model", "verdict", "activate", "convert", "calls of our op", "modules converted", "attention of its own"), table), "",
         f"No module called attention computed any in {', '.join(none)}." if none else "", "",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed results of the sweep, and the page that is made of them."""
+"""The committed results of the sweep, the file of all classes and the table of docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ from typing import Any
 from pytransformer.console import escape_markdown
 
 ROOT = Path(__file__).resolve().parents[3]
-RESULTS, DOC = ROOT / "tests" / "integrations" / "architectures.json", ROOT / "docs" / "architectures.md"
+RESULTS = ROOT / "tests" / "integrations" / "architectures.json"
+DOC, COMPATIBILITY = RESULTS.with_suffix(".md"), ROOT / "docs" / "compatibility.md"
 OLDER = RESULTS.with_name("architectures-older.json")  # the same of the oldest transformers that we take
 VERDICTS = {
-    "ours": "every attention that was seen ran on our op, and all agrees with eager code",
-    "ours in part": "the same, but modules of the classes named did attention of their own",
-    "ours by convert": "`attn_implementation` is refused; after `convert` every attention that was seen runs on our op, and all agrees",
-    "refused": "an error says that this model cannot run on our op, and what to do",
-    "not on the interface": "the model does attention by itself, whatever its `attn_implementation`; all agrees, `convert` included",
-    "no attention": "no attention was seen; `convert` works or finds nothing",
-    "wrong": "ours differs, or fails with an error that is not ours",
-    "not built": "a tiny config could not be built or run, by eager code itself",
+    "ours": "every attention runs on our op and agrees with eager code",
+    "ours in part": "the same, but the classes named compute attention themselves",
+    "ours by convert": "`attn_implementation` is refused; after `convert` every attention runs on our op and agrees",
+    "refused": "an error names the reason and the alternative",
+    "not on the interface": "the model ignores `attn_implementation`; results agree, after `convert` too",
+    "no attention": "the model has no attention; `convert` works or matches nothing",
+    "wrong": "our result differs, or an unexpected error occurs",
+    "not built": "a tiny config fails in eager code itself",
 }
 COLUMNS = {"none": "no mask", "left": "left", "right": "right", "tokens": "tokens", "convert": "convert"}
 Rows = dict[str, dict[str, Any]]
+START = "<!-- compatibility: start, written by pytransformer.testing.sweep --write -->"
+END = "<!-- compatibility: end -->"
+# The model types of docs/compatibility.md, in its order.
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox",
+    "gpt_oss", "deepseek_v3", "opt", "falcon", "bloom", "mamba", "bert", "roberta", "albert", "distilbert",
+    "electra", "modernbert", "deberta-v2", "longformer", "big_bird", "xlnet", "t5", "bart", "marian",
+    "whisper", "wav2vec2", "vit", "swin", "clip", "siglip", "llava",
+)  # fmt: skip
 
 
 def clean(rows: Rows) -> Rows:
@@ -129,8 +139,9 @@ def page(results: dict[str, Any], older: dict[str, Any]) -> str:
         f"(torch {results['torch']}). One class of each type; encoders that can be decoders also as such. Compared are all floating "
         "outputs at real positions and the gradients of all parameters: without a mask, padded left, padded right; the logits of five "
         "greedy steps where the class generates, and the model after `convert`. The limit is the one of the other tests, 32 eps in the "
-        "relative 2-norm, times the model's own condition number. [Drop-in](drop-in.md) tells what the words mean in use; timm and "
-        "diffusers have [their own page](other-libraries.md).", "",
+        "relative 2-norm, times the model's own condition number. [Drop-in](../../docs/drop-in.md) tells what the words mean in "
+        "use; timm and "
+        "diffusers have [their own page](../../docs/other-libraries.md).", "",
         f"| verdict | {versions[0]} | {versions[1]} | meaning |", "|---|---|---|---|", *verdicts, "",
         f"The tables below are those of {versions[0]}; what {versions[1]}, the oldest that we take, does otherwise stands after them.", "",
         '"as sdpa" in a cell: eager code and sdpa differ there (queries that see nothing are zeros in one and a mean in the other; eager '
@@ -149,3 +160,41 @@ def page(results: dict[str, Any], older: dict[str, Any]) -> str:
 def table_of(columns: Iterable[str], rows: list[str]) -> str:
     names = list(columns)
     return "\n".join(["| " + " | ".join(names) + " |", "|---" * len(names) + "|", *rows])
+
+
+def compatibility(rows: Rows) -> str:
+    """Return the tables of docs/compatibility.md: each class of :data:`FAMILIES`, and the counts of all."""
+    lines = [
+        compatible(name, row)
+        for family in FAMILIES
+        for name, row in sorted(rows.items())
+        if name.partition("/")[0] == family and not name.endswith(", decoder")
+    ]
+    heads = ("model", "`activate()`", '`attn_implementation="pytransformer"`', "`convert()`")
+    totals = [f"| {verdict} | {count} | {VERDICTS[verdict]} |" for verdict, count in counts(rows).items()]
+    return "\n\n".join(
+        (
+            table_of(heads, lines),
+            f"Results of all {len(rows)} classes with `attn_implementation`:",
+            table_of(("result", "classes", "meaning"), totals),
+        )
+    )
+
+
+def compatible(name: str, row: dict[str, Any]) -> str:
+    """Return the line of one class."""
+    left = ", ".join(row.get("left", ()))
+    if row["verdict"] == "no attention":
+        cells = ("no attention", "no attention", "norms")
+    else:
+        has_sdpa = not any(found.startswith("refused") for found in row.get("sdpa", {}).values())
+        accepted = {"ours": "yes", "ours in part": f"yes, except {left}"}
+        converted = "yes" if row["verdict"] == "ours by convert" else f"yes, except {left}" if left else "yes"
+        cells = ("yes" if has_sdpa else "no sdpa", accepted.get(row["verdict"], "refused"), converted)
+    return f"| {name.partition('/')[2]} | " + " | ".join(cells) + " |"
+
+
+def with_table(text: str, rows: Rows) -> str:
+    """Return the page with the table between its markers replaced."""
+    before, rest = text.split(START)
+    return f"{before}{START}\n{compatibility(rows)}\n{END}{rest.split(END)[1]}"
