@@ -32,8 +32,8 @@ class Fault(NamedTuple):
     schedule: int = 1
 
 
-def parameters(faults: Sequence[Fault], every: int = 3) -> list[Any]:
-    """Each fault under two schedules; but for every third under the first they are slow tests: all 520 would take `make test` 4 minutes."""
+def parameters(faults: Sequence[Fault], every: int = 6) -> list[Any]:
+    """Each fault under two schedules; but for every sixth under the first they are slow tests: all 520 would take `make test` 4 minutes."""
     again = (fault._replace(schedule=2, slow=True) for fault in faults)
     once = (fault._replace(slow=i % every > 0) for i, fault in enumerate(faults))
     name = lambda f: f.name if f.schedule == 1 else f"{f.name}-{f.schedule}"

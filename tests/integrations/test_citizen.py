@@ -229,7 +229,7 @@ os._exit(0)  # gloo's threads outlive destroy_process_group after DDP, and abort
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize("name", ["bert", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "t5"])
 def test_data_parallel_gradients_are_those_of_the_whole_batch(hugging_face: Any, name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, "eager"), inputs_of(family, "right", batch=4)

@@ -210,7 +210,7 @@ def test_t5_makes_nothing_quadratic(hugging_face: Any) -> None:
         assert (largest >= length * length) == quadratic, largest
 
 
-@pytest.mark.parametrize("name", ["bert", "t5"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
 def test_compiles_and_exports_without_a_graph_break(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")

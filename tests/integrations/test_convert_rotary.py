@@ -226,7 +226,7 @@ def test_tables_that_are_learned_stay_the_models_own(hugging_face: Any) -> None:
     assert torch.equal(*grads) and grads[0].norm() > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gptj"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gptj"))])
 def test_compiles_without_a_graph_break(hugging_face: Any, name: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, "left")

@@ -26,7 +26,10 @@ def without_numbers(line: str) -> str:
 
 
 @pytest.mark.unpoisoned  # compiles
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("bert", "gpt2", "t5", "llama") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def test_each_row_is_true(hugging_face: Any, name: str) -> None:
     """Raises where a cell says "ours" and differs; and what the cells say is what the document says."""
     made = lines({name: row(name)})

@@ -94,7 +94,7 @@ COMPILED: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "activate")) for name in COMPILED])
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     with pt.activate(), trace() as ran:

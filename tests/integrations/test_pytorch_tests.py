@@ -19,6 +19,7 @@ def test_skipped(): pytest.skip("not counted")
 """
 
 
+@pytest.mark.slow  # five runs of pytest
 def test_finds_what_fails_with_ours_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ def test_a_recorded_step_runs_again(model: GPT, kind: str) -> None:
     assert cache.lengths.tolist() == (LENGTHS + NEW).tolist()
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", [pytest.param("contiguous", marks=pytest.mark.slow), "paged"])
 def test_a_compiled_step_is_one_graph(model: GPT, kind: str) -> None:
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)

@@ -200,6 +200,7 @@ def test_packages_are_labels(install, mo, tmp_path):
     assert 0.2 < label["chance"] < 0.8 and label.get("baseline", 1.0) > 0.9
 
 
+@pytest.mark.slow
 def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environment):
     """DDP waits for the gradient of each parameter: a head that nothing trains in some stage would stop it."""
     steps = [part for option in STEPS["bert"] if "steps" in option for part in (option, "2")]
