@@ -41,14 +41,14 @@ def gradients_and_refusal(rank: int, group: Any, name: str) -> str:
     holder = Holder(case(name))
     x = holder.x.requires_grad_()
     expected = torch.autograd.grad(holder(x), [x, *holder.parameters()])
-    fully_shard(holder, mesh=DeviceMesh.from_group(group, "cpu"))
-    holder(x).backward()
-    gradients = [x.grad, *(p.grad.full_tensor() for p in holder.parameters())]
+    sharded: Any = fully_shard(holder, mesh=DeviceMesh.from_group(group, "cpu"))
+    sharded(x).backward()
+    gradients = [x.grad, *(p.grad.full_tensor() for p in sharded.parameters())]
     for gradient, plain in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, plain)
-    holder.unshard()
+    sharded.unshard()
     loss = Holder.forward(holder, x)
-    holder.reshard()
+    sharded.reshard()
     try:
         torch.autograd.grad(loss, x)
     except RuntimeError as error:
