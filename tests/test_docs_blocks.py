@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``python`` blocks of README and docs run as they stand, the blocks of a page one after another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Pages whose blocks use names that they do not define. The list may only shrink.
+FRAGMENTS = {
+    f"docs/{page}.md" for page in ("cache-8bit", "generation", "models", "scaling", "tensor-parallel", "training", "viz")
+}
+
+
+def pages() -> dict[str, list[str]]:
+    """The blocks of each page that has one."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {str(path.relative_to(ROOT)): BLOCK.findall(path.read_text(encoding="utf-8")) for path in paths}
+    return {page: blocks for page, blocks in found.items() if blocks}
+
+
+def run(page: str) -> None:
+    names: dict[str, Any] = {"__name__": "docs"}
+    for number, block in enumerate(pages()[page], 1):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.falls_back
+@pytest.mark.parametrize("page", sorted(pages().keys() - FRAGMENTS))
+def test_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if any("transformers" in block for block in pages()[page]):
+        pytest.importorskip("transformers", reason="the page shows transformers")
+    run(page)
+
+
+def test_pages_with_fragments_are_needed_as_exceptions() -> None:
+    assert pages().keys() >= FRAGMENTS
