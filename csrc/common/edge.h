@@ -33,12 +33,13 @@ inline DType dtype_of(const Tensor& t, const char* name, Float64 float64) {
   }
 }
 
-// Bytes from a tensor's first element to the end of its last one.
+// Bytes from a tensor's first element to the end of its last one. One call for all sizes: each costs nanoseconds of every op's call.
 inline int64_t extent_of(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
   int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) == 0) return 0;
-    last += (t.size(d) - 1) * t.stride(d);
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    last += (sizes[d] - 1) * strides[d];
   }
   return (last + 1) * int64_t(t.element_size());
 }
