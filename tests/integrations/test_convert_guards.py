@@ -7,7 +7,8 @@ dropouts. A fused module that bypasses the changed one must step aside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import pytransformer as pt
+from pytransformer.integrations.convert import code
+from pytransformer.integrations.convert.rules import find_rule
 from pytransformer.testing.hugging_face import FAMILIES, distance, inputs_of, model_distance_limit
 
 LIMIT = model_distance_limit(torch.float32)
 QUICK = ("bert", "gpt2", "llama")
+QUICK_CODE = ("bert", "t5")
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -182,3 +186,44 @@ def test_torch_layers_equal_their_unconverted_twins(activation: Any, norm_first:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     assert cases > 60 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
+
+
+def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (class or file, name) of every forward of the model, and of every function that a rule's method reaches."""
+    found: list[tuple[Any, str]] = []
+    for cls in dict.fromkeys(type(m) for m in model.modules()):
+        found.append((cls, "forward"))
+        if (rule := find_rule(cls)) is not None:
+            found += [(place.owner, place.name) for place in code.reached(cls, rule.method)]
+    return iter(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK_CODE else (pytest.mark.slow,)) for n in FAMILIES])
+def test_code_replaced_in_a_class_or_file_counts(hugging_face: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward replaced in its class, or a function in its file, counts before and after convert(), even if a wrapper looks like it."""
+    family = FAMILIES[name]
+    inputs = inputs_of(family, "none")
+    call = lambda model: model(**inputs).logits
+    cases, wrong, plain = 0, [], outcome(call, family.build("eager"))
+    for owner, attribute in replaceable(family.build("eager")):
+        own = getattr(owner, attribute)
+        if not callable(own):  # a property
+            continue
+        new = functools.wraps(own)(lambda *args, own=own, **kwargs: scaled(own(*args, **kwargs)))
+        for order in ("after", "before"):
+            model = family.build("eager")
+            if order == "after":
+                pt.integrations.convert(model)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, attribute, new)
+                expected = outcome(call, family.build("eager"))
+                if order == "before":
+                    pt.integrations.convert(model)
+                found = outcome(call, model)
+            cases += not isinstance(plain, str) and not (isinstance(expected, torch.Tensor) and torch.equal(plain, expected))
+            if isinstance(expected, str) or isinstance(found, str):
+                if found != expected:
+                    wrong.append(f"{owner.__name__}.{attribute}, {order}: {found}, expected {expected}")
+            elif not torch.equal(found, expected) and not distance(found, expected) < LIMIT:
+                wrong.append(f"{owner.__name__}.{attribute}, {order}: off by {distance(found, expected):.1e}")
+    assert cases > 10 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])

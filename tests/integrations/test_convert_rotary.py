@@ -254,8 +254,7 @@ def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
     skipped = reasons(FAMILIES["llama"].build("eager"))
-    want = "its rotate_half in this version of transformers is not one we have checked"
-    assert skipped["model.layers.0.self_attn"] == want
+    assert "its forward, or what that calls, is not one we have checked" in skipped["model.layers.0.self_attn"]
 
 
 def test_norms_with_hooks_or_of_another_kind_are_left_alone(hugging_face: Any) -> None:

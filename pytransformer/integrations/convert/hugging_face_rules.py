@@ -15,6 +15,7 @@ import torch
 from ...ops.layer_norm import rms_norm
 from .modules import (
     add_norm,
+    bypass,
     droppable,
     feed_forward,
     first_reason,
@@ -61,7 +62,7 @@ class ShiftedScaleNorm:
 
 
 _rule(
-    Rule("norm", "rms_norm with 1 + weight", ShiftedScaleNorm, special_weights, ("63e6486ed81a",)),
+    Rule("norm", "rms_norm with 1 + weight", ShiftedScaleNorm, special_weights, ("436ec8d4e346",)),
     gemma="GemmaRMSNorm",
     gemma2="Gemma2RMSNorm",
     gemma3="Gemma3RMSNorm",
@@ -168,6 +169,7 @@ def _sublayers_changed(layer: Any) -> str | None:
 
 
 _bert = dict(bert="Bert", roberta="Roberta", xlm_roberta="XLMRoberta", electra="Electra", camembert="Camembert")
+bypass("727c5ce1df61", **{model: f"{name}Intermediate" for model, name in _bert.items()})
 _rule(
     Rule(
         "block",
@@ -290,6 +292,8 @@ def _pre_norm(
         def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
                 return NotImplemented
+            if by_name:  # whose attention may have no default for it
+                kwargs.setdefault("attention_mask", None)
             normed, attend = getattr(self, attention_norm)(hidden_states), getattr(self, attention)
             # Pass the input the way the original does: a forward pre-hook receives positional arguments only.
             attended = (attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs))[0]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +13,21 @@ from torch.nn.modules.module import _has_any_global_hook
 from ...ops import feed_forward as ff
 from ...ops import layer_norm as norms
 from ...ops._core.options import ActivationName
-from .rules import find_rule, original_class
+from . import code
+from .rules import find_rule, library, original_class
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 # Tensors that stand for plain ones while a program is traced, and DTensor, for which the ops have rules.
 _KNOWN_SUBCLASSES = ("torch._subclasses", "torch.distributed.tensor", "torch.fx", "torch.nn.parameter")
+# Digests of the forwards of modules that rules bypass and that have no rule of their own, by module and class.
+_BYPASSED: dict[str, dict[str, str]] = {
+    "transformers.activations": {
+        "GELUActivation": "c023091653f3",
+        "GELUTanh": "c023091653f3",
+        "SiLUActivation": "281694387071",
+    },
+    "timm.layers.activations": {"GELU": "75ced0491999", "GELUTanh": "15f351500331"},
+}
 observed: set[nn.Module] = set()  # modules whose only hooks are explain's, which change nothing
 _FUNCTIONS: dict[Any, ActivationName] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
 # Classes by module. transformers' GELUActivation may compute erf in Python, which is the same function.
@@ -55,8 +64,37 @@ def unfusable(*linears: nn.Module) -> str | None:
     return unhooked(*linears)
 
 
+def bypass(digest: str, **models: str) -> None:
+    """Register the forward of inner modules that a rule bypasses, given as ``model="Class Class"`` like a rule's."""
+    for model, classes in models.items():
+        _BYPASSED.setdefault(f"transformers.models.{model}.modeling_{model}", {}).update(
+            dict.fromkeys(classes.split(), digest)
+        )
+
+
+_FORWARDS: dict[type, tuple[Any, str | None]] = {}  # by class: its forward, and what _changed returns
+
+
+def _changed(cls: Any) -> str | None:
+    """Return why the class's forward is not the code that rules bypass, or None.
+
+    It is looked up once, and again if the forward was replaced: torch.compile can trace access to a dict, but not the digest of a source.
+    """
+    if cls not in _FORWARDS or not (torch.compiler.is_compiling() or _FORWARDS[cls][0] is cls.forward):
+        rule, known = find_rule(cls), _BYPASSED.get(cls.__module__, {}).get(cls.__name__)
+        if rule is not None and rule.method == "forward":
+            own = rule.checked(cls)
+        else:
+            own = code.is_own(cls, "forward") if library(cls) == "torch" else code.digest(cls, "forward") == known
+        _FORWARDS[cls] = cls.forward, None if own else f"has a {cls.__name__} whose forward is not one we have checked"
+    return _FORWARDS[cls][1]
+
+
 def unhooked(*modules: nn.Module) -> str | None:
-    """Return why these modules must be called, not bypassed, or None: hooks, a ``forward`` set on the instance, special weights."""
+    """Return why these modules must be called, not bypassed, or None.
+
+    Reasons are hooks, a ``forward`` set on the instance or replaced in the class, and special weights.
+    """
     if _has_any_global_hook():
         return "hooks for all modules are registered, which a fused op would not call"
     for m in modules:
@@ -65,7 +103,7 @@ def unhooked(*modules: nn.Module) -> str | None:
             return f"has a {type(m).__name__} with hooks, which a fused op would not call"
         if "forward" in m.__dict__:
             return f"has a {type(m).__name__} with a forward of its own, set on the instance"
-        if (reason := special_weights(m)) is not None:
+        if (reason := _changed(original_class(m)) or special_weights(m)) is not None:
             return reason
     return None
 
@@ -144,32 +182,15 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float)
     )
 
 
-_Norm = tuple[Any, str, Callable[[Any], str | None]]
-_NORMS: dict[type, _Norm] = {}  # by class: its forward, what its rule makes it, and the rule's condition
-
-
-def _norm(cls: type) -> _Norm:
-    """Look the class's rule up once, and again if its forward was replaced.
-
-    The result is cached because torch.compile can trace access to a dict, but not the digest of a source.
-    """
-    if cls not in _NORMS or not (torch.compiler.is_compiling() or _NORMS[cls][0] is cls.forward):  # type: ignore[attr-defined]
-        rule = find_rule(cls)
-        known = rule is not None and rule.checked(cls)
-        what, condition = (rule.what, rule.condition) if known and rule is not None else ("", lambda module: None)
-        _NORMS[cls] = (cls.forward, what, condition)  # type: ignore[attr-defined]
-    return _NORMS[cls]
-
-
 def fusable_norm(*candidates: nn.Module) -> str | None:
     """The condition of a rule that takes a block's norms into add_norm. They may be converted already."""
     for norm in candidates:
-        cls = original_class(norm)
-        _, what, condition = _norm(cls)
-        if what == "layer_norm":
+        rule = find_rule(cls := original_class(norm))
+        what = "" if rule is None else rule.what
+        if rule is not None and what == "layer_norm":
             if not isinstance(norm.weight, torch.Tensor) or norm.weight.dim() != 1:
                 return "its norm has no weight, or is over more than one dimension"
-            if (reason := condition(norm)) is not None:
+            if (reason := rule.condition(norm)) is not None:
                 return f"its norm {reason}"
         elif cls is nn.RMSNorm or what != "rms_norm":
             return f"has a {type(norm).__name__} where a LayerNorm or a known RMS norm was expected"
@@ -177,8 +198,9 @@ def fusable_norm(*candidates: nn.Module) -> str | None:
 
 
 def is_norm(module: nn.Module, what: str) -> bool:
-    """Return whether a rule converts the module's class to this op and matches its code."""
-    return _norm(original_class(module))[1] == what
+    """Return whether a rule converts the module's class to this op."""
+    rule = find_rule(original_class(module))
+    return rule is not None and rule.what == what
 
 
 def probability(dropout: nn.Module | float, training: bool) -> float:

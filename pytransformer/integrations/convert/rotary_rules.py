@@ -10,7 +10,6 @@ no such interface: its attention becomes ours too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,28 +17,10 @@ import torch
 from ...ops.attention import attention
 from ...ops.rotary import rotary
 from .hugging_face_rules import _rule
-from .modules import droppable, first_reason, is_norm, probability, unhooked
-from .rules import Rule, digest, update_cache
-
-_HALVES = {"apply_rotary_pos_emb": ("298829ea877e", "5f7a7cb52cb2", "d0fffa33108a"), "rotate_half": ("d5641e8a5bec",)}
-_NEIGHBOURS = {"apply_rotary_pos_emb": ("ab03ba130e4b",), "rotate_every_two": ("407381a98b7f",)}
+from .modules import droppable, is_norm, probability, unhooked
+from .rules import Rule, update_cache
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-_TURNS: dict[str, tuple[list[Any], str | None]] = {}  # by file: its functions, and what _turns_otherwise returns
-
-
-def _turns_otherwise(file: str, known: Mapping[str, tuple[str, ...]] = _HALVES) -> str | None:
-    """Return why the functions by which this file turns queries and keys are not those that we know, or None."""
-    if file in _TURNS and torch.compiler.is_compiling():  # it can trace access to a dict, but not the digest of a source
-        return _TURNS[file][1]
-    functions = [getattr(sys.modules[file], name, None) for name in known]
-    if file not in _TURNS or any(a is not b for a, b in zip(_TURNS[file][0], functions)):
-        unknown = [n for n, f in zip(known, functions) if f is None or digest(f) not in known[n]]
-        why = f"its {unknown[0]} in this version of transformers is not one we have checked" if unknown else None
-        _TURNS[file] = functions, why
-    return _TURNS[file][1]
 
 
 def _tables_fit(cos: Any, sin: Any) -> bool:
@@ -205,30 +186,30 @@ def _rotary_rule(mixin: type[Turned], digest_of_forward: str, **models: str) -> 
         for norm in norms:
             if not is_norm(norm, expected):
                 return f"has a {type(norm).__name__} where a known RMS norm was expected"
-        return first_reason(_turns_otherwise(type(module).__module__), unhooked(*norms))
+        return unhooked(*norms)
 
     what = "rotary with the norms of queries and keys" if mixin.norms else "rotary"
     _rule(Rule("attention", what, mixin, condition, (digest_of_forward,)), **models)
 
 
 _rotary_rule(
-    RotaryAttention, "66fca53755e8",
+    RotaryAttention, "e0dc6709f77e",
     llama="LlamaAttention", arcee="ArceeAttention", gemma="GemmaAttention", granite="GraniteAttention", granitemoe="GraniteMoeAttention",
     granitemoeshared="GraniteMoeSharedAttention", qwen2_moe="Qwen2MoeAttention", phimoe="PhimoeAttention",
 )  # fmt: skip
 _rotary_rule(
-    WindowOfConfig, "f794ab37faad", mistral="MistralAttention", mixtral="MixtralAttention", minimax="MiniMaxAttention"
+    WindowOfConfig, "209ea151b52b", mistral="MistralAttention", mixtral="MixtralAttention", minimax="MiniMaxAttention"
 )
-_rotary_rule(WindowOfLayer, "5b5407d08e71", qwen2="Qwen2Attention", cwm="CwmAttention", ministral="MinistralAttention")
-_rotary_rule(WindowAndSoftcap, "ed76d4b404fb", gemma2="Gemma2Attention", vaultgemma="VaultGemmaAttention")
-_rotary_rule(NormOfHeads, "0fcfd6ae230f", qwen3="Qwen3Attention", qwen3_moe="Qwen3MoeAttention", dots1="Dots1Attention")
-_rotary_rule(ShiftedNormOfHeads, "6c6b60177dfd", gemma3="Gemma3Attention")
-_rotary_rule(OneProjection, "9f8e741181f1", phi3="Phi3Attention")
-_rotary_rule(ProjectionByHead, "23ff7c175a5b", gpt_neox="GPTNeoXAttention")
+_rotary_rule(WindowOfLayer, "b276710247d4", qwen2="Qwen2Attention", cwm="CwmAttention", ministral="MinistralAttention")
+_rotary_rule(WindowAndSoftcap, "07623442ea6a", gemma2="Gemma2Attention", vaultgemma="VaultGemmaAttention")
+_rotary_rule(NormOfHeads, "78643a229057", qwen3="Qwen3Attention", qwen3_moe="Qwen3MoeAttention", dots1="Dots1Attention")
+_rotary_rule(ShiftedNormOfHeads, "76d941e97a38", gemma3="Gemma3Attention")
+_rotary_rule(OneProjection, "0cc61163a452", phi3="Phi3Attention")
+_rotary_rule(ProjectionByHead, "c054fe870f72", gpt_neox="GPTNeoXAttention")
 _rule(
     Rule(
         "attention", "rotary and attention", OwnAttention,
-        lambda m: first_reason(_turns_otherwise(type(m).__module__, _NEIGHBOURS), droppable(m.attn_dropout)), ("130974329dc8",),
+        lambda m: droppable(m.attn_dropout), ("09136a0f4901",),
     ),
     gptj="GPTJAttention",
 )  # fmt: skip

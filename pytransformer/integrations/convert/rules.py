@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+
+from . import code
 
 KINDS = ("norm", "feed_forward", "attention", "block", "linear")
 ON_REQUEST = ("padding",)  # what changes results that nobody should read
@@ -46,8 +45,8 @@ class Rule:
     ``mixin`` goes before the class and overrides ``method``, which may return NotImplemented to run the original.
     ``condition(module)`` returns why the module may not be fused as it is now, or None. It is evaluated at conversion and again
     at each call, because hooks, adapters and other weights may come later; the original method runs while there is a reason.
-    ``digests`` are those of the original's method ``digested``, by default ``method``, that the rule was written against
-    (empty: torch's own, whose meaning is documented).
+    ``digests`` are those of the original's ``method``, with all that it reaches (see :func:`.code.digest`), that the rule was
+    written against (empty: torch's own, whose meaning is documented).
     """
 
     kind: str
@@ -56,23 +55,29 @@ class Rule:
     condition: Callable[[Any], str | None] = lambda module: None
     digests: tuple[str, ...] = ()
     method: str = "forward"
-    digested: str = ""
 
     def __post_init__(self) -> None:
         if hasattr(self.mixin, "forward") and self.method != "forward":
-            raise TypeError(f"{self.mixin.__name__} overrides forward, so the rule's method must be forward, got {self.method}")
+            raise TypeError(
+                f"{self.mixin.__name__} overrides forward, so the rule's method must be forward, got {self.method}"
+            )
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         if not self.checked(type(module)):
-            return f"its {self.digested or self.method} in this version of {type(module).__module__.split('.')[0]} is not one we have checked"
+            return f"its {self.method}, or what that calls, is not one we have checked: changed, or of another {library(type(module))}"
         return why_replaced(module) or self.condition(module)
 
     def checked(self, cls: type) -> bool:
         """Whether the class has the code the rule was written against."""
-        return not self.digests or digest(getattr(cls, self.digested or self.method)) in self.digests
+        return code.digest(cls, self.method) in self.digests if self.digests else code.is_own(cls, self.method)
 
     def subclass(self, original: type) -> type:
         return _subclass(self, original)
+
+
+def library(cls: type) -> str:
+    """Return the name of the library that the class comes from."""
+    return cls.__module__.split(".")[0]
 
 
 def original_class(module: torch.nn.Module) -> type:
@@ -95,19 +100,26 @@ def _subclass(rule: Rule, original: type) -> type:
         names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"
         names[rule.method] = _guarded(rule, original, tuple(parameters), names["cache_keyword"])
     # The name stays, so that printing the model and code that looks at the name see what they knew.
-    return type(original.__name__, (rule.mixin, Converted, original), names)
+    cls = type(original.__name__, (rule.mixin, Converted, original), names)
+    if "forward" in vars(cls) and "forward" not in names:
+        # transformers' layers keep in each subclass the forward of now; one that replaces the original's later would be ignored.
+        del cls.forward  # type: ignore[attr-defined]
+    return cls
 
 
 def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyword: str) -> Callable[..., Any]:
     """Return the converted class's method: the mixin's where the condition holds, else the original's."""
     name, condition = rule.method, rule.condition
-    own, plain = getattr(original, name), getattr(rule.mixin, name)
+    own, plain, bypassed = getattr(original, name), getattr(rule.mixin, name), code.reached(original, name)
     accepted = inspect.signature(plain).parameters
     by_name = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     renamed = cache_keyword if cache_keyword != "past_key_values" and "past_key_values" in accepted else None
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(original, name) is not own or condition(self) is not None:
+        for owner, called, function in bypassed:
+            if getattr(owner, called) is not function:
+                return getattr(original, name)(self, *args, **kwargs)
+        if condition(self) is not None:
             return getattr(original, name)(self, *args, **kwargs)
         if by_name or renamed:  # the mixin passes arguments on: by name, since positions differ between modules
             first, named = args[:1], {**dict(zip(parameters[1:], args[1:])), **kwargs}
@@ -121,36 +133,10 @@ def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyw
     return functools.wraps(own)(method)
 
 
-NAMES = {"cache": "past_key_values", "curr_cache": "curr_past_key_values"}  # since transformers 5.24
-
-
 def update_cache(module: Any, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> Any:
     """Return ``cache.update(...)``, which since transformers 5.24 also takes the keywords of the call, for paged caches."""
     more = {"kwargs": kwargs} if module.cache_keyword == "cache" else {}
     return cache.update(key, value, module.layer_idx, **more)
-
-
-@functools.cache
-def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of what a function does.
-
-    It is of the syntax tree, without docstring, comments and line breaks, and equal on every Python version. What transformers 5.24
-    renamed counts as it was called before.
-    """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    node = tree.body[0]
-    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    for part in ast.walk(node):
-        for field in ("id", "arg"):
-            if (name := getattr(part, field, None)) in NAMES:
-                setattr(part, field, NAMES[name])
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
-            part.keywords = [k for k in part.keywords if k.arg != "kwargs"]  # see update_cache
-    body = node.body[1:] if ast.get_docstring(node) else node.body
-    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    # Python 3.13 leaves empty lists out of a dump unless asked for them.
-    options: Any = {"show_empty": True} if sys.version_info >= (3, 13) else {}
-    return hashlib.sha256(f"{names}{[ast.dump(s, **options) for s in body]}".encode()).hexdigest()[:12]
 
 
 # By class, or by its full name where the library need not be there. Each module of rules adds its own when this package is imported.

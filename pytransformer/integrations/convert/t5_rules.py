@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .hugging_face_rules import _is_half, _rule
-from .modules import add_norm, droppable, first_reason, fusable_norm, probability, unhooked
+from .modules import add_norm, bypass, droppable, first_reason, fusable_norm, probability, unhooked
 from .rules import Rule
 
 
@@ -69,8 +69,12 @@ def runs_on_ours(module: Any) -> bool:
 
 
 _TABLE = "attention with the table of biases inside the kernel"
-_rule(Rule("attention", _TABLE, T5Attention, digests=("ad237bb12cd4",)), t5="T5Attention", mt5="MT5Attention")
-_rule(Rule("attention", _TABLE, UMT5Attention, digests=("7dbdde004830",)), umt5="UMT5Attention")
+_rule(Rule("attention", _TABLE, T5Attention, digests=("0c2137f706ba",)), t5="T5Attention", mt5="MT5Attention")
+_rule(Rule("attention", _TABLE, UMT5Attention, digests=("b5ff1ff7e87b",)), umt5="UMT5Attention")
+
+
+for _digest, _name in (("c5410f88e524", "SelfAttention"), ("29d3f119425e", "CrossAttention"), ("5a18d27c0d1b", "FF")):
+    bypass(_digest, t5=f"T5Layer{_name}", mt5=f"MT5Layer{_name}")
 
 
 class T5Block:

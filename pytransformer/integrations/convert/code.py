@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code a class runs: digests of a method and of all that it calls in its file, which a converted module bypasses."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+LIBRARIES = ("torch", "transformers", "timm")  # whose decorators are looked through
+CALLED = ("eager_attention_forward",)  # functions that converted modules call as the originals do
+RENAMED = {"cache": "past_key_values", "curr_cache": "curr_past_key_values"}  # by transformers 5.24
+
+
+class Reached(NamedTuple):
+    """A function by the place where a call finds it."""
+
+    owner: Any  # a class or a module
+    name: str
+    function: Any  # what getattr(owner, name) returned
+
+
+class _Source(NamedTuple):
+    digest: str  # of the syntax tree; empty if there is no source
+    of_self: tuple[str, ...]  # names that are read of self
+    of_file: tuple[str, ...]  # other names that are read
+
+
+def reached(cls: type, method: str) -> tuple[Reached, ...]:
+    """Return the method and the methods and functions of its file that it calls, and those that they call."""
+    found: list[Reached] = []
+    waiting = [Reached(cls, method, getattr(cls, method))]
+    while waiting:
+        place = waiting.pop()
+        if place in found:
+            continue
+        found.append(place)
+        if (function := _function(place.function)) is not None:
+            waiting += _called(cls, function)
+    return tuple(found)
+
+
+def digest(cls: type, method: str) -> str:
+    """Return a digest of what the method does, with all that it reaches; empty if there is no source.
+
+    It is of the syntax trees, without docstrings, comments and line breaks, and equal on every Python version. What transformers
+    5.24 renamed counts as it was called before.
+    """
+    places = reached(cls, method)
+    functions = [_function(place.function) for place in places]
+    digests = ["" if f is None else _source(f).digest for f in functions]
+    if not all(digests):
+        return ""
+    called = sorted(f"{place.name} {of}" for place, of in zip(places[1:], digests[1:]))
+    return hashlib.sha256(f"{digests[0]} {called}".encode()).hexdigest()[:12] if called else digests[0]
+
+
+def is_own(cls: type, method: str) -> bool:
+    """Return whether everything that the method reaches is of the files of its class and of those that it inherits from."""
+    files = {c.__module__ for c in cls.__mro__}
+    functions = [_function(place.function) for place in reached(cls, method)]
+    return all(f is not None and f.__globals__["__name__"] in files for f in functions)
+
+
+def _function(found: Any) -> Any:
+    """Return the function behind a property and the libraries' decorators, or None. A user's wrapper is other code: it stays."""
+    if isinstance(found, property):
+        found = found.fget
+    while hasattr(found, "__wrapped__") and getattr(found, "__globals__", {}).get("__name__", "").split(".")[0] in LIBRARIES:
+        found = found.__wrapped__
+    return found if inspect.isfunction(found) else None
+
+
+def _called(cls: type, function: Any) -> Iterator[Reached]:
+    source, file = _source(function), function.__globals__
+    for name in source.of_self:
+        static = inspect.getattr_static(cls, name, None)
+        own = any(name in vars(c) for c in cls.__mro__ if c.__module__ == file["__name__"])
+        if own and (inspect.isfunction(static) or isinstance(static, (property, staticmethod))):
+            yield Reached(cls, name, getattr(cls, name))
+    for name in source.of_file:
+        found = file.get(name)
+        if inspect.isfunction(found) and found.__module__ == file["__name__"] and name not in CALLED:
+            yield Reached(sys.modules[file["__name__"]], name, found)
+
+
+@functools.cache
+def _source(function: Callable[..., Any]) -> _Source:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))  # of a function it would look through wrappers
+    except (OSError, TypeError, SyntaxError):  # made without a file, or a lambda inside other code
+        return _Source("", (), ())
+    node = tree.body[0]
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return _Source("", (), ())
+    of_self, of_file = [], []
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+            of_self.append(part.attr)
+        if isinstance(part, ast.Name):
+            of_file.append(part.id)
+        for field in ("id", "arg"):
+            if (name := getattr(part, field, None)) in RENAMED:
+                setattr(part, field, RENAMED[name])
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
+            part.keywords = [k for k in part.keywords if k.arg != "kwargs"]  # see rules.update_cache
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    # Python 3.13 leaves empty lists out of a dump unless asked for them.
+    options: Any = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    text = f"{names}{[ast.dump(s, **options) for s in body]}"
+    return _Source(hashlib.sha256(text.encode()).hexdigest()[:12], tuple(of_self), tuple(of_file))
