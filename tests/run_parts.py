@@ -61,6 +61,7 @@ PYTEST = [
     "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))",
 ]
 NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
+FULL_FUZZ = "--fuzz-cases=2000"
 OURS = ("reference", "cpu", "triton", "cuda")  # not "torch", which in a benchmark is PyTorch's own function
 
 
@@ -170,7 +171,7 @@ def test(part: Part, full: bool) -> Result:
     report.unlink(missing_ok=True)
     markers = "not gpu" if full else NO_SLOW
     command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5"]
-    command += [*part.options, *paths(part)]
+    command += [FULL_FUZZ] * full + [*part.options, *paths(part)]
     environment = (*GIVE_WAY, *part.environment) if part.jobs > 1 else part.environment
     code, spent = timed(command, None if full else 360 * part.minutes, environment)
     problem = over_budget(part, spent, full)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ import pytransformer as pt
 
 sys.path.append(str(Path(__file__).parent))  # for planted and the problems
 ROOT = Path(__file__).resolve().parents[2]
-SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
+SHARED = 3  # schedules that share a test's problems
+SCHEDULES = [*range(1, SHARED + 1), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARED + 1, SHARED + 20))]
 
 
 def _builder() -> ModuleType:
@@ -54,10 +56,18 @@ def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
-    """The order in which the emulator runs threads: what a test finds with one it finds again with the same. Three of them, and 20 with
-    slow tests."""
+    """The order in which the emulator runs threads: what a test finds with one it finds again with the same.
+
+    The first three share the problems (see ``share``); with slow tests each problem runs under 20.
+    """
     torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
     return request.param
+
+
+@pytest.fixture
+def share(schedule: int) -> Callable[[Iterable[Any]], list[Any]]:
+    """Takes a test's problems and returns those of this schedule: a third, or under the schedules of slow tests all."""
+    return lambda problems: list(problems)[schedule - 1 :: SHARED] if schedule <= SHARED else list(problems)
 
 
 @pytest.fixture(scope="session")

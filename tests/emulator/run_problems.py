@@ -11,13 +11,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pytransformer.ops._backends.cuda import library as cuda_library
 
+Share = Callable[[Iterable[Any]], list[Any]]  # the type of conftest's fixture
 PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch with it
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import attention_problems
 import pytest
 import torch
+from run_problems import Share
 
 import pytransformer as pt
 from pytransformer.ops._core import lane
@@ -24,15 +25,15 @@ PACKED = list(cases("attention_varlen", "small"))
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-def test_every_path(schedule: int) -> None:
-    for problem in attention_problems.problems():
+def test_every_path(share: Share) -> None:
+    for problem in share(attention_problems.problems()):
         assert (found := attention_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 
-def test_random_problems(schedule: int) -> None:
+def test_random_problems(schedule: int, share: Share) -> None:
     """Guarded and poisoned memory, every keyword, packed and padded, equal bits twice."""
     cases = [n for n in range(schedule * 1000, schedule * 1000 + FUZZ_CASES) if draw(FUZZ_SEED, n).dtype != torch.float64]
-    report = fuzz("attention", ["cuda"], FUZZ_SEED, cases, stop_after=3)
+    report = fuzz("attention", ["cuda"], FUZZ_SEED, share(cases), stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
 

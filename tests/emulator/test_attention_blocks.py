@@ -10,6 +10,7 @@ import block_list_problems
 import pytest
 import torch
 from attention_problems import in_blocks
+from run_problems import Share
 from torch import Tensor
 
 import pytransformer as pt
@@ -227,16 +228,16 @@ def test_the_edge_checks_shapes() -> None:
 # ---- random problems
 
 
-def test_random_problems_with_block_masks(schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_problems_with_block_masks(schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves nothing."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     fits = lambda problem: problem.block_size and problem.dtype != torch.float64
-    found = [n for n, problem in drawn if fits(problem)][:FUZZ_CASES]
+    found = share([n for n, problem in drawn if fits(problem)][:FUZZ_CASES])
     given: list[tuple[int, int]] = []  # the block sizes of the masks that calls got
     inner = fuzz_attention.in_blocks
     monkeypatch.setattr(fuzz_attention, "in_blocks", lambda *a: (given.append(a[2]), inner(*a))[1])
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
-    assert report.cases - report.declined["cuda"] == FUZZ_CASES == report.features["blocks"]
-    assert len(given) >= FUZZ_CASES and {(32, 32), (128, 128)} <= set(given)
+    assert report.cases - report.declined["cuda"] == len(found) == report.features["blocks"] >= FUZZ_CASES // 3
+    assert len(given) >= len(found) and {(32, 32), (128, 128)} <= set(given)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_problems import Share
 from torch import Tensor
 
 import pytransformer as pt
@@ -151,12 +152,12 @@ def test_the_edge_checks_what_kernels_rely_on() -> None:
             call(*wrong)
 
 
-def test_random_problems_with_global_keys(schedule: int) -> None:
+def test_random_problems_with_global_keys(schedule: int, share: Share) -> None:
     """Those of the fuzzer that have them; none is declined."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     fits = lambda problem: "global_keys" in problem.features and problem.dtype != torch.float64
-    found = [n for n, problem in drawn if fits(problem)][:FUZZ_CASES]
+    found = share([n for n, problem in drawn if fits(problem)][:FUZZ_CASES])
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
-    assert report.cases - report.declined["cuda"] == FUZZ_CASES == report.features["global_keys"]
+    assert report.cases - report.declined["cuda"] == len(found) == report.features["global_keys"] >= FUZZ_CASES // 3

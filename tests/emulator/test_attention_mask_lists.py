@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_problems import by_blocks, t5
+from run_problems import Share
 from test_attention_blocks import BF16, normal, products, results
 from torch import Tensor
 
@@ -192,12 +193,12 @@ def random_problem(seed: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return tuple(draw(*shape).to(dtype) for shape in shapes), keywords
 
 
-def test_random_problems(schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_problems(schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64, whatever rows hold that take part in no pair; and all of them with lists."""
     listed: list[bool] = []
     inner = type(attention_op.prepare(*inputs(1, 1))[0]).lists_mask
     monkeypatch.setattr(attention_op.Arguments, "lists_mask", lambda a, how: (listed.append(inner(a, how)), listed[-1])[1])
-    for seed in range(schedule * 100, schedule * 100 + FUZZ_CASES):
+    for seed in share(range(schedule * 100, schedule * 100 + FUZZ_CASES)):
         args, keywords = random_problem(seed)
         print(seed, [tuple(t.shape) for t in args], args[0].dtype, sorted(keywords))
         check_attention(args, keywords, "cuda", poisoned=True)

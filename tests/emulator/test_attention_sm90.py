@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sm90_problems
 import torch
+from run_problems import Share
 
 import pytransformer as pt
 from pytransformer.testing.attention_check import check_packed, check_starts
@@ -21,9 +22,9 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(schedule: int) -> None:
+def test_every_path(share: Share) -> None:
     """Each problem against float64, by kernels of warpgroups and no others."""
-    for problem in sm90_problems.problems():
+    for problem in share(sm90_problems.problems()):
         assert (found := sm90_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 

@@ -7,6 +7,7 @@ import cross_entropy_problems
 import pytest
 import torch
 from cross_entropy_problems import PROBLEMS
+from run_problems import Share
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
@@ -22,8 +23,8 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 23, 40, 400
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(schedule: int) -> None:
-    for named in cross_entropy_problems.problems():
+def test_every_path(share: Share) -> None:
+    for named in share(cross_entropy_problems.problems()):
         assert (found := cross_entropy_problems.wrong(named)) == [], f"{named}: {found}"
 
 

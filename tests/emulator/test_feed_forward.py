@@ -7,6 +7,7 @@ import feed_forward_problems
 import pytest
 import torch
 from feed_forward_problems import PROBLEMS
+from run_problems import Share
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
@@ -21,8 +22,8 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 41, 40, 400
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(schedule: int) -> None:
-    for named in feed_forward_problems.problems():
+def test_every_path(share: Share) -> None:
+    for named in share(feed_forward_problems.problems()):
         assert (found := feed_forward_problems.wrong(named)) == [], f"{named}: {found}"
 
 

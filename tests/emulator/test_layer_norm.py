@@ -10,6 +10,7 @@ from typing import Any
 import layer_norm_problems
 import pytest
 import torch
+from run_problems import Share
 
 import pytransformer as pt
 from pytransformer.testing.cases import Case, cases
@@ -22,15 +23,15 @@ FUZZ_CASES, FUZZ_SEED = 100, 21
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-def test_every_path(schedule: int) -> None:
-    for problem in layer_norm_problems.problems():
+def test_every_path(share: Share) -> None:
+    for problem in share(layer_norm_problems.problems()):
         assert (found := layer_norm_problems.wrong(problem)) == [], f"{problem}: {found}"
 
 
-def test_random_problems(schedule: int) -> None:
+def test_random_problems(share: Share) -> None:
     failed = [
         f"case {case}: {problem}\n    {found}"
-        for case, problem in layer_norm_problems.drawn(FUZZ_SEED, FUZZ_CASES)
+        for case, problem in share(layer_norm_problems.drawn(FUZZ_SEED, FUZZ_CASES))
         if (found := layer_norm_problems.wrong(problem))
     ]
     assert not failed, "\n".join(failed[:5])

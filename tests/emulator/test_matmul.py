@@ -7,6 +7,7 @@ import matmul_problems
 import pytest
 import torch
 from matmul_problems import BF16, Problem, multiply, operands
+from run_problems import Share
 
 from pytransformer.ops._backends.cuda import library as cuda_library
 
@@ -18,8 +19,8 @@ def loaded(emulated: object) -> None:
     assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cpu")) is None
 
 
-def test_every_path(schedule: int) -> None:
-    for problem in matmul_problems.problems():
+def test_every_path(share: Share) -> None:
+    for problem in share(matmul_problems.problems()):
         assert (found := matmul_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 

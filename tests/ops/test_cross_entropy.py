@@ -86,7 +86,7 @@ def test_gradcheck_and_gradgradcheck(op_backend: str) -> None:
             return pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.2, reduction=how, backend=op_backend)
 
         assert torch.autograd.gradcheck(function, (x, w, b))
-        assert torch.autograd.gradgradcheck(function, (x, w, b))
+        assert torch.autograd.gradgradcheck(function, (x, w, b), fast_mode=True)
 
 
 @pytest.mark.unpoisoned

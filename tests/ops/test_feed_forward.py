@@ -195,7 +195,7 @@ def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, op_backend: s
         return _call(v, activation=activation, dropout_p=0.3, dropout_seed=11, recompute=gated, backend=op_backend)
 
     assert torch.autograd.gradcheck(function, t)
-    assert torch.autograd.gradgradcheck(function, t)
+    assert torch.autograd.gradgradcheck(function, t, fast_mode=True)
 
 
 @pytest.mark.unpoisoned

@@ -194,7 +194,7 @@ def test_gradcheck_and_gradgradcheck(norm: bool, interleaved: bool, op_backend: 
         return pt.rotary(x, positions, dims=4, interleaved=interleaved, **of_norm, backend=op_backend)
 
     assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
 def test_gradient_is_the_turning_back(op_backend: str) -> None:
