@@ -240,4 +240,4 @@ def test_random_problems_with_block_masks(schedule: int, share: Share, monkeypat
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
     assert report.cases - report.declined["cuda"] == len(found) == report.features["blocks"] >= FUZZ_CASES // 3
-    assert len(given) >= len(found) and {(32, 32), (128, 128)} <= set(given)
+    assert len(given) >= len(found) and len(set(given)) > 1
