@@ -154,7 +154,7 @@ def test_gradient_checkpointing(hugging_face: Any, backend: str, name: str, reen
     assert distance(flat(ours), flat(grads)) < LIMIT
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral"))])
 def test_compiles_without_a_graph_break(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")

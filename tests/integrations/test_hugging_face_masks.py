@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -218,9 +219,9 @@ def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
     """What the attention functions in transformers' models read of their keywords, by name, and the model's folders."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in folder.glob("models/*/modeling_*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, ast.FunctionDef) or "attention_forward" not in function.name:
-                continue
+        for text in re.findall(r"^def \w*attention_forward\w*\(.*?(?=^\S(?<!\)))", path.read_text(), re.DOTALL | re.MULTILINE):
+            (function,) = ast.parse(text).body
+            assert isinstance(function, ast.FunctionDef)
             given = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)}
             for node in (n for statement in function.body for n in ast.walk(statement)):
                 if isinstance(node, ast.Name) and node.id in given:
