@@ -56,8 +56,13 @@ def upstream(case: Case, args: Any, kwargs: Any, backend: str | None, leaves: li
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward_refuses_a_freed_tensor_by_name(case: Case) -> None:
-    args, kwargs, tensors = arguments_of(case, False)
-    for backend, number in itertools.product(backends_of(case, args, kwargs), range(len(tensors))):
+    args, kwargs, _ = arguments_of(case, False)
+    check_forward(case, backends_of(case, args, kwargs))
+
+
+def check_forward(case: Case, backends: list[str | None]) -> None:
+    count = len(arguments_of(case, False)[2])
+    for backend, number in itertools.product(backends, range(count)):
         args, kwargs, tensors = arguments_of(case, False)
         name, t = tensors[number]
         t.untyped_storage().resize_(0)
@@ -69,9 +74,13 @@ def test_forward_refuses_a_freed_tensor_by_name(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.values[0].forward_only])
 def test_backward_refuses_a_freed_tensor_or_does_not_need_it(case: Case) -> None:
-    args, kwargs, tensors = arguments_of(case, True)
-    refused = 0
-    for backend, number in itertools.product(backends_of(case, args, kwargs), range(len(tensors))):
+    args, kwargs, _ = arguments_of(case, True)
+    check_backward(case, backends_of(case, args, kwargs))
+
+
+def check_backward(case: Case, backends: list[str | None]) -> None:
+    count, refused = len(arguments_of(case, True)[2]), 0
+    for backend, number in itertools.product(backends, range(count)):
         args, kwargs, tensors = arguments_of(case, True)
         leaves = [t for _, t in tensors if t.requires_grad]
         expected = torch.autograd.grad(*upstream(case, args, kwargs, backend, leaves))
