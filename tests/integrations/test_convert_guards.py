@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 import pytransformer as pt
 from pytransformer.integrations.convert import code
-from pytransformer.integrations.convert.rules import find_rule
+from pytransformer.integrations.convert.rules import KINDS, find_rule
 from pytransformer.testing.hugging_face import FAMILIES, distance, inputs_of, model_distance_limit
 
 LIMIT = model_distance_limit(torch.float32)
@@ -227,3 +227,23 @@ def test_code_replaced_in_a_class_or_file_counts(hugging_face: Any, name: str, m
             elif not torch.equal(found, expected) and not distance(found, expected) < LIMIT:
                 wrong.append(f"{owner.__name__}.{attribute}, {order}: off by {distance(found, expected):.1e}")
     assert cases > 10 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("kinds", [("block",), KINDS], ids=["block", "all"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_a_layer_may_be_called_alone_and_without_a_mask(hugging_face: Any, name: str, kinds: tuple[str, ...]) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    small = dict(n_embd=32, n_head=2, n_layer=1) if name == "gpt2" else {**sizes, "head_dim": 16}
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(name, vocab_size=20, attn_implementation="eager", **small)).eval()
+    x = torch.randn(1, 5, 32)
+    layer = model.h[0] if name == "gpt2" else model.layers[0]
+    more = {} if name == "gpt2" else {"position_embeddings": model.rotary_emb(x, torch.arange(5)[None])}
+    with torch.no_grad():
+        expected = layer(x, **more)
+        assert pt.integrations.convert(model, kinds=kinds).converted
+        found = layer(x, **more)
+    first = lambda out: out[0] if isinstance(out, tuple) else out
+    assert distance(first(found), first(expected)) < LIMIT
