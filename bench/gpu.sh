@@ -77,7 +77,7 @@ if ! command -v nvcc >/dev/null && [[ -f $root/pytransformer/libpytransformer_cu
 fi
 export PYTHONPATH=$site
 cd "$work"
-# A package without the library, as pip leaves it where PYTRANSFORMER_CUDA_ARCHS was not set again, would fail every test of tier cuda, in minutes.
+# A package without the library, as pip leaves it where PYTRANSFORMER_CUDA_ARCHS was not set again, would fail every test of backend cuda, in minutes.
 if [[ -z ${DRY_RUN:-} && ! -f $site/pytransformer/libpytransformer_cuda.so ]]; then
   echo "$site has no CUDA library: set PYTRANSFORMER_CUDA_ARCHS=sm_90a (or this GPU's) where it is built and where it is installed" >&2
   exit 2
@@ -93,7 +93,7 @@ fi
 pytest=(env OMP_NUM_THREADS=2 "$python" -m pytest -p no:cacheprovider -v -m gpu "${apart[@]}")
 cuda=("$root"/tests/cuda/test_gpu*.py) triton=("$root"/tests/triton/test_gpu*.py)
 
-# First whether the machine does what the emulator takes for granted, and both tiers are right.
+# First whether the machine does what the emulator takes for granted, and both backends are right.
 step conformance 100 "$python" -m pytest -p no:cacheprovider -v -x -m gpu "$root/tests/cuda/test_ptx_conformance.py"
 step test_cuda 120 "${pytest[@]}" "${cuda[@]}"
 # On Hopper the step before ran its own kernels where they can; this runs the portable ones there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree's own rules: one stem per op in every tier that claims it, small files, torch headers only at the edges."""
+"""The tree's own rules: one stem per op in every backend that claims it, small files, torch headers only at the edges."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def missing(patterns: tuple[str, ...], stem: str) -> list[str]:
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_a_stem_has_its_files_in_every_tier_that_claims_it(stem: str) -> None:
+def test_a_stem_has_its_files_in_every_backend_that_claims_it(stem: str) -> None:
     backends = {backend for op in OPS.values() if op.stem == stem for backend in op.backends}
     wanted = EVERY_OP_HAS + tuple(pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend])
     assert missing(wanted, stem) == []
@@ -74,7 +74,7 @@ NAMES = {
     "pytransformer/testing/drop_in_table.py": "of drop-in attention",
     "pytransformer/testing/eager_twin.py": "a module of that name",
     "pytransformer/testing/lanes.py": "the calls that csrc/lane takes",
-    "pytransformer/testing/planted_tier.py": "a wrong tier of attention",
+    "pytransformer/testing/planted_backend.py": "a wrong backend of attention",
     "pytransformer/testing/verification_support.py": "results about attention",
     "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
     "pytransformer/testing/sweep/corrections.py": "of attention in other libraries",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/images/architecture.svg: the layers of the package and the tiers of kernels, as the tree has them.
+"""docs/images/architecture.svg: the layers of the package and the backends of kernels, as the tree has them.
 
     python bench/tools/architecture.py            # print the picture
     python bench/tools/architecture.py --write    # write the file
@@ -57,10 +57,10 @@ ROWS = (
         ),
     ),
     (
-        Box("reference, torch", "plain PyTorch; its fused kernels", "pytransformer/reference", "tier"),
-        Box("_backends/cpu", "allocates, calls", "pytransformer/ops/_backends/cpu", "tier"),
-        Box("_backends/triton", "allocates, calls", "pytransformer/ops/_backends/triton", "tier"),
-        Box("_backends/cuda", "allocates, calls", "pytransformer/ops/_backends/cuda", "tier"),
+        Box("reference, torch", "plain PyTorch; its fused kernels", "pytransformer/reference", "backend"),
+        Box("_backends/cpu", "allocates, calls", "pytransformer/ops/_backends/cpu", "backend"),
+        Box("_backends/triton", "allocates, calls", "pytransformer/ops/_backends/triton", "backend"),
+        Box("_backends/cuda", "allocates, calls", "pytransformer/ops/_backends/cuda", "backend"),
     ),
     (
         Box("torch", "any device", None, "outside"),
@@ -89,10 +89,10 @@ STYLE = """
   .ground { fill: #ffffff } text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1f2328 }
   .title { font-size: 15px; font-weight: 600 } .text { font-size: 12px }
   rect.box { stroke-width: 1.5 } .outside { fill: #f6f8fa; stroke: #8c959f; stroke-dasharray: 4 3 }
-  .python { fill: #ddf4ff; stroke: #0969da } .tier { fill: #fff8c5; stroke: #9a6700 } .kernel { fill: #dafbe1; stroke: #1a7f37 }
+  .python { fill: #ddf4ff; stroke: #0969da } .backend { fill: #fff8c5; stroke: #9a6700 } .kernel { fill: #dafbe1; stroke: #1a7f37 }
   @media (prefers-color-scheme: dark) {
     .ground { fill: #0d1117 } text { fill: #f0f6fc } .outside { fill: #161b22; stroke: #9198a1 }
-    .python { fill: #0c2d6b; stroke: #58a6ff } .tier { fill: #4b2900; stroke: #d29922 } .kernel { fill: #033a16; stroke: #3fb950 }
+    .python { fill: #0c2d6b; stroke: #58a6ff } .backend { fill: #4b2900; stroke: #d29922 } .kernel { fill: #033a16; stroke: #3fb950 }
   }
 """
 

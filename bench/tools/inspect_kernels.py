@@ -96,7 +96,7 @@ def main() -> int:
         "--arch", nargs="*", default=[], metavar="N", help="80, 90, 100, 120 (default: Triton 90; CUDA what is built)"
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name, or whose problem's, holds this")
-    parser.add_argument("--backend", choices=BACKENDS, help="one of the tiers (default both)")
+    parser.add_argument("--backend", choices=BACKENDS, help="one of the backends (default both)")
     parser.add_argument("--table", action="store_true", help="show the committed tables, compile nothing")
     options = parser.parse_args()
     console, found, wrong = Console(), 0, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of what each tier supports, asked of the registry itself.
+"""README's table of what each backend supports, asked of the registry itself.
 
     python bench/tools/support_table.py           # print it
     python bench/tools/support_table.py --write   # put it between README's markers

@@ -8,7 +8,7 @@ calls too, for the torch it was built with, and pip prefers it. Both are built i
 
 `auditwheel repair` checks that they need nothing newer than glibc 2.28 and libstdc++ 8 (csrc/manylinux.py makes that so) and names
 the platform. Each wheel is then installed, without its dependencies, into a new environment of each Python that was named, and run
-there if that Python has torch: `pytransformer doctor`, and attention forward and backward on the CPU tier.
+there if that Python has torch: `pytransformer doctor`, and attention forward and backward on the CPU backend.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ steps that lie outside the bounds off its ends, since both rise, and those of th
 says which tile a step is. Entries, blocks and places are clamped: what was written into the lists after they were checked leads to wrong
 numbers, never to memory outside.
 
-Source: the lists of full and partial blocks are FlexAttention's (Dong et al., 2024), those of our CPU tier joined and with bits.
+Source: the lists of full and partial blocks are FlexAttention's (Dong et al., 2024), those of our CPU backend joined and with bits.
 """
 
 from __future__ import annotations

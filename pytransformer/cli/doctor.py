@@ -31,7 +31,7 @@ from pytransformer.testing.cases import Case, cases
 
 # What each optional library is for; none is needed to call an op.
 OPTIONAL = {
-    "triton": "the triton tier",
+    "triton": "the triton backend",
     "rich": "tables and a progress bar on a terminal (extra `bench`)",
     "matplotlib": "plots of benchmarks (extra `bench`)",
     "transformers": "pytransformer.integrations.transformers (extra `hf`)",
@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
         "native": native(),
         "cuda": cuda(),
         "gpu": gpu(),
-        "tiers": tiers(),
+        "backends": backends(),
         "verification": [verification_of(device) for device in devices()],
         "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
         "self_check": self_check(),
@@ -189,29 +189,29 @@ def gpu() -> dict[str, Any]:
     return {"devices": [], "why_not": reason}
 
 
-def tiers() -> list[dict[str, Any]]:
-    """Each tier with the ops it computes here, and why not the others."""
+def backends() -> list[dict[str, Any]]:
+    """Each backend with the ops it computes here, and why not the others."""
     return [
-        _tier(tier, "cuda" if tier in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
-        for tier in reversed(BACKENDS)
+        _backend(backend, "cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
+        for backend in reversed(BACKENDS)
     ]
 
 
-def _tier(tier: str, device: str) -> dict[str, Any]:
+def _backend(backend: str, device: str) -> dict[str, Any]:
     works: list[str] = []
     reasons: dict[str, list[str]] = {}
     for op in plan.OPS:
-        if tier not in OPS[op].backends:
+        if backend not in OPS[op].backends:
             continue
         args, kwargs = next(c for c in _cases() if c.op == op).make(device, torch.float32, seed=0)
-        reason = pytransformer.explain(op, *args, **kwargs).reasons[tier]
+        reason = pytransformer.explain(op, *args, **kwargs).reasons[backend]
         if reason is None:
             works.append(op)
         else:
             reasons.setdefault(reason, []).append(op)
     if not works and not reasons:
-        reasons["this version has no kernels of this tier"] = []
-    return {"tier": tier, "works": works, "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()]}
+        reasons["this version has no kernels of this backend"] = []
+    return {"backend": backend, "works": works, "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()]}
 
 
 def _cases() -> list[Case]:
@@ -268,7 +268,7 @@ def _check_case(case: Case, devices: tuple[str, ...]) -> Iterator[dict[str, Any]
             try:
                 found = check.compute(problem, provider.prepare(problem), grads)
             except providers.Unsupported:
-                continue  # `tiers` has the reason
+                continue  # `backends` has the reason
             except Exception as error:  # a crash is the finding
                 yield _line(problem, provider.name, "failed", None, f"{type(error).__name__}: {error}")
                 continue
@@ -320,13 +320,13 @@ def show(console: Console, report: dict[str, Any]) -> None:
     ])  # fmt: skip
     facts("GPU", [("found", gpu_["devices"]), ("none", gpu_["why_not"])])
 
-    console.heading("Tiers")
+    console.heading("Backends")
     rows = []
-    for tier in report["tiers"]:
-        does = [", ".join(tier["works"])] if tier["works"] else []
-        refuses = [("not " + ", ".join(r["ops"]) + ": " if does else "") + r["reason"] for r in tier["why_not"]]
-        rows.append((tier["tier"], "works" if does else "no", "; ".join(does + refuses)))
-    console.table(("tier", "", "ops, or why not"), rows)
+    for backend in report["backends"]:
+        does = [", ".join(backend["works"])] if backend["works"] else []
+        refuses = [("not " + ", ".join(r["ops"]) + ": " if does else "") + r["reason"] for r in backend["why_not"]]
+        rows.append((backend["backend"], "works" if does else "no", "; ".join(does + refuses)))
+    console.table(("backend", "", "ops, or why not"), rows)
 
     for of_device in report["verification"]:
         show_verification(console, of_device)

@@ -73,38 +73,42 @@ def failing(error: Callable[[], Exception]) -> Callable[..., NoReturn]:
 
 
 @contextlib.contextmanager
-def preferred(tier: str, *, then: str = "cpu", only_backward: Exception | None = None) -> Iterator[None]:
-    """Attention's backends are the tier, as if it were at home on the CPU, and the one that is to step in. With an error: the tier's
-    backward alone fails."""
+def preferred(backend: str, *, then: str = "cpu", only_backward: Exception | None = None) -> Iterator[None]:
+    """Leave attention two backends: this one, as if it were at home on the CPU, and the one that is to step in.
+
+    With an error only this one's backward fails.
+    """
     op = _registry.OPS["attention"]
-    saved, first = op.backends, op.backends[tier]
+    saved, first = op.backends, op.backends[backend]
     if only_backward is not None:
         error = only_backward
         first = dataclasses.replace(first, backward=failing(lambda: error))
-    op.backends = {tier: first} | {name: b for name, b in saved.items() if name in (then, "reference") and name != tier}
+    op.backends = {backend: first} | {name: b for name, b in saved.items() if name in (then, "reference") and name != backend}
     pt.clear_fallbacks()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(_registry.HOME, tier, "cpu")
+            patch.setitem(_registry.HOME, backend, "cpu")
             yield
     finally:
         op.backends = saved
         pt.clear_fallbacks()
 
 
-def check(way: str, want: list[torch.Tensor], tier: str, says: str, fails: str = "attention_fwd") -> None:
-    """The way twice, in the hands of a tier that fails: right, told once with what it says, and not tried a second time. Under activate()
-    PyTorch's kernel computes, never the reference."""
+def check(way: str, want: list[torch.Tensor], backend: str, says: str, fails: str = "attention_fwd") -> None:
+    """Check that two calls on a backend that fails are right: one warning with ``says``, and no second try.
+
+    Under activate() PyTorch's kernel computes, never the reference.
+    """
     with warnings.catch_warnings(record=True) as told, _registry.trace() as ran:
         warnings.simplefilter("always")
         results = [WAYS[way](), WAYS[way]()]
     for got in results:
         for mine, theirs in zip(got, want, strict=True):
             assert distance(mine, theirs) < model_distance_limit(torch.float32)
-    assert ran.count((fails, tier)) == 1, f"{tier} was to fail once: {ran}"
+    assert ran.count((fails, backend)) == 1, f"{backend} was to fail once: {ran}"
     assert way != "activated" or ("attention_fwd", "reference") not in ran
-    messages = [str(w.message) for w in told if tier in str(w.message)]
+    messages = [str(w.message) for w in told if backend in str(w.message)]
     assert len(messages) == 1, messages
-    assert says in messages[0] and f"{tier}: did not run" in messages[0]
+    assert says in messages[0] and f"{backend}: did not run" in messages[0]
     reasons = {f.reason for f in pt.fallbacks()}
     assert len(reasons) == 1 and says in reasons.pop()

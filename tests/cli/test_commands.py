@@ -72,16 +72,16 @@ def test_an_error_ends_the_process_without_a_traceback(cli):
 
 def test_doctor_checks_every_op(cli):
     text = cli("doctor").stdout
-    for heading in ("Installation", "CPU", "Native CPU library", "GPU", "Tiers", "Optional libraries", "Self-check"):
+    for heading in ("Installation", "CPU", "Native CPU library", "GPU", "Backends", "Optional libraries", "Self-check"):
         assert re.search(rf"^{heading}", text, re.MULTILINE)
     report = json.loads(cli("doctor", "--json").stdout)
     assert {line["op"] for line in report["self_check"]} == set(plan.OPS)
     assert all(line["verdict"] == "ok" and line["bound_used"] <= 1 for line in report["self_check"])
-    tiers = {tier["tier"]: tier for tier in report["tiers"]}
-    assert set(tiers) == {"reference", "torch", "cpu", "triton", "cuda"}
-    assert set(tiers["reference"]["works"]) == set(plan.OPS)
-    for tier in tiers.values():
-        assert tier["works"] or tier["why_not"], f"{tier['tier']} neither works nor says why not"
+    backends = {backend["backend"]: backend for backend in report["backends"]}
+    assert set(backends) == {"reference", "torch", "cpu", "triton", "cuda"}
+    assert set(backends["reference"]["works"]) == set(plan.OPS)
+    for backend in backends.values():
+        assert backend["works"] or backend["why_not"], f"{backend['backend']} neither works nor says why not"
 
 
 def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):

@@ -17,7 +17,7 @@ from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
 from pytransformer.cli.verify import plan, worker
 from pytransformer.ops._core import checking, verification_file
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.planted_tier import TIER, inputs, planted
+from pytransformer.testing.planted_backend import BACKEND, inputs, planted
 
 # A check at first use.
 JOB = {
@@ -65,20 +65,20 @@ def test_a_broken_backend_costs_itself_alone(
     monkeypatch.setattr(plan, "checks", lambda *a: [job for job in checks(*a) if job["case"] == "full" and not job["last"]])
     monkeypatch.setattr(plan, "timings", lambda *a: [])
     with planted(fault, tmp_path):
-        assert verify.run(arguments(op=["attention"], backend=[TIER, "cpu"], seconds=600.0)) == WRONG
+        assert verify.run(arguments(op=["attention"], backend=[BACKEND, "cpu"], seconds=600.0)) == WRONG
         (found,) = json.loads(capsys.readouterr().out)
         outcomes = {(line["backend"], line["outcome"]) for line in found["checks"]}
-        assert outcomes == {("cpu", "right"), (TIER, "crashed" if fault == "crash" else "wrong")}
+        assert outcomes == {("cpu", "right"), (BACKEND, "crashed" if fault == "crash" else "wrong")}
         with (
             trace() as ran,
-            pytest.warns(RuntimeWarning, match=f"runs on the backend cpu: {TIER}: verify: (wrong|crashed) here: full"),
+            pytest.warns(RuntimeWarning, match=f"runs on the backend cpu: {BACKEND}: verify: (wrong|crashed) here: full"),
         ):
             pt.attention(*inputs())
         assert ran == [("attention_fwd", "cpu")]
         (shown,) = [
             row
             for row in doctor.verification_of(torch.device("cpu"))["rows"]
-            if row["backend"] == TIER and row["dtype"] == "float32"
+            if row["backend"] == BACKEND and row["dtype"] == "float32"
         ]
         assert shown["bad"]
         verify.show(verify.Console(), {**found})

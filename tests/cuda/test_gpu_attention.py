@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen by the CUDA C++ tier on a GPU: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+"""attention and attention_varlen by the CUDA C++ backend on a GPU: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
 
 from __future__ import annotations
 

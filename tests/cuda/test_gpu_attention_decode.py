@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in pages, keys of few queries split over blocks, and keys and values in eight bits, by the CUDA C++ tier on a GPU: what bench/gpu.sh
-runs. (tests/emulator runs the same on the CPU.)"""
+"""Paged keys, split keys of few queries, and eight-bit keys and values, by the CUDA C++ backend on a GPU: what bench/gpu.sh runs.
+
+tests/emulator runs the same on the CPU.
+"""
 
 from __future__ import annotations
 

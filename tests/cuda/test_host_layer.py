@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA tier without a GPU: contexts, probe, launches and tensor maps against stubs of runtime and driver.
+"""The host side of the CUDA backend without a GPU: contexts, probe, launches and tensor maps against stubs of runtime and driver.
 
 CUDA's own runtime talks to a stub of the driver as far as its version; beyond that it checks that the driver is NVIDIA's.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA tier chooses kernels, tiles and blocks as it should: pure functions, asked through _C without a GPU."""
+"""The host side of the CUDA backend chooses kernels, tiles and blocks as it should: pure functions, asked through _C without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of ring attention on the CUDA tier, emulated: one rank that has its sequence in chunks, so that nothing is sent."""
+"""Tiles of ring attention on the CUDA backend, emulated: one rank that has its sequence in chunks, so that nothing is sent."""
 
 from __future__ import annotations
 

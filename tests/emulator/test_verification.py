@@ -10,7 +10,7 @@ import pytest
 
 from pytransformer.ops._core import checking
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.planted_tier import check_told_once, checked_apart
+from pytransformer.testing.planted_backend import check_told_once, checked_apart
 from pytransformer.testing.way_down import WAYS
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 
 @pytest.mark.parametrize("fault", ["", "one_key_too_many"])
 def test_broken_kernel_is_found_and_reported_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook of csrc/common/fault.h is set where the check runs; without it the tier is used."""
+    """The hook of csrc/common/fault.h is set where the check runs; without it the backend is used."""
     way = WAYS["attention"]
     want = way()
     monkeypatch.setitem(checking.ENVIRONMENT, "PYTRANSFORMER_FAULT", fault)

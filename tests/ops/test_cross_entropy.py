@@ -171,7 +171,7 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
     ids=["transposed", "one chunk", "chunks", "past the caches"],
 )
 def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str, dtype: torch.dtype) -> None:
-    """Backward from what the tier's own forward kept: the same bits as from products computed again. From the reference's: nearly."""
+    """Backward from what the backend's own forward kept: the same bits as from products computed again. From the reference's: nearly."""
     op = OPS["linear_cross_entropy"]
     x, w, b, target = (t.detach() for t in _large(*shape, dtype))
     gradients = []

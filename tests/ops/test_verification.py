@@ -18,7 +18,7 @@ import pytransformer as pt
 from pytransformer.ops._core import checking, deadline, lane, verification, verification_file, verified
 from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.planted_tier import FAULTS, TIER, check_told_once, inputs, planted
+from pytransformer.testing.planted_backend import BACKEND, FAULTS, check_told_once, inputs, planted
 from pytransformer.testing.verification_support import CPU, backend_of, cache, line, write
 from pytransformer.testing.way_down import WAYS
 
@@ -34,8 +34,8 @@ def test_broken_backend_is_found_and_reported_once(fault: str, tmp_path: Path, c
     want = {name: way() for name, way in WAYS.items()}
     for name, way in WAYS.items():
         with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran:
-            check_told_once(way, want[name], TIER, FAULTS[fault][1])
-        assert not ran, f"{name} ran on the broken tier"
+            check_told_once(way, want[name], BACKEND, FAULTS[fault][1])
+        assert not ran, f"{name} ran on the broken backend"
     assert list(tmp_path.glob("verification-*.json"))
     assert "in a child process, once per machine" in capfd.readouterr().err
 
@@ -66,14 +66,14 @@ def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(pt.BackendError, match="strict mode"):
             pt.attention(q, k, v, strict=True)
         assert not ran
-        pt.attention(q, k, v, backend=TIER)  # forced means forced
+        pt.attention(q, k, v, backend=BACKEND)  # forced means forced
         assert len(ran) == 1
         assert pt.explain("attention", q, k, v, causal="top_left").reasons["cpu"] is None
         monkeypatch.setenv("PYTRANSFORMER_VERIFY", "off")
         pt.attention(q, k, v)
         assert len(ran) == 2
         monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")  # explain does not check
-        assert pt.explain("attention", q, k, v).backend == TIER and not list(tmp_path.glob("verification-*"))
+        assert pt.explain("attention", q, k, v).backend == BACKEND and not list(tmp_path.glob("verification-*"))
 
 
 def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:

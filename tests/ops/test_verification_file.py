@@ -17,7 +17,7 @@ import pytest
 import pytransformer as pt
 from pytransformer.ops._core import lane, verification, verification_file
 from pytransformer.testing import bounds
-from pytransformer.testing.planted_tier import inputs
+from pytransformer.testing.planted_backend import inputs
 from pytransformer.testing.verification_support import CPU, backend_of, cache, line, write
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("one_thread")]

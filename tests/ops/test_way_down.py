@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way down of the tier ``cpu``, and the memory of failures. Triton's and CUDA's: tests/triton and tests/emulator."""
+"""The way down of the backend ``cpu``, and the memory of failures. Triton's and CUDA's: tests/triton and tests/emulator."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of every op of the tier do alike: random problems and planted faults."""
+"""What the tests of every op of the backend do alike: random problems and planted faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
     seed: int
     few: int
     many: int
-    wanted: int  # problems that the tier can do, in a long run at least
+    wanted: int  # problems that the backend can do, in a long run at least
 
 
 DRAWN = {
@@ -42,7 +42,7 @@ def every_third(names: Iterable[str]) -> list[Any]:
 
 
 def numbers(op: str, among: Iterable[int]) -> list[int]:
-    """Those whose problem is not in float64, which the tier has not."""
+    """Those whose problem is not in float64, which the backend has not."""
     return [n for n in among if DRAWN[op].draw(DRAWN[op].seed, n).dtype != torch.float64]
 
 

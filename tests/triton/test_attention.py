@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the Triton tier, interpreted on CPU tensors through the public API."""
+"""Attention of the Triton backend, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_zero_sizes() -> None:
 
 
 def test_reasons() -> None:
-    """What the tier does not do, it says."""
+    """What the backend does not do, it says."""
 
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["triton"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks in the Triton tier, interpreted: values and gradients, what is computed, and what is read of lists that are wrong."""
+"""Block masks in the Triton backend, interpreted: values and gradients, what is computed, and what is read of lists that are wrong."""
 
 from __future__ import annotations
 

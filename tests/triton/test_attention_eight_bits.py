@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits in the Triton tier, interpreted: decoded and by tiles of queries, in pages, and faults. More, on every
+"""Keys and values in eight bits in the Triton backend, interpreted: decoded and by tiles of queries, in pages, and faults. More, on every
 backend: tests/ops/test_eight_bits.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window together with the first keys in the Triton tier, interpreted: values and gradients, which tiles are computed, and faults."""
+"""A window together with the first keys in the Triton backend, interpreted: values and gradients, which tiles are computed, and faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages in the Triton tier, interpreted: the contiguous path's bits, clamped tables, and faults."""
+"""Keys and values in pages in the Triton backend, interpreted: the contiguous path's bits, clamped tables, and faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy of the Triton tier, interpreted on CPU tensors through the public API."""
+"""linear_cross_entropy of the Triton backend, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_wrong_target_is_told() -> None:
 
 
 def test_reasons() -> None:
-    """What the tier does not do, it says."""
+    """What the backend does not do, it says."""
     x, target = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     assert pt.explain("linear_cross_entropy", x, x, target).reasons["triton"] is None
     assert "float64" in pt.explain("linear_cross_entropy", x.double(), x.double(), target).reasons["triton"]

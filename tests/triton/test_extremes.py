@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose scores are all finfo.min, once or twice over: finite values are data. On the Triton tier,
+"""Rows whose scores are all finfo.min, once or twice over: finite values are data. On the Triton backend,
 interpreted; every backend's list of peers' wrong results is tests/regressions."""
 
 from __future__ import annotations

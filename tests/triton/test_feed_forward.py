@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward of the Triton tier, interpreted on CPU tensors through the public API."""
+"""feed_forward of the Triton backend, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _on_gpu(problem: Problem) -> Problem:
 def test_random_problem(number: int) -> None:
     problem = draw(SEED, number)
     if problem.dtype == torch.float64 or problem.packed:
-        pytest.skip("the tier has no float64; packed problems are drawn on the CPU only")
+        pytest.skip("the backend has no float64; packed problems are drawn on the CPU only")
     run = fuzz_attention.run(_on_gpu(problem), "triton")
     run.results = {n: None if t is None else t.detach().cpu() for n, t in run.results.items()}
     _, wrong = fuzz_attention.judge(problem, problem.solve(), run, "triton")

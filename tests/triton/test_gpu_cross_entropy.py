@@ -16,7 +16,7 @@ pytestmark = [
 ]
 SEED, RANDOM = 11, 200
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DRAWN = [n for n in range(RANDOM) if fuzz_cross_entropy.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+DRAWN = [n for n in range(RANDOM) if fuzz_cross_entropy.draw(SEED, n).dtype != torch.float64]  # the backend has no float64
 
 
 def _check(problem: fuzz_cross_entropy.Problem) -> None:

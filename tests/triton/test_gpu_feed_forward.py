@@ -18,7 +18,7 @@ pytestmark = [
 ]
 SEED, RANDOM = 11, 200
 NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
-DRAWN = [n for n in range(RANDOM) if fuzz_feed_forward.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+DRAWN = [n for n in range(RANDOM) if fuzz_feed_forward.draw(SEED, n).dtype != torch.float64]  # the backend has no float64
 
 
 def _check(problem: fuzz_feed_forward.Problem) -> None:

@@ -19,7 +19,7 @@ pytestmark = [
 SEED, RANDOM = 11, 200
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (32, 50, 128, 200, 512, 1000, 2048, 4096, 5120, 12288, 16384, 20000)  # each kind of tile, whole and with a tail
-DRAWN = [n for n in range(RANDOM) if fuzz_layer_norm.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+DRAWN = [n for n in range(RANDOM) if fuzz_layer_norm.draw(SEED, n).dtype != torch.float64]  # the backend has no float64
 
 
 def _check(problem: fuzz_layer_norm.Problem) -> None:

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 SEED, RANDOM = 12, 200
-DRAWN = [n for n in range(RANDOM) if fuzz_rotary.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+DRAWN = [n for n in range(RANDOM) if fuzz_rotary.draw(SEED, n).dtype != torch.float64]  # the backend has no float64
 
 
 @pytest.mark.parametrize("number", DRAWN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms of the Triton tier, interpreted on CPU tensors through the public API."""
+"""The norms of the Triton backend, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_memory_order_is_kept() -> None:
 
 
 def test_reasons() -> None:
-    """What the tier does not do, it says."""
+    """What the backend does not do, it says."""
     x = torch.zeros(2, 8)
     assert pt.explain("layer_norm", x, 8).reasons["triton"] is None
     assert "x in float64" in pt.explain("layer_norm", x.double(), 8).reasons["triton"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton tier under the op layer: schema and fakes, compilation of whole graphs, seeds that are data. Interpreted."""
+"""The Triton backend under the op layer: schema and fakes, compilation of whole graphs, seeds that are data. Interpreted."""
 
 from __future__ import annotations
 

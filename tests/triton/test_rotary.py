@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv of the Triton tier, interpreted on CPU tensors through the public API."""
+"""rotary and append_kv of the Triton backend, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_reasons() -> None:
-    """What the tier does not do, it says."""
+    """What the backend does not do, it says."""
     positions = torch.arange(3)
     assert pt.explain("rotary", torch.zeros(1, 1, 3, 8), positions).reasons["triton"] is None
     assert "x in float64" in pt.explain("rotary", torch.zeros(1, 1, 3, 8).double(), positions).reasons["triton"]

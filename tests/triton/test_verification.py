@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.planted_tier import check_told_once, checked_apart
+from pytransformer.testing.planted_backend import check_told_once, checked_apart
 from pytransformer.testing.way_down import WAYS
 
 pytestmark = pytest.mark.falls_back
@@ -44,7 +44,7 @@ def test_broken_kernel_is_found_and_reported_once(way: str, fault: str, tmp_path
 
 
 def test_kernel_without_a_fault_is_used(tmp_path: Path) -> None:
-    """Else the tests above could pass for want of a tier."""
+    """Else the tests above could pass for want of a backend."""
     with checked_apart(OPS["attention"].backends["triton"], "", tmp_path), trace() as by:
         WAYS["attention"]()
     assert {backend for _, backend in by} == {"triton"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native library of the tier ``cpu``: raw ops in the namespace ``pytransformer_C``, free of Python, loaded on first use."""
+"""The native library of the backend ``cpu``: raw ops in the namespace ``pytransformer_C``, free of Python, loaded on first use."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ DRAWN = {
 }
 SEED = 77
 BF16 = torch.bfloat16
-FUSED = ("attention_weights", "attention_summary")  # which the tier has not
+FUSED = ("attention_weights", "attention_summary")  # which the backend has not
 
 
 def differentiated(returned: Any, inputs: Any) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers ``triton`` and ``cuda`` do alike."""
+"""What the backends ``triton`` and ``cuda`` do alike."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that is broken in one of the ways a GPU may show: for the tests of verification, in their process and in the worker's.
+"""A backend that is broken in one of the ways a GPU may show: for the tests of verification, in their process and in the worker's.
 
-``planted`` has a stand-in for the tier, which fails before its kernel as well as in it. ``checked_apart`` leaves the tier as it is, for
-faults in its own kernels.
+``planted`` puts a stand-in in the backend's place, which fails before its kernel or in it. ``checked_apart`` leaves the backend as it is,
+for faults in its kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ops._core import registry as _registry
 from ..ops._core.registry import Backend
 from .hugging_face import distance, model_distance_limit
 
-TIER = "triton"  # guarded: needs a result on every device
+BACKEND = "triton"  # guarded: needs a result on every device
 
 
 def _hang(*_: object) -> NoReturn:
@@ -62,25 +62,25 @@ FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
 def broken(fault: str, first: Backend) -> Backend:
     """The backend with this fault; "" for none."""
     if not fault:
-        return dataclasses.replace(first, name=TIER)
+        return dataclasses.replace(first, name=BACKEND)
     function, _ = FAULTS[fault]
 
     def forward(a: Any) -> Any:
         return function(a) if function is not None else tuple(1.02 * t for t in first.forward(a))
 
-    return dataclasses.replace(first, name=TIER, forward=forward, infer=None)
+    return dataclasses.replace(first, name=BACKEND, forward=forward, infer=None)
 
 
 def plant(fault: str) -> None:
-    """Make the tier of attention one with this fault, at home on the CPU. For good: in the worker."""
+    """Make the backend of attention one with this fault, at home on the CPU. For good: in the worker."""
     op = _registry.OPS["attention"]
-    op.backends = {TIER: broken(fault, op.backends["cpu"]), **{n: b for n, b in op.backends.items() if n != TIER}}
-    _registry.HOME[TIER] = "cpu"
+    op.backends = {BACKEND: broken(fault, op.backends["cpu"]), **{n: b for n, b in op.backends.items() if n != BACKEND}}
+    _registry.HOME[BACKEND] = "cpu"
 
 
 @contextlib.contextmanager
 def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[list[str]]:
-    """Here and in the workers, with results stored in ``folder``. Here the faulty tier must not run: yields what did run of it."""
+    """Here and in the workers, with results stored in ``folder``. Here the faulty backend must not run: yields what did run of it."""
     ran: list[str] = []
     cpu = _registry.OPS["attention"].backends["cpu"]
 
@@ -88,15 +88,17 @@ def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[li
         ran.append("forward")
         return cpu.forward(a)
 
-    preamble = f"from pytransformer.testing.planted_tier import plant; plant({fault!r})"
-    with checked_apart(dataclasses.replace(cpu, name=TIER, forward=forward, infer=None), preamble, folder, seconds=seconds):
+    preamble = f"from pytransformer.testing.planted_backend import plant; plant({fault!r})"
+    with checked_apart(dataclasses.replace(cpu, name=BACKEND, forward=forward, infer=None), preamble, folder, seconds=seconds):
         yield ran
 
 
 @contextlib.contextmanager
-def checked_apart(tier: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
-    """The guarded tier comes first for attention, as if it were at home on the CPU, which the C++ lane does not ask about. What checks it
-    runs ``preamble`` first and has ``seconds``; results are stored in ``folder``."""
+def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
+    """Put the guarded backend first for attention, as if it were at home on the CPU, without the C++ lane.
+
+    The process that checks it runs ``preamble`` first and has ``seconds``; results are stored in ``folder``.
+    """
     op = _registry.OPS["attention"]
     saved = op.backends
     with pytest.MonkeyPatch.context() as patch, lane.off():
@@ -105,8 +107,8 @@ def checked_apart(tier: Backend, preamble: str, folder: object, *, seconds: floa
         patch.setattr(checking, "PREAMBLE", preamble)
         patch.setattr(verification, "HANG_SECONDS", seconds)
         patch.setattr(verification, "CHECK_SECONDS", 300.0)
-        patch.setitem(_registry.HOME, tier.name, "cpu")
-        op.backends = {tier.name: tier} | {n: b for n, b in saved.items() if n != tier.name}
+        patch.setitem(_registry.HOME, backend.name, "cpu")
+        op.backends = {backend.name: backend} | {n: b for n, b in saved.items() if n != backend.name}
         verification.forget()
         try:
             yield
@@ -115,18 +117,18 @@ def checked_apart(tier: Backend, preamble: str, folder: object, *, seconds: floa
             verification.forget()
 
 
-def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], tier: str, says: str) -> None:
-    """The way twice, by a tier that a check finds broken: right by the backend cpu, and told once with what was found."""
+def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], backend: str, says: str) -> None:
+    """The way twice, by a backend that a check finds broken: right by the backend cpu, and told once with what was found."""
     with warnings.catch_warnings(record=True) as told, _registry.trace() as by:
         warnings.simplefilter("always")
         results = [way(), way()]
     reasons = {f.reason for f in pt.fallbacks()}
     pt.clear_fallbacks()
-    assert tier not in {backend for _, backend in by}, f"ran on the broken tier: {by}"
+    assert backend not in {backend for _, backend in by}, f"ran on the broken backend: {by}"
     for got in results:
         for mine, theirs in zip(got, want, strict=True):
             assert distance(mine, theirs) < model_distance_limit(torch.float32)
-    messages = [str(w.message) for w in told if tier in str(w.message)]
+    messages = [str(w.message) for w in told if backend in str(w.message)]
     assert len(messages) == 1 and "runs on the backend cpu" in messages[0], messages
     assert says in messages[0] and verification.PREFIX in messages[0], messages
     assert len(reasons) == 1
