@@ -391,7 +391,7 @@ def describe(plan: Plan) -> str:
     else:
         lines = [
             f"CPU KERNELS ARE NOT BUILT: {plan.why_not_cpu}",
-            "The package is installed as pure Python: its reference tier works.",
+            "The package is installed as pure Python: its reference backend works.",
         ]
     built = f"CUDA kernels: for {', '.join(cuda_build.archs())}" if plan.why_not_cuda is None else ""
     lines.append(built or f"CUDA kernels: not built: {plan.why_not_cuda}")

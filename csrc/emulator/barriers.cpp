@@ -39,7 +39,8 @@ static void arrive(Barrier& bar) {
 
 void name_barrier(uint32_t bar, const char* name, int index) { find_barrier(bar, "name_barrier").name = format("%s[%d]", name, index); }
 
-void mbarrier_init(uint32_t addr, uint32_t count) {
+void mbarrier_init(uint32_t addr, uint32_t count, const Site& site) {
+  if (fault_at(site, "mbarrier.init", kFlip)) ++count;
   preempt();
   check_range(addr, 8, "mbarrier.init");
   if (addr % 8) fail("mbarrier.init: misaligned");
@@ -58,14 +59,18 @@ void mbarrier_init(uint32_t addr, uint32_t count) {
   std::memcpy(block->arena + addr, &word, 8);
 }
 
-void mbarrier_arrive(uint32_t addr) {
+void mbarrier_arrive(uint32_t addr, const Site& site) {
+  if (fault_at(site, "mbarrier.arrive", kDrop)) return;
   preempt();
   Barrier& bar = find_barrier(addr, "mbarrier.arrive");
   arrive(bar);
   update_phase(bar);
 }
 
-void mbarrier_arrive_expect_tx(uint32_t addr, uint32_t bytes) {
+void mbarrier_arrive_expect_tx(uint32_t addr, uint32_t bytes, const Site& site) {
+  const Fault fault = fault_at(site, "mbarrier.arrive.expect_tx", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) bytes -= 16;
   preempt();
   Barrier& bar = find_barrier(addr, "mbarrier.arrive.expect_tx");
   if (bar.tx + bytes >= 1 << 20) fail("mbarrier.arrive.expect_tx: tx-count overflow");
@@ -76,7 +81,10 @@ void mbarrier_arrive_expect_tx(uint32_t addr, uint32_t bytes) {
 
 // On a GPU this may return false early; callers loop. Here a thread that must wait sleeps until
 // the phase changes, which lets the scheduler recognise deadlocks.
-bool mbarrier_try_wait(uint32_t addr, uint32_t parity) {
+bool mbarrier_try_wait(uint32_t addr, uint32_t parity, const Site& site) {
+  const Fault fault = fault_at(site, "mbarrier.try_wait", kDrop | kFlip);
+  if (fault == kDrop) return true;
+  if (fault == kFlip) parity ^= 1;
   preempt();
   Barrier& bar = find_barrier(addr, "mbarrier.try_wait");
   const int index = int(&bar - block->barriers.data());
@@ -108,7 +116,8 @@ static void bar_enter(NamedBarrier& bar, int id, int threads) {
   wake(bar.waiters);
 }
 
-void bar_sync(int id, int threads) {
+void bar_sync(int id, int threads, const Site& site) {
+  if (fault_at(site, "bar.sync", kDrop)) return;
   preempt();
   NamedBarrier& bar = block->named[id];
   const uint64_t generation = bar.generation;
@@ -121,12 +130,14 @@ void bar_sync(int id, int threads) {
   block->self().clock.join(bar.completed);
 }
 
-void bar_arrive(int id, int threads) {
+void bar_arrive(int id, int threads, const Site& site) {
+  if (fault_at(site, "bar.arrive", kDrop)) return;
   preempt();
   bar_enter(block->named[id], id, threads);
 }
 
-void fence_mbarrier_init() {
+void fence_mbarrier_init(const Site& site) {
+  if (fault_at(site, "fence.mbarrier_init", kDrop)) return;
   for (auto& bar : block->barriers)
     if (bar.init_thread == block->current) bar.fenced = true;
 }

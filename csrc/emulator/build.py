@@ -4,8 +4,8 @@
     python csrc/emulator/build.py                      libpytransformer_emulated.so: the raw ops, on CPU tensors
     python csrc/emulator/build.py program SOURCE...    a program of tests against the emulator alone
 
-Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed. The library has all planted faults
-(common/fault.h).
+Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed. Tests hand over faults, each a text
+of a source and what stands there instead in the copy of the file that is compiled (fault.h).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 CSRC = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CSRC))
@@ -38,7 +39,40 @@ def why_not() -> str | None:
     return None
 
 
-def library(directory: Path = DIRECTORY, stem: str = "*", defines: Sequence[str] = ()) -> Path:
+class Replacement(Protocol):
+    file: str  # below csrc/
+    text: str  # occurs once in it
+    faulty: str  # as many lines, so that places in the copy are those of the source
+
+
+def copies(directory: Path, faults: Iterable[Replacement]) -> Path:
+    """Writes the files of `faults` with all of them into a folder that stands before csrc/ for the compiler; others are removed.
+
+    Raises:
+        ValueError: a text is not there once, or the faulty one has another number of lines.
+    """
+    folder, texts = directory / "csrc", dict[str, str]()
+    for fault in faults:
+        text = texts.setdefault(fault.file, (CSRC / fault.file).read_text())
+        if text.count(fault.text) != 1 or fault.text.count("\n") != fault.faulty.count("\n"):
+            raise ValueError(
+                f"{fault.file}: {fault.text!r} is there {text.count(fault.text)} times, or is replaced by other lines"
+            )
+        texts[fault.file] = text.replace(fault.text, fault.faulty)
+    for path in folder.rglob("*"):
+        if path.is_file() and str(path.relative_to(folder)) not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+    return folder
+
+
+def library(
+    directory: Path = DIRECTORY, stem: str = "*", defines: Sequence[str] = (), faults: Iterable[Replacement] = ()
+) -> Path:
     """Brings the emulated library up to date; `stem` is the only op in it, and `defines` choose another form of its kernels.
 
     Raises:
@@ -49,10 +83,12 @@ def library(directory: Path = DIRECTORY, stem: str = "*", defines: Sequence[str]
         raise RuntimeError("torch was not found")
     kernels = list(CSRC.glob(f"cuda/{stem}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
     edges = [*CSRC.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
-    flags = [*FLAGS, *defines, "-I", str(CSRC)]
+    folder = copies(directory, faults)
+    flags = [*FLAGS, *defines, "-include", "emulator/fault.h", "-I", str(folder), "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
-    sources = [(path, flags) for path in sorted(kernels)] + [(path, with_torch) for path in sorted(edges)]
+    compiled = lambda path: copy if (copy := folder / path.relative_to(CSRC)).is_file() else path
+    sources = [(compiled(path), flags) for path in sorted(kernels)] + [(compiled(path), with_torch) for path in sorted(edges)]
     return _build(directory, LIBRARY, sources, link, [_emulator()])
 
 

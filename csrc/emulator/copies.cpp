@@ -93,13 +93,15 @@ static void start_copy(Copy copy, const char* what) {
   ++report->copies;
 }
 
-void tma_load(uint32_t dst, const TensorMap& map, uint32_t addr, int rank, const int32_t* coord) {
+void tma_load(uint32_t dst, const TensorMap& map, uint32_t addr, int rank, const int32_t* coord, const Site& site) {
+  const Fault fault = fault_at(site, "TMA load", kDrop | kShift | kFlip);
+  if (fault == kDrop) return;
   preempt();
   const int index = usable_barrier(addr, "TMA load");
   if (rank != map.rank) fail("TMA load: the tensor map has another rank");
   Copy copy{map, dst, uint32_t(map.elem_bytes), index, {}, 0};
   for (int i = 0; i < rank; ++i) {
-    copy.coord[i] = coord[i];
+    copy.coord[i] = coord[i] + (fault == kShift && i == 1) + 8 * (fault == kFlip && i == 0);
     copy.bytes *= map.box[i];
     // Zeros in any dimension. Of columns a kernel may want them, where a tensor has fewer panels than the kernel; rows or heads that nobody
     // has are a wrong coordinate.
@@ -115,7 +117,10 @@ void tma_load(uint32_t dst, const TensorMap& map, uint32_t addr, int rank, const
   start_copy(std::move(copy), "TMA load");
 }
 
-void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t addr) {
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t addr, const Site& site) {
+  const Fault fault = fault_at(site, "bulk load", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) dst += 16;
   preempt();
   const int index = usable_barrier(addr, "bulk load");
   if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) fail("bulk load: addresses and size must be multiples of 16");
@@ -129,7 +134,10 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t addr) {
   start_copy({map, dst, bytes, index, {}, 0}, "bulk load");
 }
 
-static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds) {
+static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds, const Site& site) {
+  const Fault fault = fault_at(site, "bulk reduction", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) dst += 4;
   preempt();
   if (src % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(dst) % 16) fail("bulk reduction: addresses and size must be multiples of 16");
   check_range(src, bytes, "bulk reduction");
@@ -164,16 +172,23 @@ static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds)
   last->second = {block->number, number};
 }
 
-void bulk_store(void* dst, uint32_t src, uint32_t bytes) { start_reduction(static_cast<float*>(dst), src, bytes, false); }
-void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) { start_reduction(dst, src, bytes, true); }
+void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Site& site) {
+  start_reduction(static_cast<float*>(dst), src, bytes, false, site);
+}
+void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes, const Site& site) { start_reduction(dst, src, bytes, true, site); }
 
-void bulk_commit() {
+void bulk_commit(const Site& site) {
+  if (fault_at(site, "bulk commit", kDrop)) return;
   preempt();
   Fiber& me = block->self();
   me.bulk_groups.push_back(me.bulk_issued);
 }
 
-void bulk_wait(int pending, bool only_read) {
+void bulk_wait(int pending, bool only_read, const Site& site) {
+  const Fault fault = fault_at(site, "bulk wait", kDrop | kShift | (only_read ? 0 : kFlip));
+  if (fault == kDrop) return;
+  if (fault == kShift) ++pending;
+  if (fault == kFlip) only_read = true;
   preempt();
   Fiber& me = block->self();
   if (me.bulk_groups.size() <= size_t(pending)) return;
@@ -199,7 +214,11 @@ void bulk_wait(int pending, bool only_read) {
 
 // ---- cp.async: the thread's own copies, complete for the thread at its wait
 
-void cp_async(uint32_t dst, const void* src, uint32_t bytes) {
+void cp_async(uint32_t dst, const void* src, uint32_t bytes, const Site& site) {
+  const Fault fault = fault_at(site, "cp.async", kDrop | kShift | kFlip);
+  if (fault == kDrop) return;
+  if (fault == kShift) dst += 16;
+  if (fault == kFlip) bytes = bytes ? 0 : 16;
   preempt();
   if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16) fail("cp.async: addresses must be multiples of 16");
   if (bytes > 16) fail(format("cp.async: %u bytes of 16", bytes));
@@ -216,13 +235,17 @@ void cp_async(uint32_t dst, const void* src, uint32_t bytes) {
   ++report->copies;
 }
 
-void cp_async_commit() {
+void cp_async_commit(const Site& site) {
+  if (fault_at(site, "cp.async commit", kDrop)) return;
   preempt();
   Fiber& me = block->self();
   me.thread_copy_groups.push_back(me.thread_copies_issued);
 }
 
-void cp_async_wait(int pending) {
+void cp_async_wait(int pending, const Site& site) {
+  const Fault fault = fault_at(site, "cp.async wait", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) ++pending;
   preempt();
   Fiber& me = block->self();
   if (me.thread_copy_groups.size() <= size_t(pending)) return;

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "emulator/numbers.h"
+#include "emulator/sites.h"
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -72,54 +73,57 @@ Report launch(dim3 grid, dim3 block, size_t smem_bytes, const std::function<void
 
 [[noreturn]] void fail(const std::string& message);
 
+// Each takes its call's site last (sites.h), where a fault may be planted.
+
 // shared memory
 uint32_t dynamic_smem();
-void st_shared(uint32_t addr, const void* value, int bytes);
-void ld_shared(uint32_t addr, void* value, int bytes);
-void fence_proxy_async();
+void st_shared(uint32_t addr, const void* value, int bytes, const Site& site);
+void ld_shared(uint32_t addr, void* value, int bytes, const Site& site);
+void fence_proxy_async(const Site& site);
 
 // global memory
-void ld_global(const void* p, void* value, int bytes);
-void st_global(void* p, const void* value, int bytes);
-void red_add_f32(float* dst, const float* value, int n);
-uint32_t atomic_add(uint32_t* p, uint32_t value, bool release);
-void wait_equal(const uint32_t* p, uint32_t value);  // acquires
+void ld_global(const void* p, void* value, int bytes, const Site& site);
+void st_global(void* p, const void* value, int bytes, const Site& site);
+void red_add_f32(float* dst, const float* value, int n, const Site& site);
+uint32_t atomic_add(uint32_t* p, uint32_t value, bool release, const Site& site);
+void wait_equal(const uint32_t* p, uint32_t value, const Site& site);  // acquires
 
 // barriers
-void bar_sync(int id, int threads);
-void bar_arrive(int id, int threads);
+void bar_sync(int id, int threads, const Site& site);
+void bar_arrive(int id, int threads, const Site& site);
 void name_barrier(uint32_t bar, const char* name, int index);
-void mbarrier_init(uint32_t bar, uint32_t count);
-void mbarrier_arrive(uint32_t bar);
-void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes);
-bool mbarrier_try_wait(uint32_t bar, uint32_t parity);  // returns when the answer is "true"
-void fence_mbarrier_init();
+void mbarrier_init(uint32_t bar, uint32_t count, const Site& site);
+void mbarrier_arrive(uint32_t bar, const Site& site);
+void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes, const Site& site);
+bool mbarrier_try_wait(uint32_t bar, uint32_t parity, const Site& site);  // returns when the answer is "true"
+void fence_mbarrier_init(const Site& site);
 
 // copies
-void cp_async(uint32_t dst, const void* src, uint32_t bytes);
-void cp_async_commit();
-void cp_async_wait(int pending_groups);
-void tma_load(uint32_t dst, const TensorMap& map, uint32_t bar, int rank, const int32_t* coord);
-void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar);
-void bulk_store(void* dst, uint32_t src, uint32_t bytes);
-void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes);
-void bulk_commit();
-void bulk_wait(int pending_groups, bool only_read);
+void cp_async(uint32_t dst, const void* src, uint32_t bytes, const Site& site);
+void cp_async_commit(const Site& site);
+void cp_async_wait(int pending_groups, const Site& site);
+void tma_load(uint32_t dst, const TensorMap& map, uint32_t bar, int rank, const int32_t* coord, const Site& site);
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, const Site& site);
+void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Site& site);
+void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes, const Site& site);
+void bulk_commit(const Site& site);
+void bulk_wait(int pending_groups, bool only_read, const Site& site);
 
 // warps
-void syncwarp();
-uint32_t shfl(uint32_t value, int lane);
-uint32_t shfl_xor(uint32_t value, int lane_mask);
-void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed);
-void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices);
-void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16);
+void syncwarp(const Site& site);
+uint32_t shfl(uint32_t value, int lane, const Site& site);
+uint32_t shfl_xor(uint32_t value, int lane_mask, const Site& site);
+void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed, const Site& site);
+void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices, const Site& site);
+void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16, const Site& site);
 
 // warpgroups
-void setmaxnreg(bool increase, int registers);
-void wgmma_fence();
-void wgmma_commit();
-void wgmma_wait(int pending_groups);
+void setmaxnreg(bool increase, int registers, const Site& site);
+void wgmma_fence(const Site& site);
+void wgmma_commit(const Site& site);
+void wgmma_wait(int pending_groups, const Site& site);
 // a_regs != nullptr: A comes from registers and desc_a is ignored.
-void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d);
+void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d,
+           const Site& site);
 
 }  // namespace emu

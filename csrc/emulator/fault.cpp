@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plants the fault that PYTRANSFORMER_FAULT names, when the library or program is loaded.
-#include "common/fault.h"
+#include "emulator/fault.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +25,7 @@ static void plant(std::string_view name) {
 // Objects of an archive are initialised after those that it is linked to: all faults are in the list.
 [[maybe_unused]] static const bool planted = [] {
   const char* name = std::getenv("PYTRANSFORMER_FAULT");
-  if (name && *name) plant(name);
+  if (name && *name && std::string_view(name).find('@') == std::string_view::npos) plant(name);  // else at a call site: sites.cpp
   return name != nullptr;
 }();
 

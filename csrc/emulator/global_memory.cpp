@@ -61,26 +61,36 @@ static void check_access(const void* p, int bytes, const char* what) {
   check_global(p, bytes, what);
 }
 
-void ld_global(const void* p, void* value, int bytes) {
+void ld_global(const void* p, void* value, int bytes, const Site& site) {
+  if (fault_at(site, "ld.global", kShift)) p = static_cast<const uint8_t*>(p) + bytes;
   preempt();
   check_access(p, bytes, "ld.global");
   std::memcpy(value, p, bytes);
 }
 
-void st_global(void* p, const void* value, int bytes) {
+void st_global(void* p, const void* value, int bytes, const Site& site) {
+  const Fault fault = fault_at(site, "st.global", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) p = static_cast<uint8_t*>(p) + bytes;
   preempt();
   check_access(p, bytes, "st.global");
   std::memcpy(p, value, bytes);
 }
 
-void red_add_f32(float* dst, const float* value, int n) {
+void red_add_f32(float* dst, const float* value, int n, const Site& site) {
+  const Fault fault = fault_at(site, "red.add", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) dst += n;
   preempt();
   if (reinterpret_cast<uintptr_t>(dst) % (n * 4)) fail("red.add: misaligned");
   check_global(dst, n * 4, "red.add");
   for (int i = 0; i < n; ++i) dst[i] += value[i];
 }
 
-uint32_t atomic_add(uint32_t* p, uint32_t value, bool release) {
+uint32_t atomic_add(uint32_t* p, uint32_t value, bool release, const Site& site) {
+  const Fault fault = fault_at(site, "atomic add", release ? kDrop | kFlip : kDrop);
+  if (fault == kDrop) return *p;
+  if (fault == kFlip) release = false;
   preempt();
   check_global(p, 4, "atomic add");
   if (release) join(counters[p], block->self().global_clock);
@@ -91,7 +101,8 @@ uint32_t atomic_add(uint32_t* p, uint32_t value, bool release) {
   return old;
 }
 
-void wait_equal(const uint32_t* p, uint32_t value) {
+void wait_equal(const uint32_t* p, uint32_t value, const Site& site) {
+  if (fault_at(site, "wait for a counter", kDrop)) return;
   preempt();
   check_global(p, 4, "spin");
   while (*p != value) {

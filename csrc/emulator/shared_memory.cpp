@@ -104,7 +104,10 @@ void note_store(uint32_t addr, int bytes) {
   }
 }
 
-void st_shared(uint32_t addr, const void* value, int bytes) {
+void st_shared(uint32_t addr, const void* value, int bytes, const Site& site) {
+  const Fault fault = fault_at(site, "st.shared", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) addr += uint32_t(bytes);
   preempt();
   check_range(addr, bytes, "st.shared");
   if (addr % bytes) fail(format("st.shared: %#x is not a multiple of %d", addr, bytes));
@@ -113,7 +116,8 @@ void st_shared(uint32_t addr, const void* value, int bytes) {
   std::memcpy(block->arena + addr, value, bytes);
 }
 
-void ld_shared(uint32_t addr, void* value, int bytes) {
+void ld_shared(uint32_t addr, void* value, int bytes, const Site& site) {
+  if (fault_at(site, "ld.shared", kShift)) addr += uint32_t(bytes);
   preempt();
   check_range(addr, bytes, "ld.shared");
   if (addr % bytes) fail(format("ld.shared: %#x is not a multiple of %d", addr, bytes));
@@ -132,7 +136,8 @@ void ld_shared(uint32_t addr, void* value, int bytes) {
   std::memcpy(value, block->arena + addr, bytes);
 }
 
-void fence_proxy_async() {
+void fence_proxy_async(const Site& site) {
+  if (fault_at(site, "fence.proxy.async", kDrop)) return;
   preempt();
   for (uint32_t i : block->self().dirty) {
     Granule& g = block->granules[i * 4 / kGranule];
@@ -141,7 +146,7 @@ void fence_proxy_async() {
   }
   block->self().dirty.clear();
   block->self().proxy_fences.push_back(now());
-  fence_mbarrier_init();
+  fence_mbarrier_init({});
 }
 
 void note_load(Granule& g, bool by_proxy) {

@@ -30,44 +30,57 @@ static std::array<LaneValues, kWarp> gather(const LaneValues& value) {
   return block->exchanges[block->current / kWarp].value[slot];
 }
 
-void syncwarp() {
+void syncwarp(const Site& site) {
+  if (fault_at(site, "bar.warp.sync", kDrop)) return;
   const int slot = meet({}, true);
   block->self().clock.join(block->exchanges[block->current / kWarp].clock[slot]);
 }
 
-uint32_t shfl(uint32_t value, int lane) {
+uint32_t shfl(uint32_t value, int lane, const Site& site) {
+  const Fault fault = fault_at(site, "shfl", kDrop | kFlip);
+  if (fault == kDrop) return value;
+  if (fault == kFlip) lane ^= 1;
   const int slot = meet({value}, false);
   return block->exchanges[block->current / kWarp].value[slot][lane % kWarp][0];
 }
-uint32_t shfl_xor(uint32_t value, int lane_mask) { return shfl(value, (block->current % kWarp) ^ lane_mask); }
+uint32_t shfl_xor(uint32_t value, int lane_mask, const Site& site) { return shfl(value, (block->current % kWarp) ^ lane_mask, site); }
 
-void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed) {
+void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed, const Site& site) {
+  const Fault fault = fault_at(site, "ldmatrix", kShift | kFlip);
+  if (fault == kShift) row_addr += 16;
   if (row_addr % 16) fail("ldmatrix: a row is not aligned to 16 bytes");
   const auto rows = gather({row_addr});
   const int lane = block->current % kWarp;
   for (int m = 0; m < 4; ++m) {
     if (!transposed) {
-      ld_shared(rows[8 * m + lane / 4][0] + lane % 4 * 4, &matrices[m], 4);
+      ld_shared(rows[8 * m + lane / 4][0] + lane % 4 * 4, &matrices[m], 4, {});
       continue;
     }
     matrices[m] = 0;
     for (int e = 0; e < 2; ++e) {  // element (2 (lane % 4) + e, lane / 4): the word that holds it
       uint32_t word;
-      ld_shared(rows[8 * m + 2 * (lane % 4) + e][0] + lane / 8 * 4, &word, 4);
+      ld_shared(rows[8 * m + 2 * (lane % 4) + e][0] + lane / 8 * 4, &word, 4, {});
       matrices[m] |= (word >> (lane / 4 % 2 * 16) & 0xffff) << 16 * e;
     }
   }
+  if (fault == kFlip) std::swap(matrices[1], matrices[2]);
 }
 
-void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices) {
+void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices, const Site& site) {
+  const Fault fault = fault_at(site, "stmatrix", kDrop | kShift | kFlip);
+  if (fault == kDrop) return;
+  if (fault == kShift) row_addr += 16;
+  static constexpr int kOrder[2][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}};
   if (row_addr % 16) fail("stmatrix: a row is not aligned to 16 bytes");
   const auto rows = gather({row_addr});
   const int lane = block->current % kWarp;
-  for (int m = 0; m < 4; ++m) st_shared(rows[8 * m + lane / 4][0] + lane % 4 * 4, &matrices[m], 4);
+  for (int m = 0; m < 4; ++m) st_shared(rows[8 * m + lane / 4][0] + lane % 4 * 4, &matrices[kOrder[fault == kFlip][m]], 4, {});
 }
 
-void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16) {
-  const auto lanes = gather({a[0], a[1], a[2], a[3], b[0], b[1]});
+void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16, const Site& site) {
+  const Fault fault = fault_at(site, "mma", kDrop | kFlip);
+  if (fault == kDrop) return;
+  const auto lanes = fault == kFlip ? gather({a[0], a[2], a[1], a[3], b[0], b[1]}) : gather({a[0], a[1], a[2], a[3], b[0], b[1]});
   const int g = block->current % kWarp / 4, q = block->current % 4;
   const auto element = [&](int lane, int r, int half) {
     const uint16_t bits = uint16_t(lanes[lane][r] >> 16 * half);

@@ -114,13 +114,18 @@ static void collect(uint64_t complete) {
   std::erase_if(me.accumulators, [&](auto& held) { return held.last_op < complete; });
 }
 
-void wgmma_fence() {
+void wgmma_fence(const Site& site) {
+  if (fault_at(site, "wgmma.fence", kDrop)) return;
   preempt();
   block->self().fenced = true;
 }
 
-void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b,
-           bool scale_d) {
+void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d,
+           const Site& site) {
+  const Fault fault = fault_at(site, "wgmma", kDrop | kShift | kFlip);
+  if (fault == kDrop) return;
+  if (fault == kShift) ++desc_b;
+  if (fault == kFlip) scale_d = !scale_d;
   preempt();
   Fiber& me = block->self();
   const int g = block->current / kGroup, t = block->current % kGroup;
@@ -181,14 +186,18 @@ void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a,
   if (++op.threads == kGroup) wake(group.waiters);
 }
 
-void wgmma_commit() {
+void wgmma_commit(const Site& site) {
+  if (fault_at(site, "wgmma.commit", kDrop)) return;
   preempt();
   Fiber& me = block->self();
   me.groups.push_back(me.issued);
   me.fenced = false;  // stricter than PTX, but ptxas injects a fence where a group has none
 }
 
-void wgmma_wait(int pending) {
+void wgmma_wait(int pending, const Site& site) {
+  const Fault fault = fault_at(site, "wgmma.wait", kDrop | kShift);
+  if (fault == kDrop) return;
+  if (fault == kShift) ++pending;
   preempt();
   Fiber& me = block->self();
   const int g = block->current / kGroup;
@@ -220,7 +229,8 @@ void wgmma_wait(int pending) {
   me.fenced = false;
 }
 
-void setmaxnreg(bool increase, int registers) {
+void setmaxnreg(bool increase, int registers, const Site& site) {
+  if (fault_at(site, "setmaxnreg", kDrop)) return;
   preempt();
   const int w = block->current / kWarp;
   if (registers % 8 || registers < 24 || registers > 256) fail("setmaxnreg: bad register count");

@@ -40,10 +40,10 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2);
   const int64_t max_k = packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
-    PT_FAULT(sinks_lost) ? Maybe() : vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)),
-    term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)),
-    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left,
-    n.right, n.global_keys, 0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)),
+    term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(), Maybe(),
+    Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys, 0, 0, 0, 0, max_q,
+    max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
@@ -68,8 +68,7 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
                                        const std::vector<bool>& wanted) {
   static const auto raw = raw_op<AttentionBackward>("pytransformer_C::attention_bwd");
   const auto& [out, lse] = saved;
-  const Tensor grad_out =
-      grads[0].defined() ? (PT_FAULT(gradient_read_as_it_lies) ? grads[0] : last_contiguous(grads[0])) : at::zeros_like(out);
+  const Tensor grad_out = grads[0].defined() ? last_contiguous(grads[0]) : at::zeros_like(out);
   const Tensor q = last_contiguous(t[W::kQuery]), k = last_contiguous(t[W::kKey]), v = last_contiguous(t[W::kValue]),
                o = last_contiguous(out);
   // Gradients of terms that are added to scores are summed in float32, whatever their dtype: the kernel adds into zeros.
@@ -79,9 +78,9 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
     results[i] = i <= W::kValue ? empty_in_order(t[i]) : at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
   }
   with_terms<AttentionOp>(t, n, [&](const auto&... terms) {
-    raw.call(grad_out, PT_FAULT(gradient_of_lse_lost) ? Maybe() : maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]),
-             maybe(results[W::kKey]), maybe(results[W::kValue]), maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)),
-             maybe(results[W::kSlopes]), maybe(results[W::kTable]), maybe(results[W::kSinks]));
+    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]), maybe(results[W::kKey]),
+             maybe(results[W::kValue]), maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]),
+             maybe(results[W::kTable]), maybe(results[W::kSinks]));
   });
   for (size_t i = W::kValue + 1; i < W::kDifferentiable; i++)
     if (wanted[i]) results[i] = deliver(results[i], t[i]);
@@ -116,8 +115,8 @@ bool AttentionOp<W>::complete(Inputs& t, Numbers& n) {
   if (query.dim() != W::kDim || t[W::kKey].dim() != W::kDim || t[W::kValue].dim() != W::kDim || query.size(-1) == 0) return false;
   if constexpr (W::kDim == 4)
     for (Tensor* term : {&t[W::kMask], &t[W::kBias]})
-      while (term->defined() && term->dim() < 4) *term = term->unsqueeze(PT_FAULT(dimensions_behind) ? -1 : 0);
-  if (std::isnan(n.scale)) n.scale = std::pow(double((PT_FAULT(scale_of_values) ? t[W::kValue] : query).size(-1)), -0.5);
+      while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);
+  if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(-1)), -0.5);
   return true;
 }
 
@@ -128,7 +127,7 @@ bool AttentionOp<W>::fits(const Inputs& t, const Numbers& n) {
   for (int64_t size : {query.size(-1), t[W::kValue].size(-1)})
     if (size == 0 || size > kMaxHead) return false;
   if (t[W::kKey].size(1) == 0 || !(n.dropout_p >= 0 && n.dropout_p <= 1)) return false;
-  if ((prefix.defined() && !n.align) || (!PT_FAULT(autocast_ignored) && autocast_casts(query))) return false;
+  if ((prefix.defined() && !n.align) || autocast_casts(query)) return false;
   if constexpr (W::kDim == 4)
     if (t[W::kBias].defined() && t[W::kBias].scalar_type() == at::kBool) return false;
   return floating(t[W::kSlopes]) && floating(t[W::kTable]) && floating(t[W::kSinks]);
@@ -177,17 +176,17 @@ void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumber
 void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
   PyObject *causal = a[0], *window = a[1];
   const int64_t global_keys = read.natural(a[2]);
-  if (causal != Py_None) n.align = 1 + (read.choice(causal, {"top_left", "bottom_right"}) && !PT_FAULT(always_top_left));
+  if (causal != Py_None) n.align = 1 + read.choice(causal, {"top_left", "bottom_right"});
   // Python words the error of global keys without a window.
   read.require(window != Py_None || !global_keys);
   if (window == Py_None) return;
   read.require(PyTuple_CheckExact(window) && PyTuple_GET_SIZE(window) == 2);
   for (int side : {0, 1}) {
     PyObject* given = read ? PyTuple_GET_ITEM(window, side) : Py_None;
-    if (given != Py_None) ((side == 1) != PT_FAULT(sides_swapped) ? n.right : n.left) = read.natural(given);
+    if (given != Py_None) (side == 1 ? n.right : n.left) = read.natural(given);
   }
   read.require(n.left >= 0 || n.right >= 0 || !global_keys);
-  if (!PT_FAULT(global_keys_lost)) n.global_keys = global_keys;
+  n.global_keys = global_keys;
 }
 
 // As check_pages of ops/_attention_arguments.py has it; a call that needs a gradient is refused there.
@@ -198,7 +197,7 @@ void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
   read.require(read && (table.scalar_type() == at::kInt || table.scalar_type() == at::kLong) && table.dim() == 2 &&
                t[A::kQuery].dim() == 4);
   read.require(read && table.size(0) == t[A::kQuery].size(0) && t[A::kKeyLengths].defined() && t[A::kKey].dim() == 4);
-  read.require(read && t[A::kKey].size(2) > 0 && (PT_FAULT(gradients_lost) || !needs_gradient({t.data(), A::kDifferentiable})));
+  read.require(read && t[A::kKey].size(2) > 0 && !needs_gradient({t.data(), A::kDifferentiable}));
   if (read) table = table.contiguous();
 }
 
@@ -226,7 +225,7 @@ LANE_ENTRY(attention) {
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
   read_positions(read, a + 4, n);
-  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[7 + (PT_FAULT(lengths_exchanged) && i < 2 ? 1 - i : i)]);
+  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[7 + i]);
   if (THPVariable_Check(a[15])) t[A::kBias] = read.tensor(a[15]);
   else read_bias<A>(read, a[15], t, n);
   t[A::kSinks] = read.tensor_or_none(a[16]);

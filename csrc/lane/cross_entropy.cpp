@@ -90,7 +90,7 @@ struct CrossEntropy {
       return results;
     }
     double total = sum(losses);
-    if (n.reduction == kMean) total /= PT_FAULT(ignored_counted) ? target.numel() : valid(target, n.ignore_index);
+    if (n.reduction == kMean) total /= valid(target, n.ignore_index);
     results[0] = empty({}, options);
     fill(results[0], total);
     return results;
@@ -106,7 +106,7 @@ struct CrossEntropy {
       upstream = grads[0].contiguous();
     } else {
       double each = value(grads[0]);
-      if (n.reduction == kMean && !PT_FAULT(mean_as_sum)) each /= valid(target, n.ignore_index);
+      if (n.reduction == kMean) each /= valid(target, n.ignore_index);
       upstream = empty(target.sizes(), split_lse.options());
       fill(upstream, each);
     }

@@ -92,7 +92,7 @@ struct FeedForward {
         continue;
       }
       const auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(held.storage()), held.key_set(), options.dtype());
-      impl->set_storage_offset(int64_t(PT_FAULT(scratch_shared) ? 0 : i) * size / int64_t(options.dtype().itemsize()));
+      impl->set_storage_offset(int64_t(i) * size / int64_t(options.dtype().itemsize()));
       impl->set_sizes_contiguous({rows, columns});
       found[i] = Tensor(impl);
     }
@@ -105,7 +105,7 @@ struct FeedForward {
     const Tensor x = matrix(t[kX]);
     const bool gated = t[kGateWeight].defined();
     const auto [hidden, d_pre, d_gate] = scratch(gated ? 3 : 2, x.size(0), t[kW1].size(0), x.options());
-    if (!n.save && !PT_FAULT(not_recomputed)) run_forward(t, n, d_pre, maybe(d_gate), std::nullopt);
+    if (!n.save) run_forward(t, n, d_pre, maybe(d_gate), std::nullopt);
     const Tensor pre = n.save ? matrix(saved[0]) : d_pre;
     const Maybe gate = n.save ? maybe_matrix(saved[1]) : maybe(d_gate);
     const auto work = work_dtype(x);
@@ -135,11 +135,10 @@ Tensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const Tensor& b
   static const auto raw =
       raw_op<void(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& out)>("pytransformer_C::feed_forward_linear");
   if (!x.is_cpu() || !floating(x) || autocast_casts(x) || !x.numel()) return {};
-  if (!PT_FAULT(many_rows_taken) && x.numel() > limits.few_rows * weight.size(1)) return {};
+  if (x.numel() > limits.few_rows * weight.size(1)) return {};
   if (x.scalar_type() != weight.scalar_type() || x.size(-1) != weight.size(1) || !weight.size(0)) return {};
   if (!weight.is_contiguous() && (weight.stride(0) != 1 || weight.stride(1) != weight.size(0))) return {};
-  if (!PT_FAULT(any_bias_taken) && bias.defined() && (bias.scalar_type() != x.scalar_type() || bias.sizes() != weight.sizes().slice(0, 1)))
-    return {};
+  if (bias.defined() && (bias.scalar_type() != x.scalar_type() || bias.sizes() != weight.sizes().slice(0, 1))) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
   c10::DimVector shape(x.sizes());
   shape.back() = weight.size(0);
@@ -164,7 +163,7 @@ LANE_ENTRY(linear) {
   Reader read;
   const Tensor x = read.tensor(a[0]), weight = read.tensor(a[1]), bias = read.tensor_or_none(a[2]);
   const bool along_k = read.boolean(a[3]);
-  read.require(PT_FAULT(linear_without_gradient) || !needs_gradient({x, weight, bias}));
+  read.require(!needs_gradient({x, weight, bias}));
   if (!read || x.dim() == 0 || weight.dim() != 2) Py_RETURN_NOTIMPLEMENTED;
   Tensor out;
   {

@@ -10,7 +10,7 @@
 //   kGrads              how many outputs may have gradients
 //   kSeed               the input that dropout is seeded with, or -1
 //   complete            fills in what a call leaves open: dimensions, a scale; false where the arguments are plainly wrong
-//   fits                whether a completed call is for the library of the tier `cpu`
+//   fits                whether a completed call is for the library of the backend `cpu`
 //   forward, backward   lower them to the raw ops of pytransformer_C, below autograd
 //   tensors, others     the arguments of the Python op
 // Ops that share a lowering number their inputs by one set of names, -1 for what an op does not have: pick().
@@ -34,7 +34,6 @@
 #include <string>
 #include <vector>
 
-#include "../common/fault.h"
 #include "program.h"
 
 namespace pt::lane {
@@ -75,7 +74,7 @@ struct Limits {
 };
 extern Limits limits;  // those of the facts that are numbers
 
-// By which backend a call goes: the library of the tier `cpu`, or a program that was recorded of another.
+// By which backend a call goes: the library of the backend `cpu`, or a program that was recorded of another.
 struct Route {
   enum Backend { kAny, kCpu, kTriton, kCuda } backend = kAny;  // forced
   bool strict = false;
@@ -154,7 +153,7 @@ class OpNode final : public torch::autograd::Node {
 
   // The first `differentiable` outputs get gradients.
   void save(const typename Op::Outputs& results, size_t differentiable) {
-    for (size_t i = 0, first = PT_FAULT(first_outputs_saved) ? 0 : results.size() - Op::kSaved; i < Op::kSaved; i++)
+    for (size_t i = 0, first = results.size() - Op::kSaved; i < Op::kSaved; i++)
       outputs[i] = SavedVariable(results[first + i], first + i < differentiable);
   }
 
@@ -167,9 +166,9 @@ class OpNode final : public torch::autograd::Node {
       for (size_t i = 0; i < saved.size(); i++) saved[i] = outputs[i].unpack(getptr());
     }
     std::vector<bool> wanted(Op::kDifferentiable);
-    bool any_wanted = false, any_given = false, direct = (PT_FAULT(second_derivative_lost) || !at::GradMode::is_enabled()) && unwatched();
+    bool any_wanted = false, any_given = false, direct = !at::GradMode::is_enabled() && unwatched();
     for (size_t i = 0; i < wanted.size(); i++) any_wanted |= wanted[i] = task_should_compute_output(i);
-    for (const Tensor& g : grads) any_given |= g.defined(), direct = direct && (PT_FAULT(any_gradient_taken) || plain(g));
+    for (const Tensor& g : grads) any_given |= g.defined(), direct = direct && plain(g);
     for (const Tensor& t : given) direct = direct && plain(t);
     for (const Tensor& t : saved) direct = direct && plain(t);
     if (!any_wanted || !any_given) return variable_list(Op::kDifferentiable);
@@ -191,7 +190,7 @@ class OpNode final : public torch::autograd::Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (const auto& v : inputs) args.collect(v, false);
     for (const auto& v : outputs) args.collect(v, true);
-    if (!PT_FAULT(numbers_not_compiled_for)) numbers.collect([&](const auto& value) { args.collect(value); });
+    numbers.collect([&](const auto& value) { args.collect(value); });
     args.collect(int64_t(route.backend)), args.collect(route.strict);
   }
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
@@ -269,14 +268,14 @@ void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbe
   node->save(outputs, differentiable);
 }
 
-// The op by the library of the tier `cpu`, with gradients where an input needs one; or nothing where it refuses the arguments: Python
+// The op by the library of the backend `cpu`, with gradients where an input needs one; or nothing where it refuses the arguments: Python
 // finds out again, and says in its own words what is wrong. The caller has seen that nobody watches.
 template <class Op>
 std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
                                         const Route& route = {}) {
   const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable});
   if constexpr (Op::kSeed >= 0)
-    if (draws<Op>(inputs, numbers)) inputs[Op::kSeed] = PT_FAULT(seed_not_drawn) ? filled(5, at::kCPU) : drawn(at::kCPU);
+    if (draws<Op>(inputs, numbers)) inputs[Op::kSeed] = drawn(at::kCPU);
   typename Op::Outputs outputs;
   try {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -73,7 +73,7 @@ struct Norm : Which {
     const Tensor& x = t[W::kX];
     if (x.dim() < n.dims) return false;
     n.columns = c10::multiply_integers(x.sizes().slice(x.dim() - n.dims));
-    if (n.eps != n.eps) n.eps = eps_of((PT_FAULT(eps_of_x) ? t[W::kX] : stream(t)).scalar_type());
+    if (n.eps != n.eps) n.eps = eps_of(stream(t).scalar_type());
     return true;
   }
 
@@ -114,7 +114,7 @@ struct Norm : Which {
     const Tensor& h = W::kStream >= 0 ? saved[0] : x;
     const auto work = rstd.scalar_type();
     const Tensor d_out = grads[0].defined() ? grads[0].contiguous() : at::zeros_like(x);
-    const Tensor d_stream = W::kStream >= 0 && !PT_FAULT(gradient_of_stream_lost) && grads[1].defined() ? grads[1].contiguous() : Tensor();
+    const Tensor d_stream = W::kStream >= 0 && grads[1].defined() ? grads[1].contiguous() : Tensor();
     variable_list results(W::kDifferentiable);
     for (size_t i = 0; i < results.size(); i++)
       if (wanted[i]) results[i] = i == W::kWeight || int(i) == W::kBias ? vector_target(t[i], work) : empty(t[i].sizes(), t[i].options());

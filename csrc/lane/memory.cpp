@@ -39,7 +39,7 @@ Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides, const at::T
 }
 
 Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape) {
-  if (PT_FAULT(order_of_query_lost) || like.is_contiguous()) return empty(shape, like.options());
+  if (like.is_contiguous()) return empty(shape, like.options());
   std::vector<int64_t> order(like.dim());
   std::iota(order.begin(), order.end(), 0);
   const auto stride = [&](int64_t d) { return like.stride(d) ? like.stride(d) : std::numeric_limits<int64_t>::max(); };
@@ -70,7 +70,7 @@ Maybe vector(const Tensor& t, at::ScalarType work) {
 
 // Another tensor on the same numbers, without the dispatcher: `view` takes 0.6 us.
 Tensor matrix(const Tensor& t) {
-  if (!t.is_contiguous() && !PT_FAULT(rows_read_as_they_lie)) return matrix(t.contiguous());
+  if (!t.is_contiguous()) return matrix(t.contiguous());
   if (t.dim() == 2) return t;
   const int64_t columns = t.size(-1);
   const auto seen = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(), /*allow_tensor_metadata_change=*/true);
@@ -83,7 +83,7 @@ Tensor vector_target(const Tensor& t, at::ScalarType work) { return empty(t.size
 Tensor matrix_target(const Tensor& t) { return empty(t.sizes(), t.options()); }
 
 Tensor deliver(const Tensor& written, const Tensor& t) {
-  if (written.scalar_type() == t.scalar_type() && (PT_FAULT(order_of_terms_lost) || t.is_contiguous())) return written;
+  if (written.scalar_type() == t.scalar_type() && t.is_contiguous()) return written;
   return empty_in_order(t).copy_(written);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warm calls of the GPU tiers. What a backend in Python did for one call, allocations, launches and ops, is a program for all calls that
+// Warm calls of the GPU backends. What a backend in Python did for one call, allocations, launches and ops, is a program for all calls that
 // differ from it in addresses alone: those with equal keys. Decision 0105.
 //
 // The first call with a key is Python's; the second is recorded (ops/_core/recording.py) and, like all later ones, run from here. What

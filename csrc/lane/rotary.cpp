@@ -127,7 +127,7 @@ struct AppendKV {
     const auto has = [](const Tensor& each, std::array<int64_t, 4> shape) { return each.sizes() == at::IntArrayRef(shape); };
     return has(key, {batch, heads, length, dim}) && has(value, {batch, heads, length, width}) && has(keys, {first, heads, rows, dim}) &&
            has(values, {first, heads, rows, width}) && tables_fit(t[kCos], t[kSin], query) && weight_fits(t[kQNorm], query) &&
-           weight_fits(t[kKNorm], query) && (PT_FAULT(places_not_checked) || places_fit(t));
+           weight_fits(t[kKNorm], query) && places_fit(t);
   }
 
   // As check_positions of ops/_problem/rotary.py has it: the kernel would leave out what has no place.
@@ -248,7 +248,7 @@ void require_width(Reader& read, PyObject* dims, const Tensor& cos, const Tensor
 }
 
 // Refused where the angles would be learned, and where what a cache holds would need a gradient.
-void refuse_gradients(Reader& read, at::TensorList tensors) { read.require(PT_FAULT(gradients_lost) || !needs_gradient(tensors)); }
+void refuse_gradients(Reader& read, at::TensorList tensors) { read.require(!needs_gradient(tensors)); }
 
 }  // namespace
 
@@ -307,7 +307,7 @@ LANE_ENTRY(append_kv) {
   }
   refuse_gradients(read, t);
   PyObject* found = finish<A>(read, t, n, 0, 1, read.route(a[12], a[13]), [&] { return Given{a, count}.tuple(); });
-  if (found == Py_NotImplemented || PT_FAULT(version_kept)) return found;
+  if (found == Py_NotImplemented) return found;
   for (int cache : {A::kKeyCache, A::kValueCache})  // autograd is to notice that a tensor it saved was changed
     if (!t[cache].is_inference()) t[cache].unsafeGetTensorImpl()->bump_version();
   return found;

@@ -75,27 +75,22 @@ bool unwatched() {
   constexpr c10::DispatchKeySet inference(c10::DispatchKey::BackendSelect);
   constexpr c10::DispatchKeySet usual = inference | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  return (PT_FAULT(modes_ignored) || included == usual || included == inference) &&
-         (PT_FAULT(function_modes_ignored) || !at::impl::PythonTorchFunctionTLS::stack_len()) &&
-         (PT_FAULT(profiler_ignored) || !torch::profiler::impl::profilerEnabled()) &&
-         (PT_FAULT(watchers_ignored) || std::all_of(watchers.begin(), watchers.end(), holds_nothing));
+  return (included == usual || included == inference) && !at::impl::PythonTorchFunctionTLS::stack_len() &&
+         !torch::profiler::impl::profilerEnabled() && std::all_of(watchers.begin(), watchers.end(), holds_nothing);
 }
 
 void record(const char* op, const char* direction, const char* backend) {
-  if (PT_FAULT(traces_forgotten) || holds_nothing(traces)) return;
+  if (holds_nothing(traces)) return;
   const py::gil_scoped_acquire gil;
   py::handle(fact("trace"))(std::string(op) + direction, backend);
 }
 
 bool plain(const Tensor& t) {
   if (!t.defined()) return true;
-  return (PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) && (PT_FAULT(any_keys_taken) || holds_data(t)) &&
-         (PT_FAULT(tangents_lost) || !has_tangent(t));
+  return plain_keys(t.key_set()) && holds_data(t) && !has_tangent(t);
 }
 
-bool plain(PyObject* o) {
-  return (PT_FAULT(subclasses_taken) ? THPVariable_Check(o) : THPVariable_CheckExact(o)) && plain(THPVariable_Unpack(o));
-}
+bool plain(PyObject* o) { return THPVariable_CheckExact(o) && plain(THPVariable_Unpack(o)); }
 
 namespace {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host side of the CUDA tier (device.cu, launch.cuh, tensor_map.cuh) against a runtime and a driver that are made here, without a GPU:
-// prints "ok" or "FAIL" and the name of each expectation. Built by nvcc without its runtime: test_host_layer.py.
+// The host side of the CUDA backend (device.cu, launch.cuh, tensor_map.cuh) against a runtime and a driver that are made here, without a
+// GPU: prints "ok" or "FAIL" and the name of each expectation. Built by nvcc without its runtime: test_host_layer.py.
 #include <cstdio>
 #include <cstring>
 #include <string>

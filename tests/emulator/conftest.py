@@ -17,6 +17,8 @@ import torch
 import pytransformer as pt
 
 sys.path.append(str(Path(__file__).parent))  # for planted and the problems
+from text_faults import FAULTS
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 3  # schedules that share a test's problems
 SCHEDULES = [*range(1, SHARED + 1), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARED + 1, SHARED + 20))]
@@ -41,7 +43,7 @@ def builder() -> ModuleType:
 @pytest.fixture(scope="module")  # not longer: to later modules a call's backend would be another
 def emulated(builder: ModuleType) -> Iterator[Path]:
     """The library of emulated ops; while it lives, the backend "cuda" takes CPU tensors."""
-    library = builder.library()
+    library = builder.library(faults=FAULTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTRANSFORMER_EMULATE", str(library))
         pt.explain("layer_norm", torch.zeros(1, 8), 8)  # loads it

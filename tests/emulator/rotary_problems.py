@@ -72,6 +72,7 @@ def problems() -> Iterator[Named]:
     yield _step("pages by int64", F32, (32, 8), 3, table=torch.int64, turned=32, norms=1)
     yield _step("cache", F16, (48, 64), None)
     yield _step("any cache", BF16, (34, 5), 1, table=torch.int64, turned=34, norms=2)
+    yield _step("any cache in float32", F32, (34, 5), None)
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 
 @pytest.mark.parametrize("fault", ["", "one_key_too_many"])
 def test_broken_kernel_is_found_and_reported_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook of csrc/common/fault.h is set where the check runs; without it the backend is used."""
+    """A fault of text_faults.py is planted where the check runs; without it the backend is used."""
     way = WAYS["attention"]
     want = way()
     monkeypatch.setitem(checking.ENVIRONMENT, "PYTRANSFORMER_FAULT", fault)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the C++ lane, each found by a test of the lane: the lane is built with its hooks (csrc/common/fault.h), one fault a process."""
+"""Faults in the C++ lane, each found by a test of the lane, in a process of its own: a copy of the lane has them all (lane_faults.py)."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 from pytransformer.testing.lanes import needs_lane
+
+sys.path.append(str(Path(__file__).parent))
+import lane_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -69,8 +73,13 @@ FAULTS = {
 
 
 def test_every_fault_of_the_lane_is_here() -> None:
-    found = {name for path in (CSRC / "lane").iterdir() for name in re.findall(r"PT_FAULT\((\w+)\)", path.read_text())}
-    assert found == set(FAULTS)
+    """And each text occurs once in its file."""
+    assert {name for _, _, faulty in lane_faults.FAULTS for name in re.findall(r"PT_FAULT\((\w+)\)", faulty)} == set(FAULTS)
+    assert {(file, text): count for file, text, _ in lane_faults.FAULTS if (count := source(file).count(text)) != 1} == {}
+
+
+def source(file: str) -> str:
+    return (CSRC / "lane" / file).read_text()
 
 
 FLAGS = """
@@ -86,11 +95,27 @@ print(json.dumps([lane_build.compile_flags(place), lane_build.link_flags(place)]
 def faulty_lane(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The lane that has all faults."""
     folder = tmp_path_factory.mktemp("lane")
+    shutil.copytree(CSRC / "common", folder / "common")
+    texts = {path.name: path.read_text() for path in (CSRC / "lane").iterdir() if path.is_file()}
+    for file, text, faulty in lane_faults.FAULTS:
+        texts[file] = texts[file].replace(text, faulty)
+    for file, text in texts.items():
+        (folder / "lane" / file).parent.mkdir(exist_ok=True)
+        (folder / "lane" / file).write_text(text)
     asked = [sys.executable, "-c", FLAGS, str(CSRC), str(Path(torch.__file__).parent)]
     to_compile, to_link = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
-    compiler = [*os.environ.get("CXX", "g++").split(), "-fPIC", "-I", str(CSRC), "-DPT_FAULTS"]
+    compiler = [
+        *os.environ.get("CXX", "g++").split(),
+        "-fPIC",
+        "-include",
+        "emulator/fault.h",
+        "-I",
+        str(folder),
+        "-I",
+        str(CSRC),
+    ]
     flags = [*to_compile, "-O0", "-w"]
-    sources = {"unit.o": CSRC / "lane" / "unit.cpp", "fault.o": CSRC / "emulator" / "fault.cpp"}
+    sources = {"unit.o": folder / "lane" / "unit.cpp", "fault.o": CSRC / "emulator" / "fault.cpp"}
     for name, source in sources.items():
         subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(folder / name)], check=True)
     objects = [str(folder / name) for name in sources]

@@ -78,7 +78,7 @@ void attention_backward_preprocess(const AttentionPreprocess& r, void* stream) {
 void attention_backward_dq(const AttentionBackward& g, const PassPlan& plan, void* stream) {
   AttentionBackward portable = g;
   // What hidden rows hold reaches no sum of dS.
-  if (plan.on_sm90() && !PT_FAULT(sums_by_diagonals_recomputed)) portable.slope_partials = portable.diagonal_partials = nullptr;
+  if (plan.on_sm90()) portable.slope_partials = portable.diagonal_partials = nullptr;
   run_pass(
       g.p, plan, g.recompute.flags, [&](auto t) { sm90_attention_bwd_dq_as<decltype(t)>(g, plan.sm90, stream); },
       [&](auto t) { sm80_attention_bwd_dq_as<decltype(t)>(portable, plan.sm80, stream); });

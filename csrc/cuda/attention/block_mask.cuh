@@ -24,12 +24,8 @@ class TileList {
   // Of sequence b, head h and the rows from `row` on.
   PT_DEVICE TileList(const BlockLists& lists, int b, int h, int row, Range gap = {0, 0}) : lists_(lists), gap_(gap) {
     if (!Listed || !lists.offsets) return;
-    const int64_t head = PT_FAULT(block_lists_of_the_first_head) ? 0 : h * lists.head;
-    const int64_t sequence = PT_FAULT(block_lists_of_the_first_sequence) ? 0 : b * lists.batch;
-    const int32_t* const at = lists.offsets + sequence + head + (row >> lists.row_bits) * lists.list;
-    const int most = PT_FAULT(block_offsets_not_clamped) ? kNoTile : lists.num_entries;
-    entry_ = max(0, min(int(ptx::ld_global_u32(at)), most)), end_ = min(int(ptx::ld_global_u32(at + 1)), most);
-    end_ -= PT_FAULT(a_visible_block_skipped);
+    const int32_t* const at = lists.offsets + b * lists.batch + h * lists.head + (row >> lists.row_bits) * lists.list;
+    entry_ = max(0, min(int(ptx::ld_global_u32(at)), lists.num_entries)), end_ = min(int(ptx::ld_global_u32(at + 1)), lists.num_entries);
   }
 
   // Where another one stands: at its entry(), before its end().
@@ -51,14 +47,13 @@ class TileList {
     int next = t + 1;
     if (ends_block(t)) next = ++entry_ < end_ ? block(entry_) * tiles_of_block() : kNoTile;
     if (!gap_.has(next)) return next;
-    return PT_FAULT(a_block_kept_across_a_gap) ? gap_.hi : seek(gap_.hi);
+    return seek(gap_.hi);
   }
   // Where the bits of the current block are, or 0 where a dense mask is asked; negative: the mask hides no pair of it.
   PT_DEVICE int place(const AttentionProblem& p) const {
-    if (!Listed || PT_FAULT(a_partial_block_taken_whole)) return -1;
+    if (!Listed) return -1;
     if (!lists_.offsets) return p.mask.data ? 0 : -1;
-    return min(int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry_) + 1)),
-               PT_FAULT(places_of_bits_not_clamped) ? kNoTile : p.blocks.places - 1);
+    return min(int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry_) + 1)), p.blocks.places - 1);
   }
 
  protected:
@@ -87,7 +82,7 @@ class TileList {
 // The pairs that do not lie in the gap between the global keys and a query's window, of those that bounds leave visible.
 template <int NB, class P>
 PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const P& at, uint32_t visible) {
-  if (!p.global_keys || PT_FAULT(pairs_in_a_gap_visible)) return visible;
+  if (!p.global_keys) return visible;
   uint32_t outside = 0;
   each<NB>([&](int n, int r, uint32_t bit) {
     const int j = at.column_of(n, r);
@@ -99,12 +94,10 @@ PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, co
 // The pairs of a fragment that are visible in the block whose bits are at `place`; 16 or 32 keys from a multiple of as many on.
 template <bool Transposed, int NB>
 PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Place& at) {
-  if (PT_FAULT(a_partial_block_lost) && place == 0) return 0;
   const int query_bits = mask.queries.row_bits, key_bits = mask.queries.column_bits;
   const int i = (Transposed ? at.column : at.row) & ((1 << query_bits) - 1), j = (Transposed ? at.row : at.column) & ((1 << key_bits) - 1);
   const int to_next_query = key_bits - 5;  // words, as bits of a shift
-  const uint32_t* const first =
-      mask.bits + (((int64_t(place) << query_bits) + i) << to_next_query) + (j / 32 ^ PT_FAULT(bits_of_another_word));
+  const uint32_t* const first = mask.bits + (((int64_t(place) << query_bits) + i) << to_next_query) + j / 32;
   uint32_t visible = 0;
   if constexpr (Transposed) {
     PT_UNROLL
@@ -112,7 +105,7 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
       PT_UNROLL
       for (int e = 0; e < 2; ++e) {
         const uint32_t word = ptx::ld_global_u32(first + ((8 * n + e) << to_next_query)) >> j % 32;
-        visible |= ((word & 1) | (word >> (PT_FAULT(bits_of_another_key) ? 4 : 8) & 1) << 2) << (4 * n + e);  // of keys 8 apart
+        visible |= ((word & 1) | (word >> 8 & 1) << 2) << (4 * n + e);  // of keys 8 apart
       }
     }
   } else {
@@ -120,8 +113,7 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
     for (int half = 0; half < 2; ++half) {
       PT_UNROLL
       for (int n = 0; n < NB; n += 4) {
-        const uint32_t word =
-            ptx::ld_global_u32(first + ((PT_FAULT(bits_of_another_query) ? 0 : 8 * half) << to_next_query) + n / 4) >> j % 32;
+        const uint32_t word = ptx::ld_global_u32(first + ((8 * half) << to_next_query) + n / 4) >> j % 32;
         PT_UNROLL
         for (int m = n; m < min(n + 4, NB); ++m) visible |= (word >> 8 * (m - n) & 3) << (4 * m + 2 * half);
       }

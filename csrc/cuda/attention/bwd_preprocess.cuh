@@ -16,7 +16,7 @@ constexpr int kRowLanes = 8, kRowsOfABlock = 128 / kRowLanes;
 template <class K>
 __global__ void __launch_bounds__(128) attention_bwd_preprocess_kernel(const __grid_constant__ AttentionPreprocess r) {
   const AttentionProblem& p = r.p;
-  LaneTeam team(PT_FAULT(rows_of_two_added_up) ? 2 * kRowLanes : kRowLanes);
+  LaneTeam team(kRowLanes);
   const int64_t row = int64_t(blockIdx.x) * kRowsOfABlock + team.team(), per_sequence = int64_t(p.heads) * p.num_queries;
   if (row - team.team() % (32 / kRowLanes) >= p.sequences * per_sequence) return;  // none of the warp's rows is there
   const bool exists = row < p.sequences * per_sequence;
@@ -29,8 +29,7 @@ __global__ void __launch_bounds__(128) attention_bwd_preprocess_kernel(const __g
       using T = decltype(t);
       const T *out = head_of<T>(r.out, b, h, s.row_q + i), *d_out = head_of<T>(r.d_out, b, h, s.row_q + i);
       const bool aligned = r.columns % kVector == 0 && (reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(d_out)) % 16 == 0;
-      const int stride = (PT_FAULT(half_a_rows_products) ? 2 : 1) * kVector * kRowLanes;
-      for (int c = kVector * team.rank(); c < r.columns; c += stride) {
+      for (int c = kVector * team.rank(); c < r.columns; c += kVector * kRowLanes) {
         if (aligned) {
           Raw<T> x, y;
           x.template load<false>(out + c), y.template load<false>(d_out + c);

@@ -22,11 +22,11 @@ PT_DEVICE void sum_over_queries(const AttentionDsinks& f) {
       const int64_t at = row_stat_at(f.at, b, h, s.row_q + i);
       const float lse = load_one(f.lse + at);
       if (lse <= sink) {
-        if (f.d_lse && !PT_FAULT(sinks_alone_without_lses_gradient)) sum += load_one(f.d_lse + at);
+        if (f.d_lse) sum += load_one(f.d_lse + at);
       } else {
         const float log2_sum = f.log2_sum ? load_one(f.log2_sum + at) : 0.0f;
         const float weight = ptx::exp2(ptx::fma_rn(sink - load_one(f.row_max + at), kLog2e, -log2_sum));
-        sum = ptx::fma_rn(PT_FAULT(the_sign_of_the_sinks_gradient) ? weight : -weight, load_one(f.delta + at), sum);
+        sum = ptx::fma_rn(-weight, load_one(f.delta + at), sum);
       }
     }
   }

@@ -39,7 +39,7 @@ PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transpose
       const RowStats row = row_stats(n, r);
       const float w = visible & bit ? ptx::exp2(ptx::fma_rn(x[n][r] - row.row_max, kLog2e, -row.log2_sum)) : 0.0f;
       const float down = keep_mask & bit ? dp[n][r] * p.keep_scale : 0.0f;
-      const float ds = visible & bit ? w * (down - (PT_FAULT(delta_forgotten) ? 0.0f : row.delta)) : 0.0f;
+      const float ds = visible & bit ? w * (down - row.delta) : 0.0f;
       weights[n][r] = keep_mask & bit ? w : 0.0f;
       dp[n][r] = ds;
       x[n][r] = p.softcap != 0.0f && visible & bit ? ds * slope[n][r] : ds;

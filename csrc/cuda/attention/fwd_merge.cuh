@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1) attention_fwd_merge_kernel(c
   constexpr int N = K::head_dim / 128;
   const AttentionProblem& p = f.p;
   const int64_t row = blockIdx.x;
-  const int warp = int(threadIdx.x) / 32, splits = f.split.splits - PT_FAULT(the_last_split_left_out);
+  const int warp = int(threadIdx.x) / 32, splits = f.split.splits;
   const SplitWeights weights(f.split.stats + 2 * row * f.split.splits, splits);
   float x[N][4] = {};
   add_splits(x, f.split.values + row * f.split.splits * p.value_dim, weights, warp, splits, p.value_dim);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1) attention_fwd_merge_kernel(c
   const int group = int(blockIdx.x / uint32_t(of_group)), key_heads = p.heads / p.group;
   const int b = group / key_heads, h = group % key_heads * p.group + in_group % p.group;
   const Sequence s(p, b);
-  if (!PT_FAULT(no_barrier_before_splits_are_put_together)) ptx::syncthreads();
+  ptx::syncthreads();
   if (i >= (p.cu_queries ? s.num_q : p.num_queries)) return;
 
   const RowEnd end = end_row(p, h, i < s.num_q, weights.row_max, weights.sum);

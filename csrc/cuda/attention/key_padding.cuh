@@ -27,7 +27,7 @@ PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
       if (!bytes[i]) continue;
       const int key = 32 * w + i - f.before;
       word |= 1u << i;
-      first = min(first, key), end = key + 1 - PT_FAULT(the_last_key_that_is_no_padding), ++visible;
+      first = min(first, key), end = key + 1, ++visible;
     }
     ptx::st_global_u32(bits + KeyPadding::kHead + w, word);
   }
@@ -35,7 +35,7 @@ PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
     first = min(first, theirs_first), end = max(end, theirs_end), visible += theirs_visible;
   };
   const auto across = [](int x, int d) { return int(ptx::shfl_xor_u32(uint32_t(x), d)); };
-  for (int d = 1; d < (PT_FAULT(padding_found_by_two_lanes) ? 2 : 32); d *= 2) take(across(first, d), across(end, d), across(visible, d));
+  for (int d = 1; d < 32; d *= 2) take(across(first, d), across(end, d), across(visible, d));
 
   const uint32_t found = ptx::dynamic_smem();  // 16 bytes a warp
   const auto word_of = [&](int warp, int i) { return found + warp * 16 + i * 4; };
@@ -48,9 +48,8 @@ PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
   const auto of_warp = [&](int warp, int i) { return int(ptx::ld_shared_u32(word_of(warp, i))); };
-  const int warps = PT_FAULT(padding_found_by_one_warp) ? 1 : kMaskThreads / 32;
-  for (int warp = 1; warp < warps; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
-  const int padding_gaps = PT_FAULT(padding_gaps_not_counted) ? 0 : max(end - first, 0) - visible;
+  for (int warp = 1; warp < kMaskThreads / 32; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
+  const int padding_gaps = max(end - first, 0) - visible;
   ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(padding_gaps), 0}});
 }
 

@@ -24,7 +24,7 @@ PT_DEVICE Visible visible_by_sixteens(const AttentionMaskLists& f, const uint8_t
   Visible found;
   const int x = int(threadIdx.x), j = j0 + 16 * (x % kChunks);
   if (j >= f.num_keys) return found;
-  const int last = min(f.num_queries - i0, PT_FAULT(half_of_a_masks_block_unseen) ? kListedBlock / 2 : kListedBlock) - 1;
+  const int last = min(f.num_queries - i0, kListedBlock) - 1;
   ptx::Words4 keys[kListedBlock / kRows];
   PT_UNROLL
   for (int n = 0; n < kListedBlock / kRows; ++n)  // apart from their use: all in flight at once; of rows that are not there the last again
@@ -59,7 +59,7 @@ PT_DEVICE Visible visible_by_pairs(const AttentionMaskLists& f, const uint8_t* m
 PT_DEVICE void make_block_state(const AttentionMaskLists& f) {
   const int of_mask = f.down() * f.across(), n = int(blockIdx.x), m = n / of_mask, block = n % of_mask;
   const int i0 = block / f.across() * kListedBlock, j0 = block % f.across() * kListedBlock;
-  const int64_t sequence = m / f.heads, head = PT_FAULT(listed_for_the_first_head) ? 0 : m % f.heads;
+  const int64_t sequence = m / f.heads, head = m % f.heads;
   const uint8_t* const mask = static_cast<const uint8_t*>(f.mask.data) + sequence * f.mask.batch + head * f.mask.head;
   const bool wide = f.mask.vector_width == 16 && f.mask.key == 1;
   const Visible own = wide ? visible_by_sixteens(f, mask, i0, j0) : visible_by_pairs(f, mask, i0, j0);
@@ -71,10 +71,8 @@ PT_DEVICE void make_block_state(const AttentionMaskLists& f) {
   if (lane_id() == 0) ptx::st_shared_u32(found + int(threadIdx.x) / 32 * 4, bits);
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
-  for (int warp = 1; warp < (PT_FAULT(a_block_listed_by_one_warp) ? 1 : kMaskThreads / 32); ++warp)
-    bits |= ptx::ld_shared_u32(found + warp * 4);
-  const bool all = PT_FAULT(a_block_with_hidden_pairs_taken_whole) || !(bits & 2);
-  ptx::st_global_u32(f.states + n, !(bits & 1) ? kNonePairs : all ? kAllPairs : kSomePairs);
+  for (int warp = 1; warp < kMaskThreads / 32; ++warp) bits |= ptx::ld_shared_u32(found + warp * 4);
+  ptx::st_global_u32(f.states + n, !(bits & 1) ? kNonePairs : bits & 2 ? kSomePairs : kAllPairs);
 }
 
 // This thread's list: its blocks, rising, and where it starts and ends. It has room for all blocks.
@@ -83,7 +81,7 @@ PT_DEVICE void make_list(const AttentionMaskLists& f) {
   const int64_t n = int64_t(blockIdx.x) * kMaskThreads + threadIdx.x;
   if (n >= int64_t(f.masks) * f.lists()) return;
   const int list = int(n % f.lists()), room = f.room(), start = int(n * room);
-  const bool transposed = f.by_keys && !PT_FAULT(listed_blocks_not_transposed);
+  const bool transposed = f.by_keys;
   const int step = transposed ? f.across() : 1;
   const uint32_t* const states = f.states + n / f.lists() * f.down() * f.across() + list * (transposed ? 1 : room);
   int end = start;
@@ -101,7 +99,7 @@ PT_DEVICE void make_list(const AttentionMaskLists& f) {
     }
   }
   ptx::st_global_u32(f.offsets + 2 * n, uint32_t(start));
-  ptx::st_global_u32(f.offsets + 2 * n + 1, uint32_t(PT_FAULT(a_list_without_its_last_block) ? max(end - 1, start) : end));
+  ptx::st_global_u32(f.offsets + 2 * n + 1, uint32_t(end));
 }
 
 // One kernel for all, as decision 97 counts them.

@@ -16,7 +16,7 @@ namespace pt::cuda {
 PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
   uint32_t bits = 0;
   PT_UNROLL
-  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[PT_FAULT(bytes_of_a_mask_turned_round) ? 3 - w : w] * 0x10204080u >> 28;
+  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[w] * 0x10204080u >> 28;
   return bits;
 }
 
@@ -24,7 +24,7 @@ PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
 PT_DEVICE uint32_t transpose_bits(uint32_t row) {
   constexpr uint32_t kLow[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
   PT_UNROLL
-  for (int step = PT_FAULT(bits_of_a_mask_half_transposed) ? 3 : 4; step >= 0; --step) {
+  for (int step = 4; step >= 0; --step) {
     const int d = 1 << step;
     const uint32_t other = ptx::shfl_xor_u32(row, d), low = kLow[step];
     row = lane_id() & d ? (row & ~low) | (other >> d & low) : (row & low) | (other & low) << d;
@@ -34,8 +34,8 @@ PT_DEVICE uint32_t transpose_bits(uint32_t row) {
 
 // Of one query: which of the 32 keys from `key` on are visible. Keys that are not there are not.
 PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query, int key) {
-  const auto there = [&](int j) { return uint32_t(j) < uint32_t(f.num_keys + PT_FAULT(keys_of_a_mask_past_the_last)); };
-  if (PT_FAULT(sixteen_keys_where_fewer_are_aligned) || f.mask.vector_width == 16) {
+  const auto there = [&](int j) { return uint32_t(j) < uint32_t(f.num_keys); };
+  if (f.mask.vector_width == 16) {
     ptx::Words4 bytes[2];
     PT_UNROLL
     for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c) ? ptx::ld_global_v4(query + key + 16 * c) : ptx::Words4{};
@@ -52,8 +52,8 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
 // Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh). Numbers
 // of 16 bits are compared where they lie, as the upper halves of words.
 PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i, uint32_t group, uint64_t seed) {
-  const uint32_t threshold = f.threshold << 16, head = (PT_FAULT(dropout_bits_of_the_first_heads) ? 0 : f.head_start) + uint32_t(h);
-  const uint32_t sequence = (PT_FAULT(dropout_bits_of_the_first_sequences) ? 0 : f.batch_start) + uint32_t(b);
+  const uint32_t threshold = f.threshold << 16, head = f.head_start + uint32_t(h);
+  const uint32_t sequence = f.batch_start + uint32_t(b);
   uint32_t kept = 0;
   PT_UNROLL
   for (uint32_t c = 0; c < 4; ++c) {
@@ -61,7 +61,7 @@ PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, 
     PT_UNROLL
     for (int m = 0; m < 4; ++m) {
       if (d.w[m] << 16 >= threshold) kept |= 1u << (8 * m + 2 * c);
-      if (d.w[PT_FAULT(dropout_bits_of_another_eight) ? 0 : m] >= threshold) kept |= 2u << (8 * m + 2 * c);
+      if (d.w[m] >= threshold) kept |= 2u << (8 * m + 2 * c);
     }
   }
   return f.threshold < 65536 ? kept : 0;
@@ -73,9 +73,9 @@ PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
   if (n >= f.tiles()) return;
   const int of_head = f.down() * f.across(), tile = int(n % of_head), lane = lane_id();
   const int64_t m = n / of_head;
-  const int b = int(m / f.heads), h = PT_FAULT(bits_of_the_first_heads_mask) ? 0 : int(m % f.heads);
+  const int b = int(m / f.heads), h = int(m % f.heads);
   const int i0 = tile / f.across() * 32, word = tile % f.across() * 4, i = i0 + lane;
-  const bool here = i < f.num_queries + PT_FAULT(queries_of_a_mask_past_the_last);
+  const bool here = i < f.num_queries;
   ptx::Words4 bits{};
   if (here && f.dropout.threshold) {
     const uint64_t seed = ptx::ld_global_u64(f.dropout.seed);
@@ -98,8 +98,7 @@ PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
 
 // The words of a row of sequence b and head h: of query or key i, from the first on.
 PT_DEVICE const uint32_t* words_of(const PairBits::Rows& rows, int b, int h, int i) {
-  return rows.data + (PT_FAULT(a_mask_of_another_sequence) ? 0 : b) * rows.batch + (PT_FAULT(a_mask_of_another_head) ? 0 : h) * rows.head +
-         i * rows.row;
+  return rows.data + b * rows.batch + h * rows.head + i * rows.row;
 }
 
 // The 32 bits of a row from column `at` on; whole: a word's.
@@ -110,7 +109,7 @@ PT_DEVICE uint32_t word_from(const uint32_t* row, int at) {
     return word;
   } else {
     const int ahead = at % 32;
-    if (PT_FAULT(bits_of_tiles_that_begin_within_a_word) || !ahead) return word;
+    if (!ahead) return word;
     return word >> ahead | ptx::ld_global_u32(row + at / 32 + 1) << (32 - ahead);
   }
 }

@@ -4,7 +4,6 @@
 // and explain shows it (the raw op attention_plan).
 #pragma once
 
-#include "common/fault.h"
 #include "cuda/attention/sm80/plan.h"
 #include "cuda/attention/sm90/plan.h"
 
@@ -74,18 +73,17 @@ inline PassPlan plan_attention_forward(const AttentionForward& f, const Gpu& gpu
   PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_forward(f, n); }), plan_sm80(Pass::Forward, f.p, false), {}};
   if (f.out.data) plan.split = plan_split(f.p);
   if (plan.split.splits) plan.sm90.why_not = "of so few queries the keys are split over blocks";
-  if (plan.on_sm90() && f.p.elementwise_mask())
-    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile) ? 64 : plan.sm90.tile.rows(), plan.sm90.order.tiles};
+  if (plan.on_sm90() && f.p.elementwise_mask()) plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};
   return plan;
 }
 
 inline PassPlan plan_backward_pass(const AttentionBackward& g, Pass pass, bool diagonals, const Gpu& gpu) {
   PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_backward(g, pass, n); }), {}, {}};
   // What hidden rows hold reaches no sum of dS: tiles are recomputed without sums by diagonals.
-  plan.sm80 = plan_sm80(pass, g.p, diagonals && (!plan.on_sm90() || PT_FAULT(sums_by_diagonals_recomputed)));
-  const bool padding_gaps = !PT_FAULT(no_flags_for_padding_gaps) && g.p.key_padding.data && pass == Pass::BwdDq;
+  plan.sm80 = plan_sm80(pass, g.p, diagonals && !plan.on_sm90());
+  const bool padding_gaps = g.p.key_padding.data && pass == Pass::BwdDq;
   if (plan.on_sm90() && (plan.sm90.elementwise_mask || padding_gaps))
-    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 : plan.sm90.tile.rows(), plan.sm90.order.tiles};
+    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};
   return plan;
 }
 

@@ -9,20 +9,13 @@ namespace pt::cuda {
 
 // By the optimistic kernel: what holds row `row` of head h of sequence b must be recomputed.
 PT_DEVICE void flag_nonfinite(const Recompute& recompute, int64_t head, int row) {
-  ptx::st_global_u32(recompute.flags + (PT_FAULT(the_flag_of_another_head) ? 0 : head) * recompute.tiles +
-                         (PT_FAULT(the_flag_of_another_tile) ? 0 : row / recompute.rows),
-                     1);
+  ptx::st_global_u32(recompute.flags + head * recompute.tiles + row / recompute.rows, 1);
 }
 
 // Whether rows [first, end) of a head (b * heads + h) must be recomputed.
 PT_DEVICE bool is_flagged(const Recompute& recompute, int64_t head, int first, int end) {
-  const int first_tile = max(first, 0) / recompute.rows + (PT_FAULT(the_next_tile_recomputed) ? 1 : 0),
-            last = PT_FAULT(what_begins_behind_recomputed) ? first : end;
-  for (int tile = first_tile; tile < recompute.tiles && tile * recompute.rows < last; ++tile) {
-    const int64_t of_head = (PT_FAULT(recomputed_as_the_first_head_says) ? 0 : head) * recompute.tiles;
-    if (ptx::ld_global_u32(recompute.flags + of_head + (PT_FAULT(recomputed_as_the_first_tile_says) ? 0 : tile)))
-      return !PT_FAULT(nothing_recomputed);
-  }
+  for (int tile = max(first, 0) / recompute.rows; tile < recompute.tiles && tile * recompute.rows < end; ++tile)
+    if (ptx::ld_global_u32(recompute.flags + head * recompute.tiles + tile)) return true;
   return false;
 }
 
@@ -44,17 +37,15 @@ PT_DEVICE void recompute_tiles(const AttentionProblem& p, const Recompute& recom
       const uint32_t own = n + uint32_t(lane_id()) * gridDim.x;
       found = own < all && must(own) ? own : all;
       PT_UNROLL
-      for (int d = PT_FAULT(recomputed_what_the_first_lane_asks_for) ? 32 : 1; d < 32; d *= 2) {
+      for (int d = 1; d < 32; d *= 2) {
         const uint32_t other = ptx::shfl_xor_u32(found, d);
         found = other < found ? other : found;
       }
     }
-    const uint32_t passed = PT_FAULT(recomputed_of_others_than_the_next_32) ? 36 : 32;
-    const bool ends = found < all ? PT_FAULT(recomputed_once_by_a_block) : PT_FAULT(recomputed_of_the_first_32);
-    n = ends ? all : found < all ? found + gridDim.x : n + passed * gridDim.x;
+    n = found < all ? found + gridDim.x : n + 32 * gridDim.x;
     if (found == all) continue;
     make_one(found);
-    if (!PT_FAULT(recomputed_over_what_is_being_read)) ptx::syncthreads();  // nobody reads its rows in shared memory any more
+    ptx::syncthreads();  // nobody reads its rows in shared memory any more
   }
 }
 
@@ -64,7 +55,7 @@ PT_DEVICE bool not_finite(const float (&x)[N], const float (&factor)[2]) {
   float zero = 0.0f;
   PT_UNROLL
   for (int i = 0; i < N; ++i) zero = ptx::fma_rn(factor[i / 2 % 2] == 0.0f ? 0.0f : x[i], 0.0f, zero);
-  return !PT_FAULT(infinities_are_finite) && zero != 0.0f;  // NaN
+  return zero != 0.0f;  // NaN
 }
 
 }  // namespace pt::cuda

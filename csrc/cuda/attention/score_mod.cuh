@@ -65,7 +65,7 @@ struct HeadsOfGroup {
     PT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + lane_id() / 4 + 8 * half;
-      head[half] = first_head + (PT_FAULT(rows_of_a_group_of_its_first_head) ? 0 : row % p.group);
+      head[half] = first_head + row % p.group;
       slope[half] = p.slopes ? load_one(p.slopes + head[half]) : 0.0f;
     }
   }
@@ -100,8 +100,8 @@ PT_DEVICE uint32_t visible_columns(const Place& at, const KeyPaddingBitmap& keys
     const uint32_t word = keys.from(at.column_of(n, 0));
     PT_UNROLL
     for (int m = n; m < min(n + 4, NB); ++m) {
-      const uint32_t two = word >> (PT_FAULT(padding_gaps_of_other_columns) ? 4 : 8) * (m - n) & 3;
-      visible |= two * (PT_FAULT(padding_gaps_of_the_other_row) ? 3 : 5) << 4 * m;  // of two rows
+      const uint32_t two = word >> 8 * (m - n) & 3;
+      visible |= two * 5 << 4 * m;  // of two rows
     }
   }
   return visible;
@@ -148,7 +148,7 @@ class ScoreMod {
       each<NB>([&](int n, int r, uint32_t) {
         const float t = tanh_of(s[n][r] * to_cap);
         s[n][r] = t * p_.softcap;
-        slope[n][r] = 1.0f - (PT_FAULT(softcaps_derivative) ? t : t * t);
+        slope[n][r] = 1.0f - t * t;
       });
     } else {
       each<NB>([&](int n, int r, uint32_t) { s[n][r] *= p_.scale; });
@@ -167,8 +167,7 @@ class ScoreMod {
       // Wholly beyond where it changes, the bias is one number.
       const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
       const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
-      if (!ElementwiseMask && (lowest >= (PT_FAULT(t5_bias_taken_as_constant_too_early) ? p_.after - 20 : p_.after) ||
-                               highest <= (PT_FAULT(t5_bias_taken_as_constant_too_late) ? 20 : 0) - p_.before)) {
+      if (!ElementwiseMask && (lowest >= p_.after || highest <= -p_.before)) {
         const float beyond = load_one(row(0) + cell(lowest));
         each<NB>([&](int n, int r, uint32_t) { s[n][r] += beyond; });
       } else {
@@ -202,16 +201,16 @@ class ScoreMod {
     PT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int row = at.row_of(2 * half), last = (Transposed ? p_.num_keys : p_.num_queries) - 1;
-      const int own = PT_FAULT(rows_of_dropout_past_the_last) ? row : max(0, min(row, last));
+      const int own = max(0, min(row, last));
       const uint32_t* const words = words_of(keep_rows(), b_, heads_.of(0), own);
-      bits |= lanes_bits(word_from<Whole>(words, column)) << (PT_FAULT(dropout_bits_of_the_upper_row) ? 0 : 2 * half);
+      bits |= lanes_bits(word_from<Whole>(words, column)) << 2 * half;
     }
     return bits;
   }
 
   template <class P>
   PT_DEVICE int relative(const P& at, int n, int r) const {
-    return key(at, n, r) - query(at, n, r) - (PT_FAULT(alibi_forgets_its_offset) ? 0 : s_.diagonal_offset);
+    return key(at, n, r) - query(at, n, r) - s_.diagonal_offset;
   }
   template <class P>
   PT_DEVICE float distance(const P& at, int n, int r) const {
@@ -220,8 +219,7 @@ class ScoreMod {
       return float(d < 0 ? -d : d);
     } else {
       // Conversions are slow: one for each of the lane's rows. Exact to 2^24.
-      const float d =
-          float(relative(at, 0, r / 2 * 2)) + float((8 * n + (PT_FAULT(distances_of_even_columns) ? 0 : r % 2)) * (Transposed ? -1 : 1));
+      const float d = float(relative(at, 0, r / 2 * 2)) + float((8 * n + r % 2) * (Transposed ? -1 : 1));
       return d < 0 ? -d : d;
     }
   }
@@ -256,17 +254,16 @@ class ScoreMod {
         if (!(visible & bit)) return;
         const float term = read(index(n, r)), sum = s[n][r] + term;
         if (term == minus_infinity()) visible &= ~bit;
-        s[n][r] = sum < -kFloatMax && !PT_FAULT(biases_overflow) ? -kFloatMax : sum;  // -finfo.max twice is still a number
+        s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // -finfo.max twice is still a number
       });
     });
   }
 
   PT_DEVICE Draws draws(int h, int i, int j) const {  // those of key j's group for query i of head h
     const uint32_t key = uint32_t(p_.key_start + j);
-    const uint32_t head = (PT_FAULT(dropout_of_the_first_heads) ? 0 : p_.head_start) + uint32_t(h);
-    const uint32_t batch = (PT_FAULT(dropout_of_the_first_sequences) ? 0 : p_.batch_start) + uint32_t(b_);
-    return philox(4 * (key / 32) + key % 8 / (PT_FAULT(pairs_dropout_of_another_group) ? 1 : 2), uint32_t(p_.query_start + i), head, batch,
-                  seed_);
+    const uint32_t head = p_.head_start + uint32_t(h);
+    const uint32_t batch = p_.batch_start + uint32_t(b_);
+    return philox(4 * (key / 32) + key % 8 / 2, uint32_t(p_.query_start + i), head, batch, seed_);
   }
   PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
 
@@ -304,7 +301,7 @@ class ScoreMod {
       const uint32_t mine[2] = {upper ? d.w[2] : d.w[0], upper ? d.w[3] : d.w[1]};
       PT_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const uint32_t theirs = ptx::shfl_xor_u32(mine[half], PT_FAULT(dropouts_halves_exchanged_between_lanes) ? 8 : 4);
+        const uint32_t theirs = ptx::shfl_xor_u32(mine[half], 4);
         bits |= keeps(mine[half], odd) ? 1u << (4 * n + 2 * half + odd) : 0;
         bits |= keeps(theirs, odd) ? 1u << (4 * n + 2 * half + 1 - odd) : 0;
       }
@@ -330,7 +327,7 @@ PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
   uint32_t columns = 0;
   each<NB>([&](int n, int r, uint32_t bit) { columns |= visible & bit ? 1u << (2 * n + r % 2) : 0; });
   for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
-  return PT_FAULT(invisible_columns_are_read) ? kAllColumns : columns;
+  return columns;
 }
 
 // Writes two columns of a row of a result, if it has them.

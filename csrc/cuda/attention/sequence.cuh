@@ -42,13 +42,10 @@ struct Sequence {
     num_q = int(clamp64(end_q - p.query_start, 0, p.num_queries));
     num_k = int(clamp64(end_k - p.key_start, 0, p.num_keys));
     if (p.key_padding.data) {
-      const int at = PT_FAULT(bounds_of_the_first_sequence) ? 0 : b;
-      const ptx::Words4 head = ptx::ld_global_v4(p.key_padding.data + at * p.key_padding.batch);
-      first_k = int(head.w[0]) + PT_FAULT(padding_first_key_one_too_late);
-      first_k -= PT_FAULT(padding_first_key_one_too_early);
-      const int end = int(head.w[1]) + PT_FAULT(padding_last_key_one_too_late);
-      num_k = min(num_k, end - PT_FAULT(padding_last_key_one_too_early));
-      padding_gaps = head.w[2] != 0 && !PT_FAULT(no_padding_gaps);
+      const ptx::Words4 head = ptx::ld_global_v4(p.key_padding.data + b * p.key_padding.batch);
+      first_k = int(head.w[0]);
+      num_k = min(num_k, int(head.w[1]));
+      padding_gaps = head.w[2] != 0;
     }
   }
 
@@ -56,17 +53,17 @@ struct Sequence {
   // where the query's window begins.
   template <bool Global = false>
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
-    Range r{max(first_k, i + diagonal_offset - p.left - PT_FAULT(a_window_one_too_wide)), min(num_k, i + diagonal_offset + p.right + 1)};
+    Range r{max(first_k, i + diagonal_offset - p.left), min(num_k, i + diagonal_offset + p.right + 1)};
     if (Global && p.global_keys) r = {first_k, max(r.hi, min(num_k, p.global_keys))};
-    if (p.causal) r.hi = min(r.hi, max(i + diagonal_offset + 1 + PT_FAULT(one_key_too_many), prefix));
+    if (p.causal) r.hi = min(r.hi, max(i + diagonal_offset + 1, prefix));
     return r;
   }
   // The queries that may see key j: the same read the other way. Here global keys leave no gap.
   template <bool Global = false>
   PT_DEVICE Range queries_of(const AttentionProblem& p, int j) const {
-    Range r{max(0, j - diagonal_offset - p.right), min(num_q, j - diagonal_offset + p.left + 1 - PT_FAULT(queries_of_a_key_one_off))};
-    if (Global && j < p.global_keys && !PT_FAULT(queries_of_a_global_key_by_its_window)) r = {0, num_q};
-    if (p.causal && (j >= prefix || PT_FAULT(prefix_ignored_by_keys))) r.lo = max(r.lo, j - diagonal_offset);
+    Range r{max(0, j - diagonal_offset - p.right), min(num_q, j - diagonal_offset + p.left + 1)};
+    if (Global && j < p.global_keys) r = {0, num_q};
+    if (p.causal && j >= prefix) r.lo = max(r.lo, j - diagonal_offset);
     return r;
   }
 };
@@ -84,12 +81,12 @@ struct Tiles {
       start = end = 0;
       return;
     }
-    first = (start - origin) / size, last = (end - origin + (PT_FAULT(a_tile_left_out) ? 0 : size - 1)) / size;
+    first = (start - origin) / size, last = (end - origin + size - 1) / size;
     whole = min((of_last.lo - origin + size - 1) / size, last);
     whole_end = of_first.hi <= origin ? whole : min(max((of_first.hi - origin) / size, whole), last);
   }
   PT_DEVICE int count() const { return last - first; }
-  PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end + PT_FAULT(a_cut_tile_taken_whole); }
+  PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end; }
 };
 
 // Where the first key tile starts: at or before key 0, at an absolute multiple of 32, the size of dropout's groups.
@@ -101,14 +98,13 @@ struct KeyPaddingBitmap {
   int origin;
 
   PT_DEVICE KeyPaddingBitmap(const AttentionProblem& p, int b)
-      : words(p.key_padding.data + (PT_FAULT(padding_gaps_of_the_first_sequence) ? 0 : b) * p.key_padding.batch + KeyPadding::kHead),
-        origin(key_origin(p)) {}
+      : words(p.key_padding.data + b * p.key_padding.batch + KeyPadding::kHead), origin(key_origin(p)) {}
 
   // Bit i: key `key` + i, of the 32 keys among which key is, counted from where tiles begin.
   PT_DEVICE uint32_t from(int key) const {
     const auto at = uint32_t(key - origin);
-    const uint32_t word = ptx::ld_global_u32(words + at / (PT_FAULT(another_word_of_the_bitmap) ? 64 : 32));
-    return word >> at % (PT_FAULT(another_bit_of_the_bitmap) ? 16 : 32);
+    const uint32_t word = ptx::ld_global_u32(words + at / 32);
+    return word >> at % 32;
   }
   // And of all 32 keys.
   PT_DEVICE uint32_t across(int key) const {
@@ -126,12 +122,11 @@ PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {
 template <class T>
 PT_DEVICE const T* row_in_pages(const Pages& pages, const T* pool, const HeadRows& stride, int b, int j) {
   const auto before = [&](int k) { return int(pages.shift >= 0 ? uint32_t(k) >> pages.shift : uint32_t(k) / uint32_t(pages.size)); };
-  const int row = PT_FAULT(rows_counted_across_pages) ? j % (2 * pages.size) : j - before(j) * pages.size;
-  const int64_t entry = (PT_FAULT(pages_of_the_first_sequence) ? 0 : b) * pages.width + before(j + PT_FAULT(page_of_the_next_key));
+  const int row = j - before(j) * pages.size;
+  const int64_t entry = b * pages.width + before(j);
   const int64_t page = pages.wide ? load_i64(static_cast<const int64_t*>(pages.table) + entry)
                                   : int64_t(int32_t(ptx::ld_global_u32(static_cast<const int32_t*>(pages.table) + entry)));
-  const int64_t most = PT_FAULT(entries_of_pages_not_clamped) ? page : pages.count - 1;
-  return pool + clamp64(page, 0, most) * stride.batch + row * stride.row;
+  return pool + clamp64(page, 0, pages.count - 1) * stride.batch + row * stride.row;
 }
 PT_DEVICE int64_t row_stat_at(const PerQuery& at, int b, int h, int64_t row) { return b * at.batch + h * at.head + row * at.row; }
 

@@ -3,7 +3,6 @@
 // and sum, so that the loops over tiles know nothing of it and a row that saw nothing is still known by a sum of 0.
 #pragma once
 
-#include "common/fault.h"
 #include "cuda/attention/problem.h"
 #include "cuda/tile/numbers.cuh"
 #include "cuda/tile/vectors.cuh"
@@ -13,7 +12,7 @@ namespace pt::cuda {
 // -inf for none. +inf counts as half of the largest number; a NaN stays.
 PT_DEVICE float sink_of(const AttentionProblem& p, int h) {
   constexpr float most = 1.7014118e38f;
-  const float sink = p.sinks ? load_one(p.sinks + (PT_FAULT(sink_of_the_first_head) ? 0 : h)) : minus_infinity();
+  const float sink = p.sinks ? load_one(p.sinks + h) : minus_infinity();
   return sink > most ? most : sink;
 }
 
@@ -21,12 +20,12 @@ PT_DEVICE float sink_of(const AttentionProblem& p, int h) {
 PT_DEVICE float add_sink(float sink, float& row_max, float& sum) {
   const float top = fmaxf(row_max, sink), alpha = ptx::exp2((row_max - top) * kLog2e);
   sum = ptx::fma_rn(sum, alpha, ptx::exp2((sink - top) * kLog2e)), row_max = top;
-  return PT_FAULT(outputs_without_the_sinks_share) ? 1.0f : alpha;
+  return alpha;
 }
 
 // The lse of a query that sees a key is above its sink, by one or two ulp if rounding lost the difference: so lse tells which see none.
 PT_DEVICE float above_sink(float lse, float sink) {
-  if (PT_FAULT(lse_down_to_its_sink) || sink == minus_infinity()) return lse;
+  if (sink == minus_infinity()) return lse;
   const float least = sink + fmaxf(fabsf(sink) * 1.1920929e-7f, 1.17549435e-38f);
   return lse < least ? least : lse;
 }
@@ -35,7 +34,7 @@ PT_DEVICE float above_sink(float lse, float sink) {
 // natural units, and the row's. A part in which the row saw nothing has a sum of 0.
 PT_DEVICE float weight_of_part(float part_max, float part_sum, float row_max) {
   if (part_sum == 0.0f) return 0.0f;
-  return PT_FAULT(parts_put_together_without_their_maxima) ? 1.0f : ptx::exp2((part_max - row_max) * kLog2e);
+  return ptx::exp2((part_max - row_max) * kLog2e);
 }
 
 // What a row leaves.

@@ -40,16 +40,14 @@ struct QueryTile {
   template <int Stages>
   PT_DEVICE Range gap(const AttentionProblem& p) const {
     if (!Global || !p.global_keys) return {0, 0};
-    const int group = PT_FAULT(a_gap_of_any_tiles) ? 1 : Stages, size = group * Streamed;
-    const int window = i0 + s.diagonal_offset - p.left + (PT_FAULT(a_gap_to_the_last_window) ? Rows : 0);
-    const int end_of_global = PT_FAULT(tiles_of_global_keys_skipped) ? 0 : (p.global_keys - origin + size - 1) / size;
-    return {end_of_global * group, max(0, window - origin) / size * group};
+    constexpr int size = Stages * Streamed;
+    const int window = i0 + s.diagonal_offset - p.left;
+    const int end_of_global = (p.global_keys - origin + size - 1) / size;
+    return {end_of_global * Stages, max(0, window - origin) / size * Stages};
   }
 
   // Whether pairs of tile t may lie in a gap: a key of it that is no query's is not zero.
-  PT_DEVICE bool may_have_gaps(const AttentionProblem& p, int t) const {
-    return Global && p.global_keys && range.cut(t) && !PT_FAULT(keys_in_a_gap_are_read);
-  }
+  PT_DEVICE bool may_have_gaps(const AttentionProblem& p, int t) const { return Global && p.global_keys && range.cut(t); }
 
   // Start to copy the queries' rows of a tensor that has `columns`, and those of tile t of keys: zeros where nothing is visible.
   template <class T, int RowBytes>
@@ -72,7 +70,7 @@ struct QueryTile {
 
   // The scale of key j's row: 0 where nothing is visible, and nobody reads.
   PT_DEVICE float scale_of(const AttentionProblem& p, const In& from, int j) const {
-    if ((j < range.start || j >= range.end) && !PT_FAULT(scales_of_no_key_read)) return 0.0f;
+    if (j < range.start || j >= range.end) return 0.0f;
     return load_one(row_of_key<float>(p, from, h / p.group, j));
   }
 
@@ -119,13 +117,12 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
                 grid.group.quotient(at.tile * Rows + Rows - 1) - grid.group.quotient(at.tile * Rows) + 1),
         grid(grid), r0(at.tile * Rows), key_head(at.key_head) {
     Tiles& range = this->range;
-    const int tiles =
-        tiles_of_split(PT_FAULT(splits_by_the_longest) ? (p.num_keys + Streamed - 1) / Streamed : range.count(), Streamed, grid.row_tiles);
-    range.first += at.split * (tiles - PT_FAULT(splits_overlap));
+    const int tiles = tiles_of_split(range.count(), Streamed, grid.row_tiles);
+    range.first += at.split * tiles;
     range.last = min(range.last, range.first + tiles);
     empty = range.count() <= 0;
     range.first += stream * (tiles / streams);
-    range.last = min(range.last, range.first + tiles / streams - PT_FAULT(a_streams_last_tile_left_out));
+    range.last = min(range.last, range.first + tiles / streams);
   }
 
   PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, grid.group.quotient(row)); }
@@ -209,7 +206,7 @@ struct KeyTile {
     Range of_first = s.template queries_of<Global>(p, first), of_last = s.template queries_of<Global>(p, end - 1);
     if (Global && first < p.global_keys) {  // whose queries end last, and those of the first key of a window first
       of_last.hi = of_first.hi;
-      if (!PT_FAULT(a_tile_with_global_keys_taken_whole)) of_first.hi = s.template queries_of<Global>(p, min(p.global_keys, end - 1)).hi;
+      of_first.hi = s.template queries_of<Global>(p, min(p.global_keys, end - 1)).hi;
     }
     return Tiles(end - first, of_first, of_last, 0, Streamed);
   }
@@ -225,8 +222,8 @@ struct DbiasPart {
     PT_UNROLL
     for (int d = 3; d >= 0; --d) {
       const bool shared = f.sizes[d] == 1;
-      of[d] = shared ? Range{0, PT_FAULT(tiles_left_out_of_a_biass_gradient) ? 1 : all[d]} : Range{n % all[d], n % all[d] + 1};
-      if (PT_FAULT(partials_of_other_tiles) || !shared) n /= all[d];
+      of[d] = shared ? Range{0, all[d]} : Range{n % all[d], n % all[d] + 1};
+      if (!shared) n /= all[d];
     }
   }
   // Where the gradient's element of query i and key j is.

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "common/fault.h"
 #include "cuda/feed_forward/kernels.h"
 #include "cuda/matmul/edge.h"
 
@@ -22,7 +21,7 @@ Activation activation_of(int64_t number) {
 
 HiddenDropout dropout_of(const MaybeTensor& seed, int64_t row_start, int64_t column_start, double p, Reachable& reachable) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "feed_forward: dropout_p is ", p);
-  const uint32_t threshold = uint32_t(std::nearbyint((PT_FAULT(dropouts_threshold_too_low) ? 65000 : 65536) * p));
+  const uint32_t threshold = uint32_t(std::nearbyint(65536 * p));
   if (!threshold) return {};
   STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
   pt::check_start(kOp, row_start, "row_start"), pt::check_start(kOp, column_start, "column_start");

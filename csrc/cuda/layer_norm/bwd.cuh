@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(con
   if (kAhead) given.load(f, next, mine);
   const SharedColumns weight(ptx::dynamic_smem() + team.smem_bytes(), V * kVector * team.size());
   weight.fill<K::backward.shared_vectors()>(p.weight, p.columns, 1.0f);
-  if (!PT_FAULT(no_barrier_after_a_norms_weights)) ptx::syncthreads();
+  ptx::syncthreads();
 
   float dweight[V][kVector] = {}, dbias[V][kVector] = {};
   while (next.any_of_block()) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(con
       for (int i = 0; i < kVector; ++i) dh[i] = (given.d_out[v][i] * w[i] - mean_g - given.centered(v, i) * slope) * given.rstd;
       if (f.d_residual_out.data) {
         PT_UNROLL
-        for (int i = 0; i < kVector; ++i) dh[i] += PT_FAULT(the_residuals_gradient_forgotten) ? 0.0f : d_residual_out[v][i];
+        for (int i = 0; i < kVector; ++i) dh[i] += d_residual_out[v][i];
       }
       if (f.dresidual.data) {
         Raw<S> out;
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel
     for (int v = 0; v < vectors; ++v) {
       const int column = column_of(team, v);
       load(column);
-      const int64_t part = PT_FAULT(partials_of_the_wrong_block) ? 0 : int64_t(blockIdx.x) * p.columns;
-      const bool begins = row == blockIdx.x && !PT_FAULT(a_partial_never_begun);
+      const int64_t part = int64_t(blockIdx.x) * p.columns;
+      const bool begins = row == blockIdx.x;
       if (f.dbias_partials) add_to_part(f.dbias_partials + part, d_out, column, p.columns, begins);
       float dh[kVector];
       PT_UNROLL
@@ -181,10 +181,9 @@ __global__ void __launch_bounds__(32 * kReduceWarps) layer_norm_reduce_kernel(co
   const uint32_t shared = ptx::dynamic_smem();
   float sum = 0.0f;
   if (column < r.columns)
-    for (int b = warp; b < r.blocks - PT_FAULT(a_blocks_partials_left_out); b += kReduceWarps)
-      sum += load_one(r.partials[blockIdx.y] + int64_t(b) * r.columns + column);
+    for (int b = warp; b < r.blocks; b += kReduceWarps) sum += load_one(r.partials[blockIdx.y] + int64_t(b) * r.columns + column);
   ptx::st_shared_f32(shared + 4 * threadIdx.x, sum);
-  if (!PT_FAULT(no_barrier_in_the_norms_second_stage)) ptx::syncthreads();
+  ptx::syncthreads();
   if (warp != 0 || column >= r.columns) return;
   sum = 0.0f;
   for (int w = 0; w < kReduceWarps; ++w) sum += ptx::ld_shared_f32(shared + 4 * (32 * w + threadIdx.x));

@@ -63,7 +63,7 @@ PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColu
     deviation = deviation + Sum2{sum_of(h[v]), squares};
   }
   deviation = team.sum(deviation);
-  const float shift = rms && !PT_FAULT(the_mean_taken_off_in_an_rms_norm) ? 0.0f : deviation.a * per_column;
+  const float shift = rms ? 0.0f : deviation.a * per_column;
   return {mean, shift, rstd_of(deviation.b * per_column - shift * shift, eps)};
 }
 
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(cons
   const SharedColumns weight(ptx::dynamic_smem() + team.smem_bytes(), slots), bias(weight.end(), slots);
   weight.fill<K::forward.shared_vectors()>(p.weight, p.columns, 1.0f);
   bias.fill<K::forward.shared_vectors()>(f.bias, p.columns, 0.0f);
-  if (!PT_FAULT(no_barrier_after_a_norms_weights)) ptx::syncthreads();
+  ptx::syncthreads();
 
   while (next.any_of_block()) {
     const TeamRow at = next;

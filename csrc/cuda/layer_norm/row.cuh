@@ -47,12 +47,12 @@ class TeamRow : public RowAt {
         step_(int64_t(gridDim.x) * team.teams()), by_(p, step_), team_(team.team()) {}
 
   PT_DEVICE int64_t row() const { return first_ + team_; }
-  PT_DEVICE bool here() const { return row() < p_.rows + PT_FAULT(a_norms_row_past_the_last); }  // the others of the warp may have a row
+  PT_DEVICE bool here() const { return row() < p_.rows; }  // the others of the warp may have a row
   PT_DEVICE bool any_of_block() const { return first_ < p_.rows; }
   PT_DEVICE void next() {
     first_ += step_;
     outer += by_.outer, inner += by_.inner;
-    if (inner >= p_.inner && !PT_FAULT(a_norms_row_of_another_outer)) inner -= p_.inner, ++outer;
+    if (inner >= p_.inner) inner -= p_.inner, ++outer;
   }
 
  private:
@@ -75,7 +75,7 @@ struct MyColumns {
   int columns;
 
   PT_DEVICE int column(int v) const { return column_of(team, v); }
-  PT_DEVICE bool has(int v) const { return column(v) < columns + PT_FAULT(a_column_past_the_rows_end); }
+  PT_DEVICE bool has(int v) const { return column(v) < columns; }
 };
 
 // Zeros where the thread has no column, or the team no row.
@@ -133,10 +133,7 @@ PT_DEVICE uint32_t kept_of_row(const ColumnDropout& dropout, int64_t row, const 
   static_assert(V * kVector <= 32);
   uint32_t kept = 0;
   PT_NO_UNROLL
-  for (int v = 0; v < V; ++v) {
-    if (PT_FAULT(dropout_in_a_divergent_warp) && !mine.has(v)) continue;
-    kept |= dropout.keep(row, mine.column(v)) << kVector * v;
-  }
+  for (int v = 0; v < V; ++v) { kept |= dropout.keep(row, mine.column(v)) << kVector * v; }
   return kept;
 }
 

@@ -10,35 +10,35 @@ namespace pt::ptx {
 // Where CUDA has a function for the instruction it is used: the compiler knows that such a call must not be moved into a branch.
 
 // "Parallel Synchronization and Communication Instructions: bar.warp.sync".
-PT_DEVICE void syncwarp() {
+PT_DEVICE void syncwarp(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::syncwarp();
+  emu::syncwarp(site);
 #else
   __syncwarp();
 #endif
 }
 
 // "Data Movement and Conversion Instructions: shfl.sync", mode bfly. Orders no memory accesses.
-PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask) {
+PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask PT_SITE) {
 #if defined(PT_EMULATE)
-  return emu::shfl_xor(value, lane_mask);
+  return emu::shfl_xor(value, lane_mask, site);
 #else
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 #endif
 }
 // The same, mode idx: the value of lane `lane`.
-PT_DEVICE uint32_t shfl_u32(uint32_t value, int lane) {
+PT_DEVICE uint32_t shfl_u32(uint32_t value, int lane PT_SITE) {
 #if defined(PT_EMULATE)
-  return emu::shfl(value, lane);
+  return emu::shfl(value, lane, site);
 #else
   return __shfl_sync(0xffffffffu, value, lane);
 #endif
 }
-PT_DEVICE float shfl(float value, int lane) { return bits_float(shfl_u32(float_bits(value), lane)); }
+PT_DEVICE float shfl(float value, int lane PT_SITE) { return bits_float(shfl_u32(float_bits(value), lane PT_HERE)); }
 template <class T>
-PT_DEVICE const T* shfl(const T* p, int lane) {
+PT_DEVICE const T* shfl(const T* p, int lane PT_SITE) {
   const auto bits = uint64_t(uintptr_t(p));
-  const uint64_t low = shfl_u32(uint32_t(bits), lane), high = shfl_u32(uint32_t(bits >> 32), lane);
+  const uint64_t low = shfl_u32(uint32_t(bits), lane PT_HERE), high = shfl_u32(uint32_t(bits >> 32), lane PT_HERE);
   return reinterpret_cast<const T*>(uintptr_t(high << 32 | low));
 }
 // A number that all lanes have, so that the compiler knows it, and what is made of it is computed once for a warp. The products'
@@ -50,14 +50,14 @@ PT_DEVICE uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 #endif
 }
-PT_DEVICE float shfl_xor(float value, int lane_mask) { return bits_float(shfl_xor_u32(float_bits(value), lane_mask)); }
+PT_DEVICE float shfl_xor(float value, int lane_mask PT_SITE) { return bits_float(shfl_xor_u32(float_bits(value), lane_mask PT_HERE)); }
 
 // ---- barriers of the block
 
 // "Parallel Synchronization and Communication Instructions: bar", number 0, all threads of the block.
-PT_DEVICE void syncthreads() {
+PT_DEVICE void syncthreads(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::bar_sync(0, int(blockDim.x));
+  emu::bar_sync(0, int(blockDim.x), site);
 #else
   __syncthreads();
 #endif
@@ -65,16 +65,16 @@ PT_DEVICE void syncthreads() {
 
 // "Parallel Synchronization and Communication Instructions: bar", numbers 1 to 15. The number should be a constant: with one in a
 // register ptxas reserves all 16.
-PT_DEVICE void bar_sync(int id, int threads) {
+PT_DEVICE void bar_sync(int id, int threads PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::bar_sync(id, threads);
+  emu::bar_sync(id, threads, site);
 #else
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #endif
 }
-PT_DEVICE void bar_arrive(int id, int threads) {
+PT_DEVICE void bar_arrive(int id, int threads PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::bar_arrive(id, threads);
+  emu::bar_arrive(id, threads, site);
 #else
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #endif
@@ -90,27 +90,27 @@ PT_DEVICE void mbarrier_name([[maybe_unused]] uint32_t bar, [[maybe_unused]] con
 }
 
 // "Parallel Synchronization and Communication Instructions: mbarrier.init".
-PT_DEVICE void mbarrier_init(uint32_t bar, uint32_t count) {
+PT_DEVICE void mbarrier_init(uint32_t bar, uint32_t count PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::mbarrier_init(bar, count);
+  emu::mbarrier_init(bar, count, site);
 #else
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 #endif
 }
 
 // "Parallel Synchronization and Communication Instructions: mbarrier.arrive".
-PT_DEVICE void mbarrier_arrive(uint32_t bar) {
+PT_DEVICE void mbarrier_arrive(uint32_t bar PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::mbarrier_arrive(bar);
+  emu::mbarrier_arrive(bar, site);
 #else
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 #endif
 }
 
 // "Parallel Synchronization and Communication Instructions: mbarrier.arrive", with .expect_tx.
-PT_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
+PT_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::mbarrier_arrive_expect_tx(bar, bytes);
+  emu::mbarrier_arrive_expect_tx(bar, bytes, site);
 #else
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 #endif
@@ -118,9 +118,9 @@ PT_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
 
 // "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait". True once the phase of the given
 // parity is complete; may be false early, so loop.
-PT_DEVICE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
+PT_DEVICE bool mbarrier_try_wait(uint32_t bar, uint32_t parity PT_SITE) {
 #if defined(PT_EMULATE)
-  return emu::mbarrier_try_wait(bar, parity);
+  return emu::mbarrier_try_wait(bar, parity, site);
 #else
   uint32_t complete;
   asm volatile(
@@ -139,9 +139,9 @@ PT_DEVICE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
 // ---- fences
 
 // "Parallel Synchronization and Communication Instructions: membar / fence". Makes mbarrier initialisations visible to the async proxy.
-PT_DEVICE void fence_mbarrier_init() {
+PT_DEVICE void fence_mbarrier_init(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::fence_mbarrier_init();
+  emu::fence_mbarrier_init(site);
 #else
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -149,9 +149,9 @@ PT_DEVICE void fence_mbarrier_init() {
 
 // "Parallel Synchronization and Communication Instructions: membar / fence". Orders this thread's ordinary accesses to shared memory
 // before later TMA or wgmma accesses.
-PT_DEVICE void fence_proxy_async() {
+PT_DEVICE void fence_proxy_async(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::fence_proxy_async();
+  emu::fence_proxy_async(site);
 #else
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -161,19 +161,19 @@ PT_DEVICE void fence_proxy_async() {
 
 // "Miscellaneous Instructions: setmaxnreg". A multiple of 8 from 24 to 256; every warp of the warpgroup executes it.
 template <int Registers>
-PT_DEVICE void setmaxnreg_inc() {
+PT_DEVICE void setmaxnreg_inc(PT_ONLY_SITE) {
   static_assert(Registers % 8 == 0 && Registers >= 24 && Registers <= 256);
 #if defined(PT_EMULATE)
-  emu::setmaxnreg(true, Registers);
+  emu::setmaxnreg(true, Registers, site);
 #else
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 #endif
 }
 template <int Registers>
-PT_DEVICE void setmaxnreg_dec() {
+PT_DEVICE void setmaxnreg_dec(PT_ONLY_SITE) {
   static_assert(Registers % 8 == 0 && Registers >= 24 && Registers <= 256);
 #if defined(PT_EMULATE)
-  emu::setmaxnreg(false, Registers);
+  emu::setmaxnreg(false, Registers, site);
 #else
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 #endif

@@ -9,18 +9,18 @@ namespace pt::ptx {
 // ---- by the thread itself: sm_80 and later, generic proxy
 
 // "Data Movement and Conversion Instructions: cp.async", 16 bytes past L1: `bytes` (0 to 16) of them from src, zeros behind.
-PT_DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
+PT_DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::cp_async(dst, src, bytes);
+  emu::cp_async(dst, src, bytes, site);
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 #endif
 }
 
 // "Data Movement and Conversion Instructions: cp.async.commit_group".
-PT_DEVICE void cp_async_commit() {
+PT_DEVICE void cp_async_commit(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::cp_async_commit();
+  emu::cp_async_commit(site);
 #else
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
@@ -29,9 +29,9 @@ PT_DEVICE void cp_async_commit() {
 // "Data Movement and Conversion Instructions: cp.async.wait_group". All but the last `Pending` groups of this thread are complete and
 // visible to it; others see them after a barrier.
 template <int Pending>
-PT_DEVICE void cp_async_wait() {
+PT_DEVICE void cp_async_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::cp_async_wait(Pending);
+  emu::cp_async_wait(Pending, site);
 #else
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 #endif
@@ -47,10 +47,10 @@ PT_DEVICE void prefetch_tensor_map([[maybe_unused]] const TensorMap& map) {
 }
 
 // "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
-PT_DEVICE void tma_load_2d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y) {
+PT_DEVICE void tma_load_2d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y PT_SITE) {
 #if defined(PT_EMULATE)
   const int32_t coord[] = {x, y};
-  emu::tma_load(dst, map, bar, 2, coord);
+  emu::tma_load(dst, map, bar, 2, coord, site);
 #else
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -59,10 +59,10 @@ PT_DEVICE void tma_load_2d(uint32_t dst, const TensorMap& map, uint32_t bar, int
       : "memory");
 #endif
 }
-PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z) {
+PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z PT_SITE) {
 #if defined(PT_EMULATE)
   const int32_t coord[] = {x, y, z};
-  emu::tma_load(dst, map, bar, 3, coord);
+  emu::tma_load(dst, map, bar, 3, coord, site);
 #else
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -71,10 +71,10 @@ PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int
       : "memory");
 #endif
 }
-PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z, int w) {
+PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z, int w PT_SITE) {
 #if defined(PT_EMULATE)
   const int32_t coord[] = {x, y, z, w};
-  emu::tma_load(dst, map, bar, 4, coord);
+  emu::tma_load(dst, map, bar, 4, coord, site);
 #else
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -85,9 +85,9 @@ PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int
 }
 
 // "Data Movement and Conversion Instructions: cp.async.bulk". Addresses and sizes are multiples of 16 bytes.
-PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::bulk_load(dst, src, bytes, bar);
+  emu::bulk_load(dst, src, bytes, bar, site);
 #else
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
                "r"(bar)
@@ -96,27 +96,27 @@ PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t
 }
 
 // "Data Movement and Conversion Instructions: cp.async.bulk", global[i] = shared[i].
-PT_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+PT_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::bulk_store(dst, src, bytes);
+  emu::bulk_store(dst, src, bytes, site);
 #else
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 #endif
 }
 
 // "Data Movement and Conversion Instructions: cp.reduce.async.bulk". global[i] += shared[i], each element atomically, in no order.
-PT_DEVICE void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) {
+PT_DEVICE void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::bulk_reduce_add_f32(dst, src, bytes);
+  emu::bulk_reduce_add_f32(dst, src, bytes, site);
 #else
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 #endif
 }
 
 // "Data Movement and Conversion Instructions: cp.async.bulk.commit_group".
-PT_DEVICE void bulk_commit() {
+PT_DEVICE void bulk_commit(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::bulk_commit();
+  emu::bulk_commit(site);
 #else
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
@@ -125,9 +125,9 @@ PT_DEVICE void bulk_commit() {
 // "Data Movement and Conversion Instructions: cp.async.bulk.wait_group". All but the last `Pending` groups of this thread no longer read
 // shared memory.
 template <int Pending>
-PT_DEVICE void bulk_wait_read() {
+PT_DEVICE void bulk_wait_read(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::bulk_wait(Pending, true);
+  emu::bulk_wait(Pending, true, site);
 #else
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 #endif
@@ -135,9 +135,9 @@ PT_DEVICE void bulk_wait_read() {
 
 // The same: their results are in global memory.
 template <int Pending>
-PT_DEVICE void bulk_wait() {
+PT_DEVICE void bulk_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::bulk_wait(Pending, false);
+  emu::bulk_wait(Pending, false, site);
 #else
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
 #endif

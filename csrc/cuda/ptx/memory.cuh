@@ -9,10 +9,10 @@ namespace pt::ptx {
 // ---- global memory
 
 // "Data Movement and Conversion Instructions: ld.global.nc", past L1: read once, and not written while the kernel runs.
-PT_DEVICE Words4 ld_global_once(const void* p) {
+PT_DEVICE Words4 ld_global_once(const void* p PT_SITE) {
   Words4 v;
 #if defined(PT_EMULATE)
-  emu::ld_global(p, v.w, 16);
+  emu::ld_global(p, v.w, 16, site);
 #else
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p));
 #endif
@@ -21,10 +21,10 @@ PT_DEVICE Words4 ld_global_once(const void* p) {
 
 // The same where `wanted`, elsewhere zeros: a predicate, so that no branch lies between loads. Asked for where the source says so,
 // volatile: the compiler would move a load ahead of a row's sums to where its words are used.
-PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted) {
+PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted PT_SITE) {
   Words4 v{};
 #if defined(PT_EMULATE)
-  if (wanted) emu::ld_global(p, v.w, 16);
+  if (wanted) emu::ld_global(p, v.w, 16, site);
 #else
   asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                : "+r"(v.w[0]), "+r"(v.w[1]), "+r"(v.w[2]), "+r"(v.w[3])
@@ -34,37 +34,37 @@ PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted) {
 }
 
 // "Data Movement and Conversion Instructions: ld".
-PT_DEVICE Words4 ld_global_v4(const void* p) {
+PT_DEVICE Words4 ld_global_v4(const void* p PT_SITE) {
   Words4 v;
 #if defined(PT_EMULATE)
-  emu::ld_global(p, v.w, 16);
+  emu::ld_global(p, v.w, 16, site);
 #else
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
 #endif
   return v;
 }
-PT_DEVICE uint32_t ld_global_u32(const void* p) {
+PT_DEVICE uint32_t ld_global_u32(const void* p PT_SITE) {
   uint32_t v;
 #if defined(PT_EMULATE)
-  emu::ld_global(p, &v, 4);
+  emu::ld_global(p, &v, 4, site);
 #else
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
 #endif
   return v;
 }
-PT_DEVICE uint16_t ld_global_u16(const void* p) {
+PT_DEVICE uint16_t ld_global_u16(const void* p PT_SITE) {
   uint16_t v;
 #if defined(PT_EMULATE)
-  emu::ld_global(p, &v, 2);
+  emu::ld_global(p, &v, 2, site);
 #else
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
 #endif
   return v;
 }
-PT_DEVICE uint8_t ld_global_u8(const void* p) {
+PT_DEVICE uint8_t ld_global_u8(const void* p PT_SITE) {
 #if defined(PT_EMULATE)
   uint8_t v;
-  emu::ld_global(p, &v, 1);
+  emu::ld_global(p, &v, 1, site);
   return v;
 #else
   uint32_t v;
@@ -72,10 +72,10 @@ PT_DEVICE uint8_t ld_global_u8(const void* p) {
   return uint8_t(v);
 #endif
 }
-PT_DEVICE uint64_t ld_global_u64(const void* p) {
+PT_DEVICE uint64_t ld_global_u64(const void* p PT_SITE) {
   uint64_t v;
 #if defined(PT_EMULATE)
-  emu::ld_global(p, &v, 8);
+  emu::ld_global(p, &v, 8, site);
 #else
   asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
 #endif
@@ -83,47 +83,47 @@ PT_DEVICE uint64_t ld_global_u64(const void* p) {
 }
 
 // "Data Movement and Conversion Instructions: st".
-PT_DEVICE void st_global_v4(void* p, const Words4& v) {
+PT_DEVICE void st_global_v4(void* p, const Words4& v PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::st_global(p, v.w, 16);
+  emu::st_global(p, v.w, 16, site);
 #else
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 #endif
 }
 // The same where `wanted`, by a predicate.
-PT_DEVICE void st_global_v4_where(void* p, const Words4& v, bool wanted) {
+PT_DEVICE void st_global_v4_where(void* p, const Words4& v, bool wanted PT_SITE) {
 #if defined(PT_EMULATE)
-  if (wanted) emu::st_global(p, v.w, 16);
+  if (wanted) emu::st_global(p, v.w, 16, site);
 #else
   asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(p),
                "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "r"(uint32_t(wanted))
                : "memory");
 #endif
 }
-PT_DEVICE void st_global_u64(void* p, uint64_t v) {
+PT_DEVICE void st_global_u64(void* p, uint64_t v PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::st_global(p, &v, 8);
+  emu::st_global(p, &v, 8, site);
 #else
   asm volatile("st.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 #endif
 }
-PT_DEVICE void st_global_u32(void* p, uint32_t v) {
+PT_DEVICE void st_global_u32(void* p, uint32_t v PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::st_global(p, &v, 4);
+  emu::st_global(p, &v, 4, site);
 #else
   asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 #endif
 }
-PT_DEVICE void st_global_u16(void* p, uint16_t v) {
+PT_DEVICE void st_global_u16(void* p, uint16_t v PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::st_global(p, &v, 2);
+  emu::st_global(p, &v, 2, site);
 #else
   asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
 #endif
 }
-PT_DEVICE void st_global_u8(void* p, uint8_t v) {
+PT_DEVICE void st_global_u8(void* p, uint8_t v PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::st_global(p, &v, 1);
+  emu::st_global(p, &v, 1, site);
 #else
   asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(uint32_t(v)) : "memory");
 #endif
@@ -132,19 +132,19 @@ PT_DEVICE void st_global_u8(void* p, uint8_t v) {
 // ---- global memory shared by blocks
 
 // "Parallel Synchronization and Communication Instructions: red", four additions, sm_90 and later.
-PT_DEVICE void red_add_v4_f32(float* dst, float a, float b, float c, float d) {
+PT_DEVICE void red_add_v4_f32(float* dst, float a, float b, float c, float d PT_SITE) {
 #if defined(PT_EMULATE)
   const float value[] = {a, b, c, d};
-  emu::red_add_f32(dst, value, 4);
+  emu::red_add_f32(dst, value, 4, site);
 #else
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 #endif
 }
 
 // "Parallel Synchronization and Communication Instructions: atom"; returns the old value.
-PT_DEVICE uint32_t atomic_add_u32(uint32_t* p, uint32_t value) {
+PT_DEVICE uint32_t atomic_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
-  return emu::atomic_add(p, value, false);
+  return emu::atomic_add(p, value, false, site);
 #else
   uint32_t old;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
@@ -154,9 +154,9 @@ PT_DEVICE uint32_t atomic_add_u32(uint32_t* p, uint32_t value) {
 
 // "Parallel Synchronization and Communication Instructions: red", release. Publishes what this thread did before, also by bulk
 // operations that it has waited for: hence the proxy fence.
-PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value) {
+PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::atomic_add(p, value, true);
+  emu::atomic_add(p, value, true, site);
 #else
   asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 #endif
@@ -164,9 +164,9 @@ PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value) {
 
 // "Data Movement and Conversion Instructions: ld", acquire, until the value is there. A block may wait only for blocks that are certain
 // to have started.
-PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value) {
+PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::wait_equal(p, value);
+  emu::wait_equal(p, value, site);
 #else
   uint32_t now;
   do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p) : "memory");
@@ -178,61 +178,61 @@ PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value) {
 // ---- shared memory
 
 // "Data Movement and Conversion Instructions: st".
-PT_DEVICE void st_shared_u32(uint32_t addr, uint32_t value) {
+PT_DEVICE void st_shared_u32(uint32_t addr, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
-  emu::st_shared(addr, &value, 4);
+  emu::st_shared(addr, &value, 4, site);
 #else
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(value) : "memory");
 #endif
 }
-PT_DEVICE void st_shared_v2_f32(uint32_t addr, float a, float b) {
+PT_DEVICE void st_shared_v2_f32(uint32_t addr, float a, float b PT_SITE) {
 #if defined(PT_EMULATE)
   const float value[] = {a, b};
-  emu::st_shared(addr, value, 8);
+  emu::st_shared(addr, value, 8, site);
 #else
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
 #endif
 }
-PT_DEVICE void st_shared_v4_f32(uint32_t addr, float a, float b, float c, float d) {
+PT_DEVICE void st_shared_v4_f32(uint32_t addr, float a, float b, float c, float d PT_SITE) {
 #if defined(PT_EMULATE)
   const float value[] = {a, b, c, d};
-  emu::st_shared(addr, value, 16);
+  emu::st_shared(addr, value, 16, site);
 #else
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 #endif
 }
 
 // "Data Movement and Conversion Instructions: ld".
-PT_DEVICE uint32_t ld_shared_u32(uint32_t addr) {
+PT_DEVICE uint32_t ld_shared_u32(uint32_t addr PT_SITE) {
   uint32_t value;
 #if defined(PT_EMULATE)
-  emu::ld_shared(addr, &value, 4);
+  emu::ld_shared(addr, &value, 4, site);
 #else
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(addr) : "memory");
 #endif
   return value;
 }
-PT_DEVICE void ld_shared_v2_f32(uint32_t addr, float& a, float& b) {
+PT_DEVICE void ld_shared_v2_f32(uint32_t addr, float& a, float& b PT_SITE) {
 #if defined(PT_EMULATE)
   float value[2];
-  emu::ld_shared(addr, value, 8);
+  emu::ld_shared(addr, value, 8, site);
   a = value[0];
   b = value[1];
 #else
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(addr) : "memory");
 #endif
 }
-PT_DEVICE Words4 ld_shared_v4(uint32_t addr) {
+PT_DEVICE Words4 ld_shared_v4(uint32_t addr PT_SITE) {
   Words4 v;
 #if defined(PT_EMULATE)
-  emu::ld_shared(addr, v.w, 16);
+  emu::ld_shared(addr, v.w, 16, site);
 #else
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(addr) : "memory");
 #endif
   return v;
 }
 
-PT_DEVICE void st_shared_f32(uint32_t addr, float value) { st_shared_u32(addr, float_bits(value)); }
-PT_DEVICE float ld_shared_f32(uint32_t addr) { return bits_float(ld_shared_u32(addr)); }
+PT_DEVICE void st_shared_f32(uint32_t addr, float value PT_SITE) { st_shared_u32(addr, float_bits(value) PT_HERE); }
+PT_DEVICE float ld_shared_f32(uint32_t addr PT_SITE) { return bits_float(ld_shared_u32(addr PT_HERE)); }
 
 }  // namespace pt::ptx

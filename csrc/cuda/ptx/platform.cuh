@@ -11,8 +11,6 @@
 
 #include <cstdint>
 
-#include "common/fault.h"
-
 #if defined(PT_EMULATE)
 #include <cmath>
 #include <cstring>
@@ -26,6 +24,10 @@
 #define PT_UNROLL
 #define PT_UNROLL_BY_TWO
 #define PT_NO_UNROLL
+#define PT_SITE , const emu::Site& site = emu::Site::current()
+#define PT_ONLY_SITE const emu::Site& site = emu::Site::current()
+#define PT_HERE , site
+#define PT_ONLY_HERE site
 #else
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -34,6 +36,11 @@
 #define PT_UNROLL _Pragma("unroll")
 #define PT_UNROLL_BY_TWO _Pragma("unroll 2")
 #define PT_NO_UNROLL _Pragma("unroll 1")
+// Where a function was called, as its last parameter. Only the emulator has it: it plants faults by the call's place in the sources.
+#define PT_SITE
+#define PT_ONLY_SITE
+#define PT_HERE
+#define PT_ONLY_HERE
 #endif
 
 // 1 where wgmma and setmaxnreg exist. A kernel that needs them has an empty body elsewhere; it is never launched there.

@@ -19,18 +19,18 @@ PT_DEVICE constexpr uint64_t smem_descriptor(uint32_t addr, uint32_t lbo, uint32
 }
 
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.fence". Before the first wgmma, and whenever its registers were touched.
-PT_DEVICE void wgmma_fence() {
+PT_DEVICE void wgmma_fence(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::wgmma_fence();
+  emu::wgmma_fence(site);
 #else
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
 
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.commit_group".
-PT_DEVICE void wgmma_commit() {
+PT_DEVICE void wgmma_commit(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::wgmma_commit();
+  emu::wgmma_commit(site);
 #else
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
@@ -53,9 +53,9 @@ PT_DEVICE void fence_operand([[maybe_unused]] uint32_t& x) {
 
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.wait_group". All but the last `Pending` groups are complete.
 template <int Pending>
-PT_DEVICE void wgmma_wait() {
+PT_DEVICE void wgmma_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
-  emu::wgmma_wait(Pending);
+  emu::wgmma_wait(Pending, site);
 #else
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 #endif
@@ -69,12 +69,12 @@ PT_DEVICE void wgmma_wait() {
 #if defined(PT_EMULATE)
 
 template <class T, int N, bool TransB, bool TransA = false>
-inline void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
-  emu::wgmma(N, std::is_same_v<T, f16>, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate);
+inline void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate PT_SITE) {
+  emu::wgmma(N, std::is_same_v<T, f16>, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate, site);
 }
 template <class T, int N, bool TransB>
-inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
-  emu::wgmma(N, std::is_same_v<T, f16>, d, a, 0, false, desc_b, TransB, accumulate);
+inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate PT_SITE) {
+  emu::wgmma(N, std::is_same_v<T, f16>, d, a, 0, false, desc_b, TransB, accumulate, site);
 }
 
 #else

@@ -15,16 +15,16 @@ struct Slot {
 
   PT_DEVICE Slot(const RotaryProblem& p, const AppendKV& f, const HeadAt& at, bool here) : first(at.b), row(0), there(false) {
     if (!here) return;
-    const int64_t position = int64_t(ptx::ld_global_u64(f.positions + int64_t(at.b) * p.length + at.l)) + PT_FAULT(keys_one_slot_late);
-    there = position < int64_t(f.pages) * f.page_size && (position >= 0 || PT_FAULT(padding_written));
+    const int64_t position = int64_t(ptx::ld_global_u64(f.positions + int64_t(at.b) * p.length + at.l));
+    there = position < int64_t(f.pages) * f.page_size && position >= 0;
     if (!there) return;
     row = position < 0 ? 0 : int(position);
     if (!f.table) return;
-    const int64_t entry = int64_t(PT_FAULT(pages_of_the_first_sequence) ? 0 : at.b) * f.pages + row / f.page_size;
+    const int64_t entry = int64_t(at.b) * f.pages + row / f.page_size;
     first = f.table_is_int64 ? int64_t(ptx::ld_global_u64(static_cast<const uint64_t*>(f.table) + entry))
                              : int64_t(int32_t(ptx::ld_global_u32(static_cast<const uint32_t*>(f.table) + entry)));
     there = first >= 0 && first < f.num_pages;
-    row = PT_FAULT(the_row_of_a_page_lost) ? 0 : row % f.page_size;
+    row %= f.page_size;
   }
 
   template <class K>
@@ -45,7 +45,7 @@ class EightBitRow {
     with_type(p_.dtype, [&](auto t) {
       PT_UNROLL
       for (int i = 0; i < kVector; ++i) {
-        if (sizeof t == 2 && !PT_FAULT(rows_not_rounded_before)) v[i] = rounded(v[i], t);
+        if (sizeof t == 2) v[i] = rounded(v[i], t);
         const uint32_t size = ptx::float_bits(v[i]) & 0x7fffffffu;  // as integers sizes are in order, then Inf, then NaN
         largest_ = size > largest_ ? size : largest_;
       }
@@ -87,7 +87,7 @@ PT_DEVICE void append_keys(const RotaryProblem& p, const AppendKV& f, uint32_t b
   const uint32_t row = block * team.teams() + team.team(), rows = uint32_t(p.batch) * uint32_t(f.key.x.heads) * uint32_t(p.length);
   const HeadAt at(p, f.key.x.heads, row < rows ? row : 0);
   const Slot slot(p, f, at, row < rows);
-  const RotaryForward& keys = PT_FAULT(norm_of_queries_for_keys) ? f.query : f.key;
+  const RotaryForward& keys = f.key;
   if (f.eight_bits == EightBits::none) return forward_row<K>(p, keys, team, at, slot.in<K>(f.key.out, p.dtype, at), slot.there);
   TurnedRow<K> turned(p, keys, team, at, slot.there);
   EightBitRow<K> out(p, f);

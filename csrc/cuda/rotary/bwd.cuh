@@ -55,7 +55,7 @@ PT_DEVICE void backward_row(const RotaryProblem& p, const RotaryBackward& f, Lan
         if (f.dweight_partials && here) add(s, c, part);
       }
     });
-    mean = PT_FAULT(the_norm_taken_for_a_constant) ? 0.0f : team.sum({sum, 0.0f}).a / float(p.dim);
+    mean = team.sum({sum, 0.0f}).a / float(p.dim);
     if (here) rstd = load_one(f.rstd + at.flat(p, f.x.heads));
   }
   if (!here || !f.dx.data) return;
@@ -71,7 +71,7 @@ PT_DEVICE void each_row(const RotaryProblem& p, int64_t heads, const LaneTeam& t
   const uint32_t rows = uint32_t(p.batch) * uint32_t(heads) * uint32_t(p.length), step = gridDim.x * team.teams();
   for (uint32_t first = blockIdx.x * team.teams(); first < rows; first += step) {
     const uint32_t row = first + team.team();
-    const bool here = row < rows + PT_FAULT(a_head_past_the_last_backward);
+    const bool here = row < rows;
     f(HeadAt(p, heads, here ? row : 0), here);
   }
 }
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kRotaryThreads, 4)
   each_row(p, f.d_out.heads, team, [&](const HeadAt& at, bool here) {
     backward_row<K>(p, f, team, at, here, [&](int s, const Chunk&, const float (&part)[kVector]) {
       PT_UNROLL
-      for (int i = 0; i < kVector; ++i) dweight[s][i] = PT_FAULT(dweight_of_the_last_row) ? part[i] : dweight[s][i] + part[i];
+      for (int i = 0; i < kVector; ++i) dweight[s][i] = dweight[s][i] + part[i];
     });
   });
   if (!f.dweight_partials) return;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kRotaryThreads, 2)
   LaneTeam team(p.lanes);
   float* sums = f.dweight_partials + (int64_t(blockIdx.x) * team.teams() + team.team()) * p.dim;
   const auto add = [&](int s, const Chunk& c, const float (&part)[kVector]) { add_to_part(sums, part, c.column[s], c.end[s], false); };
-  if (f.dweight_partials && !PT_FAULT(a_warps_sums_never_begun))
+  if (f.dweight_partials)
     each_chunk<K>(p, team, [&](const Chunk& c) {
       const float zeros[kVector] = {};
       for (int s = 0; s < 2; ++s) add_to_part(sums, zeros, c.column[s], c.end[s], true);

@@ -31,7 +31,7 @@ class TurnedRow {
     float squares = 0.0f;
     load_each([&](const Chunk&) { each_number([&](int s, int i) { squares = ptx::fma_rn(v_.x[s][i], v_.x[s][i], squares); }); });
     const float mean = team.sum({squares, 0.0f}).a / float(p.dim);
-    rstd_ = ptx::div_rn(1.0f, PT_FAULT(eps_outside_the_root) ? ptx::sqrt_rn(mean) + p.eps : ptx::sqrt_rn(mean + p.eps));
+    rstd_ = ptx::div_rn(1.0f, ptx::sqrt_rn(mean + p.eps));
     if (here && f.rstd && team.rank() == 0) store_one(f.rstd + at.flat(p, f.x.heads), rstd_);
   }
 
@@ -80,7 +80,7 @@ template <class K>
 PT_DEVICE void forward_rows(const RotaryProblem& p, const RotaryForward& f, uint32_t block) {
   LaneTeam team(p.lanes);
   const uint32_t row = block * team.teams() + team.team(), rows = uint32_t(p.batch) * uint32_t(f.x.heads) * uint32_t(p.length);
-  const bool here = row < rows + PT_FAULT(a_head_past_the_last);
+  const bool here = row < rows;
   const HeadAt at(p, f.x.heads, here ? row : 0);
   forward_row<K>(p, f, team, at, K::at(f.out.data, p.dtype, at.in(f.out.strides)), here);
 }

@@ -16,8 +16,8 @@ struct HeadAt {
     const uint32_t position = row / uint32_t(heads);
     h = int(row - position * uint32_t(heads)), b = int(position / uint32_t(p.length)), l = int(position - uint32_t(b) * uint32_t(p.length));
   }
-  PT_DEVICE int64_t in(const Strides& s) const { return b * s.b + (PT_FAULT(one_head_for_all) ? 0 : h * s.h) + l * s.l; }
-  PT_DEVICE int64_t in(const AngleTable& t) const { return b * t.b + (PT_FAULT(one_position_for_all) ? 0 : l * t.l); }
+  PT_DEVICE int64_t in(const Strides& s) const { return b * s.b + h * s.h + l * s.l; }
+  PT_DEVICE int64_t in(const AngleTable& t) const { return b * t.b + l * t.l; }
   PT_DEVICE int64_t flat(const RotaryProblem& p, int64_t heads) const { return (b * heads + h) * p.length + l; }
 };
 
@@ -44,7 +44,7 @@ struct Chunk {
     column[0] = first, column[1] = apart ? half + first : first + 8;
     end[0] = apart ? half : turned ? p.turned : p.dim, end[1] = turned ? p.turned : p.dim;
   }
-  PT_DEVICE bool has(int v) const { return column[v] < end[v] + PT_FAULT(a_vector_past_the_heads_end); }
+  PT_DEVICE bool has(int v) const { return column[v] < end[v]; }
 };
 
 // Rows of dtype T, aligned: a lane has one chunk, read 16 bytes at a time and kept.
@@ -156,8 +156,8 @@ struct Angles {
  private:
   template <bool Back>
   static PT_DEVICE void turn_pair(float& y1, float& y2, float c1, float c2, float s1, float s2) {
-    const float first = Back || PT_FAULT(turned_the_other_way) ? y2 * s2 : -(y2 * s1);
-    const float second = Back && !PT_FAULT(turned_back_forward) ? -(y1 * s1) : y1 * s2;
+    const float first = Back ? y2 * s2 : -(y2 * s1);
+    const float second = Back ? -(y1 * s1) : y1 * s2;
     y1 = ptx::fma_rn(y1, c1, first), y2 = ptx::fma_rn(y2, c2, second);
   }
 };
@@ -166,7 +166,7 @@ struct Angles {
 template <class K>
 PT_DEVICE void load_weight(Numbers& w, const RotaryProblem& p, const Columns& weight, const Chunk& c) {
   load_shared_chunk<K>(w, weight.data, weight.dtype, 0, c);
-  each_number([&](int s, int i) { w[s][i] += PT_FAULT(weight_offset_ignored) ? 0.0f : p.weight_offset; });
+  each_number([&](int s, int i) { w[s][i] += p.weight_offset; });
 }
 
 }  // namespace pt::cuda

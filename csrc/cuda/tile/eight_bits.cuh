@@ -19,8 +19,8 @@ PT_DEVICE void widen_int8(float (&v)[4], uint32_t word) {
 PT_DEVICE void widen_e4m3(float (&v)[4], uint32_t word) {
   PT_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const uint32_t bits = word >> 8 * i, size = bits & (PT_FAULT(e4m3_subnormals_lost) && !(bits & 0x78) ? 0 : 0x7f);
-    const float x = ptx::bits_float(size << 20 | (PT_FAULT(e4m3_signs_lost) ? 0 : bits & 0x80) << 24) * 0x1p120f;
+    const uint32_t bits = word >> 8 * i, size = bits & 0x7f;
+    const float x = ptx::bits_float(size << 20 | (bits & 0x80) << 24) * 0x1p120f;
     v[i] = size == 0x7f ? ptx::bits_float(0x7fffffffu) : x;
   }
 }
@@ -31,7 +31,7 @@ PT_DEVICE uint32_t to_int8(float x) { return ptx::float_bits(x + 12582912.0f) & 
 PT_DEVICE uint32_t to_e4m3(float x) {
   const uint32_t bits = ptx::float_bits(x), size = bits & 0x7fffffffu;
   const uint32_t small = ptx::float_bits(ptx::bits_float(size) + 0x1p14f) & 0xff;
-  const uint32_t ties = PT_FAULT(e4m3_ties_up) ? 1 : size >> 20 & 1;
+  const uint32_t ties = size >> 20 & 1;
   const uint32_t normal = ((size + 0x7ffffu + ties) >> 20) - (120u << 3);
   return (size < 0x3c800000u ? small : normal) | (bits >> 24 & 0x80);
 }

@@ -33,10 +33,9 @@ PT_DEVICE void copy_rows_at(SmemTile<RowBytes> tile, const T* some, At at, int f
   const auto copy = [&](auto x) {
     const int row = int(x / C), chunk = int(x % C), r = first + row;
     if (chunk >= used) return;
-    const bool there = r >= lo && r < hi + PT_FAULT(a_tiles_row_past_the_last) &&  // others are zeros
-                       chunk * kPer < columns + PT_FAULT(a_chunk_past_the_columns);
-    ptx::cp_async_16(tile.at(row, PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk),
-                     there ? at(r) + chunk * kPer : some, there ? 16 : 0);
+    const bool there = r >= lo && r < hi &&  // others are zeros
+                       chunk * kPer < columns;
+    ptx::cp_async_16(tile.at(row, chunk), there ? at(r) + chunk * kPer : some, there ? 16 : 0);
   };
   if constexpr (Threads == 0) {
     for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) copy(x);
@@ -65,8 +64,7 @@ PT_DEVICE void copy_rows_by_warp(SmemTile<RowBytes> tile, const T* head, int64_t
   for (int first = 0; first < 32; first += 8, from += 8 * stride) {
     PT_UNROLL
     for (int row = 0; row < 8; row += kRows) {
-      const int read = PT_FAULT(a_row_of_a_tile_twice) ? row & ~kRows : row;
-      ptx::cp_async_16(tile.at(own + row, chunk) + first * RowBytes, from + read * stride,
+      ptx::cp_async_16(tile.at(own + row, chunk) + first * RowBytes, from + row * stride,
                        uint32_t(own + row + first - lo) < there ? 16 : 0);
     }
   }
@@ -84,7 +82,7 @@ PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo
     PT_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i * kRows + lane_id() / C;
-      const T* const from = ptx::shfl(mine, PT_FAULT(a_row_twice) ? row & ~1 : row) + (there ? chunk * kPer : 0);
+      const T* const from = ptx::shfl(mine, row) + (there ? chunk * kPer : 0);
       if (chunk < used) ptx::cp_async_16(tile.at(row, chunk), from, there && row >= lo && row < hi ? 16 : 0);
     }
   }
@@ -116,7 +114,7 @@ struct Products {
   // acc += A times 8 NB rows of `b`, transposed; one step.
   template <int NB, int RowBytes>
   static PT_DEVICE void step(float (&acc)[NB][4], const uint32_t (&a)[4], SmemTile<RowBytes> b, int step) {
-    const int lane = lane_id() ^ PT_FAULT(another_swizzle_for_products_with_rows);
+    const int lane = lane_id();
     PT_UNROLL
     for (int n = 0; n < NB; n += 2) {
       uint32_t m[4];
@@ -211,9 +209,8 @@ struct Products<float> {
           for (int d = 0; d < DB; ++d) {
             const int column = 8 * (first + d) + 2 * q;
             if (8 * (first + d) >= columns || !here) continue;
-            const int from = PT_FAULT(float32_weights_not_passed_around) ? q : q ^ x;
             float v0, v1;
-            ptx::ld_shared_v2_f32(b.at(8 * n + 2 * from + e, column / 4) + column % 4 * 4, v0, v1);
+            ptx::ld_shared_v2_f32(b.at(8 * n + 2 * (q ^ x) + e, column / 4) + column % 4 * 4, v0, v1);
             acc[d][0] += p0 * v0, acc[d][1] += p0 * v1;
             acc[d][2] += p1 * v0, acc[d][3] += p1 * v1;
           }
@@ -232,7 +229,7 @@ struct Products<uint8_t> {
 // The largest, and the sum, of a number of the four lanes that have a row.
 PT_DEVICE float max_of_quad(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));
-  return PT_FAULT(the_maximum_of_half_a_row) ? x : fmaxf(x, ptx::shfl_xor(x, 2));
+  return fmaxf(x, ptx::shfl_xor(x, 2));
 }
 PT_DEVICE float sum_of_quad(float x) {
   x += ptx::shfl_xor(x, 1);

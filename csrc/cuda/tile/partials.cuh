@@ -12,7 +12,7 @@ namespace pt::cuda {
 template <int V, class Place>
 PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], Place place, float* partials, int columns) {
   const uint32_t shared = ptx::dynamic_smem();
-  if (!PT_FAULT(a_partials_memory_used_again_too_early)) ptx::syncthreads();  // an earlier use of the memory is over
+  ptx::syncthreads();  // an earlier use of the memory is over
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     const int column = place(v);
@@ -21,7 +21,7 @@ PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector],
     ptx::st_shared_v4_f32(at, mine[v][0], mine[v][1], mine[v][2], mine[v][3]);
     ptx::st_shared_v4_f32(at + 16, mine[v][4], mine[v][5], mine[v][6], mine[v][7]);
   }
-  if (!PT_FAULT(no_barrier_before_partials_are_summed)) ptx::syncthreads();
+  ptx::syncthreads();
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
     float sum = 0.0f;
     for (int t = 0; t < team.teams(); ++t) sum += ptx::ld_shared_f32(shared + 4 * (t * columns + column));

@@ -37,8 +37,7 @@ class ColumnDropout {
   // one call and they trade words: a transposition of 4 x 4 words.
   PT_DEVICE uint32_t keep(int64_t row, int column) const {
     if (threshold_ >= 65536) return 0;
-    const uint32_t lane = threadIdx.x % 4 ^ PT_FAULT(rows_dropout_of_another_group);
-    Draws d = draws(row, uint32_t(column), lane);
+    Draws d = draws(row, uint32_t(column), threadIdx.x % 4);
     transpose_quad(d.w);
     return kept(d);
   }
@@ -46,23 +45,22 @@ class ColumnDropout {
   // column + 8 (i / 2) + 2 (lane % 4) + i % 2. No other lane is needed.
   PT_DEVICE uint32_t keep_fragment(int64_t row, uint32_t column) const {
     if (threshold_ >= 65536) return 0;
-    const uint32_t lane = threadIdx.x % (PT_FAULT(fragments_dropout_of_another_group) ? 2 : 4);
-    return kept(draws(row, column, lane));
+    return kept(draws(row, column, threadIdx.x % 4));
   }
   // What a kept value is multiplied by.
   PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
 
  private:
   PT_DEVICE Draws draws(int64_t row, uint32_t column, uint32_t lane) const {
-    const uint64_t r = uint64_t(row + (PT_FAULT(dropout_of_the_first_rows) ? 0 : row_start_));
-    const uint32_t c = column + (PT_FAULT(dropout_of_the_first_columns) ? 0 : column_start_);
+    const uint64_t r = uint64_t(row + row_start_);
+    const uint32_t c = column + column_start_;
     return philox(c / 32 * 4 + lane, uint32_t(r), uint32_t(r >> 32), tag_, seed_);
   }
   PT_DEVICE uint32_t kept(const Draws& d) const {
-    const uint32_t high = threshold_ + (PT_FAULT(dropouts_threshold_too_high) ? 600 : 0);
     uint32_t bits = 0;
     PT_UNROLL
-    for (int m = 0; m < 4; ++m) bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= high) << (2 * m + 1);
+    for (int m = 0; m < 4; ++m)
+      bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= threshold_) << (2 * m + 1);
     return bits;
   }
 

@@ -37,7 +37,7 @@ struct LaneTeam {
     PT_UNROLL
     for (int d = 1; d < 32; d *= 2) {
       const uint32_t other = ptx::shfl_xor_u32(x, d);
-      if (d < (PT_FAULT(the_largest_of_half_a_row) ? lanes / 2 : lanes) && other > x) x = other;
+      if (d < lanes && other > x) x = other;
     }
     return x;
   }
@@ -47,7 +47,7 @@ struct LaneTeam {
   PT_DEVICE X sum_of(X x) {
     PT_UNROLL
     for (int d = 1; d < 32; d *= 2)
-      if (d < (PT_FAULT(a_step_left_out_of_a_rows_sum) ? lanes / 2 : lanes)) x = x + shfl_sum(x, d);
+      if (d < lanes) x = x + shfl_sum(x, d);
     return x;
   }
 };
@@ -77,11 +77,11 @@ struct BlockTeam {
     x = LaneTeam(32).sum(x);
     const int warps = int(blockDim.x) / 32;
     const uint32_t at = buffer + turn * buffer_bytes(int(blockDim.x));
-    if (!PT_FAULT(one_buffer_for_a_blocks_sums)) turn ^= 1;
+    turn ^= 1;
     if (threadIdx.x % 32 == 0) st_shared_sum(at + threadIdx.x / 32 * sizeof(Sum2), x);
-    if (!PT_FAULT(no_barrier_in_a_blocks_sum)) ptx::syncthreads();
+    ptx::syncthreads();
     X total{};
-    for (int w = PT_FAULT(a_warp_left_out_of_a_blocks_sum); w < warps; ++w) {
+    for (int w = 0; w < warps; ++w) {
       X one;
       ld_shared_sum(at + w * sizeof(Sum2), one);
       total = total + one;

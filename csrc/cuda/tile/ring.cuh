@@ -7,8 +7,8 @@
 
 namespace pt::cuda {
 
-PT_DEVICE void mbarrier_wait(uint32_t bar, uint32_t parity) {
-  while (!ptx::mbarrier_try_wait(bar, parity)) {}
+PT_DEVICE void mbarrier_wait(uint32_t bar, uint32_t parity PT_SITE) {
+  while (!ptx::mbarrier_try_wait(bar, parity PT_HERE)) {}
 }
 
 // Uses are numbered from 0 on by both sides; use n takes buffer n % Stages, of `Bytes`, each with a barrier "full" and one "empty".
@@ -20,29 +20,29 @@ class Buffers {
   PT_DEVICE Buffers(uint32_t buffers, uint32_t barriers) : buffers_(buffers), barriers_(barriers) {}
 
   // By one thread of the block, before a fence and a barrier. Of each use: `writers` announce it, and `readers` call release().
-  PT_DEVICE void init(int writers, int readers, const char* name_full, const char* name_empty) const {
+  PT_DEVICE void init(int writers, int readers, const char* name_full, const char* name_empty PT_SITE) const {
     PT_UNROLL
     for (int s = 0; s < Stages; ++s) {
-      ptx::mbarrier_init(full(s), uint32_t(writers));
-      ptx::mbarrier_init(empty(s), uint32_t(PT_FAULT(a_reader_too_many) ? readers + 1 : readers));
+      ptx::mbarrier_init(full(s), uint32_t(writers) PT_HERE);
+      ptx::mbarrier_init(empty(s), uint32_t(readers) PT_HERE);
       ptx::mbarrier_name(full(s), name_full, s);
       ptx::mbarrier_name(empty(s), name_empty, s);
     }
   }
 
-  PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(PT_FAULT(stages_share_their_buffers) ? 0 : n % Stages) * kBytes; }
-  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(PT_FAULT(stages_share_their_barriers) ? 0 : n % Stages) * 16; }
+  PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(n % Stages) * kBytes; }
+  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
 
   // A writer announces so many bytes, which copies that name full(n) bring, or what it wrote itself.
-  PT_DEVICE void producer_commit(int n, uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes); }
-  PT_DEVICE void producer_commit(int n) const { ptx::mbarrier_arrive(full(n)); }
-  PT_DEVICE void producer_acquire(int n) const { mbarrier_wait(empty(n), parity(n) ^ (PT_FAULT(phase_of_empty_flipped) ? 0 : 1)); }
-  PT_DEVICE void consumer_wait(int n) const { mbarrier_wait(full(n), parity(n) ^ (PT_FAULT(phase_of_full_flipped) ? 1 : 0)); }
-  PT_DEVICE void consumer_release(int n) const { ptx::mbarrier_arrive(empty(n)); }
+  PT_DEVICE void producer_commit(int n, uint32_t bytes PT_SITE) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes PT_HERE); }
+  PT_DEVICE void producer_commit(int n PT_SITE) const { ptx::mbarrier_arrive(full(n) PT_HERE); }
+  PT_DEVICE void producer_acquire(int n PT_SITE) const { mbarrier_wait(empty(n), parity(n) ^ 1 PT_HERE); }
+  PT_DEVICE void consumer_wait(int n PT_SITE) const { mbarrier_wait(full(n), parity(n) PT_HERE); }
+  PT_DEVICE void consumer_release(int n PT_SITE) const { ptx::mbarrier_arrive(empty(n) PT_HERE); }
 
  private:
   PT_DEVICE uint32_t empty(int n) const { return full(n) + 8; }
-  static PT_DEVICE uint32_t parity(int n) { return uint32_t(PT_FAULT(a_phase_a_use) ? n : n / Stages) & 1; }
+  static PT_DEVICE uint32_t parity(int n) { return uint32_t(n / Stages) & 1; }
 
   uint32_t buffers_, barriers_;
 };
@@ -59,13 +59,13 @@ class Ring : public Buffers<Stages, Panels * Rows * 128> {
   using Base::producer_commit, Base::producer_acquire, Base::Base, Base::buffer, Base::full, Base::kBytes;
 
   // The producing thread, one of the writers: waits for the buffer, then loads rows [row, row + Rows) of a head.
-  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch) const {
-    if (!PT_FAULT(loaded_before_it_is_empty)) producer_acquire(n);
-    producer_commit(n, PT_FAULT(half_the_bytes_expected) ? kBytes / 2 : kBytes);
+  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch PT_SITE) const {
+    producer_acquire(n PT_HERE);
+    producer_commit(n, kBytes PT_HERE);
     PT_UNROLL
-    for (int p = 0; p < (PT_FAULT(panels_left_out) ? (Panels + 1) / 2 : Panels); ++p) {
-      const uint32_t panel = PT_FAULT(ring_panels_on_top_of_each_other) ? buffer(n) : buffer(n) + p * kPanelBytes;
-      ptx::tma_load_4d(panel, map, full(n), PT_FAULT(the_first_panel_twice) ? 0 : p * 64, row, head, batch);
+    for (int p = 0; p < Panels; ++p) {
+      const uint32_t panel = buffer(n) + p * kPanelBytes;
+      ptx::tma_load_4d(panel, map, full(n), p * 64, row, head, batch PT_HERE);
     }
   }
 };

@@ -20,9 +20,9 @@ template <class B>
 PT_DEVICE void run_block(const B& block) {
   if (threadIdx.x == 0) {
     block.begin();
-    if (!PT_FAULT(barriers_not_made_visible)) ptx::fence_mbarrier_init();
+    ptx::fence_mbarrier_init();
   }
-  if (!PT_FAULT(barriers_used_before_they_are_there)) ptx::syncthreads();
+  ptx::syncthreads();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<B::kTile.producer_registers>();
     block.produce();
@@ -34,27 +34,25 @@ PT_DEVICE void run_block(const B& block) {
 
 // One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
 template <class R>
-PT_DEVICE void consumer_release_warpgroup(const R& ring, int n) {
-  if (PT_FAULT(released_by_one_consumer) ? threadIdx.x == 128 : threadIdx.x % 128 == 0) ring.consumer_release(n);
+PT_DEVICE void consumer_release_warpgroup(const R& ring, int n PT_SITE) {
+  if (threadIdx.x % 128 == 0) ring.consumer_release(n PT_HERE);
 }
 // A warp speaks for its lanes, whose reads of the buffer or products with it are done.
 template <class R>
-PT_DEVICE void consumer_release_warp(const R& ring, int n) {
-  ptx::syncwarp();
-  if (PT_FAULT(a_warps_release_by_one_consumer) && consumer() > 0) return;
-  if (lane_id() == 0) ring.consumer_release(n);
+PT_DEVICE void consumer_release_warp(const R& ring, int n PT_SITE) {
+  ptx::syncwarp(PT_ONLY_HERE);
+  if (lane_id() == 0) ring.consumer_release(n PT_HERE);
 }
 
 // The threads of this consumer, of at most two. Constants: see bar_sync.
-PT_DEVICE void sync_consumer() {
-  if (consumer() == 0) ptx::bar_sync(1, 128);
-  else ptx::bar_sync(2, 128);
+PT_DEVICE void sync_consumer(PT_ONLY_SITE) {
+  if (consumer() == 0) ptx::bar_sync(1, 128 PT_HERE);
+  else ptx::bar_sync(2, 128 PT_HERE);
 }
 
 // A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
 PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
-  const uint32_t stride = PT_FAULT(groups_of_eight_closer_together) ? kSwizzleAtom / 2 : kSwizzleAtom;
-  return ptx::smem_descriptor(address, panel_bytes, stride, ptx::SmemLayout::Swizzle128);
+  return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
 }
 // The same so many bytes further on, in the same block's shared memory.
 PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return (descriptor >> 32 << 32) | (uint32_t(descriptor) + bytes / 16); }

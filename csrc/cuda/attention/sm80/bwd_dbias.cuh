@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
         w.template copy_queries<T>(q, p.q, p.head_dim);
         w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
         for (int t = first; t < last; t = tiles.leave(t)) {
-          if (t > first && !PT_FAULT(tiles_of_a_masks_gradient_used_again_too_early)) ptx::syncthreads();
+          if (t > first) ptx::syncthreads();
           w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
           w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
           ptx::cp_async_commit();
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
           M::scores(dp, d_out, own, v, p.value_dim);
           const Place at(w.i0 + own, origin + t * BN);
           uint32_t visible = outside_gaps<NB>(p, s, at, within<NB>(at, bounds));
-          if (s.padding_gaps && !PT_FAULT(padding_gaps_in_a_biass_gradient)) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
+          if (s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
           const int place = tiles.place(p);
           if (p.blocks.bits && place >= 0) visible &= visible_in_block<false, NB>(p.blocks, place, at);
           gradients<K, false>(

@@ -42,7 +42,7 @@ class GroupSteps {
     const ptx::Words4 step = ptx::ld_shared_v4(at_ + n % 2 * 16);
     return {int(step.w[0]), int(step.w[1]), int(step.w[2]), int(step.w[3])};
   }
-  PT_DEVICE bool none(const Step& s) const { return s.head >= (PT_FAULT(a_head_of_a_group_left_out) ? 1 : p_.group); }
+  PT_DEVICE bool none(const Step& s) const { return s.head >= p_.group; }
 
   static PT_DEVICE Step nothing() { return {}; }
   // Finds step n, after the one before it, or after nothing.
@@ -69,7 +69,7 @@ class GroupSteps {
     PT_UNROLL
     for (int i = 0; i < 4; ++i) ptx::st_shared_u32(at_ + 16 * place + 4 * i, uint32_t(words.w[i]));
   }
-  PT_DEVICE const BlockLists& lists() const { return PT_FAULT(block_lists_not_transposed) ? p_.blocks.queries : p_.blocks.keys; }
+  PT_DEVICE const BlockLists& lists() const { return p_.blocks.keys; }
 
   const AttentionProblem& p_;
   const Work& w_;
@@ -87,7 +87,7 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
   const uint32_t streamed = v.base + BM * kRow;
   const GroupSteps<BwdDkdvWork<T, K>, K::has_score_mod, BN> steps(p, w, streamed + kTile.stages * kStage);
-  const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (PT_FAULT(one_stage_only) ? 0 : n % kTile.stages) * kStage}; };
+  const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (n % kTile.stages) * kStage}; };
   const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
   const auto row_stats_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // row_max, log2_sum, delta: BN words each
   // Of the step after `before`, with the keys before the first.
@@ -121,7 +121,7 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   copy_step(0, w.range, steps.nothing());
   for (int n = 0;; ++n) {
     ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_in_dkdv)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
     if (steps.none(steps.step(n))) break;
     if (kTile.stages == 2) copy_next(n);
 
@@ -131,8 +131,7 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
     const auto step = steps.step(n);
     const Place at(w.j0 + own, step.tile * BN);
     const int place = steps.place(step);
-    const bool elementwise =
-        K::has_score_mod && (p.hides_pairs() || place >= 0 || (s.padding_gaps && !PT_FAULT(queries_that_see_but_padding_gaps_kept)));
+    const bool elementwise = K::has_score_mod && (p.hides_pairs() || place >= 0 || s.padding_gaps);
     const bool cut = elementwise || steps.range().cut(step.tile);
     uint32_t visible = visible_in_tile<K, true, NB>(p, s, w.b, at, bounds, cut, place);
     const ScoreMod<true> score_mod(p, s, w.b, w.hk * p.group + step.head);

@@ -37,7 +37,7 @@ struct DiagonalSums {
   }
   PT_DEVICE void finish(BlockTeam& team, const AttentionProblem& p) {
     const Sum2 far = team.sum({below, above});
-    if (threadIdx.x == 0) store_far(sums, p, PT_FAULT(far_diagonals_lost) ? 0.0f : far.a, far.b);
+    if (threadIdx.x == 0) store_far(sums, p, far.a, far.b);
   }
 };
 
@@ -62,7 +62,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
   if (g.diagonal_partials) diagonals.sums = g.diagonal_partials + block * (p.before + p.after + 1);
   // Even and odd tiles take turns: lists of blocks have whole pairs of them.
-  const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + (PT_FAULT(the_other_stage) ? t / 2 : t) % kTile.stages * kStage}; };
+  const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + t % kTile.stages * kStage}; };
   const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
   const auto copy_tile = [&](int t) {
     w.template copy_keys<T>(k_tile(t), p.k, p.head_dim, t, p.group);
@@ -94,7 +94,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   }
   for (; t < range.last; t = tiles.leave(t)) {
     ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_in_dq)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
     const int next = tiles.after(t);
     if (kTile.stages == 2 && next < range.last) copy_tile(next);
 
@@ -116,7 +116,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
       each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * score_mod.distance(at, n, r); });
     if (K::has_score_mod && g.diagonal_partials) {
       if (part == 0) diagonals.put(dp, own);
-      if (!PT_FAULT(no_barrier_before_diagonals_are_added)) ptx::syncthreads();
+      ptx::syncthreads();
       diagonals.add(w.origin + t * BN - w.i0 - s.diagonal_offset, p);
     }
     if (kTile.stages == 1) {

@@ -67,9 +67,7 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
         own(kForwardTile<T, K>.row_warps == 1 ? 0 : int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
 
   // In natural units.
-  PT_DEVICE float maximum(int half, float scale) const {
-    return K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * scale;
-  }
+  PT_DEVICE float maximum(int half, float scale) const { return K::has_score_mod ? m[half] : m[half] * scale; }
 
   // Takes in the scores of one more tile, and turns them into weights.
   template <int NB>
@@ -91,11 +89,11 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
           float& weight = x[n][2 * half + e];
           // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
           weight = ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2 : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
-          l[half] += PT_FAULT(dropped_weights_left_out_of_the_sum) && drops ? 0.5f * weight : weight;
+          l[half] += weight;
         }
       }
       PT_UNROLL
-      for (int d = 0; d < DB; ++d) o[d][2 * half] *= PT_FAULT(no_alpha_for_the_sums) ? 1.0f : alpha, o[d][2 * half + 1] *= alpha;
+      for (int d = 0; d < DB; ++d) o[d][2 * half] *= alpha, o[d][2 * half + 1] *= alpha;
     }
   }
 };
@@ -138,7 +136,7 @@ PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range,
       t = tiles.leave(t);
       if (t >= range.last) return;
     }
-    if (!PT_FAULT(a_warps_tile_followed_while_it_is_read)) ptx::syncwarp();
+    ptx::syncwarp();
   }
 }
 

@@ -118,7 +118,7 @@ struct LeftRow {
       for (int d = 0; d < mine.DB; ++d)
         ptx::st_shared_v2_f32(place(warp, row, 8 * d + 2 * lane), mine.o[d][2 * half], mine.o[d][2 * half + 1]);
     }
-    if (!PT_FAULT(no_barrier_before_streams_are_put_together)) ptx::syncthreads();
+    ptx::syncthreads();
   }
 
   PT_DEVICE explicit LeftRow(int row) : row(row) {}

@@ -51,8 +51,8 @@ struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
 
   template <class After>
   PT_DEVICE void await_keys(int t, After) const {
-    if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
+    ptx::cp_async_wait<0>();
+    ptx::syncthreads();  // K is there, and nobody reads V any more
     if (!K::has_score_mod || f.out.data) {
       w.template copy_any_keys<T>(f.p, v, f.p.v, f.p.value_dim, t);
       ptx::cp_async_commit();
@@ -61,7 +61,7 @@ struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   template <class After>
   PT_DEVICE void await_values(After after) const {
     ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
+    ptx::syncthreads();  // V is there, and nobody reads K any more
     if (const int next = after(); next < w.range.last) copy_keys(next);
   }
 
@@ -90,8 +90,8 @@ struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   }
   // All groups of copies but the last one; with_queries: of which each warp has copied a part.
   PT_DEVICE void await(bool with_queries) const {
-    if (!PT_FAULT(a_warps_tile_not_awaited)) ptx::cp_async_wait<1>();
-    if (with_queries && !PT_FAULT(queries_of_other_warps_not_awaited)) ptx::syncthreads();
+    ptx::cp_async_wait<1>();
+    if (with_queries) ptx::syncthreads();
     else ptx::syncwarp();
   }
 };
@@ -124,13 +124,13 @@ struct EightBitKeyTiles {
   PT_DEVICE void await_keys(int, After after) {
     widen<T>(staged_k, k, key_scales, key_scale, f.p.head_dim);  // nobody reads K any more
     copy(staged_k, key_scale, f.p.k, f.p.key_scale, f.p.head_dim, after());
-    if (!PT_FAULT(no_barrier_after_keys_are_widened)) ptx::syncthreads();  // K is there, and nobody reads V any more
+    ptx::syncthreads();  // K is there, and nobody reads V any more
   }
   template <class After>
   PT_DEVICE void await_values(After after) {
     widen<V>(staged_v, v, value_scales, value_scale, f.p.value_dim);
     copy(staged_v, value_scale, f.p.v, f.p.value_scale, f.p.value_dim, after());
-    if (!PT_FAULT(no_barrier_after_values_are_widened)) ptx::syncthreads();  // V is there, and nobody reads K any more
+    ptx::syncthreads();  // V is there, and nobody reads K any more
   }
 
   template <int NB>
@@ -140,13 +140,13 @@ struct EightBitKeyTiles {
   // What a row does not see adds nothing, whatever its scale is.
   template <int NB>
   PT_DEVICE void scale_weights(float (&x)[NB][4], uint32_t visible) const {
-    if (!PT_FAULT(value_scales_forgotten)) times_scales(x, value_scales, PT_FAULT(scales_of_hidden_keys_multiplied) ? kAllBits : visible);
+    times_scales(x, value_scales, visible);
   }
 
   template <int DB, int NB>
   PT_DEVICE void add_values(float (&o)[DB][4], float (&x)[NB][4], int first, uint32_t columns) const {
     Products<V>::product(o, x, v, first, f.p.value_dim, columns);
-    if (std::is_same_v<T, V> || PT_FAULT(weights_of_float16_cut_short)) return;
+    if (std::is_same_v<T, V>) return;
     each<NB>([&](int n, int r, uint32_t) { x[n][r] -= ptx::bits_float(ptx::pack_bf16(0.0f, x[n][r]) & 0xffff0000u); });
     Products<V>::product(o, x, v, first, f.p.value_dim, columns);
   }
@@ -164,7 +164,7 @@ struct EightBitKeyTiles {
   }
   template <class E>
   PT_DEVICE void widen(SmemTile<K::head_dim> from, SmemTile<kRow> to, uint32_t scales, float scale, int columns) const {
-    if (!PT_FAULT(no_wait_for_eight_bits)) ptx::cp_async_wait<1>();  // but for the other's, which came after
+    ptx::cp_async_wait<1>();  // but for the other's, which came after
     widen_rows<E, Columns>(from, to, Products<uint8_t>::chunks(columns), f.p.eight_bits == EightBits::e4m3);
     if (const int row = int(threadIdx.x); row < Columns) ptx::st_shared_f32(scales + 4 * row, scale);
   }

@@ -55,12 +55,11 @@ struct Sm90BwdDbiasBlock {
   template <class F>
   PT_DEVICE void for_each_head(const DbiasPart& part, F f) const {
     const AttentionProblem& p = problem();
-    for (int b = part.of[0].lo; b < part.of[0].hi; b += PT_FAULT(one_sequence_for_all) ? 2 : 1)
-      for (int h = part.of[1].lo; h < part.of[1].hi; h += PT_FAULT(one_head_for_all) ? 2 : 1) {
+    for (int b = part.of[0].lo; b < part.of[0].hi; ++b)
+      for (int h = part.of[1].lo; h < part.of[1].hi; ++h) {
         const Work w(p, TilePlace{b * p.heads + h, part.of[2].lo});
-        const Range tiles{PT_FAULT(tiles_before_the_part) ? w.range.first : max(w.range.first, kSpan * part.of[3].lo),
-                          PT_FAULT(tiles_behind_the_part) ? w.range.last : min(w.range.last, kSpan * part.of[3].hi)};
-        if (PT_FAULT(tiles_that_nobody_sees_loaded_alone) || !tiles.empty()) f(w, tiles);
+        const Range tiles{max(w.range.first, kSpan * part.of[3].lo), min(w.range.last, kSpan * part.of[3].hi)};
+        if (!tiles.empty()) f(w, tiles);
       }
   }
 
@@ -72,10 +71,9 @@ struct Sm90BwdDbiasBlock {
       for_each_head(part(n), [&](const Work& w, const Range& tiles) {
         q.load(tile_iter, args.q, w.i0, w.h, w.b);
         for (int t = tiles.lo; t < tiles.hi; ++t, ++stream_iter) {
-          const auto head = [&] { return PT_FAULT(another_head_of_keys) ? 0 : w.h / p.group; };
-          k.load(stream_iter, args.k, w.origin + t * BN, head(), w.b);
+          k.load(stream_iter, args.k, w.origin + t * BN, w.h / p.group, w.b);
           if (t == tiles.lo) d_out.load(tile_iter++, args.d_out, w.i0, w.h, w.b);
-          v.load(stream_iter, args.v, w.origin + t * BN, head(), w.b);
+          v.load(stream_iter, args.v, w.origin + t * BN, w.h / p.group, w.b);
         }
       });
     });
@@ -95,14 +93,14 @@ struct Sm90BwdDbiasBlock {
           const int i = w.i0 + own_row(r);
           row_stats[r] = read_row_stats(args.f.b, row_stat_at(args.f.b.at, w.b, w.h, i), i < w.s.num_q);
         }
-        if (!PT_FAULT(queries_read_before_they_are_there)) q.consumer_wait(tile_iter);
-        if (!PT_FAULT(d_out_read_before_it_is_there)) d_out.consumer_wait(tile_iter);
+        q.consumer_wait(tile_iter);
+        d_out.consumer_wait(tile_iter);
         PT_NO_UNROLL
-        for (int t = kSpan * own.of[3].lo + (PT_FAULT(sums_go_round_the_wrong_way) ? 1 : 0); t < kSpan * own.of[3].hi; ++t) {
+        for (int t = kSpan * own.of[3].lo; t < kSpan * own.of[3].hi; ++t) {
           if (tiles.has(t)) add(w, row_stats, w.origin + t * BN, tile_iter, stream_iter++, sums[0]);
-          if (!PT_FAULT(sums_of_tiles_of_keys_mixed_up)) turn_around(sums);
+          turn_around(sums);
         }
-        if (!PT_FAULT(queries_not_given_back)) consumer_release_warpgroup(q, tile_iter);
+        consumer_release_warpgroup(q, tile_iter);
         consumer_release_warpgroup(d_out, tile_iter++);
       });
       store(n, sums);
@@ -127,9 +125,9 @@ struct Sm90BwdDbiasBlock {
   PT_DEVICE void add(const Work& w, const RowStats (&row_stats)[2], int first, int tile_iter, int stream_iter, float (&sum)[BN / 2]) const {
     const AttentionProblem& p = problem();
     float s[BN / 2], dp[BN / 2];
-    if (!PT_FAULT(keys_read_before_they_are_there)) k.consumer_wait(stream_iter);
+    k.consumer_wait(stream_iter);
     multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
-    if (!PT_FAULT(values_read_before_they_are_there)) v.consumer_wait(stream_iter);
+    v.consumer_wait(stream_iter);
     multiply_rows<T, D>(dp, own(d_out), tile_iter, v, stream_iter, false);
     const Place at = place_again(w.i0, first);
     const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
@@ -137,9 +135,8 @@ struct Sm90BwdDbiasBlock {
     found.load(w, first, true);
     Pairs<BN / 2> keep_mask;
     if (p.drop_threshold) keep_mask = kept_pairs<BN / 2, 4>(score_mod, at);
-    if (PT_FAULT(keys_given_back_too_early)) consumer_release_warpgroup(k, stream_iter);
-    if (!PT_FAULT(scores_read_in_flight)) ptx::wgmma_wait<1>();
-    if (!PT_FAULT(keys_given_back_too_early)) consumer_release_warpgroup(k, stream_iter);
+    ptx::wgmma_wait<1>();
+    consumer_release_warpgroup(k, stream_iter);
     in_pieces<Found::kPiece>(s, at, [&](float (&x)[Found::kPiece][4], const Place& place, int c) {
       float unused[Found::kPiece][4];
       score_mod.apply(x, unused, place, kAllColumns);
@@ -147,25 +144,16 @@ struct Sm90BwdDbiasBlock {
     });
     found.hide(s);
     // Weights, and -1 where a pair is hidden.
-    each_element(s, 0, [&](float& x, int r, int) {
-      const RowStats& of_row = row_stats[PT_FAULT(maximum_of_the_other_row) ? 1 - r : r];
-      const float log2_sum = PT_FAULT(the_log2_sum_forgotten) ? 0.0f : row_stats[r].log2_sum;
-      x = !PT_FAULT(hidden_pairs_keep_their_product) && x == minus_infinity() ? -1.0f : weight_of(x, of_row.row_max, log2_sum);
-    });
-    if (!PT_FAULT(dp_read_in_flight)) ptx::wgmma_wait<0>();
+    each_element(
+        s, 0, [&](float& x, int r, int) { x = x == minus_infinity() ? -1.0f : weight_of(x, row_stats[r].row_max, row_stats[r].log2_sum); });
+    ptx::wgmma_wait<0>();
     consumer_release_warpgroup(v, stream_iter);
     if (p.drop_threshold) {
       PT_UNROLL
-      for (int i = 0; i < BN / 2; ++i)
-        dp[i] = keep_mask.has(PT_FAULT(dropout_of_other_keys) ? i ^ 1 : i)
-                    ? dp[i] * (PT_FAULT(what_is_left_not_scaled) ? 1.0f : p.keep_scale)
-                    : 0.0f;
+      for (int i = 0; i < BN / 2; ++i) dp[i] = keep_mask.has(i) ? dp[i] * p.keep_scale : 0.0f;
     }
     PT_UNROLL
-    for (int i = 0; i < BN / 2; ++i)
-      sum[i] += !PT_FAULT(hidden_pairs_weigh_minus_1) && s[i] < 0.0f
-                    ? 0.0f
-                    : s[i] * (dp[i] - row_stats[PT_FAULT(delta_of_the_other_row) ? 0 : i / 2 % 2].delta);
+    for (int i = 0; i < BN / 2; ++i) sum[i] += s[i] < 0.0f ? 0.0f : s[i] * (dp[i] - row_stats[i / 2 % 2].delta);
   }
 
   PT_DEVICE void store(int n, const Sums& sums) const {
@@ -175,8 +163,8 @@ struct Sm90BwdDbiasBlock {
     const int key = key_origin(p) + own.of[3].lo * kSpan * BN + 2 * (lane_id() % 4);
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int i = own.of[2].lo * BM + own_row(PT_FAULT(gradients_of_other_rows) ? 1 - r : r);
-      if (!PT_FAULT(queries_that_are_not_there) && i >= p.num_queries) continue;
+      const int i = own.of[2].lo * BM + own_row(r);
+      if (i >= p.num_queries) continue;
       with_type(f.dtype, [&](auto t) {
         auto* const row = static_cast<decltype(t)*>(f.data) + own.at(f, i, 0);
         PT_UNROLL
@@ -184,13 +172,11 @@ struct Sm90BwdDbiasBlock {
           const float (&x)[BN / 2] = sums[c / BN];
           const int j = key + c, at = c % BN / 2 + 2 * r;
           if (f.pairs) {
-            const int swap = PT_FAULT(pairs_the_wrong_way_round) ? 1 : 0;
-            if (PT_FAULT(pairs_beyond_the_last_key) || uint32_t(j) < uint32_t(p.num_keys))
-              store_pair(row + j, x[at + swap], x[at + 1 - swap]);
+            if (uint32_t(j) < uint32_t(p.num_keys)) store_pair(row + j, x[at], x[at + 1]);
           } else {
             PT_UNROLL
             for (int e = 0; e < 2; ++e)
-              if (PT_FAULT(one_by_one_beyond_the_last_key) || uint32_t(j + e) < uint32_t(p.num_keys)) store_one(row + j + e, x[at + e]);
+              if (uint32_t(j + e) < uint32_t(p.num_keys)) store_one(row + j + e, x[at + e]);
           }
         }
       });

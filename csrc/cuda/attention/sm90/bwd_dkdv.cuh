@@ -56,7 +56,7 @@ struct Sm90BwdDkdvBlock {
     template <class F>
     PT_DEVICE void for_each_stream_iter(const AttentionProblem& p, F f) const {
       int t = begin();
-      for (int h = hk * p.group; h < (PT_FAULT(a_head_of_a_group_left_out) ? hk * p.group + 1 : (hk + 1) * p.group); ++h)
+      for (int h = hk * p.group; h < (hk + 1) * p.group; ++h)
         for (int left = range.count(); left > 0; --left, t = next(t)) f(h, t);
     }
 
@@ -68,7 +68,7 @@ struct Sm90BwdDkdvBlock {
   };
 
   // The lane's row r of the tile: consumers may share its 64.
-  static PT_DEVICE int key_row(int r) { return !PT_FAULT(the_second_consumers_keys) && kTile.split ? own_row(r) % 64 : own_row(r); }
+  static PT_DEVICE int key_row(int r) { return kTile.split ? own_row(r) % 64 : own_row(r); }
 
   PT_DEVICE void begin() const {
     args.prefetch();
@@ -122,26 +122,25 @@ struct Sm90BwdDkdvBlock {
     for_each_tile<kPersists>(args.order, block_number(), [&](int n) {
       const Work w(p, args.order, n);
       w.for_each_stream_iter(p, [&](int h, int t) {
-        if (!PT_FAULT(row_stats_written_while_they_are_read)) q.producer_acquire(stream_iter);
+        q.producer_acquire(stream_iter);
         PT_UNROLL
         for (int c = lane_id(); c < BN; c += 32) {
           const int i = t * BN + c;
           const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
           ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * c, K::has_score_mod ? row.row_max : in_base_2<T>(row.row_max));
-          const float delta = PT_FAULT(the_sign_of_delta) ? row.delta : -row.delta;
+          const float delta = -row.delta;
           ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (BN + c), K::has_score_mod ? delta * kWeightUnit<T> : delta);
           if constexpr (K::has_score_mod && K::elementwise_mask)
             ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (2 * BN + c), row.log2_sum - float(kWeightBits<T>));
         }
-        if (!PT_FAULT(row_stats_committed_too_early)) ptx::syncwarp();
-        if (!PT_FAULT(row_stats_not_committed) && lane_id() == 0) q.producer_commit(stream_iter);
+        ptx::syncwarp();
+        if (lane_id() == 0) q.producer_commit(stream_iter);
         ++stream_iter;
       });
     });
   }
   PT_DEVICE uint32_t row_stats_of(int stream_iter) const {
-    return row_stats +
-           uint32_t(PT_FAULT(the_row_stats_of_another_stage) ? 0 : stream_iter % (kTile.stages + K::more_queries) * kRowStatsBytes);
+    return row_stats + uint32_t(stream_iter % (kTile.stages + K::more_queries) * kRowStatsBytes);
   }
 
   PT_DEVICE uint32_t own_row_stats(int stream_iter) const { return row_stats_of(stream_iter) + 4 * 2 * (lane_id() % 4); }
@@ -160,7 +159,7 @@ struct Sm90BwdDkdvBlock {
 
   // dP of what dropout leaves, and less D, which without dropout is there before dP is added.
   PT_DEVICE void take_dropout(float (&dp)[BN / 2], const Pairs<BN / 2>& keep_mask, int stream_iter) const {
-    if (!PT_FAULT(dp_of_dropped_weights_by_bits_in_dkdv)) drop(dp, keep_mask, args.g.p.keep_scale);
+    drop(dp, keep_mask, args.g.p.keep_scale);
     each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x += delta; });
   }
 
@@ -182,12 +181,12 @@ struct Sm90BwdDkdvBlock {
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group;
       for (int stream_iters = w.range.count() * p.group; stream_iters > 0; --stream_iters, ++stream_iter) {
-        if (!PT_FAULT(another_heads_slope) && (K::has_score_mod || K::drops_by_bits) && t == first) ++h;
-        t = t == first ? last - 1 : PT_FAULT(tiles_from_the_first_on) ? first : t - 1;
+        if ((K::has_score_mod || K::drops_by_bits) && t == first) ++h;
+        t = t == first ? last - 1 : t - 1;
         if (clear) {
           const Range keep = once_more().rows_to_keep(p);
-          if (!PT_FAULT(queries_that_see_nothing_kept)) clear_rows<kConsumers>(q, stream_iter, t * BN, keep);
-          if (!PT_FAULT(gradients_that_see_nothing_kept)) clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
+          clear_rows<kConsumers>(q, stream_iter, t * BN, keep);
+          clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
         }
         const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
         const bool hides = K::elementwise_mask || cut;  // with an elementwise mask any tile may
@@ -230,7 +229,7 @@ struct Sm90BwdDkdvBlock {
             visible = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return within<kPiece>(place, bounds); });
           }
           if (p.drop_threshold) keep_mask = kept_pairs<BN / 2, kPiece>(score_mod, at);
-          if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
+          ptx::wgmma_wait<1>();
           in_pieces<kPiece>(s, at, [&](float (&x)[kPiece][4], const Place& place, int c) {
             float slope[kPiece][4];
             score_mod.apply(x, slope, place, kAllColumns);
@@ -238,13 +237,12 @@ struct Sm90BwdDkdvBlock {
             PT_UNROLL
             for (int n = 0; n < kPiece; ++n) {
               float row_max[2];
-              ptx::ld_shared_v2_f32(row_stats_at + 32 * (PT_FAULT(maxima_of_the_first_columns) ? n : c + n), row_max[0], row_max[1]);
+              ptx::ld_shared_v2_f32(row_stats_at + 32 * (c + n), row_max[0], row_max[1]);
               if constexpr (K::elementwise_mask) {
                 float log2_sum[2];
                 ptx::ld_shared_v2_f32(row_stats_at + 8 * BN + 32 * (c + n), log2_sum[0], log2_sum[1]);
                 PT_UNROLL
-                for (int r = 0; r < 4; ++r)
-                  x[n][r] = weight_of(x[n][r], row_max[r % 2], PT_FAULT(the_log2_sum_forgotten_in_dkdv) ? 0.0f : log2_sum[r % 2]);
+                for (int r = 0; r < 4; ++r) x[n][r] = weight_of(x[n][r], row_max[r % 2], log2_sum[r % 2]);
               } else {
                 PT_UNROLL
                 for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], row_max[r % 2]);
@@ -255,32 +253,26 @@ struct Sm90BwdDkdvBlock {
               each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
             }
             // P times softcap's slope, which dS is made from, and P as dropout leaves it.
-            if (p.softcap != 0.0f)
-              each<kPiece>([&](int n, int r, uint32_t) {
-                slope[n][r] = (PT_FAULT(softcap_slope_forgotten_in_dkdv) ? 1.0f : slope[n][r]) * x[n][r];
-              });
+            if (p.softcap != 0.0f) each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
             else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
             pack_piece<T>(ds[c / kPiece], slope);
-            if (p.drop_threshold)
-              each<kPiece>([&](int n, int r, uint32_t) {
-                x[n][r] = PT_FAULT(dropped_weights_kept_in_dkdv) || keep_mask.has(4 * (c + n) + r) ? x[n][r] : 0.0f;
-              });
+            if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = keep_mask.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
             pack_piece<T>(weights[c / kPiece], x);
           });
           ptx::wgmma_wait<0>();
-          if (p.drop_threshold && !PT_FAULT(dp_of_dropped_weights_in_dkdv)) drop(dp, keep_mask, p.keep_scale);
+          if (p.drop_threshold) drop(dp, keep_mask, p.keep_scale);
           each_row_stat(dp, row_stats_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
           if (hides) keep_visible(dp, visible.opaque());
           pack_gradients<T>(ds, ds, dp);
         } else {
           [[maybe_unused]] VisiblePairs<BN> visible;
           if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
-          if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
+          ptx::wgmma_wait<1>();
           each_row_stat(s, own_row_stats(stream_iter),
                         [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
           if constexpr (!K::elementwise_mask) {
-            if (!PT_FAULT(scores_not_hidden)) hide(s);
-          } else if (!PT_FAULT(scores_not_hidden_by_bits_in_dkdv)) {
+            hide(s);
+          } else {
             keep_visible(s, visible.opaque());
           }
           pack_recomputed<T>(weights, s);
@@ -297,17 +289,17 @@ struct Sm90BwdDkdvBlock {
           }
           if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
           pack_gradients<T>(ds, weights, dp);
-          if (drops && !PT_FAULT(dropped_weights_kept_by_bits_in_dkdv)) drop_packed(weights, keep_mask);
+          if (drops) drop_packed(weights, keep_mask);
         }
         multiply_weights<T>(dv, weights, d_out, stream_iter);
         multiply_weights<T>(dk, ds, q, stream_iter);
-        if (!PT_FAULT(products_not_awaited)) ptx::wgmma_wait<0>();
+        ptx::wgmma_wait<0>();
         // A lane speaks for its warp's loads of row stats too.
-        if (!PT_FAULT(row_stats_released_too_early)) ptx::syncwarp();
+        ptx::syncwarp();
         if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
       }
       if (t != last) {
-        if (!PT_FAULT(keys_kept_for_the_next_tile)) consumer_release_warpgroup(k, tile_iter);
+        consumer_release_warpgroup(k, tile_iter);
         consumer_release_warpgroup(v, tile_iter++);
       }
       finish(n, dk, dv);
@@ -325,18 +317,14 @@ struct Sm90BwdDkdvBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int j = w.j0 + key_row(r);
-      const bool nobody = (PT_FAULT(results_of_hidden_keys) ? w.own_bounds(p, r) : w.bounds(p, j)).empty();
-      dk_factor[r] = nobody ? 0.0f : PT_FAULT(the_scale_of_d_key) ? 1.0f : p.scale;
-      const float weight_unit = PT_FAULT(the_unit_of_d_value_weights) ? 1.0f : kWeightUnit<T>;
-      dv_factor[r] = nobody ? 0.0f : !PT_FAULT(kept_values_of_d_value_not_scaled) ? p.keep_scale * weight_unit : weight_unit;
+      const bool nobody = w.bounds(p, j).empty();
+      dk_factor[r] = nobody ? 0.0f : p.scale;
+      dv_factor[r] = nobody ? 0.0f : p.keep_scale * kWeightUnit<T>;
       index[r] = (!K::has_score_mod || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
     if constexpr (K::elementwise_mask) {
-      const bool unflagged = PT_FAULT(no_flag_set_in_dkdv) || (PT_FAULT(no_flag_set_in_dkdv_hdim256) && D == 256);
-      const int head = PT_FAULT(the_flag_of_another_head_in_dkdv) ? 0 : w.hk;
-      const int first = PT_FAULT(the_flag_of_the_first_keys) ? 0 : w.j0 - Work::first_key(p);
-      if (!unflagged && ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor))))
-        flag_nonfinite(g.recompute, int64_t(w.b) * (p.heads / p.group) + head, first);
+      if ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor)))
+        flag_nonfinite(g.recompute, int64_t(w.b) * (p.heads / p.group) + w.hk, w.j0 - Work::first_key(p));
     }
     if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
     if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);

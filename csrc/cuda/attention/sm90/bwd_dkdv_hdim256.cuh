@@ -34,21 +34,19 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
 
   PT_DEVICE void consume() const {
     if (consumer() == 0) sum<false>(k, q, d_out);
-    else sum<true>(v, d_out, PT_FAULT(d_key_from_the_gradients_of_outputs) ? d_out : q);
+    else sum<true>(v, d_out, q);
   }
 
   // As consumer_release_warp.
   template <class R>
   static PT_DEVICE void consumer_release(const R& ring, int stream_iter) {
-    if (!PT_FAULT(hdim256_rows_released_too_early)) ptx::syncwarp();
+    ptx::syncwarp();
     if (lane_id() == 0) ring.consumer_release(stream_iter);
   }
 
   // Where this thread, or in the other consumer the one like it, has operand i.
   PT_DEVICE uint32_t place(int stream_iter, int i) const {
-    const int thread = ptx::opaque(int(threadIdx.x)) % 128, step = PT_FAULT(weights_of_the_first_sixteen_queries) && consumer() ? 0 : i;
-    const int other = PT_FAULT(another_threads_weights) ? consumer() : 0;
-    return exchange.buffer(PT_FAULT(weights_in_one_buffer) ? 0 : stream_iter) + uint32_t(step * 128 + (thread ^ other)) * 16;
+    return exchange.buffer(stream_iter) + uint32_t(i * 128 + ptx::opaque(int(threadIdx.x)) % 128) * 16;
   }
 
   PT_DEVICE void store(int stream_iter, int i, const uint32_t (&w)[4]) const {
@@ -56,13 +54,12 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
                           ptx::bits_float(w[3]));
   }
   PT_DEVICE void producer_commit(int stream_iter) const {
-    if (!PT_FAULT(weights_committed_too_early)) ptx::syncwarp();
+    ptx::syncwarp();
     if (lane_id() == 0) exchange.producer_commit(stream_iter);
   }
   PT_DEVICE void send(int stream_iter, const float (&x)[BN / 2]) const {
     uint32_t weights[kSteps][4];
-    if (PT_FAULT(weights_beyond_float16_hdim256)) pack_weights<T>(weights, x);
-    else pack_recomputed<T>(weights, x);
+    pack_recomputed<T>(weights, x);
     PT_UNROLL
     for (int i = 0; i < kSteps; ++i) store(stream_iter, i, weights[i]);
     producer_commit(stream_iter);
@@ -70,14 +67,12 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
 
   // x becomes P x.
   PT_DEVICE void multiply_received(int stream_iter, float (&x)[BN / 2]) const {
-    if (!PT_FAULT(weights_not_awaited))
-      exchange.consumer_wait(PT_FAULT(the_phase_of_weights_flipped) ? stream_iter + kTile.stages : stream_iter);
+    exchange.consumer_wait(stream_iter);
     PT_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       const ptx::Words4 weights = ptx::ld_shared_v4(place(stream_iter, i));
       PT_UNROLL
-      for (int e = 0; e < 8; ++e)
-        x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (PT_FAULT(half_of_the_weights_twice) ? 0 : e % 2))});
+      for (int e = 0; e < 8; ++e) x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (e % 2))});
     }
   }
 
@@ -86,9 +81,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     Pairs<BN / 2> visible, keep_mask;
   };
   // The lane's first element of the tile of queries from i0 on.
-  static PT_DEVICE Place at(const Work& w, int i0) {
-    return place_again(PT_FAULT(hdim256_score_mod_of_the_other_consumers_keys) ? w.j0 : w.j0 - consumer() * 64, i0);
-  }
+  static PT_DEVICE Place at(const Work& w, int i0) { return place_again(w.j0 - consumer() * 64, i0); }
   template <class F>
   PT_DEVICE Bits decide(const Work& w, int h, int i0, bool cut, F once_more) const {
     const AttentionProblem& p = args.g.p;
@@ -121,19 +114,11 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         PT_UNROLL
         for (int r = 0; r < 4; ++r) s[n][r] = weight_of<T>(s[n][r], row_max[r % 2]);
       }
-      if (cut)
-        each<kPiece>([&](int n, int r, uint32_t) {
-          s[n][r] = PT_FAULT(hdim256_score_mod_of_hidden_pairs) || bits.visible.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
-        });
-      each<kPiece>([&](int n, int r, uint32_t) {
-        slope[n][r] = !PT_FAULT(hdim256_slopes_forgotten) && p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r];
-      });
+      if (cut) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.visible.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
+      each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r]; });
       pack_piece<T>(words, slope);
       store(stream_iter, c / kPiece, words);
-      if (p.drop_threshold)
-        each<kPiece>([&](int n, int r, uint32_t) {
-          s[n][r] = PT_FAULT(hdim256_dropped_weights_kept) || bits.keep_mask.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
-        });
+      if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.keep_mask.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
     });
   }
 
@@ -142,7 +127,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     const AttentionProblem& p = args.g.p;
     if (p.drop_threshold) {
       PT_UNROLL
-      for (int i = 0; i < BN / 2; ++i) x[i] = PT_FAULT(hdim256_dp_of_dropped_weights) || bits.keep_mask.has(i) ? x[i] * p.keep_scale : 0.0f;
+      for (int i = 0; i < BN / 2; ++i) x[i] = bits.keep_mask.has(i) ? x[i] * p.keep_scale : 0.0f;
     }
     each_row_stat(x, own_row_stats(stream_iter) + 4 * BN, [](float& e, float delta) { e = less_delta<T>(e, -delta); });
     if (cut) keep_visible(x, bits.visible);
@@ -169,11 +154,11 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group - 1;
       const auto start = [&] {
-        if (K::has_score_mod && ((!PT_FAULT(another_heads_slope_hdim256) && t == first) || t == last)) ++h;
+        if (K::has_score_mod && (t == first || t == last)) ++h;
         t = t == first ? last - 1 : t - 1;
         if (clear) {
           const Range keep = once_more().rows_to_keep(p);
-          if (!PT_FAULT(hdim256_queries_that_see_nothing_kept)) clear_rows<kConsumers>(q, stream_iter, t * BN, keep);
+          clear_rows<kConsumers>(q, stream_iter, t * BN, keep);
           clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
         }
         left.consumer_wait(stream_iter);
@@ -198,21 +183,18 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         if constexpr (OfKeys) {
           consumer_release(left, stream_iter);
           right.consumer_wait(stream_iter);
-          each_row_stat(x, own_row_stats(stream_iter) + 4 * BN,
-                        [](float& e, float delta) { e = (e + (PT_FAULT(delta_of_wide_heads_forgotten) ? 0.0f : delta)) * kWeightUnit<T>; });
+          each_row_stat(x, own_row_stats(stream_iter) + 4 * BN, [](float& e, float delta) { e = (e + delta) * kWeightUnit<T>; });
           multiply_received(stream_iter, x);
         } else {
           each_row_stat(x, own_row_stats(stream_iter),
                         [&](float& e, float row_max) { e = ptx::exp2(ptx::fma_rn(e, scale_log2, -row_max)); });
         }
         if constexpr (K::elementwise_mask) {
-          if (!PT_FAULT(hdim256_scores_not_hidden_by_bits))
-            keep_visible(x, mask_loader.visible(stream_iter).opaque());  // bounds are among the bits
+          keep_visible(x, mask_loader.visible(stream_iter).opaque());  // bounds are among the bits
         } else if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work fresh = once_more();
           const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
-          each_element(x, t * BN,
-                       [&](float& e, int r, int column) { e = PT_FAULT(hdim256_scores_not_hidden) || bounds[r].has(column) ? e : 0.0f; });
+          each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         }
         if constexpr (!OfKeys) {
           consumer_release(left, stream_iter);
@@ -245,11 +227,10 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
           start();
           right.consumer_wait(stream_iter - 1);
           multiply_weights<T>(sums, weights, right, stream_iter - 1);
-          if (!PT_FAULT(scores_of_wide_heads_not_awaited)) ptx::wgmma_wait<1>();
+          ptx::wgmma_wait<1>();
           weigh();
-          if (PT_FAULT(hdim256_rows_released_under_their_product)) consumer_release(right, stream_iter - 1);
           ptx::wgmma_wait<0>();
-          if (!PT_FAULT(hdim256_rows_released_under_their_product)) consumer_release(right, stream_iter - 1);
+          consumer_release(right, stream_iter - 1);
           take();
         }
         right.consumer_wait(stream_iter);
@@ -259,7 +240,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         consumer_release_warpgroup(k, tile_iter);
         consumer_release_warpgroup(v, tile_iter++);
       }
-      Dkdv::finish(n, sums, sums, OfKeys != PT_FAULT(results_exchanged), OfKeys == PT_FAULT(results_exchanged));
+      Dkdv::finish(n, sums, sums, OfKeys, !OfKeys);
     });
   }
 

@@ -81,16 +81,13 @@ struct Sm90BwdDqBlock {
   // Kept in registers from iteration to iteration, descriptors of all steps of wide heads would not leave enough, nor with an elementwise
   // mask.
   static PT_DEVICE RingOwn own(const RingOwn& ring) {
-    return D > 128 || K::elementwise_mask
-               ? RingOwn(
-                     uint32_t(ptx::opaque(int(ring.buffer(0) + (PT_FAULT(the_other_panel_of_wide_queries) ? RingOwn::kPanelBytes : 0)))), 0)
-               : ring;
+    return D > 128 || K::elementwise_mask ? RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring;
   }
 
   // With an elementwise mask a lane speaks for its warp's loads too.
   PT_DEVICE void release_keys(int stream_iter) const {
     if constexpr (kWithKeys) {
-      if (!PT_FAULT(keys_released_before_bits_are_read)) ptx::syncwarp();
+      ptx::syncwarp();
       if (lane_id() == 0) k.consumer_release(stream_iter);
     } else {
       consumer_release_warpgroup(k, stream_iter);
@@ -98,7 +95,7 @@ struct Sm90BwdDqBlock {
   }
   PT_DEVICE void release_values(int stream_iter) const {
     if constexpr (kWithValues) {
-      if (!PT_FAULT(values_released_before_bits_are_read)) ptx::syncwarp();
+      ptx::syncwarp();
       if (lane_id() == 0) v.consumer_release(stream_iter);
     } else {
       consumer_release_warpgroup(v, stream_iter);
@@ -115,7 +112,7 @@ struct Sm90BwdDqBlock {
       const Range keep = w.rows_to_keep(p);
       Range whole = w.whole(p);
       // Sums of dS must not take in rows behind the last query.
-      if (!PT_FAULT(sums_of_rows_behind_the_last_query) && K::has_score_mod && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
+      if (K::has_score_mod && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
       // Keys between the bounds that padding hides, as in forward; but there are no registers to clear their rows: what met
       // NaN is recomputed.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
@@ -138,7 +135,7 @@ struct Sm90BwdDqBlock {
       for (int i = 0; i < D / 2; ++i) dq[i] = 0.0f;
 
       const auto start = [&](int first) {
-        if (!PT_FAULT(keys_that_nobody_sees_kept)) clear_rows<kConsumers>(k, stream_iter, first, keep);
+        clear_rows<kConsumers>(k, stream_iter, first, keep);
         k.consumer_wait(stream_iter);
         multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
         v.consumer_wait(stream_iter);
@@ -150,7 +147,7 @@ struct Sm90BwdDqBlock {
         const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         if constexpr (!K::elementwise_mask) {
-          if (!PT_FAULT(padding_gaps_visible_in_dq) && padding_gaps) hide_keys(x, first, key_padding_bitmap(), 0.0f);
+          if (padding_gaps) hide_keys(x, first, key_padding_bitmap(), 0.0f);
         }
       };
       // With an elementwise mask any tile may hide pairs.
@@ -163,9 +160,7 @@ struct Sm90BwdDqBlock {
             if (cut(first)) {
               const Range bounds[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))};
               visible = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) {
-                return within<4>(place, bounds) & (!PT_FAULT(padding_gaps_visible_with_score_mod_in_dq) && padding_gaps
-                                                       ? visible_columns<4>(place, key_padding_bitmap())
-                                                       : kAllColumns);
+                return within<4>(place, bounds) & (padding_gaps ? visible_columns<4>(place, key_padding_bitmap()) : kAllColumns);
               });
             }
           if (p.drop_threshold) {
@@ -183,9 +178,7 @@ struct Sm90BwdDqBlock {
             score_mod.apply(x, slope, place, kAllColumns);
             if constexpr (K::elementwise_mask) {
               mask_loader.add(p, x, stream_iter, c, visible);
-              each<kPiece>([&](int n, int r, uint32_t) {
-                x[n][r] = weight_of(x[n][r], row_max[r / 2], PT_FAULT(the_log2_sum_forgotten_in_dq) ? 0.0f : log2_sum[r / 2]);
-              });
+              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of(x[n][r], row_max[r / 2], log2_sum[r / 2]); });
             } else {
               each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of<T>(x[n][r], row_max[r / 2]); });
             }
@@ -199,7 +192,7 @@ struct Sm90BwdDqBlock {
         } else {
           each_element(s, 0, [&](float& x, int r, int) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max[r])); });
           if constexpr (!K::elementwise_mask) hide(s, first);
-          else if (!PT_FAULT(scores_not_hidden_by_bits_in_dq)) keep_visible(s, visible.opaque());
+          else keep_visible(s, visible.opaque());
           pack_recomputed<T>(weights, s);
           if (K::drops_by_bits && p.keep_bits.queries.data)  // not earlier: the scores' registers are free now
             keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h), place_again(w.i0, first));
@@ -207,28 +200,26 @@ struct Sm90BwdDqBlock {
       };
       const auto differentiate = [&](int first) {
         if constexpr (K::has_score_mod) {
-          if (p.drop_threshold && !PT_FAULT(dp_of_dropped_weights_in_dq)) drop(dp, keep_mask, p.keep_scale);
-          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_in_dq) ? 0.0f : delta[r]); });
-          if (!PT_FAULT(hidden_dp_kept_in_dq) && hides(first)) keep_visible(dp, visible.opaque());
+          if (p.drop_threshold) drop(dp, keep_mask, p.keep_scale);
+          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
+          if (hides(first)) keep_visible(dp, visible.opaque());
           PT_UNROLL
           for (int i = 0; i < BN / 2; ++i) dp[i] *= ptx::widen(T{uint16_t(weights[i / 8][i / 2 % 4] >> 16 * (i % 2))});
-          const auto slope = [&] {
-            PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) dp[i] *= PT_FAULT(softcap_slope_forgotten_in_dq) ? 1.0f : s[i];
-          };
-          if (PT_FAULT(sums_of_ds_after_softcap_slope) && p.softcap != 0.0f) slope();
           gradients.add(g, dp, w, first - w.i0 - consumer() * 64 - w.s.diagonal_offset);
-          if (p.softcap != 0.0f) slope();
+          if (p.softcap != 0.0f) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) dp[i] *= s[i];
+          }
           pack_weights<T>(weights, dp);
         } else {
-          const bool drops = K::drops_by_bits && p.keep_bits.queries.data && !PT_FAULT(dp_of_dropped_weights_by_bits_in_dq);
+          const bool drops = K::drops_by_bits && p.keep_bits.queries.data;
           if (drops) drop(dp, keep_mask, p.keep_scale);
-          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_in_dq) ? 0.0f : delta[r]); });
+          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
           if constexpr (K::elementwise_mask) {
             if (cut(first)) keep_visible(dp, visible.opaque());
           } else {
-            if (!PT_FAULT(dp_not_hidden)) hide(dp, first);
+            hide(dp, first);
           }
           pack_gradients<T>(weights, weights, dp);
         }
@@ -237,10 +228,10 @@ struct Sm90BwdDqBlock {
       if (w.range.count() > 0) {
         int first = w.origin + (w.range.last - 1) * BN;
         q.consumer_wait(tile_iter);
-        if (!PT_FAULT(gradients_of_outputs_not_awaited)) d_out.consumer_wait(tile_iter);
+        d_out.consumer_wait(tile_iter);
         start(first);
         decide(first);
-        if (!PT_FAULT(scores_not_awaited_in_dq)) ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<1>();
         weigh(first);
         ptx::wgmma_wait<0>();
         release_values(stream_iter);
@@ -250,9 +241,8 @@ struct Sm90BwdDqBlock {
           first -= BN;
           start(first);
           decide(first);
-          if (PT_FAULT(keys_released_too_early)) release_keys(stream_iter - 1);
           ptx::wgmma_wait<1>();
-          if (!PT_FAULT(keys_released_too_early)) release_keys(stream_iter - 1);
+          release_keys(stream_iter - 1);
           weigh(first);
           ptx::wgmma_wait<0>();
           release_values(stream_iter);
@@ -261,9 +251,8 @@ struct Sm90BwdDqBlock {
         consumer_release_warpgroup(q, tile_iter);
         consumer_release_warpgroup(d_out, tile_iter++);
         multiply_weights<T>(dq, weights, k, stream_iter);
-        if (PT_FAULT(keys_released_too_early_at_the_end)) release_keys(stream_iter);
         ptx::wgmma_wait<0>();
-        if (!PT_FAULT(keys_released_too_early_at_the_end)) release_keys(stream_iter);
+        release_keys(stream_iter);
         ++stream_iter;
       }
       if constexpr (K::has_score_mod) gradients.finish(g, w);
@@ -281,12 +270,10 @@ struct Sm90BwdDqBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = w.i0 + own_row(r);
-      factor[r] = w.own_bounds(p, r).empty() ? 0.0f : PT_FAULT(the_scale_of_d_query) ? 1.0f : p.scale;
+      factor[r] = w.own_bounds(p, r).empty() ? 0.0f : p.scale;
       index[r] = i < written ? w.s.row_q + i : -1;
     }
-    const bool unflagged = PT_FAULT(no_flag_set_in_dq) || (PT_FAULT(no_flag_set_for_padding_gaps) && !K::elementwise_mask);
-    if (args.g.recompute.flags && !unflagged && not_finite(dq, factor))
-      flag_nonfinite(args.g.recompute, int64_t(w.b) * p.heads + (PT_FAULT(the_flag_of_another_head_in_dq) ? 0 : w.h), w.i0);
+    if (args.g.recompute.flags && not_finite(dq, factor)) flag_nonfinite(args.g.recompute, int64_t(w.b) * p.heads + w.h, w.i0);
     store_wide<T>(args.g.dq, w.b, w.h, dq, factor, index);
   }
 

@@ -26,7 +26,7 @@ template <int D>
 PT_DEVICE int64_t number_of_tile(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
   constexpr int kRows = sm90_fused_tile(D).streamed;
   const int64_t first = g.p.cu_queries ? h * g.dq_accum_tiles + s.row_q / kRows + b : (int64_t(b) * g.p.heads + h) * g.dq_accum_tiles;
-  return first + (PT_FAULT(added_to_another_tile) ? 0 : tile);
+  return first + tile;
 }
 // Where its sums begin. A tile is pieces of 64 queries, each as 128 threads have it in registers: their first four elements one thread
 // after the other, then their next four.
@@ -60,8 +60,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void begin() const {
     Dkdv::begin();
     for (int c = 0; c < kConsumers; ++c) part_of(c).init(4, 1, "part_full", "part_empty");
-    if constexpr (K::in_order)
-      ptx::st_shared_u32(Dkdv::ticket, PT_FAULT(blocks_numbered_by_the_grid) ? blockIdx.x : ptx::atomic_add_u32(turns, 1));
+    if constexpr (K::in_order) ptx::st_shared_u32(Dkdv::ticket, ptx::atomic_add_u32(turns, 1));
   }
 
   PT_DEVICE void produce() const {
@@ -84,16 +83,16 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       float* const sums = dq_accum<D>(args.g, tile) + consumer * kPart;
       uint32_t* const turn = turns + 1 + tile * kConsumers + consumer;
       // The tiles of keys that these queries see are neighbours: so many come before this one.
-      const int before = w.j0 / BM - (PT_FAULT(turns_from_the_first_key_on) ? 0 : w.s.keys_of(p, t * BN).lo / BM);
-      if (K::in_order && !PT_FAULT(a_turn_not_awaited)) ptx::acquire_equal_u32(turn, uint32_t(before));
-      if (!PT_FAULT(a_part_not_awaited)) part.consumer_wait(stream_iter);
+      const int before = w.j0 / BM - w.s.keys_of(p, t * BN).lo / BM;
+      if (K::in_order) ptx::acquire_equal_u32(turn, uint32_t(before));
+      part.consumer_wait(stream_iter);
       if (K::in_order && before == 0) ptx::bulk_store(sums, part.buffer(stream_iter), kPart * 4);
       else ptx::bulk_reduce_add_f32(sums, part.buffer(stream_iter), kPart * 4);
       ptx::bulk_commit();
-      if (!PT_FAULT(a_part_added_before_it_is_read)) ptx::bulk_wait_read<0>();
+      ptx::bulk_wait_read<0>();
       part.consumer_release(stream_iter++);
       if constexpr (K::in_order) {
-        if (!PT_FAULT(a_turn_ended_before_it_has_added)) ptx::bulk_wait<0>();
+        ptx::bulk_wait<0>();
         ptx::release_add_u32(turn, 1);
       }
     });
@@ -110,10 +109,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo), note(own[1].hi));
     // Keys that are not there, or hidden, would weigh something too, and dS K adds them up.
     const int first = w.j0 + consumer() * 64;
-    const bool begun = PT_FAULT(keys_before_the_first_weigh_something) || first >= w.s.first_k;
-    const bool there = PT_FAULT(keys_that_are_not_there_weigh_something) || first + 64 <= w.s.num_k,
-               padding_gaps = !PT_FAULT(tiles_with_padding_gaps_taken_whole_unordered) && w.s.padding_gaps;
-    const Range whole = begun && there && !padding_gaps ? w.whole(p) : Range{0, 0};
+    const bool there = first >= w.s.first_k && first + 64 <= w.s.num_k;
+    const Range whole = there && !w.s.padding_gaps ? w.whole(p) : Range{0, 0};
     ptx::st_shared_v4_f32(notes_of_thread() + 16, note(keep.lo), note(keep.hi), note(whole.lo), note(whole.hi));
     ptx::st_shared_v4_f32(notes_of_thread() + 32, note(w.range.first), note(w.range.last), note(w.range.count() * p.group), 0.0f);
   }
@@ -125,24 +122,19 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void store_gradients(int stream_iter, const uint32_t (&ds)[BN / 16][4]) const {
     const int thread = ptx::opaque(int(threadIdx.x)) - 128;
     const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
-    const uint32_t at = gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : stream_iter) +
-                        (PT_FAULT(ds_not_swizzled) ? row * 128 + chunk * 16 : swizzle128(row, chunk));
+    const uint32_t at = gradients.buffer(stream_iter) + swizzle128(row, chunk);
     PT_UNROLL
-    for (int i = 0; i < BN / 16; ++i)
-      ptx::stmatrix_x4((at ^ i % 4 * 32) + (PT_FAULT(ds_second_panel) ? 0 : i / 4 * RingGradients::kPanelBytes), ds[i]);
-    if (!PT_FAULT(ds_without_a_fence)) ptx::fence_proxy_async();
+    for (int i = 0; i < BN / 16; ++i) ptx::stmatrix_x4((at ^ i % 4 * 32) + i / 4 * RingGradients::kPanelBytes, ds[i]);
+    ptx::fence_proxy_async();
   }
 
   // This consumer's part of dS K, once both have stored their dS. Two buffers of that make one barrier enough: who stores again has passed
   // the barrier that the other reaches after the product before. Rows of both operands are keys, so that both are read across them.
   PT_DEVICE void multiply_part(float (&x)[kPart / 128], int stream_iter, const RingOwn& k) const {
     static_assert(conforms(product_of_tiles(64, true, true)));
-    if (!PT_FAULT(ds_of_the_other_consumer_not_awaited)) ptx::bar_sync(kStored, 128 * kConsumers);
-    const uint64_t a =
-        swizzled(ptx::uniform(gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : stream_iter) +
-                              (!PT_FAULT(the_first_queries_twice) && D == 64 ? consumer() * RingGradients::kPanelBytes : 0)));
-    const uint64_t b =
-        swizzled(ptx::uniform(k.buffer(0) + (PT_FAULT(the_first_columns_twice) || D == 64 ? 0 : consumer() * RingOwn::kPanelBytes)));
+    ptx::bar_sync(kStored, 128 * kConsumers);
+    const uint64_t a = swizzled(ptx::uniform(gradients.buffer(stream_iter) + (D == 64 ? consumer() * RingGradients::kPanelBytes : 0)));
+    const uint64_t b = swizzled(ptx::uniform(k.buffer(0) + (D == 64 ? 0 : consumer() * RingOwn::kPanelBytes)));
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < BM / 16; ++i)
@@ -157,8 +149,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     PT_UNROLL
     for (int j = 0; j < kPart / 512; ++j)
       ptx::st_shared_v4_f32(part.buffer(stream_iter) + (j * 128 + thread % 128) * 16, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-    if (!PT_FAULT(a_part_without_a_fence)) ptx::fence_proxy_async();
-    if (!PT_FAULT(a_part_committed_too_early)) ptx::syncwarp();
+    ptx::fence_proxy_async();
+    ptx::syncwarp();
     if (lane_id() == 0) part.producer_commit(stream_iter);
   }
 
@@ -185,41 +177,37 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       if (cut) {
         // A tile that is whole has no such rows, for either consumer.
         clear_rows<kConsumers>(q, stream_iter, t * BN, noted(2));
-        if (!PT_FAULT(gradients_that_see_nothing_kept_unordered)) clear_rows<kConsumers>(d_out, stream_iter, t * BN, noted(2));
+        clear_rows<kConsumers>(d_out, stream_iter, t * BN, noted(2));
       }
       q.consumer_wait(stream_iter);
       multiply_rows<T, D>(s, own_k, 0, q, stream_iter, false);
       if (!first) multiply_part(part, stream_iter - 1, own_k);
-      if (!PT_FAULT(scores_not_awaited_unordered)) ptx::wgmma_wait<first ? 0 : 1>();
+      ptx::wgmma_wait<first ? 0 : 1>();
       each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
       if (cut) {
         PT_UNROLL
         for (int row = 0; row < 2; ++row) {
           const Range bounds = noted(row);
-          each_element(s, t * BN, [&](float& e, int r, int column) {
-            e = PT_FAULT(scores_not_hidden_unordered) || r != row || bounds.has(column) ? e : 0.0f;
-          });
+          each_element(s, t * BN, [&](float& e, int r, int column) { e = r != row || bounds.has(column) ? e : 0.0f; });
         }
       }
       // dS is made from P while P is an operand, which nobody else may touch: from a copy.
       uint32_t weights[BN / 16][4], ds[BN / 16][4];
-      if (PT_FAULT(weights_beyond_float16_unordered)) pack_weights<T>(weights, s);
-      else pack_recomputed<T>(weights, s);
+      pack_recomputed<T>(weights, s);
       PT_UNROLL
       for (int i = 0; i < BN / 4; ++i) {
         ds[i / 4][i % 4] = weights[i / 4][i % 4];
         ptx::fence_operand(ds[i / 4][i % 4]);
       }
-      if (!PT_FAULT(part_not_awaited_before_it_is_handed_over)) ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<0>();
       d_out.consumer_wait(stream_iter);
-      if (!PT_FAULT(a_part_stored_over_the_one_before) && !first) part_of(consumer()).producer_acquire(stream_iter - 1);
+      if (!first) part_of(consumer()).producer_acquire(stream_iter - 1);
       if (!first && !kUnderProducts) hand_over(stream_iter - 1, part);
       multiply_rows<T, D>(s, own_v, 0, d_out, stream_iter, false);
       multiply_weights<T>(dv, weights, d_out, stream_iter);
       if (!first && kUnderProducts) hand_over(stream_iter - 1, part);
-      if (!PT_FAULT(dp_not_awaited)) ptx::wgmma_wait<1>();
-      each_row_stat(s, own_row_stats(stream_iter) + 4 * BN,
-                    [](float& x, float delta) { x = (x + (PT_FAULT(delta_forgotten_unordered) ? 0.0f : delta)) * kWeightUnit<T>; });
+      ptx::wgmma_wait<1>();
+      each_row_stat(s, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
       // A zero that the compiler does not know: else it would widen P to float32 as early as there is one, which takes registers.
       const int zero = noted(5).hi;
       PT_UNROLL
@@ -227,7 +215,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       pack_gradients<T>(ds, ds, s);
       multiply_weights<T>(dk, ds, q, stream_iter);
       store_gradients(stream_iter, ds);
-      if (!PT_FAULT(queries_released_under_ds_q)) ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<0>();
       // A lane speaks for its warp's loads of row stats too.
       ptx::syncwarp();
       if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
@@ -240,16 +228,16 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       k.consumer_wait(0);
       v.consumer_wait(0);
       if (w.s.padding_gaps) {
-        if (!PT_FAULT(keys_in_padding_gaps_kept_unordered)) clear_hidden_rows<kConsumers>(k, 0, w.j0, keep, KeyPaddingBitmap(p, w.b));
-        if (!PT_FAULT(values_in_padding_gaps_kept_unordered)) clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyPaddingBitmap(p, w.b));
+        clear_hidden_rows<kConsumers>(k, 0, w.j0, keep, KeyPaddingBitmap(p, w.b));
+        clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyPaddingBitmap(p, w.b));
       } else {
-        if (!PT_FAULT(keys_that_nobody_sees_kept_unordered)) clear_rows<kConsumers>(k, 0, w.j0, keep);
-        if (!PT_FAULT(values_that_nobody_sees_kept_unordered)) clear_rows<kConsumers>(v, 0, w.j0, keep);
+        clear_rows<kConsumers>(k, 0, w.j0, keep);
+        clear_rows<kConsumers>(v, 0, w.j0, keep);
       }
       take(kYes, kYes);
       while (++stream_iter < noted(5).lo) {
         const Range range = noted(4), whole = noted(3);
-        t = t == range.lo ? range.hi - 1 : PT_FAULT(tiles_not_visited_all_round) ? range.lo : t - 1;
+        t = t == range.lo ? range.hi - 1 : t - 1;
         if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) take(kNo, kNo);
         else take(kYes, kNo);
       }
@@ -305,8 +293,7 @@ __global__ void __launch_bounds__(128) sm90_convert_dq_kernel(const __grid_const
   if (i0 >= written) return;
   float x[D / 2], factor[2];
   int64_t index[2];
-  const float* sums =
-      dq_accum<D>(g, number_of_tile<D>(g, s, b, h, i0 / kTile)) + (PT_FAULT(dq_accum_of_other_queries) ? 0 : i0 % kTile * D);
+  const float* sums = dq_accum<D>(g, number_of_tile<D>(g, s, b, h, i0 / kTile)) + i0 % kTile * D;
   PT_UNROLL
   for (int j = 0; j < D / 8; ++j) {
     const ptx::Words4 words = ptx::ld_global_once(sums + (j * 128 + threadIdx.x) * 4);
@@ -316,7 +303,7 @@ __global__ void __launch_bounds__(128) sm90_convert_dq_kernel(const __grid_const
   PT_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int i = i0 + int(threadIdx.x) / 32 * 16 + lane_id() / 4 + 8 * r;
-    factor[r] = i >= s.num_q || s.keys_of(p, i).empty() ? 0.0f : PT_FAULT(the_scale_of_d_query_unordered) ? 1.0f : p.scale;
+    factor[r] = i >= s.num_q || s.keys_of(p, i).empty() ? 0.0f : p.scale;
     index[r] = i < written ? s.row_q + i : -1;
   }
   store_wide<T>(g.dq, b, h, x, factor, index);

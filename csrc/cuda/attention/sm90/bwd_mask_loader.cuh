@@ -32,7 +32,7 @@ struct VisiblePairs {
   // Columns 32 w to 32 w + 31; a bit for each of the lane's rows.
   PT_DEVICE void put(int w, uint32_t upper, uint32_t lower) {
     const int pair = 2 * (lane_id() % 4);
-    const int half = PT_FAULT(bits_of_other_columns_backward) ? 0 : w % 2;
+    const int half = w % 2;
     words[w / 2] |= ((upper >> pair & 0x03030303u) | (lower >> pair & 0x03030303u) << 2) << 4 * half;
   }
 };
@@ -71,7 +71,7 @@ class BackwardMaskLoader {
   // By those warps: an iteration of query head h. The tile's first row is `own`, its first column `first`; bounds(row) are those of a row.
   template <class R, class F>
   PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int stream_iter, F bounds) const {
-    if (!PT_FAULT(bits_written_while_they_are_read)) ring.producer_acquire(stream_iter);
+    ring.producer_acquire(stream_iter);
     if constexpr (K::has_score_mod) copy_bias(p, b, h, Keys ? first : own, Keys ? own : first, stream_iter);
     const auto row_of = [](int x) { return kDown ? x % kRows : x / kWords; };
     const auto word_of = [](int x) { return kDown ? x / kRows : x % kWords; };
@@ -87,29 +87,27 @@ class BackwardMaskLoader {
       // Keys that are rows need no bit: results of hidden ones are not written.
       if (!Keys && p.key_padding.data) {
         const KeyPaddingBitmap keys(p, ptx::opaque(b));
-        const bool across = !PT_FAULT(padding_gaps_of_tiles_that_begin_within_a_word) && kColumns % 32;
-        const uint32_t unpadded =
-            across ? keys.across(column) : keys.from(PT_FAULT(padding_gaps_of_other_columns_in_dq) ? column & ~32 : column);
-        if (!PT_FAULT(padding_gaps_forgotten_in_dq)) visible &= unpadded;
+        const bool across = kColumns % 32;
+        const uint32_t unpadded = across ? keys.across(column) : keys.from(column);
+        visible &= unpadded;
       }
       const Range visible_to = bounds(own + row);
       const uint32_t within_bounds = bits_below(visible_to.hi - column) & ~bits_below(visible_to.lo - column);
-      if (!PT_FAULT(bounds_left_out_backward)) visible &= within_bounds;
+      visible &= within_bounds;
       ptx::st_shared_u32(buffer(stream_iter) + 4 * (row * kPitch + word_of(x)), visible);
     }
-    if (!PT_FAULT(a_bias_not_awaited) && K::has_score_mod) ptx::cp_async_wait<0>();
-    if (!PT_FAULT(bits_committed_too_early)) ptx::syncwarp();
+    if (K::has_score_mod) ptx::cp_async_wait<0>();
+    ptx::syncwarp();
     if (lane_id() == 0) ring.producer_commit(stream_iter);
   }
 
   // By consumers, once the ring's buffer is full.
   PT_DEVICE VisiblePairs<kColumns> visible(int stream_iter) const {
     VisiblePairs<kColumns> visible;
-    const uint32_t at =
-        buffer(stream_iter) + 4 * kPitch * (!PT_FAULT(bits_of_other_keys_hdim256) && kTile.split ? own_row(0) % 64 : own_row(0));
+    const uint32_t at = buffer(stream_iter) + 4 * kPitch * (kTile.split ? own_row(0) % 64 : own_row(0));
     PT_UNROLL
     for (int w = 0; w < kWords; ++w) {
-      const int lower = PT_FAULT(bits_of_the_other_row_backward) ? w : 8 * kPitch + w;
+      const int lower = 8 * kPitch + w;
       visible.put(w, ptx::ld_shared_u32(at + 4 * w), ptx::ld_shared_u32(at + 4 * lower));
     }
     return visible;
@@ -125,24 +123,21 @@ class BackwardMaskLoader {
     // row, and eight rows further as well; in bwd_dkdv eight queries further.
     const auto at = [&](int e) {
       const uint32_t element = Keys ? (8 * c + column + e) * kBiasPitch + row * size : row * kBiasPitch + (8 * c + column + e) * size;
-      if (PT_FAULT(rows_not_shifted)) return bias_tile(stream_iter) + element;
-      const int shifted = PT_FAULT(all_rows_shifted_like_the_first) ? 0 : Keys ? column + e : row % 8;
+      const int shifted = Keys ? column + e : row % 8;
       return bias_tile(stream_iter) + element + ptx::ld_shared_u32(shifts(stream_iter) + 4 * shifted);
     };
-    const uint32_t first = at(0), second = !Keys ? first + size : PT_FAULT(queries_shifted_like_those_before) ? first + kBiasPitch : at(1);
+    const uint32_t first = at(0), second = !Keys ? first + size : at(1);
     const auto add = [&](auto read) {
       each<kPiece>([&](int n, int r, uint32_t) {
         const float term = read(n, r), sum = x[n][r] + term;
-        visible.hide(4 * (c + n) + r, !PT_FAULT(what_a_bias_hides_is_visible) && term == minus_infinity());
+        visible.hide(4 * (c + n) + r, term == minus_infinity());
         x[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // -finfo.max twice is still a number
       });
     };
     const auto word = [&](int n, int r) {
-      const int half = (Keys ? PT_FAULT(a_bias_of_other_keys) : PT_FAULT(a_bias_of_other_rows)) ? 0 : r / 2 * 8;
-      const int rows = Keys ? 8 * n : half, columns = Keys ? half : 8 * n;
+      const int half = r / 2 * 8, rows = Keys ? 8 * n : half, columns = Keys ? half : 8 * n;
       const uint32_t element = (r % 2 ? second : first) + rows * kBiasPitch + columns * size;
-      const uint32_t odd = PT_FAULT(the_first_of_two_halves) ? 0 : element & 2;
-      return type == DenseType::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * odd;
+      return type == DenseType::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * (element & 2);
     };
     if (type == DenseType::f32) add([&](int n, int r) { return ptx::bits_float(word(n, r)); });
     else if (type == DenseType::bf16) add([&](int n, int r) { return ptx::widen(ptx::bf16{uint16_t(word(n, r))}); });
@@ -162,26 +157,20 @@ class BackwardMaskLoader {
   template <int Size>  // of an element, in bytes
   PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int b, int h, int query, int key, int stream_iter) const {
     constexpr int kPer = 16 / Size, kChunks = kKeys / kPer;
-    const auto head = [&] { return PT_FAULT(a_bias_of_another_head) ? 0 : ptx::opaque(h); };
-    const auto row = [&](int i) { return ptx::opaque(b) * d.batch + head() * d.head + (query + i) * d.query; };
+    const auto row = [&](int i) { return ptx::opaque(b) * d.batch + ptx::opaque(h) * d.head + (query + i) * d.query; };
     const auto before = [&](int64_t row) { return int(uint32_t(row) + uint32_t(key)) & (kPer - 1); };  // elements
     const auto copy = [&](int i, int c) {
       const int64_t from = row(within(query + i, p.num_queries) - query);
       const int j = key + c * kPer - before(from);
-      const auto left = [&] {
-        if (PT_FAULT(biases_of_keys_past_the_last) || (PT_FAULT(copied_beyond_the_last_key) && j < p.num_keys)) return kPer;
-        return p.num_keys - j;
-      };
-      const int there = j > -kPer ? max(0, min(kPer, left())) : 0;  // of none nothing is read, wherever it would be
+      const int there = j > -kPer ? max(0, min(kPer, p.num_keys - j)) : 0;  // of none nothing is read, wherever it would be
       ptx::cp_async_16(bias_tile(stream_iter) + i * kBiasPitch + c * 16, static_cast<const uint8_t*>(d.data) + (from + j) * Size,
                        uint32_t(there * Size));
     };
     const int own = int(threadIdx.x) - 32 * kFirstWarp;
-    const int bytes = PT_FAULT(shifted_by_elements_not_bytes) ? 1 : Size;
-    if (own < 8) ptx::st_shared_u32(shifts(stream_iter) + 4 * own, uint32_t(before(row(own)) * bytes));
+    if (own < 8) ptx::st_shared_u32(shifts(stream_iter) + 4 * own, uint32_t(before(row(own)) * Size));
     PT_NO_UNROLL
     for (int x = own; x < kQueries * kChunks; x += 32 * kWarps) copy(x / kChunks, x % kChunks);
-    if (PT_FAULT(the_end_of_rows_left_out) || d.vector_width == kPer) return;
+    if (d.vector_width == kPer) return;
     PT_NO_UNROLL
     for (int i = own; i < kQueries; i += 32 * kWarps) copy(i, kChunks);
   }
@@ -208,7 +197,7 @@ class BackwardMaskLoader {
     int64_t one = 0;
     const bool all_alike = kDown && one_segment<32>(segments(p, b, Keys), column, columns, one);
     const int64_t own = load_i64(segments(p, b, !Keys) + within(row, rows));
-    const bool of_one = PT_FAULT(another_segment_alike_backward) || own == one;
+    const bool of_one = own == one;
     return all_alike ? 0u - uint32_t(of_one) : same_segment(own, segments(p, b, Keys), column, columns);
   }
   // Of 32 columns, those of a segment.
@@ -222,7 +211,7 @@ class BackwardMaskLoader {
       for (int e = 0; e < kLoads; ++e) found[e] = load_i64(others + within(column + c + e, columns));
       PT_UNROLL
       for (int e = 0; e < kLoads; ++e) {
-        const bool equal = PT_FAULT(segments_of_32_bits_backward) ? int32_t(found[e]) == int32_t(segment) : found[e] == segment;
+        const bool equal = found[e] == segment;
         same |= uint32_t(equal) << (c + e);
       }
     }
@@ -233,7 +222,7 @@ class BackwardMaskLoader {
   static PT_DEVICE uint32_t shown(const AttentionProblem& p, int b, int h, int row, int column) {
     const PairBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries;
     if (!bits.data) return kAllColumns;
-    const int own = PT_FAULT(rows_of_a_mask_past_the_last) ? row : within(row, Keys ? p.num_keys : p.num_queries);
+    const int own = within(row, Keys ? p.num_keys : p.num_queries);
     return word_from<kColumns % 32 == 0>(words_of(bits, ptx::opaque(b), ptx::opaque(h), own), Keys ? column : column - key_origin(p));
   }
 

@@ -34,11 +34,11 @@ class Sm90ScoreModGrads {
   PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w, int first) {
     if (!here(g, w)) return;
     if (g.slope_partials) {
-      const float from = float(first + 2 * (lane_id() % 4) - (PT_FAULT(distances_of_the_first_consumer) ? own_row(0) : own_row(0) % 64));
+      const float from = float(first + 2 * (lane_id() % 4) - own_row(0) % 64);
       PT_UNROLL
       for (int i = 0; i < N / 2; ++i) {
         const float d = from + float(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
-        slope_ -= (PT_FAULT(the_sign_of_the_slopes_gradient) ? -ds[i] : ds[i]) * (d < 0 ? -d : d);
+        slope_ -= ds[i] * (d < 0 ? -d : d);
       }
     }
     if (g.diagonal_partials) add_diagonals(g.p, ds, first, g.diagonal_partials + part(g.p, w) * (g.p.before + g.p.after + 1));
@@ -50,7 +50,7 @@ class Sm90ScoreModGrads {
     const Sum2 far = LaneTeam(32).sum({below_, above_}), slope = LaneTeam(32).sum({slope_, 0.0f});
     sync();
     if (lane_id() == 0) ptx::st_shared_v4_f32(buffer_ + warp() * 16, far.a, far.b, slope.a, 0.0f);
-    if (!PT_FAULT(the_last_sum_read_too_early)) sync();
+    sync();
     if (threadIdx.x % 128 != 0) return;
     float sums[3] = {0.0f, 0.0f, 0.0f};
     for (int n = 0; n < 4; ++n) {
@@ -62,7 +62,7 @@ class Sm90ScoreModGrads {
     if (g.slope_partials) {
       store_one(g.slope_partials + at, sums[2]);
       for (int n = 1; n < kPartials && w.i0 + consumer() * 64 + n * kPartRows < g.p.num_queries; ++n)
-        store_one(g.slope_partials + at + n, PT_FAULT(every_other_partial_not_zero) ? 1e9f : 0.0f);
+        store_one(g.slope_partials + at + n, 0.0f);
     }
     if (g.diagonal_partials) store_far(g.diagonal_partials + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
   }
@@ -81,8 +81,7 @@ class Sm90ScoreModGrads {
   template <class Work>
   static PT_DEVICE int64_t part(const AttentionProblem& p, const Work& w) {
     const int partials = (p.num_queries + kPartRows - 1) / kPartRows;
-    return (int64_t(w.b) * p.heads + w.h) * partials + (w.i0 / 64 + (PT_FAULT(both_consumers_partials_in_one) ? 0 : consumer())) *
-                                                           (PT_FAULT(partials_of_slopes_too_near) ? 1 : kPartials);
+    return (int64_t(w.b) * p.heads + w.h) * partials + (w.i0 / 64 + consumer()) * kPartials;
   }
 
   PT_DEVICE void add_diagonals(const AttentionProblem& p, const float (&ds)[N / 2], int first, float* sums) {
@@ -91,24 +90,23 @@ class Sm90ScoreModGrads {
       float sum = 0.0f;
       PT_UNROLL
       for (int i = 0; i < N / 2; ++i) sum += ds[i];
-      if (below != PT_FAULT(tiles_too_far_below_added_above)) below_ += sum;
+      if (below) below_ += sum;
       else above_ += sum;
       return;
     }
-    if (!PT_FAULT(diagonals_written_too_early)) sync();  // the tile before has been read
+    sync();  // the tile before has been read
     const uint32_t own = buffer_ + 4 * ((warp() * 8 + lane_id() / 4) * kPitch + 2 * (lane_id() % 4));
     PT_UNROLL
     for (int c = 0; c <= N / 8; ++c) {
       float pair[2];
       PT_UNROLL
-      for (int e = 0; e < 2; ++e)
-        pair[e] = (!PT_FAULT(half_of_a_diagonal) && c > 0 ? ds[4 * c - 4 + e] : 0.0f) + (c < N / 8 ? ds[4 * c + 2 + e] : 0.0f);
+      for (int e = 0; e < 2; ++e) pair[e] = (c > 0 ? ds[4 * c - 4 + e] : 0.0f) + (c < N / 8 ? ds[4 * c + 2 + e] : 0.0f);
       ptx::st_shared_v2_f32(own + 32 * c, pair[0], pair[1]);
     }
-    if (!PT_FAULT(diagonals_read_too_early)) sync();
+    sync();
     for (int c = int(threadIdx.x) % 128; c < N + 63; c += 128) {
       const int d = first + c - 63;
-      const bool low = d <= (PT_FAULT(diagonals_too_far_below_from_too_near_on) ? 17 : 0) - p.before, high = d >= p.after;
+      const bool low = d <= -p.before, high = d >= p.after;
       float* const cell = sums + p.before + d;
       const float older = low || high ? 0.0f : load_one(cell);
       float sum = 0.0f;

@@ -73,7 +73,7 @@ PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R
     PT_UNROLL
     for (int i = 0; i < R / 2; ++i) {
       const float low = x[2 * i], high = x[2 * i + 1];
-      weights[i / 4][i % 4] = PT_FAULT(weights_beyond_float16) ? ptx::pack_f16(low, high) : ptx::pack_f16_finite(low, high);
+      weights[i / 4][i % 4] = ptx::pack_f16_finite(low, high);
     }
   }
 }
@@ -85,8 +85,7 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
   PT_UNROLL
   for (int i = 0; i < R / 2; ++i) {
     const uint32_t w = weights[i / 4][i % 4];
-    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i],
-                                        ptx::widen(T{uint16_t(PT_FAULT(another_half_of_the_weights) ? w : w >> 16)}) * dp[2 * i + 1]);
+    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
   }
 }
 
@@ -97,7 +96,7 @@ constexpr int kPiece = 2;
 // Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
 PT_DEVICE Place place_again(int row, int column) {
   const int thread = ptx::opaque(int(threadIdx.x));
-  return Place(row + thread / 32 * 16 - (PT_FAULT(rows_of_another_warp) ? 48 : 64), column, thread % 32);
+  return Place(row + thread / 32 * 16 - 64, column, thread % 32);
 }
 
 template <class T>

@@ -64,7 +64,7 @@ struct Sm90ForwardBlock {
       const auto load = [&](int t, bool first) {
         k.load(stream_iter, args.k, row + t * BN, w.h / p.group, batch);
         if (first) q.load(tile_iter++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
-        v.load(stream_iter, args.v, row + t * BN, PT_FAULT(values_of_another_head) ? 0 : w.h / p.group, batch);
+        v.load(stream_iter, args.v, row + t * BN, w.h / p.group, batch);
         ++stream_iter;
       };
       if constexpr (K::elementwise_mask) {
@@ -119,7 +119,7 @@ struct Sm90ForwardBlock {
       const float safe = row_max == minus_infinity() ? 0.0f : row_max;
       rows.alpha[r] = ptx::exp2((rows.max[r] - safe) * scale_log2);
       rows.max[r] = row_max;
-      float sum = PT_FAULT(no_alpha_for_the_sums) ? rows.sum[r] : rows.sum[r] * rows.alpha[r];
+      float sum = rows.sum[r] * rows.alpha[r];
       PT_UNROLL
       for (int j = 0; j < BN / 8; ++j) {
         PT_UNROLL
@@ -139,7 +139,7 @@ struct Sm90ForwardBlock {
   static PT_DEVICE void drop_drawn(float (&s)[BN / 2], const S& score_mod, int row, int first) {
     in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
       const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
-      each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(dropped_weights_kept) || keep_mask & bit ? x[n][r] : 0.0f; });
+      each<8>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
     });
   }
 
@@ -154,14 +154,13 @@ struct Sm90ForwardBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = w.i0 + own_row(r);
-      const float row_max = PT_FAULT(lse_without_its_maximums_scale) || K::has_score_mod ? rows.max[r] : rows.max[r] * p.scale;
+      const float row_max = K::has_score_mod ? rows.max[r] : rows.max[r] * p.scale;
       const RowEnd end = end_row(p, w.h, i < w.s.num_q, row_max, sum_of_quad(rows.sum[r]));
       factor[r] = end.factor;
       index[r] = i < written ? w.s.row_q + i : -1;
       if (lane_id() % 4 == 0 && index[r] >= 0) store_one(f.lse + row_stat_at(f.at, w.b, w.h, index[r]), end.lse);
     }
-    if (!PT_FAULT(no_flag_set) && K::elementwise_mask && (PT_FAULT(a_flag_set_for_nothing) || not_finite(o, factor)))
-      flag_nonfinite(f.recompute, int64_t(w.b) * p.heads + (PT_FAULT(the_flag_of_another_head_forward) ? 0 : w.h), w.i0);
+    if (K::elementwise_mask && not_finite(o, factor)) flag_nonfinite(f.recompute, int64_t(w.b) * p.heads + w.h, w.i0);
     store_wide<T>(f.out, w.b, w.h, o, factor, index);
   }
 
@@ -179,7 +178,7 @@ struct Sm90ForwardBlock {
   // Those of the next tile, before the wait for products that the softmax runs under: without a branch in between ptxas moves the softmax
   // behind that wait.
   PT_DEVICE void await_keys(int n, bool more) const {
-    if (more && !PT_FAULT(keys_not_awaited)) k.consumer_wait(n);
+    if (more) k.consumer_wait(n);
   }
 
   PT_DEVICE void consume() const {
@@ -187,7 +186,7 @@ struct Sm90ForwardBlock {
     const AttentionProblem& p = args.f.p;
     const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
     int stream_iter = 0, tile_iter = 0;
-    if (!PT_FAULT(the_first_turn_not_passed) && consumer() == 1) scheduler_barrier_arrive();
+    if (consumer() == 1) scheduler_barrier_arrive();
     for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // not kept: a register
@@ -201,12 +200,9 @@ struct Sm90ForwardBlock {
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
       // Keys between the bounds that padding hides: found again where they are needed. The mask loader has them as bits.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
-      const auto key_padding_bitmap = [&] {
-        return KeyPaddingBitmap(p, PT_FAULT(hidden_keys_of_the_first_sequence) ? 0 : place_of(args.order, ptx::opaque(n)).head / p.heads);
-      };
+      const auto key_padding_bitmap = [&] { return KeyPaddingBitmap(p, place_of(args.order, ptx::opaque(n)).head / p.heads); };
       const auto clear = [&](int first) {
-        if (!PT_FAULT(values_in_padding_gaps_kept) && padding_gaps)
-          clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
+        if (padding_gaps) clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
         else clear_rows<kConsumers>(v, stream_iter, first, keep);
       };
       [[maybe_unused]] Pairs<BN / 2> kept;
@@ -232,26 +228,25 @@ struct Sm90ForwardBlock {
           // Registers are scarce: with score_mod what bounds need is recomputed.
           if constexpr (K::has_score_mod) hide_invisible(Work(p, args.order, ptx::opaque(n)));
           else hide_invisible(w);
-          if (!PT_FAULT(padding_gaps_visible) && padding_gaps) hide_keys(s, first, key_padding_bitmap(), minus_infinity());
+          if (padding_gaps) hide_keys(s, first, key_padding_bitmap(), minus_infinity());
         }
         softmax(s, rows, scale_log2);
       };
       const auto pack = [&](int first) {
-        if (K::drops_by_bits && !PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits())
-          keep_visible(s, kept.packed_until_here());
+        if (K::drops_by_bits && score_mod.has_keep_bits()) keep_visible(s, kept.packed_until_here());
         if (K::has_score_mod && p.drop_threshold) drop_drawn(s, score_mod, row(), first);
         pack_weights<T>(weights, s);
       };
       if (sees_keys(w)) {
         int t = w.range.last - 1, first = w.origin + t * BN, place = -1;
         bool more = t > w.range.first;
-        if (!PT_FAULT(queries_not_awaited)) q.consumer_wait(tile_iter);
+        q.consumer_wait(tile_iter);
         go_to(stream_iter, w, first, place, more);
         k.consumer_wait(stream_iter);
         scheduler_barrier_sync();
         multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
         scheduler_barrier_arrive();
-        if (!PT_FAULT(scores_not_hidden_in_the_first_tile)) load_mask(first, place);
+        load_mask(first, place);
         ptx::wgmma_wait<0>();
         consumer_release_warpgroup(k, stream_iter);
         if (!more) consumer_release_warpgroup(q, tile_iter);
@@ -264,21 +259,19 @@ struct Sm90ForwardBlock {
           go_to(stream_iter + 1, w, first, place, more);
           scheduler_barrier_sync();
           multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter + 1, false);
-          if (!PT_FAULT(values_not_awaited)) v.consumer_wait(stream_iter);
+          v.consumer_wait(stream_iter);
           multiply_weights<T>(o, weights, v, stream_iter);
-          if (!PT_FAULT(a_turn_not_passed)) scheduler_barrier_arrive();
-          if (!PT_FAULT(bits_of_the_tile_before) || stream_iter % 2) load_mask(first, place);
-          if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();
+          scheduler_barrier_arrive();
+          load_mask(first, place);
+          ptx::wgmma_wait<1>();
           consumer_release_warpgroup(k, stream_iter + 1);
-          if (PT_FAULT(queries_released_in_every_stream_iter) || !more) consumer_release_warpgroup(q, tile_iter);
+          if (!more) consumer_release_warpgroup(q, tile_iter);
           weigh(first);
           await_keys(stream_iter + 2, more);
-          if (PT_FAULT(weights_written_under_their_product)) pack(first);
-          if (PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
           ptx::wgmma_wait<0>();
-          if (!PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
+          consumer_release_warpgroup(v, stream_iter);
           PT_UNROLL
-          for (int i = 0; i < D / 2; ++i) o[i] *= PT_FAULT(no_alpha_for_the_outputs) ? 1.0f : rows.alpha[i / 2 % 2];
+          for (int i = 0; i < D / 2; ++i) o[i] *= rows.alpha[i / 2 % 2];
           pack(first);
         }
         clear(first);

@@ -14,10 +14,9 @@ template <class T, class K>
 void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
   constexpr Sm90Tile kTile = K::forward_tile;
   const AttentionProblem& p = f.p;
-  const int rows = PT_FAULT(queries_of_two_consumers) ? 128 : kTile.rows();
+  const int rows = kTile.rows();
   const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, rows), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
-                         map_rows(p, p.v, true, PT_FAULT(values_as_wide_as_keys) ? p.head_dim : p.value_dim, kTile.streamed), f,
-                         plan.order};
+                         map_rows(p, p.v, true, p.value_dim, kTile.streamed), f, plan.order};
   launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), plan.smem_bytes, stream, args);
 }
 

@@ -24,10 +24,8 @@ inline ptx::TensorMap map_rows(const AttentionProblem& p, const In& t, bool keys
 // What the backward copies, in boxes of so many queries and so many keys.
 inline Sm90Operands map_operands(const AttentionBackward& g, int queries, int keys) {
   const AttentionProblem& p = g.p;
-  return {map_rows(p, p.q, false, p.head_dim, queries),
-          map_rows(p, p.k, true, p.head_dim, PT_FAULT(keys_in_boxes_of_queries) ? queries : keys),
-          map_rows(p, p.v, true, p.value_dim, keys),
-          map_rows(p, g.d_out, false, PT_FAULT(gradients_as_wide_as_queries) ? p.head_dim : p.value_dim, queries)};
+  return {map_rows(p, p.q, false, p.head_dim, queries), map_rows(p, p.k, true, p.head_dim, keys), map_rows(p, p.v, true, p.value_dim, keys),
+          map_rows(p, g.d_out, false, p.value_dim, queries)};
 }
 
 }  // namespace pt::cuda

@@ -14,7 +14,7 @@ namespace pt::cuda {
 
 // Bits of the columns below the lane's first column + x.
 PT_DEVICE uint32_t columns_below(int x) {
-  const int count = x <= 0 ? 0 : x / 8 * 2 + min(PT_FAULT(a_column_too_many_below) ? x % 8 + 1 : x % 8, 2);
+  const int count = x <= 0 ? 0 : x / 8 * 2 + min(x % 8, 2);
   return count >= 32 ? kAllColumns : (1u << count) - 1;
 }
 
@@ -40,13 +40,13 @@ class MaskLoader {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const Range bounds = w.own_bounds(p_, r);
-      visible[r] = columns_below(bounds.hi - column) & ~(PT_FAULT(keys_before_a_rows_first) ? 0 : columns_below(bounds.lo - column));
+      visible[r] = columns_below(bounds.hi - column) & ~columns_below(bounds.lo - column);
     }
     if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
     if (p_.blocks.bits && place >= 0) hide_block(w, first, place);
     if (p_.mask_bits.queries.data && place >= 0) hide_bits(w, first);
     if (p_.query_segments) hide_segments(w, column);
-    if (!PT_FAULT(padding_gaps_visible_to_the_mask_loader) && w.s.padding_gaps) hide_keys(w, column);
+    if (w.s.padding_gaps) hide_keys(w, column);
   }
 
   // Adds floating masks and biases to x, scores in natural units of columns that begin with the eights c of the tile, whose first is
@@ -57,23 +57,19 @@ class MaskLoader {
     if (paired_) {
       const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
       if (d.type == DenseType::f32) {
-        if ((c > 0 || !kEarly) && c % (kRawWords / 4) == (PT_FAULT(the_second_half_of_float32_pairs) ? 1 : 0))
-          load_pairs(w, d, column, PT_FAULT(hdim256_pairs_of_other_columns) ? c / 4 * 4 : c);
+        if ((c > 0 || !kEarly) && c % (kRawWords / 4) == 0) load_pairs(w, d, column, c);
         add_each(x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kRawWords]); });
       } else {
-        if ((c > 0 || !kEarly) && c % (kRawWords / 2) == (PT_FAULT(the_second_half_of_pairs) ? 1 : 0))
-          load_pairs(w, d, column, PT_FAULT(hdim256_pairs_of_other_columns) ? c / 4 * 4 : c);
-        const auto pair = [&](int n, int r) {
-          return uint16_t(raw_[(2 * (c + n) + r / 2) % kRawWords] >> 16 * (PT_FAULT(a_pairs_first_twice) ? 0 : r % 2));
-        };
+        if ((c > 0 || !kEarly) && c % (kRawWords / 2) == 0) load_pairs(w, d, column, c);
+        const auto pair = [&](int n, int r) { return uint16_t(raw_[(2 * (c + n) + r / 2) % kRawWords] >> 16 * (r % 2)); };
         if (d.type == DenseType::bf16) add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
         else add_each(x, [&](int n, int r) { return ptx::widen(ptx::f16{pair(n, r)}); });
       }
     }
     PT_NO_UNROLL
-    for (int which = 1; which <= (PT_FAULT(the_second_term_left_out) ? 1 : 2); ++which) {
+    for (int which = 1; which <= 2; ++which) {
       const Dense& d = which == 1 ? p_.mask : p_.bias;
-      if (!d.data || d.type == DenseType::boolean || (!PT_FAULT(the_paired_bias_added_twice) && which == paired_)) continue;
+      if (!d.data || d.type == DenseType::boolean || which == paired_) continue;
       with_reader(d, [&](auto read) {
         add_each(x, [&](int n, int r) {
           return read(head(w, d) + int64_t(query(w, r / 2)) * d.query + clamped(column + 8 * (c + n) + r % 2) * d.key);
@@ -93,23 +89,23 @@ class MaskLoader {
   }
   template <class Work>
   static PT_DEVICE int64_t head(const Work& w, const Dense& d) {
-    return (PT_FAULT(a_mask_of_another_sequence) ? 0 : w.b) * d.batch + (PT_FAULT(a_mask_of_another_head) ? 0 : w.h) * d.head;
+    return w.b * d.batch + w.h * d.head;
   }
   // Rows and keys that are not there are hidden by bounds, or not written: any other will do for them.
   template <class Work>
   PT_DEVICE int query(const Work& w, int r) const {
-    return PT_FAULT(queries_of_a_mask_past_the_last) ? w.i0 + own_row(r) : min(w.i0 + own_row(r), p_.num_queries - 1);
+    return min(w.i0 + own_row(r), p_.num_queries - 1);
   }
-  PT_DEVICE int clamped(int key) const { return max(0, PT_FAULT(keys_of_a_mask_past_the_last) ? key : min(key, p_.num_keys - 1)); }
-  PT_DEVICE bool there(int key) const { return PT_FAULT(pairs_past_the_last_key) || uint32_t(key) < uint32_t(p_.num_keys); }
+  PT_DEVICE int clamped(int key) const { return max(0, min(key, p_.num_keys - 1)); }
+  PT_DEVICE bool there(int key) const { return uint32_t(key) < uint32_t(p_.num_keys); }
 
   // x + bias, -inf if one of them is; else no less than -finfo.max, which two large ones would go beyond.
   template <class F>
   static PT_DEVICE void add_each(float (&x)[kPiece][4], F term) {
     each<kPiece>([&](int n, int r, uint32_t) {
       const float t = term(n, r), sum = x[n][r] + t;
-      const bool hidden = t == minus_infinity() || (!PT_FAULT(a_bias_shows_what_another_hides) && x[n][r] == minus_infinity());
-      x[n][r] = hidden ? minus_infinity() : !PT_FAULT(large_biases_overflow) && sum < -kFloatMax ? -kFloatMax : sum;
+      const bool hidden = t == minus_infinity() || x[n][r] == minus_infinity();
+      x[n][r] = hidden ? minus_infinity() : sum < -kFloatMax ? -kFloatMax : sum;
     });
   }
 
@@ -134,9 +130,7 @@ class MaskLoader {
   }
 
   // Of a word's 32 keys, from the lane's first on, its own: bits 8 n + e become 2 n + e.
-  static PT_DEVICE uint32_t own_bits(uint32_t word) {
-    return (word & 0x03030303u) * (PT_FAULT(padding_gaps_of_other_columns_in_the_mask_loader) ? 0x01041080u : 0x01041040u) >> 24;
-  }
+  static PT_DEVICE uint32_t own_bits(uint32_t word) { return (word & 0x03030303u) * 0x01041040u >> 24; }
 
   // What hides keys of a boolean mask, in the words of its queries.
   template <class Work>
@@ -144,8 +138,7 @@ class MaskLoader {
     uint32_t words[2][BN / 32];
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const uint32_t* const row =
-          words_of(p_.mask_bits.queries, w.b, w.h, query(w, PT_FAULT(a_masks_bits_of_the_other_row) ? 0 : r)) + (first - w.origin) / 32;
+      const uint32_t* const row = words_of(p_.mask_bits.queries, w.b, w.h, query(w, r)) + (first - w.origin) / 32;
       if constexpr (BN == 128) {
         const ptx::Words4 four = ptx::ld_global_v4(row);
         PT_UNROLL
@@ -169,8 +162,7 @@ class MaskLoader {
     const KeyPaddingBitmap keys(p_, w.b);
     uint32_t shown = 0;
     PT_UNROLL
-    for (int c = 0; c < BN / 32; ++c)
-      shown |= own_bits(keys.from(PT_FAULT(padding_gaps_of_the_first_32_keys_in_the_mask_loader) ? column : column + 32 * c)) << 8 * c;
+    for (int c = 0; c < BN / 32; ++c) shown |= own_bits(keys.from(column + 32 * c)) << 8 * c;
     visible[0] &= shown, visible[1] &= shown;
   }
 
@@ -181,9 +173,9 @@ class MaskLoader {
     const int to_next_query = lists.column_bits - 5;  // words, as bits of a shift
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int i = query(w, PT_FAULT(bits_of_the_first_row) ? 0 : r) & ((1 << lists.row_bits) - 1);
-      const uint32_t* const words = p_.blocks.bits + (((int64_t(place) << lists.row_bits) + i) << to_next_query) +
-                                    (PT_FAULT(bits_of_a_blocks_first_keys) ? 0 : (first & ((1 << lists.column_bits) - 1)) / 32);
+      const int i = query(w, r) & ((1 << lists.row_bits) - 1);
+      const uint32_t* const words =
+          p_.blocks.bits + (((int64_t(place) << lists.row_bits) + i) << to_next_query) + (first & ((1 << lists.column_bits) - 1)) / 32;
       uint32_t shown = 0;
       PT_UNROLL
       for (int c = 0; c < BN / 32; ++c) shown |= own_bits(ptx::ld_global_u32(words + c) >> lane_id() % 4 * 2) << 8 * c;
@@ -199,14 +191,10 @@ class MaskLoader {
     const int64_t* const keys = p_.key_segments + int64_t(w.b) * p_.num_keys;
     if (int64_t one; one_segment<BN>(keys, column - 2 * (lane_id() % 4), p_.num_keys, one)) {
       PT_UNROLL
-      for (int r = 0; r < 2; ++r) visible[r] = PT_FAULT(another_segment_alike) || own[r] == one ? visible[r] : 0;
+      for (int r = 0; r < 2; ++r) visible[r] = own[r] == one ? visible[r] : 0;
       return;
     }
-    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); },
-              [&](int64_t segment, int r) {
-                if (PT_FAULT(segments_of_32_bits)) return int32_t(segment) == int32_t(own[r]);
-                return segment == own[PT_FAULT(a_segment_of_the_other_row) ? 0 : r];
-              });
+    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); }, [&](int64_t segment, int r) { return segment == own[r]; });
   }
 
   // Leaves the pairs that show(key(k), r) is true for, k counted from the lane's first column. A loop: no more registers than a part needs.
@@ -219,7 +207,7 @@ class MaskLoader {
       for (int k = 0; k < kPart; ++k) {
         const int64_t of_key = key(4 * part + k / 2 * 8 + k % 2);
         PT_UNROLL
-        for (int r = 0; r < 2; ++r) shown[r] |= show(of_key, r) ? 1u << k << (PT_FAULT(the_part_of_a_set) ? 0 : part) : 0;
+        for (int r = 0; r < 2; ++r) shown[r] |= show(of_key, r) ? 1u << k << part : 0;
       }
     }
     visible[0] &= shown[0], visible[1] &= shown[1];

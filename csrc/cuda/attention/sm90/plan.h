@@ -4,7 +4,6 @@
 
 #include <initializer_list>
 
-#include "common/fault.h"
 #include "cuda/attention/problem.h"
 #include "cuda/attention/sm90/config.h"
 #include "cuda/tile/order.h"
@@ -165,15 +164,14 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
   // Padding is bounds, and where it has gaps a bit a key. With a left window a query may see only padding gaps, and what it holds would
   // reach d_key and d_value: kernels with an elementwise mask recompute that.
-  Sm90Plan plan{
-      keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
-      sm90_class(p),
-      p.has_score_mod(),
-      p.elementwise_mask() || (!PT_FAULT(padding_gaps_beside_a_left_window_kept) && keys && p.key_padding.data && p.left < kUnbounded),
-      {},
-      0,
-      {},
-      0};
+  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
+                sm90_class(p),
+                p.has_score_mod(),
+                p.elementwise_mask() || (keys && p.key_padding.data && p.left < kUnbounded),
+                {},
+                0,
+                {},
+                0};
   if (dropout_as_mask(p)) plan.has_score_mod = false, plan.elementwise_mask = true;
   const bool mask_adds = p.mask.data && p.mask.type != DenseType::boolean;
   if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
@@ -219,9 +217,7 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, bool in_order, int m
 inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
   const AttentionProblem& p = f.b.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0, {}, 0};
-  if ((!PT_FAULT(a_sum_over_queries_taken) && f.sizes[2] != p.num_queries) ||
-      (!PT_FAULT(a_sum_over_keys_taken) && f.sizes[3] != p.num_keys))
-    plan.why_not = "the gradient is a sum over queries or keys";
+  if (f.sizes[2] != p.num_queries || f.sizes[3] != p.num_keys) plan.why_not = "the gradient is a sum over queries or keys";
   if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
   if (p.blocks.bits) plan.why_not = kListsInBackward;
   if (plan.why_not) return plan;

@@ -21,7 +21,7 @@ namespace pt::cuda {
 template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, int block, F f) {
   if constexpr (Persists)
-    for (int n = block; n < order.tiles * order.heads; n += ptx::grid_size() + (PT_FAULT(the_tiles_of_another_block) ? 1 : 0)) f(n);
+    for (int n = block; n < order.tiles * order.heads; n += ptx::grid_size()) f(n);
   else f(block);
 }
 template <bool Persists = true, class F>
@@ -36,7 +36,7 @@ PT_DEVICE void for_each_tile_or_pair(const TileOrder& order, F f) {
   for (int i = int(blockIdx.x) * step; i < order.tiles * order.heads;) {
     f(order.paired ? number_in_pairs(order, i) : i);
     ++i;
-    if (i % step == 0) i += (ptx::grid_size() - (PT_FAULT(the_tiles_of_another_block) ? 0 : 1)) * step;
+    if (i % step == 0) i += (ptx::grid_size() - 1) * step;
   }
 }
 
@@ -48,8 +48,7 @@ PT_DEVICE Range range_to_keep(Range visible, bool end) {
 // Of the keys that some query of the sequence sees.
 PT_DEVICE Range keys_to_keep(const AttentionProblem& p, const Sequence& s) {
   const Range visible{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
-  return range_to_keep(
-      visible, PT_FAULT(the_next_rows_of_memory_kept) || (p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys));
+  return range_to_keep(visible, p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys);
 }
 
 // A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
@@ -67,9 +66,8 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   // None where keys between are hidden, told by a range that begins at kUnbounded.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
-    if (!PT_FAULT(tiles_with_padding_gaps_taken_whole) && s.padding_gaps) return {kUnbounded, 0};
-    return {s.keys_of(p, PT_FAULT(a_tile_cut_for_the_last_rows_taken_whole) ? first : first + 63).lo,
-            s.keys_of(p, PT_FAULT(a_tile_cut_for_the_first_rows_taken_whole) ? first + 63 : first).hi};
+    if (s.padding_gaps) return {kUnbounded, 0};
+    return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};
   }
 };
 
@@ -85,12 +83,12 @@ PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t
   uint32_t others = 0;
   PT_UNROLL
   for (int i = 0; i < Count; i += 32) {
-    const int64_t differs = load(PT_FAULT(the_first_segments_for_all) ? lane_id() : i + lane_id()) ^ one;
-    others |= uint32_t(differs) | (PT_FAULT(half_of_a_segment) ? 0 : uint32_t(differs >> 32));
+    const int64_t differs = load(i + lane_id()) ^ one;
+    others |= uint32_t(differs) | uint32_t(differs >> 32);
   }
   PT_UNROLL
   for (int d = 1; d < 32; d *= 2) others |= ptx::shfl_xor_u32(others, d);
-  return PT_FAULT(one_segment_for_all) || others == 0;
+  return others == 0;
 }
 
 // ---- products
@@ -106,15 +104,14 @@ PT_DEVICE uint32_t uniform(uint32_t address) {
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
-  const int own = PT_FAULT(the_other_consumers_rows) ? consumer() ^ 1 : consumer();
-  const uint64_t a = swizzled(uniform<D>(a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0))),
+  const uint64_t a = swizzled(uniform<D>(a_ring.buffer(a_use) + (RingA::kRows > 64 ? consumer() * 64 * kSwizzleRow : 0))),
                  b = swizzled(uniform<D>(b_ring.buffer(b_use)));
   ptx::wgmma_fence();
   PT_UNROLL
   for (int i = 0; i < D / 16; ++i) {
-    const uint32_t panel = PT_FAULT(the_second_panel_of_rows) ? 0 : i / 4 * RingA::kPanelBytes;
-    const uint32_t step = i % 4 * (PT_FAULT(a_step_of_a_product_too_short) ? 16 : 32);
-    ptx::wgmma_ss<T, 2 * R, false>(x, further(a, panel + i % 4 * 32), further(b, i / 4 * RingB::kPanelBytes + step), accumulate || i > 0);
+    const uint32_t step = i % 4 * 32;
+    ptx::wgmma_ss<T, 2 * R, false>(x, further(a, i / 4 * RingA::kPanelBytes + step), further(b, i / 4 * RingB::kPanelBytes + step),
+                                   accumulate || i > 0);
   }
   ptx::wgmma_commit();
 }
@@ -123,11 +120,10 @@ PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, cons
 template <class T, class RingB, int R, int S>
 PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
   static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
-  if (!PT_FAULT(no_fence_before_weights_are_multiplied)) ptx::wgmma_fence();
-  const uint64_t b = swizzled(uniform<2 * R>(b_ring.buffer(b_use)), PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes);
+  ptx::wgmma_fence();
+  const uint64_t b = swizzled(uniform<2 * R>(b_ring.buffer(b_use)), RingB::kPanelBytes);
   PT_UNROLL
-  for (int i = 0; i < S; ++i)
-    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], further(b, i * (PT_FAULT(half_the_rows_of_values) ? 1 : 2) * kSwizzleAtom), true);
+  for (int i = 0; i < S; ++i) ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], further(b, i * 2 * kSwizzleAtom), true);
   ptx::wgmma_commit();
 }
 
@@ -148,7 +144,7 @@ PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
   for (int c = 0; c < R / 4; c += N) {
     float x[N][4];
     each<N>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
-    f(x, at.after(PT_FAULT(score_mod_of_other_columns) ? 4 * c : 8 * c), c);
+    f(x, at.after(8 * c), c);
     each<N>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
   }
 }
@@ -170,11 +166,10 @@ template <int R>
 PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys, float hidden) {
   PT_UNROLL
   for (int c = 0; c < R; c += 16) {  // 32 columns, of one word where tiles are whole words
-    const int key = first + (PT_FAULT(padding_gaps_of_the_tiles_first_32_keys) ? 0 : 2 * c) + 2 * (lane_id() % 4);
+    const int key = first + 2 * c + 2 * (lane_id() % 4);
     const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
     PT_UNROLL
-    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i)
-      x[c + i] = word >> (i / 4 * 8 + (PT_FAULT(padding_gaps_in_even_columns_alone) ? 0 : i % 2)) & 1 ? x[c + i] : hidden;
+    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i) x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
   }
 }
 
@@ -183,17 +178,17 @@ PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys,
 template <int Consumers, class R, class F>
 PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
-  if (!PT_FAULT(cleared_before_they_are_there)) ring.consumer_wait(use);
+  ring.consumer_wait(use);
   for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
     if (!keep(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
-  if (!PT_FAULT(cleared_without_a_fence)) ptx::fence_proxy_async();
-  if (!PT_FAULT(cleared_without_a_barrier)) ptx::bar_sync(kClearBarrier, 128 * Consumers);
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kClearBarrier, 128 * Consumers);
 }
 // Those outside `keep`.
 template <int Consumers, class R>
 PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
-  if (PT_FAULT(hidden_values_kept) || (first >= keep.lo && first + R::kRows <= keep.hi)) return;
-  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(PT_FAULT(one_value_too_many_cleared) ? 1 + row : row); });
+  if (first >= keep.lo && first + R::kRows <= keep.hi) return;
+  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row); });
 }
 // And keys that padding hides between them.
 template <int Consumers, class R>
@@ -223,8 +218,7 @@ struct Pairs {
     PT_UNROLL
     for (int w = 0; w < (R + 31) / 32; ++w) {
       PT_NO_UNROLL  // under products in flight there are few registers
-      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N)
-        all.words[w] |= f(at.after(2 * n)) << (PT_FAULT(bits_of_other_columns) ? 0 : n % 32);
+      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N) all.words[w] |= f(at.after(2 * n)) << n % 32;
     }
     return all;
   }
@@ -270,10 +264,9 @@ PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], con
         // A factor of zero is for rows that see nothing, whatever their sums hold.
         words[c] = factor[r] == 0.0f ? 0u : Element<T>::pack(low * factor[r], high * factor[r]);
       }
-      if (!PT_FAULT(results_not_exchanged)) transpose_quad(words);
+      transpose_quad(words);
       const int column = 8 * (d + lane_id() % 4);
-      if (row_index[r] >= 0 && (PT_FAULT(columns_past_the_last_written) || column < out.columns))
-        ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
+      if (row_index[r] >= 0 && column < out.columns) ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
     }
   }
 }

@@ -35,7 +35,6 @@ class TileListBack : public TileList<true, Streamed> {
   // The one before tile t, which was the last given; before the range's first if there is none.
   PT_DEVICE int back(int t) {
     const bool begins_block = (t & (tiles_of_block() - 1)) == 0;
-    if (PT_FAULT(a_listed_block_left_out_by_the_producer) && lists_.offsets && begins_block) --entry_;
     return lists_.offsets && begins_block ? previous_block() : t - 1;
   }
 
@@ -61,7 +60,7 @@ class TileNotes : public Buffers<Stages, 16> {
   using Base::Base, Base::buffer;
 
   PT_DEVICE void put(int n, const TileNote& note) const {
-    if (!PT_FAULT(a_note_written_over_another)) Base::producer_acquire(n);
+    Base::producer_acquire(n);
     ptx::st_shared_u32(buffer(n), uint32_t(note.tile) << 1 | uint32_t(note.more));
     ptx::st_shared_u32(buffer(n) + 4, uint32_t(note.place));
     Base::producer_commit(n);

@@ -28,13 +28,11 @@ struct DLogits {
     if (place.own(r) >= place.rows) return {false, 0.0f, 0.0f, 0.0f, -1};
     const int target = int(numbers(place, 0).get(r));
     return {target >= 0, ptx::bits_float(numbers(place, 1).get(r)), ptx::bits_float(numbers(place, 2).get(r)),
-            ptx::bits_float(numbers(place, 3 - PT_FAULT(lse_for_the_upstream_gradient)).get(r)),
-            target - place.column - 2 * (lane_id() % 4)};
+            ptx::bits_float(numbers(place, 3).get(r)), target - place.column - 2 * (lane_id() % 4)};
   }
   // Row stats in shared memory: the target (-1 without gradient), row_max, log_sum, g.
   static PT_DEVICE RowStats numbers(const MatmulPlace& place, int which) {
-    return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes +
-            uint32_t(PT_FAULT(a_rows_stats_in_one_place) ? 0 : which) * RowStats::kBytes};
+    return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes + uint32_t(which) * RowStats::kBytes};
   }
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
@@ -61,39 +59,38 @@ struct DLogits {
     const StripRows<T> d_rows(d_logits, place);
     const BiasSums sums{place.scratch + TileBias<1>::kBytes};
     PT_UNROLL
-    for (int strip = 0; strip < R / 16 - PT_FAULT(the_last_strip_left_out); ++strip) {
+    for (int strip = 0; strip < R / 16; ++strip) {
       if (place.column + strip * kStripColumns >= place.columns) continue;
       float b[8], sum[8];
       biases.load(b, 0, strip);
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const Row& row = rows[r ^ PT_FAULT(the_gradient_of_the_other_row)];
+        const Row& row = rows[r];
         float v[8];
         PT_UNROLL
         for (int c = 0; c < 8; ++c) {
-          const float z = x[sum_at(strip, r, c)] + (PT_FAULT(the_gradient_without_the_bias) ? 0.0f : b[c]);
-          const float p = ptx::exp2((z - row.row_max - row.log_sum) * (PT_FAULT(exponentials_to_base_two) ? 1.0f : kLog2e));
-          v[c] = p - (PT_FAULT(the_gradients_smoothing_left_out) ? 0.0f : share);
+          const float z = x[sum_at(strip, r, c)] + b[c];
+          const float p = ptx::exp2((z - row.row_max - row.log_sum) * kLog2e);
+          v[c] = p - share;
         }
         const int64_t at = row.target - strip * kStripColumns;
-        if (at >= 0 && at < (PT_FAULT(targets_of_the_first_eight_columns) ? 8 : kStripColumns)) {
+        if (at >= 0 && at < kStripColumns) {
           PT_UNROLL
           for (int c = 0; c < 8; ++c)
-            if (int(at) == c / 2 * 8 + (c % 2 ^ PT_FAULT(the_column_beside_the_target)))
-              v[c] -= PT_FAULT(the_targets_gradient_keeps_its_share) ? 1.0f : labels.on_target;
+            if (int(at) == c / 2 * 8 + c % 2) v[c] -= labels.on_target;
         }
         PT_UNROLL
         for (int c = 0; c < 8; ++c) {
-          const float g = PT_FAULT(the_upstream_gradient_left_out) ? 1.0f : row.g;
-          v[c] = row.counts || PT_FAULT(ignored_rows_have_a_gradient) ? v[c] * g : 0.0f;
-          sum[c] = r == 0 || PT_FAULT(class_bias_sums_of_one_row_of_two) ? v[c] : sum[c] + v[c];
+          const float g = row.g;
+          v[c] = row.counts ? v[c] * g : 0.0f;
+          sum[c] = r == 0 ? v[c] : sum[c] + v[c];
         }
         if (d_logits.data) d_rows.store(strip, r, v);
       }
       if (bias_partials) sums.put(strip, sum);
     }
     if (!bias_partials) return;
-    if (!PT_FAULT(class_bias_sums_read_before_they_are_there)) sync_consumer();
+    sync_consumer();
     sums.store(bias_partials, place);
   }
 };

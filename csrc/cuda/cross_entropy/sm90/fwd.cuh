@@ -16,7 +16,7 @@ struct Exponentials {
   static PT_DEVICE float safe(float row_max) { return row_max == minus_infinity() ? 0.0f : row_max; }
   PT_DEVICE void add(const Exponentials& b) {
     const float larger = fmaxf(row_max, b.row_max), base = safe(larger);
-    const float alpha = PT_FAULT(a_sum_not_rescaled) ? 1.0f : ptx::exp2((row_max - base) * kLog2e);
+    const float alpha = ptx::exp2((row_max - base) * kLog2e);
     sum = sum * alpha + b.sum * ptx::exp2((b.row_max - base) * kLog2e);
     row_max = larger;
   }
@@ -25,11 +25,11 @@ struct Exponentials {
 // Of the four lanes that have a row.
 PT_DEVICE float sum_over_quad(float x) {
   x += ptx::shfl_xor(x, 1);
-  return PT_FAULT(the_sum_of_two_lanes) ? x : x + ptx::shfl_xor(x, 2);
+  return x + ptx::shfl_xor(x, 2);
 }
 PT_DEVICE float quad_max(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));
-  return PT_FAULT(the_maximum_of_two_lanes) ? x : fmaxf(x, ptx::shfl_xor(x, 2));
+  return fmaxf(x, ptx::shfl_xor(x, 2));
 }
 
 // An epilogue (matmul.cuh).
@@ -44,8 +44,8 @@ struct RowPartials {
   PT_DEVICE void begin(const MatmulPlace& place) const {
     uint32_t target = 0;
     RowStats::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
-    if (bias[0].data) TileBias<1>::bring(bias, place);                         // models of language seldom have one
-    else if (!PT_FAULT(targets_written_under_their_readers)) sync_consumer();  // targets of the tile before have been read
+    if (bias[0].data) TileBias<1>::bring(bias, place);  // models of language seldom have one
+    else sync_consumer();                               // targets of the tile before have been read
     RowStats::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
   }
 
@@ -60,7 +60,7 @@ struct RowPartials {
       PT_UNROLL
       for (int strip = 0; strip < R / 16; ++strip) {
         PT_UNROLL
-        for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r ^ PT_FAULT(the_other_rows_logits), c)];
+        for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r, c)];
       }
       if (bias[0].data) {
         PT_UNROLL
@@ -91,7 +91,7 @@ struct RowPartials {
     }
     if (end < 4 * N - 6) {  // some column is no class
       PT_UNROLL
-      for (int i = 0; i < N; ++i) z[i] = column_of(i) < end || PT_FAULT(columns_past_the_last_class) ? z[i] : minus_infinity();
+      for (int i = 0; i < N; ++i) z[i] = column_of(i) < end ? z[i] : minus_infinity();
     }
     float row_max = minus_infinity(), sum = 0.0f;
     PT_UNROLL
@@ -104,8 +104,8 @@ struct RowPartials {
     if (labels.on_each > 0.0f) total = sum_over_quad(total);
     // Each number by a lane of its own.
     const int kind = lane_id() % 4;
-    if (row < place.rows + PT_FAULT(partials_of_a_row_past_the_last) && kind < (labels.on_each > 0.0f ? 3 : 2)) {
-      float* const part = partials + (kind * tiles + (PT_FAULT(partials_of_the_first_tile) ? 0 : place.column / kClassTile)) * place.rows;
+    if (row < place.rows && kind < (labels.on_each > 0.0f ? 3 : 2)) {
+      float* const part = partials + (kind * tiles + place.column / kClassTile) * place.rows;
       store_one(part + row, kind == 0 ? row_max : kind == 1 ? sum : total);
     }
   }
@@ -113,8 +113,8 @@ struct RowPartials {
   // Few rows have their target in a tile.
   template <int N>
   PT_DEVICE void pick(const MatmulPlace& place, const float (&z)[N], int r) const {
-    const int64_t at = int64_t(targets(place).get(r)) - (PT_FAULT(the_target_of_the_first_tile) ? 0 : place.column) - 2 * (lane_id() % 4);
-    if (at < 0 || at >= 4 * N || at % 8 > (PT_FAULT(odd_targets_left_out) ? 0 : 1)) return;
+    const int64_t at = int64_t(targets(place).get(r)) - place.column - 2 * (lane_id() % 4);
+    if (at < 0 || at >= 4 * N || at % 8 > 1) return;
     float found = 0.0f;
     PT_UNROLL
     for (int i = 0; i < N; ++i)
@@ -127,13 +127,13 @@ struct RowPartials {
 __global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(const __grid_constant__ LossProblem f) {
   const int warp = int(threadIdx.x) / 32;
   const int64_t row = int64_t(blockIdx.x) * 32 + lane_id();
-  const bool here = row < f.rows + PT_FAULT(the_loss_of_a_row_past_the_last), smooth = f.labels.on_each > 0.0f;
+  const bool here = row < f.rows, smooth = f.labels.on_each > 0.0f;
   const uint32_t shared = ptx::dynamic_smem();
   const auto at = [&](int kind, int of) { return shared + 4 * uint32_t((kind * kLossWarps + of) * 32 + lane_id()); };
   Exponentials all{minus_infinity(), 0.0f};
   float total = 0.0f;
   if (here) {
-    for (int64_t tile = warp; tile < f.tiles - PT_FAULT(the_last_tile_left_out); tile += kLossWarps) {
+    for (int64_t tile = warp; tile < f.tiles; tile += kLossWarps) {
       const float* p = f.partials + tile * f.rows + row;
       const int64_t kind = f.tiles * f.rows;
       all.add({load_one(p), load_one(p + kind)});
@@ -143,19 +143,19 @@ __global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(con
   ptx::st_shared_f32(at(0, warp), all.row_max);
   ptx::st_shared_f32(at(1, warp), all.sum);
   ptx::st_shared_f32(at(2, warp), total);
-  if (!PT_FAULT(no_barrier_in_the_losses_second_stage)) ptx::syncthreads();
+  ptx::syncthreads();
   if (warp != 0 || !here) return;
-  for (int w = 1; w < (PT_FAULT(warps_left_out) ? 2 : kLossWarps); ++w) {
+  for (int w = 1; w < kLossWarps; ++w) {
     all.add({ptx::ld_shared_f32(at(0, w)), ptx::ld_shared_f32(at(1, w))});
     total += ptx::ld_shared_f32(at(2, w));
   }
-  const float log_sum = ptx::log2(all.sum) * (PT_FAULT(a_logarithm_to_base_two) ? 1.0f : kLn2);
+  const float log_sum = ptx::log2(all.sum) * kLn2;
   const float picked = load_one(f.picked + row) - all.row_max;
-  float loss = log_sum - (PT_FAULT(the_target_keeps_its_share) ? 1.0f : f.labels.on_target) * picked;
-  const float classes = float(PT_FAULT(the_mean_over_whole_tiles) ? f.tiles * kClassTile : f.classes);
-  if (smooth && !PT_FAULT(the_smoothing_left_out)) loss -= f.labels.on_each * (total / classes - all.row_max);
+  float loss = log_sum - f.labels.on_target * picked;
+  const float classes = float(f.classes);
+  if (smooth) loss -= f.labels.on_each * (total / classes - all.row_max);
   store_one(f.row_max + row, all.row_max), store_one(f.log_sum + row, log_sum);
-  store_one(f.loss + row, target_of(f.labels, row) == f.labels.ignore_index && !PT_FAULT(ignored_rows_count) ? 0.0f : loss);
+  store_one(f.loss + row, target_of(f.labels, row) == f.labels.ignore_index ? 0.0f : loss);
 }
 
 }  // namespace pt::cuda

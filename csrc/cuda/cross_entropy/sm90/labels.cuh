@@ -22,12 +22,12 @@ struct RowStats {
   template <class F>
   static PT_DEVICE void each(const MatmulPlace& place, F f) {
     const int i = int(threadIdx.x) % 128;
-    if (i < (PT_FAULT(targets_of_half_the_rows) ? 32 : 64) && place.row + i < place.rows) f(i, place.row + i);
+    if (i < 64 && place.row + i < place.rows) f(i, place.row + i);
   }
   PT_DEVICE void put(int i, uint32_t word) const { ptx::st_shared_u32(at + 4 * uint32_t(i), word); }
   // Of the lane's row r, which exists.
   PT_DEVICE uint32_t get(int r) const {
-    const int row = warp_row() % 64 + lane_id() / 4 + 8 * (r ^ PT_FAULT(the_target_of_the_lanes_other_row));
+    const int row = warp_row() % 64 + lane_id() / 4 + 8 * r;
     return ptx::ld_shared_u32(at + 4 * uint32_t(row));
   }
 };

@@ -25,9 +25,9 @@ struct DHidden {
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels& panels) const {
     const StripDropout dropout(drop);
-    const BiasSums b1{place.scratch}, gate_bias{place.scratch + (PT_FAULT(two_biases_in_one_place) ? 0 : BiasSums::kBytes)};
+    const BiasSums b1{place.scratch}, gate_bias{place.scratch + BiasSums::kBytes};
     const StripRows<T> d_pre_rows(d_pre, place), d_gate_rows(d_gate, place), hidden_rows(hidden, place);
-    if (!PT_FAULT(bias_sums_written_under_their_readers)) sync_consumer();  // the sums of the half before have been read
+    sync_consumer();  // the sums of the half before have been read
     PT_UNROLL
     for (int panel = 0; panel < R / 32; ++panel) {
       if (!place.has_panel(panel)) continue;
@@ -38,7 +38,7 @@ struct DHidden {
           uint32_t pre[2][4], gate[2][4];
           PT_UNROLL
           for (int i = 0; i < 2; ++i) {
-            readers[0].load(pre[i], (PT_FAULT(half_a_panel_twice) ? 0 : 4 * half) + 2 * i);
+            readers[0].load(pre[i], 4 * half + 2 * i);
             if constexpr (Gated) readers[1].load(gate[i], 4 * half + 2 * i);
           }
           float b1_sum[8] = {}, gate_sum[8] = {};
@@ -47,42 +47,40 @@ struct DHidden {
             float d[8], h[8], dg[8];
             PT_UNROLL
             for (int c = 0; c < 8; ++c) d[c] = x[sum_at(strip, r, c)];
-            if (!PT_FAULT(the_gradient_not_dropped)) dropout.apply(d, place, strip, r);
+            dropout.apply(d, place, strip, r);
             PT_UNROLL
             for (int c = 0; c < 8; ++c) {
               const auto read = [&](const uint32_t (&words)[2][4]) {
-                const uint32_t two = words[c / 4][c / 2 % 2 * 2 + (r ^ PT_FAULT(the_lanes_other_row_of_pre))];
+                const uint32_t two = words[c / 4][c / 2 % 2 * 2 + r];
                 return ptx::widen(T{uint16_t(two >> 16 * (c % 2))});
               };
               const float p = read(pre);
               if constexpr (Gated) {
                 const ValueSlope act = activate<A>(read(gate));
-                h[c] = (PT_FAULT(hidden_without_its_gate) ? 1.0f : act.value) * p;
-                dg[c] = d[c] * p * (PT_FAULT(d_gate_without_its_slope) ? 1.0f : act.slope);
-                if (PT_FAULT(d_gate_from_d_pre)) dg[c] *= act.value;
+                h[c] = act.value * p;
+                dg[c] = d[c] * p * act.slope;
                 d[c] *= act.value;
                 gate_sum[c] += dg[c];
               } else {
                 const ValueSlope act = activate<A>(p);
-                if (PT_FAULT(the_biass_gradient_before_its_slope)) b1_sum[c] += d[c];
                 h[c] = act.value, d[c] *= act.slope;
               }
-              b1_sum[c] = (PT_FAULT(hidden_bias_sums_of_one_row_of_two) ? 0.0f : b1_sum[c]) + d[c];
+              b1_sum[c] += d[c];
             }
             if (d_pre.data) d_pre_rows.store(strip, r, d);
             if constexpr (Gated)
               if (d_gate.data) d_gate_rows.store(strip, r, dg);
             if (!hidden.data) continue;
-            if (!PT_FAULT(hidden_not_dropped)) dropout.apply(h, place, strip, r);
+            dropout.apply(h, place, strip, r);
             hidden_rows.store(strip, r, h);
           }
           if (b1_partials) b1.put(strip, b1_sum);
           if constexpr (Gated)
-            if (gate_bias_partials) gate_bias.put(strip, PT_FAULT(sums_of_the_other_bias) ? b1_sum : gate_sum);
+            if (gate_bias_partials) gate_bias.put(strip, gate_sum);
         }
       });
     }
-    if (!PT_FAULT(hidden_bias_sums_read_before_they_are_there)) sync_consumer();
+    sync_consumer();
     b1.store(b1_partials, place);
     if constexpr (Gated) gate_bias.store(gate_bias_partials, place);
   }

@@ -27,12 +27,11 @@ struct Hidden {
     const TileBias<kProducts> biases(place);
     const StripRows<T> hidden_rows(hidden, place), pre_rows(pre, place), gate_rows(gate, place);
     PT_UNROLL
-    for (int strip = 0; strip < kOf / 16 - PT_FAULT(a_strip_left_out); ++strip) {
-      const bool beyond = place.column + strip * kStripColumns >= place.columns;
-      if (beyond != PT_FAULT(strips_beyond_the_end_only)) continue;
+    for (int strip = 0; strip < kOf / 16; ++strip) {
+      if (place.column + strip * kStripColumns >= place.columns) continue;
       float b[8], g[8];
       biases.load(b, 0, strip);
-      if constexpr (Gated) biases.load(g, PT_FAULT(the_gates_bias_of_w1) ? 0 : 1, strip);
+      if constexpr (Gated) biases.load(g, 1, strip);
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
         float v[8], u[8];
@@ -40,17 +39,16 @@ struct Hidden {
         for (int c = 0; c < 8; ++c) {
           const int at = sum_at(strip, r, c);
           v[c] = x[at] + b[c];
-          if constexpr (Gated) u[c] = x[(PT_FAULT(the_gates_sums_for_the_first_products) ? 0 : kOf) + at] + g[c];
+          if constexpr (Gated) u[c] = x[kOf + at] + g[c];
         }
-        if (pre.data && !PT_FAULT(the_pre_activation_not_stored)) pre_rows.store(strip, r, v);
+        if (pre.data) pre_rows.store(strip, r, v);
         if constexpr (Gated)
           if (gate.data) gate_rows.store(strip, r, u);
         if (!hidden.data) continue;
         PT_UNROLL
         for (int c = 0; c < 8; ++c) {
           if constexpr (Gated) {
-            if (PT_FAULT(the_other_product_activated)) v[c] = u[c] * activate<A>(v[c]).value;
-            else v[c] *= PT_FAULT(a_gate_not_activated) ? u[c] : activate<A>(u[c]).value;
+            v[c] *= activate<A>(u[c]).value;
           } else {
             v[c] = activate<A>(v[c]).value;
           }

@@ -8,29 +8,24 @@ namespace pt::cuda {
 
 constexpr int kHalfColumns = 128;  // of a tile: what an epilogue takes at a time. A narrow tile has one half, a wide one two
 
-// A block is a producer warpgroup, one thread of which loads by TMA, and two consumer warpgroups that share a tile, 64 rows each, or, with
-// ping_pong, have tiles of 64 rows of their own, by turns. A stage has `step` columns of the rows of A and rows of B.
+// A block is a producer warpgroup, one thread of which loads by TMA, and two consumer warpgroups that share a tile, 64 rows each. A stage
+// has `step` columns of the rows of A and rows of B.
 //
 // 128 x 256: a wgmma of 256 columns reads least of shared memory for its work (10 KB in the 128 cycles it takes; 64 x 128 would read 6 KB
-// in 64), and a step of 1024 cycles loads 48 KB; with ping_pong 80 KB in that time. docs/cuda/gemm.md has what either should cost.
+// in 64), and a step of 1024 cycles loads 48 KB. docs/cuda/gemm.md has what it should cost.
 struct MatmulTile {
   int columns = 256, step = 64, stages = 4, consumers = 2;
-  bool ping_pong = false;
   int lead = 3;  // steps by which the first consumer begins a shared tile before the other
   int producer_registers = 24, consumer_registers = 240;
 
-  constexpr int rows() const { return ping_pong ? 64 : 64 * consumers; }
+  constexpr int rows() const { return 64 * consumers; }
   constexpr int readers() const { return rows() / 16; }  // warps that multiply with a stage
   constexpr int threads() const { return 128 * (consumers + 1); }
   constexpr int sums() const { return columns / 2; }  // accumulators of a lane
   constexpr uint32_t a_bytes() const { return uint32_t(rows() * step * 2); }
   constexpr uint32_t stage_bytes() const { return uint32_t((rows() + columns) * step * 2); }
 };
-constexpr MatmulTile kPingPong{256, 64, 5, 2, true};
-#if !defined(PT_MATMUL_TILE)
-#define PT_MATMUL_TILE MatmulTile()  // tests build kPingPong too
-#endif
-constexpr MatmulTile kMatmulTile = PT_MATMUL_TILE;
+constexpr MatmulTile kMatmulTile;
 
 constexpr int kPanelColumns = 64;        // of a panel: 128 bytes, the width of the swizzle
 constexpr uint32_t kMatmulSlack = 1024;  // to begin at a multiple of 1024
@@ -49,7 +44,7 @@ constexpr bool matmul_fits(const MatmulTile& t) {
          t.producer_registers + t.consumers * t.consumer_registers <= launched && t.step == kPanelColumns &&
          t.columns == 2 * kHalfColumns && t.lead <= t.stages;
 }
-static_assert(matmul_fits(kMatmulTile) && matmul_fits(kPingPong));
+static_assert(matmul_fits(kMatmulTile));
 
 // What a kernel is instantiated with, and what its name shows: how operands lie (A: as (rows, k) or, transposed, (k, rows); B: as
 // (columns, k) or (k, columns)), and whether two products share A, each with half of the columns of each half of a tile.

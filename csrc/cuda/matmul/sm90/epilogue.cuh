@@ -29,19 +29,18 @@ class TileBias {
         const auto* p = static_cast<const decltype(t)*>(bias.data);
         PT_UNROLL
         for (int h = 0; h < 2; ++h)
-          if (const int64_t column = place.column + h * kColumns + mine % kColumns; column < place.columns)
-            v[h] = load_one(p + column + PT_FAULT(a_bias_one_column_off));
+          if (const int64_t column = place.column + h * kColumns + mine % kColumns; column < place.columns) v[h] = load_one(p + column);
       });
-    if (!PT_FAULT(a_bias_written_under_its_readers)) sync_consumer();  // those of the tile before have been read
+    sync_consumer();  // those of the tile before have been read
     PT_UNROLL
     for (int h = 0; h < 2; ++h) ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
   }
 
   // Every thread of the consumer.
   PT_DEVICE explicit TileBias(const MatmulPlace& place) {
-    const int half = PT_FAULT(the_biases_of_the_first_half) ? 0 : place.half;
+    const int half = place.half;
     at_ = place.scratch + 4 * uint32_t(half * kHalfColumns);
-    if (!PT_FAULT(a_bias_read_before_it_is_there)) sync_consumer();
+    sync_consumer();
   }
 
   // Of the lane's eight columns of a strip: v[2 c + e] is column first(4 strip + c) + e.
@@ -65,10 +64,10 @@ class StripRows {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       at_[r] = reinterpret_cast<uintptr_t>(out.data) + (place.own(r) * out.stride + column) * sizeof(T);
-      left_[r] = place.own(r) >= place.rows + PT_FAULT(a_results_row_past_the_last) ? 0 : left < kHalfColumns ? int(left) : kHalfColumns;
+      left_[r] = place.own(r) >= place.rows ? 0 : left < kHalfColumns ? int(left) : kHalfColumns;
     }
   }
-  PT_DEVICE bool has(int strip, int r) const { return strip * kStripColumns < left_[r] + PT_FAULT(columns_past_the_last); }
+  PT_DEVICE bool has(int strip, int r) const { return strip * kStripColumns < left_[r]; }
   PT_DEVICE T* at(int strip, int r) const { return reinterpret_cast<T*>(at_[r]) + strip * kStripColumns; }
 
   // Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
@@ -76,7 +75,7 @@ class StripRows {
     uint32_t words[4];
     PT_UNROLL
     for (int c = 0; c < 4; ++c) words[c] = Element<T>::pack(v[2 * c], v[2 * c + 1]);
-    if (!PT_FAULT(words_not_exchanged)) transpose_quad(words);
+    transpose_quad(words);
     if (has(strip, r)) ptx::st_global_v4(at(strip, r), {{words[0], words[1], words[2], words[3]}});
   }
 
@@ -106,7 +105,7 @@ struct Linear {
       for (int r = 0; r < 2; ++r) {
         float v[8];
         PT_UNROLL
-        for (int c = 0; c < 8; ++c) v[c] = x[sum_at(strip, r ^ PT_FAULT(a_result_of_the_lanes_other_row), c)] + b[c];
+        for (int c = 0; c < 8; ++c) v[c] = x[sum_at(strip, r, c)] + b[c];
         rows.store(strip, r, v);
       }
     }
@@ -135,12 +134,11 @@ struct Sums {
  private:
   template <int R>
   PT_DEVICE void store(const StripRows<float>& rows, int strip, int r, const float (&x)[R]) const {
-    const int first = PT_FAULT(even_and_odd_columns_exchanged);
     uint32_t even[4], odd[4];  // columns; after the exchange eight neighbouring ones
     PT_UNROLL
     for (int c = 0; c < 4; ++c) {
-      even[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c + first)]);
-      odd[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c + 1 - first)]);
+      even[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c)]);
+      odd[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c + 1)]);
     }
     transpose_quad(even);
     transpose_quad(odd);
@@ -149,12 +147,12 @@ struct Sums {
     PT_UNROLL
     for (int half = 0; half < 2; ++half) {
       ptx::Words4 v{{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]}};
-      if (add && !PT_FAULT(a_chunks_sums_forgotten)) {
+      if (add) {
         const ptx::Words4 before = ptx::ld_global_v4(to + 4 * half);
         PT_UNROLL
         for (int i = 0; i < 4; ++i) v.w[i] = ptx::float_bits(ptx::bits_float(before.w[i]) + ptx::bits_float(v.w[i]));
       }
-      ptx::st_global_v4(to + 4 * (half ^ PT_FAULT(neighbours_of_eight_columns_exchanged)), v);
+      ptx::st_global_v4(to + 4 * half, v);
     }
   }
 };

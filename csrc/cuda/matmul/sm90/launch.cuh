@@ -21,10 +21,9 @@ void launch_matmul(const Product& p, const E& epilogue, const MatmulPlan& plan, 
   for (int i = 0; i < 2; ++i) {
     if (p.a[i].data) {
       args.a[i] = map_matrix(p.a[i], p.dtype, K::a_by_k ? kStep : kMatmulTile.rows());
-      args.steps[i] = int((p.a[i].width() + (PT_FAULT(a_step_left_out) ? 0 : kStep - 1)) / kStep);
+      args.steps[i] = int((p.a[i].width() + kStep - 1) / kStep);
     }
-    const int products = PT_FAULT(boxes_of_a_gated_stage_too_high) ? 1 : K::products;
-    if (p.b[i].data) args.b[i] = map_matrix(p.b[i], p.dtype, K::b_by_k ? kStep : kHalfColumns / products);
+    if (p.b[i].data) args.b[i] = map_matrix(p.b[i], p.dtype, K::b_by_k ? kStep : kHalfColumns / K::products);
     if (i < E::kPanels) args.panels[i] = map_matrix(panels[i], p.dtype, kMatmulTile.rows());
   }
   launch(sm90_matmul_kernel<T, K, E>, dim3(unsigned(plan.blocks)), kMatmulTile.threads(), matmul_smem(kMatmulTile, E::kScratch), stream,

@@ -14,9 +14,8 @@ PT_DEVICE float sum_over_rows(const float (&v)[8]) {
   PT_UNROLL
   for (int i = 0; i < 4; ++i) four[i] = (upper ? v[4 + i] : v[i]) + ptx::shfl_xor(upper ? v[i] : v[4 + i], 16);
   PT_UNROLL
-  for (int i = 0; i < 2; ++i)
-    two[i] = (middle != PT_FAULT(columns_of_a_sum_exchanged) ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
-  return (odd ? two[1] : two[0]) + (PT_FAULT(half_the_rows_of_a_sum) ? 0.0f : ptx::shfl_xor(odd ? two[0] : two[1], 4));
+  for (int i = 0; i < 2; ++i) two[i] = (middle ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
+  return (odd ? two[1] : two[0]) + ptx::shfl_xor(odd ? two[0] : two[1], 4);
 }
 
 // Of one bias, for a consumer: its warps' sums in shared memory, (4, 128), then their sum.
@@ -31,16 +30,14 @@ struct BiasSums {
   }
   // After a barrier of the consumer.
   PT_DEVICE void store(float* partials, const MatmulPlace& place) const {
-    if (!partials || (place.row >= place.rows && !PT_FAULT(a_row_of_sums_past_the_last))) return;
+    if (!partials || place.row >= place.rows) return;
     static_assert(kColumns == 128);  // a thread has one
     const int column = int(threadIdx.x) % 128;
     if (place.column + column >= place.columns) return;
     float sum = 0.0f;
     PT_UNROLL
-    for (int warp = 0; warp < 4 - PT_FAULT(a_warps_sum_left_out); ++warp)
-      sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
-    const int of_a_part = PT_FAULT(sums_of_a_wrong_tile) ? 128 : kRowsOfAPart;
-    store_one(partials + place.row / of_a_part * place.columns + place.column + column, sum);
+    for (int warp = 0; warp < 4; ++warp) sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
+    store_one(partials + place.row / kRowsOfAPart * place.columns + place.column + column, sum);
   }
 };
 
