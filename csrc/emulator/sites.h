@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults at call sites: what a call of a ptx function does wrong where the environment names its place in the sources.
+// Faults at call sites: the environment names a line of the sources, and calls of ptx functions on this line go wrong.
 //
-//   PYTRANSFORMER_FAULT=drop@cuda/tile/ring.cuh:47    the calls on this line do nothing
-//   PYTRANSFORMER_SITES=FILE                          appends a line "cuda/tile/ring.cuh:47 mbarrier.arrive drop,shift" for each site
-//   reached
+//   PYTRANSFORMER_FAULT=drop@cuda/attention/sm90/fwd.cuh:243    the wait on this line returns at once
+//   PYTRANSFORMER_SITES=FILE    for each site reached, appends "cuda/attention/sm90/fwd.cuh:243 mbarrier.try_wait drop,flip"
 #pragma once
 
 #include <source_location>
@@ -23,7 +22,7 @@ enum Fault : unsigned {
 extern bool sites_matter;
 Fault fault_at_site(const Site& site, const char* instruction, unsigned possible);
 
-// Which of the possible faults is planted at this site.
+// Returns the fault that is planted at this site, if it is one of the possible ones.
 inline Fault fault_at(const Site& site, const char* instruction, unsigned possible) {
   return sites_matter ? fault_at_site(site, instruction, possible) : kNone;
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warm calls of the GPU backends. What a backend in Python did for one call, allocations, launches and ops, is a program for all calls that
-// differ from it in addresses alone: those with equal keys. Decision 0105.
+// Warm calls of the GPU backends. A program holds the allocations, launches and ops that a backend in Python made for one call. It serves
+// every call with an equal key, which differs in addresses alone. Decision 0105.
 //
-// The first call with a key is Python's; the second is recorded (ops/_core/recording.py) and, like all later ones, run from here. What
-// cannot be recorded stays Python's: a backend that reads what a tensor holds, say.
+// Python runs the first call with a key. The second is recorded (ops/_core/recording.py); it and all later ones run from here. Calls that
+// cannot be recorded stay in Python, such as those of a backend that reads the values of a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults at the calls of ptx functions: which there are, and for each the problem that finds it.
+"""Faults at the calls of ptx functions, and for each the problem that finds it.
 
-    python tests/emulator/sites.py          what sites.json does not have yet: minutes
-    python tests/emulator/sites.py --all    everything again
+    python tests/emulator/sites.py          finds problems for faults that sites.json does not have yet: 12 minutes and more
+    python tests/emulator/sites.py --all    finds all again: 40 minutes
 
 The emulator makes a call at one place in the sources wrong (csrc/emulator/sites.h): it leaves the call out, shifts an address or flips a
-parity. sites.json names each fault by instruction, file and the text of the line, so that code may move, and gives the problem that finds
-it; or, where none does, the reason.
+parity. sites.json names each fault by instruction, file and the text of the line, so that code may move. It gives the problem that finds
+the fault, or the reason why none does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).parent))  # under PYTHONSAFEPATH it is not th
 import planted
 
 LISTED = Path(__file__).with_name("sites.json")
+LIBRARY = planted.CSRC.parent / "build" / "emulator" / "libpytransformer_emulated.so"
 # The modules of problems, with PYTRANSFORMER_CUDA_PATH.
 RUNS = (
     ("attention_problems", "portable"),
@@ -119,7 +120,7 @@ def reached(library: Path, run: Run) -> tuple[set[SiteFault], float]:
 
 
 def finds(library: Path, fault: SiteFault, run: Run, schedule: int = 1) -> bool:
-    """Whether the problem shows the fault: by a message, a wrong number, or a process that ends or hangs."""
+    """Return True if the problem shows the fault: by a message, a wrong number, or a process that ends or hangs."""
     place = fault.planted()
     assert place is not None, f"the sources have no such line: {fault}"
     try:
@@ -136,7 +137,7 @@ def problems() -> Iterator[Run]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", type=Path, help="the emulator's library")
+    parser.add_argument("--library", type=Path, default=LIBRARY, help="the emulated library, as tests/emulator built it")
     parser.add_argument("--all", action="store_true", help="look for every fault again")
     arguments = parser.parse_args()
     known = {} if arguments.all else entries()

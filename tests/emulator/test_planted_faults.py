@@ -21,7 +21,7 @@ PTX = re.compile(r"^(?:PT_DEVICE|inline) .*?(\w+)\([^()]*(?:\([^()]*\)[^()]*)*PT
 
 
 def some(faults: Iterable[Any], every: int) -> list[Any]:
-    """As parameters: each of ``every`` is of `make test`, the others are slow tests."""
+    """Return parameters: the first of every ``every`` runs in `make test`, the others are slow tests."""
     name = lambda fault: fault.name if isinstance(fault, TextFault) else str(fault)
     return [pytest.param(f, marks=[pytest.mark.slow] * (i % every > 0), id=name(f)) for i, f in enumerate(faults)]
 

@@ -136,7 +136,7 @@ def test_tables_in_float64_are_rounded() -> None:
 
 
 def test_reasons() -> None:
-    """What the backend does not do, it says."""
+    """Arguments that the backend does not support give a reason."""
     positions = torch.arange(3)
     reasons = lambda **given: pt.explain("rotary", given.pop("x", torch.zeros(1, 1, 3, 8)), positions, **given).reasons["cuda"]
     assert reasons() is None

@@ -209,8 +209,9 @@ def test_code_replaced_in_a_class_or_file_counts(hugging_face: Any, name: str, m
         own = getattr(owner, attribute)
         if not callable(own):  # a property
             continue
-        new = functools.wraps(own)(lambda *args, own=own, **kwargs: scaled(own(*args, **kwargs)))
-        for order in ("after", "before"):
+        plain_new = lambda *args, own=own, **kwargs: scaled(own(*args, **kwargs))
+        wrapper = functools.wraps(own)(lambda *args, new=plain_new, **kwargs: new(*args, **kwargs))
+        for order, new in (("after", wrapper), ("before", wrapper), ("before", plain_new)):
             model = family.build("eager")
             if order == "after":
                 pt.integrations.convert(model)

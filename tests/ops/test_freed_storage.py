@@ -19,6 +19,8 @@ from pytransformer.testing.raw_calls import NATIVE, freed_variants, record, reco
 
 FREED = "has no storage: it was freed"
 CASES = [pytest.param(case, id=case.name) for case in recorded_cases()]
+# For backends whose kernels are emulated or interpreted: every sixth case runs in `make test`.
+SLOW_CASES = [pytest.param(*c.values, id=c.id, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, c in enumerate(CASES)]
 needs_library = pytest.mark.skipif(
     native.why_not("attention_fwd") is not None, reason=f"no native library: {native.why_not('attention_fwd')}"
 )
@@ -94,6 +96,17 @@ def check_backward(case: Case, backends: list[str | None]) -> None:
         else:
             assert all(map(torch.equal, grads, expected))
     assert refused > 0
+
+
+def check_backend(case: Case, backend: str) -> None:
+    """Check forward and backward on one backend, which computes on CPU tensors here."""
+    args, kwargs, _ = arguments_of(case, False)
+    arguments, _, _ = pt.ops._core.registry.OPS[case.op].prepare(*args, **kwargs)
+    if (reason := pt.ops._core.registry.OPS[case.op].reason(backend, arguments)) is not None:
+        pytest.skip(f"backend {backend}: {reason}")
+    check_forward(case, [backend])
+    if not case.forward_only:
+        check_backward(case, [backend])
 
 
 @needs_library

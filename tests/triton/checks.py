@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of every op of the backend do alike: random problems and planted faults."""
+"""Checks that the tests of every op of the Triton backend share: random problems and planted faults."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ DRAWN = {
 
 
 def every_third(names: Iterable[str]) -> list[Any]:
-    """As parameters: every third is of `make test`, the others are slow tests. An interpreted kernel takes seconds for a fault."""
+    """Return parameters: every third runs in `make test`, the others are slow tests. A fault takes an interpreted kernel seconds."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, name in enumerate(names)]
 
 
 def numbers(op: str, among: Iterable[int]) -> list[int]:
-    """Those whose problem is not in float64, which the backend has not."""
+    """Return the numbers of problems in other dtypes than float64, which the backend does not support."""
     return [n for n in among if DRAWN[op].draw(DRAWN[op].seed, n).dtype != torch.float64]
 
 

@@ -78,7 +78,7 @@ def test_zero_sizes() -> None:
 
 
 def test_reasons() -> None:
-    """What the backend does not do, it says."""
+    """Arguments that the backend does not support give a reason."""
 
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["triton"]

@@ -80,7 +80,7 @@ def test_a_wrong_target_is_told() -> None:
 
 
 def test_reasons() -> None:
-    """What the backend does not do, it says."""
+    """Arguments that the backend does not support give a reason."""
     x, target = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     assert pt.explain("linear_cross_entropy", x, x, target).reasons["triton"] is None
     assert "float64" in pt.explain("linear_cross_entropy", x.double(), x.double(), target).reasons["triton"]

@@ -16,16 +16,6 @@ import test_freed_storage as shared
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Every sixth in `make test`.
-CASES = [pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, case in enumerate(shared.CASES)]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", shared.SLOW_CASES)
 def test_freed_tensors_are_refused(case: Case) -> None:
-    args, kwargs, _ = shared.arguments_of(case, False)
-    backends = shared.backends_of(case, args, kwargs)
-    if "triton" not in backends:
-        pytest.skip("the Triton kernels do not compute this case in float32")
-    shared.check_forward(case, ["triton"])
-    if not case.forward_only:
-        shared.check_backward(case, ["triton"])
+    shared.check_backend(case, "triton")

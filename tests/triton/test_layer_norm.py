@@ -127,7 +127,7 @@ def test_memory_order_is_kept() -> None:
 
 
 def test_reasons() -> None:
-    """What the backend does not do, it says."""
+    """Arguments that the backend does not support give a reason."""
     x = torch.zeros(2, 8)
     assert pt.explain("layer_norm", x, 8).reasons["triton"] is None
     assert "x in float64" in pt.explain("layer_norm", x.double(), 8).reasons["triton"]

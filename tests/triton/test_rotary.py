@@ -82,7 +82,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_reasons() -> None:
-    """What the backend does not do, it says."""
+    """Arguments that the backend does not support give a reason."""
     positions = torch.arange(3)
     assert pt.explain("rotary", torch.zeros(1, 1, 3, 8), positions).reasons["triton"] is None
     assert "x in float64" in pt.explain("rotary", torch.zeros(1, 1, 3, 8).double(), positions).reasons["triton"]

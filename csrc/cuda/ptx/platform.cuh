@@ -36,7 +36,7 @@
 #define PT_UNROLL _Pragma("unroll")
 #define PT_UNROLL_BY_TWO _Pragma("unroll 2")
 #define PT_NO_UNROLL _Pragma("unroll 1")
-// Where a function was called, as its last parameter. Only the emulator has it: it plants faults by the call's place in the sources.
+// The last parameter of a ptx function: the place of its call. It exists in the emulator alone, which plants faults by place.
 #define PT_SITE
 #define PT_ONLY_SITE
 #define PT_HERE

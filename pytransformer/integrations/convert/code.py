@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code a class runs: digests of a method and of all that it calls in its file, which a converted module bypasses."""
+"""Digests of the code that a converted module bypasses: a method, and the methods and functions of its file that it calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-LIBRARIES = ("torch", "transformers", "timm")  # whose decorators are looked through
+LIBRARIES = ("torch", "transformers", "timm")  # digests look through their decorators
+KNOWN = {*LIBRARIES, *sys.stdlib_module_names}  # a function from elsewhere in a library's file was put there by a user
 CALLED = ("eager_attention_forward",)  # functions that converted modules call as the originals do
 RENAMED = {"cache": "past_key_values", "curr_cache": "curr_past_key_values"}  # by transformers 5.24
 
@@ -48,8 +49,8 @@ def reached(cls: type, method: str) -> tuple[Reached, ...]:
 def digest(cls: type, method: str) -> str:
     """Return a digest of what the method does, with all that it reaches; empty if there is no source.
 
-    It is of the syntax trees, without docstrings, comments and line breaks, and equal on every Python version. What transformers
-    5.24 renamed counts as it was called before.
+    It hashes the syntax trees, without docstrings, comments and line breaks, and is equal on every Python version. Arguments that
+    transformers 5.24 renamed count under their earlier names.
     """
     places = reached(cls, method)
     functions = [_function(place.function) for place in places]
@@ -71,9 +72,15 @@ def _function(found: Any) -> Any:
     """Return the function behind a property and the libraries' decorators, or None. A user's wrapper is other code: it stays."""
     if isinstance(found, property):
         found = found.fget
-    while hasattr(found, "__wrapped__") and getattr(found, "__globals__", {}).get("__name__", "").split(".")[0] in LIBRARIES:
+    while hasattr(found, "__wrapped__") and _library(found) in LIBRARIES:
         found = found.__wrapped__
     return found if inspect.isfunction(found) else None
+
+
+def _library(function: Any) -> str:
+    """Return the name of the package whose file defines the function. A wrapper may copy ``__module__``, but not its globals."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name.split(".")[0]
 
 
 def _called(cls: type, function: Any) -> Iterator[Reached]:
@@ -85,7 +92,9 @@ def _called(cls: type, function: Any) -> Iterator[Reached]:
             yield Reached(cls, name, getattr(cls, name))
     for name in source.of_file:
         found = file.get(name)
-        if inspect.isfunction(found) and found.__module__ == file["__name__"] and name not in CALLED:
+        if not inspect.isfunction(found) or name in CALLED:
+            continue
+        if found.__module__ == file["__name__"] or _library(found) not in KNOWN:
             yield Reached(sys.modules[file["__name__"]], name, found)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends ``triton`` and ``cuda`` do alike."""
+"""Code that the backends ``triton`` and ``cuda`` share."""
