@@ -31,7 +31,7 @@ DECLINED = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-cases", type=int, default=500, help="random problems per fuzzed op and backend; --full draws 2,000"
+        "--fuzz-cases", type=int, default=300, help="random problems per fuzzed op and backend; --full draws 2,000"
     )
     parser.addoption(
         "--torch-seed", type=int, default=0, help="other random numbers everywhere: shifts the seeds that tests set too"

@@ -20,8 +20,8 @@ class Part(NamedTuple):
     jobs: int = 1  # processes that compute at once
 
 
-INSTALL = Part("install", "install and CPU build", 4.5, jobs=2)
-CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5, jobs=2)
+INSTALL = Part("install", "install and CPU build", 5, jobs=2)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 5, jobs=2)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 TWO = ("-n", "2", "--dist", "loadfile")  # two processes; what a file's tests share is made once
@@ -29,10 +29,10 @@ TWO = ("-n", "2", "--dist", "loadfile")  # two processes; what a file's tests sh
 # attention in two processes of two threads lasted 167 to 220 s on two cores, and 39 s so.
 GIVE_WAY = (("OMP_WAIT_POLICY", "passive"),)
 PARTS = (
-    Part(REST, "reference and cpu", 8, options=TWO, jobs=2),
+    Part(REST, "reference and cpu", 10, options=TWO, jobs=2),
     Part("distributed", "several processes", 4, ("distributed",), jobs=2),
-    Part("triton", "triton, interpreted and compiled", 6, ("triton",), INTERPRETED, TWO, jobs=2),
-    Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
+    Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED, TWO, jobs=2),
+    Part("cuda", "CUDA conformance and resources", 3, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
     Part("models", "models and integrations", 8, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
     Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pytransformer.ops._core import native
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -91,3 +94,15 @@ def test_the_picture_is_what_the_script_draws() -> None:
     assert drawn == (DOCS / "images" / "architecture.svg").read_text(encoding="utf-8"), (
         f"run: python {relative(script)} --write"
     )
+
+
+@pytest.mark.skipif(native.why_not("attention_fwd") is not None, reason=f"{native.why_not('attention_fwd')}")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("pytransformer.kernels") is None,
+    reason="needs Triton and an installed pytransformer.kernels, to query the Triton backend",
+)
+def test_support_table_matches_the_op_registry() -> None:
+    script = ROOT / "bench" / "tools" / "support_table.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, cwd="/")
+    page = (DOCS / "fallbacks.md").read_text()
+    assert done.stdout.strip() in page, "run: python bench/tools/support_table.py --write"

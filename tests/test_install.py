@@ -101,6 +101,23 @@ def test_wheel_without_a_compiler(tmp_path: Path) -> None:
     python = install(wheel, tmp_path / "environment")
     call(python, "-c", SMOKE, "reference", cwd=tmp_path)
     assert "/nonexistent/c++ cannot be run" in call(python, "-m", "pytransformer", "doctor", cwd=tmp_path)
+    unbuilt_checkout_raises(python, tmp_path / "clone")
+
+
+def unbuilt_checkout_raises(python: Path, clone: Path) -> None:
+    """Importing sources without kernels, beside an installed package, raises and names both folders."""
+    left_out = shutil.ignore_patterns("_build_info.json", "*.so", "__pycache__")
+    shutil.copytree(ROOT / "pytransformer", clone / "pytransformer", ignore=left_out)
+    command = [python, "-c", "import pytransformer"]
+    unsafe = {k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    done = subprocess.run(command, cwd=clone, env=unsafe, capture_output=True, text=True)
+    site = call(python, "-c", "import pytransformer; print(pytransformer.__path__[0])", cwd=clone.parent).strip()
+    assert (
+        done.returncode
+        and f"imported from {clone / 'pytransformer'}, " in done.stderr
+        and f"installed in {site};" in done.stderr
+    )
+    subprocess.run(command, cwd=clone, env=unsafe | {"PYTHONSAFEPATH": "1"}, check=True)
 
 
 @building

@@ -20,6 +20,7 @@ LEFT: dict[tuple[str, str], str] = {}
 LAYERS = {
     "core": (
         "_version",
+        "_checkout",
         "_first_calls",
         "_C",
         "console",

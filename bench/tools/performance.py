@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parent))
@@ -39,6 +39,16 @@ GPU_RUNS = (
     "second/fwd64", "second/fwd128", "second/bwd64", "second/bwd128", "long", "d256",
     "second/decode1_32", "second/decode16", "terms", "norms_4096", "cross_entropy", "as-found/feed_forward",
 )  # fmt: skip
+# README's rows: folder of the run, case, shape and direction.
+GPU_SHOWN = (
+    ("second/fwd128", "full", "fwd"),
+    ("second/fwd128", "causal", "fwd"),
+    ("second/bwd128", "causal", "bwd"),
+    ("terms", "window", "fwd"),
+    ("terms", "t5_bias", "fwd"),
+    ("terms", "dropout", "bwd"),
+    ("second/decode1_32", "decode_pages", "fwd"),
+)
 GPU_PEERS = {"torch": "PyTorch", "torch_cudnn": "cuDNN", "torch_flash": "flash", "torch_efficient": "efficient"}
 START = "<!-- performance: start, written by bench/tools/performance.py -->"
 END = "<!-- performance: end -->"
@@ -223,28 +233,80 @@ def models(runs: dict[str, Run]) -> str:
     return table(heads, rows)
 
 
+class GpuRow(NamedTuple):
+    """The times of one problem on the GPU, in milliseconds by implementation."""
+
+    case: str
+    shape: str
+    direction: str
+    ms: dict[str, float]
+    tflops: float
+
+    def best_peer(self) -> str | None:
+        """Return the fastest kernel of PyTorch, or None if none took part."""
+        return min(self.ms.keys() & GPU_PEERS, key=self.ms.__getitem__, default=None)
+
+    def peer_cells(self) -> list[str]:
+        """Return the time of PyTorch's fastest kernel, and that time over the time of `cuda`."""
+        best = self.best_peer()
+        if best is None:
+            return ["–", "–"]
+        return [f"{self.ms[best]:.3f} ({GPU_PEERS[best]})", times(self.ms[best] / self.ms["cuda"])]
+
+
+def gpu_rows(name: str) -> list[GpuRow]:
+    """Return the problems of one committed run on the GPU."""
+    document = json.loads((RESULTS / GPU / name / "results.json").read_text())
+    problems: dict[tuple[str, str, str], GpuRow] = {}
+    for row in document["rows"]:
+        shape = " ".join(f"{size}={n}" for size, n in row["shape"].items())
+        key = (row["case"], shape, row["mode"])
+        entry = problems.setdefault(key, GpuRow(*key, {}, 0.0))
+        entry.ms[row["backend"]] = row["median_ms"]
+        if row["backend"] == "cuda":
+            problems[key] = entry._replace(tflops=row["tflops"])
+    return list(problems.values())
+
+
 def gpu() -> str:
     """Return the table of the H100: milliseconds of our kernels and of PyTorch's fastest."""
     rows = []
     for name in GPU_RUNS:
-        document = json.loads((RESULTS / GPU / name / "results.json").read_text())
-        problems: dict[tuple[str, str, str], dict[str, float]] = {}
-        rates: dict[tuple[str, str, str], float] = {}
-        for row in document["rows"]:
-            shape = " ".join(f"{size}={n}" for size, n in row["shape"].items())
-            key = (row["case"].replace("_", " "), shape, row["mode"])
-            problems.setdefault(key, {})[row["backend"]] = row["median_ms"]
-            if row["backend"] == "cuda":
-                rates[key] = row["tflops"]
-        for key, ms in problems.items():
-            peers = {GPU_PEERS[peer]: ms[peer] for peer in GPU_PEERS if peer in ms}
-            best = min(peers, key=lambda peer: peers[peer], default=None)
-            cells = [f"{ms['cuda']:.3f}", f"{ms['triton']:.3f}" if "triton" in ms else "–"]
-            cells += [f"{rates[key]:.0f}", f"{peers[best]:.3f} ({best})" if best else "–"]
-            cells.append(times(peers[best] / ms["cuda"]) if best else "–")
-            rows.append([*key, *cells, name])
+        for row in gpu_rows(name):
+            triton = f"{row.ms['triton']:.3f}" if "triton" in row.ms else "–"
+            cells = [f"{row.ms['cuda']:.3f}", triton, f"{row.tflops:.0f}", *row.peer_cells(), name]
+            rows.append([row.case.replace("_", " "), row.shape, row.direction, *cells])
     heads = ("case", "shape", "direction", "`cuda`, ms", "`triton`, ms", "`cuda`, TFLOP/s", "fastest of PyTorch, ms")
     return table((*heads, "PyTorch over `cuda`", "run"), rows)
+
+
+def gpu_summary() -> str:
+    """Return README's table of the H100: wins and losses of `cuda` at a few problems."""
+    rows = []
+    for name, case, direction in GPU_SHOWN:
+        row = next(row for row in gpu_rows(name) if (row.case, row.direction) == (case, direction))
+        size = dict(word.split("=") for word in row.shape.split())
+        problem = f"{case.replace('_', ' ')}, D {size['D']}, {int(size['Lk']):,} keys"
+        rows.append([problem, {"fwd": "forward", "bwd": "backward"}[direction], f"{row.ms['cuda']:.3f}", *row.peer_cells()])
+    return table(("attention on an H100, bf16", "", "ours, ms", "fastest of PyTorch, ms", "speed-up"), rows)
+
+
+def cpu_summary(runs: dict[str, Run]) -> str:
+    """Return README's table of the CPUs: the mean speed-up over PyTorch, its minimum, and the slower rows."""
+    return per_machine(runs, means, "two cores")
+
+
+def means(run: Run) -> dict[str, str]:
+    """Return the geometric mean of the ratios of attention and of the other ops, with their minimum."""
+    groups: dict[str, list[float]] = {}
+    for row in ours(run):
+        value = ratio(row)
+        if value is not None:
+            op = "attention" if row["op"].startswith("attention") else "the other ops"
+            groups.setdefault(f"{op}, {SHORT[row['dtype']]}", []).append(value)
+    cells = {title: f"{geometric_mean(values):.1f} ({times(min(values))})" for title, values in groups.items()}
+    values = [value for row in ours(run) if (value := ratio(row)) is not None]
+    return {**cells, "rows where we are slower": f"{sum(v < SLOWER for v in values)} of {len(values)}"}
 
 
 # ---- pages
@@ -295,10 +357,11 @@ def readme_section(runs: dict[str, Run]) -> str:
     """Return the generated part of README."""
     return "\n\n".join(
         [
-            "PyTorch's time over ours on two cores, minimum to maximum over shapes, forward / forward with "
-            "backward,\nmeasured in one interleaved run per machine. A bold value below 1 means that we are slower.",
-            per_machine(runs, by_op, "op"),
-            "Attention by length, whole models and an H100: [docs/performance.md](docs/performance.md).",
+            gpu_summary(),
+            "Speed-up over PyTorch on CPUs, forward with and without backward: geometric mean over all rows of the\n"
+            "suite, and the minimum in parentheses.",
+            cpu_summary(runs),
+            "A bold value below 1 means that we are slower. [Performance](docs/performance.md) lists every row.",
         ]
     )
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of what each backend supports, asked of the registry itself.
+"""Write the table in docs/fallbacks.md of what each backend supports, from the op registry.
 
     python bench/tools/support_table.py           # print it
-    python bench/tools/support_table.py --write   # put it between README's markers
+    python bench/tools/support_table.py --write   # write it between the page's markers
 
-A cell says which of float32, bfloat16, float16 and float64 the backend takes for these cases, by `why_not`, the same
-question that every call asks. Cases of an op with the same answers share a line.
+A cell lists the dtypes that the backend supports for these cases, by `why_not`, which every call
+uses too. Cases of an op with equal cells share a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.cases import APART, FORWARD_ONLY, cases
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "fallbacks.md"
 START, END = "<!-- support table: start, written by bench/tools/support_table.py -->", "<!-- support table: end -->"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 DEVICE = {"reference": "cpu", "torch": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
@@ -70,18 +70,18 @@ def table() -> str:
     return "\n".join(["| op | cases | " + " | ".join(backends) + " |", "|---" * (2 + len(backends)) + "|", *rows])
 
 
-def written(readme: str) -> str:
-    """README's text with the table between the markers brought up to date."""
-    before, rest = readme.split(START)
+def written(page: str) -> str:
+    """Return the page with a new table between its markers."""
+    before, rest = page.split(START)
     _, after = rest.split(END)
     return f"{before}{START}\n{table()}\n{END}{after}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite README.md instead of printing")
+    parser.add_argument("--write", action="store_true", help="write docs/fallbacks.md instead of printing")
     if parser.parse_args().write:
-        README.write_text(written(README.read_text()))
+        PAGE.write_text(written(PAGE.read_text()))
     else:
         print(table())
 

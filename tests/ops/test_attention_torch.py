@@ -17,7 +17,7 @@ from pytransformer.testing.attention_check import check_attention, run_attention
 from pytransformer.testing.cases import cases
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Of the named cases with gradients: a change here is a change of docs/ops/attention-torch.md and of README's table.
+# The named cases with gradients. docs/ops/attention-torch.md and docs/fallbacks.md list them too.
 TAKEN = {
     "full", "causal", "causal_bottom_right", "key_padding", "padding", "left_padding", "bool_mask", "gqa", "cross", "decode", "value_dim",
     "varlen", "varlen_causal",
