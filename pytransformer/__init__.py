@@ -6,7 +6,9 @@ Importing it activates nothing, touches no GPU and needs no compiler; see :func:
 
 from typing import TYPE_CHECKING, Any
 
-from . import _checkout  # noqa: F401  # first: raises if this folder hides an installed package
+from . import _checkout  # noqa: F401  # raises if this folder hides an installed package
+
+# isort: split
 from . import integrations, reference
 from ._first_calls import choose_kernels as _choose_kernels
 from ._version import __version__
