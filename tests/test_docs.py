@@ -44,6 +44,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [relative(target) for target in links(page) if not target.exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES], ids=relative)
+def test_anchors_name_headings(page: Path) -> None:
+    linked = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", CODE.sub("", page.read_text(encoding="utf-8")))
+    local = [((page.parent / name).resolve() if name else page, anchor) for name, anchor in linked if "://" not in name]
+    assert [(relative(t), anchor) for t, anchor in local if t.suffix == ".md" and anchor not in anchors(t)] == []
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     reached, pending = set(), [DOCS / "index.md"]
     while pending:

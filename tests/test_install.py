@@ -189,7 +189,7 @@ def test_the_release_calls_what_there_is() -> None:
 
 @building
 def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
-    """As decision 0104 says: one instruction set beside generic, and no CUDA where no GPU is; told, with the option that changes it."""
+    """One instruction set beside generic, and no CUDA without a GPU; the output names the option that changes it."""
     ask = "import json, native_build as b; p = b.make_plan('1'); print(json.dumps(p.build_info()))"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTRANSFORMER_")} | {"PYTHONPATH": str(ROOT / "csrc")}
     done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@
 --backend and --family choose entries. --carry is for changes after which the compiler gets the same
 program (comments, names, code for the emulator alone) or which only choose among kernels that were
 tested; the reason is stored. Everything else is --drop until a GPU has run the tests again.
-docs/decisions/0146.
+docs/design/verification.md.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """:func:`torch.nn.functional.linear`, which it is but for few rows on the CPU that need no gradient.
 
     There PyTorch's libraries, made for large products, read the weights at a third to two thirds of the rate at which one row is read
-    after another (docs/decisions/0137-few-rows.md). Ours forms each element as one sum along k, in float32 (float64 for float64), rounded
+    after another (../design/numerics.md#products-of-our-own-on-the-cpu). Ours forms each element as one sum along k, in float32 (float64 for float64), rounded
     once; its order depends on k and on how the weights lie, and on nothing else.
 
     Args:

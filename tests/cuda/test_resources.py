@@ -114,7 +114,7 @@ def test_the_table_has_no_faults(resources: ModuleType) -> None:
 
 
 def test_few_instantiations(resources: ModuleType) -> None:
-    """At most 24 for each op, direction and architecture. Where there are more, docs/decisions/0097-instantiations.md says what for; their
+    """At most 24 for each op, direction and architecture. Where there are more, docs/design/cuda.md says what for; their
     number may only fall."""
     kernels = json.loads(resources.TABLE.read_text())["kernels"]
     most = json.loads(SCRIPT.with_name("instantiations.json").read_text())

@@ -13,7 +13,7 @@
 namespace pt {
 namespace PT_ISA {
 
-// Rows of A up to which this is faster than Matmul; measured from memory (docs/decisions/0137-few-rows.md).
+// Rows of A up to which this is faster than Matmul; measured from memory (docs/design/numerics.md#products-of-our-own-on-the-cpu).
 constexpr int64_t kFewRows = 8;
 
 // The products of vectors; those of tiles (AMX) are of matrices.

@@ -102,7 +102,7 @@ PT_DEVICE void make_list(const AttentionMaskLists& f) {
   ptx::st_global_u32(f.offsets + 2 * n + 1, uint32_t(end));
 }
 
-// One kernel for all, as decision 97 counts them.
+// One kernel for all: docs/design/cuda.md limits their number.
 template <class K>
 __global__ void __launch_bounds__(kMaskThreads) attention_mask_kernel(const __grid_constant__ AttentionMask f) {
   if (f.padding.mask.data) make_key_padding(f.padding);

@@ -5,7 +5,7 @@ preferences.csv holds the times of kernels on GPUs that we measured, by op, dire
 size (the last dimension) and length (keys, or rows); bench/tools/preferences.py writes it from
 committed results. A call uses the nearest row. Backends without a verification result come last, so
 that a call does not wait for a check while a backend that is known to be right can compute it.
-docs/decisions/0147.
+docs/design/verification.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ On a GPU, and for the backends made for GPUs, a call uses a backend without bein
 result says that the backend is right there. Results come with the package (verified.py), from
 `pytransformer verify`, or from a short check at first use. The CPU's backends need no result, but a
 bad one excludes them. A forced backend needs none. A result holds for (op, backend, dtype, size
-class). docs/decisions/0146.
+class). docs/design/verification.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 verified.json lists, by compute capability, backend and op family, the commit that was tested and a
 digest of its kernel sources. An entry holds if the kernels here have the same digest; the Triton
-version must match too. The file is written by bench/tools/verified.py. docs/decisions/0146.
+version must match too. The file is written by bench/tools/verified.py. docs/design/verification.md.
 """
 
 from __future__ import annotations

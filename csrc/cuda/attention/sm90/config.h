@@ -25,7 +25,7 @@ struct Sm90Tile {
   constexpr uint32_t streamed_bytes() const { return uint32_t((stages + second_stages()) * streamed * head_dim * 2); }  // of both
 };
 
-// Other tiles that were tried: docs/decisions/0097-instantiations.md.
+// Other tiles that were tried: docs/design/cuda.md.
 constexpr Sm90Tile sm90_forward_tile(int head_dim) {
   return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
