@@ -71,7 +71,7 @@ def package_directory(command: setuptools.Command, in_source: bool) -> Path:
 class BdistWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        if plan().native and plan().why_not_bindings is not None and plan().why_not_lane is not None:
+        if plan().native and plan().why_not_bindings is not None and plan().why_not_fast_path is not None:
             return "py3", "none", platform  # no file in it depends on the Python version
         return python, abi, platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the command line's benchmark under pytest-benchmark: the file of a stem in ops/ gets one test per case,
+"""The cases of the command line's benchmark under pytest-benchmark: the file of a family in ops/ gets one test per case,
 mode and backend.
 
     pytest bench/ops/attention.py --benchmark-group-by=param:step --size medium --dtype bfloat16 -k "causal and fwd"
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "step" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    ops = [op for op in plan.OPS if OPS[op].stem == Path(metafunc.module.__file__).stem]
+    ops = [op for op in plan.OPS if OPS[op].family == Path(metafunc.module.__file__).stem]
     steps = plan.chosen(ops, (), option("--size"), {}, [option("--dtype")], plan.QUICK_MODES)
     metafunc.parametrize("step", steps, ids=[f"{s.case.name}-{s.mode}" for s in steps])
     metafunc.parametrize("backend", BACKENDS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Python code and a library must agree on, as one word: a digest of the edges, the sources that register the raw ops and
-read their arguments; of the C++ lane, of all its sources. The build puts it into the library (csrc/cpu/core/library.cpp) or beside it
-(lane_build.py); a checkout compares it when it loads the library."""
+read their arguments; of the C++ fast path, of all its sources. The build puts it into the library (csrc/cpu/core/library.cpp) or beside it
+(fast_path_build.py); a checkout compares it when it loads the library."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ What is built, all inside the package:
 - ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11): holds no Python, so one
   build serves every Python and every torch >= 2.11. ``torch.ops.load_library`` loads it.
 - ``libpytransformer_cuda.so``: the CUDA ops, where nvcc is found; loads without a GPU. See cuda_build.py.
-- ``_lane``: eager calls without Python, for this Python and this torch alone; see lane_build.py.
+- ``_fast_path``: eager calls without Python, for this Python and this torch alone; see fast_path_build.py.
 - ``_C``: a pybind11 module for this Python with build information and CPU features. Nothing depends on it.
 - ``_build_info.json``: what was built, what was not, and why; written for a pure Python install too.
 
@@ -18,8 +18,8 @@ PYTRANSFORMER_CPU_ISAS         native (default): the best this CPU runs | all | 
 PYTRANSFORMER_CUDA             auto (default): left out where nvcc fails | 1: fail if CUDA kernels cannot be built | 0: do not build them
 PYTRANSFORMER_CUDA_ARCHS       native (default): of this machine's GPUs | all: sm_80, sm_90a, sm_120 | names, comma-separated
 PYTRANSFORMER_CUDA_SPILLS      1: build kernels that nvcc says are slow (spilled registers, serialised products), which is an error
-PYTRANSFORMER_LANE             auto (default): left out where it does not compile | 1: fail if it cannot be built | 0: do not build it
-PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` and ``_lane`` out, which makes one wheel for every Python
+PYTRANSFORMER_FAST_PATH             auto (default): left out where it does not compile | 1: fail if it cannot be built | 0: do not build it
+PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` and ``_fast_path`` out, which makes one wheel for every Python
 PYTRANSFORMER_MANYLINUX        2_28: link so that the libraries load with that glibc and libstdc++; see manylinux.py
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import cuda_build
+import fast_path_build
 import interface
-import lane_build
 import manylinux
 from ninja_file import NinjaFile
 from toolchain import (
@@ -90,7 +90,7 @@ class Plan:
     why_not_cpu: str | None = None
     why_not_bindings: str | None = None
     why_not_cuda: str | None = None
-    why_not_lane: str | None = None
+    why_not_fast_path: str | None = None
     why_not_isa: dict[str, str] = field(default_factory=dict)
     tiles_in_software: bool = False
     cuda: dict[str, object] = field(default_factory=dict)  # a CUDA library's architectures, and nvcc's version
@@ -110,7 +110,7 @@ class Plan:
             return []
         optional = (
             (cuda_build.LIBRARY, self.why_not_cuda),
-            (lane_build.MODULE, self.why_not_lane),
+            (fast_path_build.MODULE, self.why_not_fast_path),
             (self.bindings, self.why_not_bindings),
         )
         return [CPU_LIBRARY, *(name for name, why_not in optional if why_not is None)]
@@ -128,8 +128,8 @@ class Plan:
             "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
             | {"isas_not_built": self.why_not_isa, "tiles_in_software": self.tiles_in_software},
             "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda} | self.cuda,
-            "lane": {"built": self.why_not_lane is None, "reason": self.why_not_lane}
-            | (lane_build.stamp(self.torch) if self.torch and self.why_not_lane is None else {}),
+            "fast_path": {"built": self.why_not_fast_path is None, "reason": self.why_not_fast_path}
+            | (fast_path_build.stamp(self.torch) if self.torch and self.why_not_fast_path is None else {}),
             "bindings": {"built": self.native and self.why_not_bindings is None, "reason": self.why_not_bindings},
             "compiler": tool(self.compiler) if self.native else None,
             "flags": self.flags if self.native else [],
@@ -162,15 +162,15 @@ def _why_not_cuda(plan: Plan) -> str | None:
         raise BuildError(str(error)) from None
 
 
-def _why_not_lane(plan: Plan, sanitize: str) -> str | None:
-    for option in ("PYTRANSFORMER_LANE", "PYTRANSFORMER_BINDINGS"):
+def _why_not_fast_path(plan: Plan, sanitize: str) -> str | None:
+    for option in ("PYTRANSFORMER_FAST_PATH", "PYTRANSFORMER_BINDINGS"):
         if switch(option) == "0":
             return f"switched off by {option}=0"
     if plan.torch is None or sanitize:
         return (
             f"no native code is built: {plan.why_not_cpu}" if plan.torch is None else "a build with sanitizers leaves it out"
         )
-    return lane_build.why_not(plan.torch)
+    return fast_path_build.why_not(plan.torch)
 
 
 def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
@@ -264,9 +264,9 @@ def make_plan(version: str) -> Plan:
         nvcc = cuda_build.find_nvcc()
         assert nvcc is not None
         plan.cuda = {"archs": cuda_build.archs(), "nvcc": cuda_build.nvcc_version(nvcc)}
-    plan.why_not_lane = _why_not_lane(plan, sanitize)
+    plan.why_not_fast_path = _why_not_fast_path(plan, sanitize)
     _platform()
-    for part, why_not in (("CPU", plan.why_not_cpu), ("CUDA", plan.why_not_cuda), ("LANE", plan.why_not_lane)):
+    for part, why_not in (("CPU", plan.why_not_cpu), ("CUDA", plan.why_not_cuda), ("FAST_PATH", plan.why_not_fast_path)):
         _unless_wanted(part, why_not)
     return plan
 
@@ -315,9 +315,13 @@ def _ninja_text(plan: Plan) -> str:
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
         ninja.link(cuda_build.LIBRARY, cuda, [*cuda_build.gencode(), *hidden, *torch_libraries], "nvcc_link")
     tag = sysconfig.get_config_var("SOABI")
-    if plan.why_not_lane is None:
-        unit = ninja.compile(CSRC / lane_build.SOURCE, [*base, *lane_build.compile_flags(plan.torch)], tag, "lane")
-        ninja.link(lane_build.MODULE, [unit], [*lane_build.link_flags(plan.torch), *plan.link_flags], "lane_link")
+    if plan.why_not_fast_path is None:
+        unit = ninja.compile(
+            CSRC / fast_path_build.SOURCE, [*base, *fast_path_build.compile_flags(plan.torch)], tag, "fast_path"
+        )
+        ninja.link(
+            fast_path_build.MODULE, [unit], [*fast_path_build.link_flags(plan.torch), *plan.link_flags], "fast_path_link"
+        )
     if plan.why_not_bindings is None:
         import pybind11
 
@@ -330,7 +334,7 @@ def _ninja_text(plan: Plan) -> str:
 
 def build(plan: Plan) -> dict[str, Path]:
     """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed.
-    Where nvcc or the C++ lane fails, that part is left out, and the plan says so from then on, unless the part's option is 1."""
+    Where nvcc or the C++ fast path fails, that part is left out, and the plan says so from then on, unless the part's option is 1."""
     while plan.native and not _run_ninja(plan):
         if not _left_out(plan):
             raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
@@ -340,8 +344,8 @@ def build(plan: Plan) -> dict[str, Path]:
 
 def _left_out(plan: Plan) -> bool:
     """Whether what failed is a part that can be missing; the plan then says why it is."""
-    if plan.why_not_lane is None and (reason := lane_build.failure(plan.directory)):
-        plan.why_not_lane = _unless_wanted("LANE", reason)
+    if plan.why_not_fast_path is None and (reason := fast_path_build.failure(plan.directory)):
+        plan.why_not_fast_path = _unless_wanted("FAST_PATH", reason)
         return True
     if plan.why_not_cuda is None and (reason := cuda_build.failure(plan.directory)):
         plan.why_not_cuda, plan.cuda = _unless_wanted("CUDA", reason), {}
@@ -364,7 +368,7 @@ def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
     A library that another process has loaded is replaced, not overwritten.
     """
     package.mkdir(parents=True, exist_ok=True)
-    for stale in (*package.glob("libpytransformer_*.so"), package / lane_build.MODULE, package / plan.bindings):
+    for stale in (*package.glob("libpytransformer_*.so"), package / fast_path_build.MODULE, package / plan.bindings):
         if stale.name not in files:
             stale.unlink(missing_ok=True)
     for name, built in files.items():
@@ -386,7 +390,7 @@ def describe(plan: Plan) -> str:
             f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"
         ]
         lines += ["the tiles of amx_bf16 are software: for tests, slow"] if plan.tiles_in_software else []
-        lines += [f"C++ lane of eager calls: not built: {plan.why_not_lane}"] if plan.why_not_lane else []
+        lines += [f"C++ fast path of eager calls: not built: {plan.why_not_fast_path}"] if plan.why_not_fast_path else []
         lines += [f"_C (build information): not built: {plan.why_not_bindings}"] if plan.why_not_bindings else []
     else:
         lines = [

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import cuda_build
-import lane_build
+import fast_path_build
 import manylinux
 
 
@@ -28,7 +28,7 @@ class NinjaFile:
             "rule link",
             f"  command = {manylinux.rule(f'{shlex.join(compiler)} -shared $in $flags')}",
             "  description = link $out",
-            *lane_build.rules(compiler),
+            *fast_path_build.rules(compiler),
         ]
         if cuda:
             nvcc = shlex.quote(cuda_build.find_nvcc() or "")

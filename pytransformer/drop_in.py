@@ -3,7 +3,7 @@
 
 The hook is the dispatcher's own: while active, ``aten::scaled_dot_product_attention`` has our function as its
 CompositeImplicitAutograd kernel, so calls from Python, C++, nn.MultiheadAttention, timm or a compiled graph's trace all
-reach it, in no_grad and inference_mode too, and autocast has already cast their arguments. The C++ lane, where there is one, is the
+reach it, in no_grad and inference_mode too, and autocast has already cast their arguments. The C++ fast path, where there is one, is the
 kernel for plain eager calls, and hands all others to our function. PyTorch's own kernel, fetched
 before, computes what we cannot; each such call is recorded with its reason in ``pytransformer.fallbacks()``.
 
@@ -26,7 +26,7 @@ from torch.library import Library, get_kernel
 
 from . import drop_in_nested
 from .ops import nested
-from .ops._core import lane
+from .ops._core import fast_path
 from .ops._core.autograd import compiling_a_derivative
 from .ops._core.failures import is_broken
 from .ops._core.fallbacks import NotLaunched, record_fallback
@@ -46,7 +46,7 @@ AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() i
 _lock = threading.RLock()
 _open: Counter[Activation] = Counter()
 _library: Library | None = None
-_fast_path = True
+_mha_fastpath = True
 _told_compiled = False
 
 
@@ -91,7 +91,7 @@ def activate() -> Activation:
 
 def _begin(activation: Activation) -> None:
     """Count the activation; the first one puts our kernels in place."""
-    global _library, _fast_path
+    global _library, _mha_fastpath
     _open[activation] += 1
     if _library is not None:
         return
@@ -100,9 +100,9 @@ def _begin(activation: Activation) -> None:
         warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
         for key, runtime_key in HOOKS.items():
             replacement = _replacement(get_kernel(f"aten::{OP}", runtime_key))
-            if key != COMPOSITE or not lane.activate(replacement):
+            if key != COMPOSITE or not fast_path.activate(replacement):
                 library.impl(OP, replacement, key, with_keyset=True)
-    _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
+    _library, _mha_fastpath = library, torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     drop_in_nested.install()
     _tell_compiled()
@@ -141,9 +141,9 @@ def _restore() -> None:
     _open.clear()
     if _library is not None:
         _library._destroy()
-        lane.deactivate()
+        fast_path.deactivate()
         _library = None
-        torch.backends.mha.set_fastpath_enabled(_fast_path)
+        torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
         drop_in_nested.restore()
 
 

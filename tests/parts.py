@@ -38,14 +38,14 @@ PARTS = (
     Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),
 )
 # Run again in another way; of what --full does whole.
-WITHOUT_LANE = (("PYTRANSFORMER_LANE", "0"),)
+WITHOUT_FAST_PATH = (("PYTRANSFORMER_FAST_PATH", "0"),)
 SAMPLES = (
     Part(
-        "lane-off",
-        "a sample of the ops without the C++ lane",
+        "fast-path-off",
+        "a sample of the ops without the C++ fast path",
         1,
         ("ops/test_[acfl]*.py",),
-        WITHOUT_LANE,
+        WITHOUT_FAST_PATH,
         ("-k", "cpu and not fuzz", *TWO),
         jobs=2,
     ),
@@ -54,8 +54,11 @@ SAMPLES = (
 OPS = ("ops", "test_fuzz*.py")
 ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
-# The reference has no instruction sets. Nor have the lane's own C++ and verification, which took 18 of a set's 22 minutes.
-NO_REFERENCE = ("-k", "not reference and not lane_nodes and not lane_mutants and not lane_watched and not verification")
+# The reference has no instruction sets. Nor have the fast path's own C++ and verification, which took 18 of a set's 22 minutes.
+NO_REFERENCE = (
+    "-k",
+    "not reference and not fast_path_nodes and not fast_path_mutants and not fast_path_watched and not verification",
+)
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 # Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.
@@ -100,7 +103,7 @@ SETTINGS = (
 FULL_PARTS = (
     *(again(isa, f"cpu, instruction set {isa}", OPS, NO_REFERENCE, ((ISA_VARIABLE, isa),)) for isa in ISAS),
     *SETTINGS,
-    again("python-lane", "ops without the C++ lane", ("ops",), ("-k", "cpu or not reference"), WITHOUT_LANE),
+    again("python-path", "ops without the C++ fast path", ("ops",), ("-k", "cpu or not reference"), WITHOUT_FAST_PATH),
     again(SANITIZE, "cpu under sanitizers", OPS, ("-k", "cpu", "--fuzz-cases=300")),
     again(
         TILES,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems of every stem but attention, which test_fuzz has, against float64 on every backend; what the fuzzers draw."""
+"""Random problems of every family but attention, which test_fuzz has, against float64 on every backend; what the fuzzers draw."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from pytransformer.testing.fuzz import fuzz, fuzzers
 from pytransformer.testing.kits import ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEMS = [stem for stem in fuzzers() if stem != "attention"]
+FAMILIES = [family for family in fuzzers() if family != "attention"]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("stem", STEMS)
-def test_against_float64(stem: str, backend: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_against_float64(family: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Outputs and every gradient within the bound; the forced backend ran; equal bits twice."""
-    op = next(name for name in ops() if OPS[name].stem == stem)
+    op = next(name for name in ops() if OPS[name].family == family)
     args, kwargs = cases(op)[0].make("cpu", torch.float32, seed=0)
     reason = pt.explain(op, *args, **kwargs).reasons[backend]
     if reason is not None:
         pytest.skip(f"backend {backend}: {reason}")
     share = 4 if backend == "cpu" else 10
     drawn, seed = request.config.getoption("--fuzz-cases") // share, request.config.getoption("--fuzz-seed")
-    report = fuzz(stem, [backend], seed, range(drawn), stop_after=10)
+    report = fuzz(family, [backend], seed, range(drawn), stop_after=10)
     print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
     assert not report.failures, "\n".join(report.failures)
 
 
-@pytest.mark.parametrize("stem", fuzzers())
-def test_every_feature_is_drawn(stem: str) -> None:
+@pytest.mark.parametrize("family", fuzzers())
+def test_every_feature_is_drawn(family: str) -> None:
     """Each of the kit's features in at least a tenth of the problems, each rare one in some."""
-    fuzzer = fuzzers()[stem]
-    drawn = [fuzzer.draw(0, case).features for case in range(600 if stem == "attention" else 300)]
+    fuzzer = fuzzers()[family]
+    drawn = [fuzzer.draw(0, case).features for case in range(600 if family == "attention" else 300)]
     shares = {feature: sum(feature in found for found in drawn) / len(drawn) for feature in (*fuzzer.features, *fuzzer.rare)}
     assert {feature: share for feature, share in shares.items() if share < (0.1 if feature in fuzzer.features else 1e-9)} == {}
 

@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```\w+ (\S+)(?: after ([^\n]*))?\n(.*?)^```$", re.S | re.M
 MAX_EDITED = 2
 # The sources of other ops' kernels: the copy builds the new op's alone.
 OTHER_KERNELS = ("attention", "layer_norm", "feed_forward", "cross_entropy", "rotary")
-NOTHING_ELSE = {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_LANE": "0", "PYTRANSFORMER_BINDINGS": "0"}
+NOTHING_ELSE = {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_FAST_PATH": "0", "PYTRANSFORMER_BINDINGS": "0"}
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -71,8 +71,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (copy / "pytransformer" / "kernels").symlink_to(copy / "kernels")
     for block in blocks():
         apply(block, copy)
-    for stem in OTHER_KERNELS:
-        for path in (copy / "csrc" / "cpu" / stem).glob("*.cpp"):
+    for family in OTHER_KERNELS:
+        for path in (copy / "csrc" / "cpu" / family).glob("*.cpp"):
             path.unlink()
     run(
         copy,

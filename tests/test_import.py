@@ -253,3 +253,35 @@ def test_a_recorded_call_imports_no_compiler() -> None:
         print(json.dumps([name for name in ("torch._dynamo", "sympy") if name in sys.modules]))
     """)
     assert imported == []
+
+
+def test_package_works_without_native_parts_and_posix_modules(tmp_path: Path) -> None:
+    """As on Windows and macOS: the reference and the models compute, activate() leaves calls to PyTorch."""
+    left_out = shutil.ignore_patterns("*.so", "__pycache__", "kernels")
+    shutil.copytree(PACKAGE, tmp_path / "pytransformer", ignore=left_out, symlinks=True)
+    result = fresh(
+        """
+        import json, sys, warnings
+        for name in ("fcntl", "resource", "pwd", "grp", "termios", "triton"):
+            sys.modules[name] = None  # an import of it fails
+        warnings.simplefilter("ignore")
+        import torch
+        import pytransformer as pt
+        from pytransformer import nn, training, viz
+        from pytransformer.models import GPT, GPTConfig, generate
+
+        q = torch.randn(1, 2, 8, 16, requires_grad=True)
+        pt.attention(q, q, q, causal="top_left").sum().backward()
+        model = GPT(GPTConfig(vocab_size=11, d_model=16, num_layers=1, num_heads=2))
+        ids = torch.randint(11, (1, 5))
+        model(ids, labels=ids).loss.backward()
+        tokens = generate(model.eval(), ids, max_new_tokens=3).lists()
+        plain = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        with pt.activate():
+            same = torch.equal(torch.nn.functional.scaled_dot_product_attention(q, q, q), plain)
+        finite = bool(q.grad.isfinite().all())
+        print(json.dumps([pt.explain("attention", q, q, q).backend, finite, len(tokens[0]), same]))
+        """,
+        path=tmp_path,
+    )
+    assert result == ["torch", True, 3, True]

@@ -21,6 +21,7 @@ LAYERS = {
     "core": (
         "_version",
         "_checkout",
+        "_file_lock",
         "_first_calls",
         "_C",
         "console",

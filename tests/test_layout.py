@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree's own rules: one stem per op in every backend that claims it, small files, torch headers only at the edges."""
+"""The tree's own rules: one family per op in every backend that claims it, small files, torch headers only at the edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {"build", "dist", "results", "__pycache__"}  # and everything whose name starts with a dot, but for .ci
-STEMS = dict.fromkeys(op.stem for op in OPS.values())
+FAMILIES = dict.fromkeys(op.family for op in OPS.values())
 EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "docs/ops/{}.md", "tests/ops/test_{}*.py")
 A_BACKEND_HAS = {
     "reference": (),
@@ -47,33 +47,33 @@ def files(*suffixes: str) -> Iterator[Path]:
                 yield path.relative_to(ROOT)
 
 
-def missing(patterns: tuple[str, ...], stem: str) -> list[str]:
-    wanted = [pattern.format(stem) for pattern in patterns]
+def missing(patterns: tuple[str, ...], family: str) -> list[str]:
+    wanted = [pattern.format(family) for pattern in patterns]
     return [pattern for pattern in wanted if not any(ROOT.glob(pattern))]
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_stem_has_its_files_in_every_backend_that_claims_it(stem: str) -> None:
-    backends = {backend for op in OPS.values() if op.stem == stem for backend in op.backends}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_op_family_has_its_files_in_every_backend(family: str) -> None:
+    backends = {backend for op in OPS.values() if op.family == family for backend in op.backends}
     wanted = EVERY_OP_HAS + tuple(pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend])
-    assert missing(wanted, stem) == []
+    assert missing(wanted, family) == []
 
 
 def test_no_kernel_file_without_an_op() -> None:
     found = {path.parent.name for path in ROOT.glob("csrc/cpu/*/kernels.cpp")}
     found |= {path.parent.name for path in ROOT.glob("kernels/*/fwd.py")}
-    assert found <= set(STEMS)
+    assert found <= set(FAMILIES)
 
 
-# Files of what all ops share that name one, each with its reason; what is named by stem in no file needs none.
+# Files of what all ops share that name one, each with its reason; what is named by family in no file needs none.
 NAMES = {
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some with the name of their op",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
-    "pytransformer/ops/_core/lane.py": "the entries that csrc/lane has",
+    "pytransformer/ops/_core/fast_path.py": "the entries that csrc/fast_path has",
     "pytransformer/testing/drop_in_table.py": "of drop-in attention",
     "pytransformer/testing/eager_twin.py": "a module of that name",
-    "pytransformer/testing/lanes.py": "the calls that csrc/lane takes",
+    "pytransformer/testing/paths.py": "the calls that csrc/fast_path takes",
     "pytransformer/testing/planted_backend.py": "a wrong backend of attention",
     "pytransformer/testing/verification_support.py": "results about attention",
     "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
@@ -84,15 +84,15 @@ NAMES = {
 
 
 def test_what_all_ops_share_names_none() -> None:
-    """An op is found by the declarations and by its stem's files, whose names say whose they are."""
-    words = {*OPS, *STEMS}
+    """An op is found by the declarations and by its family's files, whose names say whose they are."""
+    words = {*OPS, *FAMILIES}
     found = set()
     for path in files(".py"):
         shared = path.parts[0] == "bench" or path.parts[:2] in {
             ("pytransformer", n) for n in ("testing", "cli", "explain.py", "__init__.py")
         }
         shared = shared or path.parts[:3] == ("pytransformer", "ops", "_core")
-        if shared and not any(stem in path.stem for stem in STEMS):
+        if shared and not any(family in path.stem for family in FAMILIES):
             literals = (
                 node.value for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Constant)
             )
@@ -201,7 +201,9 @@ def test_every_package_folder_is_a_package() -> None:
 def test_torch_headers_only_at_the_edges() -> None:
     """A file with torch's headers compiles in seconds instead of a fraction of one, and inlines nothing of torch per ISA."""
     sources = [path for path in files(".h", ".cpp", ".cuh", ".cu") if TORCH_INCLUDE.search((ROOT / path).read_text())]
-    outside = [path for path in sources if path.name != "edge.h" and path.parts[1] != "lane"]  # the lane is an edge as a whole
+    outside = [
+        path for path in sources if path.name != "edge.h" and path.parts[1] != "fast_path"
+    ]  # the fast path is an edge as a whole
     assert [str(path) for path in outside if path.suffix != ".cpp" or path.stem.endswith("_kernels")] == []
 
 

@@ -11,43 +11,43 @@ from pytransformer.testing.kits import kits
 CASES = 600
 FAITHFUL_CASES = 200
 SEED = 3
-MUTANTS = {stem: kit.mutants for stem, kit in kits().items() if kit.mutants}
+MUTANTS = {family: kit.mutants for family, kit in kits().items() if kit.mutants}
 Found = dict[str, dict[str, tuple[int, str]]]
 
 
 @pytest.fixture(scope="module")
 def found(one_thread: None) -> Found:
     """For each mutant that fails: the number of its first failing case, and how it failed."""
-    first: Found = {stem: {} for stem in MUTANTS}
-    for stem, mutants in MUTANTS.items():
-        fuzzer = kits()[stem].fuzzer
+    first: Found = {family: {} for family in MUTANTS}
+    for family, mutants in MUTANTS.items():
+        fuzzer = kits()[family].fuzzer
         assert fuzzer is not None
         with mutant_backends(mutants.ops, mutants.faults, mutants.backward_faults) as names:
             for case in range(CASES):
-                alive = [n for n in names if n not in first[stem]]
+                alive = [n for n in names if n not in first[family]]
                 if alive == ["faithful"] and case >= FAITHFUL_CASES:
                     break
                 if mutants.applies(fuzzer.draw(SEED, case)):
                     _, verdicts = fuzzer.examine(SEED, case, alive, case % 8 == 0)
-                    first[stem] |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
+                    first[family] |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
     return first
 
 
 def test_there_are_enough_mutants() -> None:
-    counts = {stem: len(m.faults) + len(m.backward_faults) - 1 for stem, m in MUTANTS.items()}
+    counts = {family: len(m.faults) + len(m.backward_faults) - 1 for family, m in MUTANTS.items()}
     assert min(counts.values()) >= 15 and max(counts.values()) >= 50, counts
 
 
-@pytest.mark.parametrize("stem", MUTANTS)
-def test_the_faithful_copy_passes(stem: str, found: Found) -> None:
-    assert "faithful" not in found[stem], found[stem].get("faithful")
+@pytest.mark.parametrize("family", MUTANTS)
+def test_the_faithful_copy_passes(family: str, found: Found) -> None:
+    assert "faithful" not in found[family], found[family].get("faithful")
 
 
 @pytest.mark.parametrize(
-    ("stem", "mutant"), [(s, n) for s, m in MUTANTS.items() for n in (*m.faults, *m.backward_faults) if n != "faithful"]
+    ("family", "mutant"), [(s, n) for s, m in MUTANTS.items() for n in (*m.faults, *m.backward_faults) if n != "faithful"]
 )
-def test_the_fuzzer_finds(stem: str, mutant: str, found: Found) -> None:
+def test_the_fuzzer_finds(family: str, mutant: str, found: Found) -> None:
     """By a wrong number or unequal bits: a mutant that merely crashes would prove nothing."""
-    assert mutant in found[stem], f"{mutant} survived {CASES} cases"
-    case, reason = found[stem][mutant]
+    assert mutant in found[family], f"{mutant} survived {CASES} cases"
+    case, reason = found[family][mutant]
     assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (case, reason)

@@ -36,19 +36,19 @@ def test_parts_of_the_full_run_find_their_tests(run_parts: ModuleType) -> None:
     assert all(run_parts.paths(part) for part in (*run_parts.SAMPLES, *run_parts.FULL_PARTS) if part.name != run_parts.BENCH)
 
 
-def test_the_ops_run_with_the_lane_and_without(run_parts, monkeypatch) -> None:
-    """A lane that does not compile fails the installation, one build with the sanitizers apart, which has none."""
+def test_the_ops_run_with_the_fast_path_and_without(run_parts, monkeypatch) -> None:
+    """A fast path that does not compile fails the installation, one build with the sanitizers apart, which has none."""
     built = []
-    monkeypatch.delenv("PYTRANSFORMER_LANE", raising=False)
+    monkeypatch.delenv("PYTRANSFORMER_FAST_PATH", raising=False)
     monkeypatch.setattr(
         run_parts, "timed", lambda command, limit, environment=(): built.append(dict(environment)) or (1, run_parts.Spent(1.0))
     )
     run_parts.install(False)
     (sanitized,) = [part for part in run_parts.FULL_PARTS if part.name == run_parts.SANITIZE]
     run_parts.run(sanitized, True)
-    assert [environment["PYTRANSFORMER_LANE"] for environment in built] == ["1", "0"]
+    assert [environment["PYTRANSFORMER_FAST_PATH"] for environment in built] == ["1", "0"]
     for parts in (run_parts.SAMPLES, run_parts.FULL_PARTS):
-        (part,) = [part for part in parts if ("PYTRANSFORMER_LANE", "0") in part.environment]
+        (part,) = [part for part in parts if ("PYTRANSFORMER_FAST_PATH", "0") in part.environment]
         assert any("ops" in path for path in run_parts.paths(part))
 
 

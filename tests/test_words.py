@@ -36,7 +36,7 @@ WORDS = {
     r"\bown_split\b": "kv_range",
     r"\bby_library\b": "use_cublas",
     r"\b(plain|general) kernels?\b": "bounds-only kernel, kernel with a score_mod",
-    r"\bstream_out\b|\b(ffn|ce|norm)_(fwd|bwd|forward|backward|backend|kernels?)\b": "residual_out; the op's stem",
+    r"\bstream_out\b|\b(ffn|ce|norm)_(fwd|bwd|forward|backward|backend|kernels?)\b": "residual_out; the op's family",
     r"\bdear(er|est)?\b": "expensive",
     r"(?i)(?<![a-z])tiers?(?![a-z])": "backend",
 }

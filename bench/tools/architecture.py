@@ -82,7 +82,7 @@ WITHIN = {  # folders that a box stands for besides its own
     "pytransformer/ops/_backends/torch",  # beside the reference
     "pytransformer/ops/_problem",
     "csrc/common",  # what cpu, cuda and the emulator share
-    "csrc/lane",  # ops and ops/_core once more, for plain eager calls
+    "csrc/fast_path",  # ops and ops/_core once more, for plain eager calls
 }
 LOOKED_AT = ("pytransformer", "pytransformer/ops", "pytransformer/ops/_backends", "csrc")
 STYLE = """

@@ -27,7 +27,7 @@ from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("triton", "cuda")
-STEMS = tuple(dict.fromkeys(op.stem for op in OPS.values()))
+FAMILIES = tuple(dict.fromkeys(op.family for op in OPS.values()))
 COLUMNS = ("registers", "stack", "shared", "products", "wide", "narrow", "instructions")
 Rows = Iterator[tuple[str, str, dict[str, int]]]  # architecture, kernel, what it takes
 
@@ -43,18 +43,18 @@ def machinery(backend: str) -> ModuleType:
     return module
 
 
-def stem_of(kernel: str) -> str:
-    """The stem of a kernel or of the problem it was compiled for, by its name; attention's bear the names of masks, and products belong
-    to the stem that they were written for."""
-    words = {stem: (stem, *(name for name, op in OPS.items() if op.stem == stem)) for stem in STEMS}
-    found = next((stem for stem in STEMS if any(word in kernel for word in words[stem])), None)
+def family_of(kernel: str) -> str:
+    """The family of a kernel or of the problem it was compiled for, by its name; attention's bear the names of masks, and products belong
+    to the family that they were written for."""
+    words = {family: (family, *(name for name, op in OPS.items() if op.family == family)) for family in FAMILIES}
+    found = next((family for family in FAMILIES if any(word in kernel for word in words[family])), None)
     return found or ("feed_forward" if "matmul" in kernel else "attention")
 
 
 def wanted(arch: str, kernel: str, options: argparse.Namespace) -> bool:
     digits = arch.removeprefix("sm_").rstrip("abcdef")
     return (
-        (options.op is None or stem_of(kernel) == options.op)
+        (options.op is None or family_of(kernel) == options.op)
         and (not options.arch or digits in options.arch)
         and options.only in kernel
     )
@@ -91,7 +91,7 @@ def built_cuda(options: argparse.Namespace) -> Rows:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=STEMS, help="one stem (default all)")
+    parser.add_argument("--op", choices=FAMILIES, help="one family (default all)")
     parser.add_argument(
         "--arch", nargs="*", default=[], metavar="N", help="80, 90, 100, 120 (default: Triton 90; CUDA what is built)"
     )

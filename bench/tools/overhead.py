@@ -5,7 +5,7 @@
     python bench/tools/overhead.py --out FILE.json
     python bench/tools/overhead.py --profile attention:fwd+bwd
 
-"ours" is a call as users make it; "python" the same by way of Python alone, as where there is no C++ lane. Calls are interleaved in one
+"ours" is a call as users make it; "python" is the same call without the C++ fast path. Calls are interleaved in one
 process on one thread, a millisecond or less at a time, and the least time of all rounds counts: that of a round that nobody interrupted,
 so the columns can be compared even on a busy machine. The file has the medians too. "ratio" is our time over PyTorch's.
 """
@@ -28,7 +28,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.cli.benchmark import results
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 
 MODES = ("fwd", "fwd, inference", "fwd+bwd", "fwd, activate()", "fwd+bwd, activate()")
 Function = Callable[..., torch.Tensor]
@@ -53,7 +53,7 @@ class Way(NamedTuple):
 
 
 def problems() -> dict[str, Problem]:
-    """Those of every stem: `overhead(made)` of its file in bench/ops, where `made` makes a Problem."""
+    """Those of every family: `overhead(made)` of its file in bench/ops, where `made` makes a Problem."""
     found: dict[str, Problem] = {}
     for path in sorted((Path(__file__).resolve().parents[1] / "ops").glob("*.py")):
         spec = importlib.util.spec_from_file_location(f"ops_{path.stem}", path)
@@ -88,8 +88,8 @@ def ways(op: str, mode: str) -> list[Way]:
         return both if mode.startswith("fwd+bwd") else forward
 
     @contextlib.contextmanager
-    def without_lane():
-        with lane.off(), inside():
+    def without_fast_path():
+        with fast_path.off(), inside():
             yield
 
     active = mode.endswith("activate()")
@@ -97,7 +97,7 @@ def ways(op: str, mode: str) -> list[Way]:
     mine = runner(theirs if active else ours, leaves)
     return [
         Way("ours", inside, mine),
-        Way("python", without_lane, mine),
+        Way("python", without_fast_path, mine),
         Way("torch", contextlib.nullcontext, runner(theirs, others or leaves)),
     ]
 
@@ -142,7 +142,7 @@ def main() -> None:
         return
     rows = []
     print(
-        f"C++ lane: {lane.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
+        f"C++ fast path: {fast_path.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
     )
     for op in (name for name in problems() if options.only in name):
         for mode in modes(op):

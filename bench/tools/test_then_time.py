@@ -4,7 +4,7 @@
     python bench/tools/test_then_time.py attention                                       # make try OP=attention
     python bench/tools/test_then_time.py add_norm --shape rows=8192,d=1024 --dtype bf16  # what follows goes to `pytransformer bench`
 
-The tests are those of the op's stem in tests/ops and its fuzzer, with fewer cases than in `make test`. Exit code of the first
+The tests are those of the op's family in tests/ops and its fuzzer, with fewer cases than in `make test`. Exit code of the first
 that fails.
 """
 
@@ -24,20 +24,20 @@ PYTEST = "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.
 FUZZ_CASES = 300
 
 
-def stem_of(op: str) -> str:
-    """The stem that has the op."""
+def family_of(op: str) -> str:
+    """The family that has the op."""
     for name, spec in OPS.items():
-        if op in (name, spec.stem):
-            return spec.stem
+        if op in (name, spec.family):
+            return spec.family
     raise SystemExit(f"test_then_time: no op {op!r}; there are {', '.join(kits.ops())}")
 
 
 def commands(op: str, more: list[str]) -> list[list[str]]:
     """The command of each step, in order."""
-    stem = stem_of(op)
-    ops = [op] if op in kits.ops() else [name for name in kits.ops() if OPS[name].stem == stem]
-    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{stem}*.py"))
-    fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", stem]
+    family = family_of(op)
+    ops = [op] if op in kits.ops() else [name for name in kits.ops() if OPS[name].family == family]
+    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{family}*.py"))
+    fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", family]
     pytest = [sys.executable, "-c", PYTEST, "-q", "-m", "not slow and not gpu", f"--fuzz-cases={FUZZ_CASES}"]
     return [[*pytest, *tests], [*pytest, *fuzz], [sys.executable, "-m", "pytransformer", "bench", *ops, *more]]
 

@@ -51,7 +51,7 @@ class Task:
 
 
 def tasks() -> Iterator[Task]:
-    """Those of every stem: `tune(tools)` of its file in bench/ops, which gets this module."""
+    """Those of every family: `tune(tools)` of its file in bench/ops, which gets this module."""
     for path in sorted((ROOT / "bench" / "ops").glob("*.py")):
         found = load(path)
         if hasattr(found, "tune"):  # not of an op with one tile for all

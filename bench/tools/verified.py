@@ -31,19 +31,19 @@ def sources(backend: str, root: Path = ROOT) -> dict[str, str]:
     """Return the digests of the checkout's kernels, built or not."""
     if backend == "cuda":
         return dict(runpy.run_path(str(root / "csrc" / "interface.py"))["cuda_sources"](root / "csrc"))
-    stems = dict.fromkeys(op.stem for op in OPS.values())
+    families = dict.fromkeys(op.family for op in OPS.values())
     folder = root / "kernels"
-    return {s: verified.digest(folder, [folder / s, *folder.glob("*.py")]) for s in stems}
+    return {s: verified.digest(folder, [folder / s, *folder.glob("*.py")]) for s in families}
 
 
 def stale(table: dict[str, Any], root: Path = ROOT) -> list[tuple[str, str, str]]:
     """Return (architecture, backend, family) of entries whose kernels changed."""
     return [
-        (arch, backend, stem)
+        (arch, backend, family)
         for arch, backends in table.items()
         for backend, entry in backends.items()
-        for stem, family in entry["families"].items()
-        if sources(backend, root).get(stem) != family["sources"]
+        for family, result in entry["families"].items()
+        if sources(backend, root).get(family) != result["sources"]
     ]
 
 
@@ -59,24 +59,24 @@ def main() -> None:
     changed = stale(table)
     for arch, backends in table.items():
         for backend, entry in backends.items():
-            for stem, family in list(entry["families"].items()):
+            for family, result in list(entry["families"].items()):
                 skipped = backend not in (options.backend or [backend])
-                if skipped or stem not in (options.family or [stem]):
+                if skipped or family not in (options.family or [family]):
                     continue
-                is_stale = (arch, backend, stem) in changed
-                print(arch, backend, stem, "STALE" if is_stale else "current", family)
+                is_stale = (arch, backend, family) in changed
+                print(arch, backend, family, "STALE" if is_stale else "current", result)
                 if options.tested:
                     commit = ["git", "rev-parse", "--short", options.tested]
                     commit_hash = subprocess.check_output(commit, cwd=ROOT, text=True).strip()
-                    entry["families"][stem] = {
+                    entry["families"][family] = {
                         "tested": commit_hash,
-                        "sources": sources(backend)[stem],
+                        "sources": sources(backend)[family],
                     }
                 elif is_stale and options.carry:
-                    family |= {"sources": sources(backend)[stem]}
-                    family["carried"] = [*family.get("carried", ()), options.carry]
+                    result |= {"sources": sources(backend)[family]}
+                    result["carried"] = [*result.get("carried", ()), options.carry]
                 elif is_stale and options.drop:
-                    del entry["families"][stem]
+                    del entry["families"][family]
     verified.TABLE.write_text(json.dumps(table, indent=1) + "\n")
 
 

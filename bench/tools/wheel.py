@@ -3,7 +3,7 @@
 
     python3 bench/tools/wheel.py [--archs sm_80,sm_90a] [--python python3.12 ...]      into dist/
 
-Two wheels hold the same libraries. The one for every Python (py3-none) has those alone; the one for this Python has the C++ lane of eager
+Two wheels hold the same libraries. The one for every Python (py3-none) has those alone; the one for this Python has the fast path of eager
 calls too, for the torch it was built with, and pip prefers it. Both are built in this checkout, so a second run compiles only what changed.
 
 `auditwheel repair` checks that they need nothing newer than glibc 2.28 and libstdc++ 8 (csrc/manylinux.py makes that so) and names
@@ -62,9 +62,9 @@ def wheels(raw: Path, out: Path, archs: str, isas: str) -> Iterator[Path]:
     options = {"CPU": "1", "CPU_ISAS": isas, "CUDA": "1" if archs else "0", "CUDA_ARCHS": archs, "MANYLINUX": PLATFORM}
     for bindings in ("0", "1"):
         start, folder = time.monotonic(), raw / bindings
-        optional = {"BINDINGS": bindings, "LANE": bindings}
+        optional = {"BINDINGS": bindings, "FAST_PATH": bindings}
         environment = {f"PYTRANSFORMER_{name}": value for name, value in (options | optional).items()}
-        say(f"building the wheel for {'this Python, with the C++ lane' if bindings == '1' else 'every Python'}")
+        say(f"building the wheel for {'this Python, with the C++ fast path' if bindings == '1' else 'every Python'}")
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ".", **environment)
         (built,) = folder.glob("*.whl")
         excluded = [part for name in TORCH for part in ("--exclude", name)]

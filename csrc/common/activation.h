@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The activations of feed_forward, once for all backends: kernels know them by number, Python and the lane by name.
+// The activations of feed_forward, once for all backends: kernels know them by number, Python and the fast path by name.
 #pragma once
 
 #include <initializer_list>

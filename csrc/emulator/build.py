@@ -71,9 +71,9 @@ def copies(directory: Path, faults: Iterable[Replacement]) -> Path:
 
 
 def library(
-    directory: Path = DIRECTORY, stem: str = "*", defines: Sequence[str] = (), faults: Iterable[Replacement] = ()
+    directory: Path = DIRECTORY, family: str = "*", defines: Sequence[str] = (), faults: Iterable[Replacement] = ()
 ) -> Path:
-    """Brings the emulated library up to date; `stem` is the only op in it, and `defines` choose another form of its kernels.
+    """Brings the emulated library up to date; `family` is the only op in it, and `defines` choose another form of its kernels.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
@@ -81,8 +81,8 @@ def library(
     torch = native_build.find_torch()
     if torch is None:
         raise RuntimeError("torch was not found")
-    kernels = list(CSRC.glob(f"cuda/{stem}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
-    edges = [*CSRC.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    kernels = list(CSRC.glob(f"cuda/{family}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
+    edges = [*CSRC.glob(f"cuda/{family}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
     folder = copies(directory, faults)
     flags = [*FLAGS, *defines, "-include", "emulator/fault.h", "-I", str(folder), "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]

@@ -24,7 +24,7 @@ from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, plan, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import lane, verification, verification_file, verified
+from pytransformer.ops._core import fast_path, verification, verification_file, verified
 from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, cases
@@ -145,8 +145,8 @@ def native() -> dict[str, Any]:
         "isas_usable": module.usable_isas() if module else [],
         "isas_not_built": built.get("isas_not_built", {}),
         "note": machine.SOFTWARE_TILES if built.get("tiles_in_software") else None,
-        "lane": "Python" if lane.why_not() else "C++",
-        "lane_why_not": lane.why_not(),
+        "fast_path": "Python" if fast_path.why_not() else "C++",
+        "fast_path_why_not": fast_path.why_not(),
         "compiler": info.get("compiler"),
         "built_with_torch": info.get("torch"),
     }
@@ -310,7 +310,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
         ("note", native_["note"]),
         ("compiler", native_["compiler"]),
-        ("eager calls", lane_told(native_["lane_why_not"])),
+        ("eager calls", fast_path_told(native_["fast_path_why_not"])),
     ])  # fmt: skip
     cuda_ = report["cuda"]
     facts("CUDA library", [
@@ -372,8 +372,8 @@ def show_verification(console: Console, results: dict[str, Any]) -> None:
         console.print(f"  {op} tries {', then '.join(order)}: as measured")
 
 
-def lane_told(why_not: str | None) -> str:
-    return "by the C++ lane" if why_not is None else f"by Python, as the C++ lane is {why_not}"
+def fast_path_told(why_not: str | None) -> str:
+    return "by the C++ fast path" if why_not is None else f"by Python, as the C++ fast path is {why_not}"
 
 
 def clean_list(value: object) -> str:

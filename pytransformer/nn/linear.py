@@ -8,18 +8,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..ops._backends.cpu.feed_forward import FEW_ROWS, linear_of_few_rows
-from ..ops._core import lane
+from ..ops._core import fast_path
 from ..ops._core.autograd import needs_gradient, unwatched
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`torch.nn.functional.linear`, which it is but for few rows on the CPU that need no gradient.
+    """Return ``x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
-    There PyTorch's libraries, made for large products, read the weights at a third to two thirds of the rate at which one row is read
-    after another (../design/numerics.md#products-of-our-own-on-the-cpu). Ours forms each element as one sum along k, in float32 (float64 for float64), rounded
-    once; its order depends on k and on how the weights lie, and on nothing else.
+    Up to 8 rows on the CPU without gradient run our kernel, which reads the weights once, in order;
+    PyTorch's library reads them at a third to two thirds of that rate (docs/design/numerics.md).
+    Each element is one sum along k in float32 (float64 for float64), rounded once. Its order depends
+    on k and on the layout of the weights only.
 
     Args:
         x: (..., k). weight: (n, k), contiguous or the transpose of a contiguous (k, n). bias: (n,) or None.
@@ -34,7 +35,7 @@ def of_few_rows(
     """:func:`linear` where the kernel is for the call, else None. ``along_k``: weight is (k, n), as ``Conv1D`` of transformers has it."""
     if torch.compiler.is_compiling():
         return None
-    found = lane.linear(x, weight, bias, along_k)
+    found = fast_path.linear(x, weight, bias, along_k)
     if found is not NotImplemented:
         return found
     weight = weight.t() if along_k else weight

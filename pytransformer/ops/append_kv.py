@@ -14,7 +14,7 @@ from ..reference.rotary import append_kv_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
-from ._core import lane
+from ._core import fast_path
 from ._core.registry import Op, check_backend
 from ._core.sharded import is_sharded
 from ._core.tensors import check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
@@ -89,7 +89,7 @@ append_kv_op = Op(
     differentiable=(),
     saved=(),
     empty_outputs=lambda a: (empty_in_order(a.query), a.query.new_empty(0)),
-    stem="rotary",
+    family="rotary",
 )
 append_kv_op.written = _written
 
@@ -137,7 +137,7 @@ def append_kv(
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     if not torch.compiler.is_compiling():
-        found = lane.append_kv(
+        found = fast_path.append_kv(
             query, key, value, cache, positions, rotary, interleaved, dims, q_norm, k_norm, eps, weight_offset, backend, strict
         )
         if found is not NotImplemented:
@@ -216,7 +216,7 @@ def _prepare(
 
 
 append_kv_op.prepare = _prepare
-lane.facts["KeyValues"] = KeyValues
+fast_path.facts["KeyValues"] = KeyValues
 
 
 def _check_rows(query: Any, key: Any, value: Any) -> None:

@@ -32,7 +32,7 @@ from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
-from ._core import lane
+from ._core import fast_path
 from ._core.options import Alignment, AttentionOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import (
@@ -180,7 +180,7 @@ def attention(
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     if not torch.compiler.is_compiling():
-        found = lane.attention(
+        found = fast_path.attention(
             query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths, prefix_lengths, query_segments,
             key_segments, page_table, key_scale, value_scale, bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse,
             deterministic, backend, strict,

@@ -15,7 +15,7 @@ from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
-from ._core import lane
+from ._core import fast_path
 from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import (
@@ -66,7 +66,7 @@ attention_varlen_op = Op(
     empty_outputs=_empty_outputs,
     flops=_flops,
     problem=PackedAttention,
-    stem="attention",
+    family="attention",
 )
 
 
@@ -147,7 +147,7 @@ def attention_varlen(
         (total_q, Hq, Dv), with return_lse also lse (Hq, total_q).
     """
     if not torch.compiler.is_compiling():
-        found = lane.attention_varlen(
+        found = fast_path.attention_varlen(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, global_keys, bias, sinks, softcap,
             scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from ..reference.cross_entropy import cross_entropy_forward
 from ._backends.cpu import cross_entropy as cpu
 from ._backends.cuda import cross_entropy as cuda
 from ._backends.triton import cross_entropy as triton
-from ._core import lane
+from ._core import fast_path
 from ._core.autograd import needs_gradient
 from ._core.options import Reduction
 from ._core.registry import Op, check_backend
@@ -58,7 +58,7 @@ linear_cross_entropy_op = Op(
     saved=("split_lse", "product"),
     empty_outputs=_empty,
     flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
-    stem="cross_entropy",
+    family="cross_entropy",
 )
 
 
@@ -95,7 +95,9 @@ def linear_cross_entropy(
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     if not torch.compiler.is_compiling():
-        found = lane.linear_cross_entropy(x, weight, target, bias, ignore_index, label_smoothing, reduction, backend, strict)
+        found = fast_path.linear_cross_entropy(
+            x, weight, target, bias, ignore_index, label_smoothing, reduction, backend, strict
+        )
         if found is not NotImplemented:
             return found
     prepared = _prepare(
@@ -153,7 +155,7 @@ def _prepare(
 
 
 linear_cross_entropy_op.prepare = _prepare
-lane.facts |= {"kept_bytes": KEPT_BYTES, "kept_depth": KEPT_DEPTH}
+fast_path.facts |= {"kept_bytes": KEPT_BYTES, "kept_depth": KEPT_DEPTH}
 
 
 def check_values(a: Any) -> None:

@@ -12,7 +12,7 @@ from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
 from ._backends.cpu import feed_forward as cpu
 from ._backends.cuda import feed_forward as cuda
 from ._backends.triton import feed_forward as triton
-from ._core import lane
+from ._core import fast_path
 from ._core.autograd import needs_gradient
 from ._core.options import ActivationName
 from ._core.registry import Op, check_backend
@@ -103,7 +103,7 @@ def feed_forward(
     Transformer" (2020).
     """
     if not torch.compiler.is_compiling():
-        found = lane.feed_forward(
+        found = fast_path.feed_forward(
             x, w1, b1, w2, b2, activation, gate_weight, gate_bias, dropout_p, dropout_seed, recompute, backend, strict
         )
         if found is not NotImplemented:
@@ -172,7 +172,7 @@ def _prepare(
 
 
 feed_forward_op.prepare = _prepare
-lane.facts |= {"held_bytes": cpu.HELD_BYTES, "few_rows": cpu.FEW_ROWS}
+fast_path.facts |= {"held_bytes": cpu.HELD_BYTES, "few_rows": cpu.FEW_ROWS}
 
 
 # ---- backends

@@ -12,7 +12,7 @@ from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_nor
 from ._backends.cpu import layer_norm as cpu
 from ._backends.cuda import layer_norm as cuda
 from ._backends.triton import layer_norm as triton
-from ._core import lane
+from ._core import fast_path
 from ._core.options import NormKind
 from ._core.registry import Op, check_backend
 from ._core.tensors import (
@@ -68,7 +68,7 @@ rms_norm_op = Op(
     differentiable=("x", "weight"),
     saved=("rstd",),
     empty_outputs=_empty_rms_norm,
-    stem="layer_norm",
+    family="layer_norm",
 )
 add_norm_op = Op(
     "add_norm",
@@ -81,7 +81,7 @@ add_norm_op = Op(
     differentiable=("x", "residual", "weight", "bias"),
     saved=("residual_out", "mean", "rstd"),
     empty_outputs=_empty_add_norm,
-    stem="layer_norm",
+    family="layer_norm",
     returned=2,
 )
 
@@ -119,7 +119,7 @@ def layer_norm(
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
     if not torch.compiler.is_compiling():
-        found = lane.layer_norm(x, normalized_shape, weight, bias, eps, backend, strict)
+        found = fast_path.layer_norm(x, normalized_shape, weight, bias, eps, backend, strict)
         if found is not NotImplemented:
             return found
     return layer_norm_op(*_prepare_layer_norm(x, normalized_shape, weight, bias, eps, backend=backend, strict=strict))[0]
@@ -141,7 +141,7 @@ def rms_norm(
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     if not torch.compiler.is_compiling():
-        found = lane.rms_norm(x, normalized_shape, weight, eps, backend, strict)
+        found = fast_path.rms_norm(x, normalized_shape, weight, eps, backend, strict)
         if found is not NotImplemented:
             return found
     return rms_norm_op(*_prepare_rms_norm(x, normalized_shape, weight, eps, backend=backend, strict=strict))[0]
@@ -183,7 +183,7 @@ def add_norm(
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     if not torch.compiler.is_compiling():
-        found = lane.add_norm(x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict)
+        found = fast_path.add_norm(x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict)
         if found is not NotImplemented:
             return found
     prepared = _prepare_add_norm(

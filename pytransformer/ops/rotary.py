@@ -11,12 +11,12 @@ from ..reference.rotary import rotary_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
-from ._core import lane
+from ._core import fast_path
 from ._core.registry import Op, check_backend
 from ._core.tensors import as_integer, check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
 from .rotary_positions import RotaryPositions, RotaryScaling, known_frequencies, tables
 
-BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/lane/rotary.cpp has them too
+BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/fast_path/rotary.cpp has them too
 
 
 def _empty_rotary(a: Any) -> tuple[torch.Tensor, ...]:
@@ -82,7 +82,7 @@ def rotary(
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021).
     """
     if not torch.compiler.is_compiling():
-        found = lane.rotary(
+        found = fast_path.rotary(
             x, positions, cos, sin, base, frequencies, scaling, dims, interleaved, weight, eps, weight_offset, backend, strict
         )
         if found is not NotImplemented:
@@ -141,7 +141,11 @@ def _prepare(
 
 
 rotary_op.prepare = _prepare
-lane.facts |= {"RotaryPositions": RotaryPositions, "RotaryScaling": RotaryScaling, "rotary_frequencies": known_frequencies}
+fast_path.facts |= {
+    "RotaryPositions": RotaryPositions,
+    "RotaryScaling": RotaryScaling,
+    "rotary_frequencies": known_frequencies,
+}
 
 
 # ---- checks, which append_kv shares

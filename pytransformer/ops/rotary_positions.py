@@ -200,7 +200,7 @@ def _transformed() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def known_frequencies(dims: int, base: float, scaling: RotaryScaling | None, wide: bool) -> tuple[torch.Tensor, float] | None:
-    """(frequencies, as float64; the factor of tables) for the C++ lane; None where they go by the sequence's length."""
+    """(frequencies, as float64; the factor of tables) for the C++ fast path; None where they go by the sequence's length."""
     if scaling is not None and scaling.kind == "dynamic":
         return None
     found = RotaryPositions(dims, base, scaling).frequencies(dtype=torch.float64 if wide else torch.float32, device="cpu")

@@ -9,7 +9,7 @@ import torch
 
 from . import nested
 from ._attention_arguments import as_causal_bias
-from ._core import lane
+from ._core import fast_path
 from ._core.tensors import check_tensor, shape_of
 from .attention import attention
 
@@ -33,7 +33,7 @@ def scaled_dot_product_attention(
     torch.nn.attention.
     """
     if not torch.compiler.is_compiling():
-        found = lane.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        found = fast_path.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if found is not NotImplemented:
             return found
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (query, key, value)):

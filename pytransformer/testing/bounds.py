@@ -30,7 +30,7 @@ LIMITS: Limits = {
     torch.float64: {"zero_mean": (2.0, 6.0), "any": (6.0, 8.0), "repeated": (6.0, 16.0)},
 }
 
-# Other ops have constants of their own, in the files of their stems: PyTorch's own kernels stay within those in 1,000 problems each, but
+# Other ops have constants of their own, in the files of their families: PyTorch's own kernels stay within those in 1,000 problems each, but
 # for the 16-bit losses and norms, which they round on the way, and long sums of equal terms (docs/accuracy.md). In float64 the exact
 # result errs as much as ours: attention's constants hold there.
 

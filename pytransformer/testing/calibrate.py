@@ -26,13 +26,13 @@ Table = dict[tuple[str, str, str, str], list[float]]
 
 
 def calibrations() -> dict[str, Calibration]:
-    """By stem."""
-    return {stem: kit.calibration for stem, kit in kits().items() if kit.calibration is not None}
+    """By family."""
+    return {family: kit.calibration for family, kit in kits().items() if kit.calibration is not None}
 
 
-def calibrate(stem: str, seed: int, cases: int, backends: list[str]) -> Table:
+def calibrate(family: str, seed: int, cases: int, backends: list[str]) -> Table:
     """c of every result, by (kernel, dtype, data, result)."""
-    how = calibrations()[stem]
+    how = calibrations()[family]
     runs = dict(how.peers) | {f"ours, {name}": lambda p, name=name: how.ours(p, name) for name in backends}
     table: Table = defaultdict(list)
     for case in range(cases):
@@ -55,10 +55,10 @@ def calibrate(stem: str, seed: int, cases: int, backends: list[str]) -> Table:
     return table
 
 
-def markdown(stem: str, table: Table) -> str:
+def markdown(family: str, table: Table) -> str:
     """The table of docs/accuracy.md: p50 / p99 / max of c."""
-    names = calibrations()[stem].columns
-    lines = [f"| {stem} | dtype | data | problems | " + " | ".join(names) + " |", "|---" * (4 + len(names)) + "|"]
+    names = calibrations()[family].columns
+    lines = [f"| {family} | dtype | data | problems | " + " | ".join(names) + " |", "|---" * (4 + len(names)) + "|"]
     for kernel, dtype, data in sorted({k[:3] for k in table}):
         cells = []
         for name in names:
@@ -71,20 +71,20 @@ def markdown(stem: str, table: Table) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.calibrate", description=__doc__.split("\n")[0])
-    parser.add_argument("stem", nargs="*", metavar="STEM", help=f"{', '.join(calibrations())} (default all)")
+    parser.add_argument("family", nargs="*", metavar="FAMILY", help=f"{', '.join(calibrations())} (default all)")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--backend", action="append", default=[], help="also measure this backend of ours")
     options = parser.parse_args(arguments)
-    if unknown := set(options.stem) - calibrations().keys():
-        parser.error(f"no stem {', '.join(sorted(unknown))}; there are {', '.join(calibrations())}")
+    if unknown := set(options.family) - calibrations().keys():
+        parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(calibrations())}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # SDPA tells of every problem that a kernel refuses
-    for stem in options.stem or calibrations():
+    for family in options.family or calibrations():
         started = time.monotonic()
-        print(markdown(stem, calibrate(stem, options.seed, options.cases, options.backend)), end="\n\n")
+        print(markdown(family, calibrate(family, options.seed, options.cases, options.backend)), end="\n\n")
         told = f"{options.cases} problems, seed {options.seed}, torch {torch.__version__}, {time.monotonic() - started:.0f} s"
-        print(f"{stem}: {told}", file=sys.stderr)
+        print(f"{family}: {told}", file=sys.stderr)
     return 0
 
 

@@ -9,7 +9,7 @@ A `Case` is an operation, a shape and a builder of its arguments:
 
 `case.resize(Lq=4096, Lk=4096)` gives the same problem at another shape, `leaves(case.op, args, kwargs)` names
 the tensors that take a gradient, and `case.flops()` and `case.bytes(dtype)` are the work that a benchmark
-divides by. The cases of a stem stand in `ops/<stem>.py`.
+divides by. The cases of a family stand in `ops/<family>.py`.
 """
 
 from __future__ import annotations

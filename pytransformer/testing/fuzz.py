@@ -5,7 +5,7 @@
     python -m pytransformer.testing.fuzz attention --seed 1 --case 17 --backend cpu      # one problem, told
     in full
 
-Each failure prints the second kind of line, which reproduces it. A stem joins by the Fuzzer of its kit (ops/<stem>.py).
+Each failure prints the second kind of line, which reproduces it. A family joins by the Fuzzer of its kit (ops/<family>.py).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Report:
 
 
 def fuzzers() -> dict[str, Fuzzer]:
-    """By stem."""
-    return {stem: kit.fuzzer for stem, kit in kits().items() if kit.fuzzer is not None}
+    """By family."""
+    return {family: kit.fuzzer for family, kit in kits().items() if kit.fuzzer is not None}
 
 
 def reproduce(op: str, seed: int, case: int, backend: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests and benchmarks need of one stem; the files of `ops/` each hold one, by the name KIT."""
+"""What tests and benchmarks need of one family; the files of `ops/` each hold one, by the name KIT."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Kit:
-    """One stem's named problems, their exact answers, and what is optional beside them.
+    """One family's named problems, their exact answers, and what is optional beside them.
 
     ``cases(size)``: of the dimensions in ``cases.SIZES``. ``solve(op, named, grads)``: the outputs of the public op and, given upstream
     gradients of them, the gradients in float64; ``named`` has its arguments. ``limits``: the constants of its error bounds.

@@ -21,7 +21,7 @@ import torch
 
 import pytransformer as pt
 
-from ..ops._core import checking, lane, verification
+from ..ops._core import checking, fast_path, verification
 from ..ops._core import registry as _registry
 from ..ops._core.registry import Backend
 from .hugging_face import distance, model_distance_limit
@@ -95,13 +95,13 @@ def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[li
 
 @contextlib.contextmanager
 def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
-    """Put the guarded backend first for attention, as if it were at home on the CPU, without the C++ lane.
+    """Put the guarded backend first for attention, as if it were at home on the CPU, without the C++ fast path.
 
     The process that checks it runs ``preamble`` first and has ``seconds``; results are stored in ``folder``.
     """
     op = _registry.OPS["attention"]
     saved = op.backends
-    with pytest.MonkeyPatch.context() as patch, lane.off():
+    with pytest.MonkeyPatch.context() as patch, fast_path.off():
         patch.setenv("PYTRANSFORMER_CACHE", str(folder))
         patch.setenv("PYTRANSFORMER_VERIFY", "first")
         patch.setattr(checking, "PREAMBLE", preamble)

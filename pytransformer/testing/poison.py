@@ -7,7 +7,7 @@
 
 An output that a kernel forgets to write stays NaN and fails its check, instead of holding what the allocator
 last had there. All such memory is kept until leaving. Only calls made from inside `pytransformer` (this folder apart) are touched, and what
-the C++ lane allocates.
+the C++ fast path allocates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 
 from .guarded import Guard, guarded_output
 
@@ -70,11 +70,11 @@ def poisoned() -> Iterator[list[Guard]]:
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     for owner, name, original in originals:
         setattr(owner, name, wrap(original))
-    lane.replace_memory(guarded)
+    fast_path.replace_memory(guarded)
     try:
         yield guards
     finally:
-        lane.replace_memory(None)
+        fast_path.replace_memory(None)
         for owner, name, original in originals:
             setattr(owner, name, original)
     broken = [tuple(g.buffer.shape) for g in guards if not g.intact()]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._core import lane, native
+from ..ops._core import fast_path, native
 from .raw_calls import RawCall, corpus, freed
 
 SECONDS = 10  # for one call
@@ -164,7 +164,7 @@ def worker(first: int, last: int) -> None:
     """Run the variants with these seeds; print each seed and op before the call."""
     torch.set_num_threads(1)
     native.why_not("attention_fwd")
-    lane.why_not()
+    fast_path.why_not()
     calls, guarded = corpus(), Guarded()
     by_op: dict[tuple[str, str], list[RawCall]] = {}
     for call in calls:

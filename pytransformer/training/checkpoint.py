@@ -9,7 +9,6 @@ interrupts the writing leaves the checkpoints of before as they were.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._file_lock import try_lock
 from ..extras import require
 from ..models import _files
 
@@ -98,10 +98,8 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run writes into {folder}: wait for it, or name another folder") from None
+        if not try_lock(handle):
+            raise ValueError(f"another run writes into {folder}: wait for it, or name another folder")
         _held.add(folder)
         yield
     finally:

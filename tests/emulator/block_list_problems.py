@@ -9,7 +9,7 @@ import torch
 from attention_problems import BF16, RAW_OP, in_blocks
 
 import pytransformer as pt
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 
 __all__ = ["RAW_OP", "problems", "wrong"]
 
@@ -52,7 +52,7 @@ def wrong(problem: Problem) -> list[str]:
     query, key = draw(1, 2, SHAPE[2], 64).to(BF16), draw(1, 1, SHAPE[3], 64).to(BF16)
     inputs = [t.requires_grad_() for t in (query, key, key.clone())]
     try:
-        with lane.off():
+        with fast_path.off():
             out = pt.attention(*inputs, attn_mask=mask, backend="cuda", strict=True)
             torch.autograd.grad(out.float().square().sum(), inputs)
     except RuntimeError as error:

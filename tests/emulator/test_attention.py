@@ -9,7 +9,7 @@ import torch
 from run_problems import Share
 
 import pytransformer as pt
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
 from pytransformer.testing.attention_check import check_attention, check_no_sequences, check_packed, check_slices, check_starts
@@ -116,7 +116,7 @@ def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatc
             t[:, :, start : start + 128] = of[:, :, :128]
         inputs = [t.requires_grad_() for t in inputs]
         before = [torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)]
-        with lane.off():  # whose second call of a kind computes twice, to record it
+        with fast_path.off():  # whose second call of a kind computes twice, to record it
             out = pt.attention(*inputs, attn_mask=attention_problems.padding(size, (start, start + 128)), backend="cuda")
             gradients = torch.autograd.grad(out.float().square().sum(), inputs)
         counts.append([torch.ops.pytransformer_C.emulator_products(warps) - n for warps, n in zip((False, True), before)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.testing import bounds, fuzz_attention, oracle
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
@@ -41,7 +41,7 @@ def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
     """The same, and how many matrix products ran."""
     count = lambda: sum(torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True))
     before = count()
-    with lane.off():  # whose second call of a kind computes twice, to record it
+    with fast_path.off():  # whose second call of a kind computes twice, to record it
         found = results(inputs, **keywords)
     return found, count() - before
 
@@ -99,7 +99,7 @@ def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
         (joined, {"attn_mask": pt.BlockMask.from_dense(dense, block_size=128)}),
         (joined, {"attn_mask": dense}),
     ):
-        with lane.off(), torch.no_grad():
+        with fast_path.off(), torch.no_grad():
             before = count()
             found.append(pt.attention(*given, **keywords, backend="cuda", strict=True))
             made.append(count() - before)
@@ -129,12 +129,12 @@ def test_flex_masks() -> None:
 
 
 def test_other_masks_of_the_same_kind() -> None:
-    """A mask's tensors are read anew in each call: nothing that the lane recorded of one is used for another."""
+    """A mask's tensors are read anew in each call: nothing that the fast path recorded of one is used for another."""
     generator = torch.Generator().manual_seed(1)
     masks = [in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 2, 140, 260), 128, 64) for _ in range(2)]
     inputs = [normal(1, 2, n, 64) for n in (140, 260, 260)]
     wanted = []
-    with lane.off():
+    with fast_path.off():
         wanted = [results(inputs, attn_mask=mask) for mask in masks]
     for _ in range(3):
         for mask, want in zip(masks, wanted):

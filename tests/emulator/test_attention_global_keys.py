@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds
 from pytransformer.testing.attention_check import check_packed
@@ -35,7 +35,7 @@ def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     count = lambda: sum(torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True))
     before = count()
-    with lane.off():  # whose second call of a kind computes twice, to record it
+    with fast_path.off():  # whose second call of a kind computes twice, to record it
         bias = inputs[3] if inputs[3:] else None
         out = pt.attention(*inputs[:3], bias=bias, **keywords, backend="cuda", strict=True)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
@@ -67,7 +67,7 @@ def test_a_windows_own_tiles_and_no_others() -> None:
     inputs = [normal(1, 1, n, 64) for n in (128, 4096, 4096)]
     products = {}
     for name, keywords in {"all": {}, "window": {"window": (95, 0)}, "both": {"window": (95, 0), "global_keys": 32}}.items():
-        with torch.no_grad(), lane.off():
+        with torch.no_grad(), fast_path.off():
             before = torch.ops.pytransformer_C.emulator_products(True)
             pt.attention(
                 *inputs, causal="bottom_right", bias=pt.AlibiBias(torch.zeros(1)), **keywords, backend="cuda", strict=True
@@ -131,7 +131,7 @@ def test_another_number_of_global_keys_is_recorded_apart() -> None:
     inputs = [normal(1, 1, 90, 64) for _ in range(3)]
     call = lambda first: pt.attention(*inputs, window=(9, 0), global_keys=first, backend="cuda", strict=True)
     with torch.no_grad():
-        with lane.off():
+        with fast_path.off():
             want = {first: call(first) for first in (0, 3, 40)}
         for _ in range(4):
             for first in want:

@@ -10,7 +10,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.testing.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
@@ -70,7 +70,7 @@ def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(monkeypatc
     x, weight = torch.randn(4, 8), torch.randn(8)
     want = torch.nn.functional.layer_norm(x, (8,), weight)
     warned = pytest.warns(RuntimeWarning, match="layer_norm.*runs on the backend cpu: cuda: did not run: RuntimeError")
-    with lane.off(), warned:  # the lane does not look where a backend is at home
+    with fast_path.off(), warned:  # the fast path does not look where a backend is at home
         for _ in range(2):
             torch.testing.assert_close(pt.layer_norm(x, 8, weight), want)
     (record,) = pt.fallbacks()

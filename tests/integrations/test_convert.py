@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
 from pytransformer.nn import linear as nn_linear
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import (
     FAMILIES,
@@ -136,7 +136,7 @@ def test_steps_of_gpt2_read_conv1d_where_it_lies(
     seen: list[tuple[int, ...]] = []
     run = nn_linear.linear_of_few_rows
     monkeypatch.setattr(nn_linear, "linear_of_few_rows", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1])
-    monkeypatch.setattr(lane, "linear", lambda *given: NotImplemented)  # which would not be seen
+    monkeypatch.setattr(fast_path, "linear", lambda *given: NotImplemented)  # which would not be seen
     eager = FAMILIES["gpt2"].build("eager").to(dtype).eval()
     model = copy.deepcopy(eager)
     pt.integrations.convert(model, kinds=["linear"])

@@ -69,7 +69,7 @@ FAULTS = {"mask": 3, "scale": 6}  # where they stand among the arguments of drop
 def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, one_thread: None, fault: str | None) -> None:
     """The judgement, without a library: a call that loses its mask or its scale is wrong, and one that loses nothing is ours."""
     from pytransformer import drop_in
-    from pytransformer.ops._core import lane
+    from pytransformer.ops._core import fast_path
     from pytransformer.testing.sweep.subjects import stirred
 
     torch.manual_seed(3)
@@ -78,7 +78,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, one_thread: N
     if fault is not None:
         true, lost = drop_in._lower, FAULTS[fault]
         monkeypatch.setattr(drop_in, "_lower", lambda *a: true(*a[:lost], None, *a[lost + 1 :]))
-    with lane.off():  # which would not ask drop_in
+    with fast_path.off():  # which would not ask drop_in
         verdict = libraries.row(model, inputs, theirs)["verdict"]
     assert verdict == ("ours" if fault is None else "wrong")
     assert not pt.fallbacks()

@@ -59,11 +59,11 @@ def test_a_fallback_is_not_a_proof(small: None, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.unpoisoned
 def test_a_wrong_result_is_not_a_proof(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pytransformer import drop_in
-    from pytransformer.ops._core import lane
+    from pytransformer.ops._core import fast_path
 
     prepare = drop_in.attention_op.prepare
     monkeypatch.setattr(drop_in.attention_op, "prepare", lambda *a, attn_mask=None, **more: prepare(*a, **more))
-    with lane.off():  # which does not ask `prepare`
+    with fast_path.off():  # which does not ask `prepare`
         assert proof.run(["torch", "--no-memory", "--out", str(tmp_path)]) == 1
     _, entry = entry_of(tmp_path)
     assert any("outputs differ" in problem for problem in entry["problems"])

@@ -13,7 +13,7 @@ import pytransformer as pt
 from pytransformer import nn
 from pytransformer.models import GPT, T5, GPTConfig, T5Config
 from pytransformer.testing.device_only import DeviceOnly, HostRead
-from pytransformer.testing.lanes import bits
+from pytransformer.testing.paths import bits
 
 VOCABULARY, NEW = 23, 7
 LENGTHS = torch.tensor([5, 2, 9])

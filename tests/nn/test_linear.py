@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows, by way of the C++ lane and of Python: right for every size, layout and dtype, and PyTorch's wherever somebody
+"""Products of few rows, by way of the C++ fast path and of Python: right for every size, layout and dtype, and PyTorch's wherever somebody
 differentiates or watches."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pytransformer.nn import linear as module
 from pytransformer.nn.linear import FEW_ROWS, Linear, linear, of_few_rows
-from pytransformer.ops._core import lane, native
+from pytransformer.ops._core import fast_path, native
 from pytransformer.testing.guarded import place
-from pytransformer.testing.lanes import needs_lane
+from pytransformer.testing.paths import needs_fast_path
 
 # Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
 BOUND = {torch.float32: (2.0, 6.0), torch.bfloat16: (1.0, 1.0), torch.float16: (1.0, 1.0), torch.float64: (2.0, 6.0)}
@@ -40,7 +40,7 @@ SIZES = [
 LAYOUTS = ["rows", "columns"]  # along which the weights lie: (n, k), or the transpose of a (k, n)
 
 
-@pytest.fixture(params=[pytest.param("lane", marks=needs_lane), "Python"])
+@pytest.fixture(params=[pytest.param("fast_path", marks=needs_fast_path), "Python"])
 def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[int]]:
     """Rows of each call that our kernel got, by one way alone."""
     if (reason := native.why_not("feed_forward_linear")) is not None:
@@ -56,11 +56,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
         return spy
 
-    lane.why_not()  # loads it
-    by_lane = request.param == "lane"
-    holder, name = (lane, "linear") if by_lane else (module, "linear_of_few_rows")
+    fast_path.why_not()  # loads it
+    by_fast_path = request.param == "fast_path"
+    holder, name = (fast_path, "linear") if by_fast_path else (module, "linear_of_few_rows")
     monkeypatch.setattr(holder, name, spied(getattr(holder, name)))
-    with contextlib.nullcontext() if by_lane else lane.off():
+    with contextlib.nullcontext() if by_fast_path else fast_path.off():
         yield seen
 
 

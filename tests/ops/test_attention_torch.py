@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import OPS, trace
 from pytransformer.testing import bounds, oracle
 from pytransformer.testing.attention_check import check_attention, run_attention
@@ -54,7 +54,7 @@ def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.M
     assert list(op.backends)[-2:] == ["torch", "reference"]
     without_ours(monkeypatch)
     q, k, v = (t.requires_grad_() for t in qkv(1, 2, 5, 8))
-    with trace() as ran, lane.off():
+    with trace() as ran, fast_path.off():
         pt.attention(q, k, v, strict=True).sum().backward()
         with pt.activate():
             torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -120,7 +120,7 @@ def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(pt.BackendError, match=r"did not run.*gradient is wrong"):
         pt.attention(q, k, v, attn_mask=mask, backend="torch")
     without_ours(monkeypatch)
-    with lane.off(), pytest.warns(RuntimeWarning, match=r"runs on the reference.*gradient is wrong"):
+    with fast_path.off(), pytest.warns(RuntimeWarning, match=r"runs on the reference.*gradient is wrong"):
         out = pt.attention(q, k, v, attn_mask=mask)
     assert torch.equal(torch.autograd.grad(out[..., 2, :].sum(), v)[0], want)
 

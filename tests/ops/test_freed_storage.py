@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import lane, native
+from pytransformer.ops._core import fast_path, native
 from pytransformer.testing.case import Case, named
 from pytransformer.testing.raw_calls import NATIVE, freed_variants, record, recorded_cases
 
@@ -124,7 +124,7 @@ def test_a_view_into_a_freed_storage_is_refused() -> None:
     x, packed = torch.randn(4, 32), torch.randn(3, 32)
     weight = packed[1]
     packed.untyped_storage().resize_(0)
-    for way in (lane.off, torch.no_grad):
+    for way in (fast_path.off, torch.no_grad):
         with way(), pytest.raises(RuntimeError, match=f"layer_norm: weight {FREED}"):
             pt.layer_norm(x, 32, weight)
 

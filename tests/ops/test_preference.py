@@ -50,7 +50,7 @@ def forget() -> None:
 
 def current_sources(backend: str) -> dict[str, str]:
     families = verified.table()["sm_90"][backend]["families"]
-    return {stem: family["sources"] for stem, family in families.items()}
+    return {family: result["sources"] for family, result in families.items()}
 
 
 def shipped() -> set[str]:
@@ -63,7 +63,7 @@ def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
     op, dtype = OPS[cell.op], getattr(torch, cell.dtype)
     size = verification.size_class([torch.empty(1, cell.size, device="meta")])
     how, version = verification.mode(), verification.version[0]
-    return preference._gpu_order(cell.op, op.stem, tuple(op.backends), GPU, dtype, size, cell, deterministic, how, version)
+    return preference._gpu_order(cell.op, op.family, tuple(op.backends), GPU, dtype, size, cell, deterministic, how, version)
 
 
 def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def test_choice_is_the_fastest_right_backend(
                 for entry, ms in times.items()
                 if verification.is_known(cell.op, entry[0], GPU, dtype, size) and (entry[0] != "torch" or not deterministic)
             }
-            if not right and OPS[cell.op].stem not in shipped():  # its sources changed since the GPU ran them
+            if not right and OPS[cell.op].family not in shipped():  # its sources changed since the GPU ran them
                 continue
             chosen = next(e for e in order(cell, deterministic) if e in times)
             assert chosen in right, (cell, case, shape, chosen)
@@ -109,11 +109,11 @@ def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) 
         for dtype in ("bfloat16", "float16", "float32"):
             for direction in ("fwd", "bwd"):
                 for size in (16, 64, 80, 128, 256, 4096):
-                    cell = Cell(name, direction, dtype, "full" if op.stem == "attention" else "", size, 777)
+                    cell = Cell(name, direction, dtype, "full" if op.family == "attention" else "", size, 777)
                     first, *_ = order(cell)
                     key = (name, first[0], GPU, getattr(torch, dtype))
                     q = torch.empty(1, size, device="meta", dtype=key[3])
-                    reason = None if op.stem in shipped() else "checked"
+                    reason = None if op.family in shipped() else "checked"
                     assert verification.why_not(op, first[0], (q,), key) == reason, (name, dtype, direction, size)
     a = (torch.empty(1, 64, device="meta"),)
     assert verification.why_not(OPS["attention"], "triton", a, ("attention", "triton", GPU, torch.float32)) == "checked"

@@ -68,7 +68,7 @@ def _masked(x: torch.Tensor, mask: pt.BlockMask) -> torch.Tensor:
 
 
 def test_a_block_mask_is_an_input_of_one_op() -> None:
-    """Decision 0106: no graph break, tensors as inputs, and a new mask of the same sizes compiles nothing."""
+    """No graph break, tensors as inputs, and a new mask of the same sizes compiles nothing."""
     graphs: list[torch.fx.GraphModule] = []
 
     def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import OPS
 
 BACKENDS = ("reference", "cpu")
@@ -160,10 +160,10 @@ def test_autograd_notices_the_write() -> None:
         pt.append_kv(query, key, value, _cache(), torch.arange(3).repeat(2, 1))
 
 
-@pytest.mark.parametrize("fast_path", [True, False])
-def test_an_inference_cache_is_written_in_inference_mode_alone(fast_path: bool) -> None:
+@pytest.mark.parametrize("by_cpp", [True, False])
+def test_an_inference_cache_is_written_in_inference_mode_alone(by_cpp: bool) -> None:
     rows, positions = _rows(), torch.arange(3).repeat(2, 1)
-    with contextlib.nullcontext() if fast_path else lane.off():
+    with contextlib.nullcontext() if by_cpp else fast_path.off():
         with torch.inference_mode():
             cache = _cache()
             pt.append_kv(*rows, cache, positions)

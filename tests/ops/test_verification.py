@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import checking, deadline, lane, verification, verification_file, verified
+from pytransformer.ops._core import checking, deadline, fast_path, verification, verification_file, verified
 from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.planted_backend import BACKEND, FAULTS, check_told_once, inputs, planted
@@ -191,7 +191,7 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
     names = verified.names(gpu)
     assert {("attention", "cuda", "bfloat16"), ("layer_norm", "triton", "float16")} <= set(names)
     listed = entry["cuda"]["families"]
-    assert {op for op, backend, _ in names if backend == "cuda"} == {name for name, op in OPS.items() if op.stem in listed}
+    assert {op for op, backend, _ in names if backend == "cuda"} == {name for name, op in OPS.items() if op.family in listed}
     monkeypatch.setattr(verification_file, "triton_version", lambda: "9.9")
     assert {backend for _, backend, _ in verified.names(gpu)} == {"cuda"}
     digests["cuda"] |= {"attention": "another"}
@@ -221,7 +221,7 @@ def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
         assert {pair[1:] for pair in tool["stale"](verified.table(), tmp_path)} == stale, name
         (tmp_path / name).write_text(text)
     (tmp_path / "csrc" / "cuda" / "launch.cuh").write_text("// another\n")
-    stale = {stem for _, backend, stem in tool["stale"](verified.table(), tmp_path) if backend == "cuda"}
+    stale = {family for _, backend, family in tool["stale"](verified.table(), tmp_path) if backend == "cuda"}
     assert stale == set(verified.table()["sm_90"]["cuda"]["families"])
 
 
@@ -250,7 +250,7 @@ def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(monkeypatch: pytest.
 
 def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
-    with lane.off():
+    with fast_path.off():
         pt.attention(q, k, v)
         monkeypatch.setattr(verification, "why_not", lambda *_, **__: pytest.fail("asked again"))
         pt.attention(q, k, v)

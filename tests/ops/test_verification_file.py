@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import pytransformer as pt
-from pytransformer.ops._core import lane, verification, verification_file
+from pytransformer.ops._core import fast_path, verification, verification_file
 from pytransformer.testing import bounds
 from pytransformer.testing.planted_backend import inputs
 from pytransformer.testing.verification_support import CPU, backend_of, cache, line, write
@@ -82,7 +82,7 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
         path.write_bytes(damaged)
         verification_file._warned.clear()
         verification.forget()
-        with warnings.catch_warnings(record=True) as told, lane.off():
+        with warnings.catch_warnings(record=True) as told, fast_path.off():
             warnings.simplefilter("always")
             for _ in range(2):
                 got = pt.attention(q, k, v, backend=None)

@@ -13,7 +13,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core import fallbacks as _fallbacks
-from pytransformer.ops._core import lane, native
+from pytransformer.ops._core import fast_path, native
 from pytransformer.ops._core.fallbacks import NotLaunched
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.way_down import WAYS, attention, check, failing, preferred
@@ -57,7 +57,10 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
     native.why_not.cache_clear(), native._why_not_loaded.cache_clear()
     monkeypatch.setattr(native, "PACKAGE", tmp_path)
     try:
-        with warnings.catch_warnings(record=True) as told, lane.off():  # the lane found the library when it was loaded
+        with (
+            warnings.catch_warnings(record=True) as told,
+            fast_path.off(),
+        ):  # the fast path found the library when it was loaded
             warnings.simplefilter("always")
             results = [attention() for _ in range(2)]
     finally:

@@ -53,17 +53,17 @@ def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
     return report
 
 
-def check_found(stem: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
-    """Of kernels/<stem> with this fault, a random problem (if a feature is named: of those with it, the smallest first) has a wrong
+def check_found(family: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
+    """Of kernels/<family> with this fault, a random problem (if a feature is named: of those with it, the smallest first) has a wrong
     number, unequal bits or a write outside: one that merely crashes would prove nothing."""
-    chosen = numbers(stem, range(DRAWN[stem].many))
+    chosen = numbers(family, range(DRAWN[family].many))
     if feature:
-        drawn = {n: DRAWN[stem].draw(DRAWN[stem].seed, n) for n in chosen}
+        drawn = {n: DRAWN[family].draw(DRAWN[family].seed, n) for n in chosen}
         chosen = sorted(
             (n for n in chosen if feature in drawn[n].features),
             key=lambda n: sum(t.numel() for t in drawn[n].tensors.values()),
         )
-    with mutated(stem, *fault, folder):
-        report = examine(stem, chosen, stop_after=1)
+    with mutated(family, *fault, folder):
+        report = examine(family, chosen, stop_after=1)
     assert report.failures, f"{fault} survived {report.cases} cases"
     assert any(sign in report.failures[0] for sign in FAULT_SIGNS), report.failures[0]

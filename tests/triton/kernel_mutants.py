@@ -19,15 +19,15 @@ from pytransformer import kernels
 
 
 @contextlib.contextmanager
-def mutated(stem: str, file: str, old: str, new: str, folder: Path) -> Iterator[None]:
-    """Let kernels/<stem> come from a copy in ``folder``, where ``old``, which must be there, has become ``new`` in ``file``."""
-    package = f"{kernels.__name__}.{stem}"
+def mutated(family: str, file: str, old: str, new: str, folder: Path) -> Iterator[None]:
+    """Let kernels/<family> come from a copy in ``folder``, where ``old``, which must be there, has become ``new`` in ``file``."""
+    package = f"{kernels.__name__}.{family}"
     importlib.import_module(package)
-    copy = folder / stem
-    shutil.copytree(Path(kernels.__path__[0]) / stem, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = folder / family
+    shutil.copytree(Path(kernels.__path__[0]) / family, copy, ignore=shutil.ignore_patterns("__pycache__"))
     source = (copy / file).read_text()
     if old not in source:
-        raise ValueError(f"{stem}/{file} does not hold {old!r}: name the line as it is now")
+        raise ValueError(f"{family}/{file} does not hold {old!r}: name the line as it is now")
     (copy / file).write_text(source.replace(old, new, 1))
     real = {n: sys.modules.pop(n) for n in list(sys.modules) if n == package or n.startswith(package + ".")}
     spec = importlib.util.spec_from_file_location(package, copy / "__init__.py", submodule_search_locations=[str(copy)])
@@ -39,4 +39,4 @@ def mutated(stem: str, file: str, old: str, new: str, folder: Path) -> Iterator[
         for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
             del sys.modules[name]
         sys.modules.update(real)
-        setattr(kernels, stem, real[package])
+        setattr(kernels, family, real[package])

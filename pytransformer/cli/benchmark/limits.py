@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _recording(op: str, backend: str, recorder: _Recorder) -> Iterator[None]:
-    """Inside, the op's backend runs under the recorder. The C++ lane stays away from backends that were replaced."""
+    """Inside, the op's backend runs under the recorder. The C++ fast path stays away from backends that were replaced."""
 
     def under(function: Any) -> Any:
         def recorded(*args: Any) -> Any:

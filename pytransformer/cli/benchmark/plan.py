@@ -10,7 +10,7 @@ import torch
 
 from pytransformer.cli import UsageError
 from pytransformer.cli.benchmark.rows import MODES
-from pytransformer.cli.providers import of_stem
+from pytransformer.cli.providers import of_family
 from pytransformer.testing.cases import APART
 from pytransformer.testing.cases import Case as Case
 from pytransformer.testing.cases import case as case
@@ -57,7 +57,7 @@ QUICK_MODES = MODES
 def quick(ops: Sequence[str], modes: Sequence[str]) -> list[Step]:
     """The steps of `bench --quick`, of all ops or those named: every kind of mask and bias, small enough for a minute on two cores, long
     enough that a quadratic cost shows, short enough that naive code's backward takes some tens of milliseconds."""
-    rows = [row for stem in kits() for row in of_stem(stem, "QUICK", ())]
+    rows = [row for family in kits() for row in of_family(family, "QUICK", ())]
     return [
         Step(found, DTYPES[dtype], mode)
         for row in rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of a fixed list of problems: the files of `cli/providers/` say by these what `bench --quick` and the suites run of their stem."""
+"""Rows of the lists of problems that `bench --quick` and the suites run; the files of `cli/providers/` hold the lists."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytransformer.cli.benchmark.plan import DTYPES, Step, resized
-from pytransformer.cli.providers import NAIVE, TORCH, of_stem
+from pytransformer.cli.providers import NAIVE, TORCH, of_family
 from pytransformer.testing.cases import Case, case
 from pytransformer.testing.kits import kits
 
@@ -28,8 +28,8 @@ REFERENCE = "reference"
 
 
 def _steps(suite: str) -> Iterator[Step]:
-    for stem in kits():
-        for row in of_stem(stem, "SUITES", {}).get(suite, ()):
+    for family in kits():
+        for row in of_family(family, "SUITES", {}).get(suite, ()):
             found = resized(case(row.case, "medium"), dict(row.shape))
             for dtype in row.dtypes:
                 for mode in row.modes:

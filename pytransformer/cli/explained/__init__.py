@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pytransformer explain` knows of a stem, in the file of its name, found by it: `SHAPES`, what --shape means to each op;
+"""What `pytransformer explain` knows of a family, in the file of its name, found by it: `SHAPES`, what --shape means to each op;
 `call(arguments, tensor)`, the (args, kwargs) of the public op that the command line describes; perhaps `add_arguments(group)`.
 
-A stem without a file is explained by its first named case, whose dimensions --shape then gives in their order.
+A family without a file is explained by its first named case, whose dimensions --shape then gives in their order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Tensor = Callable[..., torch.Tensor]
 
 
-def stem_file(stem: str) -> ModuleType | None:
-    path = f"{__name__}.{stem}"
+def family_file(family: str) -> ModuleType | None:
+    path = f"{__name__}.{family}"
     return importlib.import_module(path) if importlib.util.find_spec(path) else None
 
 
@@ -32,16 +32,16 @@ def shapes() -> dict[str, str]:
     """What --shape means to each op."""
     found = {}
     for op in OPS:
-        file = stem_file(SPECS[op].stem)
+        file = family_file(SPECS[op].family)
         found[op] = file.SHAPES[op] if file else ",".join(cases(op)[0].shape).upper()
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for stem in dict.fromkeys(SPECS[op].stem for op in OPS):
-        file = stem_file(stem)
+    for family in dict.fromkeys(SPECS[op].family for op in OPS):
+        file = family_file(family)
         if file and hasattr(file, "add_arguments"):
-            ops = [op for op in OPS if SPECS[op].stem == stem]
+            ops = [op for op in OPS if SPECS[op].family == family]
             file.add_arguments(parser.add_argument_group(" and ".join([", ".join(ops[:-1]), ops[-1]] if ops[1:] else ops)))
 
 
@@ -52,7 +52,7 @@ def call(arguments: argparse.Namespace) -> Arguments:
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device=arguments.device, requires_grad=arguments.grad and of.is_floating_point)
 
-    file = stem_file(SPECS[arguments.op].stem)
+    file = family_file(SPECS[arguments.op].family)
     if file:
         return file.call(arguments, tensor)
     first = cases(arguments.op)[0]

@@ -7,7 +7,7 @@ mask from lengths, the integer buckets of a relative bias) is made while prepari
 generous to the others, who need more of it. What a training step computes anew (gathering a bias from its
 table) is inside.
 
-The file of a stem, found by its name, may have `PROVIDERS`, the peers of each of its ops; `QUICK`, the rows of `bench --quick`;
+The file of a family, found by its name, may have `PROVIDERS`, the peers of each of its ops; `QUICK`, the rows of `bench --quick`;
 `SUITES`, those of each suite (cli/benchmark/rows.py).
 """
 
@@ -124,7 +124,7 @@ def as_outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Outputs:
 
 
 def prepare_ours(backend: str, problem: Problem) -> Prepared:
-    """One of our backends, by its keyword: under `use_backend` a call leaves the C++ lane, which costs 20 µs that no user pays."""
+    """One of our backends, by its keyword: under `use_backend` a call leaves the C++ fast path, which costs 20 µs that no user pays."""
     import pytransformer as pt
 
     op = problem.case.op
@@ -174,13 +174,13 @@ def installed(package: str, module: str) -> Any:
 
 def providers(op: str) -> tuple[Provider, ...]:
     """Everyone who may compute `op`: our backends best first, then naive code, PyTorch, and the other peers."""
-    peers = of_stem(OPS[op].stem, "PROVIDERS", {}).get(op, ())
+    peers = of_family(OPS[op].family, "PROVIDERS", {}).get(op, ())
     theirs = {peer.name for peer in peers}
     # The backend torch is what PyTorch's own function runs: in a benchmark that function stands for both.
     return tuple(provider for provider in ours(op) if provider.name not in theirs) + peers
 
 
-def of_stem(stem: str, name: str, default: Any) -> Any:
-    """What the stem's file has by this name, if there is one."""
-    path = f"{__name__}.{stem}"
+def of_family(family: str, name: str, default: Any) -> Any:
+    """What the family's file has by this name, if there is one."""
+    path = f"{__name__}.{family}"
     return getattr(importlib.import_module(path), name, default) if importlib.util.find_spec(path) else default

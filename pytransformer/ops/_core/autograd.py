@@ -137,7 +137,7 @@ def _backward_function(bwd: torch._ops.OpOverload, name: str) -> type[torch.auto
 def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
     """The op's Function in two forms: one that transforms and torch.compile understand, and one for eager calls that are
     :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference. Last comes what both do in
-    backward, for the nodes of the C++ lane: the gradients of the differentiable arguments.
+    backward, for the nodes of the C++ fast path: the gradients of the differentiable arguments.
 
     The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
     has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs. It takes the tensors and,

@@ -121,7 +121,7 @@ def distance(cell: Cell, row: Cell) -> float:
     return far
 
 
-def measured(arch: str, cell: Cell, stem: str, deterministic: bool) -> list[Entry]:
+def measured(arch: str, cell: Cell, family: str, deterministic: bool) -> list[Entry]:
     """Return the entries of the nearest row, fastest first; none if the op was not measured.
 
     PyTorch's kernels choose their splits by the batch, so a sequence's result may depend on its
@@ -130,7 +130,7 @@ def measured(arch: str, cell: Cell, stem: str, deterministic: bool) -> list[Entr
         return []
     rows = table()[min(table(), key=lambda known: abs(_number_of(known) - _number_of(arch)))]
     rows = [row for row in rows if row.cell.direction == cell.direction]
-    rows = [row for row in rows if row.cell.op == cell.op] or [r for r in rows if r.cell.op == stem]
+    rows = [row for row in rows if row.cell.op == cell.op] or [r for r in rows if r.cell.op == family]
     if not rows:
         return []
     row = min(rows, key=lambda row: distance(cell, row.cell))
@@ -156,7 +156,7 @@ def ordered(op: Op, a: Any, direction: str) -> Iterable[Entry]:
     cell, deterministic = cell_of(op, a, direction), getattr(a, "deterministic", True)
     size = verification.size_class(a)
     return _gpu_order(
-        op.name, op.stem, tuple(op.backends), device, a[0].dtype, size, cell, deterministic,
+        op.name, op.family, tuple(op.backends), device, a[0].dtype, size, cell, deterministic,
         verification.mode(), verification.version[0],
     )  # fmt: skip
 
@@ -169,11 +169,11 @@ def cpu_order(op: Op, device: str = "cpu") -> list[str]:
 
 @functools.lru_cache(1024)
 def _gpu_order(
-    op: str, stem: str, backends: tuple[str, ...], device: torch.device, dtype: torch.dtype, size: int,
+    op: str, family: str, backends: tuple[str, ...], device: torch.device, dtype: torch.dtype, size: int,
     cell: Cell, deterministic: bool, _mode: str, _version: int,
 ) -> list[Entry]:  # fmt: skip
     arch = arch_of(device)
-    entries = measured(arch, cell, stem, deterministic)
+    entries = measured(arch, cell, family, deterministic)
     order = verification.measured_order.get((op, device.type), ())
     if order and arch not in table():  # this machine's own measurement before a neighbor's
         entries = [entry(name) for name in order]

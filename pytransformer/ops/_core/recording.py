@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend does for a call, noted step by step, for the C++ lane to do again with other tensors.
+"""What a backend does for a call, noted step by step, for the C++ fast path to do again with other tensors.
 
 A backend of a GPU works out tiles, strides and plans in Python, and all of that goes by shapes, strides, dtypes, alignments and numbers,
 never by what tensors hold. So a call that is equal to an earlier one in all of these takes the same steps: it allocates the same
 memory, runs the same ops and launches the same kernels. :func:`forward` and :func:`backward` do a call once while a dispatch mode notes
-its ops and the backend its launches; csrc/lane/builder.cpp makes a program of them, or finds out that they are none. Decision 0105.
+its ops and the backend its launches; csrc/fast_path/builder.cpp makes a program of them, or finds out that they are none.
+See docs/design/fast-path.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Watching(TorchDispatchMode):
 class Recorder(Watching):
     """Sees each op and, told by a backend, each launch."""
 
-    precision: Callable[[], tuple[int, ...]]  # how exact products are now; set when the lane is loaded
+    precision: Callable[[], tuple[int, ...]]  # how exact products are now; set when the fast path is loaded
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +72,9 @@ def forward(
     backend: str | None,
     strict: bool,
 ) -> Recorded | str | None:
-    """A recorded call of the public function with the arguments ``given``, all by position or some by name, which the lane has lowered to
-    ``tensors`` and ``others``.
+    """Record a call of the public function with the arguments ``given``, by position or by name.
+
+    The fast path has lowered them to ``tensors`` and ``others``.
 
     Returns a reason where no call like it can be recorded, None where only this one cannot.
     """
@@ -140,7 +142,7 @@ def _below_autograd() -> Any:
 
 
 def _alike(op: Op, a: Any, lowered: tuple[Any, ...], save: bool) -> bool:
-    """Whether the lane lowered the call as Python does. Without a backward, ``save`` is Python's alone."""
+    """Whether the fast path lowered the call as Python does. Without a backward, ``save`` is Python's alone."""
     return all(
         (name == "save" and not save) or _same(mine, theirs) for name, mine, theirs in zip(op.Arguments._fields, a, lowered)
     )

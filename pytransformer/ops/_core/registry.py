@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One op, several backends with reasons, chosen inside the op's body.
 
-An :class:`Op` is declared once, in the file of its stem::
+An :class:`Op` is declared once, in the file of its family::
 
     layer_norm = Op(
         "layer_norm",
@@ -13,10 +13,10 @@ An :class:`Op` is declared once, in the file of its stem::
         problem=...,                         # properties for the arguments' class: what the backends ask of them
         empty_outputs=...,                   # the outputs, uninitialised: also the fake kernel
         flops=...,                           # of forward; or a pair, where backward's are not 5/2 of them
-        stem="layer_norm",                   # what its files are called, if not as the op
+        family="layer_norm",                   # what its files are called, if not as the op
         returned=1)                          # the public function returns the first so many outputs
 
-This is the one place that names the op: tools and tests iterate over ``OPS``, and find what belongs to an op by its stem.
+This is the one place that names the op: tools and tests iterate over ``OPS``, and find what belongs to an op by its family.
 
 From it come two raw ops of the library ``pytransformer``: ``layer_norm_fwd(arguments, backend, strict)`` and
 ``layer_norm_bwd(gradients of the differentiable outputs, arguments, saved, wanted, backend, strict)``, which returns one
@@ -98,10 +98,10 @@ class Op:
         empty_outputs: Callable[[Any], tuple[torch.Tensor, ...]],
         flops: Flops | tuple[Flops, Flops] | None = None,
         problem: type | None = None,
-        stem: str | None = None,
+        family: str | None = None,
         returned: int = 1,
     ) -> None:
-        self.stem = stem or name
+        self.family = family or name
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.returned = self.outputs[:returned]
         # Of an op that writes into arguments, "Tensor(a!) name": what a call of the public function leaves in them, by name.

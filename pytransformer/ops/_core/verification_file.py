@@ -9,7 +9,6 @@ Without a home directory there is no cache, and results last as long as the proc
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ..._file_lock import try_lock
 from ..._version import __version__
 from . import native
 
@@ -230,14 +230,13 @@ def locked(name: str, seconds: float) -> Iterator[bool]:
 def _acquire(descriptor: int, until: float) -> bool:
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.05)
+            if try_lock(descriptor):
+                return True
         except OSError:  # a file system without locks
             return False
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
 
 
 def update(device: torch.device, change: Callable[[dict[str, Any] | None], dict[str, Any]]) -> Path | None:

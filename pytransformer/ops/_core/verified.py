@@ -37,14 +37,14 @@ def names(device: torch.device) -> list[tuple[str, str, str]]:
         for backend, entry in table().get(capability, {}).items()
         if entry.get("triton") in (None, verification_file.triton_version())
         for op in OPS.values()
-        if is_current(backend, op.stem, entry["families"].get(op.stem))
+        if is_current(backend, op.family, entry["families"].get(op.family))
         for dtype in entry["dtypes"]
     ]
 
 
-def is_current(backend: str, stem: str, family: dict[str, Any] | None) -> bool:
+def is_current(backend: str, family: str, result: dict[str, Any] | None) -> bool:
     """Return whether the tested kernels are those that run here."""
-    return family is not None and sources(backend).get(stem) == family["sources"]
+    return result is not None and sources(backend).get(family) == result["sources"]
 
 
 @functools.cache
@@ -54,9 +54,9 @@ def sources(backend: str) -> dict[str, str]:
     if backend == "cuda":
         return dict((native.build_info() or {}).get("cuda_sources", {}))
     return {
-        stem: digest(folder, [folder / stem, *folder.glob("*.py")])
+        family: digest(folder, [folder / family, *folder.glob("*.py")])
         for folder in verification_file.kernel_folders()
-        for stem in dict.fromkeys(op.stem for op in OPS.values())
+        for family in dict.fromkeys(op.family for op in OPS.values())
     }
 
 

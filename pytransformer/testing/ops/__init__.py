@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests and benchmarks need of each stem, a file each: `KIT`."""
+"""What tests and benchmarks need of each family, a file each: `KIT`."""

@@ -267,7 +267,7 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
         yield _shaped(size, name, build, tags, share, op="attention_varlen")
 
 
-# ---- what else is needed of the stem
+# ---- what else is needed of the family
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:

@@ -5,7 +5,7 @@
 
 Triton's own JIT and launcher, CPU tensors in a GPU's place, bfloat16, one thread; the least of 15 rounds of processor time. A real
 driver's launch and PyTorch's allocator on a GPU come on top. "cold": every call worked out anew; "python": by kernels/_launch.py, without
-the C++ lane; last, as called.
+the C++ fast path; last, as called.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gpu import Gpu, Lowered
 
 import pytransformer as pt
 from pytransformer.kernels import _launch
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 
 ROUNDS, REPEAT = 15, 30
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "cold": _launch.cold, "python": lane.off, "lane": contextlib.nullcontext,
+    "cold": _launch.cold, "python": fast_path.off, "fast_path": contextlib.nullcontext,
 }  # fmt: skip
 
 

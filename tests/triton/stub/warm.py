@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm calls launch what cold ones launch: every call worked out anew, then as kernels/_launch.py keeps it, then by the C++ lane.
+"""Warm calls launch what cold ones launch: every call worked out anew, then as kernels/_launch.py keeps it, then by the C++ fast path.
 
 python tests/triton/stub/warm.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op
 
@@ -26,13 +26,13 @@ from launches import DRAWN, DTYPES, FUSED, SEED, differentiated, run_random, sma
 
 import pytransformer as pt
 from pytransformer.kernels import _launch
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import Op
 from pytransformer.testing.cases import cases, leaves
 
 Arrived = list[tuple[Any, ...]]
 # Their named cases have positions, whose tables Python works out on a GPU; `steps` has tables.
-WITHOUT_LANE = ("rotary ", "append_kv ")
+WITHOUT_FAST_PATH = ("rotary ", "append_kv ")
 
 
 class Noted(dict[Any, Any]):
@@ -176,7 +176,7 @@ TIMES = 4  # a kind of call is Python's once, recorded once, and forward before 
 
 
 def check(watch: Watch, call: Callable[[], None], inputs: list[torch.Tensor]) -> bool:
-    """Every way launches the same. Returns whether the lane did the whole call at last."""
+    """Every way launches the same. Returns whether the fast path did the whole call at last."""
 
     def same(time: str, whole: bool) -> None:
         got = watch.told(inputs, whole)
@@ -187,13 +187,13 @@ def check(watch: Watch, call: Callable[[], None], inputs: list[torch.Tensor]) ->
     with _launch.cold():
         watch.of(call)
     expected = {whole: watch.told(inputs, whole) for whole in (False, True)}
-    with lane.off():
+    with fast_path.off():
         for time in range(TIMES):
             whole = watch.of(call)
             same(f"call {time + 1}", whole)
     for _ in range(TIMES):
         watch.of(call)
-    same("by the lane", whole and not watch.in_python)
+    same("by the fast path", whole and not watch.in_python)
     return not watch.in_python
 
 
@@ -215,31 +215,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         gpu = Gpu(options.arch, Path(folder))
         watch, failures = Watch(gpu), 0
-        # The fuzzers poison memory, which is then no longer the op's own: what is kept and what the lane does is asked of the others.
-        done: list[bool] = []  # whether by the lane
+        # The fuzzers poison memory, which is then no longer the op's own: what is kept and what the fast path does is asked of the others.
+        done: list[bool] = []  # whether by the fast path
         counts = (0, 0)
         for name, call, inputs in todo:
             try:
-                lanes = check(watch, call, inputs)
+                paths = check(watch, call, inputs)
                 counts = known() if inputs else counts
-                # The lane leaves calls with block masks to Python, and does not have every op.
-                counted = bool(inputs) and "block" not in name and not name.startswith(WITHOUT_LANE)
-                done += [lanes] if counted else []
-                if counted and not lanes:
-                    print(f"{name}: not by the lane")
+                # The fast path leaves calls with block masks to Python, and does not have every op.
+                counted = bool(inputs) and "block" not in name and not name.startswith(WITHOUT_FAST_PATH)
+                done += [paths] if counted else []
+                if counted and not paths:
+                    print(f"{name}: not by the fast path")
             except Exception:
                 failures += 1
                 print(f"{name}: {traceback.format_exc(limit=3)}")
-        programs, reasons = lane.programs()
+        programs, reasons = fast_path.programs()
         kept, never = counts
         print(
             f"{len(todo)} calls, {gpu.launches} launches, {failures} wrong; but for random ones {kept} kept, {never} worked out each time"
         )
         print(
-            f"{sum(done)} of {len(done)} named calls by the lane, {programs} programs, not recorded: {dict(Counter(reasons))}"
+            f"{sum(done)} of {len(done)} named calls by the fast path, {programs} programs, not recorded: {dict(Counter(reasons))}"
         )
         print(*gpu.wrong[:20], sep="\n")
-        few = kept < 4 * never or (lane.why_not() is None and 10 * sum(done) < 9 * len(done))
+        few = kept < 4 * never or (fast_path.why_not() is None and 10 * sum(done) < 9 * len(done))
         return 1 if failures or gpu.wrong or few else 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..._core import lane, native
+from ..._core import fast_path, native
 from ..._core.registry import WRONG_DEVICE
 
 
@@ -52,10 +52,10 @@ def _unavailable(device: torch.device, name: str) -> str | None:
 
 @contextlib.contextmanager
 def recorded(recorder: Any) -> Iterator[None]:
-    """Launches within the block are told to the recorder; what else decides them keeps the lane away."""
+    """Launches within the block are told to the recorder; what else decides them keeps the fast path away."""
     from pytransformer.kernels import _launch
 
-    lane.watch(*_launch.watchers)
+    fast_path.watch(*_launch.watchers)
     with _launch.recorded(recorder):
         yield
 

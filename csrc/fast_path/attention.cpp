@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// pt.attention and pt.attention_varlen: the lowering of ops/attention.py, ops/attention_varlen.py and ops/_backends/cpu/attention.py, for
+// arguments that need none of their conversions.
+#include "attention.h"
+
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
+
+#include <cmath>
+#include <map>
+#include <tuple>
+
+#include "reader.h"
+
+namespace pt::fast_path {
+namespace {
+
+#define TERMS                                                                                                                       \
+  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,           \
+      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,               \
+      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,      \
+      const Maybe &block_bits, const Maybe &page_table, const Maybe &key_scale, const Maybe &value_scale, const Maybe &seed,        \
+      bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys, int64_t batch_start, int64_t head_start, \
+      int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
+using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
+using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
+                               const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable, const Maybe& dsinks);
+#undef TERMS
+
+// The arguments that forward and backward share.
+template <class A, class F>
+void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F& f) {
+  const auto work = work_dtype(t[A::kQuery]);
+  const auto term = [](const Tensor& given) { return maybe(given); };
+  constexpr bool packed = A::kDim == 3;
+  const Tensor& pages = pick<A::kPageTable>(t);
+  const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2);
+  const int64_t max_k = packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
+  f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
+    vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)),
+    term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(), Maybe(),
+    Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys, 0, 0, 0, 0, max_q,
+    max_k, n.scale, n.softcap, n.dropout_p);
+}
+
+}  // namespace
+
+template <class W>
+typename AttentionOp<W>::Outputs AttentionOp<W>::forward(const Inputs& t, const Numbers& n, bool) {
+  static const auto raw = raw_op<AttentionForward>("pytransformer_C::attention_fwd");
+  const Tensor &query = t[W::kQuery], &value = t[W::kValue];
+  c10::DimVector shape(query.sizes());
+  shape.back() = value.size(-1);
+  const Tensor out = empty_in_order(query, shape);
+  shape.pop_back();
+  if (W::kDim == 3) std::swap(shape[0], shape[1]);
+  const Tensor lse = empty(shape, query.options().dtype(work_dtype(query)));
+  const Tensor q = last_contiguous(query), k = last_contiguous(t[W::kKey]), v = last_contiguous(value);
+  with_terms<AttentionOp>(t, n, [&](const auto&... terms) { raw.call(q, k, v, out, lse, terms...); });
+  return {out, lse};
+}
+
+template <class W>
+variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
+                                       const std::vector<bool>& wanted) {
+  static const auto raw = raw_op<AttentionBackward>("pytransformer_C::attention_bwd");
+  const auto& [out, lse] = saved;
+  const Tensor grad_out = grads[0].defined() ? last_contiguous(grads[0]) : at::zeros_like(out);
+  const Tensor q = last_contiguous(t[W::kQuery]), k = last_contiguous(t[W::kKey]), v = last_contiguous(t[W::kValue]),
+               o = last_contiguous(out);
+  // Gradients of terms that are added to scores are summed in float32, whatever their dtype: the kernel adds into zeros.
+  variable_list results(W::kDifferentiable);
+  for (size_t i = 0; i < W::kDifferentiable; i++) {
+    if (!wanted[i]) continue;
+    results[i] = i <= W::kValue ? empty_in_order(t[i]) : at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
+  }
+  with_terms<AttentionOp>(t, n, [&](const auto&... terms) {
+    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]), maybe(results[W::kKey]),
+             maybe(results[W::kValue]), maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]),
+             maybe(results[W::kTable]), maybe(results[W::kSinks]));
+  });
+  for (size_t i = W::kValue + 1; i < W::kDifferentiable; i++)
+    if (wanted[i]) results[i] = deliver(results[i], t[i]);
+  return results;
+}
+
+template <class W>
+variable_list AttentionOp<W>::tensors(const Inputs& t) {
+  if constexpr (W::kDim == 3)
+    return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
+  variable_list all(t.begin(), t.begin() + W::kSeed + 1);
+  all.resize(all.size() + kBlockMask);
+  all.push_back(pick<W::kPageTable>(t));
+  all.resize(all.size() + kScales);
+  return all;
+}
+
+template <class W>
+py::tuple AttentionOp<W>::others(const Numbers& n) {
+  static constexpr const char* kCausal[] = {"none", "top_left", "bottom_right"};
+  const auto all = [&](auto... between) {
+    return py::make_tuple(between..., n.scale, n.softcap, n.dropout_p, n.deterministic, py::none(), false);
+  };
+  const char* causal = kCausal[n.align];
+  if constexpr (W::kDim == 3) return all(n.max_q, n.max_k, n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys, 0, 0);
+  else return all(n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys, 0, 0, 0, 0);
+}
+
+template <class W>
+bool AttentionOp<W>::complete(Inputs& t, Numbers& n) {
+  const Tensor& query = t[W::kQuery];
+  if (query.dim() != W::kDim || t[W::kKey].dim() != W::kDim || t[W::kValue].dim() != W::kDim || query.size(-1) == 0) return false;
+  if constexpr (W::kDim == 4)
+    for (Tensor* term : {&t[W::kMask], &t[W::kBias]})
+      while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);
+  if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(-1)), -0.5);
+  return true;
+}
+
+template <class W>
+bool AttentionOp<W>::fits(const Inputs& t, const Numbers& n) {
+  const Tensor &query = t[W::kQuery], &prefix = pick<W::kPrefixLengths>(t);
+  constexpr int64_t kMaxHead = 512;  // of the kernels: found out here, before a seed is drawn
+  for (int64_t size : {query.size(-1), t[W::kValue].size(-1)})
+    if (size == 0 || size > kMaxHead) return false;
+  if (t[W::kKey].size(1) == 0 || !(n.dropout_p >= 0 && n.dropout_p <= 1)) return false;
+  if ((prefix.defined() && !n.align) || autocast_casts(query)) return false;
+  if constexpr (W::kDim == 4)
+    if (t[W::kBias].defined() && t[W::kBias].scalar_type() == at::kBool) return false;
+  return floating(t[W::kSlopes]) && floating(t[W::kTable]) && floating(t[W::kSinks]);
+}
+
+template struct AttentionOp<Padded>;
+template struct AttentionOp<Packed>;
+
+namespace {
+
+// (bucket starts, as ops/masks.py has them) of a table's rows, its direction and its distance. The caller has the GIL.
+Tensor bucket_starts(int64_t buckets, bool bidirectional, int64_t max_distance) {
+  static std::map<std::tuple<int64_t, bool, int64_t>, Tensor> known;
+  const auto key = std::make_tuple(buckets, bidirectional, max_distance);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (known.size() >= 64) known.clear();
+  const auto starts = py::cast<std::vector<int64_t>>(
+      py::handle(fact("bucket_starts"))(py::int_(buckets), py::bool_(bidirectional), py::int_(max_distance)));
+  const c10::InferenceMode usual(false);
+  return known[key] = at::tensor(starts, at::kLong);
+}
+
+constexpr int64_t kMaxBuckets = 1 << 16;  // MAX_BUCKETS of ops/masks.py
+
+// A bias that is a value with a tensor in it, AlibiBias or RelativePositionBias.
+template <class A>
+void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumbers& n) {
+  const py::handle bias(o), type(reinterpret_cast<PyObject*>(Py_TYPE(o)));
+  if (!read || o == Py_None) return;
+  if (type.ptr() == fact("AlibiBias")) {
+    t[A::kSlopes] = read.tensor(py::object(bias.attr("slopes")).ptr());
+    return;
+  }
+  read.require(type.ptr() == fact("RelativePositionBias"));
+  if (!read) return;
+  Tensor& table = t[A::kTable];
+  table = read.tensor(py::object(bias.attr("table")).ptr());
+  n.bidirectional = read.boolean(py::object(bias.attr("bidirectional")).ptr());
+  n.max_distance = read.natural(py::object(bias.attr("max_distance")).ptr());
+  read.require(read && table.dim() == 2 && table.size(0) >= (n.bidirectional ? 4 : 2) && table.size(0) <= kMaxBuckets &&
+               !(n.bidirectional && table.size(0) % 2));
+  read.require(read && table.size(0) / (n.bidirectional ? 4 : 2) < n.max_distance && n.max_distance < int64_t(1) << 31);
+  if (read) t[A::kStarts] = bucket_starts(table.size(0), n.bidirectional, n.max_distance);
+}
+
+void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
+  PyObject *causal = a[0], *window = a[1];
+  const int64_t global_keys = read.natural(a[2]);
+  if (causal != Py_None) n.align = 1 + read.choice(causal, {"top_left", "bottom_right"});
+  // Python words the error of global keys without a window.
+  read.require(window != Py_None || !global_keys);
+  if (window == Py_None) return;
+  read.require(PyTuple_CheckExact(window) && PyTuple_GET_SIZE(window) == 2);
+  for (int side : {0, 1}) {
+    PyObject* given = read ? PyTuple_GET_ITEM(window, side) : Py_None;
+    if (given != Py_None) (side == 1 ? n.right : n.left) = read.natural(given);
+  }
+  read.require(n.left >= 0 || n.right >= 0 || !global_keys);
+  n.global_keys = global_keys;
+}
+
+// As check_pages of ops/_attention_arguments.py has it; a call that needs a gradient is refused there.
+void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
+  using A = Attention;
+  if (o == Py_None) return;
+  Tensor& table = t[A::kPageTable] = read.tensor(o);
+  read.require(read && (table.scalar_type() == at::kInt || table.scalar_type() == at::kLong) && table.dim() == 2 &&
+               t[A::kQuery].dim() == 4);
+  read.require(read && table.size(0) == t[A::kQuery].size(0) && t[A::kKeyLengths].defined() && t[A::kKey].dim() == 4);
+  read.require(read && t[A::kKey].size(2) > 0 && !needs_gradient({t.data(), A::kDifferentiable}));
+  if (read) table = table.contiguous();
+}
+
+// From softcap to strict, the last eight of both ops.
+template <class A>
+PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs& t, AttentionNumbers& n) {
+  PyObject* const* a = given.first + given.count - 8;
+  if (a[0] != Py_None) n.softcap = read.number(a[0]), read.require(n.softcap > 0);
+  if (a[1] != Py_None) n.scale = read.number(a[1]);
+  n.dropout_p = read.number(a[2]);
+  t[A::kSeed] = read.seed(a[3], n.dropout_p);
+  const size_t outputs = read.boolean(a[4]) ? 2 : 1;
+  n.deterministic = read.boolean(a[5]);
+  return finish<A>(read, t, n, outputs, outputs, read.route(a[6], a[7]), [&] { return given.tuple(); });
+}
+
+}  // namespace
+
+FAST_PATH_ENTRY(attention) {
+  HANDLE_TH_ERRORS
+  using A = Attention;
+  const bool eight_bits = count == 25 && (a[13] != Py_None || a[14] != Py_None);
+  if (count != 25 || eight_bits || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  Reader read;
+  AttentionNumbers n;
+  A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
+  read_positions(read, a + 4, n);
+  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[7 + i]);
+  if (THPVariable_Check(a[15])) t[A::kBias] = read.tensor(a[15]);
+  else read_bias<A>(read, a[15], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[16]);
+  read_pages(read, a[12], t);
+  return finish_attention<A>(read, {a, count}, t, n);
+  END_HANDLE_TH_ERRORS
+}
+
+FAST_PATH_ENTRY(attention_varlen) {
+  HANDLE_TH_ERRORS
+  using A = AttentionVarlen;
+  if (count != 20 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  Reader read;
+  AttentionNumbers n;
+  A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
+  t[A::kCuQ] = read.integers_or_none(a[3]), t[A::kCuK] = read.integers_or_none(a[4]);
+  read.require(a[3] != Py_None && a[4] != Py_None);
+  n.max_q = read.natural(a[5]), n.max_k = read.natural(a[6]);
+  read_positions(read, a + 7, n);
+  read_bias<A>(read, a[10], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[11]);
+  return finish_attention<A>(read, {a, count}, t, n);
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace pt::fast_path
