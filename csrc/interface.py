@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python code and a library must agree on, as one word: a digest of the edges, the sources that register the raw ops and
+"""What the Python code and a library must agree on, as one word: a digest of the bindings, the sources that register the raw ops and
 read their arguments; of the C++ fast path, of all its sources. The build puts it into the library (csrc/cpu/core/library.cpp) or beside it
 (fast_path_build.py); a checkout compares it when it loads the library."""
 
@@ -11,13 +11,13 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parent
 
 
-def edges(csrc: Path = CSRC) -> list[Path]:
+def bindings(csrc: Path = CSRC) -> list[Path]:
     return sorted(path for path in csrc.glob("cpu/**/*.cpp") if path.stem != "kernels")
 
 
 def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
     found = hashlib.sha256()
-    sources = edges(csrc) if part == "cpu" else sorted(csrc.glob(f"{part}/*"))
+    sources = bindings(csrc) if part == "cpu" else sorted(csrc.glob(f"{part}/*"))
     for path in [*sources, *sorted(csrc.glob("common/activation.h"))]:  # which gives names their numbers
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]

@@ -291,10 +291,10 @@ def _ninja_text(plan: Plan) -> str:
     assert plan.torch is not None
     ninja = NinjaFile(CSRC, plan.compiler, plan.why_not_cuda is None)
     base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
-    edge = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
+    binding = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}
     cuda: list[str] = []
-    # Kernels first, those for GPUs before all: they take the longest, and the short edges then fill the cores at the end.
+    # Kernels first, those for GPUs before all: they take the longest, and the short bindings then fill the cores at the end.
     if plan.why_not_cuda is None:
         cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
     for source in sorted([*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (p.stem != "kernels", p)):
@@ -304,13 +304,13 @@ def _ninja_text(plan: Plan) -> str:
                 objects[source, isa.name] = ninja.compile(source, flags, isa.name)
         else:
             told = [f'-DPT_INTERFACE="{interface.digest()}"'] if source.stem == "library" else []
-            objects[source, ""] = ninja.compile(source, [*edge, *told])
+            objects[source, ""] = ninja.compile(source, [*binding, *told])
     # An undefined symbol is an error here rather than at load time; a sanitizer's run time is found only at load.
     defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
     ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
     if plan.why_not_cuda is None:
-        cuda += [ninja.compile(source, edge) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
+        cuda += [ninja.compile(source, binding) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
         # The CUDA runtime inside is this library's own: its symbols must not meet those of torch's.
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
         ninja.link(cuda_build.LIBRARY, cuda, [*cuda_build.gencode(), *hidden, *torch_libraries], "nvcc_link")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree's own rules: one family per op in every backend that claims it, small files, torch headers only at the edges."""
+"""The tree's own rules: one family per op in every backend that claims it, small files, torch headers only at the bindings."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ def test_torch_headers_only_at_the_edges() -> None:
     """A file with torch's headers compiles in seconds instead of a fraction of one, and inlines nothing of torch per ISA."""
     sources = [path for path in files(".h", ".cpp", ".cuh", ".cu") if TORCH_INCLUDE.search((ROOT / path).read_text())]
     outside = [
-        path for path in sources if path.name != "edge.h" and path.parts[1] != "fast_path"
-    ]  # the fast path is an edge as a whole
+        path for path in sources if path.name != "binding.h" and path.parts[1] != "fast_path"
+    ]  # the fast path is a binding as a whole
     assert [str(path) for path in outside if path.suffix != ".cpp" or path.stem.endswith("_kernels")] == []
 
 

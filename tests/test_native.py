@@ -63,8 +63,8 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
         ROOT / "csrc", tmp_path / "csrc", ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")]
     )
     assert native._why_not_current(csrc) is None
-    edge = csrc / "cpu" / "attention" / "attention.cpp"
-    edge.write_text(edge.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask"))
+    binding = csrc / "cpu" / "attention" / "attention.cpp"
+    binding.write_text(binding.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask"))
     assert "rebuild it with make build" in str(native._why_not_current(csrc))
     assert native._why_not_current(tmp_path) is None  # installed: no sources to compare with
 

@@ -6,7 +6,7 @@
 
 namespace pt {
 
-// f64 is for the CPU alone; the CUDA backend's edge refuses it.
+// f64 is for the CPU alone; the CUDA backend's binding refuses it.
 enum class DType : int32_t { f32, bf16, f16, f64 };
 
 constexpr int size_of(DType t) { return t == DType::f32 ? 4 : t == DType::f64 ? 8 : 2; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the torch edges need of the device. No CUDA header: edges are plain C++. Implemented by device.cu, and for the emulator by
+// What the bindings need of the device. No CUDA header: bindings are plain C++. Implemented by device.cu, and for the emulator by
 // csrc/emulator/host.cpp.
 #pragma once
 

@@ -82,13 +82,15 @@ def library(
     if torch is None:
         raise RuntimeError("torch was not found")
     kernels = list(CSRC.glob(f"cuda/{family}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
-    edges = [*CSRC.glob(f"cuda/{family}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    bindings = [*CSRC.glob(f"cuda/{family}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
     folder = copies(directory, faults)
     flags = [*FLAGS, *defines, "-include", "emulator/fault.h", "-I", str(folder), "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
     compiled = lambda path: copy if (copy := folder / path.relative_to(CSRC)).is_file() else path
-    sources = [(compiled(path), flags) for path in sorted(kernels)] + [(compiled(path), with_torch) for path in sorted(edges)]
+    sources = [(compiled(path), flags) for path in sorted(kernels)] + [
+        (compiled(path), with_torch) for path in sorted(bindings)
+    ]
     return _build(directory, LIBRARY, sources, link, [_emulator()])
 
 

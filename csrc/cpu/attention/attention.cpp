@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Torch edge of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
+// Binding of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "cpu/attention/problem.h"
-#include "cpu/core/edge.h"
+#include "cpu/core/binding.h"
 
 PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);
 
@@ -18,7 +18,7 @@ namespace {
 using pt::ScalarType;
 using pt::Tensor;
 using Maybe = pt::MaybeTensor;
-using pt::edge::IndexCopies;
+using pt::binding::IndexCopies;
 
 constexpr const char* kOp = "attention";
 

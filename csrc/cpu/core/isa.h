@@ -2,7 +2,7 @@
 // Which instruction set the CPU kernels use, and the macros that pick an op's kernel table for it.
 //
 // csrc/cpu/<op>/kernels.cpp is compiled once per instruction set, each time with PT_ISA defined as its name, and defines
-// pt::PT_ISA::<op>_kernels. The torch edge, which is compiled once, says
+// pt::PT_ISA::<op>_kernels. The binding, which is compiled once, says
 //     PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);   // at global scope
 //     PT_SELECT(attention_kernels).forward(problem);             // the table of the instruction set in use
 #pragma once

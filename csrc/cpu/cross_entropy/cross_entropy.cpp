@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear cross entropy on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
+// Linear cross entropy on the CPU, binding: checks what the kernels rely on and fills in the problem.
 //
 // x and weight arrive contiguous, of one dtype and not empty; vectors in float32 (float64 for float64): see
 // pytransformer/ops/_backends/cpu/cross_entropy.py.
 #include "cpu/cross_entropy/problem.h"
 
-#include "cpu/core/edge.h"
+#include "cpu/core/binding.h"
 
 PT_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels);
 
@@ -13,22 +13,22 @@ namespace {
 
 using pt::MaybeTensor;
 using pt::Tensor;
-using pt::edge::Edge;
+using pt::binding::Binding;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-pt::CrossEntropyProblem problem_of(pt::edge::IndexCopies& copies, const Tensor& x, const Tensor& weight, const Tensor& target,
+pt::CrossEntropyProblem problem_of(pt::binding::IndexCopies& copies, const Tensor& x, const Tensor& weight, const Tensor& target,
                                    const MaybeTensor& bias, int64_t ignore_index, double label_smoothing) {
   pt::CrossEntropyProblem p{};
-  const Edge edge(kOp, x);
+  const Binding binding(kOp, x);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must be matrices");
   p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
   p.rows = x.size(0), p.depth = x.size(1), p.classes = weight.size(0);
   pt::check_sizes(kOp, {p.rows, p.depth, p.classes});
-  p.x = edge.matrix(x, "x", p.rows, p.depth);
-  p.weight = edge.matrix(weight, "weight", p.classes, p.depth);
-  p.bias = edge.vector(bias, "bias", p.classes);
-  p.target = copies.copy<int64_t>(edge.integers(target, "target", p.rows), p.rows);
+  p.x = binding.matrix(x, "x", p.rows, p.depth);
+  p.weight = binding.matrix(weight, "weight", p.classes, p.depth);
+  p.bias = binding.vector(bias, "bias", p.classes);
+  p.target = copies.copy<int64_t>(binding.integers(target, "target", p.rows), p.rows);
   p.ignore_index = ignore_index, p.label_smoothing = label_smoothing;
   for (int64_t r = 0; r < p.rows; r++)
     STD_TORCH_CHECK(p.target[r] == ignore_index || (p.target[r] >= 0 && p.target[r] < p.classes), kOp, ": target ", p.target[r],
@@ -39,27 +39,28 @@ pt::CrossEntropyProblem problem_of(pt::edge::IndexCopies& copies, const Tensor& 
 
 void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor split_lse, MaybeTensor product,
                               int64_t ignore_index, double label_smoothing) {
-  pt::edge::IndexCopies copies;
+  pt::binding::IndexCopies copies;
   const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
-  const Edge edge(kOp, x);
-  void* kept = edge.vector(product, "product", p.rows * p.classes);
+  const Binding binding(kOp, x);
+  void* kept = binding.vector(product, "product", p.rows * p.classes);
   if (kept) pt::advise_huge_pages(kept, product->numel() * product->element_size());
-  PT_SELECT(cross_entropy_kernels).forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(split_lse, "split_lse", 2 * p.rows), kept});
+  PT_SELECT(cross_entropy_kernels)
+      .forward(p, {binding.vector(loss, "loss", p.rows), binding.vector(split_lse, "split_lse", 2 * p.rows), kept});
 }
 
 void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor split_lse,
                               MaybeTensor product, MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index,
                               double label_smoothing) {
-  pt::edge::IndexCopies copies;
+  pt::binding::IndexCopies copies;
   const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
-  const Edge edge(kOp, x);
+  const Binding binding(kOp, x);
   pt::CrossEntropyBackward f;
-  f.split_lse = edge.vector(split_lse, "split_lse", 2 * p.rows);
-  f.product = edge.vector(product, "product", p.rows * p.classes);
-  f.upstream = edge.vector(upstream, "upstream", p.rows);
-  f.dx = edge.target(dx, "dx", p.rows, p.depth);
-  f.dweight = edge.target(dweight, "dweight", p.classes, p.depth);
-  f.dbias = edge.vector(dbias, "dbias", p.classes);
+  f.split_lse = binding.vector(split_lse, "split_lse", 2 * p.rows);
+  f.product = binding.vector(product, "product", p.rows * p.classes);
+  f.upstream = binding.vector(upstream, "upstream", p.rows);
+  f.dx = binding.target(dx, "dx", p.rows, p.depth);
+  f.dweight = binding.target(dweight, "dweight", p.classes, p.depth);
+  f.dbias = binding.vector(dbias, "dbias", p.classes);
   PT_SELECT(cross_entropy_kernels).backward(p, f);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
+// Feed-forward on the CPU, binding: checks what the kernels rely on and fills in the problem.
 //
 // Matrices arrive contiguous, of one dtype and not empty; biases and their gradients in float32 (float64 for float64): see
 // pytransformer/ops/_backends/cpu/feed_forward.py.
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/core/edge.h"
+#include "cpu/core/binding.h"
 
 PT_DECLARE_KERNELS(FeedForwardKernels, feed_forward_kernels);
 
@@ -24,14 +24,14 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
                                   const MaybeTensor& seed, int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
   pt::FeedForwardProblem p{};
   STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
-  const pt::edge::Edge edge(kOp, x);
+  const pt::binding::Binding binding(kOp, x);
   p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
   p.rows = x.size(0), p.in = x.size(1), p.hidden = w1.size(0), p.out = w2.size(0);
   pt::check_sizes(kOp, {p.rows, p.in, p.hidden, p.out});
-  p.x = edge.matrix(x, "x", p.rows, p.in);
-  p.w1 = edge.matrix(w1, "w1", p.hidden, p.in);
-  p.gate_weight = edge.matrix(gate_weight, "gate_weight", p.hidden, p.in);
-  p.w2 = edge.matrix(w2, "w2", p.out, p.hidden);
+  p.x = binding.matrix(x, "x", p.rows, p.in);
+  p.w1 = binding.matrix(w1, "w1", p.hidden, p.in);
+  p.gate_weight = binding.matrix(gate_weight, "gate_weight", p.hidden, p.in);
+  p.w2 = binding.matrix(w2, "w2", p.out, p.hidden);
   STD_TORCH_CHECK(activation >= 0 && activation < int64_t(pt::kActivationNames.size()), "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
   p.row_start = row_start, p.column_start = column_start, p.drop_threshold = pt::drop_threshold_of(dropout_p);
@@ -45,14 +45,14 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
                       MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation, int64_t row_start,
                       int64_t column_start, double dropout_p) {
   pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
-  const pt::edge::Edge edge(kOp, x);
-  p.b1 = edge.vector(b1, "b1", p.hidden);
-  p.gate_bias = edge.vector(gate_bias, "gate_bias", p.hidden);
-  p.b2 = edge.vector(b2, "b2", p.out);
+  const pt::binding::Binding binding(kOp, x);
+  p.b1 = binding.vector(b1, "b1", p.hidden);
+  p.gate_bias = binding.vector(gate_bias, "gate_bias", p.hidden);
+  p.b2 = binding.vector(b2, "b2", p.out);
   pt::FeedForwardForward f;
-  f.pre = edge.target(pre, "pre", p.rows, p.hidden);
-  f.gate = edge.target(gate, "gate", p.rows, p.hidden);
-  f.y = edge.target(out, "out", p.rows, p.out);
+  f.pre = binding.target(pre, "pre", p.rows, p.hidden);
+  f.gate = binding.target(gate, "gate", p.rows, p.hidden);
+  f.y = binding.target(out, "out", p.rows, p.out);
   STD_TORCH_CHECK(p.gate_weight || (!p.gate_bias && !f.gate), kOp, ": gate and gate_bias need a gate_weight");
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
@@ -61,16 +61,16 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
 void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "linear: x and weight must be matrices");
   pt::check_sizes("linear", {x.size(0), x.size(1), weight.size(0)});
-  const pt::edge::Edge edge("linear", x);
+  const pt::binding::Binding binding("linear", x);
   pt::FeedForwardProblem p{};
   p.dtype = pt::dtype_of(x, "linear: x", pt::Float64::taken);
   p.rows = x.size(0), p.hidden = x.size(1), p.out = weight.size(0);
-  p.x = edge.matrix(x, "x", p.rows, p.hidden);
+  p.x = binding.matrix(x, "x", p.rows, p.hidden);
   const bool along_k = !weight.is_contiguous();
-  p.w2 = along_k ? edge.transposed(weight, "weight", p.out, p.hidden) : edge.matrix(weight, "weight", p.out, p.hidden);
-  p.b2 = edge.vector(bias, "bias", p.out);
+  p.w2 = along_k ? binding.transposed(weight, "weight", p.out, p.hidden) : binding.matrix(weight, "weight", p.out, p.hidden);
+  p.b2 = binding.vector(bias, "bias", p.out);
   p.threads = pt::pool_threads();
-  PT_SELECT(feed_forward_kernels).linear(p, along_k, edge.target(out, "out", p.rows, p.out));
+  PT_SELECT(feed_forward_kernels).linear(p, along_k, binding.target(out, "out", p.rows, p.out));
 }
 
 void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,
@@ -78,22 +78,22 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
                       MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
                       int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
   const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
-  const pt::edge::Edge edge(kOp, x);
+  const pt::binding::Binding binding(kOp, x);
   pt::FeedForwardBackward f;
-  f.dy = edge.matrix(d_out, "d_out", p.rows, p.out);
-  f.pre = edge.matrix(pre, "pre", p.rows, p.hidden);
-  f.gate = edge.matrix(gate, "gate", p.rows, p.hidden);
-  f.h = edge.target(hidden, "hidden", p.rows, p.hidden);
-  f.dpre = edge.target(d_pre, "d_pre", p.rows, p.hidden);
-  f.dgate = edge.target(d_gate, "d_gate", p.rows, p.hidden);
+  f.dy = binding.matrix(d_out, "d_out", p.rows, p.out);
+  f.pre = binding.matrix(pre, "pre", p.rows, p.hidden);
+  f.gate = binding.matrix(gate, "gate", p.rows, p.hidden);
+  f.h = binding.target(hidden, "hidden", p.rows, p.hidden);
+  f.dpre = binding.target(d_pre, "d_pre", p.rows, p.hidden);
+  f.dgate = binding.target(d_gate, "d_gate", p.rows, p.hidden);
   STD_TORCH_CHECK(!gate_weight || (f.gate && f.dgate), "feed_forward: gate and d_gate are missing");
-  f.dx = edge.target(dx, "dx", p.rows, p.in);
-  f.dw1 = edge.target(dw1, "dw1", p.hidden, p.in);
-  f.dgate_weight = edge.target(dgate_weight, "dgate_weight", p.hidden, p.in);
-  f.dw2 = edge.target(dw2, "dw2", p.out, p.hidden);
-  f.db1 = edge.vector(db1, "db1", p.hidden);
-  f.dgate_bias = edge.vector(dgate_bias, "dgate_bias", p.hidden);
-  f.db2 = edge.vector(db2, "db2", p.out);
+  f.dx = binding.target(dx, "dx", p.rows, p.in);
+  f.dw1 = binding.target(dw1, "dw1", p.hidden, p.in);
+  f.dgate_weight = binding.target(dgate_weight, "dgate_weight", p.hidden, p.in);
+  f.dw2 = binding.target(dw2, "dw2", p.out, p.hidden);
+  f.db1 = binding.vector(db1, "db1", p.hidden);
+  f.dgate_bias = binding.vector(dgate_bias, "dgate_bias", p.hidden);
+  f.db2 = binding.vector(db2, "db2", p.out);
   STD_TORCH_CHECK(p.gate_weight || (!f.gate && !f.dgate && !f.dgate_weight && !f.dgate_bias), kOp,
                   ": gate, d_gate and the gradients of a gate need a gate_weight");
   PT_SELECT(feed_forward_kernels).backward(p, f);

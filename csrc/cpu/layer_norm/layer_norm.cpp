@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
+// Layer norm on the CPU, binding: checks what the kernels rely on and fills in the problem.
 //
 // Tensors of rows are not empty, and contiguous or (outer, inner, columns) views with contiguous columns: see
 // pytransformer/ops/_backends/cpu/layer_norm.py.
@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "common/edge.h"
+#include "common/binding.h"
 #include "cpu/core/isa.h"
 #include "cpu/core/pages.h"
 #include "cpu/core/parallel.h"

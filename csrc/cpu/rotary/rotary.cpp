@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions on the CPU, torch edge: checks what the kernels rely on and fills in the problems. Tensors are not empty, and the
+// Rotary positions on the CPU, binding: checks what the kernels rely on and fills in the problems. Tensors are not empty, and the
 // last dimension of each is contiguous: see pytransformer/ops/_backends/cpu/rotary.py.
 #include "cpu/rotary/problem.h"
 
-#include "cpu/core/edge.h"
+#include "cpu/core/binding.h"
 
 PT_DECLARE_KERNELS(RotaryKernels, rotary_kernels);
 
@@ -61,33 +61,33 @@ pt::RotaryProblem problem_of(const Tensor& x, const MaybeTensor& cos, const Mayb
 void rotary_fwd(Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeTensor weight, Tensor out, MaybeTensor rstd, bool interleaved, double eps,
                 double weight_offset) {
   const pt::RotaryProblem p = problem_of(x, cos, sin, interleaved, eps, weight_offset);
-  const pt::edge::Edge edge("rotary", x);
+  const pt::binding::Binding binding("rotary", x);
   pt::RotaryForward f;
   f.x = heads_of<pt::Heads>(x, "x", x);
   f.out = heads_of<pt::HeadsOut>(out, "out", x);
   STD_TORCH_CHECK(f.out.heads == f.x.heads, "rotary: out must have the heads of x");
-  f.weight = edge.vector(weight, "weight", p.dim);
-  f.rstd = edge.vector(rstd, "rstd", p.batch * f.x.heads * p.length);
+  f.weight = binding.vector(weight, "weight", p.dim);
+  f.rstd = binding.vector(rstd, "rstd", p.batch * f.x.heads * p.length);
   PT_SELECT(rotary_kernels).forward(p, f);
 }
 
 void rotary_bwd(Tensor d_out, Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeTensor weight, MaybeTensor rstd, MaybeTensor dx,
                 MaybeTensor dweight, bool interleaved, double weight_offset) {
   const pt::RotaryProblem p = problem_of(d_out, cos, sin, interleaved, 0, weight_offset);
-  const pt::edge::Edge edge("rotary", x);
+  const pt::binding::Binding binding("rotary", x);
   pt::RotaryBackward f;
   f.d_out = heads_of<pt::Heads>(d_out, "d_out", d_out);
   f.x = heads_of<pt::Heads>(x, "x", d_out);
   f.dx = heads_of<pt::HeadsOut>(dx, "dx", d_out);
   STD_TORCH_CHECK(f.x.heads == f.d_out.heads && (!f.dx.data || f.dx.heads == f.x.heads), "rotary: the numbers of heads differ");
-  f.weight = edge.vector(weight, "weight", p.dim);
-  f.rstd = edge.vector(rstd, "rstd", p.batch * f.x.heads * p.length);
-  f.dweight = edge.vector(dweight, "dweight", p.dim);
+  f.weight = binding.vector(weight, "weight", p.dim);
+  f.rstd = binding.vector(rstd, "rstd", p.batch * f.x.heads * p.length);
+  f.dweight = binding.vector(dweight, "dweight", p.dim);
   STD_TORCH_CHECK(bool(f.weight) == bool(f.rstd) && (f.weight || (!f.dweight && f.dx.data)), "rotary: weight and rstd come together");
   PT_SELECT(rotary_kernels).backward(p, f);
 }
 
-const int64_t* integers_of(pt::edge::IndexCopies& copies, const Tensor& t, const char* name, int64_t rows) {
+const int64_t* integers_of(pt::binding::IndexCopies& copies, const Tensor& t, const char* name, int64_t rows) {
   STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.is_contiguous() && t.scalar_type() == ScalarType::Long, "append_kv: ", name,
                   " must be a contiguous int64 matrix of ", rows, " rows");
   return copies.copy<int64_t>(pt::read_address("append_kv", t, name), t.numel());
@@ -98,7 +98,7 @@ void append_kv(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor 
                double weight_offset) {
   // Of the key, which is of the query's batch, length and dimension: a query may have no heads, where only a cache is written.
   const pt::RotaryProblem p = problem_of(key, cos, sin, interleaved, eps, weight_offset);
-  const pt::edge::Edge edge("append_kv", query);
+  const pt::binding::Binding binding("append_kv", query);
   pt::AppendKV f{};
   f.query.x = heads_of<pt::Heads>(query, "query", query);
   f.query.out = heads_of<pt::HeadsOut>(out, "out", query);
@@ -106,9 +106,9 @@ void append_kv(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor 
   f.key.x = heads_of<pt::Heads>(key, "key", query);
   f.value_dim = value.size(3);
   f.value = heads_of<pt::Heads>(value, "value", query, p.batch, p.length, f.value_dim);
-  f.query.weight = edge.vector(q_norm, "q_norm", p.dim);
-  f.key.weight = edge.vector(k_norm, "k_norm", p.dim);
-  pt::edge::IndexCopies copies;
+  f.query.weight = binding.vector(q_norm, "q_norm", p.dim);
+  f.key.weight = binding.vector(k_norm, "k_norm", p.dim);
+  pt::binding::IndexCopies copies;
   f.positions = integers_of(copies, positions, "positions", p.batch);
   STD_TORCH_CHECK(positions.size(1) == p.length, "append_kv: positions must have ", p.length, " columns");
   f.num_pages = key_cache.size(0), f.page_size = key_cache.size(2);

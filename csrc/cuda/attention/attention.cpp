@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention on a GPU, torch edge: reads the problem, plans it, allocates what the passes share, launches.
+// Attention on a GPU, binding: reads the problem, plans it, allocates what the passes share, launches.
 #include <string>
 
-#include "cuda/attention/edge.h"
+#include "cuda/attention/binding.h"
 #include "cuda/attention/kernels.h"
 
 namespace {
@@ -12,7 +12,7 @@ using namespace pt::cuda;
 // Of the current device.
 Gpu current_gpu() { return {runs_sm90a(), multiprocessors()}; }
 
-void pack_key_padding(AttentionEdge& e, const Tensor& like, void* stream) {
+void pack_key_padding(AttentionBinding& e, const Tensor& like, void* stream) {
   AttentionKeyPadding f = e.take_key_padding();
   if (!f.masks) return;
   f.bits = e.words_like(like, "key_padding", int64_t(f.masks) * (KeyPadding::kHead + KeyPadding::words(f.num_keys, f.before)));
@@ -21,7 +21,7 @@ void pack_key_padding(AttentionEdge& e, const Tensor& like, void* stream) {
 }
 
 // Lists the blocks of a dense boolean mask in which something is visible, for kernels that walk blocks of keys, and of queries.
-void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& like, void* stream) {
+void list_blocks(AttentionBinding& e, bool of_queries, bool of_keys, const Tensor& like, void* stream) {
   AttentionMaskLists f = e.take_mask_lists();
   if (!f.masks || !(of_queries || of_keys)) return;
   f.states = e.words_like(like, "states of blocks", f.blocks());
@@ -36,7 +36,7 @@ void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& 
 }
 
 // Bits of pairs for the kernels of sm_90a, by queries or by keys: of a dense boolean mask, and of dropout.
-void pack_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
+void pack_pair_bits(AttentionBinding& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
   AttentionProblem& p = e.p;
   if (!(by_queries || by_keys)) return;
   const auto make = [&](AttentionPairBits f, PairBits& bits, bool of_batch, bool of_head) {
@@ -62,7 +62,7 @@ void pack_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, bool dropou
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device,
                    int64_t stream_) {
-  AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
+  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   pack_key_padding(e, lse, stream);
@@ -85,8 +85,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
 }
 
 // What backward passes read of each query: delta, and lse as they want it.
-AttentionPreprocess preprocess(AttentionEdge& e, const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                               void* stream) {
+AttentionPreprocess preprocess(AttentionBinding& e, const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& out,
+                               const Tensor& lse, void* stream) {
   AttentionPreprocess r{};
   r.p = e.p, r.at = e.per_query_strides();
   r.out = e.rows_of(out, "out", false), r.d_out = e.rows_of(grad_out, "grad_out"), r.columns = int(out.size(out.dim() - 1));
@@ -98,7 +98,7 @@ AttentionPreprocess preprocess(AttentionEdge& e, const Tensor& grad_out, const M
 }
 
 // The log2 of each query's sum, where lse has lost it; row_max then holds no more than the maximum.
-const float* recompute_row_stats(AttentionEdge& e, const AttentionPreprocess& r, const Tensor& lse, void* stream) {
+const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess& r, const Tensor& lse, void* stream) {
   AttentionForward f{};
   f.p = e.p, f.at = r.at, f.lse = const_cast<float*>(r.lse);
   f.row_max = r.row_max, f.log2_sum = e.floats_like(lse, "log2_sum", lse.numel());
@@ -107,7 +107,7 @@ const float* recompute_row_stats(AttentionEdge& e, const AttentionPreprocess& r,
 }
 
 // d_query, d_key and d_value, those that are wanted, and partial sums.
-void run_passes(AttentionEdge& e, AttentionBackward& g, const BackwardPlan& plan, const Tensor& lse, void* stream) {
+void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& plan, const Tensor& lse, void* stream) {
   if (plan.is_fused()) {
     g.dq_accum = plan.turns ? e.floats_like(lse, "dq_accum", plan.dq_accum) : e.zeros_like(lse, "dq_accum", plan.dq_accum);
     attention_backward_fused(g, plan, plan.turns ? e.zero_words_like(lse, "turns", plan.turns) : nullptr, stream);
@@ -124,7 +124,7 @@ void run_passes(AttentionEdge& e, AttentionBackward& g, const BackwardPlan& plan
 }
 
 // The gradients of slopes and T5's table: sums of what the tiles of queries left.
-void reduce_partials(AttentionEdge& e, const AttentionBackward& g, int tiles, const MaybeTensor& dslopes, const MaybeTensor& dtable,
+void reduce_partials(AttentionBinding& e, const AttentionBackward& g, int tiles, const MaybeTensor& dslopes, const MaybeTensor& dtable,
                      const MaybeTensor& bucket_ranges, void* stream) {
   AttentionReducePartials sums{nullptr, nullptr, nullptr, e.p.sequences, e.p.heads, tiles, 1, 1, {}};
   if (dslopes) {
@@ -147,7 +147,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
                    MaybeTensor dbias, MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks, MaybeTensor bucket_ranges,
                    bool deterministic, int64_t device, int64_t stream_) {
   STD_TORCH_CHECK(!page_table && !key_scale, "attention: page_table and keys in eight bits have no gradients");
-  AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
+  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   pack_key_padding(e, lse, stream);
@@ -190,7 +190,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 // to which blocks would add d_query; the queries and keys that a block of a block mask must have; and whether a dense mask is listed.
 std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
                            int64_t) {
-  AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)}, AttentionEdge::Purpose::plan);
+  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)}, AttentionBinding::Purpose::plan);
   const DeviceGuard guard(device);
   e.take_key_padding();
   AttentionForward f{};

@@ -19,7 +19,7 @@ void with_dtype(const AttentionProblem& p, F run) {
     case DType::f32: return run(float{});
     case DType::bf16: return run(ptx::bf16{});
     case DType::f16: return run(ptx::f16{});
-    case DType::f64: return;  // refused at the edge
+    case DType::f64: return;  // refused at the binding
   }
 }
 

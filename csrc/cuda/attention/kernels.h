@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers, called by the torch edge, each with its pass's plan. They run on the current device, in order with the stream, and throw
+// The launchers, called by the binding, each with its pass's plan. They run on the current device, in order with the stream, and throw
 // std::runtime_error.
 #pragma once
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call of attention runs: for each pass the kernels of sm_90a or the portable ones, which results are recomputed, and how much
-// scratch there is. Pure functions of the problem and the GPU, computed once a call: the edge allocates by a plan, the launchers follow it,
-// and explain shows it (the raw op attention_plan).
+// scratch there is. Pure functions of the problem and the GPU, computed once a call: the binding allocates by a plan, the launchers follow
+// it, and explain shows it (the raw op attention_plan).
 #pragma once
 
 #include "cuda/attention/sm80/plan.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear map and cross entropy on a GPU, torch edge: checks what the kernels rely on, fills in the problems, launches. Matrices as
-// csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_backends/cuda/cross_entropy.py.
+// Linear map and cross entropy on a GPU, binding: checks what the kernels rely on, fills in the problems, launches. Matrices as
+// csrc/cuda/matmul/binding.h has them: see pytransformer/ops/_backends/cuda/cross_entropy.py.
 #include "cuda/cross_entropy/kernels.h"
-#include "cuda/matmul/edge.h"
+#include "cuda/matmul/binding.h"
 
 namespace {
 

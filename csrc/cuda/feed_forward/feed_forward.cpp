@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward on a GPU, torch edge: the products that have more to do than multiply. Checks what the kernels rely on, fills in the
-// problems, launches. Matrices as csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_backends/cuda/feed_forward.py.
+// Feed-forward on a GPU, binding: the products that have more to do than multiply. Checks what the kernels rely on, fills in the
+// problems, launches. Matrices as csrc/cuda/matmul/binding.h has them: see pytransformer/ops/_backends/cuda/feed_forward.py.
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "cuda/feed_forward/kernels.h"
-#include "cuda/matmul/edge.h"
+#include "cuda/matmul/binding.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers, called by the torch edge. They run on the current device, in order with the stream, and throw std::runtime_error.
+// The launchers, called by the binding. They run on the current device, in order with the stream, and throw std::runtime_error.
 #pragma once
 
 #include "cuda/layer_norm/plan.h"

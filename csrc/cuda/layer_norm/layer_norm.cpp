@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms on a GPU, torch edge: checks what the kernels rely on, fills in the problem, allocates the partial sums, launches.
+// Norms on a GPU, binding: checks what the kernels rely on, fills in the problem, allocates the partial sums, launches.
 //
 // A tensor of rows arrives contiguous, of any shape, or as a view (outer, inner, columns) with contiguous columns; never empty: see
 // pytransformer/ops/_backends/cuda/layer_norm.py.
-#include "cuda/edge.h"
+#include "cuda/binding.h"
 #include "cuda/layer_norm/kernels.h"
 
 namespace {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plain products by warpgroups, torch edge.
-#include "cuda/matmul/edge.h"
+// Plain products by warpgroups, binding.
+#include "cuda/matmul/binding.h"
 #include "cuda/matmul/kernels.h"
 
 namespace {
 
 using namespace pt::cuda;
 
-// Of operands (rows, k) and (k, columns), of one dtype; see edge.h.
+// Of operands (rows, k) and (k, columns), of one dtype; see binding.h.
 Product product_of(const MaybeTensor (&operands)[4], Reachable& reachable) {
   static const char* const kNames[] = {"a", "b", "a2", "b2"};
   Product p{};

@@ -14,7 +14,7 @@ void with_rows(DType dtype, const F& f) {
     case DType::f32: return f(float{});
     case DType::bf16: return f(ptx::bf16{});
     case DType::f16: return f(ptx::f16{});
-    case DType::f64: return;  // refused at the edge
+    case DType::f64: return;  // refused at the binding
   }
 }
 

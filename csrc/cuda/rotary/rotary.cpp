@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions on a GPU, torch edge: checks what the kernels rely on, fills in the problems, allocates the partial sums, launches.
+// Rotary positions on a GPU, binding: checks what the kernels rely on, fills in the problems, allocates the partial sums, launches.
 // Tensors of rows have a contiguous last dimension; x, d_out and key are not empty: see pytransformer/ops/_backends/cuda/rotary.py.
-#include "cuda/edge.h"
+#include "cuda/binding.h"
 #include "cuda/layer_norm/kernels.h"
 #include "cuda/rotary/kernels.h"
 

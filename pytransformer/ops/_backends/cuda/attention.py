@@ -146,7 +146,7 @@ def _columns_of_a_piece(a: AttentionProblem) -> int:
 
 
 def _shared(a: AttentionProblem) -> list[Any]:
-    """What forward and backward get alike: PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/edge.h."""
+    """What forward and backward get alike: PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/binding.h."""
     diagonals, before = None, 0
     if a.table is not None:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native library of the backend ``cuda``: raw ops ``pytransformer_C::cuda_*``, loaded on first use, on a machine without a GPU too.
 
-``PYTRANSFORMER_EMULATE=1`` puts the emulated library in its place: the same kernels and edges compiled for the CPU, where they
+``PYTRANSFORMER_EMULATE=1`` puts the emulated library in its place: the same kernels and bindings compiled for the CPU, where they
 take CPU tensors (csrc/emulator, for tests). A path instead of 1 names another build of it.
 """
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The torch edge of attention: the arguments that its raw ops share, and the problem that they make. For edges only.
+// The binding of attention: the arguments that its raw ops share, and the problem that they make. For bindings only.
 //
 // query, key, value and grad_out arrive with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes long, widened
 // by zeros if need be; results have their own head sizes. Lq and Lk are not zero: see pytransformer/ops/_backends/cuda/attention.py.
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda/attention/plan.h"
-#include "cuda/edge.h"
+#include "cuda/binding.h"
 
 namespace pt::cuda {
 
@@ -63,11 +63,12 @@ struct AttentionArguments {
 
 // Makes a problem of tensors, and holds what it reaches. A call that is only planned launches nothing and has no results yet: tensors that
 // it would copy or make stand there as if they were.
-class AttentionEdge {
+class AttentionBinding {
  public:
   enum class Purpose { call, plan };
 
-  AttentionEdge(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& a, Purpose purpose = Purpose::call)
+  AttentionBinding(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& a,
+                   Purpose purpose = Purpose::call)
       : planning_(purpose == Purpose::plan) {
     packed_ = a.cu_q.has_value();
     STD_TORCH_CHECK(a.cu_k.has_value() == packed_, "attention: cu_q and cu_k come together");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the torch edges of the products by warpgroups share: matrices from tensors. For edges only.
+// What the bindings of the products by warpgroups share: matrices from tensors. For bindings only.
 #pragma once
 
-#include "cuda/edge.h"
+#include "cuda/binding.h"
 #include "cuda/matmul/sm90/plan.h"
 
 namespace pt::cuda {

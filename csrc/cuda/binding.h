@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the torch edges of the CUDA kernels share: which raw ops they register, and how they read tensors.
+// What the bindings of the CUDA kernels share: which raw ops they register, and how they read tensors.
 //
-// An edge is compiled twice: for libpytransformer_cuda.so, and with PT_EMULATE, where the same ops take CPU tensors and run in the
+// A binding is compiled twice: for libpytransformer_cuda.so, and with PT_EMULATE, where the same ops take CPU tensors and run in the
 // emulator.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "common/edge.h"
+#include "common/binding.h"
 #include "cuda/device.h"
 
 #if defined(PT_EMULATE)

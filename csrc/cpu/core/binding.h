@@ -9,13 +9,13 @@
 #include <memory>
 #include <vector>
 
-#include "common/edge.h"
+#include "common/binding.h"
 #include "cpu/core/isa.h"
 #include "cpu/core/pages.h"
 #include "cpu/core/parallel.h"
 
 namespace pt {
-namespace edge {
+namespace binding {
 
 // Copies of tensors whose values become addresses. A binding checks the copy, and kernels read it:
 // another thread may change the tensor after the check.
@@ -33,9 +33,9 @@ class IndexCopies {
 };
 
 // Checks the tensors of one call. `like` has the dtype that its matrices must have.
-class Edge {
+class Binding {
  public:
-  Edge(const char* op, const Tensor& like) : op_(op), dtype_(like.scalar_type()) {}
+  Binding(const char* op, const Tensor& like) : op_(op), dtype_(like.scalar_type()) {}
 
   // A contiguous (rows, columns) matrix of the op's dtype, or null.
   void* matrix(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
@@ -73,5 +73,5 @@ class Edge {
   ScalarType dtype_;
 };
 
-}  // namespace edge
+}  // namespace binding
 }  // namespace pt
