@@ -12,7 +12,7 @@ constexpr int kHalfColumns = 128;  // of a tile: what an epilogue takes at a tim
 // has `step` columns of the rows of A and rows of B.
 //
 // 128 x 256: a wgmma of 256 columns reads least of shared memory for its work (10 KB in the 128 cycles it takes; 64 x 128 would read 6 KB
-// in 64), and a step of 1024 cycles loads 48 KB. docs/cuda/gemm.md has what it should cost.
+// in 64), and a step of 1024 cycles loads 48 KB. docs/cuda/other-ops.md explains the choice.
 struct MatmulTile {
   int columns = 256, step = 64, stages = 4, consumers = 2;
   int lead = 3;  // steps by which the first consumer begins a shared tile before the other
