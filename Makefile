@@ -16,11 +16,10 @@ install:  ## the environment .venv with this checkout in it, native code built
 
 build: install  ## the same; afterwards it compiles only what changed
 
-demo:  ## install, then see it work: doctor, a quick benchmark, the drop-in proof (under four minutes)
+demo:  ## install, then see it work: kernels and models checked and timed beside PyTorch (under four minutes)
 	@PYTRANSFORMER_CPU_ISAS=native PYTRANSFORMER_CUDA_ARCHS=native $(PYTHON) bench/tools/install.py --extras bench,models,hf
-	$(BIN)/pytransformer doctor
-	$(BIN)/pytransformer bench --quick
-	$(BIN)/pytransformer drop-in
+	$(BIN)/python bench/tools/step_time.py --seconds 2
+	$(BIN)/pytransformer demo
 
 test:  ## install, then the test suite in parts with time budgets (under 40 minutes)
 	@$(PYTHON) tests/run_parts.py

@@ -28,6 +28,7 @@ class _Command(NamedTuple):
 
 # A command's module has `add_arguments(parser)` and `run(arguments) -> int`.
 _COMMANDS = {
+    "demo": _Command("pytransformer.cli.demo", "a minute of proof: attention and models, checked and beside PyTorch"),
     "doctor": _Command("pytransformer.cli.doctor", "what works on this machine, and why the rest does not"),
     "explain": _Command("pytransformer.cli.explain", "which backend one call would use, and why not the others"),
     "bench": _Command("pytransformer.cli.benchmark.command", "speed, memory and error beside PyTorch and naive code"),
@@ -46,6 +47,7 @@ _DELEGATED = {
 
 _EPILOG = """\
 examples:
+  pytransformer demo                            checked and timed beside PyTorch in about a minute
   pytransformer doctor                          what works here
   pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
   pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/

@@ -13,6 +13,7 @@ could not be run for want of transformers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib.util
@@ -34,7 +35,7 @@ from ..ops._core.registry import trace
 from . import OK, WRONG, proof_memory, proof_models
 from .benchmark import results
 from .benchmark.clock import Contender, interleaved
-from .proof_models import Subject
+from .proof_models import CONVERTED, Subject
 
 SCHEMA_VERSION = 1
 OURS = "pytransformer"
@@ -63,7 +64,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     left_out = [n for n in names if missing and n in proof_models.NEEDS_TRANSFORMERS]
     present = [n for n in names if n not in left_out]
     with console.progress(3 * len(present) + arguments.memory) as progress:
-        entries = [_measure(progress, name, arguments.seconds) for name in present]
+        entries = [measure(progress, name, arguments.seconds) for name in present]
         if arguments.memory:
             progress.step("peak memory, in processes of their own")
             unmeasured = _add_memory(entries)
@@ -84,7 +85,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 # ---- measuring one model
 
 
-def _measure(progress: Progress, name: str, seconds: float) -> dict[str, Any]:
+def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str] = ()) -> dict[str, Any]:
+    """Compare one model's variants and time them, but for the `untimed`; three steps of progress."""
     subject = proof_models.build(name)
     progress.step(f"{subject.title}: outputs and gradients")
     pt.clear_fallbacks()
@@ -92,7 +94,10 @@ def _measure(progress: Progress, name: str, seconds: float) -> dict[str, Any]:
     first, started = None, time.perf_counter()
     entry["variants"] = {}
     for variant in subject.variants:
-        with subject.select(variant), _layers(subject) as layers:
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(subject.select(variant))
+            if variant != CONVERTED:  # a hook on a bypassed module makes the converted module step aside
+                layers = inside.enter_context(_layers(subject))
             outputs, grads = subject.trained()
         first = first or (outputs, grads)
         entry["variants"][variant] = _differences(first, (outputs, grads))
@@ -102,7 +107,8 @@ def _measure(progress: Progress, name: str, seconds: float) -> dict[str, Any]:
     for mode, share in (("forward", 0.3), ("training_step", 1.0)):
         progress.step(f"{subject.title}: time of a {mode.replace('_', ' ')}")
         rounds = max(1, min(ROUNDS, int(seconds / (share * once))))
-        for variant, milliseconds in _time(subject, mode, rounds).items():
+        timed = [variant for variant in subject.variants if variant not in untimed]
+        for variant, milliseconds in _time(subject, timed, mode, rounds).items():
             entry["variants"][variant][f"{mode}_ms"] = milliseconds
         entry[f"{mode}_rounds"] = rounds
         progress.advance()
@@ -122,7 +128,7 @@ def _differences(first: Any, other: Any) -> dict[str, float]:
     return figures
 
 
-def _time(subject: Subject, mode: str, rounds: int) -> dict[str, float]:
+def _time(subject: Subject, variants: Sequence[str], mode: str, rounds: int) -> dict[str, float]:
     """Median milliseconds of each variant over interleaved rounds."""
     training = mode == "training_step"
 
@@ -134,7 +140,7 @@ def _time(subject: Subject, mode: str, rounds: int) -> dict[str, float]:
             subject.model.zero_grad(set_to_none=True)
 
     subject.model.train(training)
-    contenders = {v: Contender(step, functools.partial(subject.select, v)) for v in subject.variants}
+    contenders = {v: Contender(step, functools.partial(subject.select, v)) for v in variants}
     timings = interleaved(contenders, min_time=0.0, min_rounds=rounds)
     subject.model.eval()
     return {variant: timing.median_ms for variant, timing in timings.items()}
@@ -177,10 +183,12 @@ class _layers:
 
 
 def _problems(entry: dict[str, Any], layers: _layers) -> list[str]:
-    ours, problems = entry["variants"][OURS], []
-    for what in ("outputs", "gradients"):
-        if not ours[f"{what}_relative_difference"] <= LIMIT:  # NaN is a problem too
-            problems.append(f"{what} differ by {ours[f'{what}_relative_difference']:.1e}, more than {LIMIT:.0e}")
+    problems = []
+    for variant in (OURS, CONVERTED):
+        for what in ("outputs", "gradients") if variant in entry["variants"] else ():
+            difference = entry["variants"][variant][f"{what}_relative_difference"]
+            if not difference <= LIMIT:  # NaN is a problem too
+                problems.append(f"{variant}: {what} differ by {difference:.1e}, more than {LIMIT:.0e}")
     elsewhere = [n for n, b in layers.forward.items() if b in ("not ours", "reference")]
     if elsewhere or len(layers.forward) != len(layers.subject.attentions):
         problems.append(f"not on a fused kernel: {', '.join(elsewhere) or 'some attention modules never ran'}")

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drop-in proof runs: real architectures with random weights on a padded batch of the sentences beside this file."""
+"""The models of `pytransformer drop-in` and `demo`: real architectures with random weights.
+
+The batch is padded text, the sentences beside this file: one per row, or joined to rows of up to 512
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,11 @@ import pytransformer as pt
 
 PAD, START, MASKED, FIRST_WORD = 0, 1, 2, 3
 IGNORED = -100
+CONVERTED = "pytransformer, converted"  # the variant whose norms and networks are fused too
 WIDTH, HIDDEN = 512, 2048  # of torch's encoder
 SENTENCES = Path(__file__).with_name("sentences.txt")
+LONG = 512  # tokens of the longest row of a long batch
+SUFFIX = f"-{LONG}"
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,20 @@ class Text:
 
     def __str__(self) -> str:
         hidden = 1 - self.real.float().mean().item()
-        return f"{len(self.ids)} sentences, {self.ids.shape[1]} tokens, {hidden:.0%} padding"
+        return f"{len(self.ids)} x {self.ids.shape[1]} tokens, {hidden:.0%} padding"
 
 
-def read_text() -> Text:
-    """Every fourth sentence, the longest among them; the vocabulary is that of the whole file."""
+def read_text(long: bool = False) -> Text:
+    """Return every fourth sentence, the longest among them, or two rows of joined sentences.
+
+    The vocabulary is that of the whole file.
+    """
     lines = [re.findall(r"\w+|[^\w\s]", line.lower()) for line in SENTENCES.read_text(encoding="utf-8").splitlines()]
     numbers = {word: n for n, word in enumerate(sorted({w for line in lines for w in line}), FIRST_WORD)}
     rows = [torch.tensor([numbers[w] for w in line]) for line in lines[2::4]]
+    if long:
+        everything = torch.cat([torch.tensor([numbers[w] for w in line]) for line in lines])
+        rows = [everything.repeat(2)[start:end] for start, end in ((0, LONG), (LONG // 2, LONG))]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
     return Text(ids, ids != PAD, FIRST_WORD + len(numbers))
 
@@ -72,7 +85,7 @@ def bert(text: Text) -> Subject:
     """BERT-base's width and heads, two of its twelve layers, learning to fill in 15 % of the words."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(vocab_size=text.words, num_hidden_layers=2, max_position_embeddings=128, pad_token_id=PAD)
+    config = BertConfig(vocab_size=text.words, num_hidden_layers=2, max_position_embeddings=LONG, pad_token_id=PAD)
     model = BertForMaskedLM._from_config(config, attn_implementation="eager")
     chosen = (torch.rand(text.ids.shape, generator=torch.Generator().manual_seed(0)) < 0.15) & text.real
     inputs = {"input_ids": text.ids.masked_fill(chosen, MASKED), "attention_mask": text.real.long()}
@@ -112,8 +125,11 @@ def _hugging_face(
 ) -> Subject:
     @contextlib.contextmanager
     def select(variant: str) -> Iterator[None]:
-        pt.integrations.transformers.switch(model, variant)
-        yield
+        pt.integrations.transformers.switch(model, "pytransformer" if variant == CONVERTED else variant)
+        with contextlib.ExitStack() as undo:
+            if variant == CONVERTED:
+                undo.callback(pt.integrations.convert(model).revert)
+            yield
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(**inputs).logits
@@ -121,7 +137,7 @@ def _hugging_face(
 
     attentions = tuple(n for n, m in model.named_modules() if hasattr(m, "is_causal"))
     assert len(attentions) == layers, f"{title}: expected {layers} attention modules, found {attentions}"
-    return Subject(title, str(text), model.eval(), ("eager", "sdpa", "pytransformer"), select, call, attentions)
+    return Subject(title, str(text), model.eval(), ("eager", "sdpa", "pytransformer", CONVERTED), select, call, attentions)
 
 
 class Encoder(torch.nn.Module):
@@ -163,8 +179,9 @@ NEEDS_TRANSFORMERS = ("bert", "t5")
 
 
 def build(name: str) -> Subject:
-    """The subject, with the same random weights at every call."""
-    if name in NEEDS_TRANSFORMERS:
+    """Return the subject, with the same random weights at every call; the name may end in SUFFIX."""
+    subject, long = name.removesuffix(SUFFIX), name.endswith(SUFFIX)
+    if subject in NEEDS_TRANSFORMERS:
         pt.integrations.transformers.register()
     torch.manual_seed(0)
-    return SUBJECTS[name](read_text())
+    return SUBJECTS[subject](read_text(long) if long else read_text())

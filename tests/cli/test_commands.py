@@ -17,11 +17,11 @@ from pytransformer.cli.benchmark import plan
 def test_help_names_every_command(cli):
     listed = cli("--help").stdout
     assert cli().stdout == listed, "no command at all must be the same as --help"
-    for command in ("doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"):
+    for command in ("demo", "doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"):
         assert re.search(rf"^ +{command}\s+\w", listed, re.MULTILINE), f"--help does not list {command}"
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"])
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check and time attention and whole models beside PyTorch, in about a minute.
+
+Prints whether the kernels of this machine are right, six attention problems of 1,024 tokens (forward
+and backward, float32), and BERT and T5 with short and long rows: as registered with transformers, and
+after `convert`. Every figure is of one interleaved run, and nothing is timed before it was checked. The
+exit code is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+import pytransformer as pt
+
+from ..console import Console
+from . import OK, WRONG, doctor, proof
+from .benchmark import memory, plan
+from .benchmark.runner import Options, Runner
+from .proof_models import CONVERTED, SUFFIX
+from .providers import TORCH
+
+CASES = ("full", "causal", "window", "t5_bias", "dropout", "key_padding")
+SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024, "D": 64}
+SUBJECTS = ("bert", f"bert{SUFFIX}", "t5", f"t5{SUFFIX}")
+ROUNDS = 3  # samples at least: a single one is no measurement
+MIN_TIME = 0.3  # seconds per contender
+MODEL_SECONDS = 2.0
+
+
+class Ratio(NamedTuple):
+    """PyTorch's time over ours for one measurement."""
+
+    title: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.title}, {self.value:.2f}x PyTorch's speed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="*", default=SUBJECTS, choices=SUBJECTS, metavar="MODEL",
+                        help=f"models to run (default {' '.join(SUBJECTS)}; they need transformers)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=MODEL_SECONDS, help="timing per model and mode (default %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    console = Console()
+    names = list(arguments.models)
+    if names and importlib.util.find_spec("transformers") is None:
+        console.print("No models: transformers is not installed (pip install transformers)")
+        names = []
+    wrong = checks(console)
+    ratios, faults = attention(console)
+    wrong += faults
+    compared, faults = models(console, names, arguments.seconds)
+    wrong += faults
+    ratios += compared
+    summary(console, ratios, wrong)
+    return WRONG if wrong else OK
+
+
+def checks(console: Console) -> list[str]:
+    """Check every op on every backend that works here; return what is wrong."""
+    lines = doctor.self_check()
+    q = torch.zeros(1, 1, 8, 16)
+    chosen = (
+        pt.explain("attention", q.cuda(), q.cuda(), q.cuda())
+        if torch.cuda.is_available()
+        else pt.explain("attention", q, q, q)
+    )
+    wrong = [
+        f"{line['op']} {line['case']} on {line['backend']}: {line['detail']}" for line in lines if line["verdict"] != "ok"
+    ]
+    right = sum(line["verdict"] == "ok" for line in lines)
+    console.print(f"Attention runs on the backend {chosen.backend}. {right} of {len(lines)} checks against float64 are right.")
+    return wrong
+
+
+def attention(console: Console) -> tuple[list[Ratio], list[str]]:
+    """Time CASES on our backend and on PyTorch; return the ratios and what is wrong."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = [plan.Step(plan.resized(plan.case(name, "medium"), SHAPE), torch.float32, "fwd+bwd") for name in CASES]
+    rows, ratios, wrong = [], [], []
+    with memory.MemoryProbe() as probe, console.progress(len(steps)) as progress:
+        for step in steps:
+            progress.step(step.title)
+            options = Options(device=device, backends=[ours(device), TORCH], memory=True, min_time=MIN_TIME, min_rounds=ROUNDS)
+            runner = Runner(options, probe, backward=True)
+            runner.run(step)
+            progress.advance()
+            timed = {row["backend"]: row for row in runner.rows}
+            wrong += [
+                f"attention {step.case.name}: {e['reason']}" for e in runner.not_run if e["status"] in ("wrong", "failed")
+            ]
+            if len(timed) == 2:
+                ratios.append(
+                    Ratio(f"attention {name_of(step)}", timed[TORCH]["median_ms"] / timed[ours(device)]["median_ms"])
+                )
+                rows.append(attention_row(step, timed[ours(device)], timed[TORCH]))
+    console.heading(f"Attention, {SHAPE['Lk']} tokens, {SHAPE['Hq']} heads of {SHAPE['D']}, float32, forward and backward")
+    columns = ("problem", "ours", "PyTorch", "speed-up", "peak memory: ours", "PyTorch")
+    console.table(columns, rows, right=columns[1:])
+    return ratios, wrong
+
+
+def ours(device: str) -> str:
+    """Return the name of our fused backend for a device."""
+    q = torch.zeros(1, 1, 16, 64, device=device)
+    return pt.explain("attention", q, q, q).backend
+
+
+def name_of(step: plan.Step) -> str:
+    return step.case.name.replace("_", " ")
+
+
+def attention_row(step: plan.Step, mine: dict[str, float], peer: dict[str, float]) -> list[str]:
+    """Return the cells of one attention problem."""
+    peaks = ["-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f} MiB" for row in (mine, peer)]
+    times = [f"{row['median_ms']:.1f} ms" for row in (mine, peer)]
+    return [name_of(step), *times, f"{peer['median_ms'] / mine['median_ms']:.2f}x", *peaks]
+
+
+def models(console: Console, names: Sequence[str], seconds: float) -> tuple[list[Ratio], list[str]]:
+    """Compare whole models with PyTorch's sdpa; return the ratios and what is wrong."""
+    if not names:
+        return [], []
+    with console.progress(3 * len(names)) as progress:
+        entries = [proof.measure(progress, name, seconds, untimed=("eager",)) for name in names]
+    rows, ratios = [], []
+    for entry in entries:
+        base = entry["variants"]["sdpa"]
+        for variant in (proof.OURS, CONVERTED):
+            found = entry["variants"][variant]
+            speed = [base[f"{mode}_ms"] / found[f"{mode}_ms"] for mode in ("forward", "training_step")]
+            title = f"{entry['model']}, {entry['batch']}"
+            rows.append([title, "converted" if variant == CONVERTED else "registered", *(f"{s:.2f}x" for s in speed)])
+            if variant == CONVERTED:
+                ratios += [Ratio(f"{entry['name']} converted, {what}", s) for what, s in zip(("forward", "training"), speed)]
+    console.heading("Models of transformers with random weights, float32: speed-up over sdpa")
+    console.table(("model", "", "forward", "training step"), rows, right=("forward", "training step"))
+    return ratios, [f"{entry['model']}: {problem}" for entry in entries for problem in entry["problems"]]
+
+
+def summary(console: Console, ratios: Sequence[Ratio], wrong: Sequence[str]) -> None:
+    """Print the fastest and the slowest measurement, what is wrong, and what to run next."""
+    console.print()
+    for problem in wrong:
+        console.print(f"WRONG: {problem}")
+    if ratios:
+        ordered = sorted(ratios, key=lambda ratio: ratio.value)
+        console.print(f"Fastest: {ordered[-1]}. Slowest: {ordered[0]}. Wrong: {len(wrong)}.")
+    console.print("Next: pytransformer doctor (what works here), pytransformer bench --quick (every op)")
