@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ..compat._aligned import OutLse, Scores, attend, attend_packed
-from ..drop_in import activate
 from ..ops._core.registry import autograd_inside
 
 NAME = "pytransformer"
@@ -41,6 +39,8 @@ class _Handle:
     """An activation of the registry."""
 
     def __init__(self) -> None:
+        from ..drop_in import activate
+
         self._activation = activate()
         self._library: Library | None = Library("aten", "IMPL")
         with warnings.catch_warnings():
@@ -69,7 +69,9 @@ def _attend(
     dropout_p: float,
     is_causal: bool,
     options: dict[str, Any],
-) -> OutLse:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ..compat._aligned import Scores, attend, attend_packed  # on first use, to keep the import short
+
     op = "_flash_attention_forward"
     if dropout_p != 0.0:
         raise ValueError(f"{op}: dropout_p must be 0, got {dropout_p}; call pytransformer.attention_varlen")

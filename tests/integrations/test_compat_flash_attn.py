@@ -57,7 +57,7 @@ def draw_scores(rng: random.Random, batch: int, heads: int) -> dict[str, Any]:
     """Arguments of the scores; None stands for the default."""
     slopes = rng.choice((None, None, torch.rand(heads), torch.rand(batch, heads)))
     drawn = {
-        "causal": rng.random() < 0.5, "window_size": (rng.choice((-1, 0, 3, 9)), rng.choice((-1, 0, 2))),
+        "causal": rng.random() < 0.5, "window_size": rng.choice(((-1, -1), (rng.choice((-1, 0, 3, 9)), rng.choice((-1, 0, 2))))),
         "softcap": rng.choice((0.0, 0.0, 2.5)), "alibi_slopes": slopes, "softmax_scale": rng.choice((None, 0.3)),
         "deterministic": rng.random() < 0.5,
     }  # fmt: skip
