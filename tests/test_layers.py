@@ -37,7 +37,7 @@ LAYERS = {
     "distributed": ("distributed",),
     "nn": ("nn",),
     "models": ("models", "viz", "training"),
-    "integrations": ("integrations", "drop_in", "drop_in_nested"),
+    "integrations": ("integrations", "compat", "drop_in", "drop_in_nested"),
     "package": ("", "explain", "verify"),  # pytransformer/__init__.py: what users import
     "testing": ("testing",),
     "cli": ("cli", "__main__"),
