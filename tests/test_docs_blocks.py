@@ -12,9 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Pages whose blocks use names that they do not define. The list may only shrink.
-FRAGMENTS = {
-    f"docs/{page}.md" for page in ("cache-8bit", "generation", "models", "scaling", "tensor-parallel", "training", "viz")
-}
+FRAGMENTS = {f"docs/{page}.md" for page in ("models", "scaling", "tensor-parallel", "training", "viz")}
 
 
 def pages() -> dict[str, list[str]]:
