@@ -79,7 +79,8 @@ bool have(std::initializer_list<const char*> names) {
 // Request AMX tile data from Linux, once for all threads of the process.
 [[maybe_unused]] bool tiles_permitted() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
   static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return permitted;
 #else
