@@ -4,8 +4,7 @@
     python csrc/cuda_build.py OBJECT LOG COMMAND...    ninja's command for each source
 
 The command compiles a source and refuses an object that ptxas reports on: ptxas mentions spills,
-local
-memory and serialized wgmma instructions only as remarks, and here they are errors.
+local memory and serialized wgmma instructions only as remarks, and here they are errors.
 """
 
 from __future__ import annotations
@@ -130,12 +129,12 @@ def gencode(only: Sequence[str] | None = None) -> list[str]:
 
 
 def compile_checked(output: Path, log: Path, command: list[str]) -> int:
-    """Run nvcc and write its messages to the log. Return 1, and remove the object, on a refused
-    message.
+    """Run nvcc and write its messages to the log.
+
+    A refused message removes the object, and the function returns 1.
 
     With PYTRANSFORMER_CUDA_SPILLS=1 a refused message is only printed, because another nvcc version
-    may
-    cause some.
+    may cause some.
     """
     output.unlink(missing_ok=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the C++ fast path: a Python module against torch's C++ API, for the build's torch and Python.
+"""Build the C++ fast path: a Python module against torch's C++ API.
 
-All other libraries use LibTorch's stable ABI, which has no autograd. So this module is optional and
-is
-built only if the headers exist. ``_build_info.json`` names its torch: ops/_core/fast_path.py loads
-it
-into no other.
+All other libraries use LibTorch's stable ABI, which has no autograd. So this module serves only
+the torch and Python of the build. It is optional and is built only if the headers exist.
+``_build_info.json`` names its torch: ops/_core/fast_path.py loads it into no other.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 """Digests that the Python code and a native library must agree on.
 
 The CPU digest covers the bindings, which register the raw ops and read their arguments; the digest
-of
-the C++ fast path covers all its sources. The build compiles the first into the library
+of the C++ fast path covers all its sources. The build compiles the first into the library
 (csrc/cpu/core/library.cpp) and writes the second beside it (fast_path_build.py). A checkout
-compares
-them when it loads a library.
+compares them when it loads a library.
 """
 
 from __future__ import annotations

@@ -4,19 +4,16 @@
     python csrc/manylinux.py 2_28 OUTPUT COMMAND...    ninja's link command for a wheel's libraries
 
 COMMAND ends before `-o OUTPUT`. A linker binds a call to a symbol's newest version on the build
-machine
-(`pthread_create@GLIBC_2.34`), although the same libraries still define the old one. So a library is
-linked twice. The first link shows which symbols are too new for the platform. An archive then
-defines
-them as hidden symbols, which the second link prefers over any shared library:
+machine (`pthread_create@GLIBC_2.34`), although the same libraries still define the old one. So a
+library is linked twice. The first link shows which symbols are too new for the platform. An archive
+then defines them as hidden symbols, which the second link prefers over any shared library:
 
 - a glibc function: a jump to the newest version that the platform has;
 - `__libc_single_threaded` (glibc 2.32): a byte that says "perhaps not", which is always correct;
 - a libstdc++ symbol: the members of libstdc++.a that define it.
 
 Sources for the platforms: PEP 600 and auditwheel's policy table. `auditwheel repair` makes the
-final
-check (bench/tools/wheel.py).
+final check (bench/tools/wheel.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the native libraries with ninja. Independent of setuptools: setup.py makes a plan and runs
-it.
+"""Compile the native libraries with ninja.
+
+The module is independent of setuptools: setup.py makes a plan and runs it.
 
 Everything is built inside the package:
 
 - ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11)
-  without
-  Python, so one build serves every Python and every torch >= 2.11. ``torch.ops.load_library`` loads
-  it.
+  without Python, so one build serves every Python and every torch >= 2.11.
+  ``torch.ops.load_library`` loads it.
 - ``libpytransformer_cuda.so``: the CUDA ops, if nvcc exists; loads without a GPU. See
   cuda_build.py.
 - ``_fast_path``: eager calls without Python, for this Python and torch only; see
@@ -29,16 +29,14 @@ PYTRANSFORMER_CUDA_SPILLS      1: accept kernels with spilled registers or seria
                                are errors by default
 PYTRANSFORMER_FAST_PATH        auto (default): skip if it does not compile | 1: fail instead |
                                0: skip
-PYTRANSFORMER_BINDINGS         1 (default) | 0: skip ``_C`` and ``_fast_path``; one wheel then
-serves
-                               every Python
+PYTRANSFORMER_BINDINGS         1 (default) | 0: skip ``_C`` and ``_fast_path``; one wheel
+                               then serves every Python
 PYTRANSFORMER_MANYLINUX        2_28: link for that glibc and its libstdc++; see manylinux.py
 PYTRANSFORMER_TORCH            torch package directory to build against (default: this Python's)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a separate
                                build directory
-PYTRANSFORMER_SOFTWARE_TILES   1: amx_bf16 with its tiles in plain C++, for tests on CPUs without
-AMX;
-                               never in a wheel
+PYTRANSFORMER_SOFTWARE_TILES   1: amx_bf16 with its tiles in plain C++, for tests on CPUs
+                               without AMX; never in a wheel
 DEBUG                          1: -O1 -g instead of -O3
 CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: parallel compile jobs (default: one per core)
 =============================  =====================================================================
@@ -255,7 +253,7 @@ def make_plan(version: str) -> Plan:
     """Plan the build from the environment and the machine; compile only one-line test programs.
 
     Raises:
-        BuildError: an option has a bad value, or an option set to 1 requires a part that cannot be built.
+        BuildError: an option has a bad value, or requires a part that cannot be built.
     """
     sanitize = os.environ.get("PYTRANSFORMER_BUILD_SANITIZE", "")
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
@@ -355,8 +353,7 @@ def build(plan: Plan) -> dict[str, Path]:
     """Bring the libraries of `plan` up to date; return file name in the package -> file.
 
     Only changed sources compile. A failing CUDA or fast path build is left out, and the plan
-    records the
-    reason, unless the part's option is 1.
+    records the reason, unless the part's option is 1.
     """
     while plan.native and not _run_ninja(plan):
         if not _left_out(plan):

@@ -23,7 +23,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set of the CPU kernels; csrc/cpu/core/isa.cpp has the matching run-time test."""
+    """An instruction set of the CPU kernels. csrc/cpu/core/isa.cpp has its run-time test."""
 
     name: str
     machines: tuple[str, ...] = ()  # values of platform.machine(); empty: any
@@ -65,11 +65,9 @@ def find_torch() -> Path | None:
     """Return the torch package's directory without importing torch.
 
     In pip's build isolation this interpreter does not see the environment's packages, but a child
-    without
-    the variables that isolation sets does, .pth files included. For tools that isolate by another
-    interpreter (``build``, uv), VIRTUAL_ENV names the activated environment. PYTRANSFORMER_TORCH
-    covers the
-    rest.
+    without the variables that isolation sets does, .pth files included. For tools that isolate by
+    another interpreter (``build``, uv), VIRTUAL_ENV names the activated environment.
+    PYTRANSFORMER_TORCH covers the rest.
     """
     if given := os.environ.get("PYTRANSFORMER_TORCH"):
         if not (Path(given) / "version.py").is_file():

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the emulator, which runs CUDA kernels on the CPU for tests; never part of a wheel.
 
-    python csrc/emulator/build.py                      libpytransformer_emulated.so: raw ops on CPU tensors
+    python csrc/emulator/build.py                      the library: raw ops on CPU tensors
     python csrc/emulator/build.py program SOURCE...    a test program against the emulator alone
 
 Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only changed sources.
-Tests
-pass faults: each replaces a text of a source in the compiled copy of the file (fault.h).
+Tests pass faults: each replaces a text of a source in the compiled copy of the file (fault.h).
 """
 
 from __future__ import annotations

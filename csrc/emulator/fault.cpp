@@ -22,8 +22,8 @@ static void plant(std::string_view name) {
   std::exit(2);
 }
 
-// Static objects of an archive are initialized after those it is linked to, so the list contains
-// all faults.
+// Static objects of an archive are initialized after the objects that link it, so the
+// list contains all faults.
 [[maybe_unused]] static const bool planted = [] {
   const char* name = std::getenv("PYTRANSFORMER_FAULT");
   // A name with "@" is a call site: sites.cpp.

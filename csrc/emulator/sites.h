@@ -2,9 +2,10 @@
 // Faults at call sites: the environment names a source line, and calls of ptx functions on that
 // line fail.
 //
-//   PYTRANSFORMER_FAULT=drop@cuda/attention/sm90/fwd.cuh:243    the wait on this line returns at
-//   once
-//   PYTRANSFORMER_SITES=FILE    append each reached site to FILE:
+//   PYTRANSFORMER_FAULT=drop@cuda/attention/sm90/fwd.cuh:243
+//     the wait on this line returns at once
+//   PYTRANSFORMER_SITES=FILE
+//     append each reached site to FILE:
 //     "cuda/attention/sm90/fwd.cuh:243 mbarrier.try_wait drop,flip"
 #pragma once
 

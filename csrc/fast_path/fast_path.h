@@ -13,7 +13,7 @@
 //   fits                true if the CPU library supports a completed call
 //   forward, backward   lower to the raw ops of pytransformer_C, below autograd
 //   tensors, others     arguments of the Python op
-// Ops that share a lowering name their inputs alike, -1 for an input that an op lacks: pick().
+// Ops that share a lowering use one set of input names, -1 for an absent input: pick().
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -33,7 +33,7 @@ bool mine(const Attention::Inputs& t, bool enable_gqa) {
   return as_attention(t, enable_gqa);
 }
 
-// Return the arguments of pt.attention by name; the others have their defaults.
+// Return the arguments of pt.attention by name; omitted ones have defaults.
 py::object as_given(const Attention::Inputs& t, const AttentionNumbers& n, std::optional<double> scale) {
   const auto object = [](const Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); };
   py::dict given;

@@ -6,7 +6,7 @@
 //   run    the items of one KV head in a phase: one task sums their dK and dV, in order
 //   split  s of `splits`: the key blocks s, s + splits, ...; each split has a partial dQ
 //   class  a run, or all runs of a phase that add to the same elements of a dense gradient
-//   broadcast over heads or batch
+//          broadcast over heads or batch
 //
 // A task is (class, split). A sequence's summation order depends only on its lengths and on the
 // number of heads, never on other sequences or on threads. Phase and run boundaries do not change

@@ -3,10 +3,11 @@
 // tiles.
 //
 // A Unit is the query heads that share a KV head. Its packed K and V are
-//   shared    with long queries: all threads pack them once, then blocks of block_rows() queries
-//   read them
-//   streamed  if the queries of all its heads fit one block: a task packs each tile just before
-//   use, over one split of the keys; the unit's splits are combined in a fixed order
+//   shared    with long queries: all threads pack them once, then blocks of block_rows()
+//             queries read them
+//   streamed  if the queries of all its heads fit one block: a task packs each tile just
+//             before use, over one split of the keys; the unit's splits are combined in a fixed
+//             order
 // The choice and the number of splits depend only on the sequence's lengths, so results do not
 // depend on threads or on other sequences.
 #pragma once

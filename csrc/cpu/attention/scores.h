@@ -4,8 +4,8 @@
 //   Sequence   (sequence.h) a query's visible keys as one interval [lo, hi)
 //   DenseRow   (dense.h) one row of a dense mask or bias
 //   MaskRow    (tiles.h) one row of the boolean mask: by tiles, and by pairs in partial tiles
-//   Scores     everything beyond an interval: dense masks and biases, unsorted segments, ALiBi, T5,
-//   softcap
+//   Scores     everything beyond an interval: dense masks and biases, unsorted segments,
+//              ALiBi, T5, softcap
 //
 // Rows are queries and lanes are keys, forward and backward. All indices here are local; the
 // functions add the start offsets.
@@ -122,8 +122,8 @@ class Scores {
   // keys at a time: they remain in L1 over the passes
   static constexpr int64_t kChunk = kSteps * T::width;
 
-  // chunk() for tiles as the only term: a full tile needs no checks. With small blocks, chunk()
-  // took a tenth of the forward, two thirds of it to compute the visible mask first.
+  // chunk() for tiles as the only term: a full tile needs no checks. With few visible tiles,
+  // chunk() took a tenth of the forward, two thirds of it to compute the visible mask first.
   vec masked(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, A* s) const {
     const MaskRow<A> row(p_, s_.b, h, i);
     const vec minus_inf = set1<vec>(-kInfinity<A>), lowest = set1<vec>(-highest<A>), scale = set1<vec>(A(p_.scale));

@@ -35,7 +35,7 @@ struct WeightRow {
 
   const A* s;
   typename T::opnd* p;
-  // reach: keys to write, from a full step on. valid: visible keys; the others become 0.
+  // reach: keys to write, from a full step on. valid: visible keys; hidden ones become 0.
   Range reach, valid;
   A c;  // weights are 2^((s - m) c)
   // Dropout's keep bits, with the tile's first at first_bit; null: no dropout.

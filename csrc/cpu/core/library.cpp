@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CPU library functions beside the ops: the active instruction set and scratch size. Each op
-// registers itself in its own file.
+// registers itself in a separate file.
 #include <torch/csrc/stable/library.h>
 
 #include <string>

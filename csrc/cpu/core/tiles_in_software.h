@@ -53,7 +53,7 @@ class SoftwareTiles {
 
   // c += a b: per element, one sum over the lower halves of all pairs and one over the upper
   // halves, each from zero in the order of k; their sum is added to c. Every operation rounds to
-  // nearest even and treats subnormals as zero, whatever MXCSR says.
+  // nearest even and treats subnormals as zero, for any MXCSR.
   void dot_bf16(int c, int a, int b) {
     Tile &to = at(c), &left = at(a), &right = at(b);
     check(c != a && a != b && b != c, "tdpbf16ps wants three tiles");

@@ -8,7 +8,7 @@
 //   opnd    element of a packed operand
 //   acc     accumulators, scores, statistics
 //   packed  unit of the micro-kernel's broadcast: `pack` neighbors of opnd along k (a bf16 pair is
-//   one packed element of 32 bits)
+//           one packed element of 32 bits)
 #pragma once
 
 #include <cstdint>

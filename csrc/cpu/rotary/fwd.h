@@ -65,7 +65,7 @@ INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From
     const auto signs = every_second_sign<vec, (SIGN < 0)>();
     each_vector<X::width>(0, p.turned, [&](int64_t j, auto lanes) {
       const vec y = from(j, lanes), c = A::load(cos + j, lanes), s = A::load(sin + j, lanes);
-      // Multiply the pair's other number by this lane's sine forward and by its own sine backward.
+      // Multiply the pair's other number by this lane's sine forward, by its partner's backward.
       const vec other = SIGN > 0 ? swap_neighbours(y) * s : swap_neighbours(vec(y * s));
       put(j, lanes, fma(y, c, (vec)((ivec_of<vec>)other ^ signs)));
     });
