@@ -29,7 +29,7 @@ class Decoder:
 
     def make_cache(self, max_length: int | None = None, dtype: torch.dtype | None = None) -> KeyValueCache:
         """For ``past_key_values``: a buffer for each sequence; max_length None: the config's.
-        ``dtype``: None, or torch.float8_e4m3fn or torch.int8, half the memory of bfloat16 (docs/cache-8bit.md).
+        ``dtype``: None, or torch.float8_e4m3fn or torch.int8, half the memory of bfloat16 (docs/generation.md).
 
         Raises:
             ValueError: neither says how long.
