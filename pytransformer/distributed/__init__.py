@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of sequences that are split over several processes, on torch.distributed alone. See docs/scaling.md.
+"""Attention of sequences that are split over several processes, on torch.distributed alone. See docs/distributed.md.
 
 Loaded on first use: nn needs its experts alone, and what disables the compiler for a function imports it, which takes a second.
 """

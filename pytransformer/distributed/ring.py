@@ -2,7 +2,7 @@
 """Ring attention: the sequence is split over the ranks of a group, and keys and values go round.
 
 Every rank keeps its queries, computes with the keys it has and meanwhile receives the next: memory per rank falls as 1/n, and no rank
-ever holds all keys. See docs/scaling.md for bytes and FLOPs, :mod:`.plan` for who sends what, :mod:`.tile` for the arithmetic.
+ever holds all keys. See docs/distributed.md for bytes and FLOPs, :mod:`.plan` for who sends what, :mod:`.tile` for the arithmetic.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); the zigzag order is that of Brandon
 et al., "Striped Attention" (2023) by chunks, as in zhuzilin/ring-flash-attention.

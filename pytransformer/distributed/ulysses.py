@@ -3,7 +3,7 @@
 
 An all-to-all gives each rank all rows of Hq / n heads, attention runs on them as in one process, another all-to-all gives each rank
 its rows of all heads back. Fewer bytes than a ring where n is large, but n must divide the heads, and each rank holds whole rows of a
-mask. See docs/scaling.md.
+mask. See docs/distributed.md.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """

@@ -133,7 +133,7 @@ class Model(nn.Module):
         """How this model is split over the ranks of a device mesh: give it to ``torch.distributed.tensor.parallel.parallelize_module``.
 
         Attention is split by heads, the feed-forward networks by their hidden layer, embeddings and the output layer by the vocabulary;
-        all else is whole on every rank. See docs/tensor-parallel.md.
+        all else is whole on every rank. See docs/distributed.md.
 
         Raises:
             ValueError: the model has mixtures of experts, which are split by experts.

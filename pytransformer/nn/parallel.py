@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How modules are split over the ranks of a device mesh: the styles that a model's ``tensor_parallel_plan()`` gives to
-``torch.distributed.tensor.parallel.parallelize_module``. See docs/tensor-parallel.md.
+``torch.distributed.tensor.parallel.parallelize_module``. See docs/distributed.md.
 
 Between modules the hidden states are plain tensors, the same on every rank of the mesh. Every parameter becomes a DTensor: split where a
 style says so, else whole.

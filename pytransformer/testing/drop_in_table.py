@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/drop-in.md: what each Hugging Face architecture gets from us, found by trying it against eager code.
+"""Compare Hugging Face architectures with their eager code, feature by feature.
 
-    python -m pytransformer.testing.drop_in_table            # print it
-    python -m pytransformer.testing.drop_in_table --write    # put it between the markers of docs/drop-in.md
+    python -m pytransformer.testing.drop_in_table            # print the table
+    python -m pytransformer.testing.drop_in_table --write    # into tests/integrations/drop_in.md
 
 Every cell is one comparison of a tiny model, registered and converted, with its own eager code: the same logits, gradients,
 weights or tokens, *and* every attention of the model traced to our op. It reads "ours", or "refused" with the reason, or "–" where
@@ -36,7 +36,7 @@ from pytransformer.testing.hugging_face import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "drop-in.md"
+DOC = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "drop_in.md"
 START, END = (
     "<!-- table of architectures: start, written by pytransformer.testing.drop_in_table -->",
     "<!-- table of architectures: end -->",
@@ -262,7 +262,7 @@ def lines(rows: dict[str, dict[str, str]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite docs/drop-in.md instead of printing")
+    parser.add_argument("--write", action="store_true", help="rewrite tests/integrations/drop_in.md instead of printing")
     write = parser.parse_args().write
     pt.integrations.transformers.register()
     text = "\n".join(lines({name: row(name) for name in FAMILIES}))

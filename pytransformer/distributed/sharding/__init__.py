@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: in which ways a call may be split over a device mesh, and how each is computed. See docs/tensor-parallel.md."""
+"""The ops on DTensors: in which ways a call may be split over a device mesh, and how each is computed. See docs/distributed.md."""
 
 from __future__ import annotations
 
