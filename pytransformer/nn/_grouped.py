@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's grouped gemm as a custom op, because torch 2.13 traces ``grouped_mm`` in bfloat16 only.
-"""
+"""PyTorch's grouped gemm as a custom op; torch 2.13 traces ``grouped_mm`` in bfloat16 only."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 @torch.library.custom_op("pytransformer_nn::grouped_outer", mutates_args=())
 def grouped_outer(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the weight gradient ``grad[rows].T @ x[rows]`` of each group, (groups, d_out, d_in).
-    """
+    """Return each group's weight gradient ``grad[rows].T @ x[rows]``, (groups, d_out, d_in)."""
     return F.grouped_mm(grad.contiguous().mT, x.contiguous(), offs=ends)
 
 

@@ -104,8 +104,7 @@ class ConvolutionModule(nn.Module):
         self.pointwise_out = nn.Linear(d_model, d_model, bias)
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """Return (B, L, d); padding, False in ``keep`` (B, L) bool, enters the convolution as zero.
-        """
+        """Return (B, L, d); padding, False in ``keep`` (B, L) bool, enters as zero."""
         x = nn.functional.glu(self.pointwise_in(x), -1)
         if keep is not None:
             x = x.masked_fill(~keep[..., None], 0.0)

@@ -57,8 +57,7 @@ class Context(NamedTuple):
         return ring_attention(query, key, value, group=self.group, sum_gradients=False, **options)
 
     def mean_loss(self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss over the labels of all ranks; backward computes this rank's share.
-        """
+        """Return the mean loss over all ranks' labels; backward computes this rank's share."""
         count = (labels != IGNORE).sum()
         return _Mean.apply(head.loss(hidden, labels, reduction="sum"), count, self.group)
 

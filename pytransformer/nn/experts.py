@@ -317,7 +317,6 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance_loss(model: nn.Module) -> torch.Tensor | None:
-    """Return the summed ``balance_loss`` of a model's mixtures after a forward; None without any.
-    """
+    """Return the summed ``balance_loss`` of a model's mixtures after a forward, or None."""
     losses = [m.balance_loss for m in model.modules() if isinstance(m, MixtureOfExperts) and m.balance_loss is not None]
     return torch.stack(losses).sum() if losses else None

@@ -11,8 +11,7 @@ from ..ops.layer_norm import add_norm, layer_norm, rms_norm
 
 
 class Norm(nn.Module):
-    """Base of :class:`LayerNorm` and :class:`RMSNorm`: a weight, an optional bias, and :meth:`add`.
-    """
+    """Base of :class:`LayerNorm` and :class:`RMSNorm`: weight, optional bias and :meth:`add`."""
 
     kind: NormKind = "layer"
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linformer self-attention: a learned projection along the sequence makes it linear in the length.
-"""
+"""Linformer self-attention, linear in the length by a learned projection of the sequence."""
 
 from __future__ import annotations
 

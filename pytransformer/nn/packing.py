@@ -118,8 +118,7 @@ class Packing:
         return spread(x, self.rows, self.shape[0] * self.shape[1]).unflatten(0, self.shape)
 
     def visible(self, arguments: Mapping[str, Any], keys: Packing) -> dict[str, Any]:
-        """Return the arguments of :func:`pytransformer.attention_varlen` with the same visibility.
-        """
+        """Return the arguments of packed attention with the same visibility."""
         return {k: v for k, v in arguments.items() if k in _SHARED} | {
             "cu_seqlens_q": self.offsets, "cu_seqlens_k": keys.offsets,
             "max_seqlen_q": self.longest, "max_seqlen_k": keys.longest,

@@ -109,8 +109,7 @@ class PagedCache(DecoderCache):
 
     @property
     def table(self) -> torch.Tensor:
-        """Return the page table of the batch, (B, pages) int32, 0 after each sequence's last page.
-        """
+        """Return the batch's page table, (B, pages) int32, 0 after a sequence's last page."""
         tables = [self.pages.tables[name] for name in self.rows]
         width = max((len(table) for table in tables), default=0)
         rows = [table + [0] * (width - len(table)) for table in tables]
@@ -163,7 +162,6 @@ class PagedCache(DecoderCache):
             layer.step = step
         return step
 
-
     def open(self, tokens: Sequence[int] = ()) -> int:
         """Open a sequence and return its name.
 
@@ -174,8 +172,7 @@ class PagedCache(DecoderCache):
         return self.pages.open(tokens)
 
     def know(self, name: int, tokens: Sequence[int]) -> None:
-        """Let sequences with the same prefix share this sequence's full pages, even after it ends.
-        """
+        """Let sequences with the same prefix share the full pages, even after this one ends."""
         self.pages.know(name, tokens)
 
     def fork(self, name: int) -> int:
@@ -196,7 +193,6 @@ class PagedCache(DecoderCache):
                 "PagedCache.select: the rows of cross-attention's keys follow reorder() alone; use that, or free() first"
             )
         self.rows = list(names)
-
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
         before, after, kept = self.rows, list[int](), set[int]()

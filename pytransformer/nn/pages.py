@@ -202,8 +202,7 @@ class Pages:
         return page
 
     def _forget(self, page: int) -> None:
-        """Remove the page from the index; its successors become unreachable and are evicted later.
-        """
+        """Remove the page from the index; its successors are unreachable and evicted later."""
         known = self._known.pop(page, None)
         if known is not None:
             del self._pages[known.key]

@@ -208,8 +208,7 @@ class ModelParallel(WholeParallel):
 
 
 def _check_generators(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise ValueError on every rank if the RNG states differ, because hidden states would diverge.
-    """
+    """Raise ValueError on every rank if RNG states differ; hidden states would diverge."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     own = torch.tensor([zlib.crc32(state.numpy().tobytes())], device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -57,8 +57,7 @@ class AttentionTap:
         return attention_weights(self.query, self.key, self.lse, rows=rows, heads=heads, **self.arguments)
 
     def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
-        """Return :func:`pytransformer.attention_summary`, in linear memory; all kinds by default.
-        """
+        """Return :func:`pytransformer.attention_summary` of these kinds (default: all)."""
         return attention_summary(self.query, self.key, self.lse, kinds=kinds or KINDS, **self.arguments)
 
 
