@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks into other libraries. Each module imports its library only when it is asked to."""
+"""Hooks into other libraries; each module imports its library on first use."""
 
 from . import torch as torch
 from . import transformers as transformers
