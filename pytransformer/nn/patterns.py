@@ -46,7 +46,7 @@ class Pattern:
         self._keep(length, device)
         return self._kept[length, device.type, device.index]
 
-    # The compiler runs this while tracing. The lookup in __call__ is then a guarded input. A
+    # The compiler runs this while tracing. The read in __call__ is then a guarded input. A
     # constant mask had no guard, so the graph of one layer used the pattern of another.
     def _keep(self, length: int, device: torch.device) -> None:
         """Cache the mask as the most recently used one."""

@@ -39,7 +39,7 @@ def sinusoidal(
 class Positions(nn.Module):
     """Base of :class:`SinusoidalPositions` and :class:`LearnedPositions`.
 
-    It is a lookup in ``weight`` (max_length, d_model).
+    ``weight`` is (max_length, d_model), indexed by position.
     """
 
     weight: torch.Tensor

@@ -173,7 +173,7 @@ def feed_forward(
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(norm(r), r)`` with ``r = residual + dropout(x)``, for a :func:`fusable_norm`."""
-    # Torch returns the promoted dtype.
+    # torch returns the promoted dtype.
     if x.dtype != residual.dtype or x.dtype != norm.weight.dtype:
         stream = residual + F.dropout(x, dropout, dropout > 0)
         return norm(stream), stream
