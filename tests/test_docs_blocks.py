@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``python`` blocks of README and docs run as they stand, the blocks of a page one after another."""
+"""The ``python`` blocks of README and docs run unchanged, those of a page in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# Pages whose blocks use names that they do not define. The list may only shrink.
+# Pages whose blocks use undefined names. The list may only shrink.
 FRAGMENTS = {
     f"docs/{page}.md" for page in ("cache-8bit", "generation", "models", "scaling", "tensor-parallel", "training", "viz")
 }
 
 
 def pages() -> dict[str, list[str]]:
-    """The blocks of each page that has one."""
+    """Return the blocks of each page that has one."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {str(path.relative_to(ROOT)): BLOCK.findall(path.read_text(encoding="utf-8")) for path in paths}
     return {page: blocks for page, blocks in found.items() if blocks}
