@@ -107,7 +107,7 @@ def number_en(n: int) -> str:
 
 
 class _Draw:
-    """Draws words and records the number and the date that it drew."""
+    """A source of words that records the number and the date that it drew."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance

@@ -62,7 +62,7 @@ SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10
 
 
 class Counted(TorchDispatchMode):
-    """Counts bytes sent by collective, and FLOPs of local parts.
+    """Counters of bytes sent by collective, and of FLOPs of local parts.
 
     FlopCounterMode would count a DTensor product in full.
     """

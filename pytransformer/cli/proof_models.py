@@ -142,7 +142,7 @@ def _hugging_face(
 
 
 class Encoder(torch.nn.Module):
-    """torch.nn.TransformerEncoder over an embedding, trained to predict a shifted input."""
+    """torch.nn.TransformerEncoder over an embedding, trained to repeat words one position later."""
 
     def __init__(self, words: int) -> None:
         super().__init__()

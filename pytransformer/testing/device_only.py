@@ -18,7 +18,7 @@ class HostRead(AssertionError):
 
 
 class DeviceOnly(TorchDispatchMode):
-    """Records operations; raises :class:`HostRead` at a copy between a tensor's data and the host.
+    """A mode that records operations and raises :class:`HostRead` at host copies of tensor data.
 
     ``checks=True`` allows reads, because argument checks read values on the CPU but not on a GPU.
     """

@@ -205,7 +205,7 @@ def compiled(family: Family) -> str:
 
 
 def converted(*words: str) -> Callable[[Family], str]:
-    """Return a feature that counts converted modules whose class name contains one of the words."""
+    """Return a feature that converts modules whose class name contains one of the words."""
 
     def cell(family: Family) -> str:
         done = pt.integrations.convert(family.build("pytransformer"))

@@ -36,7 +36,7 @@ class Run:
 
 
 class _Packing:
-    """Converts (B, H, L, ...) tensors with lengths to and from attention_varlen's packed ones."""
+    """A converter of (B, H, L, ...) tensors with lengths to and from attention_varlen's."""
 
     def __init__(self, lengths: Tensor, longest: int) -> None:
         self.lengths, self.longest = lengths.tolist(), longest

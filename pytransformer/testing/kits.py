@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test support of every family, found by its file in `ops/`; a new family edits nothing here."""
+"""Test support of every family, loaded from its file in `ops/`; a new family edits nothing here."""
 
 from __future__ import annotations
 

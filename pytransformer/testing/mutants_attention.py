@@ -113,7 +113,7 @@ FAULTS |= {
 
 
 def _tables(change: Callable[[Any], Tensor]) -> Fault:
-    """Replace the page table; entries beyond its end name some page of the pool."""
+    """Return a fault that changes the page table, with every entry clamped to a valid page."""
     return replacing(page_table=lambda a: change(a).clamp(0, max(a.key.shape[0] - 1, 0)))
 
 
@@ -220,7 +220,7 @@ def _last_page_stale(a: Any) -> Tensor:
 
 
 def _with_pages_of(lengths: Callable[[Tensor], Tensor]) -> Fault:
-    """Replace lengths of paged problems, with some page in every table entry."""
+    """Return a fault that changes lengths of paged problems, with only valid table entries."""
     return _both(SOME_PAGES, lambda a, attend: attend(
         a if a.page_table is None else a._replace(key_lengths=lengths(a.key_lengths).clamp(max=a.num_keys))
     ))  # fmt: skip

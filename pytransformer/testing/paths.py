@@ -21,7 +21,7 @@ needs_fast_path = pytest.mark.skipif(fast_path.why_not() is not None, reason=f"n
 
 
 class Sees(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records each op that the dispatcher runs."""
+    """A mode that records each op that the dispatcher runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Sees(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class Functions(torch.overrides.TorchFunctionMode):
-    """Passes every function through unchanged."""
+    """A mode that passes every function through unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

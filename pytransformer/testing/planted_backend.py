@@ -80,9 +80,10 @@ def plant(fault: str) -> None:
 
 @contextlib.contextmanager
 def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[list[str]]:
-    """Plant the fault here and in the workers, with results stored in ``folder``.
+    """Plant the fault in the workers, with results stored in ``folder``.
 
-    The faulty backend must not run here. Yield the records of the backends that ran.
+    In this process the backend works and records its calls; yield these records, which must stay
+    empty.
     """
     ran: list[str] = []
     cpu = _registry.OPS["attention"].backends["cpu"]

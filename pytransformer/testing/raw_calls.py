@@ -36,7 +36,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Below(TorchDispatchMode):
-    """Records the native calls inside a Python raw op."""
+    """A recorder of the native calls inside a Python raw op."""
 
     def __init__(self, calls: list[RawCall]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Below(TorchDispatchMode):
 
 
 class Recorder(_Below):
-    """Records the calls of both layers of raw ops."""
+    """A recorder of the calls of both layers of raw ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "pytransformer":

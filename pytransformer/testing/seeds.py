@@ -15,7 +15,7 @@ import torch
 # seeds.
 STEP = 1_000_003
 _manual_seed = torch.manual_seed
-_Generator: TypeAlias = torch.Generator  # the C++ class, even after it is replaced
+_Generator: TypeAlias = torch.Generator  # the C++ class, unaffected by the replacement below
 
 
 class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]  # its base is computed

@@ -25,7 +25,7 @@ def _no_sum_of_outputs(way: ways.Way, i: int) -> Placement:
 
 
 def _of_the_next_rank(dim: int, size: int) -> Callable[..., Any]:
-    """Return a slicer of per-head vectors or tables that takes the next rank's part."""
+    """Return a to_local that gives per-head vectors or tables the next rank's part."""
 
     def to_local(t: Any, mesh: Any, placements: Any, gradient: Any) -> torch.Tensor:
         local = TO_LOCAL(t, mesh, placements, gradient)

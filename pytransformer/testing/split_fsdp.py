@@ -17,7 +17,7 @@ from .cases import case
 
 
 class Holder(nn.Module):
-    """Holds every differentiable argument of a call except the first as a parameter."""
+    """A module with every differentiable argument of a call, except the first, as a parameter."""
 
     def __init__(self, chosen: Case) -> None:
         super().__init__()

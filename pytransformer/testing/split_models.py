@@ -91,7 +91,7 @@ def trained(
 
 
 class Given(TorchDispatchMode):
-    """Counts the bytes that this process passes to collectives, by kind."""
+    """A counter of the bytes that this process passes to collectives, by kind."""
 
     def __init__(self) -> None:
         super().__init__()

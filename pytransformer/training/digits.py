@@ -63,7 +63,7 @@ def logistic_regression(train: Digits, held_out: Digits) -> float:
 
 
 def drawn_at(digits: Digits, size: ImageSize) -> Digits:
-    """Return the same digits resized (bicubic), rectangular if asked."""
+    """Return the same digits resized (bicubic); `size` may be rectangular."""
     size = height_and_width(size)
     if size == tuple(digits.images.shape[2:]):
         return digits

@@ -63,7 +63,7 @@ class World(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return (index, count) if sequences are split and this process lacks the first rows."""
+        """Return (place,) if sequences are split and this process lacks the first rows, else ()."""
         return () if self.mesh is None or self.mesh.place == 0 else (self.mesh.place,)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,7 @@ def span_length_probabilities(success: float = 0.2, longest: int = 10) -> list[f
 
 
 class SentencePair(NamedTuple):
-    """`<s> first </s> second </s>` with segment ids; label 0 if the second span follows the
-    first.
-    """
+    """`<s> first </s> second </s>` with segment ids and the next-sentence label."""
 
     ids: list[int]
     segments: list[int]

@@ -99,8 +99,9 @@ class SplitModel:
                 local(t).copy_(local(like(parts[name], t)))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
-        """Return the full optimizer's state_dict on the CPU, {} unless `keep`; every rank calls
-        it.
+        """Return the full optimizer's state_dict on the CPU, or {} unless `keep`.
+
+        Every rank must call.
         """
         state = optimizer.state_dict()
         by_name = {name: state["state"].get(i, {}) for i, name in enumerate(self._names(optimizer))}

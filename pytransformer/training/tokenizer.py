@@ -17,7 +17,7 @@ _PURPOSE = "training and loading tokenizers"
 
 
 class Tokenizer:
-    """Maps text to token ids and back; `<s>` and `</s>` also serve as BERT's [CLS] and [SEP]."""
+    """A map from text to token ids and back; `<s>` and `</s>` are also BERT's [CLS] and [SEP]."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

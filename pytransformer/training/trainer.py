@@ -86,7 +86,7 @@ class _Step(nn.Module):
 
 
 class Trainer:
-    """Trains a model and writes metrics (metrics.jsonl) and checkpoints to `out`.
+    """A training run that writes metrics (metrics.jsonl) and checkpoints to `out`.
 
     Each random number of a step depends only on the seed, the step and the rank; each batch depends
     on the seed and its position. A checkpoint needs no generator state, and a resumed run is

@@ -43,9 +43,7 @@ class Translator:
     target: Tokenizer
 
     def translate(self, texts: Sequence[str], *, beams: int = 1, max_new_tokens: int | None = None) -> list[str]:
-        """Return translations of at most `max_new_tokens` tokens (None: 20 more than the
-        source).
-        """
+        """Return translations of up to `max_new_tokens` tokens (None: twice the source plus 20)."""
         return [self.target.decode(ids) for ids in self._translate_ids(texts, beams, max_new_tokens)[1]]
 
     def align(self, text: str, *, beams: int = 1) -> Alignment:
@@ -149,9 +147,7 @@ def new_translator(pairs: Sequence[Pair], plan: TranslationPlan) -> Translator:
 
 
 def translation_batches(translator: Translator, pairs: Sequence[Pair], batch_size: int, seed: int = 0) -> Batches:
-    """Return the pairs as ids, batched by length; pairs beyond the model's positions are
-    dropped.
-    """
+    """Return the pairs as ids, batched by length, without those beyond the model's positions."""
     source, target = translator.source, translator.target
     sides = zip(source.encode_all([p.source for p in pairs]), target.encode_all([p.target for p in pairs]))
     limit = translator.model.config.max_length

@@ -52,7 +52,7 @@ def of(row: Mapping[str, Any], peaks: Mapping[str, Any] | None) -> tuple[str, di
 
 
 def bandwidth(traffic: float, peaks: Mapping[str, Any], cold: bool) -> float:
-    """Return GB/s of the copy with the nearest traffic, or of reads if those are faster."""
+    """Return GB/s of the copy with the nearest traffic; out of cache, reads count if faster."""
     rates: Mapping[str, float] = peaks["copy_gbps"]
     largest = max(rates, key=int)
     nearest = largest if cold else min(rates, key=lambda size: abs(math.log(int(size) / max(traffic, 1.0))))

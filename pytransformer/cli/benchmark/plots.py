@@ -21,7 +21,7 @@ from pytransformer.console import EXTRA_HINT, escape_plot
 
 Row = dict[str, Any]
 
-# Okabe and Ito's colors, distinct for every kind of color vision, each with its own marker.
+# Okabe and Ito's colors, distinct for every kind of color vision, each with a distinct marker.
 STYLES = {
     "naive": ("#999999", "s"),
     "torch": ("#E69F00", "D"),

@@ -52,7 +52,7 @@ class _Entry:
 
 @dataclass
 class Runner:
-    """Runs steps one by one and fills `rows` and `not_run`, which survive an early stop."""
+    """A run of steps, one by one, that fills `rows` and `not_run`, which survive an early stop."""
 
     options: Options
     probe: memory.MemoryProbe

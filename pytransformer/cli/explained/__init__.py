@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op families of `pytransformer explain`, one file each, found by name.
+"""The op families of `pytransformer explain`, one file each, loaded by name.
 
 A file has `SHAPES`, the meaning of --shape for each op; `call(arguments, tensor)`, which returns
 the (args, kwargs) of the public op; and optionally `add_arguments(group)`. For a family without a

@@ -7,7 +7,7 @@ with the reason. Data that a program would store between calls (a mask from leng
 buckets of a relative bias) is built during preparation, outside the clock, which favors the peers.
 Work that a training step repeats (gathering a bias from its table) is timed.
 
-The file of a family, found by name, may have `PROVIDERS`, the peers of each op; `QUICK`, the rows
+The file of a family, loaded by name, may have `PROVIDERS`, the peers of each op; `QUICK`, the rows
 of `bench --quick`; and `SUITES`, the rows of each suite (cli/benchmark/rows.py).
 """
 

@@ -50,7 +50,7 @@ def prepare(problem: Problem) -> Prepared:
 
 
 def _pattern_mod(problem: Problem) -> Mod | None:
-    """Return the mask_mod of the case's block mask: a pattern's own formula."""
+    """Return the mask_mod of the case's block mask: a pattern's formula."""
     mask = problem.named.get("attn_mask")
     if not isinstance(mask, BlockMask):
         return None
