@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[int, int]:
     same = steps = told = 0
     began = time.perf_counter()
     while batcher.busy or len(asked) < settings.requests:
-        # arrivals between two steps
+        # Arrivals between two steps.
         for _ in range(min(rng.choice([0, 0, 1, 2]), settings.requests - len(asked))):
             prompt, how, seed = draw(rng, beginnings)
             asked[batcher.submit(prompt, how, generator=torch.Generator().manual_seed(seed))] = prompt, how, seed

@@ -21,7 +21,7 @@ class Noun(NamedTuple):
 
 
 class Adjective(NamedTuple):
-    # masculine singular and plural, feminine singular and plural
+    # Masculine singular and plural, feminine singular and plural.
     forms_pt: tuple[str, str, str, str]
     en: str
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding with prompt lookup: guess several tokens and check them in one call.
+"""Speculative decoding: guess several tokens from repeated text, check them in one call.
 
     python examples/speculative_decoding.py                   seconds on two cores
     python examples/speculative_decoding.py --branches 1      a chain of guesses, not a tree

@@ -20,7 +20,7 @@ from pytransformer.ops._core.registry import WRONG_DEVICE, trace
 from pytransformer.testing.poison import poisoned
 from pytransformer.testing.seeds import shift_seeds
 
-# ignore this user's stored verification results
+# Ignore this user's stored verification results.
 os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")
 skipped: Counter[str] = Counter()
 ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
@@ -122,7 +122,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
-    # xdist reports a dead worker as "???"
+    # Xdist reports a dead worker as "???".
     on_gpu = "gpu" in report.keywords or report.when == "???"
     if report.failed and on_gpu and "PYTEST_XDIST_WORKER" not in os.environ:
         # Print at once, because a GPU run may end before pytest's summary.

@@ -16,7 +16,7 @@ class Part(NamedTuple):
     folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()  # for pytest
-    # an environment variable: a folder with packages that precede the installed ones; unset: skip
+    # An environment variable: a folder with packages that precede the installed ones; unset: skip.
     needs: str = ""
     jobs: int = 1  # processes that compute at once
 
@@ -35,7 +35,7 @@ PARTS = (
     Part("distributed", "several processes", 4, ("distributed",), jobs=2),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED, TWO, jobs=2),
     Part("cuda", "CUDA conformance and resources", 3, ("cuda",)),
-    # one thread each
+    # One thread each.
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),
     Part("models", "models and integrations", 8, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
     Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),
@@ -65,7 +65,7 @@ NO_REFERENCE = (
     "not reference and not fast_path_nodes and not fast_path_mutants and not fast_path_watched and not verification",
 )
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
-# planted faults test the tests, whatever the version of Triton
+# Planted faults test the tests, whatever the version of Triton.
 NO_FAULTS = ("-k", "not finds and not mutants")
 # Tests that compare two roundings, under every setting that changes them: our instruction set, that
 # of PyTorch's libraries, threads, seeds. The settings are a covering array of strength 1, and of 2

@@ -67,7 +67,7 @@ PYTEST = [
 ]
 NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
 FULL_FUZZ = "--fuzz-cases=2000"
-# without "torch", which in a benchmark is PyTorch's function
+# Without "torch", which in a benchmark is PyTorch's function.
 OURS = ("reference", "cpu", "triton", "cuda")
 
 

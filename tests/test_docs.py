@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 MAX_WORDS = 1500
-# a generated part of a page
+# A generated part of a page.
 TABLE = re.compile(r"<!-- [^>]*: start, written by .*?: end -->", re.S)
 CODE = re.compile(r"^```.*?^```$", re.S | re.M)
 VARIABLE = re.compile(r"PYTRANSFORMER_[A-Z][A-Z0-9_]*[A-Z0-9]\b")

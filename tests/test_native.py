@@ -104,6 +104,6 @@ def test_bindings_agree_with_the_op_library() -> None:
     assert _C.default_isa() == C.cpu_isa()
     info = native.build_info()
     assert info is not None
-    # the installer adds it
+    # The installer adds it.
     assert _C.build_info() == {name: value for name, value in info.items() if name != "checkout"}
     assert set(_C.built_isas()) >= set(_C.usable_isas())

@@ -88,7 +88,7 @@ def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
         assert run_parts.over_budget(second._replace(jobs=2), run_parts.Spent(9.0, 1.9), False) is None
         assert (run_parts.over_budget(second._replace(jobs=2), run_parts.Spent(9.0, 2.9), False) is None) is slow
         assert run_parts.over_budget(second, run_parts.Spent(9.0, 9.0), True) is None
-    # a fast machine gets no smaller budget
+    # A fast machine gets no smaller budget.
     monkeypatch.setattr(run_parts, "loop_time", lambda: 0.01)
     assert run_parts.over_budget(second, run_parts.Spent(0.9, 0.9), False) is None
 

@@ -34,7 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the runs are kept (default: a new folder in /tmp)")
     words = sys.argv[1:]
-    # the rest is for `pytransformer bench`
+    # The rest is for `pytransformer bench`.
     middle = words.index("--") if "--" in words else len(words)
     options, bench = parser.parse_args(words[:middle]), words[middle + 1 :]
     for checkout in (options.old, options.new):

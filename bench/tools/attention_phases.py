@@ -41,7 +41,7 @@ from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as o
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-# the order of csrc/cpu/core/phases.h
+# The order of csrc/cpu/core/phases.h.
 PHASES = ("pack", "scores", "softmax", "output", "dv", "dk", "dq", "results")
 DIRECTIONS = {  # phase: its products of length x length x dim
     "forward": {"pack": 0, "scores": 1, "softmax": 0, "output": 1, "results": 0},

@@ -87,7 +87,7 @@ def built_cuda(options: argparse.Namespace) -> Rows:
     module = machinery("cuda")
     if reason := module.why_not():
         raise SystemExit(f"cuda: {reason}")
-    # in addition to the table's columns
+    # In addition to the table's columns.
     module.COUNTED = {**module.COUNTED, "instructions": r"(?m)^\s*/\*[0-9a-f]{4,}\*/"}
     for key, used in module.measure().items():
         arch, _, kernel = key.partition(" ")

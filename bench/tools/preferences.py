@@ -92,7 +92,7 @@ def measured(folder: Path) -> Measured:
 
 def cell(op: str, name: str, shape: dict[str, int], dtype: str, mode: str) -> Cell:
     """Return the cell of a benchmark's call, from arguments on the meta device."""
-    # page tables depend on lengths' values, so contiguous keys replace them
+    # Page tables depend on lengths' values, so contiguous keys replace them.
     if name == "decode_pages":
         return replace(cell(op, "decode", shape, dtype, mode), kind="pages")
     sized = case(name).resize(**{k: v for k, v in shape.items() if k in case(name).shape})

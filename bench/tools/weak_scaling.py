@@ -74,7 +74,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # the DTensor op calls the collectives on its parts, which come here
+            # The DTensor op calls the collectives on its parts, which come here.
             return NotImplemented
         name = func.name().partition(".")[0]
         if "c10d" in name and name not in SILENT:

@@ -250,7 +250,7 @@ def verification_of(device: torch.device) -> dict[str, Any]:
 def self_check() -> list[dict[str, Any]]:
     """Check forward and backward of each op on each working backend, float32 against float64."""
     threads = torch.get_num_threads()
-    # for small problems on a busy machine, starting threads costs most of the time
+    # For small problems on a busy machine, starting threads costs most of the time.
     torch.set_num_threads(1)
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     try:

@@ -8,7 +8,7 @@ It is installed with the package, so that users can check a backend on their mac
 
 import os
 
-# child processes of a test run share its seed shift
+# Child processes of a test run share its seed shift.
 if os.environ.get("PYTRANSFORMER_TEST_SEED", "0") != "0":
     from .seeds import shift_seeds
 

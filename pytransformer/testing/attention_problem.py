@@ -31,10 +31,10 @@ class Problem:
     packed: bool  # run as attention_varlen
     features: frozenset[str] = field(default_factory=frozenset)
     layouts: dict[str, str] = field(default_factory=dict)
-    # pass the boolean mask as a block mask to backends that support it
+    # Pass the boolean mask as a block mask to backends that support it.
     block_size: tuple[int, int] | None = None
     pages: tuple[int, int] | None = None  # (page size, seed) of a second run with paged KV
-    # run again with keys and values in this dtype, paged if the problem is
+    # Run again with keys and values in this dtype, paged if the problem is.
     eight_bits: torch.dtype | None = None
 
     @property

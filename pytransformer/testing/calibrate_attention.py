@@ -33,7 +33,7 @@ def problem(seed: int, case: int) -> Problem | None:
     if "attn_mask" in p.tensors:
         p.tensors["attn_mask"] = p.tensors["attn_mask"].to(p.dtype)
     if p.keywords.get("scale", 1.0) <= 0:
-        # the flash kernel returns NaN for causal problems with such a scale
+        # The flash kernel returns NaN for causal problems with such a scale.
         del p.keywords["scale"]
     p.keywords.pop("return_lse", None)
     p.grad_out, p.grad_lse = p.grad_out.contiguous(), None

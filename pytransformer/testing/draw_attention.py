@@ -25,7 +25,7 @@ DTYPE_WEIGHTS = (32, 34, 20, 14)
 DATA = {"normal": 50, "positive": 12, "offset": 13, "heavy": 13, "large_logits": 12}
 PAGE_SIZES = (1, 2, 5, 7, 16, 16, 32, 64, 100)
 BLOCK_SIZES = ((32, 32), (64, 64), (32, 64), (64, 32), (128, 128))
-# max (batch, head, query, key) quadruples of a problem, for a cheap float64 solution
+# Max (batch, head, query, key) quadruples of a problem, for a cheap float64 solution.
 BUDGET = 120_000
 
 # Probability of each keyword in a problem that is not plain. `causal` is frequent because
@@ -196,7 +196,7 @@ class _Drawer:
         if "window" in want:
             sides = (None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk)
             self.keywords["window"] = (r.choice(sides), r.choice(sides))
-            # without a window global_keys are refused
+            # Without a window global_keys are refused.
             bounded = self.keywords["window"] != (None, None)
             if self.only is None and self.global_rng.random() < 0.5 and bounded:
                 self.keywords["global_keys"] = self.global_rng.choice((1, 1, 4, 33, 70, self.Lk))

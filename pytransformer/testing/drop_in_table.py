@@ -133,7 +133,7 @@ def attention_weights(family: Family) -> str:
         key = "decoder_attention_mask" if n != "encoder_attentions" and family.kind == "seq2seq" else "attention_mask"
         queries = inputs.get(key)
         for theirs, weights in zip(eager[n], ours[n], strict=True):
-            # a padding row may have no visible key: zeros
+            # A padding row may have no visible key: zeros.
             if queries is not None and theirs.shape[2] == queries.shape[1]:
                 theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
             expect(distance(weights, theirs) < LIMIT, f"{n} differ by {distance(weights, theirs):.1e}")

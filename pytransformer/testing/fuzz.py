@@ -32,9 +32,9 @@ class Report:
     """The results of a fuzzer run."""
 
     cases: int = 0
-    # one reproducing command with its reasons each
+    # One reproducing command with its reasons each.
     failures: list[str] = field(default_factory=list)
-    # number of problems that each backend declined
+    # Number of problems that each backend declined.
     declined: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)

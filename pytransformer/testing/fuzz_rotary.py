@@ -87,7 +87,7 @@ def draw(seed: int, case: int) -> Problem:
         tensors["grad_out"] = torch.randn(tensors["x"].shape, dtype=torch.float64).to(dtype)
         features.add("grad_out")
     layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
-    # their last dimension must be contiguous, or the op refuses the call
+    # Their last dimension must be contiguous, or the op refuses the call.
     for name in ("key_cache", "value_cache"):
         if name in tensors and layouts[name] not in ("offset", "rows_first"):
             layouts[name] = "contiguous"

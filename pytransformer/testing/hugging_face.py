@@ -44,7 +44,7 @@ class Family:
     settings: dict[str, Any]
     kind: str  # "encoder" | "decoder" | "seq2seq" | "image" | "audio"
     attentions: int = 2  # calls of the attention interface in one forward pass
-    # factor on initial weights, which are too small for scores to affect attention
+    # Factor on initial weights, which are too small for scores to affect attention.
     gain: float = 3.0
 
     def build(self, implementation: str, dtype: torch.dtype = torch.float32) -> Any:

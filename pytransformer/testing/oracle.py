@@ -25,7 +25,7 @@ from torch import Tensor
 # Finite scores beyond this limit in float32 (and likewise in float64) count as equal, because
 # base-2 arithmetic saturates there.
 LN2 = 0.6931471805599453
-# a term this large absorbs the score in float64 as in float32, so its rounding adds nothing
+# A term this large absorbs the score in float64 as in float32, so its rounding adds nothing.
 LOST = 2.0**100
 
 

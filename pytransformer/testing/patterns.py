@@ -25,7 +25,7 @@ class Pattern:
     build: Callable[[int, Device], BlockMask]
     mod: Mod | None = None
 
-    # few entries that live as long as the program; strided takes seconds at 65,536 tokens
+    # Few entries that live as long as the program; strided takes seconds at 65,536 tokens.
     @functools.lru_cache(maxsize=8)  # noqa: B019
     def make(self, length: int, device: Device) -> BlockMask:
         return self.build(length, device)

@@ -65,7 +65,7 @@ def poisoned() -> Iterator[list[Guard]]:
 
         return poison
 
-    # fill its cache with the originals; otherwise torch.device("meta") would not know them
+    # Fill its cache with the originals; otherwise torch.device("meta") would not know them.
     _device_constructors()
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     for owner, name, original in originals:

@@ -54,7 +54,7 @@ def build(name: str, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = dataclasses.replace(CONFIGS[name], **changes)
     model = getattr(models, name.split("-")[0])(config)
-    # its head starts at zero, which would hide everything before it
+    # Its head starts at zero, which would hide everything before it.
     if isinstance(model, models.Mixer):
         torch.nn.init.normal_(model.head.weight, std=0.1)
     return model

@@ -99,7 +99,7 @@ class Given(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # the DTensor op calls the collectives on its parts, which come here
+            # The DTensor op calls the collectives on its parts, which come here.
             return NotImplemented
         kind = func.name().split("::")[1].strip("_").removesuffix("_into_tensor").replace("all_gather", "allgather")
         if "c10d" in func.name() and kind in ("all_reduce", "allgather", "broadcast", "all_to_all_single", "reduce_scatter"):

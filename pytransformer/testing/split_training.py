@@ -128,7 +128,7 @@ def held(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int]
 def difference(found: Ran, want: Ran) -> float:
     """Return the max difference of losses and weights, relative to the max of each."""
     assert found.state.keys() == want.state.keys()
-    # the first rank only
+    # The first rank only.
     losses = [(torch.tensor(found.losses), torch.tensor(want.losses))] if found.losses else []
     assert not losses or losses[0][0].shape == losses[0][1].shape, "as many steps"
     pairs = [*losses, *((found.state[name], t) for name, t in want.state.items())]

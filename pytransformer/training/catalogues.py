@@ -25,7 +25,7 @@ from .text import Pair
 
 ENGLISH = "en"
 _MAGIC = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
-# an id such as label_title or batch.next
+# An id such as label_title or batch.next.
 _SYMBOLIC = re.compile(r"[a-z0-9]+(?:[_.:][a-z0-9]+)+", re.IGNORECASE)
 _DEFAULT = re.compile(r'Default: "(.*)"', re.DOTALL)
 
@@ -87,7 +87,7 @@ def find_catalogues(package: str) -> Catalogues:
         raise ValueError(f"gettext:{package}: its installation has no record of its files; install it from a wheel")
     with_polib = _has_polib()
     files: dict[tuple[Path, str], dict[str, Path]] = defaultdict(dict)
-    # the preferred kind comes last
+    # The preferred kind comes last.
     for file in sorted(found.files, key=lambda f: (f.suffix == ".po") == with_polib):
         if file.suffix in (".mo", ".po") and file.parent.name == "LC_MESSAGES":
             path = Path(str(found.locate_file(file)))

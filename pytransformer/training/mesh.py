@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# adjacent ranks share a batch, because tensor parallelism communicates most
+# Adjacent ranks share a batch, because tensor parallelism communicates most.
 AXES = ("data", "context", "tensor")
 
 
@@ -134,7 +134,7 @@ def _groups(ranks: torch.Tensor, timeout: float | None) -> list[dist.ProcessGrou
     own = []
     for dim in range(ranks.dim()):
         lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-        # every rank must create all groups in this order
+        # Every rank must create all groups in this order.
         made = [dist.new_group(line, timeout=wait) for line in lines]
         own.append(next(group for group, line in zip(made, lines) if dist.get_rank() in line))
     return own

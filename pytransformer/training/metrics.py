@@ -124,7 +124,7 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") ->
     for axis, loss in zip(fig.subplots(1, 2), (True, False)):
         for run, rows in runs.items():
             told = dict.fromkeys(name for row in rows for name in row if name not in passed and name.endswith("loss") == loss)
-            # distances have another scale; viz draws them
+            # Distances have another scale; viz draws them.
             names = [name for name in told if not name.startswith("distance")]
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if name in row]

@@ -111,7 +111,7 @@ class SplitModel:
             values = {name: by_name[name][entry] for name in self._parameters if entry in by_name[name]}
             tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and t.dim()}
             before = names_before(self.model, values)
-            # such as the step count
+            # Such as the step count.
             whole = {before[name]: value for name, value in values.items() if name not in tensors}
             whole |= gathered(self.model, tensors, keep=keep, device=torch.device("cpu"))
             for name, value in whole.items():
@@ -129,7 +129,7 @@ class SplitModel:
             for i, name in enumerate(self._names(optimizer)):
                 if name in parts:
                     value = parts[name]
-                    # parts of a matrix have separate step counts
+                    # Parts of a matrix have separate step counts.
                     if isinstance(value, torch.Tensor):
                         value = like(value, self._parameters[name]) if value.dim() else value.clone()
                     found.setdefault(i, {})[entry] = value

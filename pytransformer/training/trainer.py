@@ -55,7 +55,7 @@ class Recipe:
     clip: float | None = None  # max gradient norm
     log_every: int = 50
     evaluate_every: int = 0  # 0: at the end only
-    # steps after which an epoch's mean loss and evaluation are logged; 0: never
+    # Steps after which an epoch's mean loss and evaluation are logged; 0: never.
     epoch_steps: int = 0
     save_every: int = 0  # 0: at the end only
     keep: int = 2  # number of checkpoints
@@ -151,7 +151,7 @@ class Trainer:
         self.metrics = Metrics(out / "metrics.jsonl" if out is not None and self.world.first else None)
         self.step, self.epoch, self.position = 0, 0, 0  # position: batches used in this epoch
         self.last_loss = math.nan
-        # loss * labels and labels of this process since the last epoch row
+        # Loss * labels and labels of this process since the last epoch row.
         self.epoch_sums = [0.0, 0.0]
         self.log_sums = [0.0, 0.0]  # the same since the last metrics row
         self._damaged: list[Path] = []
@@ -369,7 +369,7 @@ class Trainer:
 
     def _log(self, steps: int, tokens: int, seconds: float) -> None:
         sums = self._over_processes([*self.log_sums, tokens])
-        # else fit(until=...) ends here
+        # Else fit(until=...) ends here.
         if self.step % self.recipe.log_every == 0 or self.step == self.recipe.steps:
             self.log_sums = [0.0, 0.0]
         row = {

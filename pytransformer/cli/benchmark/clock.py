@@ -27,16 +27,16 @@ import torch
 
 SAMPLE_SECONDS = 2e-3
 SLOW_SECONDS = 0.05  # a call this long needs one warm-up call, and none before its samples
-# a call this short gets this many samples, because page faults come and go
+# A call this short gets this many samples, because page faults come and go.
 SHORT_SECONDS, SHORT_ROUNDS = 0.01, 15
-# max warm-up calls; stop if one takes more than this share of the fastest
+# Max warm-up calls; stop if one takes more than this share of the fastest.
 WARM_UP_CALLS, SETTLED = 8, 0.9
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
 PATIENCE = 20.0  # stop timing a contender after this many seconds, however few its samples
-# times the fastest: one sample is enough for long calls. PyTorch's bf16 products without AVX-512
-# are 100 times slower
+# Times the fastest: one sample is enough for long calls. PyTorch's bf16 products without AVX-512
+# are 100 times slower.
 HOPELESS = 5.0
 REST_SECONDS, BURSTS = 0.1, 5  # rest before each call of a burst; number of bursts
 
@@ -57,7 +57,7 @@ class Timing:
     p20_ms: float
     p80_ms: float
     samples: int
-    # samples by round, in seconds
+    # Samples by round, in seconds.
     rounds: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     def figures(self) -> dict[str, float | int]:

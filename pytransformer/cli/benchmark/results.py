@@ -31,7 +31,7 @@ from pytransformer.cli.benchmark import limits
 
 SCHEMA_VERSION = 1
 MODES = ("fwd", "bwd", "fwd+bwd")
-# variables that bind OpenMP's threads
+# Variables that bind OpenMP's threads.
 BINDERS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 _NUMBER = (int, float)
@@ -66,7 +66,7 @@ ROW: dict[str, _Field] = {
 ROW_LATER: dict[str, _Field] = {
     "cache": (str, False),  # warm | cold
     "time_over_torch": (list, True),  # [p20, median, p80] of time over PyTorch's, by round
-    # tensors saved for backward beyond the inputs; null without a gradient
+    # Tensors saved for backward beyond the inputs; null without a gradient.
     "saved_bytes": (int, True),
     "kernel_ms": (_NUMBER, True),  # the kernels alone, on GPUs
     "floor_ms": (_NUMBER, True),  # the same call at a tiny shape

@@ -18,8 +18,8 @@ SEED = 20
 REFERENCE, CPU = "reference", "cpu"
 ALONE = "kernels alone of "  # a contender that makes only a row's native calls
 FLOOR_ROUNDS = 4
-# before the timed graph: on a GPU the first call runs from Python and the second records, likewise
-# for backward
+# Before the timed graph: on a GPU the first call runs from Python and the second records, likewise
+# for backward.
 WARM_FORWARDS = 2
 LONGEST_REASON = 300  # characters
 
@@ -37,7 +37,7 @@ class Options:
     min_rounds: int = clock.MIN_ROUNDS
     sustained: float = 0.0  # seconds of calls without a rest, for every contender of every step
     cold: bool = False  # empty the caches before each call, in every step
-    # measure on the CPU what determines a row's limit: call floor and kernels alone
+    # Measure on the CPU what determines a row's limit: call floor and kernels alone.
     limits: bool = False
 
 

@@ -30,7 +30,7 @@ from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.case import Case, leaves, named
 
 NAIVE, TORCH = "naive", "torch"
-# variants of our backends
+# Variants of our backends.
 VARIANTS = {"cuda_any_order": "the backend cuda with deterministic=False"}
 # Only --providers enables these: they take long to prepare or repeat what "torch" shows.
 ON_REQUEST = {
@@ -155,7 +155,7 @@ def compiled(naive: Callable[[Problem], Prepared]) -> Provider:
         if why := _no_compiler(problem.device):
             raise Unsupported(why)
         prepared = naive(problem)
-        # each problem has its own code, and old code would count as recompilations
+        # Each problem has its own code, and old code would count as recompilations.
         torch._dynamo.reset()
         return dataclasses.replace(prepared, label=f"torch.compile: {prepared.label}", forward=torch.compile(prepared.forward))
 

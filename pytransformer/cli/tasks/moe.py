@@ -52,7 +52,7 @@ def train(run: Run) -> int:
     found: dict[str, dict[str, float]] = {}
     sizes: dict[str, list[int]] = {}
     use: list[dict[str, Any]] = []
-    # invalid options fail here
+    # Invalid options fail here.
     models = {"dense": new_gpt(run, words.known), "experts": new_gpt(run, words.known, experts=options)}
     for name, model in models.items():
 

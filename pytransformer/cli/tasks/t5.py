@@ -136,7 +136,7 @@ def _encoded(tokenizer: Any, prefix: str, part: Sequence[tuple[str, str | None]]
         TextToText([*begin, *s[:LENGTH]], None if target is None else t[:LENGTH], len(begin))
         for s, t, (_, target) in zip(sources, targets, part)
     ]
-    # shorter texts leave nothing to read
+    # Shorter texts leave nothing to read.
     return [e for e in made if e.target is not None or len(e.source) >= len(begin) + 4]
 
 

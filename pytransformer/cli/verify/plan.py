@@ -20,10 +20,10 @@ from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
 from pytransformer.ops._core.verification import DECLINED, RIGHT, UNCHECKED, size_class
 from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
 
-# most used first, because the time may run out
+# Most used first, because the time may run out.
 DTYPES = ("bfloat16", "float32", "float16", "float64")
 WIDE = (128, 256)  # head sizes beyond the cases' own that select other kernels
-# replaces a last dimension: cases with this tag, at a size that selects other kernels
+# Replaces a last dimension: cases with this tag, at a size that selects other kernels.
 LARGE = "large"
 LARGE_SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024}
 TIMED = ("bfloat16", "float32")
@@ -32,7 +32,7 @@ SHAPES = {
     "cpu": {"B": 1, "Hq": 4, "Hkv": 4, "Lq": 512, "Lk": 512, "rows": 512},
     "cuda": {"B": 4, "Hq": 16, "Hkv": 16, "Lq": 2048, "Lk": 2048, "rows": 8192},
 }
-# a backend precedes another if its mean is faster by this factor and no case is slower by it
+# A backend precedes another if its mean is faster by this factor and no case is slower by it.
 MARGIN = 1.1
 FIELDS = ("op", "backend", "dtype", "case", "last", "size", "outcome", "detail", "bound_used")
 
@@ -68,7 +68,7 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
 def _sized(op: str, kind: str) -> list[tuple[Case, int | str | None]]:
     own = cases_of(op)
     wide = [c for c in own if "core" in c.tags and "D" in c.shape]
-    # the interpreter takes minutes per case
+    # The interpreter takes minutes per case.
     large = [c for c in own if LARGE in c.tags and kind == "cuda"]
     return [*((c, None) for c in own), *((c, LARGE) for c in large), *itertools.product(wide, WIDE)]
 

@@ -70,7 +70,7 @@ def real(tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
             continue
         if tensor.shape[:2] == mask.shape:
             return tensor[mask.bool()]
-        # a class token before or after: real under both readings
+        # A class token before or after: real under both readings.
         if tensor.shape[:2] == (mask.shape[0], mask.shape[1] + 1):
             before, after = (torch.nn.functional.pad(mask, pad, value=1).bool() for pad in ((1, 0), (0, 1)))
             return tensor[before & after]
@@ -297,7 +297,7 @@ class Trial:
         if not done:
             return done, NOTHING
         said = [self.cell(model, side)]
-        # only `convert` reaches this attention: test every padding
+        # Only `convert` reaches this attention: test every padding.
         if self.ours is None and self.ran[-1].ours:
             said += [self.cell(model, other) for other in self.inputs if other != side]
         return done, next((cell for cell in said if cell != SAME), SAME)

@@ -81,7 +81,7 @@ def numbers(name: str, default: list[int]) -> list[int]:
         return [HEADS] * len(default)
     if re.search(r"hidden_sizes|channels|dims|embed_dim|hidden_size|conv_dim|widths", name):
         small = [16 * 2 ** min(i, 2) if len(set(default)) > 1 else 32 for i in range(len(default))]
-        # a first stage that starts from color channels
+        # A first stage that starts from color channels.
         return [3, *small[1:]] if default[0] == 3 else small
     return default
 

@@ -75,7 +75,7 @@ def stirred(model: Any) -> Any:
 def nan_where_uninitialised() -> Iterator[None]:
     """Fill memory from torch.empty with NaN."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # with fill_uninitialized_memory, which is on by default
+    # With fill_uninitialized_memory, which is on by default.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
