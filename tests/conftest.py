@@ -122,8 +122,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
-    # Xdist reports a dead worker as "???".
-    on_gpu = "gpu" in report.keywords or report.when == "???"
+    on_gpu = "gpu" in report.keywords or report.when == "???"  # "???" means a dead xdist worker
     if report.failed and on_gpu and "PYTEST_XDIST_WORKER" not in os.environ:
         # Print at once, because a GPU run may end before pytest's summary.
         print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)

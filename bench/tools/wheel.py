@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORM = "2_28"
 ARCHS = "sm_80,sm_90a,sm_100,sm_120"  # sm_80 as PTX too, for GPUs newer than these
-# Torch loads these first; never copied.
+# Loaded by torch first; never copied.
 TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")
 SMOKE = """
 import sys, torch, pytransformer as pt

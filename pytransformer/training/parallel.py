@@ -111,7 +111,7 @@ class SplitModel:
             values = {name: by_name[name][entry] for name in self._parameters if entry in by_name[name]}
             tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and t.dim()}
             before = names_before(self.model, values)
-            # Such as the step count.
+            # Entries such as the step count.
             whole = {before[name]: value for name, value in values.items() if name not in tensors}
             whole |= gathered(self.model, tensors, keep=keep, device=torch.device("cpu"))
             for name, value in whole.items():

@@ -35,8 +35,8 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
 PATIENCE = 20.0  # stop timing a contender after this many seconds, however few its samples
-# Times the fastest: one sample is enough for long calls. PyTorch's bf16 products without AVX-512
-# are 100 times slower.
+# Multiple of the fastest: one sample is enough for long calls. PyTorch's bf16 products without
+# AVX-512 are 100 times slower.
 HOPELESS = 5.0
 REST_SECONDS, BURSTS = 0.1, 5  # rest before each call of a burst; number of bursts
 
