@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// pytransformer._C: how this copy was built and what this CPU offers. The op libraries load and run without it.
+// pytransformer._C: build information and CPU features. The op libraries load and run without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "build_info.h"  // written by the build: kBuildInfo, a JSON text
+#include "build_info.h"  // written by the build: kBuildInfo, JSON text
 #include "cpu/core/isa.h"
 #include "cuda/attention/plan.h"
 #include "cuda/cross_entropy/sm90/plan.h"
@@ -64,7 +64,7 @@ py::dict cuda_sm80_attention_plan(const std::string& pass, const std::string& dt
                   "columns"_a = plan.tile.columns, "threads"_a = plan.tile.threads(), "smem_bytes"_a = plan.smem_bytes);
 }
 
-// Takes a named fact out of what the caller gave: what is left over at the end is no fact.
+// Pop a named fact from the caller's dict. The caller raises on any fact left over.
 template <class T>
 T take(py::dict& facts, const char* name, std::optional<T> otherwise = std::nullopt) {
   if (!facts.contains(name)) {
@@ -76,7 +76,8 @@ T take(py::dict& facts, const char* name, std::optional<T> otherwise = std::null
   return value;
 }
 
-// A backward call of tensors that are aligned and as large as the facts say; kPlanned stands for each that is there.
+// Build a backward request with aligned tensors of the sizes in the facts. kPlanned replaces the
+// address of each tensor that is present.
 pt::cuda::BackwardRequest attention_request(py::dict facts) {
   using namespace pt::cuda;
   BackwardRequest request{};
@@ -93,7 +94,8 @@ pt::cuda::BackwardRequest attention_request(py::dict facts) {
   p.causal = !take<bool>(facts, "even", true), p.scale = 1, p.softcap = take<bool>(facts, "bounds_only", true) ? 0 : 1;
   p.query_segments = take<bool>(facts, "elementwise_mask", false) ? static_cast<const int64_t*>(kPlanned) : nullptr;
   p.key_padding.data = take<bool>(facts, "padded", false) ? static_cast<const uint32_t*>(kPlanned) : nullptr;
-  // A floating mask or bias whose rows can be copied, one whose keys are not contiguous, two.
+  // adds: a float mask or bias with copyable rows, a float mask or bias with strided keys, or two
+  // biases.
   const std::string adds = take<std::string>(facts, "adds", "nothing");
   if (adds != "nothing" && adds != "rows" && adds != "elements" && adds != "two biases")
     throw py::value_error("adds must be nothing, rows, elements or two biases, got " + adds);
@@ -133,7 +135,7 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, py::kwargs given
                   "dq_accum"_a = direction == "bwd_fused" ? backward.dq_accum : 0);
 }
 
-// Of operands that are aligned and as large as the numbers say.
+// Plan a matmul of aligned operands of these sizes.
 py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const std::string& dtype, const std::string& layout, bool gated,
                           bool ours, int multiprocessors) {
   using namespace pt::cuda;

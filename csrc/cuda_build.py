@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA part of the build: finds nvcc, chooses architectures, gives native_build its ninja rules.
+"""Build the CUDA part: find nvcc, choose architectures, provide ninja rules to native_build.
 
-    python csrc/cuda_build.py OBJECT LOG COMMAND...      what ninja runs for each source: compile, and refuse what must not be
+    python csrc/cuda_build.py OBJECT LOG COMMAND...    ninja's command for each source
 
-ptxas tells of spills, of local memory and of wgmma instructions that it had to serialise as mere remarks; here they are errors.
+The command compiles a source and refuses an object that ptxas reports on: ptxas mentions spills,
+local memory and serialized wgmma instructions only as remarks, and here they are errors.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 LIBRARY = "libpytransformer_cuda.so"
-MIN_NVCC = (13, 0)  # ptxas 12.8 serialises the products of sm_90a, and 12.8 and 12.9 crash on sm90/bwd_fused.cu
-# Kernels of sm_90a use instructions that only Hopper has. The oldest other one goes into the library as PTX too, for GPUs newer than these.
+# ptxas 12.8 serializes the sm_90a wgmmas; 12.8 and 12.9 crash on sm90/bwd_fused.cu
+MIN_NVCC = (13, 0)
+# sm_90a kernels use instructions that only Hopper has. The oldest other architecture is also added
+# as PTX, for GPUs newer than these.
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 FLAGS = [
     "-std=c++17",
@@ -27,11 +30,11 @@ FLAGS = [
     "-lineinfo",
     "--expt-relaxed-constexpr",
     "-Xptxas=-v",
-    "--compress-mode=size",  # a sixth of the bytes, most of which are line information; for 29 % more time of a source
+    "--compress-mode=size",  # a sixth of the bytes (mostly line info), 29 % more compile time
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
 
-# C7510 to C7519: a wgmma serialised, or completed by waits and fences of ptxas's own.
+# C7510 to C7519: ptxas serialized a wgmma, or added waits and fences to complete it.
 REFUSED = re.compile(r"\bC75\d\d\b|serializ|[1-9]\d* bytes (?:spill|stack frame)")
 
 
@@ -51,15 +54,15 @@ def nvcc_version(nvcc: str) -> str | None:
 
 
 def sources() -> list[Path]:
-    """Those that take the longest first: with many cores they are what a build waits for."""
+    """Return the CUDA sources, slowest first, because a build with many cores waits for them."""
     return sorted(CSRC.glob("cuda/**/*.cu"), key=lambda path: (path.parent.name != "sm90", path))
 
 
 def archs() -> list[str]:
-    """The architectures to build for: PYTRANSFORMER_CUDA_ARCHS, see native_build.
+    """Return the architectures to build for (PYTRANSFORMER_CUDA_ARCHS, see native_build).
 
     Raises:
-        ValueError: it names something that is no architecture.
+        ValueError: the variable names an unknown architecture.
     """
     wanted = os.environ.get("PYTRANSFORMER_CUDA_ARCHS", "native").strip() or "native"
     if wanted == "all":
@@ -75,7 +78,7 @@ def archs() -> list[str]:
 
 
 def native_archs() -> list[str]:
-    """Of the machine's GPUs, as nvidia-smi names them."""
+    """Return the architectures of the machine's GPUs, as nvidia-smi lists them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -87,7 +90,7 @@ def native_archs() -> list[str]:
 
 
 def why_not() -> str | None:
-    """None if nvcc can build the kernels here, else the reason."""
+    """Return None if nvcc can build the kernels here, else the reason."""
     if not sources():
         return "this version has no CUDA kernels yet"
     nvcc = find_nvcc()
@@ -105,14 +108,17 @@ def why_not() -> str | None:
 
 
 def flags(source: Path) -> list[str]:
-    """Of a source's compilation. Kernels for sm_90a, in folders sm90, are compiled for that alone; without it they are left empty."""
+    """Return a source's nvcc flags.
+
+    Sources in sm90 folders compile for sm_90a only and are empty without it.
+    """
     hopper = "sm_90a" in archs()
     only = ("sm_90a",) if hopper and source.parent.name == "sm90" else None
     return [*FLAGS, *(["-DPT_BUILT_SM90A"] if hopper else []), *gencode(only)]
 
 
 def gencode(only: Sequence[str] | None = None) -> list[str]:
-    """nvcc's options for the architectures that are built, or for ``only`` these."""
+    """Return nvcc's options for the built architectures, or for ``only`` these."""
     names, flags = only or archs(), []
     portable = min((name for name in names if name[-1].isdigit()), key=lambda name: int(name[3:]), default=None)
     for name in names:
@@ -123,9 +129,12 @@ def gencode(only: Sequence[str] | None = None) -> list[str]:
 
 
 def compile_checked(output: Path, log: Path, command: list[str]) -> int:
-    """Runs nvcc; leaves its messages in the log; 1, and no object, if there is something in them that is refused.
+    """Run nvcc and write its messages to the log.
 
-    With PYTRANSFORMER_CUDA_SPILLS=1 it is only told: another nvcc than the one that the kernels were written with may need it.
+    A refused message removes the object, and the function returns 1.
+
+    With PYTRANSFORMER_CUDA_SPILLS=1 a refused message is only printed, because another nvcc version
+    may cause some.
     """
     output.unlink(missing_ok=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -141,7 +150,10 @@ def compile_checked(output: Path, log: Path, command: list[str]) -> int:
 
 
 def failure(directory: Path) -> str | None:
-    """The last step by nvcc that failed in a build directory, with its first complaint; None if none did: a log without its output."""
+    """Return the last nvcc step that failed in a build directory with its first error, or None.
+
+    A failed step has a log and no output.
+    """
     failed = [log for log in directory.rglob("*.log") if not log.with_suffix("").exists()]
     if not failed:
         return None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the C++ fast path: a Python module against torch's C++ API, for the torch and the Python of the build.
+"""Build the C++ fast path: a Python module against torch's C++ API.
 
-Everything else goes through LibTorch's stable ABI, which has no autograd. So this module is optional, is built only where the headers
-are, and names in ``_build_info.json`` what it is for: ops/_core/fast_path.py loads it into no other torch.
+All other libraries use LibTorch's stable ABI, which has no autograd. So this module serves only
+the torch and Python of the build. It is optional and is built only if the headers exist.
+``_build_info.json`` names its torch: ops/_core/fast_path.py loads it into no other.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import manylinux
 
 SOURCE = "fast_path/unit.cpp"
 MODULE = "_fast_path" + sysconfig.get_config_var("EXT_SUFFIX")
-FLAGS = ["-std=c++20", "-O2"]  # torch's headers want C++20 from 2.14 on
+FLAGS = ["-std=c++20", "-O2"]  # torch's headers require C++20 from 2.14 on
 LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 
 
 def why_not(torch: Path) -> str | None:
-    """Why the module cannot be compiled against this torch and for this Python, or None."""
+    """Return why the module cannot be compiled against this torch and Python, or None."""
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         return f"Python.h is not in {sysconfig.get_paths()['include']}: install Python's headers"
     for part in ("include/torch/csrc/autograd/python_variable.h", "lib/libtorch_python.so"):
@@ -32,7 +33,7 @@ def why_not(torch: Path) -> str | None:
 
 
 def stamp(torch: Path) -> dict[str, str]:
-    """What the module is for: its file, torch's version and commit, and the sources it is made of."""
+    """Return the module's file name, torch's version and commit, and the digest of the sources."""
     names = ("__version__", "git_version")
     found = re.findall(rf"^({'|'.join(names)})(?:: str)? = '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
     said = dict(found)
@@ -42,7 +43,8 @@ def stamp(torch: Path) -> dict[str, str]:
 
 def compile_flags(torch: Path) -> list[str]:
     paths = (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
-    # Headers of another torch in the same place are another compilation, though system headers are no dependencies.
+    # Put torch's version into the command, because system headers are no dependencies: another
+    # torch in the same directory must recompile.
     versions = f'-DPT_BUILT_FOR="{" ".join(stamp(torch).values())}"'
     return [*FLAGS, versions, *(option for path in paths for option in ("-isystem", str(path)))]
 
@@ -52,7 +54,10 @@ def link_flags(torch: Path) -> list[str]:
 
 
 def rules(compiler: list[str]) -> list[str]:
-    """Ninja's rules for the two steps, which leave their messages in files: a failure is a reason, not the end of the build."""
+    """Return ninja's rules for the two steps, which write their messages to files.
+
+    A failure becomes a reason for leaving the part out and does not stop the build.
+    """
     command = shlex.join(compiler)
     steps = {
         "fast_path": f"{command} $flags -MMD -MF $out.d -c $in -o $out",
@@ -66,7 +71,10 @@ def rules(compiler: list[str]) -> list[str]:
 
 
 def failure(directory: Path) -> str | None:
-    """The first complaint about the step that failed in a build directory: it left messages and no output. None if none did."""
+    """Return the first error of the step that failed in a build directory, or None.
+
+    A failed step has messages and no output.
+    """
     for log in (*directory.glob("fast_path/*.txt"), *directory.glob("_fast_path*.txt")):
         if not log.with_suffix("").exists():
             lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python code and a library must agree on, as one word: a digest of the bindings, the sources that register the raw ops and
-read their arguments; of the C++ fast path, of all its sources. The build puts it into the library (csrc/cpu/core/library.cpp) or beside it
-(fast_path_build.py); a checkout compares it when it loads the library."""
+"""Digests that the Python code and a native library must agree on.
+
+The CPU digest covers the bindings, which register the raw ops and read their arguments; the digest
+of the C++ fast path covers all its sources. The build compiles the first into the library
+(csrc/cpu/core/library.cpp) and writes the second beside it (fast_path_build.py). A checkout
+compares them when it loads a library.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,21 @@ def bindings(csrc: Path = CSRC) -> list[Path]:
 def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
     found = hashlib.sha256()
     sources = bindings(csrc) if part == "cpu" else sorted(csrc.glob(f"{part}/*"))
-    for path in [*sources, *sorted(csrc.glob("common/activation.h"))]:  # which gives names their numbers
+    # maps activation names to numbers
+    for path in [*sources, *sorted(csrc.glob("common/activation.h"))]:
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
 
 
 def compiled(csrc: Path = CSRC) -> str:
-    """Return a digest of all sources of the op libraries, on which a verification result depends."""
+    """Return a digest of the op libraries' sources. Verification results depend on it."""
     found = hashlib.sha256()
     for path in sorted(path for part in ("common", "cpu", "cuda") for path in (csrc / part).rglob("*") if path.is_file()):
         found.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
 
 
-# Folders of csrc/cuda by op family; all other files there belong to every family.
+# Folders of csrc/cuda per op family. All other files there belong to every family.
 CUDA_FAMILIES = {
     "attention": ("attention",),
     "cross_entropy": ("cross_entropy",),
@@ -42,7 +47,7 @@ CUDA_FAMILIES = {
 
 
 def cuda_sources(csrc: Path = CSRC) -> dict[str, str]:
-    """Return a digest of each op family's CUDA sources, with those that all families include."""
+    """Return a digest of each op family's CUDA sources, shared sources included."""
     digests = {}
     files = sorted(p for part in ("common", "cuda") for p in (csrc / part).rglob("*") if p.is_file())
     for family, folders in CUDA_FAMILIES.items():

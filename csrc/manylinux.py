@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links a library so that it loads with an older glibc and libstdc++ than those of the machine it is built on.
+"""Link a library that loads with an older glibc and libstdc++ than the build machine's.
 
-    python csrc/manylinux.py 2_28 OUTPUT COMMAND...      what ninja runs for each library of a wheel: COMMAND ends before `-o OUTPUT`
+    python csrc/manylinux.py 2_28 OUTPUT COMMAND...    ninja's link command for a wheel's libraries
 
-A linker binds a call to the newest version of a symbol that the machine's libraries have (`pthread_create@GLIBC_2.34`), though the same
-libraries still hold the old one. So a library is linked twice. The first result tells which symbols are too new for the platform; an
-archive then defines them, hidden, and the second link takes its definitions before any library's:
+COMMAND ends before `-o OUTPUT`. A linker binds a call to a symbol's newest version on the build
+machine (`pthread_create@GLIBC_2.34`), although the same libraries still define the old one. So a
+library is linked twice. The first link shows which symbols are too new for the platform. An archive
+then defines them as hidden symbols, which the second link prefers over any shared library:
 
-- a function of glibc: a jump to the newest version of it that the platform has;
-- `__libc_single_threaded`, which glibc 2.32 brought: a byte that says "perhaps not", which is always right;
-- a symbol of libstdc++: the members of libstdc++.a that define it.
+- a glibc function: a jump to the newest version that the platform has;
+- `__libc_single_threaded` (glibc 2.32): a byte that says "perhaps not", which is always correct;
+- a libstdc++ symbol: the members of libstdc++.a that define it.
 
-The platforms and what they have: PEP 600, and auditwheel's table of policies. `auditwheel repair` has the last word (bench/tools/wheel.py).
+Sources for the platforms: PEP 600 and auditwheel's policy table. `auditwheel repair` makes the
+final check (bench/tools/wheel.py).
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-# The newest version of each set of symbols that a platform has.
+# Newest version of each symbol set per platform.
 PLATFORMS = {"2_28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}}
-ROUNDS = 4  # a member of libstdc++.a may itself need a symbol that is too new
+ROUNDS = 4  # a member of libstdc++.a may need another symbol that is too new
 JUMP = """\
     .globl {name}
     .hidden {name}
@@ -50,10 +52,10 @@ __libc_single_threaded:
 
 
 def platform() -> str | None:
-    """The platform that PYTRANSFORMER_MANYLINUX asks for; None: this machine's.
+    """Return the platform in PYTRANSFORMER_MANYLINUX, or None for the build machine.
 
     Raises:
-        ValueError: it is none that is known.
+        ValueError: the platform is unknown.
     """
     wanted = os.environ.get("PYTRANSFORMER_MANYLINUX", "").strip()
     if wanted and wanted not in PLATFORMS:
@@ -62,17 +64,20 @@ def platform() -> str | None:
 
 
 def rule(command: str) -> str:
-    """Ninja's command for a link by ``command``, which names no output."""
+    """Return ninja's command for a link by ``command``, which names no output."""
     wanted = platform()
     return f"{command} -o $out" if wanted is None else f"{shlex.join([sys.executable, __file__, wanted])} $out {command}"
 
 
 class TooNew(RuntimeError):
-    """A symbol that the platform does not have and that nothing here replaces."""
+    """A symbol that the platform lacks and that nothing here replaces."""
 
 
 def numbers(version: str) -> tuple[str, tuple[int, ...]]:
-    """("GLIBC", (2, 34)) of "GLIBC_2.34"; a version that is no number, as GLIBC_PRIVATE, is newer than all."""
+    """Return ("GLIBC", (2, 34)) for "GLIBC_2.34".
+
+    A version without a number, such as GLIBC_PRIVATE, sorts after all others.
+    """
     name, _, rest = version.partition("_")
     return name, tuple(int(part) if part.isdigit() else sys.maxsize for part in rest.split("."))
 
@@ -84,7 +89,7 @@ def too_new(version: str, platform: str) -> bool:
 
 
 def dynamic_symbols(library: Path, defined: bool) -> dict[str, list[str]]:
-    """Versions of each symbol that the library defines, or needs, by the symbol's name."""
+    """Return the versions of each symbol that the library defines or needs, by symbol name."""
     listed = subprocess.run(["readelf", "-W", "--dyn-syms", str(library)], capture_output=True, text=True, check=True).stdout
     found = defaultdict(list)
     for line in listed.splitlines():
@@ -96,7 +101,7 @@ def dynamic_symbols(library: Path, defined: bool) -> dict[str, list[str]]:
 
 
 def needed(library: Path, platform: str) -> dict[str, str]:
-    """The symbols too new for the platform that the library needs, with their versions."""
+    """Return the symbols too new for the platform that the library needs, with their versions."""
     return {
         name: version
         for name, versions in dynamic_symbols(library, defined=False).items()
@@ -111,7 +116,7 @@ def of_this_machine(compiler: str, name: str) -> Path:
 
 
 def jumps(symbols: dict[str, str], platform: str, compiler: str) -> str:
-    """Assembly that defines functions of glibc by the newest version that the platform has."""
+    """Return assembly that defines glibc functions by the newest version that the platform has."""
     known: dict[str, list[str]] = defaultdict(list)
     for library in ("libc.so.6", "libm.so.6"):
         for name, versions in dynamic_symbols(of_this_machine(compiler, library), defined=True).items():
@@ -129,7 +134,10 @@ def jumps(symbols: dict[str, str], platform: str, compiler: str) -> str:
 
 
 def members(symbols: set[str], platform: str, compiler: str) -> tuple[Path, set[str]]:
-    """libstdc++.a, and which of its members define the symbols, with what those members need that libstdc++.so does not export."""
+    """Return libstdc++.a and its members that define the symbols.
+
+    The members include those they need in turn and libstdc++.so does not export.
+    """
     archive = of_this_machine(compiler, "libstdc++.a")
     listed = subprocess.run(["nm", "-A", str(archive)], capture_output=True, text=True, check=True).stdout
     defines: dict[str, str] = {}
@@ -153,7 +161,7 @@ def members(symbols: set[str], platform: str, compiler: str) -> tuple[Path, set[
 
 
 def replacements(symbols: dict[str, str], platform: str, folder: Path, compiler: str) -> Path:
-    """The archive that defines the symbols."""
+    """Build the archive that defines the symbols and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     of_glibc = {name: version for name, version in symbols.items() if version.startswith("GLIBC_")}
@@ -169,7 +177,7 @@ def replacements(symbols: dict[str, str], platform: str, folder: Path, compiler:
 
 
 def link(platform: str, output: Path, command: list[str], compiler: str = "g++") -> dict[str, str]:
-    """Links, and links again until nothing too new is left; returns the symbols that were replaced, with the versions they had."""
+    """Link until no symbol is too new; return the replaced symbols with the versions they had."""
     replaced: dict[str, str] = {}
     extra: list[str] = []
     for _ in range(ROUNDS):

@@ -1,32 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the native libraries with ninja. Knows nothing of setuptools: setup.py asks for a plan and runs it.
+"""Compile the native libraries with ninja.
 
-What is built, all inside the package:
+The module is independent of setuptools: setup.py makes a plan and runs it.
 
-- ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11): holds no Python, so one
-  build serves every Python and every torch >= 2.11. ``torch.ops.load_library`` loads it.
-- ``libpytransformer_cuda.so``: the CUDA ops, where nvcc is found; loads without a GPU. See cuda_build.py.
-- ``_fast_path``: eager calls without Python, for this Python and this torch alone; see fast_path_build.py.
-- ``_C``: a pybind11 module for this Python with build information and CPU features. Nothing depends on it.
-- ``_build_info.json``: what was built, what was not, and why; written for a pure Python install too.
+Everything is built inside the package:
+
+- ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11)
+  without Python, so one build serves every Python and every torch >= 2.11.
+  ``torch.ops.load_library`` loads it.
+- ``libpytransformer_cuda.so``: the CUDA ops, if nvcc exists; loads without a GPU. See
+  cuda_build.py.
+- ``_fast_path``: eager calls without Python, for this Python and torch only; see
+  fast_path_build.py.
+- ``_C``: a pybind11 module for this Python with build information and CPU features. It is optional.
+- ``_build_info.json``: the parts built and the reasons for the rest; a pure Python install has it
+  too.
 
 Options come from the environment:
 
-=============================  ===================================================================================================
-PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: do not build it
-PYTRANSFORMER_CPU_ISAS         native (default): the best this CPU runs | all | names, comma-separated; always with generic
-PYTRANSFORMER_CUDA             auto (default): left out where nvcc fails | 1: fail if CUDA kernels cannot be built | 0: do not build them
-PYTRANSFORMER_CUDA_ARCHS       native (default): of this machine's GPUs | all: sm_80, sm_90a, sm_120 | names, comma-separated
-PYTRANSFORMER_CUDA_SPILLS      1: build kernels that nvcc says are slow (spilled registers, serialised products), which is an error
-PYTRANSFORMER_FAST_PATH             auto (default): left out where it does not compile | 1: fail if it cannot be built | 0: do not build it
-PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` and ``_fast_path`` out, which makes one wheel for every Python
-PYTRANSFORMER_MANYLINUX        2_28: link so that the libraries load with that glibc and libstdc++; see manylinux.py
-PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
-PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
-PYTRANSFORMER_SOFTWARE_TILES   1: the set amx_bf16 with its tiles in plain C++, for tests on CPUs without AMX; never in a wheel
+=============================  =====================================================================
+PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: skip
+PYTRANSFORMER_CPU_ISAS         native (default): the best set this CPU runs | all | comma-separated
+                               names; generic is always built
+PYTRANSFORMER_CUDA             auto (default): skip if nvcc fails | 1: fail if nvcc fails | 0: skip
+PYTRANSFORMER_CUDA_ARCHS       native (default): this machine's GPUs | all: sm_80, sm_90a, sm_120 |
+                               comma-separated names
+PYTRANSFORMER_CUDA_SPILLS      1: accept kernels with spilled registers or serialized wgmmas, which
+                               are errors by default
+PYTRANSFORMER_FAST_PATH        auto (default): skip if it does not compile | 1: fail instead |
+                               0: skip
+PYTRANSFORMER_BINDINGS         1 (default) | 0: skip ``_C`` and ``_fast_path``; one wheel
+                               then serves every Python
+PYTRANSFORMER_MANYLINUX        2_28: link for that glibc and its libstdc++; see manylinux.py
+PYTRANSFORMER_TORCH            torch package directory to build against (default: this Python's)
+PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a separate
+                               build directory
+PYTRANSFORMER_SOFTWARE_TILES   1: amx_bf16 with its tiles in plain C++, for tests on CPUs
+                               without AMX; never in a wheel
 DEBUG                          1: -O1 -g instead of -O3
-CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: compile jobs at once (default: one per core)
-=============================  ===================================================================================================
+CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: parallel compile jobs (default: one per core)
+=============================  =====================================================================
 """
 
 from __future__ import annotations
@@ -67,18 +80,16 @@ CPU_LIBRARY = "libpytransformer_cpu.so"
 BUILD_INFO = "_build_info.json"
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# Kernels never read errno, and a square root that may set it is a call. The psABI note is about passing 64-byte vectors
-# between functions compiled with different flags; ours live in one namespace per instruction set and never meet.
+# Kernels never read errno, and a square root that may set it is a call. The psABI note concerns
+# 64-byte vectors passed between functions with different flags; each instruction set has a
+# namespace, so no such call exists.
 KERNEL_FLAGS = ["-fno-math-errno", "-Wno-psabi"]
 STABLE_ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 
 
-# ---- the plan
-
-
 @dataclass
 class Plan:
-    """What will be built here, and why the rest will not."""
+    """The parts to build here, with a reason for each part left out."""
 
     version: str
     directory: Path
@@ -93,7 +104,8 @@ class Plan:
     why_not_fast_path: str | None = None
     why_not_isa: dict[str, str] = field(default_factory=dict)
     tiles_in_software: bool = False
-    cuda: dict[str, object] = field(default_factory=dict)  # a CUDA library's architectures, and nvcc's version
+    # architectures and nvcc version of the CUDA library
+    cuda: dict[str, object] = field(default_factory=dict)
 
     @property
     def native(self) -> bool:
@@ -101,11 +113,11 @@ class Plan:
 
     @property
     def bindings(self) -> str:
-        """File name of the `_C` module for this Python."""
+        """Return the file name of the `_C` module for this Python."""
         return "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 
     def targets(self) -> list[str]:
-        """File names, inside the package, of the libraries to build."""
+        """Return the file names, inside the package, of the libraries to build."""
         if not self.native:
             return []
         optional = (
@@ -145,7 +157,10 @@ def _platform() -> str | None:
 
 
 def _tiles_in_software() -> list[str]:
-    """The flag of csrc/cpu/core/tiles_in_software.h where it is asked for, which nothing that is published may have."""
+    """Return the flag of csrc/cpu/core/tiles_in_software.h if requested.
+
+    No published build may have it.
+    """
     if switch("PYTRANSFORMER_SOFTWARE_TILES") != "1":
         return []
     if _platform():
@@ -189,7 +204,10 @@ def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
 
 
 def _choose_isas(plan: Plan) -> None:
-    """Fills in the plan's instruction sets; the generic one is always among them, for the others' kernels may call it."""
+    """Fill in the plan's instruction sets.
+
+    Generic is always built, because other kernels may call it.
+    """
     wanted = os.environ.get("PYTRANSFORMER_CPU_ISAS", "native")
     names = [isa.name for isa in ISAS] if wanted in ("all", "native") else [*wanted.split(","), "generic"]
     if unknown := set(names) - {isa.name for isa in ISAS}:
@@ -214,7 +232,7 @@ def _choose_isas(plan: Plan) -> None:
 
 
 def _usable(plan: Plan) -> list[str]:
-    """Those of the plan's instruction sets that this CPU runs, best first, as the library's own test says."""
+    """Return the plan's instruction sets that this CPU runs, best first, by the library's test."""
     program = plan.directory / f"usable-{os.getpid()}"
     main = '#include <cstdio>\n#include "cpu/core/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
     main += "    if (pt::runs_here(isa)) std::puts(pt::isa_name(isa));\n}\n"
@@ -232,10 +250,10 @@ def _isa_macro(plan: Plan) -> str:
 
 
 def make_plan(version: str) -> Plan:
-    """Looks at the environment and the machine; compiles only test programs of one line.
+    """Plan the build from the environment and the machine; compile only one-line test programs.
 
     Raises:
-        BuildError: an option has a bad value, or one set to 1 asks for what cannot be built here.
+        BuildError: an option has a bad value, or requires a part that cannot be built.
     """
     sanitize = os.environ.get("PYTRANSFORMER_BUILD_SANITIZE", "")
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
@@ -272,13 +290,10 @@ def make_plan(version: str) -> Plan:
 
 
 def _unless_wanted(part: str, why_not: str | None) -> str | None:
-    """The reason, unless the part has to be built: then it is an error."""
+    """Return the reason; raise if the part is required."""
     if why_not and switch(f"PYTRANSFORMER_{part}") == "1":
         raise BuildError(f"PYTRANSFORMER_{part}=1, but it cannot be built: {why_not}")
     return why_not
-
-
-# ---- building
 
 
 def _write_if_changed(path: Path, text: str) -> None:
@@ -290,11 +305,13 @@ def _write_if_changed(path: Path, text: str) -> None:
 def _ninja_text(plan: Plan) -> str:
     assert plan.torch is not None
     ninja = NinjaFile(CSRC, plan.compiler, plan.why_not_cuda is None)
-    base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
+    # base contains all kernel flags: adding an instruction set compiles only that set's kernels
+    base = [*plan.flags, "-I", str(CSRC)]
     binding = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}
     cuda: list[str] = []
-    # Kernels first, those for GPUs before all: they take the longest, and the short bindings then fill the cores at the end.
+    # Compile the CUDA kernels first, then the CPU kernels: they take longest, and the short
+    # bindings then fill the cores at the end.
     if plan.why_not_cuda is None:
         cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
     for source in sorted([*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (p.stem != "kernels", p)):
@@ -305,13 +322,13 @@ def _ninja_text(plan: Plan) -> str:
         else:
             told = [f'-DPT_INTERFACE="{interface.digest()}"'] if source.stem == "library" else []
             objects[source, ""] = ninja.compile(source, [*binding, *told])
-    # An undefined symbol is an error here rather than at load time; a sanitizer's run time is found only at load.
+    # Make an undefined symbol a link error. A sanitizer's run-time library resolves only at load.
     defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
     ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
     if plan.why_not_cuda is None:
         cuda += [ninja.compile(source, binding) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
-        # The CUDA runtime inside is this library's own: its symbols must not meet those of torch's.
+        # Hide the statically linked CUDA runtime: its symbols must not clash with torch's.
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
         ninja.link(cuda_build.LIBRARY, cuda, [*cuda_build.gencode(), *hidden, *torch_libraries], "nvcc_link")
     tag = sysconfig.get_config_var("SOABI")
@@ -333,8 +350,11 @@ def _ninja_text(plan: Plan) -> str:
 
 
 def build(plan: Plan) -> dict[str, Path]:
-    """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed.
-    Where nvcc or the C++ fast path fails, that part is left out, and the plan says so from then on, unless the part's option is 1."""
+    """Bring the libraries of `plan` up to date; return file name in the package -> file.
+
+    Only changed sources compile. A failing CUDA or fast path build is left out, and the plan
+    records the reason, unless the part's option is 1.
+    """
     while plan.native and not _run_ninja(plan):
         if not _left_out(plan):
             raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
@@ -343,7 +363,7 @@ def build(plan: Plan) -> dict[str, Path]:
 
 
 def _left_out(plan: Plan) -> bool:
-    """Whether what failed is a part that can be missing; the plan then says why it is."""
+    """Return whether the failed part is optional, and record the reason in the plan."""
     if plan.why_not_fast_path is None and (reason := fast_path_build.failure(plan.directory)):
         plan.why_not_fast_path = _unless_wanted("FAST_PATH", reason)
         return True
@@ -354,7 +374,7 @@ def _left_out(plan: Plan) -> bool:
 
 
 def _run_ninja(plan: Plan) -> bool:
-    """Whether all that the plan has is up to date now."""
+    """Run ninja; return whether all of the plan's libraries are up to date."""
     info = json.dumps(plan.build_info(), indent=1)
     _write_if_changed(plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({info})json";\n')
     _write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
@@ -363,7 +383,7 @@ def _run_ninja(plan: Plan) -> bool:
 
 
 def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
-    """Puts the built files and the build information into the package directory; returns where they are.
+    """Copy the built files and the build information into the package; return their paths.
 
     A library that another process has loaded is replaced, not overwritten.
     """
@@ -383,7 +403,7 @@ def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
 
 
 def describe(plan: Plan) -> str:
-    """What will be built and what will not, with reasons, for a person."""
+    """Return a readable summary of the parts built and left out, with reasons."""
     if plan.native:
         skipped = "".join(f"\n  not {name}: {why}" for name, why in plan.why_not_isa.items())
         lines = [

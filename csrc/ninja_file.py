@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build.ninja for the native libraries: rules and build statements as text."""
+"""Write build.ninja for the native libraries: rules and build statements as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import manylinux
 
 
 class NinjaFile:
-    """Writes build.ninja: every object depends on its source, its headers (as the compiler lists them) and its command."""
+    """Text of build.ninja.
+
+    An object depends on its source, its compiler-listed headers and its command.
+    """
 
     def __init__(self, csrc: Path, compiler: list[str], cuda: bool) -> None:
         self.csrc = csrc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine that builds has: torch, a C++ compiler, ninja; and the instruction sets that the CPU kernels are compiled for."""
+"""Find torch, a C++ compiler and ninja, and list the CPU kernels' instruction sets."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MIN_TORCH = (2, 11)
 
 
 class BuildError(RuntimeError):
-    """What was asked for cannot be built; the message says why and what to do."""
+    """A requested part cannot be built; the message gives the reason and a fix."""
 
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set the CPU kernels are compiled for; csrc/cpu/core/isa.cpp holds the matching run-time test."""
+    """An instruction set of the CPU kernels. csrc/cpu/core/isa.cpp has its run-time test."""
 
     name: str
-    machines: tuple[str, ...] = ()  # of platform.machine(); empty = any
+    machines: tuple[str, ...] = ()  # values of platform.machine(); empty: any
     flags: tuple[str, ...] = ()
     probe: str = "int main() { return 0; }"  # must compile with the flags
 
@@ -62,11 +62,12 @@ def switch(name: str) -> str:
 
 @functools.cache
 def find_torch() -> Path | None:
-    """The torch package's directory, found without importing torch.
+    """Return the torch package's directory without importing torch.
 
-    In pip's build isolation this interpreter does not see the environment's packages, but a child started without the
-    variables that isolation sets does, .pth files included. Tools that isolate by an interpreter of their own (``build``,
-    uv) are covered where VIRTUAL_ENV names the activated environment; PYTRANSFORMER_TORCH covers the rest.
+    In pip's build isolation this interpreter does not see the environment's packages, but a child
+    without the variables that isolation sets does, .pth files included. For tools that isolate by
+    another interpreter (``build``, uv), VIRTUAL_ENV names the activated environment.
+    PYTRANSFORMER_TORCH covers the rest.
     """
     if given := os.environ.get("PYTRANSFORMER_TORCH"):
         if not (Path(given) / "version.py").is_file():
@@ -104,14 +105,17 @@ def why_not_torch(torch: Path | None) -> str | None:
 
 
 def find_compiler() -> list[str] | None:
-    """The C++ compiler's command: CXX if set, whether or not it works, else the first of g++, clang++ and c++."""
+    """Return the C++ compiler's command: CXX if set, else the first of g++, clang++ and c++.
+
+    CXX is returned even if it does not work.
+    """
     if os.environ.get("CXX"):
         return shlex.split(os.environ["CXX"])
     return next(([path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
 
 
 def compiles(compiler: list[str], flags: list[str], source: str, directory: Path) -> str | None:
-    """None if `source` compiles with `flags`, else the reason in one line."""
+    """Return None if `source` compiles with `flags`, else the reason in one line."""
     directory.mkdir(parents=True, exist_ok=True)
     command = [*compiler, *flags, "-x", "c++", "-", "-o", str(directory / f"probe-{os.getpid()}")]
     try:
@@ -127,7 +131,7 @@ def compiles(compiler: list[str], flags: list[str], source: str, directory: Path
 
 
 def find_ninja() -> str | None:
-    if spec := importlib.util.find_spec("ninja"):  # the package may be importable and its script not on PATH
+    if spec := importlib.util.find_spec("ninja"):  # importable packages may lack a script on PATH
         import ninja
 
         candidate = Path(ninja.BIN_DIR) / "ninja"

@@ -29,6 +29,7 @@ from .reference.eight_bit import dequantize_kv, quantize_kv
 from .verify import verify
 
 if TYPE_CHECKING:
+    from . import compat as compat
     from . import models as models
     from . import nn as nn
     from . import training as training
@@ -60,13 +61,13 @@ __all__ = [
 ]
 __all__ += _public.__all__
 
-_ON_FIRST_USE = ("models", "nn", "training", "viz")  # not in __all__: a star import would load them
+_ON_FIRST_USE = ("compat", "models", "nn", "training", "viz")  # not in __all__: a star import would load them
 
 
 def __getattr__(name: str) -> Any:
     """The subpackages that a caller of the ops never needs, imported by the first ``pt.models`` and the like.
 
-    Of ``nn``, `integrations` has already taken what it needs; the other three are 37 modules.
+    Of ``nn``, `integrations` has already taken what it needs; the others are 45 modules.
     """
     if name in _ON_FIRST_USE:
         from importlib import import_module

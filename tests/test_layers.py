@@ -38,7 +38,7 @@ LAYERS = {
     "distributed": ("distributed",),
     "nn": ("nn",),
     "models": ("models", "viz", "training"),
-    "integrations": ("integrations", "drop_in", "drop_in_nested"),
+    "integrations": ("integrations", "compat", "drop_in", "drop_in_nested"),
     "package": ("", "explain", "verify"),  # pytransformer/__init__.py: the users' imports
     "testing": ("testing",),
     "cli": ("cli", "__main__"),

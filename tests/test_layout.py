@@ -69,6 +69,7 @@ def test_no_kernel_file_without_an_op() -> None:
 NAMES = {
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some with the name of their op",
+    "pytransformer/cli/demo.py": "attention is what it shows",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "pytransformer/ops/_core/fast_path.py": "the entries that csrc/fast_path has",
     "pytransformer/testing/drop_in_table.py": "of drop-in attention",

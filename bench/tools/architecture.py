@@ -47,6 +47,7 @@ ROWS = (
     ),
     (
         Box("integrations", "activate, transformers, convert", "pytransformer/integrations"),
+        Box("compat", "flash-attn, xFormers, Liger", "pytransformer/compat"),
         Box("models", "BERT, GPT, T5, ViT, …", "pytransformer/models"),
     ),
     (Box("nn", "modules and blocks", "pytransformer/nn"),),

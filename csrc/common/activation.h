@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The activations of feed_forward, once for all backends: kernels know them by number, Python and the fast path by name.
+// Activations of feed_forward for all backends. Kernels use the number, Python and the fast path
+// the name.
 #pragma once
 
 #include <initializer_list>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The torch bindings of all backends share these functions. Stable ABI only; no kernel includes this.
+// Shared by the torch bindings of all backends. Stable ABI only; no kernel includes this.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -33,7 +33,8 @@ inline DType dtype_of(const Tensor& t, const char* name, Float64 float64) {
   }
 }
 
-// Bytes from a tensor's first element to the end of its last one. One call for all sizes: each costs nanoseconds of every op's call.
+// Return the bytes from a tensor's first element to the end of its last. One call reads all sizes,
+// because each call adds nanoseconds to every op.
 inline int64_t extent_of(const Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();
   int64_t last = 0;
@@ -59,10 +60,10 @@ inline void check_storage(const char* op, const Tensor& t, const char* name) {
                   "; its storage was resized");
 }
 
-// The address of a tensor whose storage holds every element; null only if it has no elements.
+// Return the address of a tensor whose storage holds every element, or null if it has no elements.
 inline const void* read_address(const char* op, const Tensor& t, const char* name) {
   check_storage(op, t, name);
-  return t.const_data_ptr();  // mutable_data_ptr would copy a tensor that is shared until written
+  return t.const_data_ptr();  // not mutable_data_ptr: it copies a copy-on-write tensor
 }
 inline void* write_address(const char* op, const Tensor& t, const char* name) {
   check_storage(op, t, name);
@@ -81,7 +82,7 @@ inline void check_start(const char* op, int64_t start, const char* name) {
   STD_TORCH_CHECK(start >= 0 && start < int64_t(1) << 48, op, ": ", name, " must be between 0 and 2^48 - 1, got ", start);
 }
 
-// Raise unless the sizes are positive and the bytes of any two of them multiplied fit in 62 bits.
+// Raise unless the sizes are positive and the bytes of any two-dimensional product fit in 62 bits.
 inline void check_sizes(const char* op, std::initializer_list<int64_t> sizes) {
   int64_t largest = 1, second = 1;
   for (int64_t size : sizes) {
@@ -92,7 +93,8 @@ inline void check_sizes(const char* op, std::initializer_list<int64_t> sizes) {
   STD_TORCH_CHECK(largest <= (int64_t(1) << 58) / second, op, ": a matrix of ", largest, " x ", second, " must have at most 2^58 elements");
 }
 
-// The probability of dropout in units of 1 / 65536, half to even: 0 drops nothing, 65536 everything.
+// Return the dropout probability in units of 1 / 65536, rounded half to even: 65536 drops
+// everything.
 inline uint32_t drop_threshold_of(double p) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "dropout_p is ", p, "; wanted between 0 and 1");
   return uint32_t(std::nearbyint(65536 * p));

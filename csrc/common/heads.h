@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the rows of heads lie, as data.
+// Strided rows of heads.
 #pragma once
 
 #include "common/strides.h"
 
 namespace pt {
 
-// Rows of (batch, heads, length, columns), the columns contiguous. Data null: no tensor.
+// Rows of (batch, heads, length, columns) with contiguous columns. Null data: no tensor.
 template <class Pointer>
 struct HeadRows {
   Pointer data = nullptr;

@@ -79,8 +79,8 @@ void mbarrier_arrive_expect_tx(uint32_t addr, uint32_t bytes, const Site& site) 
   update_phase(bar);
 }
 
-// On a GPU this may return false early; callers loop. Here a thread that must wait sleeps until
-// the phase changes, which lets the scheduler recognise deadlocks.
+// Wait for a phase. A GPU may return false early, and callers loop. Here a waiting thread sleeps
+// until the phase changes, so that the scheduler can detect deadlocks.
 bool mbarrier_try_wait(uint32_t addr, uint32_t parity, const Site& site) {
   const Fault fault = fault_at(site, "mbarrier.try_wait", kDrop | kFlip);
   if (fault == kDrop) return true;

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what runs CUDA kernels on the CPU, for tests; never part of a wheel.
+"""Build the emulator, which runs CUDA kernels on the CPU for tests; never part of a wheel.
 
-    python csrc/emulator/build.py                      libpytransformer_emulated.so: the raw ops, on CPU tensors
-    python csrc/emulator/build.py program SOURCE...    a program of tests against the emulator alone
+    python csrc/emulator/build.py                      the library: raw ops on CPU tensors
+    python csrc/emulator/build.py program SOURCE...    a test program against the emulator alone
 
-Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed. Tests hand over faults, each a text
-of a source and what stands there instead in the copy of the file that is compiled (fault.h).
+Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only changed sources.
+Tests pass faults: each replaces a text of a source in the compiled copy of the file (fault.h).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LIBRARY = "libpytransformer_emulated.so"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DPT_EMULATE", "-Wall", "-Wextra"]
 FLAGS += [
     "-ffp-contract=off"
-]  # g++'s own choice depends on the CPU; what nvcc contracts, tests/cuda/test_ptx_conformance.py looks at
-HOST_ONLY = {"host.cpp", "library.cpp"}  # what a program does not need
+]  # g++'s default depends on the CPU; tests/cuda/test_ptx_conformance.py covers nvcc's contraction
+HOST_ONLY = {"host.cpp", "library.cpp"}  # not needed by a program
 
 
 def why_not() -> str | None:
-    """None if the emulator can be built here, else the reason."""
+    """Return None if the emulator can be built here, else the reason."""
     if native_build.find_compiler() is None:
         return "no C++ compiler was found: install g++, or set CXX"
     if native_build.find_ninja() is None:
@@ -41,15 +41,17 @@ def why_not() -> str | None:
 
 class Replacement(Protocol):
     file: str  # below csrc/
-    text: str  # occurs once in it
-    faulty: str  # as many lines, so that places in the copy are those of the source
+    text: str  # occurs once in the file
+    faulty: str  # same number of lines, so line numbers in the copy match the source
 
 
 def copies(directory: Path, faults: Iterable[Replacement]) -> Path:
-    """Writes the files of `faults` with all of them into a folder that stands before csrc/ for the compiler; others are removed.
+    """Write the faulty copies of the files into a folder that precedes csrc/ on the include path.
+
+    Other copies there are removed.
 
     Raises:
-        ValueError: a text is not there once, or the faulty one has another number of lines.
+        ValueError: a text does not occur exactly once, or its replacement has another number of lines.
     """
     folder, texts = directory / "csrc", dict[str, str]()
     for fault in faults:
@@ -73,15 +75,18 @@ def copies(directory: Path, faults: Iterable[Replacement]) -> Path:
 def library(
     directory: Path = DIRECTORY, family: str = "*", defines: Sequence[str] = (), faults: Iterable[Replacement] = ()
 ) -> Path:
-    """Brings the emulated library up to date; `family` is the only op in it, and `defines` choose another form of its kernels.
+    """Bring the emulated library up to date, with the ops of `family` only.
+
+    `defines` select another variant of the kernels.
 
     Raises:
-        RuntimeError: it does not compile; with the compiler's messages.
+        RuntimeError: it does not compile; the message has the compiler's output.
     """
     torch = native_build.find_torch()
     if torch is None:
         raise RuntimeError("torch was not found")
-    kernels = list(CSRC.glob(f"cuda/{family}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
+    # without cuda/device.cu, which host.cpp replaces
+    kernels = list(CSRC.glob(f"cuda/{family}/**/*.cu"))
     bindings = [*CSRC.glob(f"cuda/{family}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
     folder = copies(directory, faults)
     flags = [*FLAGS, *defines, "-include", "emulator/fault.h", "-I", str(folder), "-I", str(CSRC)]
@@ -95,23 +100,24 @@ def library(
 
 
 def _object_name(source: Path) -> str:
-    return f"{'_'.join(source.parts[-3:])}.o"  # sm90/fwd.cu is in several folders
+    return f"{'_'.join(source.parts[-3:])}.o"  # several folders have an sm90/fwd.cu
 
 
 def program(name: str, sources: list[Path], directory: Path = DIRECTORY, more: Sequence[str] = ()) -> Path:
-    """Brings a program of these sources, compiled with `more` flags, and the emulator up to date.
+    """Bring a program of these sources, compiled with `more` flags, and the emulator up to date.
 
     Raises:
-        RuntimeError: it does not compile; with the compiler's messages.
+        RuntimeError: it does not compile; the message has the compiler's output.
     """
     flags = [*FLAGS, *more, "-I", str(CSRC)]
     return _build(directory, name, [(path.resolve(), flags) for path in sources], [], [_emulator()])
 
 
 def _emulator() -> Path:
-    """The emulator alone, which every library and program shares."""
+    """Build the emulator archive, which every library and program shares."""
     sources = [path for path in sorted(CSRC.glob("emulator/*.cpp")) if path.name not in HOST_ONLY]
-    flags = [*FLAGS, "-O3", "-I", str(CSRC)]  # not for kernels: compiling those is most of the build
+    # -O3 here only: compiling the kernels is most of the build
+    flags = [*FLAGS, "-O3", "-I", str(CSRC)]
     return _build(DIRECTORY, "libemulator.a", [(path, flags) for path in sources], [], [])
 
 
@@ -143,7 +149,8 @@ def _build(directory: Path, output: str, sources: list[tuple[Path, list[str]]], 
     script = directory / f"{output}.ninja"
     text = "\n".join(lines)
     command = [ninja, "-C", str(directory), "-f", script.name, output]
-    with (directory / "lock").open("w") as lock:  # several test processes may ask at once; the first builds
+    # test processes may build at once; the first one builds
+    with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not script.is_file() or script.read_text() != text:
             script.write_text(text)

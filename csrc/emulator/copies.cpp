@@ -4,8 +4,8 @@
 
 namespace emu {
 
-// Calls f(shared address, global address or nullptr if out of bounds, bytes) for each element run
-// of at most 16 bytes, in the tile mode of cp.async.bulk.tensor.
+// Call f(shared address, global address or nullptr if out of bounds, bytes) for each run of at most
+// 16 bytes, in the tile mode of cp.async.bulk.tensor.
 template <class F>
 static void for_each_run(const Copy& copy, F f) {
   const TensorMap& m = copy.map;
@@ -49,7 +49,7 @@ void complete_copy(size_t index) {
   update_phase(bar);
 }
 
-// One step of a reduction: it reads shared memory, or adds to global memory.
+// Advance a reduction by one step: read shared memory, or add to global memory.
 void advance_reduction(size_t index) {
   Reduction& r = block->reductions[index];
   if (!r.read) {
@@ -86,7 +86,7 @@ static void start_copy(Copy copy, const char* what) {
     g.loaded.reset();
     std::fill_n(reinterpret_cast<uint16_t*>(block->arena + at), kGranule / 2, kPoison);
   });
-  // Latency: immediate, moderate, or "not before nothing else can run".
+  // Choose the latency: immediate, moderate, or "not before nothing else can run".
   const uint64_t dice = block->random() % 8;
   copy.due = dice < 2 ? block->tick + 1 : dice < 6 ? block->tick + block->random() % 4000 : ~0ull;
   block->copies.push_back(copy);
@@ -103,8 +103,8 @@ void tma_load(uint32_t dst, const TensorMap& map, uint32_t addr, int rank, const
   for (int i = 0; i < rank; ++i) {
     copy.coord[i] = coord[i] + (fault == kShift && i == 1) + 8 * (fault == kFlip && i == 0);
     copy.bytes *= map.box[i];
-    // Zeros in any dimension. Of columns a kernel may want them, where a tensor has fewer panels than the kernel; rows or heads that nobody
-    // has are a wrong coordinate.
+    // Out-of-bounds boxes read zeros. A kernel may rely on that for columns, if the tensor has
+    // fewer panels than the kernel. In rows or heads it is a wrong coordinate.
     if (i > 0 && (coord[i] + int64_t(map.box[i]) <= 0 || coord[i] >= int64_t(map.dim[i])))
       fail(
           format("TMA load: the box lies wholly outside the tensor in dimension %d "
@@ -212,7 +212,7 @@ void bulk_wait(int pending, bool only_read, const Site& site) {
   if (!only_read && target) me.global_clock[block->number] = me.bulk_in_block[target - 1];
 }
 
-// ---- cp.async: the thread's own copies, complete for the thread at its wait
+// cp.async: a thread's copies, complete for the thread at its wait.
 
 void cp_async(uint32_t dst, const void* src, uint32_t bytes, const Site& site) {
   const Fault fault = fault_at(site, "cp.async", kDrop | kShift | kFlip);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plants the fault that PYTRANSFORMER_FAULT names, when the library or program is loaded.
+// Plant the fault in PYTRANSFORMER_FAULT when the library or program is loaded.
 #include "emulator/fault.h"
 
 #include <cstdio>
@@ -22,10 +22,12 @@ static void plant(std::string_view name) {
   std::exit(2);
 }
 
-// Objects of an archive are initialised after those that it is linked to: all faults are in the list.
+// Static objects of an archive are initialized after the objects that link it, so the
+// list contains all faults.
 [[maybe_unused]] static const bool planted = [] {
   const char* name = std::getenv("PYTRANSFORMER_FAULT");
-  if (name && *name && std::string_view(name).find('@') == std::string_view::npos) plant(name);  // else at a call site: sites.cpp
+  // A name with "@" is a call site: sites.cpp.
+  if (name && *name && std::string_view(name).find('@') == std::string_view::npos) plant(name);
   return name != nullptr;
 }();
 

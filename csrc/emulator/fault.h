@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults in the text of the sources: what a build with faults (faults.py) puts into its own copy of a file, chosen when it is loaded.
+// Faults in source text: a build with faults (faults.py) compiles changed copies of files, and the
+// environment selects a fault at load time.
 //
 //   ds = w * (down - (PT_FAULT(delta_forgotten) ? 0.0f : row.delta));
 //
-// PYTRANSFORMER_FAULT=delta_forgotten plants it. The sources themselves have no faults; those at call sites need no text (sites.h).
+// PYTRANSFORMER_FAULT=delta_forgotten plants it. The sources themselves contain no faults; faults
+// at call sites need no text (sites.h).
 #pragma once
 
 #include <algorithm>
@@ -12,7 +14,7 @@
 namespace pt::fault {
 
 struct Fault {
-  explicit Fault(const char* name);  // joins the list of all
+  explicit Fault(const char* name);  // joins the global list
 
   const char* name;
   bool planted = false;

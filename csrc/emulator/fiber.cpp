@@ -36,7 +36,7 @@ emu_switch_stack:
 void switch_context(Context& from, Context& to) { emu_switch_stack(&from, to); }
 
 void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
-  void** top = reinterpret_cast<void**>(stack + bytes) - 2;  // keeps the ABI's alignment
+  void** top = reinterpret_cast<void**>(stack + bytes) - 2;  // the ABI's alignment
   *top = reinterpret_cast<void*>(entry);
   context = top - 6;
 }
@@ -53,7 +53,7 @@ void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)(
 #endif
 
 char* fiber_stack(int slot, int thread) {
-  static char* const stacks = [] {  // committed as they are touched
+  static char* const stacks = [] {  // committed on first touch
     constexpr size_t count = size_t(kMaxThreads) * kMaxResident;
     void* p = mmap(nullptr, kStack * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return static_cast<char*>(nullptr);

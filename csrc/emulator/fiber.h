@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fibers: the only part of the emulator that knows about the host's architecture.
+// Fibers: the only architecture-dependent part of the emulator.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,19 @@
 namespace emu {
 
 #if defined(__x86_64__) && !defined(EMU_UCONTEXT)
-using Context = void*;  // the saved stack pointer
+using Context = void*;  // saved stack pointer
 #else
 using Context = ucontext_t;
 #endif
 
-// Saves where it is called in `from` and goes on where `to` was saved.
+// Save the current context in `from` and resume `to`.
 void switch_context(Context& from, Context& to);
 
-// `context` will begin in `entry`, which must not return, on the stack of that many bytes.
+// Make `context` start in `entry`, which must not return, on a stack of `bytes` bytes.
 void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)());
 
-// The same stack each time for a block's slot and a thread, with an unmapped page at its low end; null if there is no memory.
+// Return the stack of a block slot and thread, always the same, with an unmapped page at its low
+// end; null if there is no memory.
 char* fiber_stack(int slot, int thread);
 constexpr size_t kStack = 256 * 1024;
 

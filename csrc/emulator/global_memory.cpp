@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Global memory: what kernels may reach, and how blocks meet through it.
+// Global memory: accessible ranges, and communication between blocks.
 #include "emulator/state.h"
 
 namespace emu {
@@ -34,7 +34,8 @@ GlobalMemory::~GlobalMemory() { ranges().erase(number_); }
 void check_global(const void* p, size_t bytes, const char* what) {
   const auto* at = static_cast<const uint8_t*>(p);
   const Range* near = nullptr;
-  int64_t beyond = 0;  // by how much the nearest range is missed: negative before its begin, positive past its end
+  // Distance to the nearest range: negative before its begin, positive past its end.
+  int64_t beyond = 0;
   for (const auto& [number, r] : ranges()) {
     if (at >= r.base && at + bytes <= r.base + r.bytes) return;
     const int64_t miss = at < r.base ? at - r.base : at + bytes - (r.base + r.bytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for csrc/cuda/device.cu.
+// Replacement of csrc/cuda/device.cu.
 #include "emulator/host.h"
 
 #include <cstdlib>
@@ -34,7 +34,7 @@ namespace pt::cuda {
 DeviceGuard::DeviceGuard(int64_t) : previous_(nullptr), changed_(false) {}
 DeviceGuard::~DeviceGuard() = default;
 
-int multiprocessors() { return 2; }  // few, so that persistent blocks have several turns
+int multiprocessors() { return 2; }  // few, so that persistent blocks run several tiles
 
 bool runs_sm90a() {
   const char* path = std::getenv("PYTRANSFORMER_CUDA_PATH");

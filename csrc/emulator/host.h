@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host side of an emulated library: launches with the schedule that was asked for.
+// Host side of an emulated library: launches with the requested schedule.
 #pragma once
 
 #include "emulator/emulator.h"
 
 namespace emu {
 
-// The options of the next launches; the seed moves on with each.
+// Options of the next launches. Each launch advances the seed.
 Options& options();
 
-// Products of warpgroups, or else of warps, that the launches of this process have executed: tells which kernels ran, and what they
-// left out.
+// Return the number of gemms of warpgroups, or of warps, executed in this process: it shows which
+// kernels ran and which work they skipped.
 uint64_t products(bool warps);
 
-// Runs a kernel; throws std::runtime_error with the emulator's message.
+// Run a kernel; throw std::runtime_error with the emulator's message.
 void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>& kernel);
 
 }  // namespace emu

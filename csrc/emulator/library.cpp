@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an emulated library offers beside the ops: the choice of the schedule, and how many products its kernels computed.
+// Emulated library functions beside the ops: the schedule, and the number of gemms its kernels
+// computed.
 #include <torch/csrc/stable/library.h>
 
 #include "emulator/host.h"
@@ -12,8 +13,8 @@ int64_t emulator_products(bool warps) { return int64_t(emu::products(warps)); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def("emulator_schedule(int seed) -> ()");           // of the next launch
-  m.def("emulator_products(bool warps=False) -> int");  // by warpgroups, or by warps, since the library was loaded
+  m.def("emulator_schedule(int seed) -> ()");           // next launch
+  m.def("emulator_products(bool warps=False) -> int");  // by warpgroups or by warps, since load
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
   m.impl("emulator_schedule", TORCH_BOX(&emulator_schedule));

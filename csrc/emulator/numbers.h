@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Number formats of the GPU on the CPU.
+// GPU number formats on the CPU.
 #pragma once
 
 #include <cmath>
@@ -19,20 +19,22 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-// .ftz: subnormal numbers count as zero, with their sign.
+// .ftz: flush subnormals to zero, preserving the sign.
 inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
-// By hand: without F16C the compiler calls a function of libgcc for each of a product's operands, 4 % of the emulator's time.
+// Convert without F16C: the compiler would call a libgcc function per gemm operand, 4 % of the
+// emulator's time.
 inline float from_f16(uint16_t bits) {
   const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13;
   const bool finite = (bits & 0x7c00) != 0x7c00;
-  const float scaled = float_of(magnitude) * 0x1p112f;  // the exponent's other bias; exact, subnormal numbers too
+  // Rebias the exponent; exact, subnormals included.
+  const float scaled = float_of(magnitude) * 0x1p112f;
   const uint32_t quiet = bits & 0x3ff ? 0x400000 : 0;
   return float_of((finite ? bits_of(scaled) : magnitude | 0x7f800000 | quiet) | uint32_t(bits & 0x8000) << 16);
 }
 
-// To nearest even; every NaN becomes 0x7fff, as cvt.rn does.
+// Round to nearest even; every NaN becomes 0x7fff, as in cvt.rn.
 inline uint16_t to_bf16(float x) {
   const uint32_t u = bits_of(x);
   return x != x ? 0x7fff : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);

@@ -27,7 +27,7 @@ void release(Clock& into) {
   ++me.clock.c[kThread + block->current];
 }
 
-// ---- scheduling
+// Scheduling.
 
 static void fiber_entry() {
   (*block->kernel)();
@@ -61,7 +61,8 @@ void wake(Waiters& list) {
 
 static int pick_thread() {
   Block& b = *block;
-  if (b.random.one_in(200))  // starve some warps, favour others, for a while
+  // Starve some warps and favor others for a while.
+  if (b.random.one_in(200))
     for (auto& w : b.weight) w = uint64_t{1} << (b.random() % 11);
   uint64_t total = 0;
   for (size_t w = 0; w < b.runnable.size(); ++w)
@@ -99,12 +100,12 @@ static std::string deadlock_message() {
   return text;
 }
 
-// ---- running blocks
+// Running blocks.
 
 static void start_block(Block& b, size_t smem_bytes) {
   block = &b;
   b.arena = arenas[b.slot];
-  // CUDA promises 16-byte alignment of dynamic shared memory, so do not always give more.
+  // CUDA guarantees 16-byte alignment of dynamic shared memory, so do not always provide more.
   b.smem_base = 1024 + 16 * uint32_t(b.random() % 64);
   b.smem_end = b.smem_base + uint32_t(smem_bytes);
   b.granules.resize(b.smem_end / kGranule + 1);
@@ -113,7 +114,7 @@ static void start_block(Block& b, size_t smem_bytes) {
   b.runnable.assign(b.threads / kWarp, ~0u);
   b.weight.assign(b.threads / kWarp, 1);
   b.exchanges.resize(b.threads / kWarp);
-  // What the launch bounds would give each thread; the rest of the register file stays free.
+  // Give each thread the registers of the launch bounds; the rest of the register file is free.
   const int per_thread = std::min(65536 / b.threads / 8 * 8, 248);
   b.registers.assign(b.threads / kWarp, per_thread);
   b.free_registers = 65536 - per_thread * b.threads;
@@ -124,7 +125,7 @@ static void start_block(Block& b, size_t smem_bytes) {
   }
 }
 
-// What remains to be said when all threads have returned.
+// Return the errors to report after all threads have returned.
 static std::string end_of_block() {
   Block& b = *block;
   std::string error;
@@ -141,13 +142,13 @@ static std::string end_of_block() {
 
 enum class Step { Ran, Stuck, Ended };
 
-// Lets one thread of the current block run until it gives up the processor.
+// Run one thread of the current block until it yields.
 static Step step_block() {
   Block& b = *block;
   ++b.tick;
   b.current = -1;
   try {
-    // The engines: copies that are due, and now and then a wgmma before anybody waits for it.
+    // Advance the engines: due copies, and occasionally a wgmma that no thread waits for yet.
     for (size_t i = b.copies.size(); i-- > 0;)
       if (b.copies[i].due <= b.tick) complete_copy(i);
     for (size_t i = b.reductions.size(); i-- > 0;)
@@ -182,7 +183,7 @@ static Step step_block() {
   return b.error.empty() ? Step::Ran : Step::Ended;
 }
 
-// ---- host side -------------------------------------------------------------------------------
+// Host side.
 
 Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<void()>& kernel, const Options& options) {
   static std::mutex one_at_a_time;
@@ -204,7 +205,7 @@ Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<vo
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) order.push_back({x, y, z});
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
-  // Up to `resident` blocks take turns; a block that ends makes room for another.
+  // Up to `resident` blocks alternate; the next block starts when one ends.
   const int resident = std::clamp(options.resident, 1, kMaxResident);
   std::vector<std::unique_ptr<Block>> running;
   std::vector<int> slots;
@@ -234,7 +235,7 @@ Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<vo
       stuck = 0;
       result.error = block->error;
       slots.push_back(block->slot);
-    } else if (++stuck > 64 * running.size()) {  // every block has had its turn, in all likelihood
+    } else if (++stuck > 64 * running.size()) {  // every block has probably run
       result.error = deadlock_message();
     }
     if (!result.error.empty()) {
@@ -250,7 +251,8 @@ Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<vo
 }
 
 void fail(const std::string& message) {
-  if (block->current < 0) throw std::runtime_error(message);  // an engine: the scheduler's stack
+  // An engine fails on the scheduler's stack.
+  if (block->current < 0) throw std::runtime_error(message);
   block->error = format("thread %d: ", block->current) + message;
   to_scheduler();  // never resumed
   std::abort();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory: what each 16-byte granule holds, who wrote it, who may still read it.
+// Shared memory: contents, writer and pending readers of each 16-byte granule.
 #include "emulator/state.h"
 
 namespace emu {
@@ -65,7 +65,7 @@ void check_writable(uint32_t addr, uint32_t bytes, const char* what) {
       if (g.word[i].written && !knows_thread(g.word[i].writer, g.word[i].time))
         fail(format("%s to %#x is not ordered after the store by thread %d", what, addr, int(g.word[i].writer)));
   if (!g.loaded) return;
-  bool unknown = false;  // without a branch in the loop, for speed
+  bool unknown = false;  // no branch in the loop, for speed
   for (int t = 0; t < block->threads; ++t) unknown |= me.clock.c[kThread + t] < (*g.loaded)[t].time;
   for (int t = 0; unknown && t < block->threads; ++t)
     if (!knows_thread(t, (*g.loaded)[t].time)) fail(format("%s to %#x is not ordered after the load by thread %d", what, addr, t));
@@ -92,7 +92,7 @@ void check_writable_by_proxy(uint32_t addr, const char* what) {
 void note_store(uint32_t addr, int bytes) {
   Granule& g = block->granules[addr / kGranule];
   if (g.state != State::Stored) {
-    // What a copy left in the other words is known to this thread, or was never written.
+    // The other words are from a copy known to this thread, or were never written.
     for (Word& w : g.word) w = {g.state == State::Copied, 0, 0, -1};
     g.state = State::Stored;
     g.barrier = -1;

@@ -37,7 +37,7 @@ struct Planted {
 const Planted planted;
 const char* const record = std::getenv("PYTRANSFORMER_SITES");
 
-// The path below csrc/, which may be relative.
+// Return the path below csrc/; the file name may be relative.
 const char* below_sources(const char* file) {
   for (const char* next = file; (next = std::strstr(next, "csrc/"));) file = next += 5;
   return file;
@@ -49,7 +49,8 @@ void note(const Site& site, const char* instruction, unsigned possible) {
   std::string faults;
   for (unsigned i = 0; i < 3; ++i)
     if (possible >> i & 1) faults += std::string(faults.empty() ? "" : ",") + kNames[i];
-  if (std::FILE* out = std::fopen(record, "a")) {  // closed each time: a process of tests may end at any moment
+  // Close the file each time: a test process may end at any moment.
+  if (std::FILE* out = std::fopen(record, "a")) {
     std::fprintf(out, "%s:%u %s %s\n", below_sources(site.file_name()), unsigned(site.line()), instruction, faults.c_str());
     std::fclose(out);
   }

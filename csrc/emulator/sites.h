@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults at call sites: the environment names a line of the sources, and calls of ptx functions on this line go wrong.
+// Faults at call sites: the environment names a source line, and calls of ptx functions on that
+// line fail.
 //
-//   PYTRANSFORMER_FAULT=drop@cuda/attention/sm90/fwd.cuh:243    the wait on this line returns at once
-//   PYTRANSFORMER_SITES=FILE    for each site reached, appends "cuda/attention/sm90/fwd.cuh:243 mbarrier.try_wait drop,flip"
+//   PYTRANSFORMER_FAULT=drop@cuda/attention/sm90/fwd.cuh:243
+//     the wait on this line returns at once
+//   PYTRANSFORMER_SITES=FILE
+//     append each reached site to FILE:
+//     "cuda/attention/sm90/fwd.cuh:243 mbarrier.try_wait drop,flip"
 #pragma once
 
 #include <source_location>
@@ -13,16 +17,17 @@ using Site = std::source_location;
 
 enum Fault : unsigned {
   kNone = 0,
-  kDrop = 1,   // the call is left out: an access, an arrival, a wait, a fence
-  kShift = 2,  // an address is one element further, a copy one row, a wait leaves one group more
-  kFlip = 4,   // a parity, a predicate, the order of two registers, a lane
+  kDrop = 1,  // omitted call: an access, an arrival, a wait, a fence
+  // An address is one element off, a copy one row, and a wait leaves one more group pending.
+  kShift = 2,
+  kFlip = 4,  // inverted parity or predicate, swapped registers, another lane
 };
 
-// Read from the environment when the library is loaded.
+// Read from the environment at load time.
 extern bool sites_matter;
 Fault fault_at_site(const Site& site, const char* instruction, unsigned possible);
 
-// Returns the fault that is planted at this site, if it is one of the possible ones.
+// Return the fault planted at this site if it is one of the possible ones.
 inline Fault fault_at(const Site& site, const char* instruction, unsigned possible) {
   return sites_matter ? fault_at_site(site, instruction, possible) : kNone;
 }

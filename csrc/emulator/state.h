@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the emulator's parts share: the state of a running block, and how a thread waits for something.
+// Shared state of the emulator's parts: a running block, and how a thread waits.
 #pragma once
 
 #include <algorithm>
@@ -16,25 +16,26 @@
 
 namespace emu {
 
-// ---- constants
+// Constants.
 
 constexpr int kWarp = 32, kGroup = 128;
 constexpr int kMaxThreads = 512, kMaxGroups = kMaxThreads / kGroup;
 constexpr int kMaxBarriers = 56, kNamedBarriers = 16;
-constexpr int kMaxResident = 4;          // blocks that run at the same time
+constexpr int kMaxResident = 4;          // concurrent blocks
 constexpr uint32_t kArena = 256 * 1024;  // descriptors address 18 bits
 constexpr uint32_t kGranule = 16;        // unit of the shadow state
 constexpr uint16_t kPoison = 0x7fc5;     // a NaN in bf16 and, doubled, in f32
-// A signalling NaN: arithmetic on it changes its bits, so that not only stores are noticed.
+// Signaling NaN: arithmetic changes its bits, so that operations other than stores are detected
+// too.
 constexpr uint32_t kPoisonRegister = 0x7fa5a5c5;
 constexpr uint64_t kBarrierMagic = 0xba55'1e55'0000'0000;
 
-// ---- state
+// State.
 
-// What a thread (or a barrier) knows to have happened. Component g < kMaxGroups: number of wgmma
-// operations of warpgroup g that are complete. Component kMaxGroups + b: 1 + number of completed
-// phases of mbarrier b (0: not even its initialisation is known). Component kThread + t: the time
-// of thread t, which advances whenever that thread releases what it did before.
+// Vector clock: the events that a thread or barrier knows of. Component g < kMaxGroups: number of
+// completed wgmma operations of warpgroup g. Component kMaxGroups + b: 1 + number of completed
+// phases of mbarrier b (0: its initialization is unknown). Component kThread + t: the time of
+// thread t, which advances whenever the thread releases its earlier operations.
 constexpr size_t kThread = kMaxGroups + kMaxBarriers;
 struct Clock {
   std::array<int32_t, kThread + kMaxThreads> c{};
@@ -43,12 +44,12 @@ struct Clock {
 
 using Waiters = std::vector<int>;
 
-struct Accumulator {  // the tensor core's view of accumulator registers in flight
+struct Accumulator {  // in-flight accumulators, as the tensor core sees them
   int n = 0, holders = 0;
   std::vector<float> m;  // 64 x n
 };
 
-struct HeldAccumulator {  // one thread's share of it
+struct HeldAccumulator {  // one thread's share
   std::shared_ptr<Accumulator> acc;
   float* regs;
   uint64_t last_op;
@@ -65,8 +66,8 @@ struct BulkRange {  // shared memory that a bulk operation reads
   uint32_t addr, bytes;
 };
 
-// What is known of global memory: for each block of the grid, how many of its bulk reductions are
-// complete. A map, since few blocks ever communicate.
+// Completed bulk reductions of each block of the grid, as far as known. A map, because few blocks
+// communicate.
 using GlobalClock = std::map<uint32_t, uint64_t>;
 inline void join(GlobalClock& into, const GlobalClock& other) {
   for (auto& [block, count] : other) into[block] = std::max(into[block], count);
@@ -83,25 +84,26 @@ struct Fiber {
   bool done = false;
   std::function<std::string()> waits_for;
   Clock clock;
-  std::vector<uint32_t> dirty;        // words stored to since the last fence.proxy.async
+  std::vector<uint32_t> dirty;        // words stored since the last fence.proxy.async
   std::vector<int32_t> proxy_fences;  // the thread's time at each fence.proxy.async
-  // wgmma
+  // wgmma.
   uint64_t issued = 0;
   bool fenced = false;
-  std::vector<uint64_t> groups;  // number of operations issued at each commit
+  std::vector<uint64_t> groups;  // operations issued at each commit
   std::vector<HeldAccumulator> accumulators;
   std::vector<HeldOperand> operands;
   uint64_t shuffles = 0;
-  // bulk operations tracked by bulk groups
+  // Bulk operations tracked by bulk groups.
   uint64_t bulk_issued = 0;
-  std::vector<uint64_t> bulk_groups;    // as `groups`
-  std::vector<BulkRange> bulk_reading;  // this thread has not waited for these reads
-  std::vector<uint64_t> bulk_in_block;  // the number within the block of each operation issued
+  std::vector<uint64_t> bulk_groups;    // like `groups`
+  std::vector<BulkRange> bulk_reading;  // reads this thread has not waited for
+  // The number within the block of each issued operation.
+  std::vector<uint64_t> bulk_in_block;
   GlobalClock global_clock;
-  // cp.async
+  // cp.async.
   std::vector<ThreadCopy> thread_copies;
   uint64_t thread_copies_issued = 0;
-  std::vector<uint64_t> thread_copy_groups;  // as `groups`
+  std::vector<uint64_t> thread_copy_groups;  // like `groups`
 };
 
 struct Barrier {
@@ -115,32 +117,37 @@ struct Barrier {
   Waiters waiters;
 };
 
-// InFlight: a copy that completes on an mbarrier writes it; Pending: a cp.async whose thread has not waited for it does.
+// InFlight: a copy that completes on an mbarrier writes it. Pending: a cp.async writes it whose
+// thread has not waited.
 enum class State : uint8_t { Unwritten, InFlight, Pending, Copied, Stored, BarrierObject };
 
 struct Word {  // four bytes of a Stored granule
   bool written = false;
   uint16_t writer = 0;
-  int32_t time = 0;    // the writer's, when it stored
-  int32_t fenced = 0;  // the writer's, when it made the word visible to the async proxy; 0: not
-                       // yet; -1: the word is from a copy
+  int32_t time = 0;  // the writer's time of the store
+  // The writer's time when it made the word visible to the async proxy; 0: not yet; -1: from a
+  // copy.
+  int32_t fenced = 0;
 };
 
 constexpr int32_t kByProxy = -1;
-struct Load {  // a thread's last of a granule
+struct Load {  // a thread's last load of a granule
   int32_t time = 0;
-  int32_t fences = kByProxy;  // how often the thread had executed fence.proxy.async by then; kByProxy: the async proxy read for it
+  // Number of the thread's fence.proxy.async before the load; kByProxy: a read by the async proxy.
+  int32_t fences = kByProxy;
 };
 
 struct Granule {
   State state = State::Unwritten;
-  int16_t barrier = -1;  // Copied, InFlight: the mbarrier and phase that announce the data
+  int16_t barrier = -1;  // Copied, InFlight: mbarrier and phase of the data
   int16_t copier = -1;   // Pending: the thread
   uint32_t phase = 0;
-  std::array<int32_t, kMaxGroups> read_by{};  // 1 + last wgmma of each warpgroup that reads it
-  int16_t bulk_reader = -1;                   // thread that has not waited for its bulk read
+  // 1 + the last wgmma of each warpgroup that reads it.
+  std::array<int32_t, kMaxGroups> read_by{};
+  int16_t bulk_reader = -1;  // thread that has not waited for its bulk read
   std::array<Word, kGranule / 4> word;
-  std::unique_ptr<std::array<Load, kMaxThreads>> loaded;  // of each thread, since the last write; allocated when needed
+  // Per thread since the last write; allocated on demand.
+  std::unique_ptr<std::array<Load, kMaxThreads>> loaded;
 };
 
 struct Copy {
@@ -157,7 +164,7 @@ struct Reduction {  // shared to global memory, or a copy
   int thread;
   uint64_t number, due;
   bool adds, read = false;
-  std::vector<float> value;  // what it has read
+  std::vector<float> value;  // values read
 };
 
 struct Wgmma {
@@ -165,19 +172,21 @@ struct Wgmma {
   bool f16, a_in_regs, trans_a, trans_b, scale_d;
   uint64_t desc_a, desc_b;
   std::shared_ptr<Accumulator> acc;
-  int threads = 0;  // how many threads have issued it
+  int threads = 0;  // threads that have issued it
   std::vector<std::array<uint32_t, 4>> a;
-  std::vector<std::pair<int, uint32_t>> needs;  // (mbarrier, phase) that announce its operands
-  std::vector<int32_t> needs_thread;            // for each thread, the time that must be known
+  // (mbarrier, phase) pairs of its operands.
+  std::vector<std::pair<int, uint32_t>> needs;
+  std::vector<int32_t> needs_thread;  // required time per thread
 };
 
 struct Group {  // a warpgroup's queue
   std::deque<Wgmma> ops;
-  uint64_t first = 0, executed = 0;  // number of ops[0]; number of executed operations
+  // Number of ops[0]; number of executed operations.
+  uint64_t first = 0, executed = 0;
   Waiters waiters;
 };
 
-using LaneValues = std::array<uint32_t, 6>;  // what a lane shows the others
+using LaneValues = std::array<uint32_t, 6>;  // values a lane shares with its warp
 
 struct Exchange {  // one warp's convergence point
   std::array<LaneValues, kWarp> value[2];
@@ -211,9 +220,9 @@ struct Block {
   const std::function<void()>* kernel;
   int threads;
   dim3 index;
-  uint32_t number = 0;  // in order of starting
+  uint32_t number = 0;  // in starting order
   uint64_t bulk_issued = 0;
-  int slot = 0;              // which arena and stacks
+  int slot = 0;              // index of arena and stacks
   uint8_t* arena = nullptr;  // shared memory
   uint32_t smem_base, smem_end;
   Random random;
@@ -222,7 +231,7 @@ struct Block {
 
   std::vector<Fiber> fibers;
   std::vector<uint32_t> runnable;  // per warp, a bit per lane
-  std::vector<uint64_t> weight;    // per warp: how often the scheduler favours it
+  std::vector<uint64_t> weight;    // per warp: scheduling weight
   int alive = 0;
   int current = -1;
   Context scheduler{};
@@ -243,10 +252,10 @@ struct Block {
   Fiber& self() { return fibers[current]; }
 };
 
-extern Block* block;  // the one whose thread runs
+extern Block* block;  // block of the running thread
 extern Report* report;
 
-// ---- how threads run (scheduler.cpp)
+// Threads (scheduler.cpp).
 
 template <class... A>
 [[gnu::noinline]] std::string format(const char* text, A... args) {
@@ -255,58 +264,64 @@ template <class... A>
   return buffer;
 }
 
-// Gives other threads a chance to run; called at the start of each instruction.
+// Let other threads run. Every instruction calls it first.
 void preempt();
-// Puts the current thread to sleep; `what` says, in a deadlock, what it waits for.
+// Put the current thread to sleep. `what` describes the condition in a deadlock message.
 void wait_on(Waiters& list, std::function<std::string()> what);
 void wake(Waiters& list);
 void wake(Block& b, int thread);
-// Joins this thread's clock into `into`, and begins a new interval of its time.
+// Join this thread's clock into `into`, and begin a new interval of its time.
 void release(Clock& into);
-// The current thread's time.
+// Return the current thread's time.
 inline int32_t now() { return block->self().clock.c[kThread + block->current]; }
-// What a thread did up to some time of its own must be known to the current thread.
+// Return true if the current thread knows of `thread`'s operations up to `time`.
 inline bool knows_thread(int thread, int32_t time) { return block->self().clock.c[kThread + thread] >= time; }
 
-// ---- shared memory (shared_memory.cpp)
+// Shared memory (shared_memory.cpp).
 
 void check_range(uint32_t addr, uint32_t bytes, const char* what);
 uint32_t swizzle_address(uint32_t addr, Swizzle mode);
-// By the async proxy: written, and made visible to it.
+// Check that the async proxy can read: the data is written and visible to it.
 void check_readable(uint32_t addr, const char* what);
-// Everything that used [addr, addr + bytes) of one granule must be over, as far as the current thread knows, before it overwrites it.
+// Check that every access to [addr, addr + bytes) of one granule is complete, as far as the current
+// thread knows, before it overwrites it.
 void check_writable(uint32_t addr, uint32_t bytes, const char* what);
-// The same, before the async proxy overwrites it: what threads stored or loaded there they must have fenced since.
+// Do the same for a write by the async proxy: threads must have fenced their stores and loads
+// there.
 void check_writable_by_proxy(uint32_t addr, const char* what);
-// The current thread reads a granule, by an instruction that it need not wait for, or the async proxy has read it for the thread.
+// Record a granule's load by the current thread, with an instruction that needs no wait, or by the
+// async proxy for it.
 void note_load(Granule& g, bool by_proxy = false);
-// The current thread's bytes are in one granule from now on.
+// Record a store of the current thread to one granule.
 void note_store(uint32_t addr, int bytes);
 
-// ---- barriers (barriers.cpp)
+// Barriers (barriers.cpp).
 
 const char* barrier_name(int index);
-// The event that announces copied data must be known to the thread that uses the data.
+// Return true if the thread knows of the phase that completes the copied data.
 bool knows(const Fiber& fiber, int barrier, uint32_t phase);
 Barrier& find_barrier(uint32_t addr, const char* what);
 void update_phase(Barrier& bar);
 
-// ---- the engines: one step of one operation each; called by the scheduler (copies.cpp, wgmma.cpp)
+// Engines: each call advances one operation by one step. The scheduler calls them (copies.cpp,
+// wgmma.cpp).
 
 void complete_copy(size_t index);
 void advance_reduction(size_t index);
 bool can_execute(const Group& group);
 void execute_next(Group& group);
 
-// ---- global memory (global_memory.cpp)
+// Global memory (global_memory.cpp).
 
 void check_global(const void* p, size_t bytes, const char* what);
 void forget_counters();
-std::map<const float*, std::pair<uint32_t, uint64_t>>& reduced();  // block and number of the last reduction to a place
+// Block and number of the last reduction to a place.
+std::map<const float*, std::pair<uint32_t, uint64_t>>& reduced();
 
-// ---- warps (warp.cpp)
+// Warps (warp.cpp).
 
-// Lanes of a warp meet; returns the slot of the warp's Exchange that holds their values. With `sync` it orders memory.
+// Converge the lanes of a warp; return the slot of the warp's Exchange with their values. `sync`
+// also orders memory.
 int meet(const LaneValues& value, bool sync);
 
 }  // namespace emu

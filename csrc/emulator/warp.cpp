@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warps: meetings of the lanes, and the instructions that are made of them.
+// Warps: convergence of the lanes, and the instructions built on it.
 #include "emulator/state.h"
 
 namespace emu {
 
-// Two slots suffice because no lane can enter meeting n + 2 before all lanes have left meeting n.
+// Two slots suffice, because no lane can enter convergence n + 2 before all lanes have left n.
 int meet(const LaneValues& value, bool sync) {
   preempt();
   Fiber& me = block->self();
@@ -24,7 +24,7 @@ int meet(const LaneValues& value, bool sync) {
   return slot;
 }
 
-// What all lanes showed at a meeting. A copy, since a later meeting may reuse the slot.
+// Return the values of all lanes. A copy, because a later convergence may reuse the slot.
 static std::array<LaneValues, kWarp> gather(const LaneValues& value) {
   const int slot = meet(value, false);
   return block->exchanges[block->current / kWarp].value[slot];
@@ -57,7 +57,8 @@ void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed, const S
       continue;
     }
     matrices[m] = 0;
-    for (int e = 0; e < 2; ++e) {  // element (2 (lane % 4) + e, lane / 4): the word that holds it
+    // Load the word of element (2 (lane % 4) + e, lane / 4).
+    for (int e = 0; e < 2; ++e) {
       uint32_t word;
       ld_shared(rows[8 * m + 2 * (lane % 4) + e][0] + lane / 8 * 4, &word, 4, {});
       matrices[m] |= (word >> (lane / 4 % 2 * 16) & 0xffff) << 16 * e;
@@ -88,7 +89,8 @@ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16, cons
   };
   for (int i = 0; i < 4; ++i) {
     const int column = 2 * q + i % 2;
-    for (int k = 0; k < 16; ++k) {  // A[row][k] is in lane 4 g + k / 2 % 4, B[k][column] in lane 4 column + k / 2 % 4
+    // A[row][k] is in lane 4 g + k / 2 % 4, B[k][column] in lane 4 column + k / 2 % 4.
+    for (int k = 0; k < 16; ++k) {
       const int half = k / 8, pair = k / 2 % 4;
       d[i] += element(4 * g + pair, i / 2 + 2 * half, k % 2) * element(4 * column + pair, 4 + half, k % 2);
     }

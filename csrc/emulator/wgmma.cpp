@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma: asynchronous products of a warpgroup, whose operands lie in shared memory; and setmaxnreg.
+// wgmma: asynchronous warpgroup gemms with operands in shared memory; and setmaxnreg.
 #include "emulator/state.h"
 
 namespace emu {
 
-// Decodes a shared memory matrix descriptor. Calls f(address, row, k) for each 16-byte run of the
-// operand: row = index along M or N, k = index along K of the run's first element. The run
-// continues along K if the operand is K-major and along M/N if it is MN-major.
+// Decode a shared-memory matrix descriptor and call f(address, row, k) for each 16-byte run of the
+// operand. row: index along M or N; k: index along K of the run's first element. The run continues
+// along K if the operand is K-major and along M/N if it is MN-major.
 template <class F>
 static void for_each_operand_run(uint64_t desc, bool mn_major, int rows, F f) {
   static constexpr Swizzle kModes[4] = {Swizzle::None, Swizzle::B128, Swizzle::B64, Swizzle::B32};
-  static constexpr uint32_t kWidth[4] = {16, 128, 64, 32};  // bytes of a row of the atom
+  static constexpr uint32_t kWidth[4] = {16, 128, 64, 32};  // bytes per row of the atom
   const uint32_t start = uint32_t(desc & 0x3fff) << 4;
   const uint32_t lbo = uint32_t(desc >> 16 & 0x3fff) << 4;
   const uint32_t sbo = uint32_t(desc >> 32 & 0x3fff) << 4;
@@ -18,8 +18,8 @@ static void for_each_operand_run(uint64_t desc, bool mn_major, int rows, F f) {
   const Swizzle mode = kModes[layout];
   const uint32_t width = kWidth[layout], runs = width / 16;
   if (desc >> 49 & 7) fail("wgmma: descriptors with a base offset are not emulated");
-  // With base offset 0 the atom (8 rows) must start at a multiple of its own size; moving along
-  // K inside the atom leaves the bits above the row width alone.
+  // With base offset 0, the atom (8 rows) must start at a multiple of its size. Moving along K
+  // inside the atom does not change the bits above the row width.
   if (layout && start % (8 * width) >= width) fail(format("wgmma: descriptor start %#x is not aligned to the swizzle pattern", start));
   auto visit = [&](uint32_t offset, int row, int k) {
     const uint32_t addr = swizzle_address(start + offset, mode);
@@ -77,7 +77,8 @@ bool can_execute(const Group& group) {
 
 void execute_next(Group& group) { execute(group.ops[group.executed++ - group.first]); }
 
-// First thread to issue an operation: operands must be readable now, not only when it executes.
+// Check operands when the first thread issues an operation: they must be readable now, not only at
+// execution.
 static void check_operands(Wgmma& op, int group, uint64_t number) {
   auto visit = [&](uint32_t addr, int, int) {
     check_readable(addr, "wgmma");
@@ -95,7 +96,7 @@ static void check_operands(Wgmma& op, int group, uint64_t number) {
   for_each_operand_run(op.desc_b, op.trans_b, op.n, visit);
 }
 
-// Hands finished accumulators back to the current thread's registers.
+// Copy finished accumulators back to the current thread's registers.
 static void collect(uint64_t complete) {
   Fiber& me = block->self();
   const int t = block->current % kGroup;
@@ -158,7 +159,7 @@ void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a,
             format("wgmma reads data announced by mbarrier '%s' phase %u, which this thread has "
                    "not waited for",
                    barrier_name(bar), phase));
-    int32_t missing = 0;  // without a branch in the loop, for speed
+    int32_t missing = 0;  // no branch in the loop, for speed
     for (size_t i = 0; i < op.needs_thread.size(); ++i) missing |= me.clock.c[kThread + i] - op.needs_thread[i];
     if (missing < 0)
       for (size_t i = 0; i < op.needs_thread.size(); ++i)
@@ -191,7 +192,7 @@ void wgmma_commit(const Site& site) {
   preempt();
   Fiber& me = block->self();
   me.groups.push_back(me.issued);
-  me.fenced = false;  // stricter than PTX, but ptxas injects a fence where a group has none
+  me.fenced = false;  // stricter than PTX, but ptxas adds a fence to a group without one
 }
 
 void wgmma_wait(int pending, const Site& site) {
@@ -218,7 +219,7 @@ void wgmma_wait(int pending, const Site& site) {
     }
     collect(target);
     me.clock.c[g] = std::max(me.clock.c[g], int32_t(target));
-    // Forget operations that every thread of the warpgroup has seen complete.
+    // Forget operations that every thread of the warpgroup knows to be complete.
     uint64_t seen = target;
     for (int i = 0; i < kGroup; ++i) seen = std::min<uint64_t>(seen, block->fibers[g * kGroup + i].clock.c[g]);
     while (group.first < seen) {

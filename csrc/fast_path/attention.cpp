@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.attention and pt.attention_varlen: the lowering of ops/attention.py, ops/attention_varlen.py and ops/_backends/cpu/attention.py, for
-// arguments that need none of their conversions.
+// pt.attention and pt.attention_varlen: the lowering of ops/attention.py, ops/attention_varlen.py
+// and ops/_backends/cpu/attention.py, for arguments that need no conversion.
 #include "attention.h"
 
 #include <ATen/ops/tensor.h>
@@ -30,7 +30,7 @@ using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, co
                                const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable, const Maybe& dsinks);
 #undef TERMS
 
-// The arguments that forward and backward share.
+// Call f with the arguments that forward and backward share.
 template <class A, class F>
 void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F& f) {
   const auto work = work_dtype(t[A::kQuery]);
@@ -71,7 +71,7 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
   const Tensor grad_out = grads[0].defined() ? last_contiguous(grads[0]) : at::zeros_like(out);
   const Tensor q = last_contiguous(t[W::kQuery]), k = last_contiguous(t[W::kKey]), v = last_contiguous(t[W::kValue]),
                o = last_contiguous(out);
-  // Gradients of terms that are added to scores are summed in float32, whatever their dtype: the kernel adds into zeros.
+  // Sum gradients of additive terms in float32 whatever their dtype: the kernel adds into zeros.
   variable_list results(W::kDifferentiable);
   for (size_t i = 0; i < W::kDifferentiable; i++) {
     if (!wanted[i]) continue;
@@ -123,7 +123,8 @@ bool AttentionOp<W>::complete(Inputs& t, Numbers& n) {
 template <class W>
 bool AttentionOp<W>::fits(const Inputs& t, const Numbers& n) {
   const Tensor &query = t[W::kQuery], &prefix = pick<W::kPrefixLengths>(t);
-  constexpr int64_t kMaxHead = 512;  // of the kernels: found out here, before a seed is drawn
+  // Limit of the kernels, checked before a seed is drawn.
+  constexpr int64_t kMaxHead = 512;
   for (int64_t size : {query.size(-1), t[W::kValue].size(-1)})
     if (size == 0 || size > kMaxHead) return false;
   if (t[W::kKey].size(1) == 0 || !(n.dropout_p >= 0 && n.dropout_p <= 1)) return false;
@@ -138,7 +139,8 @@ template struct AttentionOp<Packed>;
 
 namespace {
 
-// (bucket starts, as ops/masks.py has them) of a table's rows, its direction and its distance. The caller has the GIL.
+// Return the bucket starts of ops/masks.py for a table's rows, direction and distance. The caller
+// holds the GIL.
 Tensor bucket_starts(int64_t buckets, bool bidirectional, int64_t max_distance) {
   static std::map<std::tuple<int64_t, bool, int64_t>, Tensor> known;
   const auto key = std::make_tuple(buckets, bidirectional, max_distance);
@@ -152,7 +154,7 @@ Tensor bucket_starts(int64_t buckets, bool bidirectional, int64_t max_distance) 
 
 constexpr int64_t kMaxBuckets = 1 << 16;  // MAX_BUCKETS of ops/masks.py
 
-// A bias that is a value with a tensor in it, AlibiBias or RelativePositionBias.
+// Read an AlibiBias or a RelativePositionBias: a value that contains a tensor.
 template <class A>
 void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumbers& n) {
   const py::handle bias(o), type(reinterpret_cast<PyObject*>(Py_TYPE(o)));
@@ -177,7 +179,7 @@ void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
   PyObject *causal = a[0], *window = a[1];
   const int64_t global_keys = read.natural(a[2]);
   if (causal != Py_None) n.align = 1 + read.choice(causal, {"top_left", "bottom_right"});
-  // Python words the error of global keys without a window.
+  // Python raises the error for global keys without a window.
   read.require(window != Py_None || !global_keys);
   if (window == Py_None) return;
   read.require(PyTuple_CheckExact(window) && PyTuple_GET_SIZE(window) == 2);
@@ -189,7 +191,8 @@ void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
   n.global_keys = global_keys;
 }
 
-// As check_pages of ops/_attention_arguments.py has it; a call that needs a gradient is refused there.
+// Read a page table, like check_pages of ops/_attention_arguments.py, which refuses a call with
+// gradients.
 void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
   using A = Attention;
   if (o == Py_None) return;
@@ -201,7 +204,7 @@ void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
   if (read) table = table.contiguous();
 }
 
-// From softcap to strict, the last eight of both ops.
+// Read the last eight arguments of both ops, from softcap to strict.
 template <class A>
 PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs& t, AttentionNumbers& n) {
   PyObject* const* a = given.first + given.count - 8;

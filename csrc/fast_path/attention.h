@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention as the fast path has it, padded and packed; see fast_path.h.
+// Attention on the fast path, padded and packed; see fast_path.h.
 #pragma once
 
 #include <limits>
@@ -8,7 +8,7 @@
 
 namespace pt::fast_path {
 
-// Where each op has its inputs. kStarts: the bucket starts that belong to kTable.
+// Indices of each op's inputs. kStarts: the bucket starts of kTable.
 struct Padded {
   static constexpr const char* kName = "attention";
   enum {
@@ -35,7 +35,8 @@ struct Padded {
   static constexpr size_t kDifferentiable = 8;
   static constexpr int64_t kDim = 4;
 };
-// Tensors that calls of Python's alone have: a block mask's, between the seed and the table of pages, and scales of eight bits behind it.
+// Tensors that only Python calls have: a block mask's between the seed and the page table, and
+// 8-bit scales after the page table.
 constexpr size_t kBlockMask = 5, kScales = 2;
 struct Packed {
   static constexpr const char* kName = "attention_varlen";
@@ -65,8 +66,10 @@ struct Packed {
 };
 
 struct AttentionNumbers {
-  int64_t align = 0, left = -1, right = -1, global_keys = 0, max_distance = 0, max_q = 0, max_k = 0;  // the last two: packed
-  double scale = std::numeric_limits<double>::quiet_NaN(), softcap = 0, dropout_p = 0;                // NaN: 1 / sqrt(D)
+  // max_q and max_k: packed only.
+  int64_t align = 0, left = -1, right = -1, global_keys = 0, max_distance = 0, max_q = 0, max_k = 0;
+  // NaN scale: 1 / sqrt(D).
+  double scale = std::numeric_limits<double>::quiet_NaN(), softcap = 0, dropout_p = 0;
   bool bidirectional = false, deterministic = true;
 
   template <class F>
@@ -84,7 +87,7 @@ struct AttentionOp : Which {
   using Saved = Outputs;
   using Numbers = AttentionNumbers;
 
-  // What a call leaves open is filled in: dimensions of mask and bias, the scale.
+  // Fill in defaults: leading dimensions of mask and bias, and the scale.
   static bool complete(Inputs& t, Numbers& n);
   static bool fits(const Inputs& t, const Numbers& n);
   static Outputs forward(const Inputs& t, const Numbers& n, bool needs_gradient);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From what recording.py saw to a program; see program.h.
+// Build a program from the record of recording.py; see program.h.
 #include <ATen/ScalarOps.h>
 
 #include <algorithm>
@@ -49,7 +49,8 @@ class Builder {
     if (why_not_.empty()) why_not_ = why;
   }
 
-  // The slot of a tensor that a step takes as it is; the steps that make it are then needed.
+  // Return the slot of a tensor that a step takes unchanged, and mark the steps that compute it as
+  // needed.
   int64_t needed(const Tensor& t) {
     const auto found = slots_.find(key(t));
     if (found == slots_.end()) return -1;
@@ -143,7 +144,7 @@ class Builder {
     }
   }
 
-  // Indexing, which masks would make a choice by values.
+  // Return true for an index op without masks, which would select by value.
   static bool indexes_by_number(const std::string& name, const torch::jit::Stack& stack) {
     if (name != "aten::index") return false;
     const auto list = stack[1].toListRef();
@@ -153,7 +154,7 @@ class Builder {
     });
   }
 
-  // A number where the op takes a tensor, as PyTorch makes one of it.
+  // Convert a number to a tensor if the op takes a tensor, as PyTorch does.
   static py::object with_number(const c10::Argument& argument, py::handle given) {
     const bool number = PyFloat_CheckExact(given.ptr()) || PyLong_CheckExact(given.ptr());
     if (!number || argument.type()->kind() != c10::TypeKind::TensorType) return py::reinterpret_borrow<py::object>(given);
@@ -163,14 +164,15 @@ class Builder {
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
   }
 
-  // The first tensor among the arguments.
+  // Return the first tensor among the arguments.
   Tensor source_of(const Step& step) {
     const auto& [argument, index, slot] = step.places[0];
     const c10::IValue& value = step.stack[argument];
     return index < 0 ? value.toTensor() : value.toListRef()[index].toTensor();
   }
 
-  // Notes where an argument of a call has tensors of the program. Others are constants: what a backend keeps from call to call.
+  // Record the positions of the program's tensors in an argument. Other tensors are constants that
+  // a backend stores between calls.
   void take(Step& step, size_t i, const c10::IValue& value, bool written) {
     const auto one = [&](const Tensor& t, int64_t index) {
       const auto found = slots_.find(key(t));
@@ -197,7 +199,7 @@ class Builder {
     Argument argument;
     if (const Tensor t = tensor(o); t.defined()) {
       const auto found = slots_.find(key(t));
-      if (found == slots_.end()) {  // kept by a backend from call to call
+      if (found == slots_.end()) {  // stored by a backend between calls
         program_->constants.push_back(t);
         argument.fixed = py::int_(address(t));
         return argument;
@@ -231,7 +233,7 @@ class Builder {
       }
       program_->results.push_back(slot);
     }
-    // Each slot is let go after the last step that takes it: memory of the device goes back as it does in Python.
+    // Release each slot after its last use, so that device memory is returned as in Python.
     std::vector<bool> later(next_, false);
     for (int64_t slot : program_->results)
       if (slot >= 0) later[slot] = true;
@@ -250,7 +252,8 @@ class Builder {
       for (int64_t slot : step.made) last_of(step, slot);
       for (const auto& place : step.places) {
         last_of(step, place.slot);
-        if (place.index < 0) step.stack[place.argument] = c10::IValue();  // holds no memory of the recorded call
+        // hold no memory of the recorded call
+        if (place.index < 0) step.stack[place.argument] = c10::IValue();
         else step.stack[place.argument].toList().set(place.index, Tensor());
       }
       for (const Argument& argument : step.arguments) look(step, argument);
@@ -264,11 +267,12 @@ class Builder {
   std::vector<Step> steps_;
   std::vector<bool> needed_;
   std::unordered_map<const void*, int64_t> slots_;
-  std::vector<std::pair<int64_t, int64_t>> views_;  // of each slot: the slot that has its memory, and where in it
-  std::vector<int64_t> makers_;                     // of each slot: the step that makes it
+  // Per slot: the slot that owns its memory, and the offset in it.
+  std::vector<std::pair<int64_t, int64_t>> views_;
+  std::vector<int64_t> makers_;  // per slot: the step that computes it
   std::vector<const void*> storages_;
   int64_t next_ = 0, inputs_ = 0;
-  Precision precision_;  // at the op that is looked at
+  Precision precision_;  // at the current op
   std::string why_not_;
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.linear_cross_entropy: the lowering of ops/cross_entropy.py and ops/_backends/cpu/cross_entropy.py.
+// pt.linear_cross_entropy: the lowering of ops/cross_entropy.py and
+// ops/_backends/cpu/cross_entropy.py.
 #include <ATen/ops/sum_cpu_dispatch.h>
 
 #include <algorithm>
@@ -15,7 +16,7 @@ struct CrossEntropy {
   enum Reduction { kMean, kSum, kNone };
   static constexpr size_t kDifferentiable = 3, kSaved = 2, kGrads = 1;
   using Inputs = std::array<Tensor, kInputs>;
-  using Outputs = std::array<Tensor, 3>;  // loss, split lse, and x weightᵀ where it is kept for backward
+  using Outputs = std::array<Tensor, 3>;  // loss, split lse, and x weightᵀ if saved for backward
   using Saved = std::array<Tensor, 2>;
 
   struct Numbers {
@@ -44,7 +45,7 @@ struct CrossEntropy {
     return target.scalar_type() == at::kLong && target.sizes() == x.sizes().slice(0, x.dim() - 1);
   }
 
-  static double valid(const Tensor& target, int64_t ignore_index) {  // contiguous
+  static double valid(const Tensor& target, int64_t ignore_index) {  // target must be contiguous
     const int64_t* first = target.const_data_ptr<int64_t>();
     return double(target.numel() - std::count(first, first + target.numel(), ignore_index));
   }
@@ -57,7 +58,7 @@ struct CrossEntropy {
     else std::fill_n(t.mutable_data_ptr<float>(), t.numel(), float(value));
   }
 
-  // losses.double().sum(), in ATen's order, with one call of it instead of three.
+  // Return losses.double().sum() in ATen's order, with one ATen call instead of three.
   static double sum(const Tensor& losses) {
     Tensor wide = losses;
     if (losses.scalar_type() != at::kDouble) {

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C++ fast path: an op called eagerly, from Python's arguments to the raw op of the CPU library, or to what the backend of a GPU did
-// for the like of it (program.h), without Python on the way. What is not for it, an entry answers with NotImplemented; the Python path
-// (pytransformer/ops) then does the call, and words every error.
+// The C++ fast path: an eager op from Python's arguments to the CPU library's raw op, or to a
+// recorded program of a GPU backend (program.h), without Python. An entry returns NotImplemented
+// for any other call; the Python path (pytransformer/ops) then runs it and raises every error.
 //
-// What an op is to the fast path is a struct like Attention of attention.h:
-//   Inputs              tensors, undefined where not given, those with a gradient first (kDifferentiable)
-//   Numbers             all else; collect(f) shows each to f
-//   Outputs, Saved      tensors; the last kSaved of the outputs are kept for backward
-//   kGrads              how many outputs may have gradients
-//   kSeed               the input that dropout is seeded with, or -1
-//   complete            fills in what a call leaves open: dimensions, a scale; false where the arguments are plainly wrong
-//   fits                whether a completed call is for the library of the backend `cpu`
-//   forward, backward   lower them to the raw ops of pytransformer_C, below autograd
-//   tensors, others     the arguments of the Python op
-// Ops that share a lowering number their inputs by one set of names, -1 for what an op does not have: pick().
+// A struct like Attention of attention.h describes an op:
+//   Inputs              tensors, undefined if absent, differentiable ones first (kDifferentiable)
+//   Numbers             all other arguments; collect(f) passes each to f
+//   Outputs, Saved      tensors; backward saves the last kSaved outputs
+//   kGrads              number of outputs that may have gradients
+//   kSeed               index of the dropout seed, or -1
+//   complete            fills in defaults such as a scale; false for invalid arguments
+//   fits                true if the CPU library supports a completed call
+//   forward, backward   lower to the raw ops of pytransformer_C, below autograd
+//   tensors, others     arguments of the Python op
+// Ops that share a lowering use one set of input names, -1 for an absent input: pick().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +42,7 @@ using Maybe = std::optional<Tensor>;
 
 inline Maybe maybe(const Tensor& t) { return t.defined() ? Maybe(t) : std::nullopt; }
 
-// The tensor of this number, undefined if there is none.
+// Return the tensor with this index, undefined if it is negative.
 template <int number, class Tensors>
 const Tensor& pick(const Tensors& all) {
   static const Tensor none;
@@ -50,38 +50,39 @@ const Tensor& pick(const Tensors& all) {
   else return all[number];
 }
 
-// ---- who watches (watch.cpp)
+// Watchers (watch.cpp).
 
-// Whether nothing stands between the caller and the kernel that would have to see the raw op: unwatched() of ops/_core/autograd.py, and
-// all of Python's watchers are empty.
+// Return true if nothing between the caller and the kernel must see the raw op: unwatched() of
+// ops/_core/autograd.py, and all of Python's watchers are empty.
 bool unwatched();
 
-// Adds the raw op that ran to the traces of ops/_core/choice.py, if one is open in the process.
+// Add the raw op to the traces of ops/_core/choice.py, if one is open in the process.
 void record(const char* op, const char* direction, const char* backend = "cpu");
 
-// Return true if a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, no subclass, no wrapper, no
-// tangent, and a storage that holds every element (FSDP2 frees it).
+// Return true if a kernel may read and write the tensor by its address: dense, on the CPU or a GPU,
+// no subclass, no wrapper, no tangent, and a storage that holds every element (FSDP2 frees it).
 bool plain(const Tensor& t);
-bool plain(PyObject* tensor);  // its Python type too
+bool plain(PyObject* tensor);  // also checks the Python type
 
-// From Python, see ops/_core/fast_path.py: a tuple of the dicts and lists that are empty where nobody watches; the list of open traces; the
-// way back into Python's backward, backward(op, grads, tensors, others, saved, wanted) -> one gradient or None for each differentiable
-// input; and what the ops' own files know, by name.
+// Connect to Python, see ops/_core/fast_path.py. watchers: a tuple of dicts and lists that are
+// empty if nobody watches. traces: the list of open traces. backward(op, grads, tensors, others,
+// saved, wanted): Python's backward, which returns one gradient or None per differentiable input.
+// facts: named constants of the ops.
 void connect(PyObject* watchers, PyObject* traces, PyObject* backward, PyObject* facts);
-PyObject* fact(const char* name);  // borrowed; the caller has the GIL
+PyObject* fact(const char* name);  // borrowed; the caller holds the GIL
 struct Limits {
   int64_t kept_bytes = 0, kept_depth = 0, held_bytes = 0, few_rows = 0;
 };
-extern Limits limits;  // those of the facts that are numbers
+extern Limits limits;  // numbers among the facts
 
-// By which backend a call goes: the library of the backend `cpu`, or a program that was recorded of another.
+// Backend of a call: the CPU library, or a recorded program of another backend.
 struct Route {
-  enum Backend { kAny, kCpu, kTriton, kCuda } backend = kAny;  // forced
+  enum Backend { kAny, kCpu, kTriton, kCuda } backend = kAny;  // forced backend
   bool strict = false;
   bool recorded = false;
 };
 
-// A call as the Python path has it: of the raw op, or of its backward.
+// Arguments of the raw op, or of its backward, as on the Python path.
 struct InPython {
   const char* op;
   variable_list tensors, saved;
@@ -89,46 +90,49 @@ struct InPython {
   Route route;
 };
 variable_list backward_in_python(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted);
-// What recording.py makes of a call, for program_for(). `given`: the public function's arguments; `save`: a backward may follow.
+// Record a call with recording.py, for program_for(). `given`: the public function's arguments.
+// `save`: a backward may follow.
 py::object record_forward(const InPython& call, const std::function<py::object()>& given, bool save);
 py::object record_backward(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted);
 
-// ---- memory (memory.cpp): all that the fast path allocates without filling it
+// Memory (memory.cpp): the only uninitialized allocations of the fast path.
 
-// From Python: a function that is given each new tensor and returns what takes its place, or None. For tests, which poison memory.
+// Set a Python function that receives each new tensor and returns its replacement, or reset it with
+// None. Tests poison memory with it.
 void replace_memory(PyObject* function);
 
 Tensor empty(at::IntArrayRef shape, const at::TensorOptions& options);
 Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides, const at::TensorOptions& options);
 
-// The functions of the same names in ops/_core/tensors.py.
+// Counterparts of the functions in ops/_core/tensors.py.
 Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape);
 inline Tensor empty_in_order(const Tensor& like) { return empty_in_order(like, like.sizes()); }
 Tensor last_contiguous(const Tensor& t);
 inline at::ScalarType work_dtype(const Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-// Of a dtype that the kernels know, or not given.
+// Return true if t is undefined or of a dtype that the kernels support.
 bool floating(const Tensor& t);
-// Whether autocast would cast it.
+// Return true if autocast would cast t.
 bool autocast_casts(const Tensor& t);
-// As a contiguous vector of the dtype that the kernels compute in.
+// Return t as a contiguous vector of the accumulator dtype.
 Maybe vector(const Tensor& t, at::ScalarType work);
-// The same numbers as (rows, columns).
+// Return t as (rows, columns).
 Tensor matrix(const Tensor& t);
 Maybe maybe_matrix(const Tensor& t);
-// Where a kernel writes the gradient of a vector, or of a matrix, t; deliver() then gives it t's dtype and memory order.
+// Allocate a kernel's output for the gradient of a vector, or a matrix, t. deliver() then converts
+// it to t's dtype and memory order.
 Tensor vector_target(const Tensor& t, at::ScalarType work);
 Tensor matrix_target(const Tensor& t);
 Tensor deliver(const Tensor& written, const Tensor& t);
-Tensor filled(int64_t value, at::Device device);  // a number
-// The seed of a call that drops something, as dropout_arguments of ops/_core/tensors.py draws it.
+Tensor filled(int64_t value, at::Device device);  // one int64
+// Draw the seed of a call with dropout, like dropout_arguments of ops/_core/tensors.py.
 Tensor drawn(at::Device device);
 template <class Op>
 bool draws(const typename Op::Inputs& t, const typename Op::Numbers& n) {
   if constexpr (Op::kSeed < 0) return false;
   else return n.dropout_p != 0 && !t[Op::kSeed].defined();
 }
-// Stands for an output that an op leaves out.
+// Return a placeholder for an absent output.
 const Tensor& nothing();
 
 template <class Signature>
@@ -136,7 +140,7 @@ auto raw_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// ---- autograd
+// Autograd.
 
 template <class Op>
 class OpNode final : public torch::autograd::Node {
@@ -151,7 +155,7 @@ class OpNode final : public torch::autograd::Node {
       if (given[i].defined()) inputs[i] = SavedVariable(given[i], false);
   }
 
-  // The first `differentiable` outputs get gradients.
+  // Save the outputs. The first `differentiable` ones get gradients.
   void save(const typename Op::Outputs& results, size_t differentiable) {
     for (size_t i = 0, first = results.size() - Op::kSaved; i < Op::kSaved; i++)
       outputs[i] = SavedVariable(results[first + i], first + i < differentiable);
@@ -161,7 +165,8 @@ class OpNode final : public torch::autograd::Node {
     typename Op::Inputs given;
     typename Op::Saved saved;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);  // not while Python may run: another thread could wait for it with the GIL
+      // Release the lock before Python may run: another thread could wait for it with the GIL.
+      const std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < given.size(); i++) given[i] = inputs[i].unpack();
       for (size_t i = 0; i < saved.size(); i++) saved[i] = outputs[i].unpack(getptr());
     }
@@ -186,7 +191,7 @@ class OpNode final : public torch::autograd::Node {
     for (auto& v : outputs) v.reset_data();
   }
 
-  // Compiled autograd traces a node by calling it with stand-ins, which are not plain: it sees the raw op of Python.
+  // Compiled autograd calls a node with stand-ins, which are not plain, so it sees Python's raw op.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (const auto& v : inputs) args.collect(v, false);
     for (const auto& v : outputs) args.collect(v, true);
@@ -253,7 +258,7 @@ inline bool needs_gradient(at::TensorList differentiable) {
          std::any_of(differentiable.begin(), differentiable.end(), [](const Tensor& t) { return t.defined() && t.requires_grad(); });
 }
 
-// The first `differentiable` outputs get gradients of the inputs.
+// Attach a node: the first `differentiable` outputs propagate gradients to the inputs.
 template <class Op>
 void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbers, const Route& route, typename Op::Outputs& outputs,
             size_t differentiable) {
@@ -268,8 +273,9 @@ void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbe
   node->save(outputs, differentiable);
 }
 
-// The op by the library of the backend `cpu`, with gradients where an input needs one; or nothing where it refuses the arguments: Python
-// finds out again, and says in its own words what is wrong. The caller has seen that nobody watches.
+// Run the op with the CPU library, with gradients if an input needs them. Return nothing if the
+// library refuses the arguments; Python then raises the error. The caller has checked that nobody
+// watches.
 template <class Op>
 std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
                                         const Route& route = {}) {
@@ -287,7 +293,8 @@ std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typen
   return outputs;
 }
 
-// The same by a program, if there is one. `given` makes the public function's arguments. The caller has the GIL.
+// Run the op with a recorded program, if there is one. `given` builds the public function's
+// arguments. The caller holds the GIL.
 template <class Op>
 std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
                                                  const Route& route, const std::function<py::object()>& given) {
@@ -300,7 +307,7 @@ std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, co
   const auto program = program_for(key, [&] {
     typename Op::Inputs example(inputs);
     if constexpr (Op::kSeed >= 0)
-      if (draw) example[Op::kSeed] = filled(0, device);  // a seed is drawn once for a call
+      if (draw) example[Op::kSeed] = filled(0, device);  // one seed per call
     return record_forward({Op::kName, Op::tensors(example), {}, [&] { return Op::others(numbers); }, route}, given, needs);
   });
   if (!program) return std::nullopt;
@@ -320,7 +327,8 @@ std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, co
   return outputs;
 }
 
-// ---- entries: each gets all arguments of the public function by position, and returns NotImplemented where the call is for Python
+// Entries receive all arguments of the public function by position and return NotImplemented to
+// fall back to Python.
 
 #define FAST_PATH_ENTRY(name) PyObject* name##_entry(PyObject*, PyObject* const* a, Py_ssize_t count)
 FAST_PATH_ENTRY(attention);
@@ -329,7 +337,7 @@ FAST_PATH_ENTRY(layer_norm);
 FAST_PATH_ENTRY(rms_norm);
 FAST_PATH_ENTRY(add_norm);
 FAST_PATH_ENTRY(feed_forward);
-FAST_PATH_ENTRY(linear);  // of pytransformer.nn
+FAST_PATH_ENTRY(linear);  // pytransformer.nn
 FAST_PATH_ENTRY(linear_cross_entropy);
 FAST_PATH_ENTRY(rotary);
 FAST_PATH_ENTRY(append_kv);

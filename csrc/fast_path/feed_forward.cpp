@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.feed_forward, and nn.linear of few rows: the lowering of nn/linear.py and ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
+// pt.feed_forward, and nn.linear with few rows: the lowering of nn/linear.py, ops/feed_forward.py
+// and ops/_backends/cpu/feed_forward.py.
 #include <ATen/EmptyTensor.h>
 
 #include "../common/activation.h"
@@ -80,7 +81,8 @@ struct FeedForward {
     return results;
   }
 
-  // Uninitialised matrices that live until the thread's next call, as _scratch of the Python backend.
+  // Return uninitialized matrices that live until the thread's next call, like _scratch of the
+  // Python backend.
   static std::array<Tensor, 3> scratch(size_t matrices, int64_t rows, int64_t columns, const at::TensorOptions& options) {
     static thread_local Tensor held;
     std::array<Tensor, 3> found;
@@ -130,7 +132,8 @@ struct FeedForward {
   }
 };
 
-// x weight^T + bias of few rows, without gradient: of_few_rows of nn/linear.py. Nothing where the call is not for it.
+// x weight^T + bias with few rows, without gradient: of_few_rows of nn/linear.py. Undefined if the
+// call does not qualify.
 Tensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   static const auto raw =
       raw_op<void(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& out)>("pytransformer_C::feed_forward_linear");
@@ -147,7 +150,7 @@ Tensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const Tensor& b
   return out;
 }
 
-// Of a matrix, without the dispatcher.
+// Return a matrix's transpose without the dispatcher.
 Tensor transposed(const Tensor& t) {
   const auto seen = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(), /*allow_tensor_metadata_change=*/true);
   seen->set_sizes_and_strides(at::IntArrayRef{t.size(1), t.size(0)}, at::IntArrayRef{t.stride(1), t.stride(0)});
@@ -156,7 +159,7 @@ Tensor transposed(const Tensor& t) {
 
 }  // namespace
 
-// x, weight, bias, and whether weight is (k, n).
+// Arguments: x, weight, bias, and a flag for a (k, n) weight.
 FAST_PATH_ENTRY(linear) {
   HANDLE_TH_ERRORS
   if (count != 4 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.layer_norm, pt.rms_norm and pt.add_norm of contiguous tensors: the lowering of ops/layer_norm.py and ops/_backends/cpu/layer_norm.py.
+// pt.layer_norm, pt.rms_norm and pt.add_norm of contiguous tensors: the lowering of
+// ops/layer_norm.py and ops/_backends/cpu/layer_norm.py.
 #include <ATen/ops/zeros_like.h>
 
 #include <limits>
@@ -9,7 +10,7 @@
 namespace pt::fast_path {
 namespace {
 
-// Where each of the three has its inputs and outputs. kStream: residual_out.
+// Indices of each op's inputs and outputs. kStream: residual_out.
 struct LayerNorm {
   static constexpr const char* kName = "layer_norm";
   enum { kX, kWeight, kBias, kInputs, kResidual = -1, kSeed = -1 };
@@ -31,7 +32,7 @@ struct AddNorm {
 
 struct NormNumbers {
   int64_t dims = 1, columns = 0;
-  double eps = std::numeric_limits<double>::quiet_NaN(), dropout_p = 0;  // NaN: that of the dtype
+  double eps = std::numeric_limits<double>::quiet_NaN(), dropout_p = 0;  // NaN: the dtype's default
   bool rms = false;
 
   template <class F>
@@ -109,7 +110,7 @@ struct Norm : Which {
   static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
                                 const std::vector<bool>& wanted) {
     static const auto raw = raw_op<NormBackward>("pytransformer_C::layer_norm_bwd");
-    constexpr int before = W::kOutputs - W::kSaved;  // outputs that are not kept
+    constexpr int before = W::kOutputs - W::kSaved;  // unsaved outputs
     const Tensor &x = t[W::kX], &mean = pick<(W::kMean < 0 ? -1 : W::kMean - before)>(saved), &rstd = saved[W::kRstd - before];
     const Tensor& h = W::kStream >= 0 ? saved[0] : x;
     const auto work = rstd.scalar_type();
@@ -133,9 +134,9 @@ struct Norm : Which {
   }
 };
 
-// normalized_shape: what fits() does not see, that it is the trailing shape of x.
+// Read normalized_shape and check that it is the trailing shape of x, which fits() does not.
 void read_shape(Reader& read, PyObject* o, const Tensor& x, NormNumbers& n) {
-  const bool several = PyTuple_Check(o);  // a torch.Size too
+  const bool several = PyTuple_Check(o);  // also a torch.Size
   n.dims = several ? PyTuple_GET_SIZE(o) : 1;
   read.require(bool(read) && n.dims > 0 && n.dims <= x.dim());
   for (int64_t d = 0; read && d < n.dims; d++)

@@ -14,12 +14,12 @@ extern char** environ;
 namespace pt::fast_path {
 namespace {
 
-constexpr size_t kMost = 4096;  // keys; then all are forgotten
+constexpr size_t kMost = 4096;  // max keys; then all are dropped
 struct Known {
-  std::string why_not;  // if it was recorded in vain
+  std::string why_not;  // why recording failed
   std::shared_ptr<const Program> program;
 };
-auto& known() {  // with the GIL
+auto& known() {  // under the GIL
   static auto* const all = new std::unordered_map<std::string, Known>;
   return *all;
 }
@@ -31,7 +31,7 @@ Key::Key(const char* op, const char* direction, int64_t backend) {
   add(op), add(direction), add(backend), add(Precision::now());
   for (auto device : {at::kCPU, at::kCUDA})
     add(at::autocast::is_autocast_enabled(device) ? int64_t(at::autocast::get_autocast_dtype(device)) : -1);
-  // Ours of the environment say what is checked, and which kernels run.
+  // PYTRANSFORMER_* variables select checks and kernels.
   for (char** entry = environ; entry && *entry; entry++)
     if (**entry == 'P' && !std::strncmp(*entry, "PYTRANSFORMER_", 14)) bytes_.append(*entry);
 }
@@ -70,7 +70,7 @@ std::shared_ptr<const Program> program_for(const Key& key, const std::function<p
     } else {
       std::tie(entry.program, entry.why_not) = built(recorded);
     }
-  } catch (const std::exception& error) {  // Python does the call, and reports what is wrong with it
+  } catch (const std::exception& error) {  // Python runs the call and reports the error
     entry.why_not = std::string("error: ") + error.what();
     PyErr_Clear();
   }
@@ -78,7 +78,7 @@ std::shared_ptr<const Program> program_for(const Key& key, const std::function<p
   return entry.program;
 }
 
-// (how many programs there are, why there is none for other keys)
+// Return (number of programs, reasons for keys without one).
 PyObject* programs_entry(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   py::list reasons;

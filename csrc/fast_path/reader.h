@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an entry reads Python's arguments, and what it does then; see fast_path.h.
+// Read Python's arguments in an entry and run the op; see fast_path.h.
 #pragma once
 
 #include "fast_path.h"
 
 namespace pt::fast_path {
 
-// Reads arguments one by one; what is not for the fast path makes it say so once and for all.
+// Reads arguments one by one. The first unsupported one makes the reader false for good.
 class Reader {
  public:
   explicit operator bool() const { return mine_; }
@@ -52,14 +52,14 @@ class Reader {
     require(false);
     return 0;
   }
-  // Lengths, segments, offsets.
+  // Read lengths, segments or offsets.
   Tensor integers_or_none(PyObject* o) {
     Tensor t = tensor_or_none(o);
     require(!t.defined() || at::isIntegralType(t.scalar_type(), false));
     if (!mine_ || !t.defined() || (t.scalar_type() == at::kLong && t.is_contiguous())) return t;
     return t.to(at::kLong).contiguous();
   }
-  // Undefined where none is given, or nothing is dropped.
+  // Read a seed; undefined if absent or without dropout.
   Tensor seed(PyObject* o, double dropout_p) {
     require(dropout_p >= 0 && dropout_p <= 1);
     if (!mine_ || dropout_p == 0 || o == Py_None) return {};
@@ -71,7 +71,7 @@ class Reader {
     const int64_t value = integer(o);
     return mine_ ? filled(value, *device_) : Tensor();
   }
-  // The last two arguments of every op.
+  // Read the last two arguments of every op.
   Route route(PyObject* backend, PyObject* strict) {
     Route route;
     if (backend != Py_None) route.backend = Route::Backend(1 + choice(backend, {"cpu", "triton", "cuda"}));
@@ -87,7 +87,7 @@ class Reader {
   std::optional<at::Device> device_;
 };
 
-// Other threads may run Python while a kernel runs.
+// Scope in which other threads may run Python while a kernel runs.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -109,7 +109,7 @@ struct Given {
   }
 };
 
-// Runs the op, if it fits; the first `returned` outputs.
+// Run the op if it fits; return the first `returned` outputs.
 template <class Op>
 PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Numbers& n, size_t differentiable, size_t returned,
                  const Route& route, const std::function<py::object()>& given) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.rotary and pt.append_kv: the lowering of ops/rotary.py, ops/append_kv.py and ops/_backends/cpu/rotary.py.
+// pt.rotary and pt.append_kv: the lowering of ops/rotary.py, ops/append_kv.py and
+// ops/_backends/cpu/rotary.py.
 #include <ATen/ops/cos.h>
 #include <ATen/ops/sin.h>
 
@@ -27,13 +28,13 @@ using RawAppendKV = void(const Tensor& query, const Tensor& key, const Tensor& v
                          const Maybe& page_table, const Tensor& positions, const Maybe& cos, const Maybe& sin, const Maybe& q_norm,
                          const Maybe& k_norm, const Tensor& out, bool interleaved, double eps, double weight_offset);
 
-// Tables of one row for all sequences get the dimension of sequences.
+// Add a batch dimension to tables that all sequences share.
 void complete_tables(Tensor& cos, Tensor& sin) {
   for (Tensor* t : {&cos, &sin})
     if (t->defined() && t->dim() == 2) *t = t->unsqueeze(0);
 }
 
-// As check_tables of ops/rotary.py has it.
+// Check the tables like check_tables of ops/rotary.py.
 bool tables_fit(const Tensor& cos, const Tensor& sin, const Tensor& x) {
   if (!cos.defined() && !sin.defined()) return true;
   if (!cos.defined() || !sin.defined() || cos.dim() != 3 || cos.sizes() != sin.sizes() || !floating(cos) || !floating(sin)) return false;
@@ -109,7 +110,7 @@ struct AppendKV {
     return std::all_of(t.begin(), t.begin() + kPageTable, [](const Tensor& each) { return each.dim() == 4; });
   }
 
-  // Every number of a cache has one place, in rows that can be written.
+  // Return true if a cache's rows are writable and no two elements overlap.
   static bool writable(const Tensor& cache) {
     for (int64_t d = 0; d < 4; d++)
       if (cache.stride(d) == 0 && cache.size(d) > 1) return false;
@@ -130,7 +131,8 @@ struct AppendKV {
            weight_fits(t[kKNorm], query) && places_fit(t);
   }
 
-  // As check_positions of ops/_problem/rotary.py has it: the kernel would leave out what has no place.
+  // Check positions like check_positions of ops/_problem/rotary.py: the kernel would skip positions
+  // without a slot.
   static bool places_fit(const Inputs& t) {
     const Tensor &positions = t[kPositions], &table = t[kPageTable];
     const int64_t batch = t[kQuery].size(0), length = t[kQuery].size(2), size = t[kKeyCache].size(2), pool = t[kKeyCache].size(0);
@@ -159,7 +161,8 @@ struct AppendKV {
     return results;
   }
 
-  // The table as the kernel reads it. A few pages: the dispatcher would take ten times as long.
+  // Return the page table in the kernel's int64, without the dispatcher, which takes ten times as
+  // long for a few pages.
   static Tensor whole(const Tensor& table) {
     if (!table.defined() || table.scalar_type() == at::kLong) return table;
     const Tensor wide = empty(table.sizes(), table.options().dtype(at::kLong));
@@ -169,14 +172,16 @@ struct AppendKV {
 
   static variable_list tensors(const Inputs& t) {
     variable_list all(t.begin(), t.end());
-    all.insert(all.begin() + kPositions, 2, Tensor());  // scales of eight bits: calls that have them are Python's
+    // 8-bit scales: only Python calls have them.
+    all.insert(all.begin() + kPositions, 2, Tensor());
     return all;
   }
   static py::tuple others(const Numbers& n) { return n.others(); }
 };
 
-// cos and sin of each position times each frequency, as tables() of ops/rotary_positions.py has them: the angle is a float64 product.
-constexpr int64_t kMostAngles = 1 << 14;  // more are worth ATen's threads
+// Compute cos and sin of each position times each frequency, like tables() of
+// ops/rotary_positions.py: the angle is a float64 product.
+constexpr int64_t kMostAngles = 1 << 14;  // use ATen's threads for more
 template <class Work>
 std::array<Tensor, 2> tables(const Tensor& positions, const Tensor& frequencies, double factor, bool interleaved) {
   const int64_t rows = positions.numel(), half = frequencies.numel(), length = positions.size(-1);
@@ -201,15 +206,16 @@ std::array<Tensor, 2> tables(const Tensor& positions, const Tensor& frequencies,
   return both;
 }
 
-// int32 or int64.
+// Read int32 or int64 positions.
 Tensor read_places(Reader& read, PyObject* o) {
   const Tensor t = read.tensor(o);
   read.require(bool(read) && (t.scalar_type() == at::kInt || t.scalar_type() == at::kLong));
   return t;
 }
 
-// What turns: tables for x from positions, of `dims` columns by base and scaling. Where the frequencies go by the sequence's length, or
-// there are many angles, they are Python's. The caller has the GIL.
+// Compute the tables of x from positions, for `dims` columns by base and scaling. Fall back to
+// Python if the frequencies depend on the sequence's length or there are many angles. The caller
+// holds the GIL.
 void read_angles(Reader& read, const Tensor& positions, const Tensor& x, std::array<PyObject*, 3> dims_base_scaling, bool interleaved,
                  Tensor& cos, Tensor& sin) {
   const auto [dims, base, scaling] = dims_base_scaling;
@@ -234,20 +240,21 @@ void read_angles(Reader& read, const Tensor& positions, const Tensor& x, std::ar
   } catch (const std::exception&) { read.require(false); }
 }
 
-// The defaults of the public functions. An argument that differs and has no effect is an error, which Python words.
+// Defaults of the public functions. An argument without effect that differs from its default is an
+// error, which Python raises.
 constexpr double kBase = 10000.0, kEps = 1e-6;
 
 void require_norm_if_given(Reader& read, bool norm, const RotaryNumbers& n) {
   read.require(norm || (n.eps == kEps && n.weight_offset == 0));
 }
 
-// `dims` must confirm tables that are narrower than x.
+// Require `dims` for tables narrower than x.
 void require_width(Reader& read, PyObject* dims, const Tensor& cos, const Tensor& x) {
   if (!read || cos.dim() == 0 || x.dim() != 4) return read.require(false);
   read.require(cos.size(-1) == (dims == Py_None ? x.size(3) : read.natural(dims)));
 }
 
-// Refused where the angles would be learned, and where what a cache holds would need a gradient.
+// Refuse gradients of the angles and of a cache's contents.
 void refuse_gradients(Reader& read, at::TensorList tensors) { read.require(!needs_gradient(tensors)); }
 
 }  // namespace
@@ -279,7 +286,8 @@ FAST_PATH_ENTRY(append_kv) {
   HANDLE_TH_ERRORS
   using A = AppendKV;
   if (count != 14 || reinterpret_cast<PyObject*>(Py_TYPE(a[3])) != fact("KeyValues") || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
-  if (PyTuple_GET_ITEM(a[3], 3) != Py_None || PyTuple_GET_ITEM(a[3], 4) != Py_None) Py_RETURN_NOTIMPLEMENTED;  // scales of eight bits
+  // Fall back for 8-bit scales.
+  if (PyTuple_GET_ITEM(a[3], 3) != Py_None || PyTuple_GET_ITEM(a[3], 4) != Py_None) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   A::Numbers n{read.boolean(a[6]), read.number(a[10]), read.number(a[11])};
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
@@ -308,7 +316,8 @@ FAST_PATH_ENTRY(append_kv) {
   refuse_gradients(read, t);
   PyObject* found = finish<A>(read, t, n, 0, 1, read.route(a[12], a[13]), [&] { return Given{a, count}.tuple(); });
   if (found == Py_NotImplemented) return found;
-  for (int cache : {A::kKeyCache, A::kValueCache})  // autograd is to notice that a tensor it saved was changed
+  // Bump the version so that autograd detects a change of a saved tensor.
+  for (int cache : {A::kKeyCache, A::kValueCache})
     if (!t[cache].is_inference()) t[cache].unsafeGetTensorImpl()->bump_version();
   return found;
   END_HANDLE_TH_ERRORS

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// activate(): aten::scaled_dot_product_attention for every caller in the process, as drop_in.py has it, without Python on the way.
+// activate(): aten::scaled_dot_product_attention for every caller in the process, like drop_in.py
+// but without Python.
 #include <torch/library.h>
 
 #include <cmath>
@@ -12,14 +13,15 @@ namespace pt::fast_path {
 namespace {
 
 std::unique_ptr<torch::Library> library;
-PyObject* python_kernel = nullptr;  // _replacement of drop_in.py, for the calls that are not the fast path's
+// _replacement of drop_in.py, for calls that the fast path does not take.
+PyObject* python_kernel = nullptr;
 
 bool of_no_subclass(const Tensor& t) {
   PyObject* object = t.defined() ? t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() : nullptr;
   return !object || THPVariable_CheckExact(object);
 }
 
-// Whether ops/scaled_dot_product.py would hand these to attention as they are.
+// Return true if ops/scaled_dot_product.py would pass these to attention unchanged.
 bool as_attention(const Attention::Inputs& t, bool enable_gqa) {
   const Tensor &query = t[Attention::kQuery], &key = t[Attention::kKey];
   return query.dim() == 4 && key.dim() == 4 && query.size(0) == key.size(0) && (enable_gqa || query.size(1) == key.size(1));
@@ -31,7 +33,7 @@ bool mine(const Attention::Inputs& t, bool enable_gqa) {
   return as_attention(t, enable_gqa);
 }
 
-// The arguments of pt.attention for these, by name: whatever other arguments it has stay as they are by default.
+// Return the arguments of pt.attention by name; omitted ones have defaults.
 py::object as_given(const Attention::Inputs& t, const AttentionNumbers& n, std::optional<double> scale) {
   const auto object = [](const Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); };
   py::dict given;

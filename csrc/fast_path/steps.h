@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a recorded program is made of, and how it runs; see program.h.
+// Steps of a recorded program, and how they run; see program.h.
 #pragma once
 
 #include <ATen/Context.h>
@@ -14,7 +14,8 @@
 
 namespace pt::fast_path {
 
-// How exact products are: switches of the process that Triton's kernels, ours and cuBLAS go by, and that a backend may set for a while.
+// Precision of gemms: process-wide switches that Triton, our kernels and cuBLAS follow, and that a
+// backend may set temporarily.
 struct Precision {
   int64_t float32 = 0, bf16 = 0, fp16 = 0;
 
@@ -53,14 +54,14 @@ class WithPrecision {
 
 using Object = py::object;
 
-// An argument of a launch: a value, or the address of a tensor, or a tuple that has one.
+// Argument of a launch: a value, a tensor's address, or a tuple that contains one.
 struct Argument {
   Object fixed;
   int64_t slot = -1, offset = 0;
   std::vector<Argument> inner;
 
   bool is_fixed() const { return slot < 0 && inner.empty(); }
-  PyObject* make(const variable_list& slots) const {  // a new reference
+  PyObject* make(const variable_list& slots) const {  // new reference
     if (slot >= 0) return PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(slots[slot].const_data_ptr()) + offset);
     if (inner.empty()) return Py_NewRef(fixed.ptr());
     PyObject* all = PyTuple_New(Py_ssize_t(inner.size()));
@@ -71,11 +72,12 @@ struct Argument {
 
 struct Step {
   enum Kind { kAllocate, kCall, kLaunch } kind = kCall;
-  std::vector<int64_t> made, last;  // slots: that the step makes, and that no later step needs
-  // kAllocate
+  // Slots: computed by the step, and not used by later steps.
+  std::vector<int64_t> made, last;
+  // kAllocate.
   std::vector<int64_t> sizes, strides;
   at::TensorOptions options;
-  // kCall: arguments with tensors left out, which are at (place, index in a list or -1, slot)
+  // kCall: arguments without tensors, which are at (place, index in a list or -1, slot).
   struct Place {
     size_t argument;
     int64_t index, slot;
@@ -83,8 +85,9 @@ struct Step {
   std::optional<c10::OperatorHandle> op;
   torch::jit::Stack stack;
   std::vector<Place> places;
-  bool on_stream = false;  // the last argument is the stream: of our own raw ops
-  // kLaunch
+  // The last argument is the stream: for our raw ops.
+  bool on_stream = false;
+  // kLaunch.
   Object launch;
   std::vector<Argument> arguments;
 };
@@ -97,7 +100,7 @@ class Recorded final : public Program {
   c10::Device device = at::kCPU;
   std::optional<Precision> precision;
   std::string name;
-  Object stream;  // of a device, by its index
+  Object stream;  // callable: device index -> stream
   std::vector<Tensor> constants;
 
   const char* backend() const override { return name.c_str(); }
@@ -132,7 +135,8 @@ class Recorded final : public Program {
         stack[argument] = held[slot];
         continue;
       }
-      if (copied != argument) stack[argument] = stack[argument].toList().copy(), copied = argument;  // the recorded one stays as it is
+      // Copy the list: the recorded one must not change.
+      if (copied != argument) stack[argument] = stack[argument].toList().copy(), copied = argument;
       stack[argument].toList().set(index, held[slot]);
     }
     if (step.on_stream) stack.back() = queue.cast<int64_t>();
@@ -159,7 +163,7 @@ class Recorded final : public Program {
   }
 };
 
-// A program of what recording.py saw, or why there is none.
+// Build a program from the record of recording.py, or return the reason for none.
 std::pair<std::shared_ptr<const Program>, std::string> built(const py::tuple& recorded);
 
 }  // namespace pt::fast_path

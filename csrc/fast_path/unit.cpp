@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole module as one unit: most of the time goes into torch's headers.
+// Compile the whole module as one unit, because torch's headers take most of the time.
 #include "attention.cpp"
 #include "builder.cpp"
 #include "cross_entropy.cpp"

@@ -12,7 +12,8 @@
 namespace pt::fast_path {
 namespace {
 
-// The dispatch keys of a tensor that is nothing but a tensor. None is allocated: a mode may be on, and there may be no GPU.
+// Dispatch keys of a plain tensor, without an allocation: a mode may be on, and there may be no
+// GPU.
 struct KeySets {
   static c10::DispatchKeySet of_a_tensor(c10::Device device, c10::DispatchKey key, bool inference) {
     const c10::InferenceMode guard(inference);
@@ -31,7 +32,8 @@ bool plain_keys(c10::DispatchKeySet keys) {
 PyObject *traces = nullptr, *backward = nullptr, *facts = nullptr;
 std::vector<PyObject*> watchers;
 
-// Read without the GIL: one aligned word, which may change before or after, as a call in another thread may come before or after.
+// Return true if a container is empty. Read without the GIL: one aligned word, whose change is
+// ordered like a concurrent call of another thread.
 bool holds_nothing(PyObject* o) {
   const Py_ssize_t& size = PyDict_Check(o) ? reinterpret_cast<PyDictObject*>(o)->ma_used : reinterpret_cast<PyVarObject*>(o)->ob_size;
   return !__atomic_load_n(&size, __ATOMIC_RELAXED);
@@ -70,8 +72,8 @@ void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_, PyObje
 }
 
 bool unwatched() {
-  // What a thread dispatches on when nothing watches it, without and with inference mode. Each torch.func transform, dispatch mode,
-  // functionalization and trace adds a key.
+  // A thread's dispatch keys if nothing watches it, with and without inference mode. Each
+  // torch.func transform, dispatch mode, functionalization and trace adds a key.
   constexpr c10::DispatchKeySet inference(c10::DispatchKey::BackendSelect);
   constexpr c10::DispatchKeySet usual = inference | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;

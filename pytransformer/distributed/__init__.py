@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of sequences that are split over several processes, on torch.distributed alone. See docs/scaling.md.
+"""Attention of sequences split over several processes, on torch.distributed. See docs/distributed.md.
 
-Loaded on first use: nn needs its experts alone, and what disables the compiler for a function imports it, which takes a second.
+Submodules load on first use: nn needs only the experts, and torch.compiler.disable imports the
+compiler, which takes a second.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks of a split sequence: every rank has the whole mask, and each tile gets its part of it."""
+"""Block masks of a split sequence: every rank has the full mask, and each tile gets its part."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ..ops._problem.blocks import Blocks, entry_rows
 from ..ops.block_mask import BlockMask, as_block_mask
 
 _KEPT = "_pytransformer_parts"
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio: neighbours get far apart factors
+# 2^64 over the golden ratio: factors of neighbors are far apart.
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class BlockParts:
-    """What calls ask of a block mask. Made once for each mask and kept with it, since many layers use one."""
+    """Parts and checksum of a block mask, cached with it because many layers share a mask."""
 
     def __init__(self, mask: BlockMask) -> None:
         self.mask = mask
@@ -25,7 +26,7 @@ class BlockParts:
 
     @classmethod
     def of(cls, given: Any) -> BlockParts | None:
-        """Of our masks and FlexAttention's; None for anything else."""
+        """Return the parts of our or FlexAttention's block mask; None for other arguments."""
         mask = as_block_mask(given)
         if mask is None:
             return None
@@ -35,7 +36,7 @@ class BlockParts:
         return kept
 
     def part(self, *, heads: range | None = None, queries: range | None = None, keys: range | None = None) -> BlockMask:
-        """Of these alone, counted from 0; None: all."""
+        """Return the mask of these ranges, counted from 0; None: all."""
         every = (range(n) for n in self.mask.shape[1:])
         place = tuple(whole if given is None else given for given, whole in zip((heads, queries, keys), every))
         if place not in self._parts:
@@ -43,7 +44,7 @@ class BlockParts:
         return self._parts[place]
 
     def hidden(self, queries: Sequence[range], keys: Sequence[range]) -> frozenset[tuple[int, int]]:
-        """(first query, first key) of the pairs of chunks of which nothing is shown."""
+        """Return (first query, first key) of the fully hidden pairs of chunks."""
         rows, width = self.mask.block_size
         return frozenset(
             (q.start, k.start)
@@ -54,7 +55,7 @@ class BlockParts:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Of all that it shows: ranks with the same mask have the same."""
+        """Return a checksum of the visible pairs; ranks with equal masks have equal checksums."""
         total = 0
         for t in (self.mask.blocks.offsets, self.mask.blocks.entries, self.mask.blocks.bits):
             factors = torch.arange(1, t.numel() + 1, device=t.device) * _ODD | 1
@@ -63,7 +64,7 @@ class BlockParts:
 
     @functools.cached_property
     def _shown(self) -> torch.Tensor:
-        """bool (blocks of queries, blocks of keys), on the CPU: whether any batch element or head sees something there."""
+        """Return bool (query blocks, key blocks) on the CPU: visible in any sequence or head."""
         blocks: Blocks = self.mask.blocks
         down, across = (offsets.shape[2] - 1 for offsets in (blocks.offsets, blocks.key_offsets))
         rows, entry = entry_rows(blocks.offsets)

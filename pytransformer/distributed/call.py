@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of ring attention: its arguments checked and lowered once, and what each tile gets of them."""
+"""A call of ring attention: its checked arguments, lowered once, and those of each tile."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from .layout import check_layout, check_length, chunk_ranges, chunks_of_a_rank
 from .plan import Pattern, RingPlan, ring_plan
 
 OP = "ring_attention"
-# The differentiable arguments of the raw op, in their order.
+# The differentiable arguments of the raw op, in order.
 PLACES = ("query", "key", "value", "mask", "bias", "slopes", "table", "sinks")
-# Of these every rank has the same, and gives its share of the gradient.
+# Replicated arguments; each rank computes a share of their gradients.
 ALIKE = ("slopes", "table", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
 class RingCall:
-    """``a``: the arguments of the raw op, of which query, key, value and segments are this rank's rows, mask and bias its rows of all
-    keys."""
+    """The checked arguments and the plan of one call.
+
+    ``a`` are the arguments of the raw op. Query, key, value and segments are this rank's rows; mask
+    and bias are its rows of all keys.
+    """
 
     a: Any
     plan: RingPlan
@@ -44,10 +47,8 @@ class RingCall:
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> RingCall:
         return dataclasses.replace(self, a=type(self.a)(*tensors, *self.a[len(tensors) :]))
 
-    # ---- rows
-
     def rows(self, i: int) -> tuple[int, int]:
-        """Where query chunk i lies in this rank's shard."""
+        """Return the row range of query chunk i in this rank's shard."""
         return _within(self.plan.queries[self.rank], i)
 
     def key_rows(self, j: int) -> tuple[int, int]:
@@ -55,17 +56,15 @@ class RingCall:
 
     @property
     def queries_within(self) -> torch.Tensor | None:
-        """bool (B, 1, Lq / n): the queries before query_lengths; None: all."""
+        """Return bool (B, 1, Lq / n), True before query_lengths; None: all."""
         lengths = self.a.query_lengths
         if lengths is None:
             return None
         places = [torch.arange(c.start, c.stop, device=lengths.device) for c in self.plan.queries[self.rank]]
         return torch.cat(places) < lengths[:, None, None]
 
-    # ---- keys, which travel
-
     def own_keys(self, j: int, *, to_send: bool = False) -> Payload:
-        """Chunk j of this rank's key, value and, where there are any, segments."""
+        """Return chunk j of this rank's key, value and segments (if any)."""
         first, last = self.key_rows(j)
         of_keys = [self.a.key[:, :, first:last], self.a.value[:, :, first:last]]
         if self.a.key_segments is not None:
@@ -75,13 +74,12 @@ class RingCall:
     def empty_keys(self, j: int) -> Payload:
         return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.own_keys(j))
 
-    # ---- tiles
-
     def tile(self, i: int, j: int, step: int, keys: Payload) -> Any:
-        """The arguments of the raw op for query chunk i and the keys of chunk j of the step's owner.
+        """Return the raw op's arguments for query chunk i and key chunk j of the step's owner.
 
-        Positions are absolute: query_start and key_start, lengths cut to the tile's ends. The alignment's offset moves the start that it
-        can move without a negative one; no dropout depends on it then, see :func:`prepare`.
+        Positions are absolute: query_start and key_start, with lengths clamped to the tile's ends.
+        The alignment's offset moves the start that stays non-negative; :func:`prepare` excludes
+        dropout with an offset.
         """
         a, queries, of_keys = self.a, *self._ranges(i, j, step)
         down, right = max(self.plan.pattern.offset, 0), max(-self.plan.pattern.offset, 0)
@@ -112,7 +110,7 @@ class RingCall:
         )
 
     def part_of(self, name: str, t: torch.Tensor, i: int, j: int, step: int) -> torch.Tensor:
-        """A tile's part of an argument that has rows or keys, or of its gradient."""
+        """Return a tile's part of an argument with rows or keys, or of its gradient."""
         if name == "query":
             return t[:, :, slice(*self.rows(i))]
         if name not in ("mask", "bias"):
@@ -122,7 +120,7 @@ class RingCall:
         return t if t.shape[3] == 1 else t[..., of_keys.start : of_keys.stop]
 
     def is_alike(self, name: str) -> bool:
-        """Whether every rank has the same tensor there, and a share of its gradient."""
+        """Return whether the argument is replicated, with a share of the gradient per rank."""
         return name in ALIKE or (name in ("mask", "bias") and getattr(self.a, name).shape[2] == 1)
 
     def empty_out(self) -> torch.Tensor:
@@ -139,11 +137,8 @@ def _within(chunks: Sequence[range], i: int) -> tuple[int, int]:
 
 
 def _cut(lengths: torch.Tensor | None, shift: int, rows: range) -> torch.Tensor | None:
-    """Absolute lengths as the raw op takes them of a tile: at most its end."""
+    """Return absolute lengths clamped to the tile's end, as the raw op expects."""
     return None if lengths is None else (lengths + shift).clamp(max=rows.stop + shift)
-
-
-# ---- checks and lowering
 
 
 def prepare(
@@ -155,7 +150,7 @@ def prepare(
     sum_gradients: bool,
     options: Mapping[str, Any],
 ) -> tuple[RingCall, tuple[torch.Tensor | None, ...]]:
-    """(the call, the tensors among its arguments)."""
+    """Return the checked call and the tensors among its arguments."""
     named = dict(query=query, key=key, value=value, layout=layout, sum_gradients=sum_gradients)
     rank, ranks = check_call(OP, group, {**named, **options})
     check_layout(OP, layout)
@@ -171,7 +166,8 @@ def prepare(
     if blocks is not None:
         options["attn_mask"] = None
         _check_blocks(blocks, query, totals)
-    whole = [t[:, :, :1].expand(-1, -1, totals[1], -1) for t in (key, value)]  # whose shapes masks are checked against
+    # Masks are checked against these shapes.
+    whole = [t[:, :, :1].expand(-1, -1, totals[1], -1) for t in (key, value)]
     a, backend, strict = attention_op.prepare(query, *whole, **options)
     a = a._replace(key=key, value=value, query_segments=segments[0], key_segments=segments[1])
     if a.dropout_seed is not None and options.get("dropout_seed") is None and ranks > 1:
@@ -188,7 +184,7 @@ def prepare(
 def _segments(
     query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Taken out of the options: they are split like query and key."""
+    """Remove the segments from the options and return them; they are split like query and key."""
     given = [options.pop(name, None) for name in ("query_segments", "key_segments")]
     if (given[0] is None) != (given[1] is None):
         raise ValueError(f"{OP}: query_segments and key_segments go together; give both or neither")
@@ -208,7 +204,7 @@ def _check_blocks(blocks: BlockParts, query: torch.Tensor, totals: tuple[int, in
 
 
 def _check_rows(a: Any, ranks: int) -> None:
-    """ValueError where nobody can tell whether a mask's one row is this rank's only query or all ranks'."""
+    """Raise ValueError if a mask's single row could be this rank's only query or all ranks'."""
     for name in ("mask", "bias"):
         t = getattr(a, name)
         if ranks > 1 and t is not None and t.requires_grad and a.query.shape[2] == 1:
@@ -219,7 +215,7 @@ def _check_rows(a: Any, ranks: int) -> None:
 
 
 def _offset(a: Any, totals: tuple[int, int]) -> int:
-    """That of the alignment, which must be the same for all sequences."""
+    """Return the alignment's offset, which must be equal for all sequences."""
     if a.causal != "bottom_right":
         return 0
     given = a.query_lengths, a.key_lengths
@@ -245,7 +241,11 @@ def _offset(a: Any, totals: tuple[int, int]) -> int:
 
 
 def _most(a: Any, totals: tuple[int, int]) -> tuple[int, int, int]:
-    """The longest prefix, queries and keys: on the CPU as they are, elsewhere, where a look would be a wait, the most there may be."""
+    """Return the longest prefix, queries and keys.
+
+    They are exact on the CPU. On other devices, where reading would synchronize, they are upper
+    bounds.
+    """
 
     def longest(name: str, most: int) -> int:
         t = getattr(a, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends and receives of one step, all posted at once: they run while the step's tiles are computed."""
+"""Sends and receives of one step, posted together so they overlap the step's tiles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Payload = tuple[torch.Tensor, ...]
 
 
 class Exchange:
-    """The messages between this rank and others, from :meth:`post` to :meth:`wait`.
+    """The messages between this rank and its peers, from :meth:`post` to :meth:`wait`.
 
-    Every rank goes through the same list of messages in the same order and takes part in its own: between two ranks NCCL pairs sends and
-    receives by this order, gloo by the tag.
+    Every rank iterates over the same list of messages in the same order, because NCCL pairs the
+    sends and receives of two ranks by order. gloo pairs them by tag.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
@@ -32,8 +32,12 @@ class Exchange:
         held: Callable[[Message], Payload],
         empty: Callable[[Message], Payload],
     ) -> dict[Message, Payload]:
-        """Take part in these: ``held`` gives what this rank sends, ``empty`` where it receives. Returns the latter, filled once
-        :meth:`wait` returns."""
+        """Add messages and return the receive buffers, which are filled once :meth:`wait` returns.
+
+        Args:
+            held: returns the payload of a sent message.
+            empty: returns the buffers of a received message.
+        """
         received: dict[Message, Payload] = {}
         for message in messages:
             self._tag += 1
@@ -56,7 +60,7 @@ class Exchange:
             self._works = dist.batch_isend_irecv(self._calls)
 
     def wait(self) -> None:
-        """Then what was received is there, and what was sent may change again."""
+        """Wait until all receives have arrived and sent tensors may be modified."""
         for work in self._works:
             work.wait()
         self._calls, self._works = [], []

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are split over ranks: which tokens go to which rank, and there and back by all_to_all_single.
+"""Expert parallelism: dispatch of tokens to the ranks of their experts by all_to_all_single.
 
-Every rank has its own tokens and some of the experts. The ranks tell each other how many of their tokens chose which expert, so all know
-which find room: first choices before second ones, and among those the ranks in their order, as if one process had all tokens, rank after
-rank. Only those travel, and they come in the order that one process computes them in.
+Every rank has local tokens and some of the experts. The ranks exchange how many of their tokens
+chose each expert, so all know which tokens fit the capacity. First choices precede second choices,
+and within a choice ranks are in order, as in one process with the tokens of all ranks concatenated.
+Only accepted tokens are sent, and they arrive in the order of the one-process computation.
 
 Source: Lepikhin et al., "GShard" (2021), section 3.2.
 """
@@ -20,10 +21,11 @@ import torch.distributed as dist
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """Where the slots of all ranks go; a slot is a token with one of its choices.
+    """The destinations of all ranks' slots; a slot is a token with one of its choices.
 
-    kept: (choices, ranks, experts) int64, how many slots of a rank an expert takes. order: this rank's slots, (choice, token) counted
-    through, that some expert takes, by expert.
+    Attributes:
+        kept: (choices, ranks, experts) int64, slots of each rank that an expert accepts.
+        order: this rank's accepted slots, flattened (choice, token), sorted by expert.
     """
 
     group: dist.ProcessGroup | None
@@ -33,12 +35,16 @@ class Dispatch:
 
     @property
     def own(self) -> slice:
-        """The experts of this rank."""
+        """Return this rank's experts."""
         size = self.kept.shape[2] // self.kept.shape[1]
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def run(self, rows: torch.Tensor, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """(slots of this rank, d), in ``order``, through their experts; ``experts`` takes rows and where each expert's begin."""
+        """Return (slots of this rank, d), in ``order``, after their experts.
+
+        Args:
+            experts: receives rows and the start of each expert's rows.
+        """
         sent = self.kept[:, self.rank].sum(0).unflatten(0, (self.kept.shape[1], -1)).sum(1).tolist()
         of_own = self.kept[:, :, self.own]
         received = of_own.sum((0, 2)).tolist()
@@ -52,9 +58,12 @@ class Dispatch:
 def dispatch(
     slots: torch.Tensor, choices: int, experts: int, capacity_of: Callable[[int], int], group: dist.ProcessGroup | None
 ) -> Dispatch:
-    """Args:
-    slots: (choices * tokens,) the expert of each slot of this rank, all first choices first; ``experts`` for one that goes nowhere.
-    capacity_of: of the number of tokens of all ranks the most slots of an expert.
+    """Return the destinations of this rank's slots.
+
+    Args:
+        slots: (choices * tokens,) the expert of each slot of this rank, first choices first;
+            ``experts`` for unused slots.
+        capacity_of: maps the number of tokens of all ranks to an expert's maximum number of slots.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     tokens = len(slots) // choices
@@ -66,27 +75,37 @@ def dispatch(
     dist.all_gather(found, own, group=group)
     counts = (
         torch.stack([f[:-1].view(experts, choices) for f in found]).permute(2, 0, 1).contiguous()
-    )  # choices, ranks, experts
+    )  # [choices, ranks, experts]
     kept = _with_room(counts, capacity_of(sum(int(f[-1]) for f in found)))
-    room = torch.nn.functional.pad(kept[:, rank].T.flatten(), (0, choices))  # those that go nowhere have none
+    # Unused slots have none.
+    room = torch.nn.functional.pad(kept[:, rank].T.flatten(), (0, choices))
     stays = torch.arange(len(key), device=key.device) - starts[key.clamp(max=experts * choices)] < room[key]
     return Dispatch(group, rank, kept, order[stays])
 
 
 def _with_room(counts: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Of (choices, ranks, experts) those that an expert takes: earlier choices first, then earlier ranks."""
+    """Return the accepted part of (choices, ranks, experts): by choice, then by rank."""
     before = counts.flatten(0, 1).cumsum(0).view_as(counts) - counts
     return torch.minimum((capacity - before).clamp(min=0), counts)
 
 
 def _by_expert(counts: torch.Tensor) -> torch.Tensor:
-    """The order of rows by expert, choice, rank, which come by rank, expert, choice; counts: (choices, ranks, experts)."""
+    """Return the permutation of rows from (rank, expert, choice) order to (expert, choice, rank).
+
+    Args:
+        counts: (choices, ranks, experts).
+    """
     keys = torch.arange(counts.shape[2] * counts.shape[0], device=counts.device).repeat(counts.shape[1])
     return keys.repeat_interleave(counts.permute(1, 2, 0).flatten()).argsort(stable=True)
 
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The rows that the ranks sent here, rank after rank; ``sent`` of them to each rank. Backward sends their gradients back."""
+    """Return the rows that the ranks sent here, in rank order; backward returns their gradients.
+
+    Args:
+        sent: number of rows to send to each rank.
+        received: number of rows from each rank.
+    """
     result: torch.Tensor = _Exchange.apply(rows, sent, received, group)
     return result
 
@@ -100,7 +119,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         sent, received, group = ctx.way
-        return _Exchange.apply(grad, received, sent, group), None, None, None  # a Function too: it may be differentiated again
+        # A Function, so it can be differentiated twice.
+        return _Exchange.apply(grad, received, sent, group), None, None, None
 
 
 def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
@@ -110,7 +130,7 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The tensor, its gradient times a factor."""
+    """Identity whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, factor: float) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sums of a backward: this rank's rows, and those of other ranks' keys on their way home."""
+"""Gradient accumulation of a backward pass, for local rows and for other ranks' keys."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ OF_KEYS = ("key", "value")
 
 
 class Gradients:
-    """By argument, in float32 (float64 for float64). The gradients of a chunk of keys that is another rank's are summed while they go
-    from rank to rank behind their keys, in the order of steps; then its owner adds them to its own."""
+    """Gradients by argument, in float32 (float64 for float64).
+
+    The gradients of another rank's key chunk travel from rank to rank one step behind the keys and
+    accumulate in step order. The owner adds the sum to its local gradients.
+    """
 
     def __init__(self, call: RingCall, wanted: Sequence[bool]) -> None:
         self.call, self.wanted = call, tuple(wanted)
         named = zip(PLACES, call.a, wanted)
         self.of = {name: torch.zeros_like(t, dtype=call.a.work) for name, t, want in named if want}
-        self._mine: dict[int, Payload] = {}  # this step's share of the gradients of another rank's chunks
-        self._sums: dict[int, Payload] = {}  # with what came from other ranks, to be handed on
+        self._mine: dict[int, Payload] = {}  # this step's gradients of another rank's chunks
+        # Accumulated with other ranks' gradients, to be passed on.
+        self._sums: dict[int, Payload] = {}
 
     @property
     def wanted_of_tiles(self) -> tuple[bool, ...]:
-        """The sinks join a row after its tiles."""
+        """Return which gradients tiles compute; sinks join a row after its tiles."""
         return tuple(want and name != "sinks" for name, want in zip(PLACES, self.wanted))
 
     def add(self, i: int, j: int, step: int, found: Sequence[torch.Tensor | None]) -> None:
-        """A tile's share: that of query chunk i and key chunk j."""
+        """Add the gradients of a tile, query chunk i and key chunk j."""
         by_name = {name: t for name, t in zip(PLACES, found) if t is not None}
         of_keys = tuple(by_name.pop(name).to(self.call.a.work) for name in OF_KEYS if name in by_name)
         if step == 0:
@@ -44,13 +48,16 @@ class Gradients:
             self.call.part_of(name, self.of[name], i, j, step).add_(t)
 
     def pass_on(self, exchange: Exchange, step: int) -> dict[Message, Payload]:
-        """Send the gradients of the chunks of a step to who adds to them next, or home; what comes in return is for :meth:`receive`."""
+        """Send the gradients of a step's chunks to the next rank or the owner.
+
+        Returns the receive buffers for :meth:`receive`.
+        """
         if not self._names:
             return {}
         return exchange.add(self.call.plan.gradient_messages(step), lambda m: self._sums[m.chunk], self._empty)
 
     def receive(self, coming: dict[Message, Payload]) -> None:
-        """To be called once a step's tiles are added and what was sent to this rank has come."""
+        """Accumulate received gradients, after the step's tiles and the exchange are complete."""
         self._sums, self._mine = self._mine, {}
         for message, payload in coming.items():
             if message.owner == self.call.rank:
@@ -59,7 +66,10 @@ class Gradients:
                 self._sums[message.chunk] = _sum(payload, self._sums[message.chunk])
 
     def finished(self) -> list[torch.Tensor | None]:
-        """Of PLACES, each in its argument's dtype and memory order; what all ranks have alike summed over them."""
+        """Return the gradients of PLACES in their arguments' dtype and memory order.
+
+        Gradients of replicated arguments are summed over the ranks.
+        """
         if self.call.sum_gradients and self.call.plan.ranks > 1:
             alike = [name for name in self.of if self.call.is_alike(name)]
             self.of.update(zip(alike, sum_over_ranks([self.of[name] for name in alike], self.call.group)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group have to agree on, and sums over them in a fixed order."""
+"""Agreement checks between the ranks of a group, and sums over ranks in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(this process's rank in the group, the group's size)."""
+    """Return this process's rank in the group and the group's size."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             f"{op}: torch.distributed is not initialized: start the processes with torchrun and call "
@@ -38,7 +38,7 @@ def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """(rank, ranks) of a call with query, key, value and more, after what every scheme checks of it."""
+    """Return (rank, ranks) of a call after the checks that ring and Ulysses attention share."""
     rank, ranks = check_group(op, group)
     if is_sharded(list(arguments.values())):
         raise ValueError(
@@ -58,10 +58,12 @@ def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str,
 
 
 def outside_graphs(function: Function) -> Function:
-    """Keep ``function`` out of torch.compile's graphs, as torch.compiler.disable does, but without importing torch._dynamo.
+    """Exclude ``function`` from torch.compile's graphs without importing torch._dynamo.
 
-    That import evaluates defaults like ``group=dist.group.WORLD`` in torch.distributed.nn.functional. After init_process_group they
-    keep the group, and gloo's threads, alive past destroy_process_group, and a rank may then abort while Python exits.
+    torch.compiler.disable would import it. That import evaluates defaults like
+    ``group=dist.group.WORLD`` in torch.distributed.nn.functional. After init_process_group they
+    keep the group, and gloo's threads, alive past destroy_process_group, and a rank may then abort
+    while Python exits.
     """
 
     @functools.wraps(function)
@@ -77,13 +79,13 @@ _MET: weakref.WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = weakref.
 
 
 def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """One collective of all ranks, the first time that they meet on a device.
+    """Run one collective of all ranks on their first call on a device.
 
-    NCCL wants all ranks in the first call of a group if that is `batch_isend_irecv` (torch 2.13, its docstring): in a ring whose first
-    step is hidden for some, these would be missing.
+    If the first call of a group is `batch_isend_irecv`, NCCL requires all ranks in it (torch 2.13,
+    its docstring). In a ring whose first step is hidden for some ranks, they would be missing.
     """
     members = dist.group.WORLD if group is None else group
-    assert members is not None  # torch.distributed is initialized: check_group has seen to it
+    assert members is not None  # check_group has verified that torch.distributed is initialized
     known = _MET.setdefault(members, set())
     if device not in known:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -91,9 +93,11 @@ def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.device, arguments: Mapping[str, Any]) -> None:
-    """ValueError on every rank if the ranks do not call with the same: else they would wait for each other, or compute with the wrong rows.
+    """Raise ValueError on every rank if the ranks call with different arguments.
 
-    A checksum goes round; the descriptions only where checksums differ. Only where the values of lengths and seeds may be looked at.
+    Otherwise they would deadlock or use wrong rows. The ranks exchange a checksum, and descriptions
+    only if checksums differ. The check runs only if reading the values of lengths and seeds is
+    allowed.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -123,8 +127,10 @@ def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.devi
 
 
 def describe(value: Any) -> Any:
-    """What must be the same on every rank of an argument: of tensors the shape, dtype and need of a gradient, of lengths and seeds the
-    numbers too."""
+    """Return the part of an argument that must be equal on every rank.
+
+    It is the shape, dtype and requires_grad of tensors, and the values of lengths and seeds.
+    """
     if isinstance(value, torch.Tensor):
         numbers = value.tolist() if value.dim() <= 1 and not value.is_floating_point() else ""
         return f"{str(value.dtype)[6:]}{list(value.shape)}{' with gradient' if value.requires_grad else ''} {numbers}".rstrip()
@@ -136,7 +142,10 @@ def describe(value: Any) -> Any:
 
 
 def sum_over_ranks(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The sums over the group, on every rank the same bits: added in the order of ranks, which all_reduce does not promise."""
+    """Return the sums over the group, bitwise equal on every rank.
+
+    They are added in rank order, which all_reduce does not guarantee.
+    """
     ranks = dist.get_world_size(group)
     if not tensors:
         return list(tensors)
@@ -150,7 +159,7 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | N
 
 
 def seed_of_the_first(seed: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The seed that the group's first rank drew, for all: one dropout mask."""
+    """Return the seed of the group's first rank on all ranks, for one dropout mask."""
     seed = seed.clone()
     dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
     return seed

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a sequence each rank of a group has.
+"""The rows of a sequence that each rank of a group has.
 
-``contiguous``: n chunks, rank r has chunk r. ``zigzag``: 2n chunks, rank r has chunks r and 2n - 1 - r, in this order, so that under
-causality every rank has as many visible pairs as any other (contiguous: the last rank 2n - 1 times those of the first).
+``contiguous``: n chunks; rank r has chunk r. ``zigzag``: 2n chunks; rank r has chunks r and 2n - 1
+- r, in this order. With causal attention, zigzag gives every rank the same number of visible pairs;
+with contiguous, the last rank has 2n - 1 times the first rank's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def chunks_of_a_rank(layout: str) -> int:
 
 
 def chunk_ranges(layout: str, ranks: int, length: int) -> tuple[tuple[range, ...], ...]:
-    """For each rank the absolute rows that it has, chunk by chunk, in the order of its shard."""
+    """Return each rank's absolute rows, by chunk, in the order of its shard."""
     size = length // (ranks * chunks_of_a_rank(layout))
 
     def chunk(i: int) -> range:
@@ -51,18 +52,19 @@ def check_length(op: str, name: str, length: int, pieces: int, what: str) -> Non
 def shard_sequence(
     x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int = 2, layout: Layout = "zigzag"
 ) -> torch.Tensor:
-    """This rank's rows of a sequence that every rank has whole.
+    """Return this rank's rows of a sequence that every rank has in full.
 
     Args:
         x: any tensor with the sequence in ``dim``: (B, H, L, D) with 2, (B, L) or (B, L, D) with 1.
-        group: the ranks that share the sequence; None is the default group.
-        layout: ``"contiguous"`` or ``"zigzag"``; the same in ring_attention.
+        group: the ranks that share the sequence; None means the default group.
+        layout: ``"contiguous"`` or ``"zigzag"``, as in ring_attention.
 
     Returns:
-        a view where the layout allows it, else a copy. Differentiable; the gradient of ``x`` has zeros outside of these rows.
+        A view if the layout allows it, else a copy. Differentiable; the gradient of ``x`` is zero
+            outside these rows.
 
     Raises:
-        ValueError: the length is no multiple of the pieces: pad it and give lengths.
+        ValueError: the length is not a multiple of the number of chunks; pad it and pass lengths.
     """
     check_layout("shard_sequence", layout)
     rank, ranks = check_group("shard_sequence", group)
@@ -75,9 +77,10 @@ def shard_sequence(
 def gather_sequence(
     x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int = 2, layout: Layout = "zigzag"
 ) -> torch.Tensor:
-    """The whole sequence, on every rank, of what :func:`shard_sequence` split: its inverse.
+    """Return the full sequence on every rank, the inverse of :func:`shard_sequence`.
 
-    Differentiable: each rank gets the gradient of its own rows, summed over the ranks in their order, since each may use the whole.
+    Differentiable: each rank gets the gradient of its rows, summed over the ranks in order, because
+    each rank may use the full sequence.
     """
     check_layout("gather_sequence", layout)
     _, ranks = check_group("gather_sequence", group)
@@ -87,7 +90,7 @@ def gather_sequence(
 
 
 def in_order(shards: Sequence[torch.Tensor], dim: int, layout: str) -> torch.Tensor:
-    """The whole sequence of the ranks' shards."""
+    """Return the full sequence of the ranks' shards."""
     if layout == "contiguous":
         return torch.cat(list(shards), dim)
     halves = [shard.chunk(2, dim) for shard in shards]

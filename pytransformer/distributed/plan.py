@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles of (query chunk, key chunk) have visible pairs, and from them who computes, sends and receives what, and when.
+"""The visible tiles (query chunk, key chunk) of a ring, and the sends and receives of each step.
 
-At step t rank r computes with keys of rank ``(r - t) mod n``. A chunk of keys goes only to the ranks that see some of it, once to
-each: from the neighbour below, which had it a step before, or from its owner where the neighbour had no need of it. The
-gradients of a chunk go the same ways one step later: to the neighbour above where that adds its share next, else home.
+At step t rank r computes with keys of rank ``(r - t) mod n``. A key chunk is sent once to each rank
+that sees part of it, from the rank below if that rank used it in the previous step, otherwise from
+its owner. The gradients of a chunk follow one step later: to the rank above if that rank adds its
+share next, otherwise to the owner.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What is known of visible pairs without looking at each: numbers of the raw op (-1: no bound), by absolute index."""
+    """Bounds of the visible pairs: the raw op's numbers (-1: no bound), by absolute index."""
 
     causal: bool = False
     left: int = -1
     right: int = -1
     global_keys: int = 0
     offset: int = 0  # of the alignment
-    prefix: int = 0  # no sequence has a longer one
-    queries: int = 1 << 62  # nor more queries
+    prefix: int = 0  # longest prefix of any sequence
+    queries: int = 1 << 62  # maximum number of queries
     keys: int = 1 << 62
-    hidden: frozenset[tuple[int, int]] = frozenset()  # (first query, first key) of chunks of which a block mask shows nothing
+    # (first query, first key) of chunks that a block mask hides.
+    hidden: frozenset[tuple[int, int]] = frozenset()
 
     def visible(self, queries: range, keys: range) -> bool:
-        """Whether some pair may be visible. False is certain."""
+        """Return whether a pair may be visible; False is exact."""
         first, last = queries.start, min(queries.stop, self.queries) - 1
         least, most = keys.start, min(keys.stop, self.keys) - 1
         if first > last or least > most or (queries.start, keys.start) in self.hidden:
@@ -40,7 +42,7 @@ class Pattern:
 
 
 class Message(NamedTuple):
-    """A chunk of the keys of rank ``owner`` that goes from one rank to another."""
+    """A key chunk of rank ``owner`` that is sent from one rank to another."""
 
     source: int
     target: int
@@ -50,7 +52,10 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RingPlan:
-    """One call's tiles and messages. ``queries``, ``keys``: for each rank the absolute rows of its chunks."""
+    """The tiles and messages of one call.
+
+    ``queries`` and ``keys`` are the absolute rows of each rank's chunks.
+    """
 
     pattern: Pattern
     queries: tuple[tuple[range, ...], ...]
@@ -61,11 +66,11 @@ class RingPlan:
         return len(self.queries)
 
     def owner(self, rank: int, step: int) -> int:
-        """Whose keys the rank computes with."""
+        """Return the rank whose keys this rank uses in a step."""
         return (rank - step) % self.ranks
 
     def tiles(self, rank: int, step: int) -> list[tuple[int, int]]:
-        """(query chunk, key chunk of the owner): those with visible pairs, in the order in which they are merged."""
+        """Return the visible (query chunk, key chunk of the owner), in merge order."""
         if not 0 <= step < self.ranks:
             return []
         of_keys = self.keys[self.owner(rank, step)]
@@ -73,27 +78,27 @@ class RingPlan:
         return [(i, j) for i, j in pairs if self.pattern.visible(self.queries[rank][i], of_keys[j])]
 
     def needs(self, rank: int, step: int) -> list[int]:
-        """The owner's chunks that the rank sees some of."""
+        """Return the owner's chunks that the rank sees part of."""
         return sorted({j for _, j in self.tiles(rank, step)})
 
     def receives(self, rank: int, step: int) -> list[Message]:
-        """What must have come before the rank computes the step."""
+        """Return the messages that must arrive before the rank computes the step."""
         owner, below = self.owner(rank, step), (rank - 1) % self.ranks
         had = self.needs(below, step - 1) if step > 1 else []
         return [Message(below if j in had else owner, rank, owner, j) for j in self.needs(rank, step)] if step else []
 
     def returns(self, rank: int, step: int) -> list[Message]:
-        """Where the gradients of the chunks of a step go once the rank has added its share."""
+        """Return the messages with a step's gradients after the rank has added its share."""
         owner, above = self.owner(rank, step), (rank + 1) % self.ranks
         next_too = self.needs(above, step + 1)
         return [Message(rank, above if j in next_too else owner, owner, j) for j in self.needs(rank, step)] if step else []
 
     def key_messages(self, step: int) -> tuple[Message, ...]:
-        """All messages of the group that must have come before a step, in an order that is the same on every rank."""
+        """Return the messages that must arrive before a step, in the same order on all ranks."""
         return self._messages[0].get(step, ())
 
     def gradient_messages(self, step: int) -> tuple[Message, ...]:
-        """Those that hand on the gradients of a step's chunks."""
+        """Return the messages that pass on the gradients of a step's chunks."""
         return self._messages[1].get(step, ())
 
     @functools.cached_property
@@ -106,5 +111,5 @@ class RingPlan:
 
 @functools.lru_cache(maxsize=256)
 def ring_plan(pattern: Pattern, queries: tuple[tuple[range, ...], ...], keys: tuple[tuple[range, ...], ...]) -> RingPlan:
-    """The plan, kept: its messages are enumerated once, about n² of them."""
+    """Return the cached plan; its messages, about n², are enumerated once."""
     return RingPlan(pattern, queries, keys)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention: the sequence is split over the ranks of a group, and keys and values go round.
+"""Ring attention: the sequence is split over the ranks of a group, and keys and values rotate.
 
-Every rank keeps its queries, computes with the keys it has and meanwhile receives the next: memory per rank falls as 1/n, and no rank
-ever holds all keys. See docs/scaling.md for bytes and FLOPs, :mod:`.plan` for who sends what, :mod:`.tile` for the arithmetic.
+Every rank keeps its queries and computes with its current keys while it receives the next. Memory
+per rank is 1/n, and no rank holds all keys. See docs/distributed.md for bytes and FLOPs, :mod:`.plan`
+for the messages, :mod:`.tile` for the arithmetic.
 
-Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); the zigzag order is that of Brandon
-et al., "Striped Attention" (2023) by chunks, as in zhuzilin/ring-flash-attention.
+Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023);
+the zigzag order is that of Brandon et al., "Striped Attention" (2023) by chunks, as in
+zhuzilin/ring-flash-attention.
 """
 
 from __future__ import annotations
@@ -63,29 +65,33 @@ def ring_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`pytransformer.attention` of a sequence that is split over the ranks of ``group``: each rank calls with its own rows.
+    """Return :func:`pytransformer.attention` of a sequence split over the ranks of ``group``.
 
-    The result is that of one process within the error bound, with the same dropout mask. Every rank must call, and call backward.
+    Each rank calls with its rows. The result equals one process's within the error bound, with the
+    same dropout mask. Every rank must call forward and backward.
 
     Args:
         query: (B, Hq, Lq / n, D), this rank's rows of the sequence; see :func:`shard_sequence`.
-        key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), likewise.
-        group: the n ranks that share the sequence; None is the default group.
-        layout: which rows a rank has: ``"zigzag"`` (chunks r and 2n - 1 - r of 2n: causal work is even) or ``"contiguous"``.
-        sum_gradients: gradients of what all ranks have alike (slopes, table, sinks; a mask or bias with query dimension 1) are the
-            whole group's, on every rank. False leaves each rank its share, for a caller who sums all parameters' gradients.
+        key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), this rank's rows.
+        group: the n ranks that share the sequence; None means the default group.
+        layout: the rows of a rank: ``"zigzag"`` (chunks r and 2n - 1 - r of 2n, which balances
+            causal work) or ``"contiguous"``.
+        sum_gradients: sum the gradients of replicated arguments (slopes, table, sinks; a mask or
+            bias with query dimension 1) over the group. False returns this rank's share, for
+            callers that sum all parameters' gradients.
         return_lse: also return (B, Hq, Lq / n), float32, differentiable.
-        options: as those of attention, of the whole sequence. Lengths and prefixes count from its start. A dense ``attn_mask`` or
-            ``bias`` has this rank's queries and all Lk keys, in the sequence's order: broadcastable to (B, Hq, Lq / n, Lk).
-            A block mask is the whole sequence's, the same on every rank. Segments are (B, L / n), split like query and key. A
-            ``dropout_seed`` of None is drawn by the first rank.
+        options: options of attention for the full sequence. Lengths and prefixes count from its
+            start. A dense ``attn_mask`` or ``bias`` has this rank's queries and all Lk keys, in
+            sequence order, broadcastable to (B, Hq, Lq / n, Lk). A block mask covers the full
+            sequence and is the same on every rank. Segments are (B, L / n), split like query and
+            key. If ``dropout_seed`` is None, the first rank draws it.
 
     Returns:
         (B, Hq, Lq / n, Dv) in query's dtype and memory order; with return_lse a pair.
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument, group or length; on the CPU, and wherever PYTRANSFORMER_CHECK=1, also
-            where the ranks do not call with the same.
+        TypeError, ValueError: an invalid argument, group or length. On the CPU, and everywhere with
+            PYTRANSFORMER_CHECK=1, also if the ranks' arguments differ.
     """
     call, tensors = prepare(query, key, value, group, layout, sum_gradients, options)
     out, lse = _Ring.apply(call, *tensors)
@@ -112,7 +118,7 @@ class _Ring(torch.autograd.Function):
 
 
 def ring_forward(call: RingCall) -> tuple[torch.Tensor, Lse]:
-    """(out in query's dtype and order, lse of rows that see a key)."""
+    """Return out, in query's dtype and order, and the lse of rows that see a key."""
     plan, rank = call.plan, call.rank
     merged = Merged(call.a.query, call.a.value.shape[3])
     held: dict[Message, Payload] = {}
@@ -137,7 +143,10 @@ def ring_backward(
     grads: Grads,
     wanted: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
-    """Gradients of PLACES. Keys go round again; the gradients of a chunk follow it one step behind, and come home."""
+    """Return the gradients of PLACES.
+
+    Keys rotate again; the gradients of a chunk follow one step behind and return to its owner.
+    """
     plan, rank = call.plan, call.rank
     total = Gradients(call, wanted)
     held: dict[Message, Payload] = {}
@@ -163,7 +172,7 @@ def ring_backward(
 
 
 def _pass_keys(call: RingCall, exchange: Exchange, step: int, held: dict[Message, Payload]) -> dict[Message, Payload]:
-    """While a step is computed, the keys of the next go where they are needed."""
+    """Send the next step's keys during a step, and return the receive buffers."""
 
     def sent(m: Message) -> Payload:
         return call.own_keys(m.chunk, to_send=True) if m.owner == call.rank else _keys_at(call, held, m.chunk)
@@ -172,5 +181,5 @@ def _pass_keys(call: RingCall, exchange: Exchange, step: int, held: dict[Message
 
 
 def _keys_at(call: RingCall, held: dict[Message, Payload], chunk: int) -> Payload:
-    """Of the chunks that came for this step, or of this rank's own at the first."""
+    """Return a chunk received for this step, or this rank's local one in the first step."""
     return next((payload for m, payload in held.items() if m.chunk == chunk), None) or call.own_keys(chunk)

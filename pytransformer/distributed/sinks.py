@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks join a row once, after its last tile: a term of the softmax's denominator without a value."""
+"""Sinks: a term of each row's softmax denominator, added once after the row's last tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .tile import Grads, Lse, Merged, lse_shares
 
 
 def add_sinks(merged: Merged, sinks: torch.Tensor) -> None:
-    """Rows that see a key: their lse with the sink, kept above it, and their out less by its share. Other rows stay -inf."""
+    """Add the sink to rows that see a key: lse stays above it, and out shrinks by its share.
+
+    Rows without a visible key stay at -inf.
+    """
     sink = sink_logits(sinks, merged.out.dtype)[None, :, None]
     old = merged.lse
     live = old.total > -math.inf
@@ -23,7 +26,11 @@ def add_sinks(merged: Merged, sinks: torch.Tensor) -> None:
 
 
 def lse_of_queries(lse: Lse, sinks: torch.Tensor | None, queries: torch.Tensor | None) -> torch.Tensor:
-    """lse as it is returned: a query that sees no key has its sink alone. ``queries``: bool (B, 1, Lq), None for all true."""
+    """Return the public lse, in which a query without visible keys has its sink only.
+
+    Args:
+        queries: bool (B, 1, Lq), None for all True.
+    """
     total = lse.total
     if sinks is None:
         return total
@@ -40,7 +47,11 @@ def sinks_gradient(
     grads: Grads,
     queries: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(Hq,): minus the sum of ``exp(sink - lse) (out · d_out - d_lse)`` over this rank's rows; d_lse alone where no key is visible."""
+    """Return the gradient (Hq,) of the sinks over this rank's rows.
+
+    It is minus the sum of ``exp(sink - lse) (out · d_out - d_lse)``, with d_lse only if no key is
+    visible.
+    """
     d_out, d_lse = grads
     work = lse.rest.dtype
     live = lse.total > -math.inf

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tile of attention, and how tiles of one row are merged and differentiated.
+"""One tile of attention, and the merge and gradients of a row's tiles.
 
-A row's softmax over all keys is that of its tiles, each with its own normalizer. With lse of the tile and of the row,
+A row's softmax over all keys combines its tiles, each with a separate normalizer. With lse of the
+tile and of the row,
 
     out = sum over tiles of exp(lse_tile - lse) out_tile,    lse = log of the sum of exp(lse_tile)
 
-and in backward every weight is ``exp(score - lse)`` with lse of the row, so a tile's gradients need nothing of other tiles.
+and in backward every weight is ``exp(score - lse)`` with lse of the row, so a tile's gradients are
+independent of other tiles.
 
-Where scores are large float32 loses the log of the sum in lse: a row whose visible scores are all finfo.min has lse finfo.min whatever
-the number of its keys. Such rows are computed again with ``-lse_tile`` added to their scores, which changes no weight, and lse is kept
-as the sum of that shift and a small rest (:class:`Lse`).
+For large scores float32 loses the log of the sum in lse: a row whose visible scores are all
+finfo.min has lse finfo.min for any number of keys. Such rows are recomputed with ``-lse_tile``
+added to their scores, which changes no weight, and lse is stored as that shift plus a small rest
+(:class:`Lse`).
 
-Source: merging by lse is that of Liu et al., "Ring Attention with Blockwise Transformers" (2023), after Milakov and Gimelshein,
-"Online normalizer calculation for softmax" (2018).
+Source: merging by lse follows Liu et al., "Ring Attention with Blockwise Transformers" (2023),
+after Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
 from __future__ import annotations
@@ -26,18 +29,22 @@ import torch
 from ..ops._problem.blocks import BLOCK_TENSORS, visible_block_pairs
 from ..ops.attention import attention_op
 
-# |lse| up to which float32 holds the log of a sum to 2^-14. CPU kernels recompute statistics beyond it, over the keys of their call.
+# Up to this |lse|, float32 holds the log of a sum to 2^-14. Beyond it CPU kernels recompute the
+# statistics over the keys of their call.
 TRUSTED = 1024.0
-# A score this large swallows what is added to it, in float64 too.
+# A score this large absorbs any addend, even in float64.
 SWALLOWS = 2.0**100
-# Backends whose backward takes the row's lse as it is given. The reference differentiates its own forward instead.
+# Backends whose backward uses the given lse. The reference differentiates its forward instead.
 BY_LSE = ("cpu", "triton", "cuda")
 
 Grads = tuple[torch.Tensor | None, ...]  # of out and lse
 
 
 class Lse(NamedTuple):
-    """lse as ``shift + rest``, (B, Hq, Lq) each; shift is 0 (None for all rows) but where lse is beyond TRUSTED."""
+    """lse as ``shift + rest``, (B, Hq, Lq) each.
+
+    shift is 0 (None: in all rows) unless lse is beyond TRUSTED.
+    """
 
     shift: torch.Tensor | None
     rest: torch.Tensor
@@ -51,9 +58,13 @@ class Lse(NamedTuple):
 
 
 def shifted(a: Any, shift: torch.Tensor) -> Any:
-    """The tile with ``-shift`` added to the scores of each row: in a free place of the two for dense terms, else into the mask."""
+    """Return the tile with ``-shift`` added to each row's scores.
+
+    The shift uses a free dense term (bias or mask), otherwise it is added to the mask.
+    """
     minus = -shift[..., None]
-    if a.bias is not None and a.block_offsets is not None:  # no place is free, but block masks exclude dense ones
+    # No free term, but block masks exclude dense ones.
+    if a.bias is not None and a.block_offsets is not None:
         a = _with_dense_mask(a)
     if a.bias is None:
         return a._replace(bias=minus)
@@ -67,16 +78,17 @@ def shifted(a: Any, shift: torch.Tensor) -> Any:
 
 
 def _with_dense_mask(a: Any) -> Any:
-    """The tile with its block mask as a boolean one: for the rare rows with an lse beyond TRUSTED."""
+    """Return the tile with its block mask as a bool mask, for rare rows with lse beyond TRUSTED."""
     rows = torch.arange(a.query.shape[2], device=a.query.device)
     pairs = visible_block_pairs(a.block_offsets, a.block_entries, a.block_bits, rows, a.key.shape[2])
     return a._replace(mask=pairs, **dict.fromkeys(BLOCK_TENSORS))
 
 
 def _alternatives(a: Any, shift: torch.Tensor | None) -> list[tuple[Any, torch.Tensor | None]]:
-    """The problem with the shift in it, and for which rows it is right (None: all).
+    """Return the shifted problems, each with the rows for which it is correct (None: all).
 
-    The shift joins the dense terms, after which ALiBi and T5 are added. In a row of finfo.min these are swallowed, and must be again.
+    The shift joins the dense terms, and ALiBi and T5 biases are added after it. A row of finfo.min
+    absorbs these biases, so the shifted problem must omit them there.
     """
     if shift is None:
         return [(a, None)]
@@ -92,9 +104,9 @@ def _alternatives(a: Any, shift: torch.Tensor | None) -> list[tuple[Any, torch.T
 
 
 def tile_forward(a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, Lse]:
-    """(out, lse) of the tile alone."""
+    """Return (out, lse) of the tile."""
     out, lse = attention_op(a, backend, strict)
-    # A GPU is waited for only where lse may lose the sum by its kernels' own rule: what is added in dense form.
+    # Synchronize a GPU only if lse may lose the sum by its kernels' rule: dense added terms.
     if not (a.query.device.type == "cpu" or a.added):
         return out, Lse(None, lse)
     large = (lse.abs() > TRUSTED) & lse.isfinite()
@@ -110,7 +122,7 @@ def tile_forward(a: Any, backend: str | None, strict: bool) -> tuple[torch.Tenso
 
 
 class Merged:
-    """The tiles of some rows so far, in float32 (float64 for float64): the order of merging is the caller's."""
+    """The merged tiles of some rows, in float32 (float64 for float64), in the caller's order."""
 
     def __init__(self, query: torch.Tensor, value_dim: int) -> None:
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -134,7 +146,7 @@ class Merged:
 
 
 def _common_shift(a: Lse, b: Lse) -> torch.Tensor | None:
-    """That of the larger; a row that saw nothing yet has no say."""
+    """Return the shift of the larger lse; a row without visible keys is ignored."""
     if a.shift is None and b.shift is None:
         return None
     shifts = [torch.zeros_like(x.rest) if x.shift is None else x.shift for x in (a, b)]
@@ -142,7 +154,7 @@ def _common_shift(a: Lse, b: Lse) -> torch.Tensor | None:
 
 
 def _under(lse: Lse, shift: torch.Tensor | None) -> torch.Tensor:
-    """The rest of lse under another shift."""
+    """Return the rest of lse under another shift."""
     if shift is None:
         return lse.rest
     own = 0.0 if lse.shift is None else lse.shift
@@ -150,12 +162,12 @@ def _under(lse: Lse, shift: torch.Tensor | None) -> torch.Tensor:
 
 
 def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """exp(part - whole) of two rests under one shift, (…, 1): 0 where nothing is visible."""
+    """Return exp(part - whole) of two rests under one shift, (…, 1); 0 if nothing is visible."""
     return torch.where(part == -math.inf, 0.0, torch.exp(part - whole))[..., None]
 
 
 def lse_shares(part: Lse, whole: Lse) -> torch.Tensor:
-    """exp(part - whole)."""
+    """Return exp(part - whole)."""
     return _share(_under(part, whole.shift), whole.rest)[..., 0]
 
 
@@ -168,7 +180,10 @@ def tile_backward(
     backend: str | None,
     strict: bool,
 ) -> list[torch.Tensor | None]:
-    """The tile's share of the gradients of the differentiable arguments. ``out``, ``lse`` and ``grads`` are the whole row's."""
+    """Return the tile's share of the gradients of the differentiable arguments.
+
+    ``out``, ``lse`` and ``grads`` belong to the full row.
+    """
     given = a[: len(wanted)]
     wanted = [want and t is not None for t, want in zip(given, wanted)]
     if attention_op.select(a, backend, strict).name not in BY_LSE:
@@ -181,7 +196,7 @@ def tile_backward(
             saved = torch.where(rows, saved, -math.inf)
         results = attention_op.backward(*of_rows, *problem, out, saved.contiguous(), wanted, backend, strict)
         for place, (r, t, want) in enumerate(zip(results, given, wanted)):
-            if want:  # only of a mask with a shift in it is the gradient larger than the argument
+            if want:  # only a shifted mask has a gradient larger than the argument
                 assert r is not None and t is not None
                 r, before = r.sum_to_size(t.shape), total[place]
                 total[place] = r if before is None else before + r
@@ -200,7 +215,9 @@ def _of_the_tile_alone(
     backend: str | None,
     strict: bool,
 ) -> tuple[Grads, torch.Tensor, Lse]:
-    """What a backend is given that differentiates the tile's own softmax: with the tile's share w = exp(lse_tile - lse) of the row,
+    """Return the inputs of a backward that differentiates the tile's softmax.
+
+    With the tile's share w = exp(lse_tile - lse) of the row,
 
     d_out_tile = w d_out,    d_lse_tile = w (d_out · (out_tile - out) + d_lse)
     """

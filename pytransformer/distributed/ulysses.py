@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses attention: the sequence is split over ranks everywhere but in attention, where heads are.
+"""Ulysses attention: the sequence is split over ranks, except in attention, which splits heads.
 
-An all-to-all gives each rank all rows of Hq / n heads, attention runs on them as in one process, another all-to-all gives each rank
-its rows of all heads back. Fewer bytes than a ring where n is large, but n must divide the heads, and each rank holds whole rows of a
-mask. See docs/scaling.md.
+An all-to-all gives each rank all rows of Hq / n heads, attention runs as in one process, and
+another all-to-all returns each rank's rows of all heads. It sends fewer bytes than a ring if n is
+large, but n must divide the heads, and each rank holds full rows of a mask. See docs/distributed.md.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
@@ -66,21 +66,22 @@ def ulysses_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`pytransformer.attention` of a sequence that is split over the ranks of ``group``, each rank computing some heads of all of it.
+    """Return :func:`pytransformer.attention` of a split sequence; each rank computes some heads.
 
-    The dropout mask is that of one process. Every rank must call, and call backward.
+    The dropout mask equals one process's. Every rank must call forward and backward.
 
     Args:
         query: (B, Hq, Lq / n, D), this rank's rows; n must divide Hq.
-        key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), likewise; n must divide Hkv or Hkv divide n.
+        key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), this rank's rows; n must divide Hkv
+            or Hkv divide n.
         group, layout, sum_gradients, return_lse: as in :func:`ring_attention`.
-        options: as there. A ``dropout_seed`` of None is drawn by the first rank.
+        options: as in :func:`ring_attention`. If ``dropout_seed`` is None, the first rank draws it.
 
     Returns:
         (B, Hq, Lq / n, Dv) in query's dtype and memory order; with return_lse a pair.
 
     Raises:
-        TypeError, ValueError: as ring_attention, and where the heads do not split.
+        TypeError, ValueError: as in ring_attention, and if the heads do not split.
     """
     named = dict(query=query, key=key, value=value, layout=layout, sum_gradients=sum_gradients)
     rank, ranks = check_call(OP, group, {**named, **options})
@@ -115,7 +116,7 @@ def _check_split(query: torch.Tensor, key: torch.Tensor, ranks: int, layout: str
 
 @dataclasses.dataclass(frozen=True)
 class _Swap:
-    """Between this rank's rows of all heads and all rows of this rank's heads."""
+    """The exchange between this rank's rows of all heads and all rows of this rank's heads."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -129,12 +130,12 @@ class _Swap:
         return swapped
 
     def to_rows(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """In the memory order of ``like``."""
+        """Return this rank's rows, in the memory order of ``like``."""
         swapped: torch.Tensor = _ToRows.apply(x, self, like)
         return swapped
 
     def option(self, name: str, t: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-        """A keyword as attention on this rank's heads takes it."""
+        """Return an attention option for this rank's heads."""
         if name in ("query_segments", "key_segments") and t is not None:
             of = query if name[0] == "q" else key
             return self._rows(integers(name, t, (of.shape[0], of.shape[2]), query), 1)
@@ -152,7 +153,7 @@ class _Swap:
         return t
 
     def _dense(self, name: str, t: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a mask for all heads, as all rows for its heads."""
+        """Return all rows of a mask for this rank's heads, from this rank's rows for all heads."""
         x = dense_term(name, t, (*query.shape[:3], key.shape[2] * self.ranks), query)
         assert x is not None
         if x.shape[2] == 1 and query.shape[2] == 1 and self.ranks > 1:
@@ -167,13 +168,13 @@ class _Swap:
         return gather_sequence(t, group=self.group, dim=dim, layout=self.layout)
 
     def _own_heads(self, t: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of what every rank has whole."""
+        """Return this rank's heads of a replicated tensor."""
         self._check_heads(t.shape[dim], t.shape)
         return _alike(t, self).narrow(dim, self.head_range.start, len(self.head_range))
 
     @property
     def head_range(self) -> range:
-        """Those that this rank computes."""
+        """Return the heads that this rank computes."""
         size = self.heads // self.ranks
         return range(self.rank * size, (self.rank + 1) * size)
 
@@ -183,7 +184,7 @@ class _Swap:
 
 
 def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """(n, …): part r goes to rank r, and part r of the result came from it."""
+    """Exchange (n, …): part r goes to rank r, and part r of the result comes from rank r."""
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
@@ -224,7 +225,7 @@ class _ToRows(torch.autograd.Function):
 
 
 def _alike(t: torch.Tensor, swap: _Swap) -> torch.Tensor:
-    """What every rank has the same: its gradient is the sum of the ranks' shares."""
+    """Return a replicated tensor whose gradient is summed over the ranks."""
     same: torch.Tensor = _Alike.apply(t, swap) if swap.sum_gradients else t
     return same
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pt.explain(model, inputs)``: which backend computes what in each layer, why not a faster one, and what runs past us."""
+"""``pt.explain(model, inputs)``: backends by layer with reasons, and bypassed modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ..ops._core.registry import Op, observing
 
 @dataclass(frozen=True)
 class Call:
-    """One op that ran inside a module: ``reasons`` has each backend that would have been preferred, and why it was not."""
+    """One op that ran inside a module.
+
+    ``reasons`` has each preferred backend that was not used, and why.
+    """
 
     module: str
     op: str
@@ -27,7 +30,10 @@ class Call:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What :func:`explain_model` saw. ``bypassed`` has (module, class, what to do) of modules that run code of their own."""
+    """The result of :func:`explain_model`.
+
+    ``bypassed`` has (module, class, advice) of modules that do not use our ops.
+    """
 
     calls: list[Call] = field(default_factory=list)
     bypassed: list[tuple[str, str, str]] = field(default_factory=list)
@@ -53,11 +59,12 @@ def _groups(calls: list[Call]) -> dict[Any, list[Call]]:
 
 
 def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExplanation:
-    """Run the model once, without gradients, and tell which of our ops ran where.
+    """Run the model once, without gradients, and report the ops and backends of each module.
 
     Args:
-        model: any module, in the mode it is in.
-        *args, **kwargs: its inputs; one mapping alone is taken as keywords, one tuple alone as positions.
+        model: any module; its mode is unchanged.
+        *args, **kwargs: its inputs; a single mapping is keywords, a single tuple is positional
+            arguments.
 
     Returns:
         A :class:`ModelExplanation`; ``print`` shows it as a table.
@@ -104,7 +111,7 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
 
 
 def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call]) -> list[tuple[str, str, str]]:
-    """Modules that ran, look like something we compute, and called none of our ops, themselves or inside."""
+    """Return the modules that resemble ours and ran without calling our ops, even inside."""
     from .convert.rules import Converted, find_rule
 
     def inside(name: str, ops: str) -> bool:
@@ -135,7 +142,7 @@ def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call
 
 
 def _attention_advice(module: torch.nn.Module) -> str:
-    """Return the step that brings the attention of a bypassed module to our ops."""
+    """Return the step that moves the attention of a bypassed module to our ops."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name is not None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

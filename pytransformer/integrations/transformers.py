@@ -12,15 +12,17 @@ INSTALL = "run pip install transformers"
 
 
 def register(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` mean this package, in every model that uses transformers' attention interface.
+    """Register this package as ``attn_implementation=name`` in transformers' attention interface.
 
-    Registers both the attention and the mask that goes with it (:mod:`pytransformer.integrations.hugging_face`), and has models
-    that ask for ``name`` checked when they are built: one that computes attention in code of its own raises ValueError. Nothing
-    changes for other implementations. Idempotent; never done on import. A pickled model registers the
-    name where it is loaded, in a spawned process too. :func:`switch` changes a model that is already built.
+    It registers the attention and its mask function
+    (:mod:`pytransformer.integrations.hugging_face`). Models that request ``name`` are checked when
+    they are built; one that computes attention outside the interface raises ValueError. Other
+    implementations are unchanged. Idempotent; importing the package does not register it. A pickled
+    model registers the name on load, also in a spawned process. :func:`switch` changes a model that
+    is already built.
 
     Raises:
-        ImportError: transformers is not installed, or too old to have the interfaces.
+        ImportError: transformers is not installed, or too old for the interfaces.
     """
     try:
         import transformers
@@ -43,8 +45,10 @@ def register(name: str = NAME) -> None:
 
 
 def _rebuild(name: str, build: Any, arguments: tuple[Any, ...]) -> Any:
-    """Register the name where it is unknown, then build the config as its pickle describes. A config is
-    rebuilt by copy.deepcopy too, where the name may have a mask function of the user's."""
+    """Register the name if it is unknown, then build the config from its pickle.
+
+    copy.deepcopy rebuilds configs too, and then the name may have the user's mask function.
+    """
     from transformers import AttentionInterface
 
     if name not in AttentionInterface():
@@ -53,12 +57,13 @@ def _rebuild(name: str, build: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def switch(model: Any, name: str = NAME) -> None:
-    """``model.set_attn_implementation(name)``, for the models inside it too.
+    """Call ``model.set_attn_implementation(name)`` for the model and the models inside it.
 
-    transformers 5.17 leaves a T5's encoder and decoder as they were: theirs is a copy of the model's config.
+    transformers 5.17 does not switch T5's encoder and decoder, which have copies of the config.
 
     Raises:
-        ValueError: ``name`` is ours, and the model or one inside computes attention in code of its own; nothing has changed then.
+        ValueError: ``name`` is ours, and the model or an inner one computes attention outside the
+            interface; no model has changed.
     """
     from transformers import PreTrainedModel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -77,9 +82,10 @@ def switch(model: Any, name: str = NAME) -> None:
 def growing_cache(model: Any) -> Any:
     """Return an empty cache for ``model.generate(..., past_key_values=growing_cache(model))``.
 
-    A ``DynamicCache`` copies all keys and values for each token. This cache allocates a quarter more
-    memory and writes the token in place. For an encoder-decoder it is an ``EncoderDecoderCache``. It
-    works with any ``attn_implementation``. transformers 5.24 names the keyword ``cache``.
+    A ``DynamicCache`` copies all keys and values for each token. This cache allocates a quarter
+    more memory and writes the token in place. For an encoder-decoder it is an
+    ``EncoderDecoderCache``. It works with any ``attn_implementation``. transformers 5.24 names the
+    keyword ``cache``.
     """
     from .hugging_face.growing import growing_cache
 
@@ -88,17 +94,18 @@ def growing_cache(model: Any) -> Any:
 
 @contextlib.contextmanager
 def continuous_batching(model: Any) -> Iterator[Any]:
-    """Within it, transformers' ``model.generate_batch(prompts)`` runs on our kernels, without a mask.
+    """Run transformers' ``model.generate_batch(prompts)`` on our kernels inside the block.
 
-    The model's attention has another name meanwhile, under which it does nothing but that; see :mod:`.hugging_face.paged`.
+    The model's attention has another name meanwhile, which supports nothing else; see
+    :mod:`.hugging_face.paged`.
 
     Raises:
-        ImportError: transformers has another kind of continuous batching, or none; 5.23 has this one.
-        ValueError: the model computes attention in code of its own.
+        ImportError: transformers lacks this form of continuous batching, which 5.23 has.
+        ValueError: the model computes attention outside the interface.
     """
     try:
         from transformers import AttentionInterface, PreTrainedModel
-        from transformers.generation.continuous_batching import cache_allocators  # noqa: F401  what 5.23 has
+        from transformers.generation.continuous_batching import cache_allocators  # noqa: F401  # requires 5.23
 
         from .hugging_face import models, paged
     except ImportError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder and decoder models on the fused ops: frozen configs, presets, weights from Hugging Face, safetensors."""
+"""Encoder and decoder models on the fused ops: presets, Hugging Face weights, safetensors."""
 
 from ._base import Model
 from ._output import Output

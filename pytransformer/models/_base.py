@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all models share: presets, saving and loading, weights from Hugging Face."""
+"""Base of all models: presets, saving, loading and weights from Hugging Face."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model is made from: sizes and choices, the fields of each model's own config."""
+    """Sizes and options of a model, the fields of each model's config."""
 
 
 class Model(nn.Module):
-    """A module made from a frozen config.
+    """A module built from a frozen config.
 
-    Class attributes: ``Config``, the dataclass; ``PRESETS``, name to config; ``CONVERSIONS``, how Hugging Face's configs and
-    weights of each ``model_type`` become ours.
+    Class attributes: ``Config``, the dataclass; ``PRESETS``, name to config; ``CONVERSIONS``, the
+    conversion of Hugging Face configs and weights per ``model_type``.
     """
 
     Config: ClassVar[type[Any]]
     PRESETS: ClassVar[dict[str, Any]]
     CONVERSIONS: ClassVar[dict[str, _convert.Conversion]] = {}
-    config: ModelConfig  # each model says which
-    takes_context: ClassVar[bool] = False  # whether its calls may be of sequences that several ranks share
+    config: ModelConfig  # narrowed by each model
+    takes_context: ClassVar[bool] = False  # whether several ranks may share a sequence
     context: Context | None = None  # set by nn.context_parallel: those ranks
     __call__: Callable[..., Output]
 
@@ -56,10 +56,14 @@ class Model(nn.Module):
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
-        """A model of a known size, untrained. ``changes`` replace fields of its config.
+        """Return an untrained model of a preset size.
+
+        Args:
+            changes: values that replace fields of its config.
 
         Raises:
-            ValueError: there is no such preset. TypeError: no such field.
+            ValueError: unknown preset.
+            TypeError: unknown field.
         """
         if name not in cls.PRESETS:
             raise ValueError(f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.PRESETS))}")
@@ -71,7 +75,7 @@ class Model(nn.Module):
         return cls(dataclasses.replace(cls.PRESETS[name], **changes))
 
     def _with_balance(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """The loss, in training with the weighted balance of the experts, if there are any."""
+        """Return the loss, plus the weighted balance loss of experts in training."""
         experts: dict[str, Any] | None = getattr(self.config, "experts", None)
         if loss is None or experts is None or not self.training:
             return loss
@@ -79,18 +83,18 @@ class Model(nn.Module):
         return loss if balance is None else loss + MixtureOptions(**experts).balance_weight * balance
 
     def _keys(self, attention_mask: torch.Tensor | None, batch: int, length: int) -> tuple[torch.Tensor | None, int, int]:
-        """(mask, sequences, keys) of the whole sequence, as :func:`pytransformer.nn.masks.padding` takes them."""
+        """Return (mask, sequences, keys) of the full sequence, arguments of ``padding``."""
         if self.context is None:
             return attention_mask, batch, length
         device = next(self.parameters()).device
         return self.context.mask(attention_mask, batch, length, device), batch, self.context.length(length)
 
     def _rows(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Of (B, L) what this process computes: all, but for a context its rows."""
+        """Return this process's part of (B, L): all, or its rows under a context."""
         return x if self.context is None else self.context.rows(x, fill)
 
     def _step(self, cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
-        """Where the tokens of a call stand and what they see: for a context those of the whole sequence."""
+        """Return the call's positions and masks, of the full sequence under a context."""
         if is_tree(attention_mask) and (reason := self._why_no_tree()) is not None:
             raise ValueError(
                 f"{type(self).__name__}: a tree of drafts, attention_mask {tuple(attention_mask.shape)}, is not read: {reason}"
@@ -103,55 +107,58 @@ class Model(nn.Module):
         return Step(0, keys, causal(padding(mask, batch, keys), 0, keys))
 
     def _why_no_tree(self) -> str | None:
-        """Why the nodes of a tree, which do not stand where they lie in the cache, cannot be read, or None."""
+        """Return why a tree of drafts is unsupported, or None.
+
+        The position of a tree node differs from its index in the cache.
+        """
         return "its attention goes by the places of tokens in the cache"
 
     def _places(self, at: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
-        """The position ids of the rows that this process computes; None: all, counted from the step's start."""
+        """Return the position ids of this process's rows; None: consecutive from the start."""
         if self.context is None:
             return at
         return self._rows(torch.arange(length, device=device)[None] if at is None else at)
 
     def _mean_loss(self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Over all labels, those of other ranks' rows too."""
+        """Return the mean loss over all labels, including other ranks' rows."""
         return head.loss(hidden, labels) if self.context is None else self.context.mean_loss(head, hidden, labels)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
     def parameter_table(self) -> ParameterTable:
-        """The parameters by part (embeddings, encoder, decoder, output), and within a stack by kind of sub-layer; ``print`` it."""
+        """Return parameter counts by part and, within a stack, by sub-layer; ``print`` it.
+
+        Parts are embeddings, encoder, decoder and output.
+        """
         return parameter_table(self, self._parts())
 
     def _parts(self) -> dict[str, str]:
-        """To which part a module belongs, by its name."""
+        """Return the part of each module, by name."""
         return PARTS
 
-    # ---- several processes
-
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """How this model is split over the ranks of a device mesh: give it to ``torch.distributed.tensor.parallel.parallelize_module``.
+        """Return the plan for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-        Attention is split by heads, the feed-forward networks by their hidden layer, embeddings and the output layer by the vocabulary;
-        all else is whole on every rank. See docs/tensor-parallel.md.
+        Attention is split by heads, feed-forward networks by their hidden layer, and embeddings and
+        the output layer by vocabulary. All other parameters are replicated. See
+        docs/distributed.md.
 
         Raises:
-            ValueError: the model has mixtures of experts, which are split by experts.
+            ValueError: the model has mixtures of experts, which use expert parallelism.
         """
-        from ..nn.parallel import plan_of  # torch.distributed.tensor takes longer to import than all of this package
+        from ..nn.parallel import plan_of  # the import takes longer than this package
 
         return plan_of(self)
 
-    # ---- files
-
     def state(self) -> dict[str, torch.Tensor]:
-        """Parameters and saved buffers, each once: a tied weight under its first name."""
+        """Return parameters and saved buffers, each once; a tied weight has its first name."""
         names = dict(self.named_parameters()) | dict(self.named_buffers())
         full = self.state_dict()
         return {name: full[name] for name in names if name in full}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write weights and config to ``folder``; an interruption leaves what was there before."""
+        """Write weights and config to ``folder``; an interruption leaves the old files intact."""
         state = self.state()
         if is_sharded(list(state.values())):
             raise ValueError(
@@ -163,10 +170,14 @@ class Model(nn.Module):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], **changes: Any) -> Self:
-        """A model that :meth:`save` wrote. ``changes`` replace fields of its config (dropout, not sizes).
+        """Return a model that :meth:`save` wrote.
+
+        Args:
+            changes: values that replace fields of its config (dropout, not sizes).
 
         Raises:
-            ValueError: another class's file, a pickle, tensors that are missing, too many or of a wrong shape, by name.
+            ValueError: another class's file, a pickle, or missing, extra or misshapen tensors, by
+                name.
         """
         state, about = _files.read(folder)
         if about.get("model") != cls.__name__:
@@ -183,7 +194,7 @@ class Model(nn.Module):
 
     @classmethod
     def _without_memory(cls, config: Any, source: str) -> Self:
-        """A model on the meta device, to compare shapes before memory is spent on them."""
+        """Return a model on the meta device, to compare shapes before allocating memory."""
         try:
             with torch.device("meta"), Undrawn():
                 return cls(config)
@@ -192,7 +203,11 @@ class Model(nn.Module):
 
     @classmethod
     def _checked_config(cls, settings: dict[str, Any], state: dict[str, torch.Tensor], source: str) -> Any:
-        """The config of these settings. ValueError if one has a wrong type or does not fit the weights."""
+        """Return the config of these settings.
+
+        Raises:
+            ValueError: a setting has a wrong type or does not fit the weights.
+        """
         check_settings(cls.Config, settings, state, source)
         try:
             return cls.Config(**settings)
@@ -200,12 +215,16 @@ class Model(nn.Module):
             raise ValueError(f"{source}: {error}") from error
 
     def _in_dtype_of(self, state: dict[str, torch.Tensor]) -> Self:
-        """This model in the floating dtype of the tensors, if they have only one."""
+        """Return this model in the floating dtype of the tensors, if they share one."""
         dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
         return self.to(dtypes.pop()) if len(dtypes) == 1 else self
 
     def load_state(self, state: dict[str, torch.Tensor], source: str) -> None:
-        """Copy tensors in by name, all or none. ValueError lists each that is missing, unknown or of another shape."""
+        """Copy tensors in by name, all or none.
+
+        Raises:
+            ValueError: lists the missing, unknown and misshapen tensors.
+        """
         self._check_state(state, source)
         with torch.no_grad():
             for name, t in self.state().items():
@@ -224,20 +243,23 @@ class Model(nn.Module):
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise ValueError(f"{source} does not fit {type(self).__name__}: {'; '.join(sorted(wrong)[:8])}{more}")
 
-    # ---- Hugging Face
-
     @classmethod
     def from_hf(cls, model: Any) -> Self:
-        """The same model, on our modules, from a Hugging Face model in memory. Weights are copied; dropout is its config's.
+        """Return the model converted from a Hugging Face model in memory; weights are copied.
+
+        Dropout is the config's.
 
         Raises:
-            ValueError: a kind of model, or a setting, that has no counterpart here; the message names it.
+            ValueError: the model type or a setting is unsupported; the message names it.
         """
         return cls._converted(model.config.to_dict(), dict(model.state_dict()), type(model).__name__).train(model.training)
 
     @classmethod
     def load_hf(cls, folder: str | os.PathLike[str]) -> Self:
-        """As :meth:`from_hf`, in eval mode, from a local folder of ``config.json`` and safetensors. Needs no transformers."""
+        """Return a converted model in eval mode from a folder of ``config.json`` and safetensors.
+
+        It is :meth:`from_hf` for local files and does not need transformers.
+        """
         state, config = _files.read_hugging_face(folder)
         architectures = config.get("architectures")
         if architectures and not (isinstance(architectures, list) and isinstance(architectures[0], str)):

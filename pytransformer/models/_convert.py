@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's names and layouts of weights, as rules that say where each of our tensors comes from."""
+"""Rules that map Hugging Face's weight names and layouts to our tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ACTIVATIONS: dict[str, ActivationName] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Our tensor whose name matches ``ours`` is the concatenation of ``theirs``, templates with \\1 \\2.
+    """A rule: our tensor that matches ``ours`` is the concatenation of ``theirs``.
 
-    ``transposed``: each of theirs is (in, out), as in GPT-2. Shapes that differ only in grouping are reshaped.
+    ``theirs`` are templates with \\1 \\2. With ``transposed`` each source is (in, out), as in
+    GPT-2. Shapes that differ only in grouping are reshaped.
     """
 
     ours: str
@@ -30,7 +31,10 @@ class Rule:
 
 
 def rules(table: Sequence[tuple[Any, ...]]) -> tuple[Rule, ...]:
-    """Rules from rows ``(ours, theirs, ...)``; ``*`` in ours is one component of the name, \\1, \\2 ... in theirs."""
+    """Return rules from rows ``(ours, theirs, ...)``.
+
+    ``*`` in ours is one component of the name, \\1, \\2 ... in theirs.
+    """
     made = []
     for ours, *theirs in table:
         pattern = re.escape(ours).replace(r"\*", r"([^.]+)")
@@ -44,15 +48,17 @@ TRANSPOSED = object()
 
 @dataclass(frozen=True)
 class Conversion:
-    """One Hugging Face ``model_type``.
+    """The conversion of one Hugging Face ``model_type``.
 
     Attributes:
-        settings: (config, state, architecture) to the fields of our config; ValueError for what we do not have.
-        rules: of those that match a name the first whose sources are there counts.
-        prefix: of the trunk inside models with a head; left out of the rules' names.
-        ignored: a pattern of their tensors that carry nothing of their own (ties, tables, heads that the architecture adds).
-        renames: (pattern, replacement) from names of older files to those that the rules use.
-        shared: names that files leave out, and under which one the tensor is there instead.
+        settings: maps (config, state, architecture) to the fields of our config; raises ValueError
+            for unsupported settings.
+        rules: the first rule that matches a name and whose sources exist applies.
+        prefix: of the trunk inside models with a head; the rules' names omit it.
+        ignored: a pattern of redundant source tensors (ties, tables, heads that the architecture
+            adds).
+        renames: (pattern, replacement) from names of older files to those in the rules.
+        shared: names that files omit, and the name that holds the tensor.
     """
 
     settings: Callable[[dict[str, Any], dict[str, torch.Tensor], str], dict[str, Any]]
@@ -63,7 +69,11 @@ class Conversion:
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def translate(self, wanted: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Their tensors under our names. ValueError: some of ours have no source, or some of theirs no use."""
+        """Return the source tensors under our names.
+
+        Raises:
+            ValueError: one of our tensors has no source, or a source tensor is unused.
+        """
         theirs = {self.name(k): v for k, v in state.items()}
         theirs.update({k: theirs[other] for k, other in self.shared.items() if k not in theirs and other in theirs})
         used: set[str] = set()
@@ -79,7 +89,7 @@ class Conversion:
         return result
 
     def source(self, name: str, theirs: Mapping[str, torch.Tensor]) -> tuple[Rule, list[str]]:
-        """The rule for our tensor of this name, and the names of theirs."""
+        """Return the rule for our tensor of this name and the names of its sources."""
         missing: list[str] = []
         for rule in self.rules:
             if match := re.fullmatch(rule.ours, name):
@@ -98,14 +108,14 @@ class Conversion:
 
 
 def activation(name: str) -> ActivationName:
-    """Our name of a Hugging Face activation."""
+    """Return our name of a Hugging Face activation."""
     if name not in ACTIVATIONS:
         raise ValueError(f"the activation {name!r} has no fused feed-forward here; there are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def demand(config: dict[str, Any], **wanted: Any) -> None:
-    """ValueError unless these settings are absent or as wanted."""
+    """Raise ValueError unless these settings are absent or have these values."""
     for key, value in wanted.items():
         if config.get(key, value) != value:
             raise ValueError(f"the Hugging Face setting {key}={config[key]!r} has no counterpart here, only {value!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What encoder-decoders share: the calling convention, teacher forcing, the cache's bookkeeping and the loss."""
+"""Base of encoder-decoders: calling convention, teacher forcing, cache steps and the loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from ._output import Output, shifted_right
 
 
 class EncoderDecoderConfig(ModelConfig):
-    """A config that names the tokens for padding and the start. (No dataclass: each model's own says in which order its fields come.)"""
+    """A config with the padding and start tokens.
+
+    It is not a dataclass, so each model's config sets the order of its fields.
+    """
 
     pad_token_id: int
     start_token_id: int
 
 
 class EncoderDecoder(Decoder, Model, abc.ABC):
-    """A model with :meth:`encode`, :meth:`decode` and a head; its config names the tokens for padding and the start."""
+    """A model with :meth:`encode`, :meth:`decode` and a head.
+
+    Its config has the padding and start tokens.
+    """
 
     config: EncoderDecoderConfig
     head: Classifier
@@ -32,7 +38,7 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
 
     @abc.abstractmethod
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
+        """Return (B, L, d_model) from (B, L); attention_mask as in :meth:`forward`."""
 
     @abc.abstractmethod
     def decode(
@@ -44,14 +50,14 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
         at: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states (B, L, d_model) of the target.
+        """Return hidden states (B, L, d_model) of the target.
 
         Args:
-            ids: (B, L), after what the cache holds.
-            step: where they stand, and the masks of self-attention.
-            context: what :meth:`encode` returned, and the masks of cross-attention.
-            at: position ids; None: the step's.
-            wanted: where the result is read, see :meth:`pytransformer.nn.Stack.forward`.
+            ids: (B, L), after the cached tokens.
+            step: their positions, and the masks of self-attention.
+            context: the result of :meth:`encode`, and the masks of cross-attention.
+            at: position ids; None means the step's.
+            wanted: positions that are read; see :meth:`pytransformer.nn.Stack.forward`.
         """
 
     def forward(
@@ -67,17 +73,21 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
         decoder_position_ids: torch.Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Output:
-        """
+        """Return the decoder's output for a source and a target.
+
         Args:
             input_ids: (B, Ls) int64, the source; not needed with encoder_outputs.
             attention_mask: (B, Ls), 0 = padding on any side; or lengths (B,).
             decoder_input_ids: (B, L); None: labels shifted right. With a cache only the new tokens.
             decoder_attention_mask: (B, cached + L) or lengths (B,), cached tokens included.
             labels: (B, L), -100 is ignored.
-            encoder_outputs: what :meth:`encode` returned, or an output with ``last_hidden_state``.
-            past_key_values: from :meth:`make_cache`; gets the new tokens and, in its first call, the source's keys.
-            decoder_position_ids: (B, L), of a model with positions; None: counted from 0, or from each sequence's cached length.
-            logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
+            encoder_outputs: the result of :meth:`encode`, or an output with ``last_hidden_state``.
+            past_key_values: a cache from :meth:`make_cache`, to which the call appends the new
+                tokens and, in its first call, the source's keys.
+            decoder_position_ids: (B, L), for a model with positions; None: counted from 0, or from
+                each sequence's cached length.
+            logits_to_keep: number of last positions with logits, counted from each sequence's end;
+                0: all.
         """
         if encoder_outputs is None:
             if input_ids is None:

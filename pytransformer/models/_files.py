@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on disk: one safetensors file that also holds the config. No pickle is ever read."""
+"""Weights on disk: one safetensors file that also contains the config. It never reads pickles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-DIGEST = "sha256"  # the name of the header's entry, and of the digest
-MAX_HEADER = 32 << 20  # bytes; the largest models' headers take about one megabyte
+DIGEST = "sha256"  # the header's key, and the hash's name
+MAX_HEADER = 32 << 20  # bytes; the largest models' headers are about one megabyte
 MAX_JSON = 32 << 20
 
 
@@ -35,9 +35,9 @@ def _safetensors() -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that takes the place of ``path`` once it is written and synced.
+    """Yield a temporary file that replaces ``path`` once it is written and synced.
 
-    A reader sees the old file or the new one, also after a power failure. The file gets the
+    A reader sees the old file or the new one, even after a power failure. The file gets the
     permissions of any new file, whatever its writer sets.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -70,10 +70,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Replace a safetensors file. Its header holds ``metadata`` and a digest of everything.
+    """Replace a safetensors file; its header has ``metadata`` and a digest of tensors and metadata.
 
     Raises:
-        OSError: the file system refused, as when the disk is full.
+        OSError: the file system refused, for example because the disk is full.
     """
     safetensors = _safetensors()
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
@@ -86,7 +86,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the digest of the tensors, with their names, dtypes and shapes, and of the metadata."""
+    """Return the digest of the tensors (names, dtypes, shapes, data) and of the metadata."""
     state = hashlib.new(DIGEST)
     for key, value in sorted(metadata.items()):
         state.update(json.dumps([key, value]).encode() if key != DIGEST else b"")
@@ -99,8 +99,11 @@ def digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 
 
 def write(folder: str | os.PathLike[str], state: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
-    """Write ``folder/model.safetensors`` with ``about`` in its header, so that weights and config
-    cannot part, and a readable ``config.json``. Each file is replaced as a whole."""
+    """Write ``folder/model.safetensors`` with ``about`` in its header, and ``config.json``.
+
+    The header binds the config to the weights; ``config.json`` is for readers. Each file is
+    replaced atomically.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(about, indent=2, sort_keys=True)
@@ -109,7 +112,7 @@ def write(folder: str | os.PathLike[str], state: dict[str, torch.Tensor], about:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the ``about`` that :func:`write` wrote; ``path`` is its folder or file."""
+    """Return the tensors and ``about`` of :func:`write`; ``path`` is its folder or file."""
     path = weights_file(Path(path))
     state, metadata = tensors(path)
     if "pytransformer" not in metadata:
@@ -123,10 +126,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def parse(text: str, source: str) -> dict[str, Any]:
-    """Return the JSON object of a text from outside.
+    """Return the JSON object of an untrusted text.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the text is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -138,10 +141,10 @@ def parse(text: str, source: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file from outside.
+    """Return the JSON object of an untrusted file.
 
     Raises:
-        ValueError: it is no JSON object, no UTF-8, or too large.
+        ValueError: the file is not a JSON object, not UTF-8, or too large.
     """
     if path.stat().st_size > MAX_JSON:
         raise ValueError(f"{path} must be at most {MAX_JSON} bytes, got {path.stat().st_size}")
@@ -153,11 +156,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weights_file(path: Path) -> Path:
-    """The one safetensors file that ``path`` is or holds.
+    """Return the safetensors file at ``path`` or in the folder ``path``.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: only a pickle is there; the message says how to convert it.
+        ValueError: there is only a pickle; the message has the command to convert it.
     """
     refuse_pickle(path)
     if path.is_file():
@@ -173,12 +176,12 @@ def weights_file(path: Path) -> Path:
 
 
 def refuse_pickle(path: Path) -> None:
-    """ValueError if ``path`` is named or begins like a pickle, which could run any code when read."""
+    """Raise ValueError for a pickle, by name or magic bytes; reading it can run any code."""
     start = b""
     if path.is_file():
         with open(path, "rb") as file:
             start = file.read(9)
-    # A safetensors file begins with its header's length in 8 bytes, whose first may be that of a pickle.
+    # A safetensors file starts with its header's length in 8 bytes; the first may equal a pickle's.
     pickled = start.startswith(b"PK\x03\x04") or (start.startswith(b"\x80") and start[8:] != b"{")
     if path.suffix not in PICKLES and not pickled:
         return
@@ -197,7 +200,7 @@ def tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return all tensors of a safetensors file and the metadata of its header.
 
     Raises:
-        ValueError: the file is damaged: its header, its size, or the digest if it has one.
+        ValueError: the file is damaged, by its header, its size or its digest (if any).
     """
     safetensors = _safetensors()
     with open(path, "rb") as binary:
@@ -216,7 +219,10 @@ def tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def read_hugging_face(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors, of one file or many, and the config of a folder written by Hugging Face's ``save_pretrained``."""
+    """Return the tensors and config of a folder written by Hugging Face's ``save_pretrained``.
+
+    The tensors are in one file or in shards.
+    """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         refuse_pickle(folder)
@@ -234,7 +240,7 @@ def read_hugging_face(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Ten
 
 
 def _is_file_name(name: str) -> bool:
-    """Return whether the name stays in its folder. A link there may point elsewhere: caches use them."""
+    """Return whether the name stays in its folder; links may point outside (caches)."""
     return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
 
 

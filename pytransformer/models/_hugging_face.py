@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights and settings of Hugging Face's models go: tables for :mod:`._convert`. Nothing of theirs is imported."""
+"""Conversion tables of Hugging Face weights and settings for :mod:`._convert`, without imports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from ._convert import TRANSPOSED, Conversion, activation, demand, rules
 
 State = dict[str, torch.Tensor]
-
-# ---- GPT-2
 
 
 def _gpt2(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
@@ -43,8 +41,6 @@ GPT2 = Conversion(
     prefix="transformer.",
     ignored=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias",
 )  # fmt: skip
-
-# ---- Marian
 
 
 def _marian(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
@@ -98,8 +94,6 @@ MARIAN = Conversion(
     shared={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
 )  # fmt: skip
 
-# ---- T5
-
 
 def _t5(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
     kind = config.get("feed_forward_proj", "relu")
@@ -124,7 +118,8 @@ def _t5_rules(side: str) -> list[tuple[str, ...]]:
         (f"{side}.blocks.*.mixing.out.weight", f"{layer}.0.SelfAttention.o.weight"),
         (f"{side}.blocks.*.mixing_residual.norm.weight", f"{layer}.0.layer_norm.weight"),
         (f"{side}.blocks.*.feed_forward.gate.weight", f"{layer}.{last}.DenseReluDense.wi_0.weight"),
-        (f"{side}.blocks.*.feed_forward.w1.weight", f"{layer}.{last}.DenseReluDense.wi_1.weight"),  # gated
+        # Gated.
+        (f"{side}.blocks.*.feed_forward.w1.weight", f"{layer}.{last}.DenseReluDense.wi_1.weight"),
         (f"{side}.blocks.*.feed_forward.w1.weight", f"{layer}.{last}.DenseReluDense.wi.weight"),
         (f"{side}.blocks.*.feed_forward.w2.weight", f"{layer}.{last}.DenseReluDense.wo.weight"),
         (f"{side}.blocks.*.feed_forward_residual.norm.weight", f"{layer}.{last}.layer_norm.weight"),
@@ -152,7 +147,6 @@ T5 = Conversion(
     ignored=r"lm_head\.weight|(en|de)coder\.embed_tokens\.weight|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_.*",
 )  # fmt: skip
 
-# ---- BERT and FNet
 
 _BERT_HEADS = {
     "ForPreTraining": ("mlm", "nsp"),
@@ -221,8 +215,6 @@ FNET = Conversion(
     rules([*_EMBEDDING_RULES, ("encoder.blocks.*.mixing_residual.norm.*", rf"{_LAYER}.fourier.output.LayerNorm.\2")]),
     prefix="fnet.", ignored=_IGNORED, renames=_RENAMES,
 )  # fmt: skip
-
-# ---- ViT
 
 
 def _vit(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:

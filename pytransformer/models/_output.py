@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every model returns."""
+"""The output of every model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..nn.heads import IGNORE
 
 @dataclass
 class Output:
-    """The fields that a Hugging Face user expects.
+    """Model output with Hugging Face's field names.
 
-    ``logits`` are computed when they are first asked for, from the head's weights at that time: training reads ``loss``, which
-    comes from the fused linear cross entropy and never makes them.
+    The first access to ``logits`` computes them from the head's current weights. Training reads
+    ``loss``, which the fused linear cross entropy computes without logits.
 
     Attributes:
         last_hidden_state: (B, L, d).
-        loss: float32 number, if labels were given.
+        loss: float32 scalar, if labels were given.
         pooler_output: (B, d), of models with a pooled first token.
         next_sentence_logits: (B, 2), of BERT's head ``"nsp"``.
         encoder_last_hidden_state: (B, Ls, d), of encoder-decoders.
-        past_key_values: the cache that was given, grown by this call.
+        past_key_values: the given cache, extended by this call.
     """
 
     last_hidden_state: torch.Tensor
@@ -40,7 +40,7 @@ class Output:
 
     @property
     def logits(self) -> torch.Tensor:
-        """(B, L, vocabulary), or (B, labels) of a classifier."""
+        """Return (B, L, vocabulary), or (B, labels) of a classifier."""
         if self._logits is None:
             if self.compute_logits is None:
                 raise AttributeError("this model has no head that gives logits; see its config")
@@ -49,7 +49,10 @@ class Output:
 
 
 def shifted_right(labels: torch.Tensor | None, start: int, pad: int) -> torch.Tensor:
-    """Decoder inputs for teacher forcing: ``start``, then all labels but the last; -100 becomes ``pad``."""
+    """Return decoder inputs for teacher forcing: ``start``, then all labels but the last.
+
+    -100 becomes ``pad``.
+    """
     if labels is None:
         raise ValueError("give decoder_input_ids, or labels to make them from")
     if labels.dim() != 2:

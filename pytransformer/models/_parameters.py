@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parameters of a model are: counted by part, and within a stack of blocks by kind of sub-layer."""
+"""Parameter counts of a model by part and, within a stack of blocks, by kind of sub-layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.experts import MixtureOfExperts
 from ..nn.feed_forward import FeedForward
 
-# A model's own name of a module is its part, but for these.
+# Parts by module name; other modules are their own part.
 PARTS = {
     name: part
     for part, names in {
@@ -36,7 +36,7 @@ PARTS = {
 
 
 class Count(NamedTuple):
-    """So many parameters of one kind in one part, in `times` modules of that kind together."""
+    """The parameters of one kind in one part, summed over `times` modules of that kind."""
 
     part: str
     kind: str
@@ -54,7 +54,10 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """What :meth:`Model.parameter_table` counts; a tied weight is counted once, where it stands first. Printing it makes the table."""
+    """The counts of :meth:`Model.parameter_table`; printing formats the table.
+
+    A tied weight is counted once, at its first module.
+    """
 
     rows: tuple[Count, ...]
 
@@ -67,7 +70,7 @@ class ParameterTable:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Part to parameters, in the order of the model."""
+        """Return part to parameters, in the order of the model."""
         return {
             part: sum(r.parameters for r in self.rows if r.part == part) for part in dict.fromkeys(r.part for r in self.rows)
         }
@@ -81,7 +84,11 @@ class ParameterTable:
 
 
 def parameter_table(model: nn.Module, parts: dict[str, str]) -> ParameterTable:
-    """The parameters of a model. parts: names of its modules (or parameters) to the part that they belong to."""
+    """Return the parameter counts of a model.
+
+    Args:
+        parts: part of each module or parameter, by name.
+    """
     counts: dict[tuple[str, str], int] = {}
     owners: dict[tuple[str, str], set[str]] = {}
     for name, parameter in model.named_parameters():
@@ -91,15 +98,16 @@ def parameter_table(model: nn.Module, parts: dict[str, str]) -> ParameterTable:
         counts[key] = counts.get(key, 0) + parameter.numel()
         owners.setdefault(key, set()).add(".".join(path[:depth]))
     found = [Count(*key, count, len(owners[key])) for key, count in counts.items()]
-    order = list(dict.fromkeys(row.part for row in found))  # parts stay together, in the order in which they begin
+    # Group by part, in order of first occurrence.
+    order = list(dict.fromkeys(row.part for row in found))
     return ParameterTable(tuple(sorted(found, key=lambda row: order.index(row.part))))
 
 
 def _kind(model: nn.Module, path: list[str]) -> tuple[int, str]:
-    """(how many names of the path say which module of its kind it is, the kind)."""
+    """Return the length of the name prefix that identifies the module, and its kind."""
     if "blocks" not in path:
         return 1, path[0].replace("_", " ") if path[0] not in ("encoder", "decoder") else "last norm"
-    depth = path.index("blocks") + 2  # up to the block's number
+    depth = path.index("blocks") + 2  # includes the block's number
     name = path[depth]
     module = getattr(model.get_submodule(".".join(path[:depth])), name)
     if isinstance(module, MultiHeadAttention):

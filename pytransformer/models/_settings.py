@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that come from a file: typed and bounded before a model is built from them."""
+"""Type and range checks of settings from a file, before a model is built from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-MAX_SIZE = 1 << 20  # of a setting that no tensor of the file bounds, as the length of a position table
+# Limit of a setting that no tensor of the file bounds, such as a position table's length.
+MAX_SIZE = 1 << 20
 
 
 def check_settings(config: type[Any], settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: str) -> None:
     """Check the fields of a config against their annotations and against the size of the file.
 
-    A model has a tensor for each layer, and no dimension is larger than the file. What passes costs
-    no more to build than its weights do to read.
+    A model has a tensor for each layer, and no dimension is larger than the file. Building a model
+    from accepted settings costs no more than reading its weights.
 
     Raises:
         ValueError: the message names the field.
@@ -57,7 +58,7 @@ def _words(hint: Any) -> str:
 
 
 class Undrawn(TorchFunctionMode):
-    """Skip random initial values: on the meta device the first one imports for two seconds."""
+    """Skip random initialization; on the meta device the first call imports for two seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "trunc_normal_"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT: an encoder, and the heads that it is trained and used with."""
+"""BERT, an encoder with pretraining and fine-tuning heads."""
 
 from __future__ import annotations
 
@@ -31,17 +31,25 @@ FINE_TUNED = (
     "classification",
     "tagging",
     "answer",
-)  # a model has one of them at most, and then its labels and logits are of that
-MAX_SPAN = 10  # tokens of a masked span, as SpanBERT draws them
+)  # at most one per model; it defines labels and logits
+MAX_SPAN = 10  # tokens of a masked span, as in SpanBERT
 
 
 @dataclass(frozen=True)
 class BERTConfig(ModelConfig):
-    """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT), and one of ``"classification"`` (of [CLS]), ``"tagging"``
-    (of each token) and ``"answer"`` (the first and last token of an answer in the text). pooler: the tanh layer on the first token,
-    which nsp and classification need. num_labels: of the classification or tagging. pattern: of attention, as
-    ``{"make": "longformer", "window": 512, "global_tokens": 1}``: the arguments of :class:`pytransformer.nn.Pattern`.
-    experts: mixtures in place of feed-forward networks, those of :class:`pytransformer.nn.MixtureOptions`."""
+    """Configuration of :class:`BERT`.
+
+    Attributes:
+        heads: any of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT), and one of
+            ``"classification"`` (of [CLS]), ``"tagging"`` (per token) and ``"answer"`` (first and
+            last token of an answer in the text).
+        pooler: the tanh layer on the first token, which nsp and classification require.
+        num_labels: classes of classification or tagging.
+        pattern: attention pattern, the arguments of :class:`pytransformer.nn.Pattern`, for example
+            ``{"make": "longformer", "window": 512, "global_tokens": 1}``.
+        experts: mixtures in place of feed-forward networks, the arguments of
+            :class:`pytransformer.nn.MixtureOptions`.
+    """
 
     vocab_size: int = 30522
     d_model: int = 768
@@ -64,7 +72,8 @@ class BERTConfig(ModelConfig):
 class BERT(Model):
     """Post-norm encoder with learned positions and segments.
 
-    Source: Devlin et al., "BERT" (2019); the boundary head: Joshi et al., "SpanBERT" (2020), section 3.2.
+    Source: Devlin et al., "BERT" (2019); the boundary head: Joshi et al., "SpanBERT" (2020),
+    section 3.2.
     """
 
     config: BERTConfig
@@ -88,7 +97,8 @@ class BERT(Model):
         self.positions = LearnedPositions(c.max_length, c.d_model)
         self.segments = nn.Embedding(c.num_segments, c.d_model)
         self.embedding_norm = LayerNorm(c.d_model, c.eps)
-        self._pattern = None if c.pattern is None else Pattern(**c.pattern)  # one for all layers: each mask is made once
+        # Shared by all layers, so each mask is built once.
+        self._pattern = None if c.pattern is None else Pattern(**c.pattern)
         self.encoder = Stack([self._block(i) for i in range(c.num_layers)], None, dropout=c.dropout)
         self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler else None
         self.mlm = VocabularyHead(c, self.embedding) if "mlm" in c.heads else None
@@ -116,7 +126,10 @@ class BERT(Model):
             module.initialise(lambda matrix: nn.init.normal_(matrix, std=0.02))
 
     def with_heads(self, *heads: str, num_labels: int | None = None) -> Self:
-        """A model with this one's trunk (copied) and the heads named, those that are new untrained: for fine-tuning."""
+        """Return a model with a copy of this trunk and the named heads, for fine-tuning.
+
+        Heads that this model lacks are untrained.
+        """
         c = self.config
         pooler = c.pooler or heads != ("mlm",)
         config = dataclasses.replace(c, heads=heads, num_labels=num_labels or c.num_labels, pooler=pooler)
@@ -144,20 +157,22 @@ class BERT(Model):
         next_sentence_label: torch.Tensor | None = None,
         span_bounds: torch.Tensor | None = None,
     ) -> Output:
-        """
+        """Return the output for tokens, with ``loss`` summed over the given labels.
+
         Args:
             input_ids: (B, L) int64.
             attention_mask: (B, L), 0 = padding on any side; or lengths (B,).
             token_type_ids: (B, L) segments; None: all 0.
-            labels: (B, L) original tokens where masked and -100 elsewhere; (B,) classes for a model with ``"classification"``; (B, L)
-                classes with ``"tagging"``; (B, 2) positions of an answer's first and last token with ``"answer"``. -100 is ignored.
-            next_sentence_label: (B,), 0 where the second sentence follows the first.
-            span_bounds: (B, L, 2), for the boundary loss: positions of the tokens before and after the span that a masked token is
-                in; anything where labels are -100.
+            labels: (B, L) original tokens at masked positions and -100 elsewhere; (B,) classes for
+                ``"classification"``; (B, L) classes for ``"tagging"``; (B, 2) positions of an
+                answer's first and last token for ``"answer"``. -100 is ignored.
+            next_sentence_label: (B,), 0 if the second sentence follows the first.
+            span_bounds: (B, L, 2), for the boundary loss: positions of the tokens before and after
+                the span of each masked token; unused if labels are -100.
 
         Returns:
-            ``logits`` of the vocabulary, or of the classes if there is that head, or (B, L, 2) of the answer's ends, least where there
-            is padding; ``loss``, the sum over the labels given.
+            ``logits`` of the vocabulary, or of the classes, or (B, L, 2) of the answer's ends, with
+                the dtype's minimum at padding.
         """
         visible = padding(attention_mask, *input_ids.shape, queries=True)
         tuned = self.classifier is not None or self.answer is not None
@@ -175,7 +190,7 @@ class BERT(Model):
         elif mlm is not None:
             logits = lambda: mlm(hidden)
         if labels is not None and not tuned:
-            masked = labels != IGNORE  # the vocabulary is long and the masked tokens are few
+            masked = labels != IGNORE  # the vocabulary is large and masked tokens are few
             losses += [] if mlm is None else [mlm.loss(hidden[masked], labels[masked])]
             if self.boundary is not None and span_bounds is not None:
                 losses.append(self.boundary.loss(hidden, labels, span_bounds))
@@ -204,10 +219,10 @@ class BERT(Model):
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
     ) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
-        """(the logits, the loss) of the head that the model has of FINE_TUNED."""
+        """Return the logits and the loss of the model's head of FINE_TUNED."""
         if (answer := self.answer) is not None:
             logits = answer(hidden)
-            if attention_mask is not None:  # no answer begins or ends in padding
+            if attention_mask is not None:  # no answer starts or ends in padding
                 by_length = attention_mask.dim() == 1
                 place = torch.arange(hidden.shape[1], device=hidden.device)
                 real = place < attention_mask[:, None] if by_length else attention_mask.bool()
@@ -216,16 +231,17 @@ class BERT(Model):
         classifier = self.classifier
         assert classifier is not None
         x = hidden if "tagging" in self.config.heads else pooled
-        assert x is not None  # without a pooler there is no classification
+        assert x is not None  # classification requires the pooler
         x = nn.functional.dropout(x, self.config.dropout, self.training)
         return lambda: classifier(x), None if labels is None else classifier.loss(x, labels)
 
 
 def answer_loss(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The mean of the cross entropies of an answer's first and last token, each over the positions of the text.
+    """Return the mean cross entropy of an answer's first and last token over the text.
 
     Args:
-        logits: (B, L, 2). ends: (B, 2) int64; -100 or a position beyond the text (an answer that was cut off) is ignored.
+        logits: (B, L, 2).
+        ends: (B, 2) int64; -100 and positions beyond the text (a truncated answer) are ignored.
 
     Source: Devlin et al., "BERT" (2019), section 4.2.
     """
@@ -236,9 +252,10 @@ def answer_loss(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def best_answers(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest answer of each text: (B, 2) int64, the places i <= j of its first and last token with the largest start_i + end_j.
+    """Return the most likely answer of each text, (B, 2) int64.
 
-    Taken apart, the likeliest start and the likeliest end may be of two answers.
+    It is the first and last token i <= j that maximize start_i + end_j. Independent maxima could
+    belong to two answers.
 
     Args:
         logits: (B, L, 2).
@@ -246,13 +263,13 @@ def best_answers(logits: torch.Tensor) -> torch.Tensor:
     Source: Devlin et al., "BERT" (2019), section 4.2.
     """
     starts, ends = logits.float().unbind(-1)
-    before = starts.cummax(-1)  # of each place the best start that is not behind it
+    before = starts.cummax(-1)  # best start at or before each position
     last = (before.values + ends).argmax(-1, keepdim=True)
     return torch.cat([before.indices.gather(-1, last), last], -1)
 
 
 class Transform(nn.Module):
-    """``norm(act(x W + b))``."""
+    """Dense layer, activation and norm: ``norm(act(x W + b))``."""
 
     def __init__(self, config: BERTConfig, d_in: int) -> None:
         super().__init__()
@@ -265,7 +282,7 @@ class Transform(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """A transform, then the logits of the vocabulary through the embedding."""
+    """A transform, then the vocabulary logits through the embedding."""
 
     def __init__(self, config: BERTConfig, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -280,9 +297,10 @@ class VocabularyHead(nn.Module):
 
 
 class BoundaryHead(nn.Module):
-    """SpanBERT's objective: the token at place p of a masked span from the tokens outside its ends, ``f([x_l; x_r; P_p])``.
+    """SpanBERT's objective: predict a masked span's token from the tokens outside its ends.
 
-    f is two transforms; the logits go through the embedding. P has one vector for each place in a span, 1 to MAX_SPAN.
+    ``f([x_l; x_r; P_p])`` predicts the token at position p of the span. f is two transforms; the
+    logits use the embedding. P has one vector per position in a span, 1 to MAX_SPAN.
     """
 
     def __init__(self, config: BERTConfig, embedding: nn.Embedding) -> None:
@@ -292,7 +310,13 @@ class BoundaryHead(nn.Module):
         self.output = Classifier(config.d_model, config.vocab_size, embedding=embedding)
 
     def predicted(self, hidden: torch.Tensor, masked: torch.Tensor, span_bounds: torch.Tensor) -> torch.Tensor:
-        """(N, d) for the N masked tokens. hidden: (B, L, d). masked: (B, L) bool. span_bounds: (B, L, 2)."""
+        """Return (N, d) for the N masked tokens.
+
+        Args:
+            hidden: (B, L, d).
+            masked: (B, L) bool.
+            span_bounds: (B, L, 2).
+        """
         row, token = masked.nonzero(as_tuple=True)
         left, right = span_bounds[row, token].unbind(-1)
         place = token - left - 1

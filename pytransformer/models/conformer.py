@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conformer: an encoder of sequences of features (speech), with convolutions between attention and feed-forward."""
+"""Conformer, an encoder of feature sequences (speech) with attention and convolutions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class ConformerConfig(ModelConfig):
-    """input_dim: features a frame. subsampling: to a quarter of the frames. relative: positions as in Transformer-XL; without, they
-    come from the convolutions alone. vocab_size: of a classifier of each frame; 0: none. ctc: its classes are labels in order, class 0
-    the blank between them (:func:`pytransformer.nn.ctc_loss`); else there is a label for each frame."""
+    """Configuration of :class:`Conformer`.
+
+    Attributes:
+        input_dim: features of a frame.
+        subsampling: reduce to a quarter of the frames.
+        relative: positions as in Transformer-XL; otherwise only the convolutions encode positions.
+        vocab_size: classes of a per-frame classifier; 0: none.
+        ctc: labels are ordered classes with blank 0 (:func:`pytransformer.nn.ctc_loss`); otherwise
+            there is one label per frame.
+    """
 
     input_dim: int = 80
     d_model: int = 256
@@ -38,7 +45,10 @@ class ConformerConfig(ModelConfig):
 
 
 class Conformer(Model):
-    """Subsampled features, then Conformer blocks: the encoder of Gulati et al., "Conformer" (2020), sizes S, M, L."""
+    """Feature subsampling and Conformer blocks.
+
+    Source: the encoder of Gulati et al., "Conformer" (2020), sizes S, M, L.
+    """
 
     config: ConformerConfig
     Config = ConformerConfig
@@ -64,18 +74,20 @@ class Conformer(Model):
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> Output:
-        """
+        """Return the encoder's output for features.
+
         Args:
             input_features: (B, L, input_dim).
             attention_mask: (B, L), 0 = padding on any side; or lengths (B,).
-            labels: (B, frames) int64 classes of the frames that come out, a quarter with subsampling; with ``ctc`` (B, S), the labels
-                of each sequence in order, from 1 on. -100 is ignored. Needs vocab_size.
+            labels: (B, frames) int64 classes of the output frames, a quarter with subsampling; with
+                ``ctc`` (B, S), ordered labels of each sequence, at least 1. -100 is ignored.
+                Requires vocab_size.
 
         Returns:
             ``last_hidden_state`` (B, frames, d_model), ``logits`` (B, frames, vocab_size).
         """
         batch, length, _ = input_features.shape
-        padding(attention_mask, batch, length)  # checks it before anything is computed
+        padding(attention_mask, batch, length)  # validate before any computation
         if self.subsampling is not None:
             hidden, attention_mask = self.subsampling(input_features), self.subsampling.kept(attention_mask)
         elif self.projection is not None:
@@ -98,7 +110,7 @@ class Conformer(Model):
 
     @torch.no_grad()
     def read(self, input_features: torch.Tensor, attention_mask: torch.Tensor | None = None) -> list[list[int]]:
-        """The labels of each sequence, of a model made with ``ctc``, by the best path."""
+        """Return the labels of each sequence by best path; requires ``ctc``."""
         logits = self(input_features, attention_mask).logits
         if self.subsampling is not None:
             attention_mask = self.subsampling.kept(attention_mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FNet: BERT with Fourier transforms where attention was."""
+"""FNet, a BERT with Fourier transforms in place of attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .bert import BERT, BERTConfig
 
 @dataclass(frozen=True)
 class FNetConfig(BERTConfig):
-    """num_heads and attention_dropout mean nothing here."""
+    """Configuration of :class:`FNet`; num_heads and attention_dropout are unused."""
 
     vocab_size: int = 32000
     activation: ActivationName = "gelu_tanh"
@@ -25,7 +25,9 @@ class FNetConfig(BERTConfig):
 
 
 class FNet(BERT):
-    """An encoder without attention; its ``attention_mask`` changes nothing: a Fourier transform mixes padding in too.
+    """An encoder without attention.
+
+    ``attention_mask`` has no effect, because a Fourier transform mixes in padding too.
 
     Source: Lee-Thorp et al., "FNet: Mixing Tokens with Fourier Transforms" (2022).
     """

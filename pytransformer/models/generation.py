@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from models, token after token: greedy, sampled, or by beam search; the same code for decoders and encoder-decoders.
+"""Text generation for decoders and encoder-decoders: greedy, sampling and beam search.
 
-Keys and values of what was read are kept in a cache that is allocated once; those of cross-attention are computed once.
+The KV cache is allocated once, and cross-attention's keys and values are computed once.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from ..nn.cache import DecoderCache
 from ..nn.masks import check_not_additive, is_lengths
 from ..nn.positions import Positions
 
-PAGE_SIZE = 64  # of a paged cache that generate makes
+PAGE_SIZE = 64  # of a paged cache that generate creates
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen.
+    """Options of token selection.
 
     Attributes:
-        max_new_tokens: where to stop at the latest.
-        stop: token ids that end a sequence; they are not part of the result.
-        pad_token_id: what fills the shorter results.
-        beams: hypotheses kept of each sequence; 1: the best token each time (greedy), or a drawn one.
-        length_penalty: alpha of beam search; hypotheses are compared by log p / ((5 + length) / 6)^alpha
-            (Wu et al. 2016, section 7; 0.6 in Vaswani et al. 2017).
-        sample: draw from the distribution rather than take its maximum.
-        temperature: logits are divided by it before drawing.
-        top_k: draw from the k likeliest tokens only.
-        top_p: draw from the likeliest tokens that together reach this probability (Holtzman et al. 2020).
-        use_cache: keep keys and values; False reads the whole sequence again for each token, with the same result.
+        max_new_tokens: maximum number of new tokens.
+        stop: token ids that end a sequence; the result excludes them.
+        pad_token_id: fills shorter results.
+        beams: hypotheses per sequence; 1: greedy or sampling.
+        length_penalty: alpha of beam search; the score is log p / ((5 + length) / 6)^alpha (Wu et
+            al. 2016, section 7; 0.6 in Vaswani et al. 2017).
+        sample: sample from the distribution instead of taking its maximum.
+        temperature: divisor of the logits before sampling.
+        top_k: sample from the k most likely tokens only.
+        top_p: sample from the most likely tokens that together reach this probability (Holtzman et
+            al. 2020).
+        use_cache: use a KV cache; False recomputes the full sequence for each token, with the same
+            result.
     """
 
     max_new_tokens: int = 64
@@ -69,12 +71,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Generated:
-    """New tokens only, without prompt, start and stop tokens.
+    """The new tokens only, without prompt, start and stop tokens.
 
     Attributes:
-        tokens: (B, longest) int64, filled up with the pad token.
+        tokens: (B, longest) int64, padded with the pad token.
         lengths: (B,) int64.
-        scores: (B,) float32, the log-probability of each, its stop token included; of a beam search as it compares them.
+        scores: (B,) float32, log-probabilities including the stop token; for beam search, penalized
+            by length.
     """
 
     tokens: torch.Tensor
@@ -97,21 +100,23 @@ def generate(
     cache: str | DecoderCache = "contiguous",
     **settings: Any,
 ) -> Generated:
-    """Continues prompts (decoder models), or answers sources (models with an encoder).
+    """Continue prompts (decoder models), or decode answers to sources (models with an encoder).
 
     Args:
-        model: of :mod:`pytransformer.models`.
+        model: a model of :mod:`pytransformer.models`.
         input_ids: (B, L) int64: prompts, padded on any side, or sources, padded at the end.
-        attention_mask: (B, L), 0 = padding; or lengths (B,). A prompt's tokens are read one after another, as if padding were not there.
-        decoding: how; or its fields as keywords: ``generate(model, ids, beams=4, stop=(3,))``.
-        prefix_lengths: (B,), of a prefix-LM: the prompt's tokens before it see each other.
+        attention_mask: (B, L), 0 = padding; or lengths (B,). Padding does not affect a prompt's
+            positions.
+        decoding: the options, or their fields as keywords: ``generate(model, ids, beams=4,
+            stop=(3,))``.
+        prefix_lengths: (B,), of a prefix-LM; tokens of the prefix see each other.
         generator: for sample=True.
-        cache: where keys and values are kept: ``"contiguous"``, ``"paged"``, or a cache of the model, empty, whose memory is
-            used again: it is empty afterwards. If the call raises, the cache is as it was before.
+        cache: ``"contiguous"``, ``"paged"``, or an empty cache of the model, whose memory is
+            reused; it is empty afterwards. If the call raises, the cache is unchanged.
 
     Raises:
-        ValueError: settings that make no sense, a prompt without tokens, more tokens than the model has positions, or a cache that
-            holds some.
+        ValueError: inconsistent settings, an empty prompt, more tokens than the model has
+            positions, or a cache that is not empty.
     """
     how = decoding or Decoding(**settings)
     if decoding is not None and settings:
@@ -131,7 +136,7 @@ def generate(
 
 @contextmanager
 def evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Run the block in eval mode, then return each submodule to its mode: parts of a training model may be frozen."""
+    """Run the block in eval mode and restore each submodule's mode; parts may be frozen."""
     training = [module for module in model.modules() if module.training]
     try:
         if training:
@@ -145,10 +150,12 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 def compact(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, prefix_lengths: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(ids, lengths, prefix lengths) of the same prompts with all padding at the end; lengths None: there is no padding.
+    """Return (ids, lengths, prefix lengths) of prompts with all padding moved to the end.
+
+    Lengths are None without padding.
 
     Raises:
-        ValueError: a mask of another shape, or a prompt without tokens.
+        ValueError: a mask of another shape, or an empty prompt.
     """
     batch, length = input_ids.shape
     if attention_mask is None:
@@ -173,17 +180,17 @@ def compact(
 
 
 def most_positions(model: Any) -> int | None:
-    """The longest sequence that the model has positions for; None: any."""
+    """Return the maximum sequence length of the model's position tables; None: unlimited."""
     return min((module.weight.shape[0] for module in model.modules() if isinstance(module, Positions)), default=None)
 
 
 class _Reader:
-    """A model that is asked for the logits of each next token; it hides cache, encoder, lengths and positions.
+    """A model's next-token log-probabilities, with cache, encoder, lengths and positions hidden.
 
     Attributes:
-        prompts: (rows, length), padding at the end; start tokens of a model with an encoder.
-        lengths: (rows,) of them; None: no padding.
-        new: (rows, tokens), what was chosen since.
+        prompts: (rows, length), padded at the end; start tokens for a model with an encoder.
+        lengths: (rows,), lengths of the prompts; None: no padding.
+        new: (rows, tokens), the tokens chosen so far.
     """
 
     def __init__(
@@ -216,7 +223,7 @@ class _Reader:
         self.cache = _cache_of(model, cache, len(self.prompts) * how.beams, total) if how.use_cache else None
 
     def log_probabilities(self) -> torch.Tensor:
-        """(rows, vocabulary) float32, of the token after prompt and new ones."""
+        """Return (rows, vocabulary) float32 log-probabilities of the next token."""
         known = self.constant
         if self.cache is not None and self.new.shape[1]:
             read = self.new[:, -1:]
@@ -228,7 +235,7 @@ class _Reader:
         return out.logits[:, -1].float().log_softmax(-1)
 
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Prompts and new tokens, (rows, length), padded at the end, and their lengths."""
+        """Return prompts and new tokens, (rows, length), padded at the end, and their lengths."""
         ids = torch.cat([self.prompts, self.new], 1)
         if self.lengths is None:
             return ids, None
@@ -236,11 +243,15 @@ class _Reader:
         return ids.scatter(1, places, self.new), self.lengths + self.new.shape[1]
 
     def append(self, tokens: torch.Tensor) -> None:
-        """(rows,): what comes next in each row."""
+        """Append one token to each row, (rows,)."""
         self.new = torch.cat([self.new, tokens[:, None]], 1)
 
     def choose(self, rows: torch.Tensor, copies: bool = False) -> None:
-        """Row r becomes what was row rows[r]; `copies`: there are more rows than before, of other sources too."""
+        """Replace row r by the former row rows[r].
+
+        Args:
+            copies: the number of rows grows, so per-source tensors are copied too.
+        """
         self.new = self.new[rows]
         if copies:
             self.prompts = self.prompts[rows]
@@ -251,7 +262,7 @@ class _Reader:
 
 
 def _cache_of(model: Any, cache: str | DecoderCache, rows: int, total: int) -> DecoderCache:
-    """The cache that was asked for; of ``rows`` sequences of ``total`` positions if it is to be made."""
+    """Return the given cache, or create one for ``rows`` sequences of ``total`` positions."""
     if isinstance(cache, DecoderCache):
         return cache
     if cache not in ("contiguous", "paged"):
@@ -264,7 +275,7 @@ def _cache_of(model: Any, cache: str | DecoderCache, rows: int, total: int) -> D
 
 
 def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | None) -> Generated:
-    """Greedy or drawn: one hypothesis each."""
+    """Decode greedily or by sampling, one hypothesis per sequence."""
     rows, device = len(reader.prompts), reader.prompts.device
     done = torch.zeros(rows, dtype=torch.bool, device=device)
     lengths, scores = torch.zeros_like(done, dtype=torch.int64), torch.zeros_like(done, dtype=torch.float32)
@@ -283,7 +294,7 @@ def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | Non
 
 
 def choose(probabilities: torch.Tensor, how: Decoding, generator: torch.Generator | None) -> torch.Tensor:
-    """(rows,): the likeliest token of each row of log-probabilities (rows, vocabulary), or a drawn one."""
+    """Return (rows,), the argmax of log-probabilities (rows, vocabulary), or a sample."""
     if not how.sample:
         return probabilities.argmax(-1)
     drawn = filtered(probabilities / how.temperature, how.top_k, how.top_p).softmax(-1)
@@ -291,7 +302,7 @@ def choose(probabilities: torch.Tensor, how: Decoding, generator: torch.Generato
 
 
 def filtered(logits: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
-    """The logits (…, vocabulary) with -inf for what top-k and then top-p leave out; the likeliest token always stays."""
+    """Return logits (…, vocabulary) with -inf outside top-k and top-p; the maximum stays."""
     if top_k is not None and top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
@@ -308,7 +319,7 @@ def _penalty(length: int, alpha: float) -> float:
 
 
 class _Finished:
-    """The best hypotheses of one sequence that have ended: (score, tokens), at most `keep`."""
+    """The best finished hypotheses of one sequence, (score, tokens), at most `keep`."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep
@@ -318,23 +329,23 @@ class _Finished:
         self.hypotheses = sorted([*self.hypotheses, (score, list(tokens))], key=lambda h: -h[0])[: self.keep]
 
     def complete(self, best_possible: float) -> bool:
-        """Whether nothing that is still growing can get in."""
+        """Return whether no unfinished hypothesis can enter."""
         return len(self.hypotheses) == self.keep and self.hypotheses[-1][0] >= best_possible
 
 
 def _beam_search(reader: _Reader, how: Decoding) -> Generated:
-    """Keeps the `beams` likeliest beginnings of each sequence, until no beginning can beat what has ended."""
+    """Extend the `beams` most likely hypotheses until none can beat the finished ones."""
     beams, alpha = how.beams, how.length_penalty
     batch, device = len(reader.prompts), reader.prompts.device
     finished = [_Finished(beams) for _ in range(batch)]
     stop = torch.tensor(how.stop, dtype=torch.int64, device=device)
-    first = beams * torch.arange(batch, device=device)[:, None]  # of each sequence's rows
+    first = beams * torch.arange(batch, device=device)[:, None]  # first row of each sequence
     scores = torch.zeros(batch, 1, device=device)
     for length in range(1, how.max_new_tokens + 1):
         probabilities = reader.log_probabilities()
         vocabulary, alive = probabilities.shape[-1], scores.shape[1]
         total = (scores[..., None] + probabilities.view(batch, alive, vocabulary)).view(batch, -1)
-        # Of so many candidates at least `beams` do not stop, whatever happens.
+        # Among these candidates at least `beams` are not stop tokens.
         best, where = total.topk(min(beams * (1 + len(how.stop)), total.shape[1]), -1)
         parent, token = where // vocabulary, where % vocabulary
         ends = torch.isin(token, stop)
@@ -345,7 +356,7 @@ def _beam_search(reader: _Reader, how: Decoding) -> Generated:
                 finished[b].add(score, reader.new[row].tolist())
         order = torch.where(ends, -torch.inf, best).topk(min(beams, best.shape[1]), -1)
         scores, kept = order.values, order.indices
-        if scores.shape[1] < beams:  # a vocabulary smaller than the beams, in the first step
+        if scores.shape[1] < beams:  # the first step, if the vocabulary is smaller than the beams
             lacking = beams - scores.shape[1]
             scores = torch.nn.functional.pad(scores, (0, lacking), value=-torch.inf)
             kept = torch.nn.functional.pad(kept, (0, lacking))

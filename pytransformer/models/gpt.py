@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: a causal decoder."""
+"""GPT, a causal decoder."""
 
 from __future__ import annotations
 
@@ -29,9 +29,17 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """positions: ``"learned"``, ``"rotary"`` as in Llama, or ``"alibi"`` for sequences longer than trained on. window: how many tokens
-    back attention reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads. experts: mixtures in place of feed-forward
-    networks, the arguments of :class:`pytransformer.nn.MixtureOptions`."""
+    """Configuration of :class:`GPT`.
+
+    Attributes:
+        positions: ``"learned"``, ``"rotary"`` as in Llama, or ``"alibi"`` for sequences longer than
+            in training.
+        window: number of preceding tokens that attention sees; None: all.
+        hidden: None means 4 d_model.
+        num_kv_heads: None means num_heads.
+        experts: mixtures in place of feed-forward networks, the arguments of
+            :class:`pytransformer.nn.MixtureOptions`.
+    """
 
     vocab_size: int = 50257
     d_model: int = 768
@@ -54,7 +62,8 @@ class GPTConfig(ModelConfig):
 class GPT(Decoder, Model):
     """Decoder-only language model, pre-norm, as GPT-2.
 
-    Trains on all next tokens in one pass; prefix-LM (every token sees the prompt's ``prefix_lengths`` tokens) as an option.
+    It trains on all next tokens in one pass. In the optional prefix-LM mode every token sees the
+    prompt's ``prefix_lengths`` tokens.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
     """
@@ -103,7 +112,7 @@ class GPT(Decoder, Model):
             nn.init.zeros_(module.bias)
         if isinstance(module, Experts):
             module.initialise(lambda matrix: nn.init.normal_(matrix, std=0.02))
-        if isinstance(module, Block):  # what is added to the stream: smaller in deeper models
+        if isinstance(module, Block):  # scale residual outputs down with depth
             attention, inner = module.mixing, module.feed_forward
             assert isinstance(attention, MultiHeadAttention) and isinstance(inner, (FeedForward, MixtureOfExperts))
             for weight in (attention.out.weight, inner.w2.weight if isinstance(inner, FeedForward) else inner.experts.w2):
@@ -126,17 +135,22 @@ class GPT(Decoder, Model):
         prefix_lengths: torch.Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Output:
-        """
+        """Return the output for tokens.
+
         Args:
             input_ids: (B, L) int64; with a cache only the new tokens.
-            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,), cached tokens included; or with a cache, for
-                speculative decoding, (B, L, cached + L) bool: the tokens are a tree, and see what is cached, their path and themselves.
-            labels: (B, L), usually input_ids: the loss is of the next token; -100 is ignored.
-            position_ids: (B, L); None: counted from 0, or from each sequence's cached length; padding too. See
-                :func:`pytransformer.nn.position_ids`.
-            past_key_values: from :meth:`make_cache`; gets the new tokens.
-            prefix_lengths: (B,): tokens before it are visible to all.
-            logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
+            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,), cached tokens
+                included; or with a cache, for speculative decoding, (B, L, cached + L) bool: the
+                tokens are a tree and see the cache, their ancestors and themselves.
+            labels: (B, L), usually input_ids; the loss shifts them to the next token. -100 is
+                ignored.
+            position_ids: (B, L); None: counted from 0, or from each sequence's cached length,
+                including padding. See :func:`pytransformer.nn.position_ids`.
+            past_key_values: a cache from :meth:`make_cache`, to which the call appends the new
+                tokens.
+            prefix_lengths: (B,): all tokens see the first prefix_lengths tokens.
+            logits_to_keep: number of last positions with logits, counted from each sequence's end;
+                0: all.
         """
         if labels is not None:
             check_labels(labels, input_ids.shape)
@@ -148,7 +162,8 @@ class GPT(Decoder, Model):
         visible: dict[str, Any] = {**step.visible}
         if self.alibi is not None:
             visible["bias"] = self.alibi()
-        if self.rotary is not None and past_key_values is not None:  # else padding may be left out, and positions with it
+        # Without a cache, packing may remove padding and its positions.
+        if self.rotary is not None and past_key_values is not None:
             visible["tables"] = self.rotary.tables(step.places(input_ids.shape[1], x.device))
         if self.config.window is not None:
             visible["window"] = (self.config.window, None)

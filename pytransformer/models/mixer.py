@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLP-Mixer: an image classifier of feed-forward networks alone."""
+"""MLP-Mixer, an image classifier of feed-forward networks only."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class MixerConfig(ModelConfig):
-    """image_size: (height, width), or one number for both. token_hidden and hidden: of the networks along the patches and along the
-    features. kernel_size: patches are mixed by a separable convolution of this size over their grid, not by a network; 0: the network."""
+    """Configuration of :class:`Mixer`.
+
+    Attributes:
+        image_size: (height, width), or one number for both.
+        token_hidden, hidden: hidden sizes of the networks along patches and along features.
+        kernel_size: size of a separable convolution that mixes patches over their grid in place of
+            a network; 0: a network.
+    """
 
     image_size: ImageSize = 224
     patch_size: int = 16
@@ -39,8 +45,10 @@ class MixerConfig(ModelConfig):
 
 
 class Mixer(Model):
-    """Pre-norm blocks of :class:`pytransformer.nn.TokenMixing`, or of :class:`pytransformer.nn.SeparableMixing`, and a feed-forward
-    network; the mean over patches is classified.
+    """Pre-norm blocks of token mixing and feed-forward, then a classifier of the patch mean.
+
+    The mixing is :class:`pytransformer.nn.TokenMixing` or
+    :class:`pytransformer.nn.SeparableMixing`.
 
     Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision" (2021).
     """
@@ -68,10 +76,11 @@ class Mixer(Model):
 
         self.encoder = Stack([block() for _ in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
         self.head = Classifier(c.d_model, c.num_labels, label_smoothing=c.label_smoothing)
-        nn.init.zeros_(self.head.weight)  # as the authors start it
+        nn.init.zeros_(self.head.weight)  # the authors' initialization
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        """
+        """Return the output for images.
+
         Args:
             pixel_values: (B, channels, height, width).
             labels: (B,) int64 classes.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching over a paged cache: requests join and leave between the steps.
+"""Continuous batching over a paged cache: requests join and leave between steps.
 
-Source: Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (2022), section 3.1.
+Source: Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models"
+(2022), section 3.1.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import torch
 from ..nn.paged_cache import PagedCache
 from .generation import Decoding, choose, evaluation, most_positions
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # raised while one request draws, but no fault of its own
+# Raised while sampling for a request, but not its fault.
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 class Finished(NamedTuple):
-    """The end of a request.
+    """The result of a request.
 
     Attributes:
         request: its number.
         tokens: the new tokens, without prompt and stop token.
-        score: their log-probability, the stop token's included.
-        error: the exception that ended the request, CancelledError after :meth:`Batcher.cancel`; None: it ran to its end.
+        score: their log-probability, including the stop token's.
+        error: the exception that ended the request, CancelledError after :meth:`Batcher.cancel`;
+            None: it completed.
     """
 
     request: int
@@ -45,15 +48,15 @@ class _Request:
     how: Decoding
     generator: torch.Generator | None
     number: int = -1
-    sequence: int | None = None  # None: it waits
-    read: int = 0  # tokens of prompt and new ones that the cache holds
+    sequence: int | None = None  # None: queued
+    read: int = 0  # tokens of the prompt and new tokens in the cache
     new: list[int] = field(default_factory=list)
     score: float = 0.0
     result: Finished | None = None
 
     @property
     def max_positions(self) -> int:
-        """The most positions that the cache will hold: the last token is not read."""
+        """Return the maximum number of cached positions; the last token is not read."""
         return len(self.prompt) + self.how.max_new_tokens - 1
 
     @property
@@ -72,10 +75,11 @@ class _Request:
 
 
 class Batcher:
-    """Requests to a decoder model, each with its own :class:`Decoding`; its tokens are those of :func:`generate` alone.
+    """Continuous batching of requests to a decoder model, each with its :class:`Decoding`.
 
-    A request waits until a slot is free and the pages suffice for the most tokens it may get, so none is ever interrupted. A step reads
-    one piece of each prompt; with ``share``, prompts that begin like an earlier one share its full pages.
+    Each request's tokens equal those of a separate :func:`generate`. A request waits until a slot
+    is free and the pages suffice for its maximum length, so no request is preempted. A step reads
+    one piece of each prompt. With ``share``, prompts with a common prefix share its full pages.
 
         batcher = Batcher(model, model.make_paged_cache(num_pages=4096), slots=32)
         number = batcher.submit(prompt, max_new_tokens=40, stop=(3,))
@@ -87,9 +91,9 @@ class Batcher:
 
     Args:
         model: a decoder model; :meth:`step` runs it in eval mode.
-        cache: a cache of the model that nothing else uses.
-        slots: the most requests at a time.
-        piece: the most tokens of a prompt that one step reads.
+        cache: a cache of the model without other users.
+        slots: maximum number of concurrent requests.
+        piece: maximum number of prompt tokens per request and step.
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, slots: int = 16, piece: int = 256, share: bool = True) -> None:
@@ -102,15 +106,16 @@ class Batcher:
                 raise ValueError(f"Batcher: {name} must be at least 1, got {value}")
         self.model, self.cache, self.slots, self.piece, self.share = model, cache, slots, piece, share
         self._device = next(model.parameters()).device
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # guards the three fields below
         self._waiting: deque[_Request] = deque()
         self._cancelled: set[int] = set()
         self._count = 0
-        self._active: list[_Request] = []  # with a sequence, or a result that no step has returned; replaced, never changed
+        # Requests with a sequence or an unreturned result; replaced, never modified.
+        self._active: list[_Request] = []
 
     @property
     def busy(self) -> bool:
-        """True if a step has something to do or to return."""
+        """Return True if a step has work to do or results to return."""
         return bool(self._waiting or self._active)
 
     def submit(
@@ -124,13 +129,14 @@ class Batcher:
         """Queue a request and return its number.
 
         Args:
-            prompt: token ids, at least one; a list or a tensor of one dimension.
+            prompt: token ids, at least one; a list or a one-dimensional tensor.
             decoding: a :class:`Decoding`; or its fields as keywords.
-            generator: for sample=True, used by this request alone.
+            generator: for sample=True, used by this request only.
 
         Raises:
-            TypeError: ids that are no integers, or another kind of generator.
-            ValueError: no ids or ids outside the vocabulary, beams, or more tokens than the model has positions or the cache pages.
+            TypeError: ids that are not integers, or a generator of another type.
+            ValueError: no ids, ids outside the vocabulary, beams, or more tokens than the model has
+                positions or the cache has pages.
         """
         if decoding is not None and settings:
             raise ValueError(f"Batcher.submit: wanted decoding or its fields, got both: {', '.join(settings)}")
@@ -154,7 +160,7 @@ class Batcher:
         return request.number
 
     def _ids(self, prompt: Iterable[Any]) -> list[int]:
-        """The prompt's ids, checked here: in a step a wrong one would raise for every request of the batch."""
+        """Return the prompt's ids; a wrong id in a step would fail the full batch."""
         if isinstance(prompt, torch.Tensor):
             if prompt.dim() != 1 or prompt.is_floating_point():
                 raise TypeError(
@@ -175,9 +181,10 @@ class Batcher:
         return ids
 
     def cancel(self, number: int) -> bool:
-        """End a request: the next step returns it with the tokens so far, unless a step that runs now ends it first.
+        """End a request; the next step returns it with its tokens so far.
 
-        Return False if it has ended, or if there is no such number.
+        A step that is running may complete it first. Returns False if the request has ended or does
+        not exist.
         """
         with self._lock:
             running = any(r.number == number and r.result is None for r in (*self._waiting, *self._active))
@@ -186,11 +193,12 @@ class Batcher:
         return running
 
     def step(self) -> list[Finished]:
-        """Let requests join, read a piece of each new prompt and one token of each other request; return those that have ended.
+        """Admit requests, read a piece of each new prompt, and decode one token of each other.
 
-        An error of one request ends it, and is in its result. Everything else that the step raises, out of memory or
-        KeyboardInterrupt for example, leaves each request as it was, or as the first of the step's two calls of the model left it.
-        The next step goes on from there, and returns what ended in this one.
+        Returns the requests that ended. An error of one request ends it and is part of its result.
+        Any other exception, such as out of memory or KeyboardInterrupt, leaves each request
+        unchanged, or after the first of the step's two model calls. The next step continues from
+        there and also returns the requests that ended in this one.
         """
         with evaluation(self.model), torch.no_grad():
             self._cancel()
@@ -210,7 +218,10 @@ class Batcher:
 
     @contextmanager
     def _transaction(self, requests: Sequence[_Request]) -> Iterator[None]:
-        """Leave the requests and the cache as they were if the block raises. One ``try`` for both, so they agree at any interrupt."""
+        """Restore the requests and the cache if the block raises.
+
+        One ``try`` covers both, so they agree after any interrupt.
+        """
         active, snapshots, cached = self._active, [request.snapshot() for request in requests], self.cache.snapshot()
         try:
             yield
@@ -230,7 +241,7 @@ class Batcher:
         with self._transaction(requests):
             for request in requests:
                 if request.sequence is None:
-                    request.sequence = self.cache.open()  # it leaves the queue like any other
+                    request.sequence = self.cache.open()  # leave the queue as admitted requests do
                     self._active = [*self._active, request]
                 self._end(request, CancelledError("cancelled"))
         with self._lock:
@@ -241,7 +252,7 @@ class Batcher:
         free, promised = self.slots - len(running), sum(pages.pages_for(request.max_positions) for request in running)
         while self._waiting:
             request = self._waiting[0]
-            if request.sequence is None:  # else it was admitted or cancelled already
+            if request.sequence is None:  # otherwise already admitted or cancelled
                 promised += pages.pages_for(request.max_positions)
                 if not free or promised > pages.num_pages:
                     break
@@ -254,7 +265,7 @@ class Batcher:
                 self._waiting.popleft()
 
     def _read(self, requests: list[_Request]) -> None:
-        """Call the model once, and choose the next token of each request that has been read to its end."""
+        """Call the model once, and choose the next token of each request whose prompt is read."""
         with self._transaction(requests):
             pieces = [request.unread[: self.piece] for request in requests]
             longest = max(map(len, pieces))
@@ -263,7 +274,8 @@ class Batcher:
             for request, piece in zip(requests, pieces):
                 request.read += len(piece)
             more = {}
-            if any(len(piece) < longest for piece in pieces):  # on the CPU, where the cache reads it
+            # A CPU tensor, because the cache reads it there.
+            if any(len(piece) < longest for piece in pieces):
                 more["attention_mask"] = torch.tensor([request.read for request in requests])
             out = self.model(ids, **more, past_key_values=self.cache, logits_to_keep=1)
             if all(request.unread for request in requests):

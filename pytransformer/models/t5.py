@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5: text to text, with relative positions as a bias that is never built."""
+"""T5, a text-to-text encoder-decoder whose relative-position bias is never materialized."""
 
 from __future__ import annotations
 
@@ -24,9 +24,17 @@ from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 
 @dataclass(frozen=True)
 class T5Config(EncoderDecoderConfig):
-    """num_decoder_layers None: num_layers. tied: the output layer's weight is the embedding. scale_outputs: hidden states times
-    d_model^-1/2 before it. Version 1.1 is gated with gelu_tanh, not tied and not scaled. experts: mixtures in place of feed-forward
-    networks, the arguments of :class:`pytransformer.nn.MixtureOptions`."""
+    """Configuration of :class:`T5`.
+
+    Version 1.1 is gated with gelu_tanh, not tied and not scaled.
+
+    Attributes:
+        num_decoder_layers: None means num_layers.
+        tied: the output layer shares the embedding's weight.
+        scale_outputs: multiply hidden states by d_model^-1/2 before the output layer.
+        experts: mixtures in place of feed-forward networks, the arguments of
+            :class:`pytransformer.nn.MixtureOptions`.
+    """
 
     vocab_size: int = 32128
     d_model: int = 768
@@ -57,9 +65,12 @@ def _v1_1(d_model: int, hidden: int, num_layers: int, num_heads: int) -> T5Confi
 
 
 class T5(EncoderDecoder):
-    """Encoder-decoder, pre-norm with RMS norms, no biases, scores not scaled, one relative-position table a stack.
+    """Pre-norm encoder-decoder with RMS norms and one relative-position table per stack.
 
-    Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer" (2020).
+    It has no biases, and scores are not scaled.
+
+    Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text
+    transformer" (2020).
     """
 
     config: T5Config
@@ -110,7 +121,7 @@ class T5(EncoderDecoder):
         return Stack([block(i) for i in range(num_layers)], RMSNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 
     def _initialise(self, module: nn.Module) -> None:
-        """Deviations of the authors' code: without a scale, queries start small by 1 / sqrt(head_dim) instead."""
+        """Initialize as the authors do; queries absorb the missing scale 1 / sqrt(head_dim)."""
         c = self.config
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=1.0)
@@ -118,7 +129,7 @@ class T5(EncoderDecoder):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, Experts):
             module.initialise(lambda matrix: nn.init.normal_(matrix, std=matrix.shape[1] ** -0.5))
-        elif isinstance(module, MultiHeadAttention):  # comes after its own projections
+        elif isinstance(module, MultiHeadAttention):  # visited after its projections
             with torch.no_grad():
                 query = module.query.weight if module.cross else module.qkv.weight[: module.widths[0]]
                 query.mul_(c.head_dim**-0.5)
@@ -131,7 +142,7 @@ class T5(EncoderDecoder):
         return nn.functional.dropout(x, self.config.dropout, self.training)
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
+        """Return (B, L, d_model) from (B, L); attention_mask as in :meth:`forward`."""
         visible = padding(*self._keys(attention_mask, *input_ids.shape), queries=True)
         return self._finish(self.encoder(self.embedding(self._rows(input_ids)), {**visible, "bias": self.encoder_bias()}))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Transformer: an encoder and a decoder that attends to it."""
+"""The Transformer, an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,20 @@ POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
 
 @dataclass(frozen=True)
 class TransformerConfig(EncoderDecoderConfig):
-    """target_vocab_size None: one vocabulary and one embedding for both languages. norm: ``"post"`` (the paper's) or ``"pre"``.
-    final_norm: a norm after each stack (pre-norm always has one). head_dim: size of a head; None: d_model / num_heads.
-    value_dim: size of a head's values; None: head_dim. tied: the output layer's weight is the target embedding.
-    start_token_id: what decoder inputs made from labels begin with. label_smoothing: in training. experts: mixtures in place of
-    feed-forward networks, as ``{"num_experts": 8}``: the arguments of :class:`pytransformer.nn.MixtureOptions`."""
+    """Configuration of :class:`Transformer`.
+
+    Attributes:
+        target_vocab_size: None means one vocabulary and one embedding for both languages.
+        norm: ``"post"`` (the paper's) or ``"pre"``.
+        final_norm: a norm after each stack (pre-norm always has one).
+        head_dim: size of a head; None means d_model / num_heads.
+        value_dim: size of a head's values; None means head_dim.
+        tied: the output layer shares the target embedding's weight.
+        start_token_id: first token of decoder inputs made from labels.
+        label_smoothing: applied in training.
+        experts: mixtures in place of feed-forward networks, such as ``{"num_experts": 8}``, the
+            arguments of :class:`pytransformer.nn.MixtureOptions`.
+    """
 
     vocab_size: int = 37000
     target_vocab_size: int | None = None
@@ -64,10 +73,12 @@ class TransformerConfig(EncoderDecoderConfig):
 class Transformer(EncoderDecoder):
     """Encoder-decoder of Vaswani et al., "Attention Is All You Need" (2017).
 
-    ``"notes"`` is the translator of TensorFlow's tutorial "Neural machine translation with a Transformer and Keras": heads as wide as
-    the model (``key_dim = d_model``), Portuguese to English vocabularies of 7,765 and 7,010 tokens, an output layer of its own with bias,
-    dropout of attention weights. 10,184,162 parameters. (There attention's result has no dropout of its own, and norms an eps of 1e-3.)
-    ``"notes-small"`` is the same network with heads of d_model / num_heads, dropout and label smoothing as in the paper.
+    ``"notes"`` is the translator of TensorFlow's tutorial "Neural machine translation with a
+    Transformer and Keras". Its heads have the size of the model (``key_dim = d_model``). It has
+    Portuguese and English vocabularies of 7,765 and 7,010 tokens, an untied output layer with bias,
+    dropout of attention weights, and 10,184,162 parameters. The tutorial has no dropout of
+    attention's result, and its norms have an eps of 1e-3. ``"notes-small"`` is the same network
+    with heads of d_model / num_heads, and dropout and label smoothing as in the paper.
     """
 
     config: TransformerConfig
@@ -141,7 +152,7 @@ class Transformer(EncoderDecoder):
             nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
 
     def _parts(self) -> dict[str, str]:
-        """Each side has its embedding, unless they share it."""
+        """Return the parts by name; each side has an embedding unless they share it."""
         sides = {f"{side}_{kind}": part for side, part in _SIDES for kind in ("embedding", "positions")}
         return PARTS | sides | ({"source_embedding": "embeddings"} if self.config.target_vocab_size is None else {})
 
@@ -155,7 +166,7 @@ class Transformer(EncoderDecoder):
         return x + positions(ids.shape[1], start, at).to(x.dtype)
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
+        """Return (B, L, d_model) from (B, L); attention_mask as in :meth:`forward`."""
         x = self._embed(input_ids, self.source_embedding, self.source_positions)
         return self.encoder(x, padding(*self._keys(attention_mask, *input_ids.shape), queries=True))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ViT: an encoder over the patches of an image."""
+"""ViT, an encoder over the patches of an image."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class ViTConfig(ModelConfig):
-    """image_size: (height, width), or one number for both. num_labels 0: no classifier. pooler: a tanh layer on the first token, its
-    ``pooler_output`` (the classifier does not use it). experts: mixtures in place of feed-forward networks, the arguments of
-    :class:`pytransformer.nn.MixtureOptions`."""
+    """Configuration of :class:`ViT`.
+
+    Attributes:
+        image_size: (height, width), or one number for both.
+        num_labels: 0 means no classifier.
+        pooler: a tanh layer on the first token for ``pooler_output``; the classifier does not use
+            it.
+        experts: mixtures in place of feed-forward networks, the arguments of
+            :class:`pytransformer.nn.MixtureOptions`.
+    """
 
     image_size: ImageSize = 224
     patch_size: int = 16
@@ -52,7 +59,7 @@ _LARGE = ViTConfig(d_model=1024, num_layers=24, num_heads=16, hidden=4096)
 
 
 class ViT(Model):
-    """Pre-norm encoder over [CLS] and patches, learned positions, classified from [CLS].
+    """Pre-norm encoder over [CLS] and patches with learned positions, classified from [CLS].
 
     Source: Dosovitskiy et al., "An image is worth 16x16 words" (2021).
     """
@@ -96,20 +103,23 @@ class ViT(Model):
             module.initialise(lambda matrix: nn.init.trunc_normal_(matrix, std=0.02))
 
     def resized(self, image_size: ImageSize) -> Self:
-        """A copy for images of another size: the positions of its patches are interpolated (bicubic), all else is this one's.
+        """Return a copy for another image size, with bicubic interpolation of the patch positions.
 
-        Source: Dosovitskiy et al. (2021), section 3.2: a model is fine-tuned at a higher resolution than it was trained at.
+        Source: Dosovitskiy et al. (2021), section 3.2, which fine-tunes at a higher resolution than
+        in training.
         """
         model = type(self)(replace(self.config, image_size=image_size)).to(self.cls_token.device, self.cls_token.dtype)
         state, place = self.state(), self.positions.weight.detach()
-        grid = place[1:].T.unflatten(1, self.patches.grid)[None].float()  # (1, d_model, rows, columns)
+        # [1, d_model, rows, columns].
+        grid = place[1:].T.unflatten(1, self.patches.grid)[None].float()
         scaled = nn.functional.interpolate(grid, model.patches.grid, mode="bicubic", align_corners=False)
         state["positions.weight"] = torch.cat([place[:1], scaled[0].flatten(1).T.to(place.dtype)])
         model.load_state(state, f"a {type(self).__name__} for images of {self.config.image_size}")
         return model.train(self.training)
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        """
+        """Return the output for images.
+
         Args:
             pixel_values: (B, channels, height, width), of the parameters' dtype.
             labels: (B,) int64 classes.

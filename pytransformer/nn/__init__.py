@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules on the fused ops: what the models of :mod:`pytransformer.models` are made of.
+"""Modules built on the fused ops: the components of :mod:`pytransformer.models`.
 
-Masks travel as lengths, key padding and causality, never as (Lq, Lk) tensors; no module has a backend switch.
+Masks are lengths, key padding and causality, never (Lq, Lk) tensors. No module selects a backend.
 """
 
 from .attention import MultiHeadAttention

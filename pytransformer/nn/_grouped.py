@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's grouped product as an op of its own: torch 2.13 traces ``grouped_mm`` in bfloat16 alone."""
+"""PyTorch's grouped gemm as a custom op; torch 2.13 traces ``grouped_mm`` in bfloat16 only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 @torch.library.custom_op("pytransformer_nn::grouped_linear", mutates_args=())
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """``x[n] @ weight[e].T``, (N, d_in) to (N, d_out), for the rows n before ends[e] that are not before ends[e - 1].
+    """Return ``x[n] @ weight[e].T``, (N, d_out), for the rows ends[e - 1] <= n < ends[e].
 
     Args:
         weight: (groups, d_out, d_in), of x's dtype.
-        ends: (groups,) int32, on x's device, rising. Rows after the last become undefined.
+        ends: (groups,) int32, on x's device, ascending. Rows after the last end are undefined.
     """
     return F.grouped_mm(x, weight.mT, offs=ends)
 
@@ -36,7 +36,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 @torch.library.custom_op("pytransformer_nn::grouped_outer", mutates_args=())
 def grouped_outer(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """``grad[rows].T @ x[rows]`` for the rows of each group: the weights' gradient, (groups, d_out, d_in)."""
+    """Return each group's weight gradient ``grad[rows].T @ x[rows]``, (groups, d_out, d_in)."""
     return F.grouped_mm(grad.contiguous().mT, x.contiguous(), offs=ends)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention on the fused op: self and cross, cached, grouped queries, heads of any size."""
+"""Multi-head attention on the fused op: self and cross, cached, GQA, any head dimension."""
 
 from __future__ import annotations
 
@@ -21,26 +21,33 @@ if TYPE_CHECKING:
 
 
 class MultiHeadAttention(nn.Module):
-    """``concat(head_1, ..., head_h) W_O`` with ``head_i = softmax(scale * q_i k_iᵀ + bias + mask) v_i``.
+    """Multi-head attention, ``concat(head_1, ..., head_h) W_O``.
 
-    Self-attention projects queries, keys and values with one matrix, ``qkv``; cross-attention has ``query`` and ``key_value``,
-    so that those of a fixed context are computed once. Rows of both are queries, keys, values, each head after head.
+    ``head_i = softmax(scale * q_i k_iᵀ + bias + mask) v_i``. Self-attention projects queries, keys
+    and values with one matrix, ``qkv``. Cross-attention has ``query`` and ``key_value``, so a fixed
+    context is projected once. The rows of both matrices are ordered query, key, value and, within
+    each, by head.
 
     Args:
         d_model: size of x and of the result.
         num_heads: query heads.
-        cross: keys and values come from ``context``.
-        num_kv_heads: key and value heads, a divisor of num_heads; None: num_heads.
-        head_dim: size of a head; None: d_model / num_heads, which makes the parameter count independent of the number of heads.
-        value_dim: size of a head's values; None: head_dim. ``out`` is then (d_model, num_heads * value_dim).
+        cross: whether keys and values come from ``context``.
+        num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
+        head_dim: size of a head; None means d_model / num_heads, which makes the parameter count
+            independent of the number of heads.
+        value_dim: size of a head's values; None means head_dim. ``out`` is (d_model, num_heads *
+            value_dim).
         bias: whether the projections have biases.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        scale: factor of the scores; None means 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight in training.
-        context_dim: size of ``context``; None: d_model.
-        sinks: whether each head learns a sink, one more term of its softmax's denominator; zeros at first.
-        pattern: of self-attention: which pairs are computed, as Longformer's or BigBird's, for whole sequences (no cache).
+        context_dim: size of ``context``; None means d_model.
+        sinks: whether each head learns a sink, an extra term of its softmax's denominator,
+            initially zero.
+        pattern: the pairs that self-attention computes, such as Longformer's or BigBird's. It
+            requires full sequences without a cache.
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; grouped queries: Ainslie et al., "GQA" (2023).
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; grouped queries:
+    Ainslie et al., "GQA" (2023).
     """
 
     def __init__(
@@ -86,22 +93,21 @@ class MultiHeadAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.cross, self.pattern = cross, pattern
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
-        self.context: Context | None = None  # set by nn.context: which ranks share the sequence
+        self.context: Context | None = None  # set by nn.context: the ranks that share the sequence
 
     def forward(
         self, x: torch.Tensor, context: torch.Tensor | None = None, *, cache: Layer | None = None, **visible: Any
     ) -> torch.Tensor:
-        """Attend.
+        """Return the attention output, in the shape of x.
 
         Args:
             x: (B, Lq, d_model), or packed sequences, (total, d_model).
-            context: (B, Lk, context_dim), of cross-attention only; not needed once the cache holds its keys. Packed if x is.
-            cache: keys and values of earlier positions; x's are appended. Causal attention then is ``"bottom_right"``.
-            **visible: masks and bias, handed to :func:`pytransformer.attention` as they are, or for packed sequences to
-                :func:`pytransformer.attention_varlen`.
-
-        Returns:
-            As x.
+            context: (B, Lk, context_dim), packed if x is; for cross-attention only. It may be
+                omitted once the cache holds its keys.
+            cache: keys and values of earlier positions, to which x's are appended. Causal attention
+                is then ``"bottom_right"``.
+            **visible: masks and bias, passed unchanged to :func:`pytransformer.attention`, or to
+                :func:`pytransformer.attention_varlen` for packed sequences.
         """
         if self.cross:
             query, (key, value) = _heads(self.query(x), self.head_dim), self._context(context, cache)
@@ -137,12 +143,15 @@ class MultiHeadAttention(nn.Module):
     def _positioned(
         self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None, visible: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and new keys of self-attention, before the cache keeps these: what a way of turning them by position changes. It takes
-        out of ``visible`` what attention does not know."""
+        """Return queries and new keys with positions applied, before the cache stores the keys.
+
+        Subclasses override it. It removes from ``visible`` the arguments that attention does not
+        accept.
+        """
         return query, key
 
     def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The queries that are compared with keys, and the call's masks and bias: what a way of telling positions changes."""
+        """Return the queries and the call's masks and bias; relative encodings override it."""
         return query, visible
 
     def _by_pattern(self, pattern: Pattern, x: torch.Tensor, cache: Layer | None, visible: dict[str, Any]) -> dict[str, Any]:
@@ -174,11 +183,11 @@ class MultiHeadAttention(nn.Module):
 
 
 def _parts(projected: Any, widths: tuple[int, ...]) -> Sequence[torch.Tensor]:
-    """What one matrix projected, apart; where heads are split over ranks it comes so (nn.parallel)."""
+    """Split one projection; with heads split over ranks it already is a tuple (nn.parallel)."""
     return projected if isinstance(projected, tuple) else projected.split_with_sizes(widths, -1)
 
 
 def _heads(t: torch.Tensor, size: int) -> torch.Tensor:
-    """(B, L, H D) as (B, H, L, D), and (total, H D) as (total, H, D), views."""
-    t = t.view(*t.shape[:-1], t.shape[-1] // size, size)  # unflatten and split are Python's: 12 us a call
+    """Return views: (B, L, H D) as (B, H, L, D), and (total, H D) as (total, H, D)."""
+    t = t.view(*t.shape[:-1], t.shape[-1] // size, size)  # unflatten is Python code: 12 us a call
     return t if t.dim() == 3 else t.transpose(1, 2)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a Transformer: sub-layers, each in a residual connection with dropout and a norm, that one fused op computes.
+"""Transformer blocks: sub-layers whose residual connection, dropout and norm are one fused op.
 
-A stack passes a :class:`Stream` from block to block. In a pre-norm model it is an unfinished sum: the last sub-layer's result
-and what it will be added to, because the norm that follows adds them (:func:`pytransformer.add_norm`). In a post-norm model
-every sub-layer ends with that norm and there is nothing unfinished.
+A stack passes a :class:`Stream` between blocks. In a pre-norm model the stream is a pending sum,
+the last sub-layer's result and its residual, because the next norm adds them
+(:func:`pytransformer.add_norm`). In a post-norm model every sub-layer ends with that norm, and no
+sum is pending.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ from .packing import Packing
 
 
 class Stream(NamedTuple):
-    """``residual + dropout(x)``, not yet added up; without residual just ``x`` (dropout too, if a pre-norm stack begins)."""
+    """The pending sum ``residual + dropout(x)``.
+
+    Without a residual it is ``x``, or ``dropout(x)`` at the start of a pre-norm stack.
+    """
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
 
 
 class Residual(nn.Module):
-    """One sub-layer's residual connection: ``norm(x + dropout(f(x)))`` post-norm, ``x + dropout(f(norm(x)))`` pre-norm.
+    """A sub-layer's residual connection.
+
+    Post-norm computes ``norm(x + dropout(f(x)))``, pre-norm ``x + dropout(f(norm(x)))``.
 
     Args:
-        norm: post-norm its norm after the sum, pre-norm the one before the sub-layer.
-        dropout: on what is added, in training.
+        norm: post-norm, the norm after the sum; pre-norm, the norm before the sub-layer.
+        dropout: applied to the sub-layer's result in training.
     """
 
     def __init__(self, norm: Norm, dropout: float, pre: bool) -> None:
@@ -48,15 +54,15 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention or another mixing of tokens, cross-attention in a decoder, and the feed-forward network.
+    """A block of self-attention or other token mixing, optional cross-attention, feed-forward.
 
     Args:
-        mixing: takes (B, L, d) and the visibility arguments of self-attention.
-        feed_forward: takes (B, L, d).
-        norm: makes one norm; called for each sub-layer.
-        cross_attention: a :class:`MultiHeadAttention` made with ``cross=True``, for a decoder.
-        dropout: on the result of each sub-layer, in training.
-        pre: norms before the sub-layers (else after them).
+        mixing: accepts (B, L, d) and the visibility arguments of self-attention.
+        feed_forward: accepts (B, L, d).
+        norm: creates one norm; called for each sub-layer.
+        cross_attention: a decoder's :class:`MultiHeadAttention` with ``cross=True``.
+        dropout: applied to the result of each sub-layer in training.
+        pre: whether the norms precede the sub-layers (otherwise they follow them).
     """
 
     def __init__(
@@ -85,12 +91,14 @@ class Block(nn.Module):
         context_visible: dict[str, Any] | None = None,
         cache: Layer | None = None,
     ) -> Stream:
-        """
+        """Run the sub-layers on the stream.
+
         Args:
             stream: of (B, L, d), or of packed sequences, (total, d).
-            visible: masks and bias of self-attention, as :func:`pytransformer.attention` takes them.
-            context, context_visible: what cross-attention attends to, and its masks.
-            cache: this layer's, in a decoder that continues.
+            visible: masks and bias of self-attention, as arguments of
+                :func:`pytransformer.attention`.
+            context, context_visible: input of cross-attention, and its masks.
+            cache: this layer's cache, in incremental decoding.
         """
         if cache is not None:
             visible = {**visible, "cache": cache}
@@ -102,15 +110,16 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after another, and the norm at the end.
+    """A sequence of blocks with a final norm.
 
     Args:
         blocks: all pre-norm or all post-norm.
-        norm: the last norm. A pre-norm stack needs one: it finishes the sum.
-        dropout: of that last sum, pre-norm; also on what goes in, pre-norm (the embeddings).
+        norm: the final norm; required by pre-norm, because it completes the sum.
+        dropout: applied to the embeddings and, pre-norm, to the final sum.
 
-    Padding at the end of sequences, where there is enough of it, is left out before the first block and comes back as zeros
-    after the last: see :mod:`.packing`. ``packs = False`` keeps it, for hooks that want (B, L, d).
+    If the batch has enough padding at the end of its sequences, the stack removes it before the
+    first block and restores it as zeros after the last (:mod:`.packing`). ``packs = False`` turns
+    this off, for hooks that need (B, L, d).
     """
 
     def __init__(self, blocks: Sequence[nn.Module], norm: Norm | None, dropout: float = 0.0, pre: bool = False) -> None:
@@ -120,7 +129,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.dropout, self.pre = dropout, pre
-        # Blocks that mix tokens by attention alone care for nothing but which of them may see which. A pattern counts positions.
+        # Packing requires that tokens mix by attention only. A pattern depends on positions.
         self.packs = all(
             isinstance(b, Block) and isinstance(b.mixing, MultiHeadAttention) and b.mixing.pattern is None for b in blocks
         )
@@ -134,9 +143,13 @@ class Stack(nn.Module):
         cache: DecoderCache | None = None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, L, d) to (B, L, d). Embedding dropout happens here: pre-norm fused with the first norm, else by itself.
+        """Return the hidden states, (B, L, d) to (B, L, d).
 
-        wanted: (B, L) bool, where the result is read; if padding is, it is not left out. None: nobody reads padding.
+        Embedding dropout runs here; pre-norm fuses it with the first norm.
+
+        Args:
+            wanted: (B, L) bool, the positions that are read; padding is packed away only if none of
+                it is read. None means no padding is read.
         """
         packing = Packing.of(visible, x, wanted=wanted, if_worth=True) if self.packs and cache is None else None
         if packing is not None and context is not None:

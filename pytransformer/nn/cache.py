@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of what a decoder has seen, kept for the next token: one buffer for each sequence, or pages (:mod:`.paged_cache`)."""
+"""KV caches of a decoder: one buffer per sequence, or pages (:mod:`.paged_cache`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from .masks import causal, is_lengths, is_tree, padding, tree
 
 
 class Step(NamedTuple):
-    """The new tokens of one call of a decoder: where they stand and what they see. Made once a call, for all layers.
+    """The new tokens of one decoder call: positions and masks, computed once for all layers.
 
     Attributes:
         start: positions before them, of the longest sequence.
-        end: positions after them, of the longest sequence, or a bound.
-        visible: of self-attention, as :func:`pytransformer.attention` takes it.
-        new: (B,) int64, how many columns of each row are tokens, the rest being padding at the end; None: all.
-        total: (B,) int64, the sequences' lengths with them; None: ``end`` each.
-        positions: (B, columns) int64, -1 at padding; None: ``start`` and what follows, in each row.
-        at: (B, columns) int64, where the tokens stand, if not at those positions: nodes of a tree.
+        end: positions after them, of the longest sequence, or an upper bound.
+        visible: self-attention's masks, as arguments of :func:`pytransformer.attention`.
+        new: (B,) int64, number of new tokens of each row; the remaining columns are padding at the
+            end. None: all columns are tokens.
+        total: (B,) int64, lengths including the new tokens; None: all are ``end``.
+        positions: (B, columns) int64, -1 at padding; None: consecutive from ``start`` in each row.
+        at: (B, columns) int64, position ids that differ from ``positions``: nodes of a tree.
     """
 
     start: int
@@ -38,12 +39,15 @@ class Step(NamedTuple):
 
     @staticmethod
     def of(cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
-        """The next step of the cache, which expects these tokens then; without a cache the first and only one.
+        """Return the cache's next step, or the only step without a cache.
+
+        The cache then expects these tokens.
 
         Args:
-            ids: (B, columns, ...), of which shape and device count.
-            attention_mask: (B, cached + columns), 0 = padding on any side, where all sequences are of one length; or (B,), the lengths,
-                cached tokens included; or (B, columns, cached + columns) bool, what each sees, where the columns are a tree of drafts.
+            ids: (B, columns, ...), of which shape and device matter.
+            attention_mask: (B, cached + columns), 0 = padding on any side, if all sequences have
+                one length; or (B,), lengths including cached tokens; or (B, columns, cached +
+                columns) bool, the keys each token sees, if the columns are a tree of drafts.
         """
         if cache is not None:
             return cache.step(ids, attention_mask)
@@ -53,20 +57,21 @@ class Step(NamedTuple):
 
     @property
     def position_ids(self) -> torch.Tensor | None:
-        """(B, columns), 0 at padding; None: counted from ``start``."""
+        """Return (B, columns), 0 at padding, or None if positions count from ``start``."""
         if self.at is not None:
             return self.at
         return None if self.positions is None else self.positions.clamp_min(0)
 
     def places(self, columns: int, device: torch.device) -> torch.Tensor:
-        """:attr:`position_ids`, or (columns,) counted from ``start``."""
+        """Return :attr:`position_ids`, or (columns,) counted from ``start``."""
         ids = self.position_ids
         return torch.arange(self.start, self.start + columns, device=device) if ids is None else ids
 
     def last(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
-        """(B, keep, d) of (B, columns, d): the last so many tokens of each sequence; all columns where ``keep`` is 0.
+        """Return the last ``keep`` tokens of each sequence, (B, columns, d) to (B, keep, d).
 
-        A sequence of fewer new tokens repeats its first."""
+        ``keep`` = 0 returns all columns. A sequence with fewer new tokens repeats its first one.
+        """
         if keep == 0 or self.new is None:
             return hidden[:, -keep:]
         at = (self.new[:, None] + torch.arange(-keep, 0, device=hidden.device)).clamp_min(0)
@@ -74,37 +79,40 @@ class Step(NamedTuple):
 
 
 def write(cache: KeyValues, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
-    """Store (B, Hkv, L, D) at the positions (B, L) of each sequence; none where it is below 0."""
-    append_kv(key[:, :0], key, value, cache, positions)  # no query: nothing is turned or normalised here
+    """Store (B, Hkv, L, D) at positions (B, L) of each sequence; skip negative positions."""
+    append_kv(key[:, :0], key, value, cache, positions)  # no query, so no rotation and no norm
 
 
 class Layer(Protocol):
-    """One layer of a cache: what :class:`MultiHeadAttention` is given."""
+    """One layer of a cache, the ``cache`` argument of :class:`MultiHeadAttention`."""
 
     cross: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
     def scales(self) -> dict[str, torch.Tensor]:
-        """Of what the last :meth:`append` returned, if it is in eight bits: keywords of :func:`pytransformer.attention`."""
+        """Return the 8-bit scales of the last :meth:`append`, as arguments of attention."""
         ...
 
     def positions(self, columns: int, device: torch.device) -> torch.Tensor:
-        """(columns,) or (B, columns) int64: where the next :meth:`append` will put its tokens; 0 at padding."""
+        """Return the positions of the next :meth:`append`, int64.
+
+        The shape is (columns,) or (B, columns); padding has 0.
+        """
         ...
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, Hkv, new, D); returns the keys and values that :func:`pytransformer.attention` is to read."""
+        """Store (B, Hkv, new, D) and return the keys and values for attention."""
         ...
 
 
 class Reserved(NamedTuple):
-    """What a cache has made ready for steps on the device: see :class:`FixedSteps`.
+    """The state that a cache prepares for steps on the device; see :class:`FixedSteps`.
 
     Attributes:
-        layers: of each layer the memory, and the keys and values of its cross-attention.
-        lengths: (B,) int64: what the sequences hold now.
-        most: what the longest may come to hold.
-        done: told at the end what they hold then.
+        layers: the memory of each layer, and the keys and values of its cross-attention.
+        lengths: (B,) int64, current lengths of the sequences.
+        most: maximum length of any sequence.
+        done: callback that receives the final lengths.
     """
 
     layers: Sequence[tuple[KeyValues, tuple[torch.Tensor, torch.Tensor] | None]]
@@ -114,10 +122,10 @@ class Reserved(NamedTuple):
 
 
 class DecoderCache(abc.ABC):
-    """The interface of every cache of a decoder: the models' ``past_key_values``, and ``generate``'s ``cache``.
+    """The interface of decoder caches, for ``past_key_values`` and ``generate``'s ``cache``.
 
-    A model requests the next :class:`Step`, and each of its layers then appends what it computed. A call of a model is a
-    :meth:`transaction`; a stack of another kind opens one around its steps.
+    A model requests the next :class:`Step`, and then each layer appends its keys and values. Each
+    call of a model is a :meth:`transaction`; other stacks open one around their steps.
     """
 
     @property
@@ -127,55 +135,57 @@ class DecoderCache(abc.ABC):
     @property
     @abc.abstractmethod
     def length(self) -> int:
-        """How many positions are stored, of the longest sequence, or a bound of it."""
+        """Return the number of stored positions of the longest sequence, or an upper bound."""
 
     @property
     @abc.abstractmethod
     def lengths(self) -> torch.Tensor:
-        """(B,) int64: of each sequence."""
+        """Return the length of each sequence, (B,) int64."""
 
     @abc.abstractmethod
     def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
-        """Make room for the columns of ``ids``, as new tokens of each sequence, or for fewer: see :meth:`Step.of`."""
+        """Reserve room for the columns of ``ids``, or for fewer new tokens; see :meth:`Step.of`."""
 
     @abc.abstractmethod
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
-        """Row b of the batch becomes what was row ``rows[b]`` (int64): beams that live on, or a prompt copied for each beam.
+        """Replace row b of the batch by the former row ``rows[b]`` (int64), for beam search.
 
         Args:
-            cross: also the cross-attention's; False saves that where rows only move among the beams of one source sentence.
+            cross: also reorder cross-attention's keys. False skips that copy when rows move only
+                among the beams of one source.
         """
 
     @abc.abstractmethod
     def crop(self, length: int | torch.Tensor) -> None:
-        """Forget the positions from ``length`` on; (B,): of each sequence."""
+        """Drop the positions from ``length`` on; (B,) sets a length for each sequence."""
 
     @abc.abstractmethod
     def reserve(self, tokens: int) -> Reserved:
-        """Make room for so many more tokens of each sequence, for :class:`FixedSteps`.
+        """Reserve room for ``tokens`` more tokens of each sequence, for :class:`FixedSteps`.
 
         Raises:
-            ValueError: nothing was read yet, or there is no such room.
+            ValueError: the cache is empty or has too little room.
         """
 
     @abc.abstractmethod
     def free(self) -> None:
-        """The sequences end; their memory is kept for others."""
+        """End all sequences and retain their memory for new ones."""
 
     @abc.abstractmethod
     def snapshot(self) -> Any:
-        """Return what :meth:`restore` needs: lengths, pages and the keys of cross-attention, without the contents."""
+        """Return the input of :meth:`restore`: lengths, pages and cross-attention keys."""
 
     @abc.abstractmethod
     def restore(self, snapshot: Any) -> None:
-        """Undo every step, crop, open, fork and close since the snapshot, also those that an exception interrupted.
+        """Undo every step, crop, open, fork and close since the snapshot, even after an exception.
 
-        :meth:`reorder` of a cache with one buffer for each sequence moves its contents and cannot be undone.
+        A :meth:`reorder` of a cache with one buffer per sequence moves its contents and cannot be
+        undone.
         """
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Leave the cache as it was if the block raises, KeyboardInterrupt included."""
+        """Restore the cache if the block raises, also on KeyboardInterrupt."""
         snapshot = self.snapshot()
         try:
             yield
@@ -187,10 +197,15 @@ class DecoderCache(abc.ABC):
 def new_tokens(
     who: str, held: torch.Tensor, columns: int, lengths: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(new (B,), total (B,), positions (B, columns)) of sequences that hold ``held`` (B,) and will have ``lengths``; None: all are new.
+    """Return new (B,), total (B,) and positions (B, columns) of a step.
+
+    Args:
+        held: (B,), current lengths.
+        lengths: (B,), lengths after the step; None: all columns are new tokens.
 
     Raises:
-        ValueError: on the CPU, a length that the columns do not lead to; on a GPU it is clamped, without a wait.
+        ValueError: a length is out of range, on the CPU. On a GPU it is clamped, to avoid a
+            synchronization.
     """
     total = held + columns if lengths is None else lengths.to(torch.int64)
     new = total - held
@@ -207,12 +222,16 @@ def new_tokens(
 
 
 def reordered(cross: tuple[torch.Tensor, torch.Tensor] | None, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The cross-attention's keys and values of these rows."""
+    """Return the cross-attention keys and values of these rows."""
     return None if cross is None else (cross[0].index_select(0, rows), cross[1].index_select(0, rows))
 
 
 def storage(dtype: torch.dtype | None) -> torch.dtype | None:
-    """In what a cache stores keys and values: float8_e4m3fn or int8, or None, as they come."""
+    """Return the storage dtype of keys and values; None means their input dtype.
+
+    Raises:
+        TypeError: the dtype is not float8_e4m3fn, int8 or None.
+    """
     if dtype not in (None, *LIMITS):
         raise TypeError(
             f"a cache's dtype must be torch.float8_e4m3fn, torch.int8 or None, which keeps keys and values as they come, got {dtype}"
@@ -226,17 +245,18 @@ def refuse_gradients(who: str, *tensors: torch.Tensor) -> None:
 
 
 class LayerCache:
-    """One layer's self-attention keys and values in buffers of ``max_length``, and its cross-attention's as they were made.
+    """One layer's KV buffers of ``max_length`` positions, and its cross-attention keys and values.
 
-    Buffers are (B, Hkv, max_length, D), allocated at the first :meth:`append`; what is handed out are views of their filled part.
-    By itself, without a :class:`Step`, each :meth:`append` adds all its positions to every sequence. ``dtype``: float8_e4m3fn or int8,
-    with a scale for each key of each head; None: as keys and values come.
+    The first :meth:`append` allocates the buffers, (B, Hkv, max_length, D); results are views of
+    their filled part. Without a :class:`Step`, each :meth:`append` adds all its positions to every
+    sequence. ``dtype`` is float8_e4m3fn or int8, with one scale per key and head, or None for the
+    input dtype.
     """
 
     def __init__(self, max_length: int, dtype: torch.dtype | None = None) -> None:
         self.max_length, self.dtype = max_length, storage(dtype)
         self.length = 0
-        self.lengths: torch.Tensor | None = None  # (B,), where sequences differ
+        self.lengths: torch.Tensor | None = None  # (B,), if sequences differ
         self.stored: KeyValues | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
         self.step: Step | None = None
@@ -253,11 +273,11 @@ class LayerCache:
         return (self.step or Step(self.length, self.length + columns, {})).places(columns, device)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, Hkv, new, D) and return all keys and values so far, views of the buffers.
+        """Store (B, Hkv, new, D) and return all keys and values so far, as views of the buffers.
 
         Raises:
-            ValueError: more than max_length positions, another batch size or head shape than before, or tensors that need a
-                gradient: what is overwritten in place cannot be differentiated.
+            ValueError: more than max_length positions, a batch size or head shape that changed, or
+                tensors that require a gradient, because in-place writes are not differentiable.
         """
         refuse_gradients("KeyValueCache", key, value)
         if self.step is None and self.lengths is not None:
@@ -283,7 +303,7 @@ class LayerCache:
         return keys[:, :, : step.end], values[:, :, : step.end]
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
-        """Row b of the batch becomes what was row ``rows[b]``; there may be more or fewer rows than before."""
+        """Replace row b by the former row ``rows[b]``; the number of rows may change."""
         if cross:
             self.cross = reordered(self.cross, rows)
         if self.lengths is not None:
@@ -299,14 +319,16 @@ class LayerCache:
 
 
 class KeyValueCache(DecoderCache):
-    """The caches of all layers of a decoder, one buffer of ``max_length`` positions for each sequence.
+    """The caches of all layers of a decoder, one buffer of ``max_length`` positions per sequence.
 
-    Made by ``model.make_cache(max_length)`` and passed as ``past_key_values``; each call of the model appends to it. Memory is
-    taken once: 2 B Hkv max_length D numbers a layer, in ``dtype``: None as they come, float8_e4m3fn or int8 with a scale for each key of
-    each head. Keys and values of cross-attention are computed in the first call only.
+    ``model.make_cache(max_length)`` creates it; pass it as ``past_key_values``, and each call of
+    the model appends to it. Memory is allocated once: 2 B Hkv max_length D elements per layer in
+    ``dtype``, which is None for the input dtype, or float8_e4m3fn or int8 with one scale per key
+    and head. Only the first call computes the keys and values of cross-attention.
 
-    Sequences have one length, or each its own: a call with lengths (B,) as its mask appends to each sequence behind its last token,
-    and what stands in the columns of padding is not stored. Attention then goes by lengths, without a mask.
+    Sequences have one common length or individual lengths. A call whose mask is lengths (B,)
+    appends to each sequence after its last token and does not store padding columns. Attention then
+    uses lengths, without a mask.
     """
 
     def __init__(self, num_layers: int, max_length: int, dtype: torch.dtype | None = None) -> None:
@@ -361,7 +383,8 @@ class KeyValueCache(DecoderCache):
             raise ValueError(f"KeyValueCache: it holds {held.shape[0]} sequences, got {batch}; reset() the cache")
         new, total, positions = new_tokens("KeyValueCache", held, columns, lengths)
         end = self.length + columns
-        if batch and (held.device.type == "cpu" or end > self.max_length):  # on a GPU the bound does, without a wait
+        # on a GPU the bound suffices, without a synchronization
+        if batch and (held.device.type == "cpu" or end > self.max_length):
             end = int(total.max())
         visible: dict[str, Any] = {"causal": "bottom_right", "key_lengths": total}
         if lengths is not None:
@@ -392,7 +415,7 @@ class KeyValueCache(DecoderCache):
         if not self.layers or any(layer.stored is None for layer in self.layers):
             raise ValueError("KeyValueCache: let it read a prompt first: its buffers are made then")
         lengths, longest = self.lengths, self.length
-        if longest + tokens > self.max_length:  # on a GPU the length is a bound
+        if longest + tokens > self.max_length:  # on a GPU the length is an upper bound
             longest = int(lengths.max())
         if longest + tokens > self.max_length:
             raise ValueError(f"KeyValueCache: {longest + tokens} positions, but it was made for max_length={self.max_length}")
@@ -419,5 +442,5 @@ class KeyValueCache(DecoderCache):
             layer.length, layer.lengths, layer.cross, layer.step = length, lengths, cross, None
 
     def reset(self) -> None:
-        """Forget everything, buffers too."""
+        """Drop all contents and buffers."""
         self._layers = [LayerCache(self.max_length, self.dtype) for _ in self.layers]

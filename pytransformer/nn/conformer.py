@@ -16,9 +16,10 @@ from .relative import RelativeMultiHeadAttention
 
 
 class _SecondConvolution(nn.Conv2d):
-    """3 x 3 of stride 2. One column of results is a convolution over time, whose channels are the features too.
+    """3 x 3 convolution of stride 2; for one output column it runs as a convolution over time.
 
-    As a Conv2d in bfloat16 it returns unwritten memory on CPUs with AMX (torch 2.13.0: stride 2, one column, several rows).
+    A bfloat16 Conv2d returns unwritten memory on CPUs with AMX (torch 2.13.0; stride 2, one column,
+    several rows).
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,12 +31,14 @@ class _SecondConvolution(nn.Conv2d):
 
 
 class ConvolutionSubsampling(nn.Module):
-    """A quarter of the frames: two 3 x 3 convolutions of stride 2 with ReLU over (time, feature), then a linear map to d_model.
+    """Subsampling to a quarter of the frames.
 
-    Frame t of the result reads frames 4 t to 4 t + 6 and nothing else, so that padding reaches none of the frames that are kept.
+    Two 3 x 3 convolutions of stride 2 with ReLU over (time, feature), then a linear map to d_model.
+    Frame t of the result depends on the input frames 4 t to 4 t + 6 only, so padding affects no
+    valid frame.
 
     Args:
-        input_dim: features a frame, at least 7.
+        input_dim: features of a frame, at least 7.
 
     Source: Gulati et al. (2020), figure 1; Dong et al., "Speech-Transformer" (2018), section 3.2.
     """
@@ -52,13 +55,16 @@ class ConvolutionSubsampling(nn.Module):
 
     @classmethod
     def frames(cls, length: int) -> int:
-        """How many frames are left of so many: those whose window is within."""
+        """Return the number of output frames, one for each full window."""
         return max(0, (length - cls.WINDOW) // cls.STRIDE + 1)
 
     def kept(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The mask or the lengths of the result, as what is given: (B, L) of 0 and 1 or bool, (B,) lengths, or None.
+        """Return the mask or lengths of the result, in the form of the input.
 
-        A frame is kept if no frame of its window is padding.
+        A frame is valid if its window contains no padding.
+
+        Args:
+            attention_mask: (B, L) of 0 and 1 or bool, (B,) lengths, or None.
         """
         if attention_mask is None:
             return None
@@ -67,23 +73,25 @@ class ConvolutionSubsampling(nn.Module):
         return attention_mask.bool().unfold(1, self.WINDOW, self.STRIDE).all(-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, L, input_dim) to (B, frames(L), d_model)."""
+        """Return (B, frames(L), d_model) from (B, L, input_dim)."""
         if x.shape[1] < self.WINDOW:
             raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}")
         x = nn.functional.relu(self.first(x[:, None]))
-        x = nn.functional.relu(self.second(x))  # (B, d_model, L', F')
+        x = nn.functional.relu(self.second(x))  # [B, d_model, L', F']
         return self.out(x.transpose(1, 2).flatten(2))
 
 
 class ConvolutionModule(nn.Module):
-    """Pointwise convolution, GLU, depthwise convolution, batch norm, SiLU, pointwise convolution; (B, L, d) to (B, L, d).
+    """Pointwise convolution, GLU, depthwise convolution, batch norm, SiLU, pointwise convolution.
 
-    The layer norm before it and the dropout after it belong to the residual connection around it.
+    Maps (B, L, d) to (B, L, d). The surrounding residual connection has the layer norm and the
+    dropout.
 
     Args:
-        kernel_size: of the depthwise convolution, odd: it is centred.
+        kernel_size: size of the depthwise convolution, odd, so that it is centered.
 
-    Source: Gulati et al., "Conformer" (2020), section 2.2; layout as in torchaudio.models.Conformer.
+    Source: Gulati et al., "Conformer" (2020), section 2.2; layout as in
+    torchaudio.models.Conformer.
     """
 
     def __init__(self, d_model: int, kernel_size: int, bias: bool = True) -> None:
@@ -96,7 +104,7 @@ class ConvolutionModule(nn.Module):
         self.pointwise_out = nn.Linear(d_model, d_model, bias)
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """keep: (B, L) bool, False at padding, which then enters the convolution as zero."""
+        """Return (B, L, d); padding, False in ``keep`` (B, L) bool, enters as zero."""
         x = nn.functional.glu(self.pointwise_in(x), -1)
         if keep is not None:
             x = x.masked_fill(~keep[..., None], 0.0)
@@ -105,10 +113,13 @@ class ConvolutionModule(nn.Module):
 
 
 class ConformerBlock(nn.Module):
-    """Half a feed-forward network, self-attention, convolution, the other half, each in a pre-norm residual connection; a norm.
+    """A Conformer block: half feed-forward, self-attention, convolution, half feed-forward, norm.
+
+    Each sub-layer has a pre-norm residual connection.
 
     Args:
-        relative: self-attention is :class:`pytransformer.nn.RelativeMultiHeadAttention`, whose ``sinusoids`` come with the masks.
+        relative: use :class:`pytransformer.nn.RelativeMultiHeadAttention`, whose ``sinusoids`` come
+            with the masks.
 
     Source: Gulati et al. (2020), equation 1.
     """
@@ -135,7 +146,12 @@ class ConformerBlock(nn.Module):
         self.norm, self.dropout = LayerNorm(d_model), dropout
 
     def forward(self, x: torch.Tensor, visible: dict[str, Any], keep: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (B, L, d). visible: masks of self-attention. keep: (B, L) bool, False at padding."""
+        """Return (B, L, d) from x (B, L, d).
+
+        Args:
+            visible: masks of self-attention.
+            keep: (B, L) bool, False at padding.
+        """
         sublayers = (
             lambda h: 0.5 * self.first(h),
             lambda h: self.attention(h, **visible),

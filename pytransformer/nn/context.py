@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sequence over several processes: each has some rows of every layer, and attention goes round (context parallel).
+"""Context parallelism: each process has some rows of a sequence in every layer.
 
-Only attention mixes rows, so it alone changes: to :func:`pytransformer.distributed.ring_attention`. A model is given whole sequences and
-takes its own rows of them; its loss is the mean over all ranks' labels, and its gradient this rank's share.
+Only attention mixes rows, so only attention changes, to
+:func:`pytransformer.distributed.ring_attention`. A model receives full sequences and selects this
+rank's rows. Its loss is the mean over the labels of all ranks; its gradient is this rank's share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .attention import MultiHeadAttention
 from .blocks import Block, Stack
 from .heads import IGNORE, Classifier
 
-CHUNKS = 2  # a rank's, of the layout "zigzag": under causality every rank has as many visible pairs
+CHUNKS = 2  # per rank, of the layout "zigzag": it balances the visible pairs of causal attention
 
 
 class Context(NamedTuple):
@@ -32,27 +33,31 @@ class Context(NamedTuple):
     ranks: int
 
     def length(self, length: int) -> int:
-        """That of the sequence with padding at the end, so that every rank has as many rows."""
+        """Return the length of the sequence padded at the end to equal rows per rank."""
         return length + -length % (CHUNKS * self.ranks)
 
     def mask(self, mask: torch.Tensor | None, batch: int, length: int, device: torch.device) -> torch.Tensor | None:
-        """A model's attention_mask of the whole sequence, which hides that padding too."""
+        """Return the model's attention_mask of the full sequence, extended to hide that padding."""
         extra = self.length(length) - length
         if mask is None:
             return torch.full((batch,), length, device=device) if extra else None
         return nn.functional.pad(mask, (0, extra)) if mask.dim() == 2 else mask
 
     def rows(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """This rank's rows of the whole (B, L), `fill` where it is padded."""
+        """Return this rank's rows of the full (B, L), padded with `fill`."""
         padded = nn.functional.pad(x, (0, self.length(x.shape[1]) - x.shape[1]), value=fill)
         return shard_sequence(padded, group=self.group, dim=1)
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-        """Of this rank's rows. Gradients of what all ranks have alike are its share: whoever trains sums all parameters' over the ranks."""
+        """Return ring attention for this rank's rows.
+
+        Gradients of replicated tensors are this rank's share; the training loop sums all
+        parameters' gradients over the ranks.
+        """
         return ring_attention(query, key, value, group=self.group, sum_gradients=False, **options)
 
     def mean_loss(self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Over the labels of all ranks, of which these are a part. Backward gives this rank's share of the mean's gradient."""
+        """Return the mean loss over all ranks' labels; backward computes this rank's share."""
         count = (labels != IGNORE).sum()
         return _Mean.apply(head.loss(hidden, labels, reduction="sum"), count, self.group)
 
@@ -71,18 +76,20 @@ class _Mean(torch.autograd.Function):
 
 @contextlib.contextmanager
 def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Within it the model's calls are of sequences that the ranks of a group share. Every rank calls with the same whole batch.
+    """Split the sequences of the model's calls over the ranks of a group.
 
-    ``loss`` is that of one process on every rank; the sum over the ranks of their parameters' gradients is its gradient. Hidden states and
-    logits are of this rank's rows, see :func:`pytransformer.distributed.gather_sequence`. Attention's dropout has the masks of one process,
-    other dropout is each rank's own.
+    Every rank calls the model with the same full batch. ``loss`` equals the loss of one process on
+    every rank; the sum of the parameters' gradients over the ranks is its gradient. Hidden states
+    and logits are this rank's rows; see :func:`pytransformer.distributed.gather_sequence`.
+    Attention dropout has the masks of one process; other dropout is independent per rank.
 
     Args:
-        model: of ``pytransformer.models``, one that takes contexts: GPT, Transformer, T5.
-        group: the ranks; None is the default group.
+        model: a model of ``pytransformer.models`` that supports context parallelism: GPT,
+            Transformer, T5.
+        group: the ranks; None means the default group.
 
     Raises:
-        ValueError: another model, or one with blocks that mix rows otherwise (patterns, experts).
+        ValueError: another model, or one whose blocks mix rows in other ways (patterns, experts).
     """
     _, ranks = check_group("context_parallel", group)
     _check(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectionist temporal classification: from frames to a sequence of labels that says nothing of where each label stands."""
+"""Connectionist temporal classification: labels of a sequence of frames without an alignment."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ BLANK = 0
 
 
 def ctc_loss(logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-    """``-log p(labels | frames)``, summed over the sequences and divided by the number of labels: nats a label, a float32 number.
+    """Return ``-log p(labels | frames)``, summed over sequences, per label, in float32 nats.
 
-    p adds up every way to write the labels, in order, with repeats of a label and blanks (class 0) between, one class a frame. Infinite
-    where a sequence has fewer frames than its labels take.
+    p sums over all alignments: one class per frame, the labels in order, with repeats of a label
+    and blanks (class 0) between them. The loss is infinite if a sequence has too few frames for its
+    labels.
 
     Args:
         logits: (B, L, classes).
-        labels: (B, S) int64 from 1 on, -100 after the last.
-        keep: (B, L) bool, False at padding, on any side. A frame of padding says blank with certainty, which changes no p.
+        labels: (B, S) int64, at least 1, -100 after the last.
+        keep: (B, L) bool, False at padding, on any side. A padding frame is blank with probability
+            1, which does not change p.
 
     Source: Graves et al., "Connectionist temporal classification" (2006); PyTorch's ``ctc_loss``.
     """
@@ -34,13 +36,13 @@ def ctc_loss(logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | No
     asked = labels != IGNORE
     counts = asked.sum(1)
     frames = torch.full_like(counts, log_p.shape[1])
-    targets = labels.masked_fill(~asked, 1)  # beyond the counts, which nobody reads
+    targets = labels.masked_fill(~asked, 1)  # beyond the counts, never read
     nll = nn.functional.ctc_loss(log_p.transpose(0, 1), targets, frames, counts, blank=BLANK, reduction="sum")
     return nll / counts.sum()
 
 
 def ctc_read(logits: torch.Tensor, keep: torch.Tensor | None = None) -> list[list[int]]:
-    """The labels of each sequence by its best path: the likeliest class of each frame, repeats once, blanks out."""
+    """Return labels by best path: the argmax of each frame, without repeats and blanks."""
     best = logits.argmax(-1)
     if keep is not None:
         best = best.masked_fill(~keep, BLANK)

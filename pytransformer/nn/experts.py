@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixture of experts that may stand in place of a feed-forward network: a router, and experts that compute their tokens together."""
+"""Mixture of experts, a replacement for a feed-forward network: a router and batched experts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Second = Literal["all", "random"]
 
 @dataclass(frozen=True)
 class MixtureOptions:
-    """What a model's config says of its experts.
+    """The expert options of a model's config.
 
     Args:
-        num_experts: of a mixture.
-        every: the last of so many blocks has a mixture in place of its feed-forward network.
-        balance_weight: of the balance loss in what is trained on.
+        num_experts: experts of a mixture.
+        every: the last of this many blocks has a mixture in place of its feed-forward network.
+        balance_weight: weight of the balance loss in the training loss.
         choices, capacity_factor, second: see :class:`MixtureOfExperts`.
     """
 
@@ -44,15 +44,17 @@ class MixtureOptions:
 
     @staticmethod
     def of(experts: Mapping[str, Any] | None, layer: int) -> MixtureOptions | None:
-        """Those of block ``layer``, counted from 0; None if it has a feed-forward network."""
+        """Return the options of block ``layer`` (from 0); None for a feed-forward network."""
         options = None if experts is None else MixtureOptions(**experts)
         return options if options is not None and layer % options.every == options.every - 1 else None
 
 
 class Experts(nn.Module):
-    """Feed-forward networks of one shape, whose weights are stacked: w1 (experts, hidden, d), w2 (experts, d, hidden), biases alike.
+    """Feed-forward networks of one shape with stacked weights.
 
-    Args: those of :class:`FeedForward`.
+    w1 is (experts, hidden, d) and w2 (experts, d, hidden); biases are stacked too.
+
+    Args: as in :class:`FeedForward`.
     """
 
     def __init__(
@@ -84,19 +86,21 @@ class Experts(nn.Module):
     w2_bias: nn.Parameter | None
     gate_bias: nn.Parameter | None
 
-    split: tuple[dist.ProcessGroup | None, float] | None = None  # set by parallelize: the group, the factor of gradients
+    # set by parallelize: the group and the gradient factor
+    split: tuple[dist.ProcessGroup | None, float] | None = None
 
     def __len__(self) -> int:
         return self.w1.shape[0]
 
     def parallelize(self, group: dist.ProcessGroup | None = None, *, mean: bool = False) -> None:
-        """See :meth:`MixtureOfExperts.parallelize`."""
+        """Split the experts over the ranks of a group; see :meth:`MixtureOfExperts.parallelize`."""
         _, ranks = check_group("Experts", group)
         if len(self) % ranks:
             raise ValueError(
                 f"Experts: {ranks} ranks must divide the {len(self)} experts: use a smaller group, or another number of experts"
             )
-        from torch.distributed.device_mesh import DeviceMesh  # takes longer to import than all of this package
+        # the import takes longer than this package
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
         of_all = dist.distributed_c10d._get_default_group() if group is None else group
@@ -107,7 +111,7 @@ class Experts(nn.Module):
         self.split = group, 1 / ranks if mean else 1.0
 
     def _own(self, name: str) -> torch.Tensor | None:
-        """A parameter of the experts that are on this rank."""
+        """Return this rank's part of an expert parameter."""
         t: Any = getattr(self, name)
         if t is None or self.split is None:
             return t
@@ -115,24 +119,26 @@ class Experts(nn.Module):
         return ScaledGradient.apply(local, self.split[1]) if self.split[1] != 1.0 else local
 
     def reset_parameters(self) -> None:
-        """As so many ``nn.Linear``."""
+        """Initialize each expert as ``nn.Linear`` does."""
         self.initialise(lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)))
         for weight, bias in ((self.w1, self.w1_bias), (self.gate, self.gate_bias), (self.w2, self.w2_bias)):
             if weight is not None and bias is not None:
                 nn.init.uniform_(bias, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def initialise(self, fill: Callable[[torch.Tensor], Any]) -> None:
-        """Each expert's matrices by ``fill``; biases zero."""
+        """Initialize each expert's matrices with ``fill`` and set biases to zero."""
         for name, parameter in self.named_parameters():
             with torch.no_grad():
                 parameter.zero_() if name.endswith("bias") else [fill(matrix) for matrix in parameter.unbind(0)]
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """(N, d) to the same. Rows starts[e] to starts[e + 1] are expert e's; what those after the last become is undefined.
+        """Return (N, d) from (N, d); rows starts[e] to starts[e + 1] belong to expert e.
 
-        On a GPU two grouped products, with the starts on the device: no wait for it, and any split of the rows is the same graph. On
-        the CPU, where the host knows the starts, each expert is one fused call: 0.5 times the time of grouped products forward in
-        float32 and 0.7 with backward, 1.1 in bfloat16 with backward (2,048 rows, d 512, hidden 2,048, 16 experts; Zen 5, one thread).
+        Rows after the last expert's are undefined. On a GPU two grouped gemms read the starts on
+        the device, so there is no synchronization and any split of the rows is the same graph. On
+        the CPU, where the host has the starts, each expert is one fused call. It takes 0.5 times
+        the time of grouped gemms in float32 forward, 0.7 with backward, and 1.1 in bfloat16 with
+        backward (2,048 rows, d 512, hidden 2,048, 16 experts; Zen 5, one thread).
         """
         return (
             self._grouped(x, starts[1:])
@@ -161,7 +167,7 @@ class Experts(nn.Module):
             weight, bias = self._own(name), self._own(f"{name}_bias")
             assert weight is not None
             out = grouped_linear(x.to(dtype), weight.to(dtype), ends)
-            # Rows after the last end have a bias of their own: their gradient, undefined as they are, goes nowhere.
+            # Rows after the last end index a zero bias, so their undefined gradient is dropped.
             return out if bias is None else out + F.pad(bias.to(dtype), (0, 0, 0, 1))[expert]
 
         activate, hidden = ACTIVATIONS[self.activation], linear(x, "w1")
@@ -170,7 +176,7 @@ class Experts(nn.Module):
 
 
 def network(experts: Mapping[str, Any] | None, layer: int, d_model: int, hidden: int, **networks: Any) -> nn.Module:
-    """The feed-forward network of block ``layer`` of a model, or its mixture of experts: a config's ``experts`` says which."""
+    """Return the feed-forward network or mixture of block ``layer``, by a config's ``experts``."""
     options = MixtureOptions.of(experts, layer)
     if options is None:
         return FeedForward(d_model, hidden, **networks)
@@ -181,21 +187,24 @@ def network(experts: Mapping[str, Any] | None, layer: int, d_model: int, hidden:
 
 
 class MixtureOfExperts(nn.Module):
-    """The best of several feed-forward networks for each token: ``sum_{e in best} g_e / sum(g) * expert_e(x)``.
+    """Mixture of experts: ``sum_{e in best} g_e / sum(g) * expert_e(x)`` for each token.
 
-    ``g = softmax(x W_g)``. With one choice its gate scales it, ``g_1 * expert_1(x)``. An expert takes at most ``capacity =
-    ceil(choices * tokens / experts * capacity_factor)`` tokens, those with an earlier choice and position first; a token that finds no
-    room there gets nothing from that expert. ``balance_loss`` is left by each forward: ``E * sum_e f_e * m_e``, with f_e the share of
-    tokens whose first choice is e and m_e the mean gate; 1 when balanced (GShard's loss times E²). Add a small multiple of
-    :func:`balance_loss` to what is trained on.
+    ``g = softmax(x W_g)``. With one choice the output is ``g_1 * expert_1(x)``. An expert accepts
+    at most ``capacity = ceil(choices * tokens / experts * capacity_factor)`` tokens, ordered by
+    choice and then by position. A token beyond the capacity gets no output from that expert. Each
+    forward sets ``balance_loss = E * sum_e f_e * m_e``, with f_e the share of tokens whose first
+    choice is e and m_e the mean gate; it is 1 when balanced (GShard's loss times E²). Add a small
+    multiple of :func:`balance_loss` to the training loss.
 
     Args:
-        choices: experts of a token: 1 (Switch) or 2 (GShard), or more.
-        capacity_factor: None: no token is dropped.
-        second: ``"random"``: in training a token goes to a later choice with probability ``2 g_e / sum(g)`` (GShard).
-        activation, gated, bias, dropout: of the experts.
+        choices: experts per token: 1 (Switch), 2 (GShard) or more.
+        capacity_factor: None disables the capacity limit.
+        second: with ``"random"``, training uses a later choice with probability ``2 g_e / sum(g)``
+            (GShard).
+        activation, gated, bias, dropout: options of the experts.
 
-    Source: Lepikhin et al., "GShard" (2021), algorithm 1; Fedus et al., "Switch Transformers" (2022), section 2.
+    Source: Lepikhin et al., "GShard" (2021), algorithm 1; Fedus et al., "Switch Transformers"
+    (2022), section 2.
     """
 
     def __init__(
@@ -223,7 +232,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
-        # The gates' softmax is float32 even in a bfloat16 model: a rounded tie would change which expert a token goes to.
+        # The gate softmax is float32 even in a bfloat16 model: a rounded tie would change a token's
+        # expert.
         gates = torch.softmax(self.router(tokens).to(torch.promote_types(x.dtype, torch.float32)), -1)
         best, expert = gates.topk(self.choices, -1)
         weight = best / best.sum(-1, keepdim=True) if self.choices > 1 else best
@@ -233,36 +243,39 @@ class MixtureOfExperts(nn.Module):
         order, starts = self._sent(expert, weight)
         rows = tokens[order % max(1, len(tokens))]
         sent = (torch.arange(len(order), device=x.device) < starts[-1])[:, None]
-        # Rows that no expert takes are undefined in what comes out, and so would be their gradient.
+        # Rows without an expert are undefined in the output, and so would be their gradient.
         out = torch.where(sent, self.experts(torch.where(sent, rows, 0), starts), 0)
-        # Each slot is read once here, so backward adds nothing in an order of its own.
+        # Each slot is read once here, so backward accumulates nothing in an undefined order.
         mixed = (out[order.argsort()].unflatten(0, (self.choices, -1)) * weight.t()[..., None].to(out.dtype)).sum(0)
         return mixed.view_as(x)
 
     def parallelize(self, group: dist.ProcessGroup | None = None, *, mean: bool = False) -> None:
-        """Split the experts over the ranks of ``group`` (None: all), each of which has tokens of its own: results are those of one process
-        with the tokens of all ranks, capacity and all.
+        """Split the experts over the ranks of ``group`` (None: all), each with its local tokens.
 
-        Every rank must call forward, and backward. The parameters of the experts become DTensors; their gradient is that of the sum of
-        the ranks' losses, with ``mean`` of the mean, which is what DDP and FSDP2 give all others: keep experts out of those
-        (``fully_shard(..., ignored_params=...)``). ``balance_loss`` is this rank's; the mean over ranks of as many tokens is one process's.
+        Results, including the capacity limit, equal one process with the tokens of all ranks. Every
+        rank must call forward and backward. The expert parameters become DTensors. Their gradient
+        is the gradient of the sum of the ranks' losses, or of the mean with ``mean``, which matches
+        DDP and FSDP2. Exclude the experts from DDP and FSDP2 (``fully_shard(...,
+        ignored_params=...)``). ``balance_loss`` is per rank; with equal token counts, its mean over
+        the ranks equals one process's.
 
         Raises:
-            ValueError: the ranks do not divide the experts, or torch.distributed is not initialized.
+            ValueError: the number of experts is not a multiple of the ranks, or torch.distributed
+                is not initialized.
         """
         self.experts.parallelize(group, mean=mean)
 
     def _elsewhere(
         self, tokens: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None
     ) -> torch.Tensor:
-        """The mixture, by experts that are split over ranks."""
+        """Return the mixture's output, with experts split over ranks."""
         found = dispatch(self._slots(expert, weight), self.choices, len(self.experts), self._capacity, group)
         rows = found.run(tokens[found.order % max(1, len(tokens))], self.experts)
         out = rows.new_zeros(self.choices * len(tokens), tokens.shape[1]).index_copy(0, found.order, rows)
         return (out.unflatten(0, (self.choices, -1)) * weight.t()[..., None].to(out.dtype)).sum(0)
 
     def _slots(self, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The expert of each slot (choice, token), counted through; the number of experts for one that goes nowhere."""
+        """Return the expert of each flattened slot (choice, token); num_experts if unused."""
         slots = expert.t().flatten()
         if self.second == "random" and self.training:
             stays = torch.rand_like(weight[:, 1:]) < 2 * weight[:, 1:]
@@ -270,14 +283,16 @@ class MixtureOfExperts(nn.Module):
         return slots
 
     def _capacity(self, tokens: int) -> int:
-        """The most slots of an expert."""
+        """Return the maximum number of slots of an expert."""
         full = self.choices * tokens
         return full if self.capacity_factor is None else math.ceil(full / len(self.experts) * self.capacity_factor)
 
     def _sent(self, expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots (choice, token), counted through, by expert, those that no expert takes last; where each expert's begin, and their end.
+        """Return the flattened slots (choice, token) sorted by expert, and each expert's start.
 
-        All first choices come before all second ones, so that those find room first. Nothing here waits for the device.
+        Unused slots are last; the final start is the end of the last expert's slots. All first
+        choices precede the second choices, so they have priority. No step synchronizes with the
+        device.
         """
         count, slots = len(self.experts), self._slots(expert, weight)
         slots, order = slots.sort(stable=True)
@@ -302,6 +317,6 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance_loss(model: nn.Module) -> torch.Tensor | None:
-    """The sum of ``balance_loss`` over a model's mixtures of experts in their last forward; None if it has none."""
+    """Return the summed ``balance_loss`` of a model's mixtures after a forward, or None."""
     losses = [m.balance_loss for m in model.modules() if isinstance(m, MixtureOfExperts) and m.balance_loss is not None]
     return torch.stack(losses).sum() if losses else None

@@ -11,14 +11,17 @@ from ..ops.feed_forward import feed_forward
 
 
 class FeedForward(nn.Module):
-    """``w2(dropout(act(w1(x))))``, or gated ``w2(dropout(act(gate(x)) * w1(x)))``: :func:`pytransformer.feed_forward`.
+    """Feed-forward network, :func:`pytransformer.feed_forward`.
+
+    ``w2(dropout(act(w1(x))))``, or gated ``w2(dropout(act(gate(x)) * w1(x)))``.
 
     Args:
         d_model, hidden: sizes; d_out defaults to d_model.
         activation: ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
         dropout: probability of dropping an element of the hidden layer in training.
 
-    Source: Vaswani et al. (2017), section 3.3; gates: Shazeer, "GLU Variants Improve Transformer" (2020).
+    Source: Vaswani et al. (2017), section 3.3; gates: Shazeer, "GLU Variants Improve Transformer"
+    (2020).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of decoding that the host only starts: every shape, address and table stays as it is, and lengths are counted on the device.
+"""Decoding steps with fixed shapes, addresses and tables; lengths are counted on the device.
 
-Such a step can be recorded once, as a CUDA graph or by torch.compile, and run again and again. Pages are reserved before the first, and
-counted again after the last.
+Such a step can be captured once, as a CUDA graph or by torch.compile, and replayed. Pages are
+reserved before the first step and released after the last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .masks import is_lengths
 
 
 class FixedLayer:
-    """One layer: all of its memory, of which attention reads what the lengths say."""
+    """One layer with all of its memory; attention reads the part within the lengths."""
 
     def __init__(self, steps: FixedSteps, held: KeyValues, cross: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         self.steps, self.held, self.cross = steps, held, cross
@@ -26,7 +26,7 @@ class FixedLayer:
         return self.steps.current.places(columns, device)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, Hkv, new, D) and return the whole memory."""
+        """Store (B, Hkv, new, D) and return the full memory."""
         refuse_gradients("FixedSteps", key, value)
         positions = self.steps.current.positions
         assert positions is not None
@@ -39,15 +39,16 @@ class FixedLayer:
 
 
 class FixedSteps(DecoderCache):
-    """In place of a cache that has read a prompt, for up to ``tokens`` more of each sequence: the ``past_key_values`` of steps that read
-    nothing on the host. After :meth:`finish` the cache goes on.
+    """A cache's ``past_key_values`` for up to ``tokens`` steps that read nothing on the host.
 
-    :attr:`lengths` is one tensor, which every step counts up and :meth:`crop` sets. What has no room is not written and not read; the
-    CPU raises then, a GPU is not waited for, and :meth:`finish` raises.
+    It replaces a cache that has read a prompt; after :meth:`finish` the cache continues. Every step
+    increments :attr:`lengths`, one tensor, and :meth:`crop` sets it. Tokens beyond the reserved
+    room are neither written nor read. The CPU raises in that step; a GPU is not synchronized, and
+    :meth:`finish` raises.
 
     Raises:
-        ValueError: the cache has read nothing yet, or has no such room.
-        OutOfPages: nor has a paged one; nothing has changed.
+        ValueError: the cache is empty or has too little room.
+        OutOfPages: a paged cache has too few pages; it is unchanged.
     """
 
     def __init__(self, cache: DecoderCache, tokens: int) -> None:
@@ -66,7 +67,7 @@ class FixedSteps(DecoderCache):
 
     @property
     def length(self) -> int:
-        """What a sequence may come to hold: a bound."""
+        """Return the maximum length of a sequence."""
         return self._most
 
     @property
@@ -107,7 +108,7 @@ class FixedSteps(DecoderCache):
         start = max(0, self._most - columns)
         self._new = new
         self._step = Step(start, self._most, visible, new if some else None, total, positions)
-        self._lengths.add_(asked)  # beyond the room too: finish() sees it
+        self._lengths.add_(asked)  # also beyond the room, which finish() detects
         return self._step
 
     def _check(self, lengths: torch.Tensor) -> None:
@@ -118,10 +119,11 @@ class FixedSteps(DecoderCache):
             )
 
     def finish(self) -> None:
-        """The cache goes on, with what the sequences hold now. Waits for the device.
+        """Return the current lengths to the cache, which continues; synchronizes with the device.
 
         Raises:
-            ValueError: more steps were run than there was room for: the last ones' results are wrong, and their tokens lost.
+            ValueError: more steps ran than there was room for. The last results are wrong, and
+                their tokens are lost.
         """
         if self._reserved is None:
             raise ValueError("FixedSteps: it was finished before")
@@ -136,14 +138,17 @@ class FixedSteps(DecoderCache):
                 )
 
     def crop(self, length: int | torch.Tensor) -> None:
-        """Forget the positions from ``length`` on, on the device: what is longer than a sequence changes nothing."""
+        """Drop the positions from ``length`` on, on the device.
+
+        A length beyond the end of a sequence has no effect.
+        """
         if isinstance(length, torch.Tensor):
             torch.minimum(self._lengths, length.to(self._lengths), out=self._lengths)
         else:
             self._lengths.clamp_max_(length)
 
     def snapshot(self) -> None:
-        self._step = None  # restore() undoes a step alone: a copy of the lengths would cost a launch in each step
+        self._step = None  # restore() undoes a step; copying lengths would cost a launch per step
 
     def restore(self, snapshot: None) -> None:
         if self._step is not None and self._step.total is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states to classes, with the loss that never keeps the logits."""
+"""Classifier heads, with a loss that does not store the logits."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ def learned(labels: torch.Tensor) -> torch.Tensor: ...
 @overload
 def learned(labels: torch.Tensor | None) -> torch.Tensor | None: ...
 def learned(labels: torch.Tensor | None) -> torch.Tensor | None:
-    """Where labels say what is to be learned, bool; None without labels."""
+    """Return a bool mask of the labels to learn; None without labels."""
     return None if labels is None else labels != IGNORE
 
 
 def check_labels(labels: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError unless labels have exactly this shape: flattened, others would fit too."""
+    """Raise ValueError unless labels have exactly this shape; others could match once flattened."""
     if tuple(labels.shape) != tuple(shape):
         raise ValueError(f"labels must have the shape {tuple(shape)}, got {tuple(labels.shape)}")
 
 
 class Classifier(nn.Module):
-    """``x W^T + b`` onto classes or a vocabulary, and its cross entropy: :func:`pytransformer.linear_cross_entropy`.
+    """``x W^T + b`` over classes or a vocabulary, with cross entropy.
+
+    Source of the loss: :func:`pytransformer.linear_cross_entropy`.
 
     Args:
-        embedding: its weight is used instead of a weight of its own (tied).
+        embedding: provides the weight (tied).
         scale: multiplies x (T5's tied head).
-        label_smoothing: in training only, so that a validation loss is what it is called.
+        label_smoothing: applied in training only, so a validation loss is the plain cross entropy.
     """
 
     weight: torch.Tensor
@@ -66,14 +68,15 @@ class Classifier(nn.Module):
         return linear(x * self.scale if self.scale != 1.0 else x, self.weight, self.bias)
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Mean or sum over the labels that are not -100, a float32 number.
+        """Return the mean or sum over the labels other than -100, in float32.
 
         Args:
-            x: (..., d_model). labels: (...), int64.
+            x: (..., d_model).
+            labels: (...), int64.
         """
         check_labels(labels, x.shape[:-1])
         known = learned(labels)
-        if worth_selecting(known):  # no logit is computed where there is nothing to learn
+        if worth_selecting(known):  # skip the logits of ignored labels
             rows = known.flatten().nonzero().squeeze(1)
             x, labels = select(x.flatten(0, -2), rows), labels.flatten()[rows]
         return linear_cross_entropy(

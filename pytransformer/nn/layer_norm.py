@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer norm and RMS norm as modules that also take the residual connection before them."""
+"""Layer norm and RMS norm modules that fuse the preceding residual connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.layer_norm import add_norm, layer_norm, rms_norm
 
 
 class Norm(nn.Module):
-    """What :class:`LayerNorm` and :class:`RMSNorm` share: a weight, perhaps a bias, and :meth:`add`."""
+    """Base of :class:`LayerNorm` and :class:`RMSNorm`: weight, optional bias and :meth:`add`."""
 
     kind: NormKind = "layer"
 
@@ -22,7 +22,10 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_model)) if bias else None
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None, dropout_p: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(stream), stream)`` with ``stream = residual + dropout(x)``, in one pass: :func:`pytransformer.add_norm`."""
+        """Return ``(norm(stream), stream)`` with ``stream = residual + dropout(x)``, in one pass.
+
+        It calls :func:`pytransformer.add_norm`.
+        """
         return add_norm(x, residual, self.weight, self.bias, eps=self.eps, dropout_p=dropout_p, kind=self.kind)
 
     def extra_repr(self) -> str:
@@ -30,7 +33,10 @@ class Norm(nn.Module):
 
 
 class LayerNorm(Norm):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension: :func:`pytransformer.layer_norm`."""
+    """Layer norm over the last dimension, :func:`pytransformer.layer_norm`.
+
+    ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """
 
     def __init__(self, d_model: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__(d_model, eps, bias)
@@ -40,7 +46,10 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension: :func:`pytransformer.rms_norm`."""
+    """RMS norm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    It calls :func:`pytransformer.rms_norm`.
+    """
 
     kind = "rms"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x Wᵀ + b`` for few rows of x on the CPU: a step of decoding, whose time is that of reading W."""
+"""``x Wᵀ + b`` for few rows of x on the CPU, as in decoding, where reading W dominates the time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
-    Up to 8 rows on the CPU without gradient run our kernel, which reads the weights once, in order;
+    Up to 8 rows on the CPU without gradient run our kernel, which reads the weights once, in order.
     PyTorch's library reads them at a third to two thirds of that rate (docs/design/numerics.md).
-    Each element is one sum along k in float32 (float64 for float64), rounded once. Its order depends
-    on k and on the layout of the weights only.
+    Each element is one sum along k in float32 (float64 for float64), rounded once. Its order
+    depends on k and on the layout of the weights only.
 
     Args:
-        x: (..., k). weight: (n, k), contiguous or the transpose of a contiguous (k, n). bias: (n,) or None.
+        x: (..., k).
+        weight: (n, k), contiguous or the transpose of a contiguous (k, n).
+        bias: (n,) or None.
     """
     found = of_few_rows(x, weight, bias)
     return F.linear(x, weight, bias) if found is None else found
@@ -32,7 +34,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def of_few_rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, along_k: bool = False
 ) -> torch.Tensor | None:
-    """:func:`linear` where the kernel is for the call, else None. ``along_k``: weight is (k, n), as ``Conv1D`` of transformers has it."""
+    """Return :func:`linear` if the kernel supports the call, else None.
+
+    Args:
+        along_k: weight is (k, n), as in ``Conv1D`` of transformers.
+    """
     if torch.compiler.is_compiling():
         return None
     found = fast_path.linear(x, weight, bias, along_k)
@@ -43,7 +49,10 @@ def of_few_rows(
 
 
 def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the kernel is for this call: small, on the CPU, of one dtype and layout, with nobody watching or differentiating."""
+    """Return whether the kernel supports the call.
+
+    It requires few rows, the CPU, one dtype and layout, and no gradient, tracing or dispatch mode.
+    """
     return (
         x.device.type == "cpu"
         and weight.dim() == 2
@@ -64,7 +73,7 @@ def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear``, its weights and names, by :func:`linear`."""
+    """``torch.nn.Linear`` with the same weights and names, computed by :func:`linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)

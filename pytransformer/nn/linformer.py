@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention to a few mixtures of the keys: linear in the length, by a learned projection along the sequence."""
+"""Linformer self-attention, linear in the length by a learned projection of the sequence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ SHARINGS = ("none", "heads", "key_value")
 
 
 class SequenceProjection(nn.Module):
-    """``weight[..., :L] x`` along the sequence: (B, H, L, D) to (B, H, k, D).
+    """``weight[..., :L] x`` along the sequence, (B, H, L, D) to (B, H, k, D).
 
     Args:
-        max_length: the longest sequence; shorter ones use the first columns.
+        max_length: maximum sequence length; shorter sequences use the first columns.
         projected: k.
-        num_heads: heads with a matrix each; 1: all heads share one.
+        num_heads: heads with a matrix each; 1 shares one matrix among all heads.
     """
 
     def __init__(self, max_length: int, projected: int, num_heads: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(num_heads, projected, max_length) / projected**0.5)  # the paper's N(0, 1 / k)
+        # N(0, 1 / k) as in the paper.
+        self.weight = nn.Parameter(torch.randn(num_heads, projected, max_length) / projected**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length, longest = x.shape[-2], self.weight.shape[-1]
@@ -35,17 +36,20 @@ class SequenceProjection(nn.Module):
 
 
 class LinformerSelfAttention(nn.Module):
-    """``head_i = softmax(scale * q_i (E_i k_i)ᵀ) F_i v_i``: k mixtures of the keys, and of the values, instead of L of each.
+    """Linformer attention, ``head_i = softmax(scale * q_i (E_i k_i)ᵀ) F_i v_i``.
 
-    Padding takes no part in the mixtures: its keys and values are zero before E and F. A sequence without a visible key gets 0
-    from attention. Causality, windows and biases have no meaning on mixtures of all positions and are refused.
+    It attends to k mixtures of the keys and values instead of all L. Padding does not enter the
+    mixtures: its keys and values are zero before E and F. A sequence without a visible key gets 0
+    from attention. Causality, windows and biases are undefined on mixtures of all positions, so
+    they raise.
 
     Args:
-        d_model, num_heads, head_dim, bias, dropout, scale: as :class:`MultiHeadAttention`.
-        max_length: the longest sequence.
+        d_model, num_heads, head_dim, bias, dropout, scale: as in :class:`MultiHeadAttention`.
+        max_length: maximum sequence length.
         projected: k, the number of mixtures.
-        sharing: ``"none"``: E and F for each head; ``"heads"``: one E and one F; ``"key_value"``: one matrix for both. To share
-            between layers too, give them one module: ``other.keys = other.values = layer.keys``.
+        sharing: ``"none"``: E and F per head; ``"heads"``: one E and one F; ``"key_value"``: one
+            matrix for both. To share them between layers, assign one module: ``other.keys =
+            other.values = layer.keys``.
 
     Source: Wang et al., "Linformer: self-attention with linear complexity" (2020), section 4.
     """
@@ -87,10 +91,14 @@ class LinformerSelfAttention(nn.Module):
         query_lengths: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """(B, L, d_model) to the same. ``attn_mask`` is key padding, (B or 1, 1, 1, L) bool, or ``key_lengths`` (B,) say it.
+        """Return the attention output, (B, L, d_model).
+
+        Args:
+            attn_mask: key padding, (B or 1, 1, 1, L) bool.
+            key_lengths: (B,), key padding as lengths.
 
         Raises:
-            ValueError: another mask, a bias or a cache; a sequence longer than max_length.
+            ValueError: another mask, a bias or a cache, or a sequence longer than max_length.
         """
         if refused := [name for name, value in others.items() if value is not None]:
             raise ValueError(
@@ -102,14 +110,14 @@ class LinformerSelfAttention(nn.Module):
         heads = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         query, key, value = heads
         keep = self._keep(x, attn_mask, key_lengths)
-        if keep is not None:  # selected, not multiplied: NaN in padding reaches nothing
+        if keep is not None:  # select instead of multiplying, because padding may be NaN
             key, value = (t.where(keep, 0) for t in (key, value))
         p = self.dropout if self.training else 0.0
         out = attention(query, self.keys(key), self.values(value), scale=self.scale, dropout_p=p, query_lengths=query_lengths)
         return self.out(out.transpose(1, 2).flatten(-2))
 
     def _keep(self, x: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor | None:
-        """(B or 1, 1, L, 1) bool, False at padding."""
+        """Return (B or 1, 1, L, 1) bool, False at padding."""
         batch, length = x.shape[0], x.shape[1]
         if mask is not None and (
             mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, 1, length)

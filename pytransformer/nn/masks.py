@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From Hugging Face's attention_mask to what the fused op takes; nothing of size (Lq, Lk) is ever built."""
+"""Hugging Face's attention_mask as the fused op's arguments, never of size (Lq, Lk)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing_extensions import TypeIs
 
 
 def is_lengths(attention_mask: torch.Tensor | None, batch: int) -> TypeIs[torch.Tensor]:
-    """Whether it is (B,) integers, the lengths of sequences padded at the end, rather than one entry for each token."""
+    """Return whether the mask is (B,) integer lengths of sequences padded at the end."""
     mask = attention_mask
     return mask is not None and mask.shape == (batch,) and not mask.dtype.is_floating_point and mask.dtype != torch.bool
 
 
 def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, queries: bool = False) -> dict[str, Any]:
-    """The visibility arguments of :func:`pytransformer.attention` for keys of (batch, length) tokens with this mask.
+    """Return the visibility arguments of :func:`pytransformer.attention` for key padding.
 
     Args:
         attention_mask: None; (B, L), bool or integers, 0 = padding on any side; or (B,) integers,
             the lengths of sequences padded at the end.
-        queries: the queries are the same tokens (self-attention): with lengths, padding is not even computed.
+        queries: whether the queries are the same tokens (self-attention); lengths then also skip
+            padding queries.
 
     Returns:
-        ``{}``, ``{"attn_mask": (B, 1, 1, L) bool}`` (a view of the mask, read once a row by the kernel) or ``{"key_lengths": ...}``.
+        ``{}``, ``{"attn_mask": (B, 1, 1, L) bool}`` (a view of the mask, which the kernel reads
+            once per row) or ``{"key_lengths": ...}``.
 
     Raises:
         ValueError: a mask of another shape, or a floating one, which may be additive.
@@ -44,7 +46,7 @@ def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, que
 
 
 def check_not_additive(attention_mask: torch.Tensor) -> None:
-    """Raise ValueError for a floating mask: in an additive one 0 is a token, and not padding."""
+    """Raise ValueError for a floating mask; in an additive mask 0 is a token, not padding."""
     if attention_mask.dtype.is_floating_point:
         raise ValueError(
             f"attention_mask must be bool or integers, 0 = padding, got {attention_mask.dtype}; "
@@ -53,9 +55,9 @@ def check_not_additive(attention_mask: torch.Tensor) -> None:
 
 
 def causal(visible: dict[str, Any], cached: int, new: int) -> dict[str, Any]:
-    """The same arguments for a decoder's self-attention, of ``new`` queries after ``cached`` keys.
+    """Return the arguments of causal self-attention, ``new`` queries after ``cached`` keys.
 
-    Queries align with the last keys, and with lengths each sequence's own: its queries end where its keys do.
+    Queries align with the last keys. With lengths, each sequence's queries end at its last key.
     """
     if "key_lengths" in visible:
         return {**visible, "causal": "bottom_right", "query_lengths": (visible["key_lengths"] - cached).clamp(0, new)}
@@ -63,17 +65,18 @@ def causal(visible: dict[str, Any], cached: int, new: int) -> dict[str, Any]:
 
 
 def is_tree(attention_mask: torch.Tensor | None) -> TypeIs[torch.Tensor]:
-    """Whether it says of each new token which keys it sees, (B, new, cached + new)."""
+    """Return whether the mask has one row of visible keys per new token, (B, new, cached + new)."""
     return attention_mask is not None and attention_mask.dim() == 3
 
 
 def tree(attention_mask: torch.Tensor, batch: int, new: int, length: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """(the visibility arguments, where the tokens stand (batch, new)) of a tree of drafts behind ``length - new`` cached tokens.
+    """Return the visibility arguments and the position ids (batch, new) of a tree of drafts.
 
-    A node sees itself, the nodes on its path, and what is cached: it stands behind as many tokens.
+    The tree follows ``length - new`` cached tokens. A node sees itself, its ancestors and the
+    cache; its position is the number of tokens before it.
 
     Raises:
-        ValueError: a mask of another shape, or of numbers.
+        ValueError: a mask of another shape or dtype.
     """
     if attention_mask.shape != (batch, new, length) or attention_mask.dtype != torch.bool:
         raise ValueError(
@@ -85,18 +88,21 @@ def tree(attention_mask: torch.Tensor, batch: int, new: int, length: int) -> tup
 
 
 def position_ids(attention_mask: torch.Tensor, new: int) -> torch.Tensor:
-    """(B, new): the positions of the last ``new`` tokens of (B, L), counted from each sequence's first real token.
+    """Return positions (B, new) of the last ``new`` tokens of (B, L), from the first real token.
 
-    For left-padded batches, whose tokens should have the positions that they have unpadded; padding gets 0.
+    Tokens of left-padded batches get their unpadded positions; padding gets 0.
     """
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -new:]
 
 
 def kept(visible: dict[str, Any], length: int, who: str) -> torch.Tensor | None:
-    """(B, L) bool, False at padding, from what :func:`padding` returned; None without padding. For layers that mix neighbours.
+    """Return the (B, L) bool mask, False at padding, of :func:`padding`'s result, or None.
+
+    Layers that mix neighbors use it.
 
     Raises:
-        ValueError: other masks, which a convolution cannot follow; the message names them and ``who``.
+        ValueError: masks other than padding, which a convolution cannot apply; the message names
+            them and ``who``.
     """
     if unknown := visible.keys() - {"key_lengths", "query_lengths", "attn_mask"}:
         raise ValueError(f"{who} follows padding only, got {', '.join(sorted(unknown))}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may take the place of self-attention in a block: a Fourier transform, a network over the tokens, a convolution."""
+"""Replacements of self-attention: a Fourier transform, a network over tokens, a convolution."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from .masks import kept
 
 
 class FourierMixing(nn.Module):
-    """``Re(F_tokens(F_features(x)))``: two discrete Fourier transforms, no parameters. Every token, padding too, is mixed in.
+    """FNet's ``Re(F_tokens(F_features(x)))``: two discrete Fourier transforms, no parameters.
+
+    Every token is mixed in, including padding.
 
     Source: Lee-Thorp et al., "FNet" (2022), equation 3.
     """
 
     def forward(self, x: torch.Tensor, **_visible: Any) -> torch.Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()  # there is no bfloat16 transform
+        # The FFT has no bfloat16.
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         return torch.fft.fft2(wide, dim=(-2, -1)).real.to(x.dtype)
 
 
 class TokenMixing(nn.Module):
-    """``x^T -> w2 act(w1 x^T)``: a feed-forward network along the tokens, the same for each feature. Length is fixed.
+    """A feed-forward network along the tokens, ``x^T -> w2 act(w1 x^T)``, shared by all features.
+
+    The length is fixed.
 
     Source: Tolstikhin et al., "MLP-Mixer" (2021), equation 1.
     """
@@ -42,15 +47,18 @@ class TokenMixing(nn.Module):
 
 
 class SeparableMixing(nn.Module):
-    """``P gelu(D x)``: each feature convolved along the tokens (depthwise, D), then the features of each token mixed (pointwise, P).
+    """Depthwise separable convolution along the tokens, ``P gelu(D x)``.
 
-    A token sees ``kernel_size`` neighbours, whatever the length; the mixing of a depthwise separable convolution, in attention's place.
+    D convolves each feature along the tokens (depthwise); P mixes the features of each token
+    (pointwise). A token sees ``kernel_size`` neighbors at any length.
 
     Args:
-        kernel_size: odd; of each side where there is a grid.
-        grid: rows and columns, of tokens that are the patches of an image; None: tokens in a line, where padding enters as zero.
+        kernel_size: odd; the size of both sides if there is a grid.
+        grid: rows and columns of tokens that are image patches; None: a sequence of tokens, in
+            which padding enters as zero.
 
-    Source: Trockman and Kolter, "Patches Are All You Need?" (2022), section 3; Chollet, "Xception" (2017).
+    Source: Trockman and Kolter, "Patches Are All You Need?" (2022), section 3; Chollet, "Xception"
+    (2017).
     """
 
     def __init__(self, d_model: int, kernel_size: int, *, grid: tuple[int, int] | None = None) -> None:
@@ -63,7 +71,7 @@ class SeparableMixing(nn.Module):
         self.pointwise = nn.Linear(d_model, d_model)
 
     def forward(self, x: torch.Tensor, **visible: Any) -> torch.Tensor:
-        """(B, L, d_model); visible: padding, on any side."""
+        """Return (B, L, d_model) from x (B, L, d_model) and padding on any side."""
         keep = kept(visible, x.shape[1], "SeparableMixing")
         if keep is not None:
             if self.grid is not None:

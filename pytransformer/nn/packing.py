@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded batches without their padding: blocks compute the real tokens only, one sequence after the other."""
+"""Packing of padded batches: blocks compute the real tokens only, concatenated."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 from ..ops._core.autograd import transforming
 
-WORTH = 0.1  # share of padding from which leaving it out pays for two copies of the batch
+WORTH = 0.1  # share of padding from which packing pays for two copies of the batch
 
-# What :func:`pytransformer.attention` and its packed form mean alike where queries and keys are the same tokens.
+# Arguments with the same meaning in packed attention if queries and keys are the same tokens.
 _SHARED = {"causal", "bias", "window"}
 _PADDING = {"attn_mask", "key_lengths", "query_lengths"}
 
 
 def worth_selecting(keep: torch.Tensor) -> bool:
-    """Whether rows may and should be chosen by the values of ``keep``, bool: on the CPU, in eager mode, with enough to leave out.
+    """Return whether to select rows by the bool values of ``keep``.
 
-    On a GPU reading the mask would wait for it, and a traced graph has one shape.
+    It requires the CPU, eager mode and enough rows to skip. On a GPU reading the mask would
+    synchronize, and a traced graph has one shape.
     """
     if type(keep) is not torch.Tensor or keep.device.type != "cpu":
         return False
@@ -33,7 +34,7 @@ def worth_selecting(keep: torch.Tensor) -> bool:
 
 
 class _Select(torch.autograd.Function):
-    """Rows of x, each at most once: index_select, whose own backward must add where a row is selected twice, which costs."""
+    """Unique rows of x. index_select's backward accumulates repeated rows, which is slower."""
 
     @staticmethod
     def forward(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -50,22 +51,22 @@ class _Select(torch.autograd.Function):
 
 
 def select(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``x[rows]`` for different rows of x, (N, ...)."""
+    """Return ``x[rows]`` for unique rows of x, (N, ...)."""
     return _Select.apply(x, rows)
 
 
 def spread(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(num_rows, ...) with x at ``rows`` and zeros elsewhere."""
+    """Return (num_rows, ...) with x at ``rows`` and zeros in all other rows."""
     return x.new_zeros(num_rows, *x.shape[1:]).index_copy(0, rows, x)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the real tokens of a (B, L) batch padded at the end lie.
+    """Positions of the real tokens of a (B, L) batch padded at the end.
 
     Attributes:
-        rows: (total,) their places in the flattened batch.
-        offsets: (B + 1,) where each sequence starts among them.
+        rows: (total,) indices of the tokens in the flattened batch.
+        offsets: (B + 1,) start of each sequence in ``rows``.
         longest: tokens of the longest sequence.
         shape: (B, L).
     """
@@ -79,10 +80,15 @@ class Packing:
     def of(
         cls, visible: Mapping[str, Any], x: torch.Tensor, *, wanted: torch.Tensor | None = None, if_worth: bool = False
     ) -> Packing | None:
-        """The packing of x, (B, L, d), whose padding the visibility arguments of :func:`pytransformer.attention` tell.
+        """Return the packing of x, (B, L, d), from the visibility arguments of attention.
 
-        None if they tell of something else besides, if padding is not at the end of each sequence, if some of it is ``wanted``,
-        (B, L) bool, or, ``if_worth``, if there is little of it or this is no time to look.
+        Args:
+            visible: arguments of :func:`pytransformer.attention`.
+            wanted: (B, L) bool, positions that are read.
+            if_worth: pack only if there is enough padding, and only on the CPU in eager mode.
+
+        Returns:
+            None if there are other masks, padding that is not at the end, or padding that is read.
         """
         if not visible.keys() <= _SHARED | _PADDING or (if_worth and not visible.keys() & _PADDING):
             return None
@@ -104,15 +110,15 @@ class Packing:
         return cls(keep.flatten().nonzero().squeeze(1), offsets, longest, (batch, length))
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, L, d) to (total, d)."""
+        """Return (total, d) from (B, L, d)."""
         return select(x.flatten(0, 1), self.rows)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """(total, d) to (B, L, d), with zeros at the padding."""
+        """Return (B, L, d) from (total, d), with zeros at the padding."""
         return spread(x, self.rows, self.shape[0] * self.shape[1]).unflatten(0, self.shape)
 
     def visible(self, arguments: Mapping[str, Any], keys: Packing) -> dict[str, Any]:
-        """The same visibility as arguments of :func:`pytransformer.attention_varlen`, for queries packed so and ``keys``."""
+        """Return the arguments of packed attention with the same visibility."""
         return {k: v for k, v in arguments.items() if k in _SHARED} | {
             "cu_seqlens_q": self.offsets, "cu_seqlens_k": keys.offsets,
             "max_seqlen_q": self.longest, "max_seqlen_k": keys.longest,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages of a pool, which sequences take as they grow, share where they began alike, and give back.
+"""Paged KV cache: sequences allocate pages of a pool, share common prefixes and free pages.
 
-The bookkeeping is :mod:`.pages`; attention reads the pools by the table (``page_table`` of :func:`pytransformer.attention`).
+:mod:`.pages` tracks the pages; attention reads the pools by ``page_table``
+(:func:`pytransformer.attention`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ __all__ = ["OutOfPages", "PagedCache", "PagedLayer", "Pages"]
 
 
 class PagedLayer:
-    """One layer's pools of keys and values, (num_pages, Hkv, page_size, D), allocated at the first :meth:`append`, and its
-    cross-attention's keys and values as they were made."""
+    """One layer's pools of keys and values, and its cross-attention keys and values.
+
+    The first :meth:`append` allocates the pools, (num_pages, Hkv, page_size, D).
+    """
 
     def __init__(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> None:
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, storage(dtype)
@@ -51,7 +54,8 @@ class PagedLayer:
         """Store (B, Hkv, new, D) and return the pools.
 
         Raises:
-            ValueError: no step was made, another batch size or head shape than before, or tensors that need a gradient.
+            ValueError: no step was made, the batch size or head shape changed, or a tensor requires
+                a gradient.
         """
         refuse_gradients("PagedCache", key, value)
         step, self.step = self._next(), None
@@ -66,7 +70,7 @@ class PagedLayer:
         return self.stored[:2]
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to): the next write changes them while other sequences read them."""
+        """Copy pages (from, to) that the next write changes while other sequences read them."""
         if pages and self.stored is not None:
             source, to = torch.tensor(pages, device=self.stored.key.device).T
             for pool in self.stored.numbers:
@@ -76,11 +80,12 @@ class PagedLayer:
 class PagedCache(DecoderCache):
     """The caches of all layers of a decoder in ``num_pages`` pages of ``page_size`` positions.
 
-    Made by ``model.make_paged_cache(num_pages)`` and passed as ``past_key_values``. Memory is taken once: 2 num_pages Hkv page_size D
-    numbers a layer, in ``dtype`` as in :class:`KeyValueCache`. A sequence takes pages as it grows; :meth:`reorder` lets beams share
-    them, and a page is copied when one of them writes it. Without more, the batch of a call are new sequences, until :meth:`free`. A
-    loop that lets sequences join and leave names them: :meth:`open`, :meth:`fork` and :meth:`close`, and :meth:`select`, which says
-    what the rows of the next call are.
+    ``model.make_paged_cache(num_pages)`` creates it; pass it as ``past_key_values``. Memory is
+    allocated once: 2 num_pages Hkv page_size D elements per layer, in ``dtype`` as in
+    :class:`KeyValueCache`. A sequence allocates pages as it grows. :meth:`reorder` lets beams share
+    pages; a write to a shared page copies it first. By default the batch of a call is new
+    sequences, until :meth:`free`. For continuous batching, :meth:`open`, :meth:`fork` and
+    :meth:`close` manage named sequences, and :meth:`select` sets the rows of the next call.
     """
 
     def __init__(self, num_layers: int, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> None:
@@ -104,17 +109,18 @@ class PagedCache(DecoderCache):
 
     @property
     def table(self) -> torch.Tensor:
-        """(B, pages) int32: the pages of the batch, 0 behind each sequence's own."""
+        """Return the batch's page table, (B, pages) int32, 0 after a sequence's last page."""
         tables = [self.pages.tables[name] for name in self.rows]
         width = max((len(table) for table in tables), default=0)
         rows = [table + [0] * (width - len(table)) for table in tables]
         return torch.tensor(rows, dtype=torch.int32, device=self._device).view(len(rows), width)
 
     def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
-        """See :meth:`DecoderCache.step`.
+        """Reserve pages for the next tokens; see :meth:`DecoderCache.step`.
 
         Raises:
-            OutOfPages: it says how many more are needed; nothing has changed.
+            OutOfPages: the pool is too small; the message has the missing number, and the cache is
+                unchanged.
         """
         with self.transaction():
             if not self.rows:
@@ -142,7 +148,8 @@ class PagedCache(DecoderCache):
         new, total, positions = new_tokens("PagedCache", held, columns, None if lengths is None else lengths.cpu())
         copies = self.pages.grow(dict(zip(self.rows, new.tolist())))
         table = self.table
-        if "attn_mask" in visible:  # to whole pages; what lies behind the lengths is not looked at
+        # Extend to full pages; attention ignores keys beyond the lengths.
+        if "attn_mask" in visible:
             behind = table.shape[1] * self.pages.page_size - start - columns
             visible["attn_mask"] = torch.nn.functional.pad(visible["attn_mask"], (0, behind))
         new, total, positions = (t.to(self._device) for t in (new, total, positions))
@@ -155,29 +162,30 @@ class PagedCache(DecoderCache):
             layer.step = step
         return step
 
-    # ---- sequences by name
-
     def open(self, tokens: Sequence[int] = ()) -> int:
-        """A new sequence. Of ``tokens``, those at the beginning whose pages are known are read already: ``cache.pages.lengths[name]`` many.
+        """Open a sequence and return its name.
 
-        Only where keys and values follow from the tokens before them: not with an encoder, nor with prefix_lengths."""
+        The leading ``tokens`` whose pages are known are already read; their number is
+        ``cache.pages.lengths[name]``. This requires that keys and values depend on the preceding
+        tokens only, so it excludes encoders and prefix_lengths.
+        """
         return self.pages.open(tokens)
 
     def know(self, name: int, tokens: Sequence[int]) -> None:
-        """Let others that begin with the same tokens share the sequence's full pages, after its end too."""
+        """Let sequences with the same prefix share the full pages, even after this one ends."""
         self.pages.know(name, tokens)
 
     def fork(self, name: int) -> int:
-        """A new sequence that shares all pages of this one."""
+        """Open a sequence that shares all pages of this one, and return its name."""
         return self.pages.fork(name)
 
     def close(self, name: int) -> None:
-        """The sequence ends; its pages are free, or wait to be found by their tokens."""
+        """End the sequence; its pages become free, or stay reusable by their tokens."""
         self.pages.close(name)
         self.rows = [row for row in self.rows if row != name]
 
     def select(self, names: Sequence[int]) -> None:
-        """The rows of the next call, each another sequence."""
+        """Set the rows of the next call, each a different sequence."""
         if len(set(names)) != len(names) or any(name not in self.pages.tables for name in names):
             raise ValueError(f"PagedCache.select: wanted different open sequences, got {list(names)}")
         if any(layer.cross is not None for layer in self.layers):
@@ -185,8 +193,6 @@ class PagedCache(DecoderCache):
                 "PagedCache.select: the rows of cross-attention's keys follow reorder() alone; use that, or free() first"
             )
         self.rows = list(names)
-
-    # ---- the batch
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
         before, after, kept = self.rows, list[int](), set[int]()
@@ -215,11 +221,14 @@ class PagedCache(DecoderCache):
             self.pages.crop(name, n)
 
     def reserve(self, tokens: int) -> Reserved:
-        """See :meth:`DecoderCache.reserve`; pages are taken for all of these tokens now, and those that were not needed given back at the
-        end. Until then the rows stay as they are; other sequences may come and go.
+        """Reserve pages for ``tokens`` more tokens; see :meth:`DecoderCache.reserve`.
+
+        Unused pages are freed at the end. Until then the rows must not change; other sequences may
+        open and close.
 
         Raises:
-            OutOfPages: it says how many more are needed; nothing has changed.
+            OutOfPages: the pool is too small; the message has the missing number, and the cache is
+                unchanged.
         """
         if not self.rows or any(layer.stored is None for layer in self.layers):
             raise ValueError("PagedCache: let it read a prompt first: its pools are made then")
@@ -254,6 +263,6 @@ class PagedCache(DecoderCache):
             layer.cross, layer.step = kept, None
 
     def reset(self) -> None:
-        """Forget everything, pools and known pages too."""
+        """Drop all contents, pools and known pages."""
         sizes = self.pages.num_pages, self.pages.page_size
         self.pages, self.rows, self._layers = Pages(*sizes), [], [PagedLayer(*sizes, self.dtype) for _ in self.layers]

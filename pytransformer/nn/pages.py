@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which page belongs to whom: the bookkeeping of a paged cache, without a tensor.
+"""Page tables of a paged cache, without tensors.
 
-A sequence is a table of pages, all full but the last. Pages are counted: sequences that began alike share them, and a page that is
-written, though others read it, is copied first. A full page may be *known* by its tokens and those before it; it then stays, after its last
-sequence has ended, until room is needed: the one that was used longest ago goes first.
+A sequence is a table of pages, all full except the last. Pages have reference counts: sequences
+with a common prefix share them, and a write to a shared page copies it first. A full page may be
+*known* by its tokens and the tokens before it. A known page outlives its last sequence until room
+is needed; the least recently used page is evicted first.
 
-Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023), section 4.
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (2023), section 4.
 """
 
 from __future__ import annotations
@@ -17,23 +19,27 @@ from typing import NamedTuple
 
 
 class OutOfPages(RuntimeError):
-    """There are fewer pages than the sequences need. Nothing has changed."""
+    """Too few pages for the sequences; the pool is unchanged."""
 
 
 class _Known(NamedTuple):
-    """A full page's place in the index: ``key`` is (serial of the page before, its tokens); ``serial`` is never used again."""
+    """Index entry of a full page.
+
+    ``key`` is (serial of the preceding page, tokens of this page); ``serial`` is never reused.
+    """
 
     key: tuple[int, tuple[int, ...]]
     serial: int
 
 
 class Pages:
-    """Sequences, named by numbers, over ``num_pages`` pages of ``page_size`` positions.
+    """Sequences, named by integers, over ``num_pages`` pages of ``page_size`` positions.
 
     Attributes:
-        tables: each sequence's pages. A list is replaced, never changed, so a copy of the dict is a snapshot.
+        tables: each sequence's pages. A list is replaced, never modified, so a copy of the dict is
+            a snapshot.
         lengths: each sequence's number of positions.
-        counts: for each page, the number of tables that contain it.
+        counts: reference count of each page.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -45,22 +51,26 @@ class Pages:
         self.lengths: dict[int, int] = {}
         self.counts = [0] * num_pages
         self._names = itertools.count()
-        self._serials = itertools.count(1)  # 0: before the first page
+        self._serials = itertools.count(1)  # 0 precedes the first page
         self._free = list(range(num_pages - 1, -1, -1))
         self._pages: dict[tuple[int, tuple[int, ...]], int] = {}
         self._known: dict[int, _Known] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known, in no table; used longest ago first
+        # Known, in no table; least recently used first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that no sequence has."""
+        """Return the number of pages without a sequence."""
         return len(self._free) + len(self._idle)
 
     def pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
     def open(self, tokens: Sequence[int] = ()) -> int:
-        """A new sequence. Of ``tokens``, those whose pages are known are in it; the last one never is, for its logits are wanted."""
+        """Open a sequence that shares the known pages of ``tokens``, and return its name.
+
+        The last token is never included, because its logits are needed.
+        """
         name = next(self._names)
         table: list[int] = []
         serial, size = 0, self.page_size
@@ -75,10 +85,12 @@ class Pages:
         return name
 
     def grow(self, new: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Room for so many more positions of each sequence. Returns the pages to be copied before they are written: (from, to).
+        """Allocate pages for more positions of each sequence.
+
+        Returns the copies (from, to) to make before the next write.
 
         Raises:
-            OutOfPages: for all or none.
+            OutOfPages: there are too few pages; no sequence grew.
         """
         needed = self._needed(new)
         if needed > self.available:
@@ -98,14 +110,17 @@ class Pages:
                     copies.append((last, table[-1]))
                     self._release(last)
                 else:
-                    self._forget(last)  # it will hold something else
+                    self._forget(last)  # its contents will change
             while len(table) < self.pages_for(length + count):
                 table.append(self._take())
             self.tables[name], self.lengths[name] = table, length + count
         return copies
 
     def _needed(self, new: Mapping[int, int]) -> int:
-        """Pages that :meth:`grow` takes: those at the end, and copies. Of the sequences that share a page the last need not copy it."""
+        """Return the number of pages that :meth:`grow` takes, for new positions and for copies.
+
+        The last sequence that shares a page needs no copy.
+        """
         needed, sharers = 0, Counter[int]()
         for name, count in new.items():
             if count:
@@ -116,7 +131,7 @@ class Pages:
         return needed + sum(min(n, self.counts[page] - 1) for page, n in sharers.items())
 
     def fork(self, name: int) -> int:
-        """A new sequence with the same positions, in the same pages."""
+        """Open a sequence with the same positions and pages, and return its name."""
         other = next(self._names)
         self.tables[other], self.lengths[other] = self.tables[name], self.lengths[name]
         for page in self.tables[name]:
@@ -124,7 +139,7 @@ class Pages:
         return other
 
     def crop(self, name: int, length: int) -> None:
-        """Forget the positions from ``length`` on."""
+        """Drop the positions from ``length`` on."""
         table, count = self.tables[name], self.pages_for(length)
         for page in reversed(table[count:]):
             self._release(page)
@@ -133,15 +148,15 @@ class Pages:
         self.lengths[name] = length
 
     def close(self, name: int) -> None:
-        """The sequence ends."""
+        """End the sequence."""
         self.crop(name, 0)
         del self.tables[name], self.lengths[name]
 
     def restore(self, tables: Mapping[int, list[int]], lengths: Mapping[int, int]) -> None:
-        """Return to a snapshot of :attr:`tables` and :attr:`lengths`, from any state, also one that an exception interrupted.
+        """Return to a snapshot of :attr:`tables` and :attr:`lengths`, even after an exception.
 
-        All else follows from the tables and from the pages that are still known by their tokens: they were forgotten before anything
-        else was written to them.
+        All other state follows from the tables and the known pages, because a page is forgotten
+        before its contents change.
         """
         self.tables, self.lengths = dict(tables), dict(lengths)
         counts = [0] * self.num_pages
@@ -150,18 +165,18 @@ class Pages:
                 counts[page] += 1
         self.counts = counts
         self._pages = {known.key: page for page, known in self._known.items()}
-        idle = dict.fromkeys(self._idle) | dict.fromkeys(self._known)  # keep the order of use
+        idle = dict.fromkeys(self._idle) | dict.fromkeys(self._known)  # in order of use
         self._idle = OrderedDict.fromkeys(page for page in idle if page in self._known and not counts[page])
         free = dict.fromkeys(self._free) | dict.fromkeys(range(self.num_pages))
         self._free = [page for page in free if page not in self._known and not counts[page]]
 
     def know(self, name: int, tokens: Sequence[int]) -> None:
-        """Let the sequence's full pages be found by its ``tokens``, those that it holds, from the first on."""
+        """Index the sequence's full pages by its ``tokens``, from the first on."""
         serial, size = 0, self.page_size
         for i, page in enumerate(self.tables[name][: min(len(tokens), self.lengths[name]) // size]):
             key = (serial, tuple(tokens[i * size : (i + 1) * size]))
             if key not in self._pages:
-                if page in self._known:  # by other tokens: the sequence was cropped and its tokens are not what they were
+                if page in self._known:  # the sequence was cropped and has other tokens now
                     self._forget(page)
                 self._pages[key], self._known[page] = page, _Known(key, next(self._serials))
             serial = self._known[self._pages[key]].serial
@@ -187,7 +202,7 @@ class Pages:
         return page
 
     def _forget(self, page: int) -> None:
-        """The page is no longer found by its tokens. What followed it is not either; that goes when its turn comes."""
+        """Remove the page from the index; its successors are unreachable and evicted later."""
         known = self._known.pop(page, None)
         if known is not None:
             del self._pages[known.key]

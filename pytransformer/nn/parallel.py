@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How modules are split over the ranks of a device mesh: the styles that a model's ``tensor_parallel_plan()`` gives to
-``torch.distributed.tensor.parallel.parallelize_module``. See docs/tensor-parallel.md.
+"""Tensor-parallel styles of a model's ``tensor_parallel_plan()``; see docs/distributed.md.
 
-Between modules the hidden states are plain tensors, the same on every rank of the mesh. Every parameter becomes a DTensor: split where a
-style says so, else whole.
+``torch.distributed.tensor.parallel.parallelize_module`` applies them to a device mesh. Hidden
+states between modules are plain tensors, the same on every rank. Every parameter becomes a DTensor,
+sharded or replicated by its style.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .positions import RelativePositionTable
 from .relative import RelativeMultiHeadAttention
 from .rotary import RotaryMultiHeadAttention
 
-# Modules whose parameters go to our ops alone, which take them as DTensors beside plain tensors.
+# Modules whose parameters only our ops read, which accept DTensors beside plain tensors.
 _BY_OPS = (Norm, RelativePositionTable)
 
 
 def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
-    """A style for every module of the model that has parameters.
+    """Return a style for every module of the model that has parameters.
 
     Raises:
-        ValueError: the model has mixtures of experts, which are split by experts.
+        ValueError: the model has mixtures of experts, which use expert parallelism.
     """
     plan: dict[str, ParallelStyle] = {"": ModelParallel()}
     vocabulary, done = VocabularyParallel(), list[str]()
@@ -57,14 +57,16 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
         elif isinstance(module, (nn.Embedding, Classifier)):
             plan[name] = vocabulary
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            continue  # torch has no batch norm of DTensors beside its running statistics: plain, and the same on every rank
+            # Torch's batch norm does not support DTensors beside its running statistics; parameters
+            # are plain and replicated.
+            continue
         elif next(module.parameters(recurse=False), None) is not None:
             plan[name] = WholeParallel()
     return plan
 
 
 def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What ``state()`` of a model that was split is in one process: whole tensors under the names from before. Every rank must call."""
+    """Return the full, unsplit ``state()`` of a split model. Every rank must call."""
     names, full = [*dict(model.named_parameters()), *dict(model.named_buffers())], model.state_dict()
     return gathered(model, {name: full[name] for name in names if name in full})
 
@@ -72,11 +74,12 @@ def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def gathered(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], *, keep: bool = True, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """Of tensors by the names of the model's parameters (they, their gradients, an optimizer's state) what one process has.
+    """Gather tensors named like the model's parameters: parameters, gradients, optimizer state.
 
     Args:
-        keep: whether this rank wants them; one that does not holds one whole tensor at a time, and gets {}.
-        device: where they go; None: they stay where they are.
+        keep: whether this rank needs the result; otherwise it holds one full tensor at a time and
+            returns {}.
+        device: device of the result; None means the current device of each tensor.
     """
     before = names_before(model, tensors)
     found: dict[str, torch.Tensor] = {}
@@ -84,13 +87,16 @@ def gathered(
         full = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
         if keep:
             full, then = full.to(device or full.device), before[name]
-            found[then] = torch.cat([found[then], full]) if then in found else full  # in the order of the parts
+            # In the order of the parts.
+            found[then] = torch.cat([found[then], full]) if then in found else full
     return found
 
 
 def parted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of :func:`gathered`: by the names of the split model's parameters, each still whole. What is no matrix or vector, as
-    an optimizer's count of steps, every part gets."""
+    """Rename :func:`gathered` tensors to the split model's parameters; they stay full.
+
+    Every part gets a copy of scalars, such as an optimizer's step count.
+    """
     found: dict[str, Any] = {}
     offsets: dict[str, int] = {}
     full = dict(model.state_dict())
@@ -107,22 +113,29 @@ def parted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_before(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """What names of a split model's parameters were before: those of the parts of a matrix have one in common."""
+    """Return the names before the split; the parts of one matrix share a name."""
     split = [f"{name}." for name, m in model.named_modules() if isinstance(m, SplitProjection)]
     inside = {name: next((prefix for prefix in split if name.startswith(prefix)), None) for name in names}
     return {name: name if prefix is None else prefix + name.rsplit(".", 1)[1] for name, prefix in inside.items()}
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether every rank computes all of it: an attention whose scores mix parameters with plain tensors outside of our ops, or one that
-    norms each head with a weight that all heads share, of whose gradient a rank's heads would give a part."""
+    """Return whether every rank computes the full module.
+
+    This holds for attention that combines parameters and plain tensors outside our ops, and for
+    attention whose per-head norm shares a weight among heads: a rank's heads would give only part
+    of its gradient.
+    """
     if isinstance(module, RotaryMultiHeadAttention):
         return module.query_norm is not None
     return isinstance(module, RelativeMultiHeadAttention)
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None, source: int | None) -> None:
-    """Make the parameter a DTensor, split by a dimension or whole. That of rank ``source`` counts; None: each rank's own."""
+    """Make the parameter a DTensor, sharded along ``dim`` or replicated.
+
+    Rank ``source`` provides the values; None: each rank uses its local values.
+    """
     old = getattr(module, name)
     if old is not None and not isinstance(old, DTensor):
         t = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=source)
@@ -130,14 +143,14 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None,
 
 
 def _mesh(style: str, mesh: DeviceMesh) -> int:
-    """The number of ranks of a mesh of one dimension."""
+    """Return the number of ranks of a one-dimensional mesh."""
     if mesh.ndim != 1:
         raise ValueError(f"{style}: the mesh must have one dimension, got {mesh}; of a larger one give mesh['its name']")
     return mesh.size()
 
 
 class WholeParallel(ParallelStyle):
-    """Parameters whole on every rank, as DTensors: all of a model's are then alike to optimizers and to gradient clipping."""
+    """Replicated parameters as DTensors, so optimizers and gradient clipping see only DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mesh("WholeParallel", device_mesh)
@@ -149,7 +162,7 @@ class WholeParallel(ParallelStyle):
 
 
 class CopiesParallel(ParallelStyle):
-    """Plain parameters, the same on every rank: each computes all of the module, and finds the same gradients."""
+    """Plain replicated parameters; each rank computes the full module and the same gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mesh("CopiesParallel", device_mesh)
@@ -161,7 +174,7 @@ class CopiesParallel(ParallelStyle):
 
 
 def _in_dtensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Plain tensors become DTensors before the module's forward, and its results plain ones again."""
+    """Convert inputs to DTensors before the module's forward, and outputs to plain tensors."""
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_as_dtensor(t, mesh) if isinstance(t, torch.Tensor) else t for t in inputs)
@@ -178,7 +191,7 @@ def _as_dtensor(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class ModelParallel(WholeParallel):
-    """Of a whole model: parameters of its own, and a check that the ranks draw the same dropout masks."""
+    """The style of the full model: its direct parameters, and a check of equal RNG states."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mesh("ModelParallel", device_mesh)
@@ -195,7 +208,7 @@ class ModelParallel(WholeParallel):
 
 
 def _check_generators(group: dist.ProcessGroup, device: torch.device) -> None:
-    """ValueError on every rank unless their generators are alike: hidden states would no longer be the same on all of them."""
+    """Raise ValueError on every rank if RNG states differ; hidden states would diverge."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     own = torch.tensor([zlib.crc32(state.numpy().tobytes())], device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -208,13 +221,13 @@ def _check_generators(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class VocabularyParallel(ParallelStyle):
-    """The rows of an embedding's or classifier's weight over the ranks; each rank keeps all of it where there are too few.
+    """Rows of an embedding's or classifier's weight over the ranks, replicated if too few.
 
-    One object for all modules that may share a weight: they share it afterwards too.
+    Use one object for all modules that may share a weight, so they still share it afterwards.
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []  # before and after
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []  # (before, after)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = _mesh("VocabularyParallel", device_mesh)
@@ -235,7 +248,7 @@ class VocabularyParallel(ParallelStyle):
 
 
 class HiddenParallel(ParallelStyle):
-    """A :class:`FeedForward`: each rank has some columns of the hidden layer, and one sum over the ranks follows (Megatron-LM's)."""
+    """Column- and row-parallel :class:`FeedForward` with one all-reduce (Megatron-LM)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mesh("HiddenParallel", device_mesh)
@@ -250,7 +263,7 @@ class HiddenParallel(ParallelStyle):
 
 
 class SplitProjection(nn.Module):
-    """The projections that one matrix held, each split by heads. Returns them as a tuple."""
+    """The projections of one fused matrix, each split by heads, returned as a tuple."""
 
     def __init__(self, linear: nn.Linear, widths: Mapping[str, int], mesh: DeviceMesh, source: int | None) -> None:
         super().__init__()
@@ -270,9 +283,10 @@ class SplitProjection(nn.Module):
 
 
 class HeadsParallel(ParallelStyle):
-    """A :class:`MultiHeadAttention`: each rank has some of the heads, and one sum over the ranks follows (Megatron-LM's).
+    """A :class:`MultiHeadAttention` with heads split over ranks and one all-reduce (Megatron-LM).
 
-    The ranks' number must divide the heads of queries and of keys. ``qkv`` becomes three matrices. A cache is refused.
+    The number of ranks must divide the query heads and the key heads. ``qkv`` becomes three
+    matrices. A cache raises.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

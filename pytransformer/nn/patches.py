@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image as a sequence."""
+"""Patch embedding of images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ImageSize = int | tuple[int, int]
 
 
 def height_and_width(image_size: ImageSize) -> tuple[int, int]:
-    """ValueError if it is neither a positive number nor a pair of them."""
+    """Return (height, width); raise ValueError unless it is a positive number or a pair of them."""
     pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"image_size must be a positive number, or a pair (height, width) of them, got {image_size!r}")
@@ -18,12 +18,14 @@ def height_and_width(image_size: ImageSize) -> tuple[int, int]:
 
 
 class PatchEmbedding(nn.Module):
-    """Square patches of an image, flattened (channel, row, column) and projected: (B, C, H, W) to (B, H W / P², d_model), row by row.
+    """Square patches of an image, flattened and projected, (B, C, H, W) to (B, H W / P², d_model).
 
-    The same map as a convolution of kernel and stride P, as one matrix product.
+    A patch is flattened as (channel, row, column); patches are in row-major order. One gemm
+    computes the convolution of kernel and stride P.
 
     Args:
-        image_size: height and width, or one number for both. ``grid`` has the rows and columns of patches.
+        image_size: height and width, or one number for both. ``grid`` has the rows and columns of
+            patches.
 
     Source: Dosovitskiy et al., "An image is worth 16x16 words" (2021), equation 1.
     """
@@ -42,5 +44,6 @@ class PatchEmbedding(nn.Module):
         if images.dim() != 4 or tuple(images.shape[1:]) != self.image_shape:
             raise ValueError(f"pixel_values must be (B, {', '.join(map(str, self.image_shape))}), got {tuple(images.shape)}")
         p = self.patch_size
-        patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # B, rows, columns, C, P, P
+        # [B, rows, columns, C, P, P].
+        patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)
         return self.projection(patches.flatten(3).flatten(1, 2))

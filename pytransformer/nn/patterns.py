@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs self-attention computes, for every length: a block mask made once and kept."""
+"""Sparsity patterns of self-attention for any length, as cached block masks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..ops.block_mask import BlockMask
 
 NAMES = ("sliding_window", "strided", "longformer", "big_bird")
-KEPT = 8  # masks of one pattern; a batch of another length makes its mask anew after so many others
+KEPT = 8  # cached masks per pattern; the least recently used is evicted
 
 
 class Pattern:
-    """A pattern of :class:`pytransformer.BlockMask` without its length: ``Pattern("longformer", window=512, global_tokens=1)``.
+    """A pattern of :class:`pytransformer.BlockMask` without its length.
 
-    The mask of a length is made at the first call on a device and kept, the last :data:`KEPT` of them. Layers that share a pattern
-    share its masks. Under ``torch.compile`` and ``torch.export`` the mask is a constant of the graph, and the length is too.
+    Example: ``Pattern("longformer", window=512, global_tokens=1)``. The first call with a length
+    and device builds the mask; the last :data:`KEPT` masks are cached. Layers that share a pattern
+    share its masks. Under ``torch.compile`` and ``torch.export`` the mask and the length are
+    constants of the graph.
 
     Args:
-        make: one of :data:`NAMES`, a constructor of BlockMask; or a function of (length, device) that returns one.
-        **keywords: of the constructor, all but the length and the device; ``heads`` where heads differ.
+        make: one of :data:`NAMES`, a constructor of BlockMask; or a function of (length, device)
+            that returns one.
+        **keywords: the constructor's arguments except the length and device; ``heads`` for per-head
+            masks.
 
     Raises:
-        ValueError: no such constructor. What the constructor refuses, it refuses when a mask is made.
+        ValueError: unknown constructor. The constructor checks its arguments when it builds a mask.
     """
 
     def __init__(self, make: str | Callable[[int, torch.device], BlockMask], **keywords: Any) -> None:
@@ -35,17 +39,17 @@ class Pattern:
         if not isinstance(make, str) and keywords:
             raise ValueError(f"Pattern: a function takes (length, device) alone, got the keywords {', '.join(keywords)}")
         self.make, self.keywords = make, keywords
-        self._kept: dict[tuple[int, str, int | None], BlockMask] = {}  # the last used at the end
+        self._kept: dict[tuple[int, str, int | None], BlockMask] = {}  # least recently used first
 
     def __call__(self, length: int, device: torch.device) -> BlockMask:
-        """The mask of ``length`` queries and as many keys."""
+        """Return the mask of ``length`` queries and ``length`` keys."""
         self._keep(length, device)
         return self._kept[length, device.type, device.index]
 
-    # A compiler runs it while it traces. What __call__ then looks up is an input with a guard; as the constant result itself the mask
-    # had none, and the graph of one layer computed another's pattern.
+    # The compiler runs this while tracing. The lookup in __call__ is then a guarded input. A
+    # constant mask had no guard, so the graph of one layer used the pattern of another.
     def _keep(self, length: int, device: torch.device) -> None:
-        """See to it that the mask is there, as the last one used."""
+        """Cache the mask as the most recently used one."""
         key = (length, device.type, device.index)
         if key in self._kept:
             self._kept[key] = self._kept.pop(key)
@@ -54,26 +58,29 @@ class Pattern:
         while len(self._kept) > KEPT:
             del self._kept[next(iter(self._kept))]
 
-    # What torch.compiler.assume_constant_result does, which imports the whole compiler: 1 s of `import pytransformer`.
+    # Same as torch.compiler.assume_constant_result, which imports the compiler (1 s of `import
+    # pytransformer`).
     _keep._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _made(self, length: int, device: torch.device) -> BlockMask:
-        # Real tensors that autograd may save, whatever is being traced or run without gradients: later calls get them too.
+        # Create real tensors that autograd may save, under any tracing or no-grad mode, for later
+        # calls.
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             if callable(self.make):
                 return self.make(length, device)
             constructor = getattr(BlockMask, self.make)
-            if device.type == "meta":  # has no values to make a mask of
+            if device.type == "meta":  # meta tensors have no values to build a mask from
                 return constructor(length, **self.keywords).to(device)
             return constructor(length, **self.keywords, device=device)
 
     def visible(self, x: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The visibility arguments of :func:`pytransformer.attention` for x, (B, L, d), with this pattern besides.
+        """Return attention's visibility arguments for x, (B, L, d), with the pattern.
 
-        A key-padding mask, (B or 1, 1, 1, L), becomes segments: its keys stand in another than the queries, wherever they are.
+        A key-padding mask, (B or 1, 1, 1, L), becomes segments: padding keys get another segment
+        than the queries, at any position.
 
         Raises:
-            ValueError: another mask, or a padding mask beside segments.
+            ValueError: another mask, or a padding mask together with segments.
         """
         arguments = dict(arguments)
         mask = arguments.pop("attn_mask", None)
@@ -90,11 +97,11 @@ class Pattern:
             hidden = (~mask[:, 0, 0]).to(torch.int32).expand(batch, length)
             arguments |= {"query_segments": hidden.new_zeros(()).expand(batch, length), "key_segments": hidden}
         if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.mark_static(x, 1)  # a compiler that has seen two lengths would hand on a symbol
+            torch._dynamo.mark_static(x, 1)  # after two lengths a compiler would pass a symbol
         return {**arguments, "attn_mask": self(int(x.shape[1]), x.device)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the masks: a copy makes its own."""
+        """Return the state without the masks; a copy rebuilds them."""
         return {"make": self.make, "keywords": self.keywords, "_kept": {}}
 
     def __repr__(self) -> str:

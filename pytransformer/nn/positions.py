@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a token stands: encodings added to embeddings, and biases added to scores."""
+"""Position encodings, added to embeddings, and position biases, added to scores."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def sinusoidal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """(length, d_model), of the positions p from ``start`` on: ``PE[p, 2i] = sin(p / 10000^(2i/d))``, ``PE[p, 2i+1] = cos(...)``.
+    """Return the sinusoidal encoding (length, d_model) of the positions p from ``start`` on.
 
-    With ``halves`` all sines come before all cosines (Marian). ``PE[p + s]`` is a linear map of ``PE[p]``, the same for every p.
+    ``PE[p, 2i] = sin(p / 10000^(2i/d))``, ``PE[p, 2i+1] = cos(...)``. With ``halves`` all sines
+    precede all cosines (Marian). ``PE[p + s]`` is a linear map of ``PE[p]``, the same for every p.
 
     Source: Vaswani et al. (2017), section 3.5.
     """
     if d_model % 2:
         raise ValueError(f"sinusoidal: d_model must be even, got {d_model}")
-    if torch.empty(0, device=device).device.type == "meta":  # arithmetic there would import torch's compiler, for seconds
+    # Meta arithmetic imports torch's compiler, which takes seconds.
+    if torch.empty(0, device=device).device.type == "meta":
         return torch.empty(length, d_model, dtype=dtype, device=device)
     rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model)
     angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * rates
@@ -35,15 +37,18 @@ def sinusoidal(
 
 
 class Positions(nn.Module):
-    """What :class:`SinusoidalPositions` and :class:`LearnedPositions` share: ``weight`` (max_length, d_model), looked up."""
+    """Base of :class:`SinusoidalPositions` and :class:`LearnedPositions`.
+
+    It is a lookup in ``weight`` (max_length, d_model).
+    """
 
     weight: torch.Tensor
 
     def forward(self, length: int, start: int = 0, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """(length, d_model) of positions ``start ...``, or (B, length, d_model) of the given ``ids`` (B, length).
+        """Return (length, d_model) from ``start`` on, or (B, length, d_model) for ``ids``.
 
         Raises:
-            ValueError: the sequence is longer than the positions.
+            ValueError: a position is out of range.
         """
         max_length = self.weight.shape[0]
         if ids is not None:
@@ -67,7 +72,7 @@ class SinusoidalPositions(Positions):
 
 
 class LearnedPositions(Positions):
-    """One trained vector for each position."""
+    """One trained vector per position."""
 
     def __init__(self, max_length: int, d_model: int) -> None:
         super().__init__()
@@ -75,9 +80,10 @@ class LearnedPositions(Positions):
 
 
 class RelativePositionTable(nn.Module):
-    """T5's table (buckets, heads) of biases by distance; the (Lq, Lk) bias is never built, its gradient neither.
+    """T5's table (buckets, heads) of biases by distance.
 
-    Called without arguments it gives the ``bias`` of :func:`pytransformer.attention`.
+    A call returns the ``bias`` of :func:`pytransformer.attention`. Neither the (Lq, Lk) bias nor
+    its gradient is materialized.
     """
 
     def __init__(self, buckets: int, num_heads: int, *, bidirectional: bool, max_distance: int = 128) -> None:
@@ -90,10 +96,10 @@ class RelativePositionTable(nn.Module):
 
 
 class Alibi(nn.Module):
-    """ALiBi's ``bias`` of :func:`pytransformer.attention`: heads with fixed slopes ``2^(-8 (h+1) / H)``.
+    """ALiBi's ``bias`` of :func:`pytransformer.attention`, with slopes ``2^(-8 (h+1) / H)``.
 
-    For a number of heads that is no power of two the paper's rule: the slopes of the power below, then every other one of the
-    power above.
+    If H is not a power of two, the paper's rule applies: the slopes of the next lower power, then
+    every other slope of the next higher power.
 
     Source: Press, Smith, Lewis (2022), section 3.
     """

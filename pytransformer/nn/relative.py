@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention that tells how far apart two tokens are by a learned map of sinusoids: Transformer-XL's, and the Conformer's."""
+"""Self-attention with relative sinusoids, as in Transformer-XL and the Conformer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from .positions import sinusoidal
 
 
 def relative_sinusoids(length: int, d_model: int, like: torch.Tensor) -> torch.Tensor:
-    """(2 L, d_model): :func:`sinusoidal` of the distances i - j = L, L - 1, ... 1 - L, in the dtype and on the device of ``like``.
+    """Return :func:`sinusoidal` of the distances i - j = L, L - 1, ... 1 - L, (2 L, d_model).
 
-    The same for every layer of a model: compute it once a call. The first distance never occurs; it makes the rows of
-    :func:`by_distance` start one element apart.
+    The dtype and device are those of ``like``. All layers of a model share the result, so compute
+    it once per call. The first distance never occurs; it makes the rows of :func:`by_distance`
+    start one element apart.
     """
     return sinusoidal(2 * length, d_model, start=1 - length, dtype=like.dtype, device=like.device).flip(0)
 
 
 def by_distance(scores: torch.Tensor) -> torch.Tensor:
-    """From (..., L, 2 L), whose columns are the distances of :func:`relative_sinusoids`, (..., L, L), whose columns are keys. A view.
+    """Return a view (..., L, L) by key of (..., L, 2 L) by distance (:func:`relative_sinusoids`).
 
-    Key j of query i has the distance i - j, which is column L - i + j: element ``L + i (2 L - 1) + j`` of the flat matrix.
+    Key j of query i has distance i - j, which is column L - i + j and flat element ``L + i (2 L -
+    1) + j``.
 
     Source: Dai et al., "Transformer-XL" (2019), appendix B.
     """
@@ -33,14 +35,15 @@ def by_distance(scores: torch.Tensor) -> torch.Tensor:
 
 
 class RelativeMultiHeadAttention(MultiHeadAttention):
-    """Self-attention with the scores ``scale * ((q_i + u) k_j + (q_i + v) W_R R[i - j])``, R being sinusoids of the distance.
+    """Self-attention with scores ``scale * ((q_i + u) k_j + (q_i + v) W_R R[i - j])``.
 
-    u and v, one vector for each head, are what a query looks for whatever it is: contents, and distances. The first product is the
-    fused op's; the second is its ``bias``, (B, heads, L, L), with its gradient: unlike all other attention here it takes memory that is
-    quadratic in the length, for the distances depend on the query.
+    R is the sinusoid of the distance. The per-head vectors u and v are query-independent biases of
+    content and distance. The fused op computes the first product. The second is its ``bias``, (B,
+    heads, L, L), with a gradient. Distances depend on the query, so memory is quadratic in the
+    length, unlike all other attention here.
 
     Args:
-        d_model, num_heads, dropout: as of :class:`MultiHeadAttention`.
+        d_model, num_heads, dropout: as in :class:`MultiHeadAttention`.
 
     Source: Dai et al. (2019), section 3.3; in a Conformer: Gulati et al. (2020), section 2.1.
     """
@@ -53,7 +56,7 @@ class RelativeMultiHeadAttention(MultiHeadAttention):
             nn.init.xavier_uniform_(bias)
 
     def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """visible: has ``sinusoids``, the :func:`relative_sinusoids` of the length, besides padding."""
+        """Add the biases u and v; ``visible`` has ``sinusoids`` of the length besides padding."""
         if "sinusoids" not in visible:
             raise ValueError("RelativeMultiHeadAttention: give sinusoids=relative_sinusoids(length, d_model, like=x)")
         others = {name: what for name, what in visible.items() if name != "sinusoids"}
@@ -63,7 +66,8 @@ class RelativeMultiHeadAttention(MultiHeadAttention):
                 f"RelativeMultiHeadAttention: wanted (B, L, d_model) without bias, and sinusoids of 2 L distances; got queries of "
                 f"shape {tuple(query.shape)}, sinusoids of {tuple(sinusoids.shape)} and {', '.join(others) or 'nothing else'}"
             )
-        keys = self.position(sinusoids).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)  # (heads, 2 L, D)
+        # [heads, 2 L, D].
+        keys = self.position(sinusoids).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
         scale = self.head_dim**-0.5
         scores = ((query + self.position_bias[:, None]) * scale) @ keys.mT
         return query + self.content_bias[:, None], {**others, "bias": by_distance(scores)}

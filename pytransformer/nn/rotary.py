@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention that tells positions by turning queries and keys: Llama's, Qwen's, Gemma's."""
+"""Self-attention with rotary positions, as in Llama, Qwen and Gemma."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from .cache import Layer
 
 
 class RotaryMultiHeadAttention(MultiHeadAttention):
-    """Self-attention over ``rotary(q_i, i)`` and ``rotary(k_j, j)``: :func:`pytransformer.rotary`, whose products depend on i - j alone.
+    """Self-attention over ``rotary(q_i, i)`` and ``rotary(k_j, j)``, :func:`pytransformer.rotary`.
 
-    Positions count from 0, behind what the cache holds of each sequence, padding too: only distances matter. A model that has a cache
-    gives all its layers the keyword ``tables``, cos and sin of these positions: made in each, they took 88 of the 307 us of processor
-    time of a layer's step of one token, d_model 64 (Zen 5, one thread).
+    The scores depend on i - j only. Positions count from 0, or from the cached length of each
+    sequence, and include padding, because only distances matter. A model with a cache passes
+    ``tables``, cos and sin of these positions, to all its layers. If each layer computes them, they
+    take 88 of the 307 us of processor time of a layer's one-token step, d_model 64 (Zen 5, one
+    thread).
 
     Args:
-        rotary: the angles; None: all of a head turns, with base 10,000.
-        qk_norm: whether queries and keys are normalised before they turn, each with a weight (head_dim,), in the same pass.
-        eps: of that norm.
-        **others: as of :class:`MultiHeadAttention`, but ``cross`` and ``pattern``.
+        rotary: the angles; None rotates the full head with base 10,000.
+        qk_norm: whether to normalize queries and keys before the rotation, in the same pass, each
+            with a weight (head_dim,).
+        eps: epsilon of that norm.
+        **others: as in :class:`MultiHeadAttention`, except ``cross`` and ``pattern``.
 
     Source: Su et al., "RoFormer" (2021); the norm: Dehghani et al. (2023), section 2.
     """
@@ -55,7 +58,7 @@ class RotaryMultiHeadAttention(MultiHeadAttention):
         self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None, visible: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         packed = query.dim() == 3
-        if packed:  # one row of all sequences: their own positions are off by a number each, which no distance shows
+        if packed:  # one row of all sequences: each has a constant offset, which no distance shows
             query, key = (t.transpose(0, 1)[None] for t in (query, key))
         tables = visible.pop("tables", None)
         if tables is None:

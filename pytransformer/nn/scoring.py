@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How alike a query and a key are: the scoring functions, small and for study. Models use the fused op.
+"""Scoring functions of attention, small and for study; models use the fused op.
 
-Each maps query (B, Lq, dq) and key (B, Lk, dk) to scores (B, Lq, Lk); :func:`attend` turns scores into a mean of values.
+Each maps query (B, Lq, dq) and key (B, Lk, dk) to scores (B, Lq, Lk); :func:`attend` averages
+values by scores.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from torch import nn
 
 
 class DotScore(nn.Module):
-    """``q · k``, or with ``scaled`` ``q · k / sqrt(d)``. Source: Luong et al. (2015); scaled: Vaswani et al. (2017)."""
+    """Dot-product score, ``q · k``, or ``q · k / sqrt(d)`` with ``scaled``.
+
+    Source: Luong et al. (2015); scaled: Vaswani et al. (2017).
+    """
 
     def __init__(self, scaled: bool = True) -> None:
         super().__init__()
@@ -24,7 +28,10 @@ class DotScore(nn.Module):
 
 
 class GeneralScore(nn.Module):
-    """``qᵀ W k``, for queries and keys of different sizes. Source: Luong et al. (2015), equation 8."""
+    """Bilinear score ``qᵀ W k``, for queries and keys of different sizes.
+
+    Source: Luong et al. (2015), equation 8.
+    """
 
     def __init__(self, query_dim: int, key_dim: int) -> None:
         super().__init__()
@@ -35,7 +42,7 @@ class GeneralScore(nn.Module):
 
 
 class AdditiveScore(nn.Module):
-    """``vᵀ tanh(W [q; k])``, as ``W_q q + W_k k``; (B, Lq, Lk, hidden) in memory.
+    """Additive score ``vᵀ tanh(W [q; k])``, as ``W_q q + W_k k``; memory is (B, Lq, Lk, hidden).
 
     Source: Bahdanau et al. (2015), appendix A.1.2.
     """
@@ -51,7 +58,11 @@ class AdditiveScore(nn.Module):
 
 
 def attend(scores: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """``softmax(scores) @ value`` and the softmax itself. mask: bool, True = attend; a row that sees nothing gives zeros."""
+    """Return ``softmax(scores) @ value`` and the softmax.
+
+    Args:
+        mask: bool, True = attend; a fully masked row gives zeros.
+    """
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     top = scores.amax(-1, keepdim=True).detach()

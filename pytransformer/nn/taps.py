@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named intermediates of a model, without a line in the model for it."""
+"""Recording of named intermediates, without changes to the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..reference.eight_bit import dequantize_kv
 
 @dataclass(frozen=True)
 class AttentionTap:
-    """What one call of :class:`MultiHeadAttention` gave to the fused kernel, and the lse it got back.
+    """The inputs of one :class:`MultiHeadAttention` call's fused kernel, and its lse.
 
     Attributes:
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv).
@@ -36,7 +36,10 @@ class AttentionTap:
     def of(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor, arguments: dict[str, Any]
     ) -> AttentionTap:
-        """Of a call over pages: with the keys and values that its table names, in one piece; of one over eight bits, in query's dtype."""
+        """Return the tap of a call, with contiguous keys and values in query's dtype.
+
+        Paged keys and values are gathered; 8-bit ones are dequantized.
+        """
         scales = [arguments.get(name) for name in ("key_scale", "value_scale")]
         if scales[0] is not None and scales[1] is not None:
             key, value = (
@@ -50,11 +53,11 @@ class AttentionTap:
         return AttentionTap(query, key, value, lse, arguments)
 
     def weights(self, rows: Any = None, heads: Any = None) -> torch.Tensor:
-        """(B, heads, rows, Lk): :func:`pytransformer.attention_weights`; only the rows asked for are computed."""
+        """Return :func:`pytransformer.attention_weights` of the rows, (B, heads, rows, Lk)."""
         return attention_weights(self.query, self.key, self.lse, rows=rows, heads=heads, **self.arguments)
 
     def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
-        """:func:`pytransformer.attention_summary`, in linear memory; all kinds if none is named."""
+        """Return :func:`pytransformer.attention_summary` of these kinds (default: all)."""
         return attention_summary(self.query, self.key, self.lse, kinds=kinds or KINDS, **self.arguments)
 
 
@@ -62,16 +65,17 @@ class AttentionTap:
 def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
     """Record intermediates by the names of ``model.named_modules()``.
 
-    A pattern (as in the shell: ``"decoder.*.cross_attention"``) chooses modules; none chooses every attention module. For a
-    :class:`MultiHeadAttention` the record is an :class:`AttentionTap`, for any other module its output. Of several calls the
-    last counts. Padding is not left out meanwhile, so that all shapes are (B, L, ...).
+    A shell-style pattern (``"decoder.*.cross_attention"``) selects modules; without patterns, all
+    attention modules are recorded. The record is an :class:`AttentionTap` for a
+    :class:`MultiHeadAttention` and the output for any other module. The last call counts. Packing
+    is off meanwhile, so all shapes are (B, L, ...).
 
         with taps(model, "encoder.*") as seen:
             model(input_ids)
         seen["encoder.blocks.0.self_attention"].weights(rows=[3])
 
     Raises:
-        ValueError: a pattern that no module has.
+        ValueError: no module matches a pattern.
     """
     modules = dict(model.named_modules())
     for pattern in patterns:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/drop-in.md: features per Hugging Face architecture, tested against eager.
+"""Compare Hugging Face architectures with their eager code, feature by feature.
 
-    python -m pytransformer.testing.drop_in_table            # print it
-    python -m pytransformer.testing.drop_in_table --write    # update docs/drop-in.md
+    python -m pytransformer.testing.drop_in_table            # print the table
+    python -m pytransformer.testing.drop_in_table --write    # into tests/integrations/drop_in.md
 
 Each cell compares a tiny model, registered and converted, with its eager code: logits, gradients,
 weights or tokens must agree, and every attention must run our op. A cell contains "ours", "refused"
@@ -37,7 +37,7 @@ from pytransformer.testing.hugging_face import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "drop-in.md"
+DOC = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "drop_in.md"
 START, END = (
     "<!-- table of architectures: start, written by pytransformer.testing.drop_in_table -->",
     "<!-- table of architectures: end -->",
@@ -265,7 +265,7 @@ def lines(rows: dict[str, dict[str, str]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite docs/drop-in.md instead of printing")
+    parser.add_argument("--write", action="store_true", help="rewrite tests/integrations/drop_in.md instead of printing")
     write = parser.parse_args().write
     pt.integrations.transformers.register()
     text = "\n".join(lines({name: row(name) for name in FAMILIES}))

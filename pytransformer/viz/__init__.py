@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of attention: heat maps, galleries, line drawings, distances, positions; PNG or SVG, with matplotlib (extra `viz`).
+"""Plots of attention and positions as PNG or SVG, with matplotlib (extra `viz`).
 
-Each function takes tensors and returns a figure; :func:`save` writes it. `attention_of` computes what a model attended to, for
-the layers, heads and rows asked for, from the log of the sum that the fused kernels returned.
+Each function accepts tensors and returns a figure; :func:`save` writes it. `attention_of` computes
+the attention of a model for given layers, heads and rows, from the lse that the fused kernels
+return.
 """
 
 from ._figure import figure, save

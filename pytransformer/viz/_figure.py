@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures without pyplot: no global state, no display, the same bytes for the same figure."""
+"""Figures without pyplot: no global state, no display, reproducible bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..console import escape_plot
 from ..extras import require
 
 SUFFIXES = (".png", ".svg")
-LARGEST = 40.0  # inches; what is larger no viewer shows
+LARGEST = 40.0  # inches; viewers fail on larger figures
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure, sizes in inches.
+    """Return an empty matplotlib figure; sizes are in inches.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is missing.
     """
     require("matplotlib", "viz", "drawing")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,7 +32,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(drawn: Any, path: str | Path) -> Path:
-    """Writes a figure as PNG or SVG, by the path's suffix.
+    """Write a figure as PNG or SVG, by the path's suffix.
 
     Raises:
         ValueError: another suffix.
@@ -48,16 +48,17 @@ def save(drawn: Any, path: str | Path) -> Path:
 
 
 def labels(tokens: Sequence[str]) -> list[str]:
-    """Tokens as they can be read: a space instead of the mark of a word's start, quotes around what is blank."""
+    """Return readable tokens: a space for the word-start mark, quotes around blank tokens."""
     shown = [escape_plot(token.replace("▁", " ").strip()) for token in tokens]
     return [text or repr(token) for text, token in zip(shown, tokens)]
 
 
 def check_matrix(name: str, weights: torch.Tensor, ndim: int) -> torch.Tensor:
-    """The weights as float32 on the CPU.
+    """Return the weights as float32 on the CPU.
 
     Raises:
-        TypeError, ValueError: no tensor, or one of another number of dimensions, or an empty one.
+        TypeError: not a tensor.
+        ValueError: a tensor that is empty or has another number of dimensions.
     """
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"{name}: weights must be a tensor, got {type(weights).__name__}")
@@ -67,7 +68,7 @@ def check_matrix(name: str, weights: torch.Tensor, ndim: int) -> torch.Tensor:
 
 
 def check_tokens(name: str, argument: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
-    """Readable labels, one for each row or column."""
+    """Return readable labels, one per row or column."""
     if tokens is None:
         return None
     if len(tokens) != count:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block mask drawn: which blocks of pairs are computed, and of which some pairs are hidden."""
+"""Plot of a block mask: full, partial and skipped blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ FULL, PARTIAL = "#2171b5", "#9ecae1"
 
 
 def block_map(mask: BlockMask, *, title: str = "") -> Any:
-    """The blocks of the first batch element and head: dark where every pair is visible, light where some are, white where none is and
-    nothing is computed.
+    """Plot the blocks of the first batch element and head.
+
+    Full blocks are dark, partial blocks light, and skipped blocks white.
 
     Raises:
-        TypeError: no :class:`pytransformer.BlockMask`.
+        TypeError: not a :class:`pytransformer.BlockMask`.
     """
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_map: wanted a pytransformer.BlockMask, got {type(mask).__name__}")

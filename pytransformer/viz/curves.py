@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantity by another, a line for each of several models."""
+"""Line plot of one quantity over another, with one line per model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ._figure import figure
 def plot_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, title: str = "", log_x: bool = False
 ) -> Any:
-    """Points (x, y) joined by lines: accuracy by the size of the data (log_x), a distance over the steps of training.
+    """Plot points (x, y) joined by lines, such as accuracy over data size (log_x).
 
     Args:
         curves: name to points.
-        x, y: what the axes say.
+        x, y: axis labels.
     """
     fig = figure(5.5, 3.8)
     axis = fig.subplots()

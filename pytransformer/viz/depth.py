@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far heads look, layer by layer, and what position encodings look like."""
+"""Attention distances by layer, and plots of position encodings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ._figure import check_matrix, figure
 
 
 def mean_distances(distance: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean attention distance of each head, (H,), from the "distance" of :func:`pytransformer.attention_summary`.
+    """Return the mean attention distance of each head, (H,).
 
     Args:
-        distance: (B, H, Lq), sum_j p |j - i - offset| of each query.
-        valid: (B, Lq) bool, queries that count; None: all.
+        distance: (B, H, Lq), sum_j p |j - i - offset| of each query, the "distance" of
+            :func:`pytransformer.attention_summary`.
+        valid: (B, Lq) bool, queries to include; None: all.
     """
     if valid is None:
         return distance.mean((0, 2))
@@ -26,7 +27,7 @@ def mean_distances(distance: torch.Tensor, valid: torch.Tensor | None = None) ->
 
 
 def plot_distances(distances: torch.Tensor | Sequence[torch.Tensor], *, title: str = "", unit: str = "tokens") -> Any:
-    """Mean attention distance by depth: a point for each head, as in Dosovitskiy et al. 2021, figure 7.
+    """Plot mean attention distance by depth, a point per head (Dosovitskiy et al., figure 7).
 
     Args:
         distances: (layers, heads).
@@ -50,7 +51,7 @@ def plot_distances(distances: torch.Tensor | Sequence[torch.Tensor], *, title: s
 
 
 def plot_positions(table: torch.Tensor, *, title: str = "Position encoding") -> Any:
-    """A position table (positions, d) as a heat map, and beside it the similarity (cosine) of each two positions."""
+    """Plot a position table (positions, d) and the cosine similarity of all pairs of positions."""
     table = check_matrix("plot_positions", table, 2)
     fig = figure(9.5, 4)
     values, similar = fig.subplots(1, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention weights drawn: one head as a heat map or as lines, all heads as a gallery."""
+"""Plots of attention weights: one head as a heat map or lines, all heads as a gallery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..console import escape_plot
 from ._figure import check_matrix, check_tokens, figure
 
 COLOURS = "Blues"
-_INCHES = 0.28  # a cell's side, enough for a label of 9 points
+_INCHES = 0.28  # cell size, enough for a 9-point label
 _MOST_LABELS = 100
 
 
@@ -23,11 +23,11 @@ def heat_map(
     *,
     title: str = "",
 ) -> Any:
-    """One head: a row for each query, a column for each key, dark where the weight is near 1.
+    """Plot one head, queries by keys; dark means a weight near 1.
 
     Args:
         weights: (Lq, Lk).
-        queries, keys: tokens to write beside the rows and above the columns; numbers by default.
+        queries, keys: labels of the rows and columns; numbers by default.
     """
     weights = check_matrix("heat_map", weights, 2)
     rows, columns = weights.shape
@@ -52,12 +52,13 @@ def heat_map(
 def gallery(
     weights: torch.Tensor, *, title: str = "", layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> Any:
-    """Every head of every layer as a small picture: a row for each layer, a column for each head. Each has its own scale, so
-    that what a head prefers shows however faint it is.
+    """Plot every head of every layer as a small map, layers by heads.
+
+    Each map has a separate color scale, so faint patterns are visible.
 
     Args:
         weights: (layers, heads, Lq, Lk).
-        layers, heads: what the rows and columns are called; counted from 0 by default.
+        layers, heads: labels of the rows and columns; counted from 0 by default.
     """
     weights = check_matrix("gallery", weights, 4)
     layers = range(weights.shape[0]) if layers is None else layers
@@ -85,12 +86,12 @@ def gallery(
 def head_lines(
     weights: torch.Tensor, queries: Sequence[str], keys: Sequence[str], *, title: str = "", least: float = 0.02
 ) -> Any:
-    """One head as two columns of tokens: a line from each query, left, to the keys it attends to, right, the stronger the weight.
+    """Plot one head as lines from each query (left) to its keys (right); opacity is the weight.
 
     Args:
         weights: (Lq, Lk).
         queries, keys: the tokens.
-        least: weights below are not drawn.
+        least: minimum weight to draw.
     """
     weights = check_matrix("head_lines", weights, 2)
     rows, columns = weights.shape
@@ -120,6 +121,6 @@ def head_lines(
 
 
 def _ticks(axis: Any, words: Sequence[str] | None, count: int, rotation: int = 0) -> None:
-    """A label for each row or column if they can be read, else matplotlib's choice of numbers."""
+    """Label each row or column if the labels are readable; otherwise use matplotlib's numbers."""
     if words is not None and count <= _MOST_LABELS:
         axis.set_ticks(range(count), words, rotation=rotation, fontsize=9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to what is drawn: its attention, layer by layer, and its positions."""
+"""Inputs of the plots from a model: attention by layer, and positions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from ..nn import AttentionTap, taps
 from ..nn.positions import Positions
 from .depth import mean_distances
 
-STACKS = ("cross", "decoder", "encoder")  # the first that a model has is drawn if none is named
+STACKS = ("cross", "decoder", "encoder")  # the first available one is the default
 
 
 @dataclass(frozen=True)
 class Returned:
-    """The weights that a model returned itself, (B, heads, Lq, Lk), read as an :class:`AttentionTap` is."""
+    """Attention weights that a model returned, (B, heads, Lq, Lk), as an attention tap."""
 
     all_weights: torch.Tensor
 
     def weights(self, rows: Any = None, heads: Any = None) -> torch.Tensor:
-        """Raises ValueError: there is no such row or head."""
+        """Return the weights of these rows and heads.
+
+        Raises:
+            ValueError: a row or head is out of range.
+        """
         found = self.all_weights
         for dim, what, chosen in ((1, "heads", heads), (2, "rows", rows)):
             if chosen is not None:
@@ -37,7 +41,7 @@ class Returned:
         return found
 
     def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
-        """The "distance" alone: sum_j p |j - i| of each query."""
+        """Return the "distance" only, sum_j p |j - i| of each query."""
         if kinds != ("distance",):
             raise ValueError(f"of weights that a model returned there is the distance only, got {', '.join(kinds) or 'all'}")
         i, j = (torch.arange(n, device=self.all_weights.device) for n in self.all_weights.shape[2:])
@@ -50,7 +54,7 @@ class Seen:
 
     Attributes:
         which: "encoder", "decoder" (self-attention) or "cross".
-        taps: of each layer what the kernel got and returned, or what the model returned.
+        taps: the kernel's inputs and lse of each layer, or the weights that the model returned.
     """
 
     which: str
@@ -63,10 +67,10 @@ class Seen:
         rows: Sequence[int] | None = None,
         batch: int = 0,
     ) -> torch.Tensor:
-        """(layers, heads, rows, Lk) of one sequence; only what is asked for is computed.
+        """Return (layers, heads, rows, Lk) of one sequence, computing nothing else.
 
         Raises:
-            ValueError: there is no such layer, head or row.
+            ValueError: a layer, head or row is out of range.
         """
         count = len(self.taps)
         chosen = range(count) if layers is None else layers
@@ -75,11 +79,15 @@ class Seen:
         return torch.stack([self.taps[layer].weights(rows=rows, heads=heads)[batch] for layer in chosen])
 
     def distances(self, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """(layers, heads): the mean attention distance, in linear memory; valid (B, Lq): queries that count."""
+        """Return the mean attention distance (layers, heads), in linear memory.
+
+        Args:
+            valid: (B, Lq), queries to include.
+        """
         return torch.stack([mean_distances(tap.summary("distance")["distance"], valid) for tap in self.taps])
 
     def patch_distances(self, model: Any) -> torch.Tensor:
-        """(layers, heads): of a ViT the mean distance in pixels between a patch and those it attends to, in the plane; [CLS] aside.
+        """Return a ViT's mean patch distance (layers, heads) in pixels, without [CLS].
 
         Source: Dosovitskiy et al. (2021), section 4.5 and figure 7.
         """
@@ -88,19 +96,20 @@ class Seen:
         apart = torch.cdist(places, places)
         found = []
         for tap in self.taps:
-            weights = tap.weights()[:, :, 1:, 1:].float().cpu()  # (B, heads, patches, patches)
+            weights = tap.weights()[:, :, 1:, 1:].float().cpu()  # [B, heads, patches, patches]
             found.append(((weights * apart).sum(-1) / weights.sum(-1)).mean((0, 2)))
         return torch.stack(found)
 
 
 @torch.no_grad()
 def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None = None) -> Seen:
-    """Runs a model once, without dropout, and keeps what its attention got.
+    """Run a model once, without dropout, and record its attention.
 
     Args:
-        model: of :mod:`pytransformer.models`.
-        inputs: what it is called with.
-        which: "encoder", "decoder", "cross"; None: cross-attention if there is any, else the only stack.
+        model: a model of :mod:`pytransformer.models`.
+        inputs: keyword arguments of the call.
+        which: "encoder", "decoder", "cross"; None: cross-attention if there is any, else the only
+            stack.
 
     Raises:
         ValueError: the model has no such attention.
@@ -120,7 +129,7 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
 
 
 def _stacks(model: Any) -> dict[str, list[str]]:
-    """Of each stack the names of its attention modules, layer by layer."""
+    """Return the names of each stack's attention modules, by layer."""
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if hasattr(module, "observer"):
@@ -130,10 +139,10 @@ def _stacks(model: Any) -> dict[str, list[str]]:
 
 
 def which_stack(there: Collection[str], wanted: str | None, model: str) -> str:
-    """The stack to draw: the one wanted, or the first of :data:`STACKS` that is there.
+    """Return the requested stack, or the first available one of :data:`STACKS`.
 
     Raises:
-        ValueError: the model has not the one wanted.
+        ValueError: the model lacks the requested stack.
     """
     known = [stack for stack in STACKS if stack in there]
     if wanted is not None and wanted not in there:
@@ -142,10 +151,10 @@ def which_stack(there: Collection[str], wanted: str | None, model: str) -> str:
 
 
 def position_table(model: Any) -> torch.Tensor:
-    """The (positions, d) table of a model: learned, or sinusoidal.
+    """Return the position table (positions, d) of a model, learned or sinusoidal.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has none.
     """
     for module in model.modules():
         if isinstance(module, Positions):
@@ -154,10 +163,10 @@ def position_table(model: Any) -> torch.Tensor:
 
 
 def load_model(folder: Path) -> Any:
-    """A model of `pytransformer.models` from a folder that its `save` or Hugging Face's `save_pretrained` wrote.
+    """Load a model from a folder written by `save` or Hugging Face's `save_pretrained`.
 
     Raises:
-        ValueError, FileNotFoundError: nothing that can be read is there.
+        ValueError, FileNotFoundError: the folder has no readable model.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -174,5 +183,5 @@ def load_model(folder: Path) -> Any:
 
 
 def hugging_face_types() -> dict[str, Any]:
-    """The model types of transformers that have a class here, and that class."""
+    """Return the supported Hugging Face model types and their classes."""
     return {k: cls for name in models.__all__ for cls in [getattr(models, name)] for k in getattr(cls, "CONVERSIONS", {})}

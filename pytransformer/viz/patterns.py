@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads attend to the next token, the previous one, the same word, the same sentence, or to nothing in particular."""
+"""Search for heads with known patterns: next or previous token, same word or sentence, null."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from .maps import COLOURS, _ticks
 
 
 class Text(NamedTuple):
-    """tokens: as they are written. sentences: (L,), which one each token is of. special: (L,) bool, [CLS], [SEP] and the like."""
+    """Tokens of a text with their sentences.
+
+    Attributes:
+        tokens: the tokens as strings.
+        sentences: (L,), the sentence of each token.
+        special: (L,) bool, [CLS], [SEP] and similar tokens.
+    """
 
     tokens: Sequence[str]
     sentences: torch.Tensor
@@ -22,7 +28,7 @@ class Text(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The head that has most of a pattern: of what a query gives to all keys, ``score`` goes to the pattern's, on average."""
+    """The head with the highest score of a pattern: its mean weight on the pattern's keys."""
 
     pattern: str
     layer: int
@@ -44,7 +50,7 @@ def _same_sentence(text: Text) -> torch.Tensor:
     return (text.sentences[:, None] == text.sentences) & ~text.special
 
 
-# The keys of each query's that are of the pattern, (L, L) bool.
+# The pattern's keys of each query, (L, L) bool.
 PATTERNS: dict[str, Callable[[Text], torch.Tensor]] = {
     "next token": _shifted(1),
     "previous token": _shifted(-1),
@@ -55,8 +61,10 @@ PATTERNS: dict[str, Callable[[Text], torch.Tensor]] = {
 
 
 def pattern_scores(weights: torch.Tensor, text: Text) -> dict[str, torch.Tensor]:
-    """(layers, heads) of each pattern: the weight that its keys get, the mean over the queries that have such keys. Special tokens are no
-    queries. Patterns without any such query are left out.
+    """Return the score (layers, heads) of each pattern.
+
+    The score is the weight on the pattern's keys, averaged over the queries with such keys. Special
+    tokens are not queries. Patterns without queries are omitted.
 
     Args:
         weights: (layers, heads, L, L).
@@ -76,7 +84,7 @@ def pattern_scores(weights: torch.Tensor, text: Text) -> dict[str, torch.Tensor]
 
 
 def find_patterns(weights: torch.Tensor, text: Text) -> list[Found]:
-    """Of each pattern the head that has most of it; arguments as of :func:`pattern_scores`."""
+    """Return the highest-scoring head of each pattern; arguments as in :func:`pattern_scores`."""
     found = []
     for name, scores in pattern_scores(weights, text).items():
         layer, head = divmod(int(scores.argmax()), scores.shape[1])
@@ -85,7 +93,7 @@ def find_patterns(weights: torch.Tensor, text: Text) -> list[Found]:
 
 
 def plot_patterns(weights: torch.Tensor, text: Text, *, title: str = "") -> Any:
-    """A heat map for each pattern, of the head that has most of it."""
+    """Plot a heat map of each pattern's highest-scoring head."""
     words, found = check_tokens("plot_patterns", "tokens", text.tokens, len(text.tokens)), find_patterns(weights, text)
     side = 1.4 + 0.19 * len(text.tokens)
     fig = figure(side * len(found), side + 0.9)

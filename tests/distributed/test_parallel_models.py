@@ -122,7 +122,7 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["GPT", "T5"])
 def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> None:
-    """docs/tensor-parallel.md. GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last too, and with
+    """GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last too, and with
     each attention; T5 without dropout none."""
     c, rows, width = CONFIGS[name] | ({"dropout": 0.0} if name == "T5" else {}), 8 * 9, 16 * 4
     layers, learned = c["num_layers"], 8 * 8 if name == "GPT" else rows

@@ -104,7 +104,7 @@ def sent(plan: RingPlan) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_what_is_hidden_is_not_sent(ranks: int) -> None:
-    """The formulas of docs/scaling.md, in chunks."""
+    """The formulas of docs/distributed.md, in chunks."""
     n = ranks
     assert sent(plan_of(Pattern(), n, "contiguous")) == n * (n - 1)
     assert sent(plan_of(Pattern(causal=True), n, "contiguous")) == n * (n - 1) // 2

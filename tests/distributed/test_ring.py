@@ -169,7 +169,7 @@ def test_ulysses_refuses(pool: Pool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str)
 def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
-    """docs/scaling.md: K and V forward; in backward again, and their gradients in float32."""
+    """docs/distributed.md: K and V forward; in backward again, and their gradients in float32."""
     ranks, batch, key_heads, length, dim = 4, 2, 2, 48, 8
     problem = problem_of(dtype=torch.float32, **keywords)
     found = pool.run(ranks, bytes_sent, problem, "ring", layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/drop-in.md's table of architectures and features is what comes out when each is tried against eager code."""
+"""The table in drop_in.md equals a new comparison of each architecture with its eager code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytransformer.testing import drop_in_table
 from pytransformer.testing.drop_in_table import FEATURES, Different, lines, row
 from pytransformer.testing.hugging_face import FAMILIES
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "drop-in.md"
+DOC = Path(__file__).with_name("drop_in.md")
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def test_against_float64(backend: str, dtype: torch.dtype, query_dtype: torch.dt
 
 @pytest.mark.parametrize("size", [2e-36, 1e-30])
 def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, size: float) -> None:
-    """They may be lost (docs/cache-8bit.md): by no more than the floor, which hides nothing larger."""
+    """Weights below 2^-126 after the scale may be lost, by no more than the floor."""
     query, key, value = qkv(20, 300)
     for dtype in EIGHT:
         k, v, scales = both(key, value.abs() * size, dtype)

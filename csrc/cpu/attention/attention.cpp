@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binding of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
+// Attention binding: convert tensors to an AttentionProblem. Check every input of an address
+// computation, and the values of lengths.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -22,7 +23,7 @@ using pt::binding::IndexCopies;
 
 constexpr const char* kOp = "attention";
 
-// Messages that start so become ValueError in Python.
+// Python raises ValueError for these messages.
 #define CHECK_VALUE(condition, ...) STD_TORCH_CHECK(condition, "ValueError: ", __VA_ARGS__)
 
 void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
@@ -53,11 +54,11 @@ void* statistics(const Maybe& t, const char* name, ScalarType work, std::initial
   return write(*t, name);
 }
 
-// (B, H, L, D), or packed (total, H, D)
+// Return the strides of (B, H, L, D), or of packed (total, H, D).
 pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
   const int64_t n = t.dim();
   STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; wanted ", packed ? 3 : 4);
-  // contiguous() of an empty tensor keeps any strides
+  // contiguous() of an empty tensor may return any strides.
   STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name, " has a last stride of ", t.stride(n - 1),
                   "; wanted 1");
   return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1} : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
@@ -98,8 +99,8 @@ void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64
   CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ", total, " rows");
 }
 
-// Block n of queries has the entries offsets[n] .. offsets[n + 1]: every block of keys and every place of bits is looked at here, since
-// kernels take addresses from them.
+// Read a block mask: query block n has the entries offsets[n] .. offsets[n + 1]. Check every key
+// block and bits index, because kernels compute addresses from them.
 pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe& entries, const Maybe& bits,
                          const pt::AttentionProblem& p) {
   pt::BlockMask m;
@@ -133,11 +134,12 @@ pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe&
                 "; there are ", places, " partial blocks");
   }
   static const uint32_t none[1] = {};
-  if (!m.bits) m.bits = none;  // an empty tensor has no address, and bits stand for "blocks" to the kernels
+  // An empty tensor has a null address, but kernels take non-null bits as a block mask.
+  if (!m.bits) m.bits = none;
   return m;
 }
 
-// Keys and values in pages: every entry that kernels take an address from is looked at here.
+// Read paged keys and values, and check every table entry that kernels compute an address from.
 pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key, const pt::AttentionProblem& p, int64_t key_start) {
   pt::Pages pages;
   if (!table) return pages;
@@ -158,7 +160,7 @@ pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key, c
   return pages;
 }
 
-// Of query's dtype, or both in the same eight bits.
+// Check that key and value have query's dtype, or both the same 8-bit dtype.
 void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, pt::AttentionProblem& p) {
   const ScalarType found = key.scalar_type();
   if (found == ScalarType::Char) p.eight = pt::EightBits::int8;
@@ -167,7 +169,7 @@ void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, p
   STD_TORCH_CHECK(fits && value.scalar_type() == found, "query, key and value differ in dtype");
 }
 
-// The scales of keys or values in eight bits, one for each row of `key`; any strides.
+// Return the scales of 8-bit keys or values, one per row of `key`, with any strides.
 pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, const pt::AttentionProblem& p) {
   STD_TORCH_CHECK(t.has_value() == (p.eight != pt::EightBits::none), name, " comes with keys in eight bits, and with no others");
   if (!t) return {};
@@ -176,7 +178,7 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, con
   return {static_cast<const float*>(read(*t, name)), {t->stride(0), t->stride(1), t->stride(2), 1}};
 }
 
-// The arguments that forward and backward share, after the outputs of each.
+// Shared arguments of forward and backward, after their outputs.
 #define ATTENTION_PARAMETERS                                                                                                             \
   Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,           \
       Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,  \
@@ -196,7 +198,7 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, con
 
 ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float; }
 
-// The tensors and the copies must outlive the problem.
+// Build the problem. The tensors and the copies must outlive it.
 pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_PARAMETERS) {
   pt::AttentionProblem p{};
   const bool packed = cu_q.has_value(), paged = page_table.has_value();
@@ -217,7 +219,7 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
     STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == p.B, "page_table has the wrong shape");
     p.Lk *= page_table->size(1);
   }
-  constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
+  constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
   STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted 1 to ",
                   kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
@@ -244,7 +246,8 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
                     "table needs bucket_starts and at least one bucket a direction");
   }
 
-  // batch_start and head_start count dropout's words modulo 2^32, so they may have any value.
+  // batch_start and head_start only enter dropout's counter words, modulo 2^32, so any value is
+  // valid.
   const std::pair<int64_t, const char*> starts[] = {{query_start, "query_start"}, {key_start, "key_start"}, {global_keys, "global_keys"}};
   for (auto [start, name] : starts) pt::check_start(kOp, start, name);
   p.query_lengths = copied_integers(copies, query_lengths, "query_lengths", {p.B});
@@ -274,7 +277,7 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   return p;
 }
 
-// The same with its outputs, which backward reads.
+// Add the outputs, which backward reads.
 void add_outputs(pt::AttentionProblem& p, const Tensor& query, const Tensor& out, const Tensor& lse) {
   const bool packed = p.cu_q;
   const int64_t rows = query.size(packed ? 0 : 2);
@@ -291,7 +294,7 @@ void add_outputs(pt::AttentionProblem& p, const Tensor& query, const Tensor& out
   p.out = write(out, "out"), p.lse = write(lse, "lse");
 }
 
-// Rows of packed outputs behind the last sequence.
+// Clear the rows of packed outputs after the last sequence.
 template <class Lse>
 void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
   const int64_t element = size_of(p.dtype);
@@ -311,9 +314,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   PT_SELECT(attention_kernels).forward(p);
 }
 
-// ---- backward
-
-// The gradient `t` of `of`: its address and strides.
+// Return the address and strides of the gradient `t` of `of`.
 void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed, pt::Strides* strides) {
   if (!t) return nullptr;
   *strides = strides_of(*t, name, packed);
@@ -335,7 +336,7 @@ pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, 
   return g;
 }
 
-// Rows of a packed gradient behind the last sequence.
+// Clear the rows of a packed gradient after the last sequence.
 void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, int64_t heads, int64_t bytes, int64_t element) {
   for (int64_t i = first; data && i < rows; i++)
     for (int64_t h = 0; h < heads; h++) std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
@@ -377,9 +378,7 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
   PT_SELECT(attention_kernels).backward(p, g);
 }
 
-// ---- what the kernels hold beside tensors
-
-// A gradient of a floating-point term as dense_gradient() would have it.
+// Describe the gradient that dense_gradient() would return for a floating-point term.
 pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* data) {
   pt::DenseGrad g;
   if (!of || term.boolean) return g;
@@ -390,11 +389,11 @@ pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* dat
   return g;
 }
 
-// Of forward, and of backward with all gradients if there may be one.
+// Return the scratch bytes of forward, and of backward with all gradients if requested.
 int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARAMETERS, bool backward) {
   IndexCopies copies;
   const pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
-  void* any = const_cast<void*>(p.q);  // stands for every gradient; nothing is written
+  void* any = const_cast<void*>(p.q);  // placeholder for every gradient; never written
   pt::AttentionGrads g{};
   g.dq = g.dk = g.dv = any;
   g.d_mask = planned_gradient(p.mask, mask, any), g.d_bias = planned_gradient(p.bias, bias, any);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of attention: dq, dk, dv, the gradients of dense masks and biases, of ALiBi slopes, of the T5 table and of sinks.
+// Backward of attention: dq, dk, dv, and the gradients of dense masks and biases, ALiBi slopes, the
+// T5 table and sinks.
 //
-// A phase is three parallel loops: pack its query rows, run its tasks, add the partials of dQ. bwd_plan.h has the division of the
-// work, bwd_rows.h the query rows, bwd_tile.h the arithmetic.
+// A phase is three parallel loops: pack its query rows, run its tasks, reduce the partials of dQ.
+// bwd_plan.h divides the work, bwd_rows.h packs the query rows, bwd_tile.h has the arithmetic.
 #pragma once
 
 #include "cpu/attention/bwd_rows.h"
@@ -24,7 +25,7 @@ class AttentionBackward {
   AttentionBackward(const AttentionProblem& problem, const AttentionGrads& grads)
       : p(problem), g(grads), z(sizes(problem, grads)), plan(problem, grads, z.BK, item_rows(z)) {}
 
-  // What run() takes.
+  // Return the scratch of run().
   Scratch scratch() {
     measure();
     Scratch s;
@@ -61,8 +62,9 @@ class AttentionBackward {
  private:
   static BackwardSizes sizes(const AttentionProblem& p, const AttentionGrads& g) {
     BackwardSizes z;
-    // With tiles dQ passes through each core once for so many keys: in float, and from the last-level cache when it is long. Beside 192
-    // keys, 384 take 0.90 to 0.97 of a backward's time with 1,024 tokens and 0.84 to 0.91 with 4,096; with 576 scores take longer again.
+    // With AMX tiles, dQ passes through each core once per key block: in float, and from the
+    // last-level cache for long sequences. 384 keys take 0.90 to 0.97 of the time of 192 at 1,024
+    // tokens and 0.84 to 0.91 at 4,096; with 576 the scores get slower.
     z.BQ = 128, z.BK = kUnitStep<T> > 1 ? 384 : 192;
     z.du = round_units<T>(p.D), z.dvu = round_units<T>(p.Dv);
     z.dw = round_up(p.D, T::width), z.dvw = round_up(p.Dv, T::width);
@@ -73,14 +75,13 @@ class AttentionBackward {
     z.scale = p.scale, z.keep_scale = p.drop_threshold < 65536 ? 65536.0 / (65536 - p.drop_threshold) : 0.0;
     return z;
   }
-  // Rows of an item: up to about 4 MB of operands, without the partials of dQ.
+  // Return the rows of an item: up to about 4 MB of operands, without the partials of dQ.
   static int64_t item_rows(const BackwardSizes& z) {
     const int64_t bytes = 2 * (z.dw + z.dvw) * int64_t(sizeof(acc)) / T::pack;
     return clamp<int64_t>((int64_t(4) << 20) / max<int64_t>(bytes, 1) / z.BQ, 4, 64) * z.BQ;
   }
   const DenseGrad& dense(int t) const { return t ? g.d_bias : g.d_mask; }
 
-  // ---- phases
   size_t bytes_of(const ItemId& id) const {
     size_t bytes = 0;
     const auto add = [&](auto*& x, int64_t n) { bytes += Arena::bytes_for<std::remove_reference_t<decltype(*x)>>(n); };
@@ -88,7 +89,8 @@ class AttentionBackward {
     return bytes;
   }
 
-  // The most items, runs and bytes of a phase, and whether a phase ever cuts a run.
+  // Compute the max items, runs and bytes of a phase, and the blocks carried by runs that a phase
+  // boundary splits.
   void measure() {
     for (ItemId at; !plan.done(at);) {
       int64_t n = 0, runs = 0;
@@ -103,7 +105,7 @@ class AttentionBackward {
     }
   }
 
-  // What outlives a phase.
+  // Scratch that outlives a phase.
   int64_t carry_size() const { return carried_blocks * z.BK * (z.dw + z.dvw); }
   size_t setup_bytes() const {
     return Arena::bytes_for<Sequence>(p.B) + Arena::bytes_for<Item<T>>(most_items) + Arena::bytes_for<Run>(most_runs) +
@@ -123,7 +125,8 @@ class AttentionBackward {
     for (int64_t u = 0; u < p.buckets * p.Hq; u++) table[u] = 0;
   }
 
-  // Lays out the items from `at`, links their runs by class, and returns the first item of the next phase.
+  // Lay out the items from `at`, link their runs by class, and return the first item of the next
+  // phase.
   ItemId take_items(ItemId at) {
     const int64_t classes = plan.classes();
     for (int64_t c = 0; c < classes; c++) last_run[c] = -1;
@@ -149,7 +152,6 @@ class AttentionBackward {
     return at;
   }
 
-  // ---- tasks
   struct Work {
     BackwardTile<T>* tile;
     packed *Kt, *Vt, *Kj;
@@ -228,11 +230,13 @@ class AttentionBackward {
       acc* dQ = z.dq ? it.dQ + (split * it.rows + i * z.BQ) * z.dw : nullptr;
       if (!w.tile->run(scores, it.h, q, k, some_kept ? &keep : nullptr, dQ, !touched, z.terms ? &terms : nullptr) || touched) continue;
       touched = 1;
-      for (int64_t x = q.rows * z.dw; z.dq && x < it.block_rows(z, i) * z.dw; x++) dQ[x] = 0;  // rows past the query length
+      // Rows past the query length get zero.
+      for (int64_t x = q.rows * z.dw; z.dq && x < it.block_rows(z, i) * z.dw; x++) dQ[x] = 0;
     }
   }
 
-  // dK and dV of a run that begins or goes on in another phase; otherwise they begin at zero.
+  // Save or restore dK and dV of a run that spans phases. A run that starts in this phase starts at
+  // zero.
   template <bool SAVE>
   void move_carry(const Run& run, int64_t block, const KeyBlock<T>& k) const {
     acc *held_k = carry[(phase + !SAVE) % 2] + block * z.BK * (z.dw + z.dvw), *held_v = held_k + z.BK * z.dw;
@@ -266,11 +270,11 @@ class AttentionBackward {
     }
   }
 
-  // ---- sums over items, in their order
+  // Reductions over items, in item order.
   void add_row_sums(int t) {
     const DenseGrad& d = dense(t);
     const int64_t blocks = ceil_div(p.Lq, z.BQ);
-    // Rows that share an element are one task's.
+    // Give rows that share an element to one task.
     for_each_task(d.stride.l ? blocks : 1, p.threads, [&](int64_t task) {
       for (int64_t i = 0; i < items_count; i++) {
         const Item<T>& it = items[i];
@@ -307,7 +311,7 @@ class AttentionBackward {
   Sequence* sequences = nullptr;
   Item<T>* items = nullptr;
   Run* runs = nullptr;
-  int64_t *first_run = nullptr, *last_run = nullptr;  // of each class
+  int64_t *first_run = nullptr, *last_run = nullptr;  // per class
   acc* carry[2] = {};
   double *slopes = nullptr, *table = nullptr, *sinks = nullptr;
 };

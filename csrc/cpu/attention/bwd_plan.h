@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the backward divides its work.
+// Work partition of the backward.
 //
-//   item   a range of up to `item_rows` query rows of one query head
+//   item   up to `item_rows` query rows of one query head
 //   phase  consecutive items whose packed operands and partials of dQ fit the scratch budget
-//   run    the items of one key/value head in a phase: one task sums their dK and dV, in order
-//   split  s of `splits`: the key blocks s, s + splits, ...; each split has its own partial dQ
-//   class  a run, or all the runs of a phase that add to the same elements of a dense gradient, broadcast over heads or batch
+//   run    the items of one KV head in a phase: one task sums their dK and dV, in order
+//   split  s of `splits`: the key blocks s, s + splits, ...; each split has a partial dQ
+//   class  a run, or all runs of a phase that add to the same elements of a dense gradient
+//          broadcast over heads or batch
 //
-// A task is (class, split). What a sequence computes depends on its own lengths and on the number of heads alone, never on its
-// neighbours or on threads: where phases and runs begin changes no sum's order, because a run that is cut carries its dK and dV on in
-// full precision.
+// A task is (class, split). A sequence's summation order depends only on its lengths and on the
+// number of heads, never on other sequences or on threads. Phase and run boundaries do not change
+// it, because a run that continues in the next phase carries its dK and dV in full precision.
 #pragma once
 
 #include <cstddef>
@@ -27,16 +28,16 @@ struct ItemId {
 
 struct Run {
   int64_t b, kv_head, first, end;  // items of the phase
-  bool starts, ends;               // it has the first, the last items of its key/value head
+  bool starts, ends;               // contains the first, the last items of its KV head
   int64_t next;                    // run of the same class, or -1
 };
 
 struct BackwardPlan {
   static constexpr size_t kBudget = size_t(64) << 20;
-  static constexpr int64_t kTasks = 16;  // of one sequence
+  static constexpr int64_t kTasks = 16;  // per sequence
 
   const AttentionProblem& p;
-  int64_t most_keys, item_rows, group, splits;  // most_keys: of a block
+  int64_t most_keys, item_rows, group, splits;  // most_keys: per block
   bool share_batch, share_heads;
 
   BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t most_keys, int64_t item_rows)
@@ -51,12 +52,12 @@ struct BackwardPlan {
 
   int64_t queries(int64_t b) const { return p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq; }
   int64_t keys(int64_t b) const { return p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : p.Lk; }
-  // Keys of a block: few where there are few, so that threads end together.
+  // Return the keys per block: small blocks for short sequences, so that threads finish together.
   int64_t block_keys(int64_t b) const { return keys(b) > 2 * most_keys ? most_keys : min<int64_t>(most_keys, 192); }
   int64_t key_blocks(int64_t b) const { return ceil_div(keys(b), block_keys(b)); }
   int64_t parts(int64_t b) const { return clamp<int64_t>(key_blocks(b), 1, splits); }
 
-  // A head without queries has one empty item, so that its dK and dV are written.
+  // Give a head without queries one empty item, so that its dK and dV are written.
   bool done(const ItemId& i) const { return i.b >= p.B || p.Hq == 0; }
   int64_t rows(const ItemId& i) const { return min(item_rows, queries(i.b) - i.q0); }
   bool last_rows(const ItemId& i) const { return i.q0 + item_rows >= queries(i.b); }

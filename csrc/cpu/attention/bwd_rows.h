@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward: the query rows of an item, packed for its tasks, and their dQ.
+// Backward: an item's query rows, packed for its tasks, and their dQ.
 #pragma once
 
 #include "cpu/attention/bwd_plan.h"
@@ -12,7 +12,7 @@ namespace bwd {
 
 INLINE bool sums_rows(const DenseGrad& d) { return d.data && d.stride.d == 0; }
 
-// Packed operands, row statistics and partial sums of an item. Arrays by row start at its row q0.
+// Packed operands, row stats and partial sums of an item. Arrays by row start at its row q0.
 template <class T>
 struct Item : ItemId {
   using acc = typename T::acc;
@@ -22,11 +22,12 @@ struct Item : ItemId {
   packed *Q, *G, *Qs, *Gs;
   Range* seen;
   acc *m, *l, *delta;
-  uint8_t *live, *extreme, *touched;  // [row]: sees a key; [block]; [part][block]: this partial dQ was stored
-  acc* dQ;                            // [part][rows][dw]
-  acc* row_sums[2];                   // [part][rows], of the mask and of the bias
-  double *slope, *table;              // [part], [part][buckets]
-  double* sink;                       // [block]
+  // live [row]: sees a key. extreme [block]. touched [part][block]: this partial dQ was stored.
+  uint8_t *live, *extreme, *touched;
+  acc* dQ;                // [part][rows][dw]
+  acc* row_sums[2];       // [part][rows], of mask and bias
+  double *slope, *table;  // [part], [part][buckets]
+  double* sink;           // [block]
 
   Item() = default;
   Item(const ItemId& id, const BackwardPlan& plan) : ItemId(id), rows(plan.rows(id)), parts(plan.parts(id.b)) {}
@@ -34,7 +35,7 @@ struct Item : ItemId {
   int64_t blocks(const BackwardSizes& z) const { return ceil_div(rows, z.BQ); }
   int64_t block_rows(const BackwardSizes& z, int64_t i) const { return min(z.BQ, rows - i * z.BQ); }
 
-  // take(pointer, count) for every array
+  // Call take(pointer, count) for every array.
   template <class Take>
   void layout(const BackwardSizes& z, const AttentionGrads& g, int64_t buckets, const Take& take) {
     const int64_t units = BackwardTile<T>::padded(rows) / T::pack, n = blocks(z);
@@ -46,7 +47,7 @@ struct Item : ItemId {
     take(sink, g.d_sinks ? n : 0);
   }
 
-  // Block i without the rows past the query length.
+  // Return block i without the rows past the query length.
   QueryBlock<T> block(const BackwardSizes& z, int64_t i) const {
     const int64_t r = i * z.BQ, units = r / T::pack;
     return {q0 + r,
@@ -70,7 +71,8 @@ class QueryRows {
   using acc = typename T::acc;
   using packed = typename T::packed;
   using vec = typename T::vec;
-  static constexpr double kTrusted = 1024;  // |lse| up to which it holds the log of the sum to 2^-14
+  // Max |lse| that holds the log of the sum to 2^-14.
+  static constexpr double kTrusted = 1024;
 
   QueryRows(const AttentionProblem& p, const AttentionGrads& g, const BackwardSizes& z, const Item<T>& it, int64_t i)
       : p(p), g(g), z(z), it(it), sequence(*it.sequence), i(i), row0(i * z.BQ), base(sequence.q_first + it.q0 + row0) {}
@@ -94,7 +96,8 @@ class QueryRows {
       const Range v = it.seen[row0 + r] = trim(it.h, it.q0 + row0 + r, sequence.visible(it.q0 + row0 + r));
       acc e = lse[r * p.lse_s.l];
       live[r] = !(e <= sink) || (plain && v.size() > 0 && sink == -kInfinity<acc>);
-      if (live[r] && e == -kInfinity<acc>) e = acc(__builtin_nan(""));  // every product is -inf: as in the forward
+      // every product is -inf: NaN, as in forward
+      if (live[r] && e == -kInfinity<acc>) e = acc(__builtin_nan(""));
       m[r] = e, l[r] = 0;
       it.extreme[i] |= huge(e);
       vec sum{};
@@ -115,7 +118,7 @@ class QueryRows {
       for (int64_t r = 0; r < n; r++) m[r] = acc(m[r] * kLog2e);
   }
 
-  // What pack() may take.
+  // Return the max scratch of pack().
   static size_t bytes(const BackwardSizes& z) {
     constexpr int64_t panel = kPanel<T>;
     return Arena::bytes_for<packed>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
@@ -123,7 +126,7 @@ class QueryRows {
            Arena::bytes_for<uint8_t>(panel);
   }
 
-  // The partials of dQ in order.
+  // Reduce the partials of dQ in order.
   void write() const {
     const vec scale = set1<vec>(acc(p.scale));
     for (int64_t r = 0; r < it.block_rows(z, i); r++) {
@@ -142,7 +145,7 @@ class QueryRows {
   const E* at(const void* data, const Strides& s) const {
     return static_cast<const E*>(data) + it.b * s.b + it.h * s.h + base * s.l;
   }
-  // The operand of QueryBlock that is summed over queries.
+  // Pack the operand of QueryBlock that is summed over queries.
   static void pack_sum(const elem* src, int64_t stride, int64_t n, int64_t ld, int64_t d, packed* dst, const uint8_t* live) {
     if constexpr (T::pack == 1) {
       pack_rows<T>(src, stride, n, ld, d, ld, dst, live);
@@ -169,8 +172,8 @@ class QueryRows {
   }
   static bool huge(acc lse) { return lse != -kInfinity<acc> && (lse > acc(kTrusted) || lse < acc(-kTrusted)); }
 
-  // The block's part of d_sink = -sum of P delta, P = exp(sink - m) / 2^l the sink's weight: 1 in a row that sees nothing, where delta is
-  // -d_lse. m in natural units.
+  // Return the block's part of d_sink = -sum of P delta, with the sink's weight P = exp(sink - m) /
+  // 2^l. P = 1 in a row without visible keys, where delta is -d_lse. m is in natural units.
   double sink_gradient(int64_t n, acc sink, const acc* d_lse) const {
     double sum = 0;
     if (sink == -kInfinity<acc>) return sum;
@@ -181,7 +184,8 @@ class QueryRows {
     return sum;
   }
 
-  // For rows whose lse is too large to hold the log of their sum: m = their maximum, l = log2 of the sum of exp(s - m).
+  // Recompute row stats if lse is too large to hold the log of the sum: m = row maximum, l = log2
+  // of the sum of exp(s - m).
   void split_lse(acc sink) const {
     constexpr int64_t panel = kPanel<T>;
     const QueryBlock<T> x = it.block(z, i);

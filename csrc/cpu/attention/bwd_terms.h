@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward: where the score gradients dS of a tile go besides dQ and dK: dense masks and biases, ALiBi slopes, the T5 table.
+// Backward: gradients of dense masks and biases, ALiBi slopes and the T5 table from a tile's score
+// gradients dS.
 //
-//   d_dense[b, h, i, j] = dS[i, j], summed where the term was broadcast
+//   d_dense[b, h, i, j] = dS[i, j], summed over broadcast dimensions
 //   d_slope[h]          = sum over b, i, j of -|j - i - offset| dS[i, j]
-//   d_table[u, h]       = sum over b and the pairs with bucket(j - i - offset) = u of dS[i, j]
+//   d_table[u, h]       = sum of dS[i, j] over b and the pairs with bucket(j - i - offset) = u
 //
-// Memory beyond the gradients is linear: a row of columns or diagonals for each tile, a number per query row for each split.
+// Scratch is linear in the sizes: a row of columns or diagonals per tile, and a number per query
+// row and split.
 #pragma once
 
 #include "cpu/attention/problem.h"
@@ -23,12 +25,12 @@ class TileTerms {
   using vec = typename T::vec;
   static constexpr int64_t kDense = 2;
 
-  // What one (item, split) adds to; null where not wanted.
+  // Gradients that one (item, split) adds to; null: not requested.
   struct Target {
     DenseGrad dense[kDense];  // data at this batch and head
-    acc* row_sums[kDense];    // where the keys are broadcast: a number for each query from row0
+    acc* row_sums[kDense];    // broadcast keys: a number per query from row0
     int64_t row0;
-    double *slope, *table;  // one number; one for each bucket
+    double *slope, *table;  // one number; one per bucket
   };
 
   static int64_t workspace(int64_t block_q, int64_t block_k) { return kDense * block_k + block_q + block_k + 2 * T::width; }
@@ -37,7 +39,7 @@ class TileTerms {
       : p_(p), sequence_(sequence), target_(target), block_q_(block_q), block_k_(block_k), columns_(work),
         diagonals_(work + kDense * block_k) {}
 
-  // Starts the tile of `rows` queries from q0 and `keys` keys from k0.
+  // Begin the tile of `rows` queries from q0 and `keys` keys from k0.
   void begin(int64_t q0, int64_t rows, int64_t k0, int64_t keys) {
     q0_ = q0, rows_ = rows, k0_ = k0, keys_ = keys;
     for (int t = 0; t < kDense; t++)
@@ -46,7 +48,8 @@ class TileTerms {
     if (target_.table && !far_) clear(diagonals_, block_q_ + block_k_);
   }
 
-  // Row r of dS, zero outside the visible pairs; columns [c0, c1), multiples of the vector length, the last ones perhaps beyond the keys.
+  // Add row r of dS, zero outside the visible pairs. Columns [c0, c1) are multiples of the vector
+  // width and may extend past the keys.
   void row(int64_t r, const acc* ds, int64_t c0, int64_t c1) {
     const bool sums = kind(0) == Kind::rows || kind(1) == Kind::rows || far_;
     const acc total = sums ? sum_row(ds, c0, c1) : acc(0);
@@ -85,7 +88,7 @@ class TileTerms {
     while (u > 0 && p_.bucket_starts[u] > d) u--;
     return u + (p_.bidirectional && distance > 0 ? n : 0);
   }
-  // Buckets are monotone on each side of distance 0.
+  // Return true if all distances share a bucket. Buckets are monotone on each side of distance 0.
   bool one_bucket(int64_t first, int64_t last) const { return (first > 0 || last <= 0) && bucket(first) == bucket(last); }
   int64_t first_distance() const { return sequence_.distance(q0_ + rows_ - 1, k0_); }
   int64_t last_distance() const { return sequence_.distance(q0_, k0_ + keys_ - 1); }
@@ -98,14 +101,14 @@ class TileTerms {
     for (int64_t c = c0; c < c1; c += T::width) s = s + load(ds + c);
     return reduce(s, op_add);
   }
-  // The distances of a vector are exact up to 2^24.
+  // Return the sum of |distance| dS. Distances in a vector are exact up to 2^24.
   static double distance_row(const acc* ds, int64_t d0, int64_t c0, int64_t c1) {
     const vec index = __builtin_convertvector(iota<vec>(), vec);
     vec s{};
     for (int64_t c = c0; c < c1; c += T::width) s = fma(vabs(index + set1<vec>(acc(d0 + c))), load(ds + c), s);
     return reduce(s, op_add);
   }
-  // y[c] += x[c], c0 <= c < c1 but only below n.
+  // y[c] += x[c] for c0 <= c < min(c1, n).
   static void add_row(acc* y, const acc* x, int64_t c0, int64_t c1, int64_t n) {
     int64_t c = c0;
     for (; c + T::width <= n && c < c1; c += T::width) storeu(y + c, loadu(y + c) + load(x + c));

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of one tile: a block of queries against a block of keys.
+// Backward of one tile: a block of queries times a block of keys.
 //
-//   P = exp2(s2 - m - l), dP = dO V^T, dS = P (dP - delta), and then dV += P^T dO, dK += dS^T Q, dQ += dS K
+//   P = exp2(s2 - m - l), dP = dO V^T, dS = P (dP - delta)
+//   dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
-// Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries. With plain numbers that is P^T dO and dS^T Q,
-// where the left operand is read across the rows of the tile. Bf16 pairs must join queries: P and dS are kept as panels of 64 keys, a
-// packed element being one column of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order
-// that matrix tiles read.
+// Rows are queries and lanes are keys, as in forward. dV and dK sum over queries. With single
+// numbers, P^T dO and dS^T Q read the left operand across the tile's rows. Bf16 pairs must join
+// queries: P and dS are panels of 64 keys, a packed element being one column of rows 2i and 2i + 1,
+// and the gemms are dV^T = dO^T P and dK^T = Q^T dS, with all operands in the layout of AMX tiles.
 #pragma once
 
 #include "cpu/attention/bwd_terms.h"
@@ -21,31 +22,33 @@ namespace PT_ISA {
 namespace bwd {
 
 struct BackwardSizes {
-  int64_t BQ, BK;              // rows of a block of queries, of keys
-  int64_t du, dvu;             // packed elements of a row of q, of v, in whole steps of the micro-kernel
-  int64_t dw, dvw;             // columns of dQ and dK, of dV: D and Dv rounded up to whole vectors
-  bool dq, dk, dv, terms, ds;  // wanted; ds: any but dv
+  int64_t BQ, BK;              // block sizes in queries and keys
+  int64_t du, dvu;             // packed elements of a row of q, of v, in full steps
+  int64_t dw, dvw;             // columns of dQ and dK, of dV: D and Dv rounded up to vectors
+  bool dq, dk, dv, terms, ds;  // requested results; ds: any but dv
   bool dropout, softcap, table;
   int64_t query_start;
   double scale, keep_scale;  // keep_scale: 1 / (1 - p)
 };
 
-// The packed query rows of a block. To be summed over queries, q and d_out are panels [panel][row][its columns], or with pairs columns
-// [column][pair].
+// Packed query rows of a block. For sums over queries, q and d_out are panels [panel][row][column],
+// or [column][pair] with pairs.
 template <class T>
 struct QueryBlock {
-  int64_t q0, rows;                           // first local row, how many
-  const Range* seen;                          // the keys each row may see
-  const typename T::packed *Q, *G, *Qs, *Gs;  // q and d_out as rows of packed elements, and as operands that are summed over queries
-  const typename T::acc *m, *l, *delta;       // l is 0 unless lse is too large to hold the log of the sum
-  bool extreme;                               // some row has an l
+  int64_t q0, rows;   // first local row, number of rows
+  const Range* seen;  // visible keys per row
+  // q and d_out as rows of packed elements, and as operands summed over queries.
+  const typename T::packed *Q, *G, *Qs, *Gs;
+  // l is 0 unless lse is too large to hold the log of the sum.
+  const typename T::acc *m, *l, *delta;
+  bool extreme;  // some row has an l
 };
 
-// The packed keys of a block and what is summed for them.
+// Packed keys of a block and their sums.
 template <class T>
 struct KeyBlock {
-  int64_t k0, n;                           // first local key, and how many up to the last that any query may see
-  const typename T::packed *Kt, *Vt, *Kj;  // transposed panels of k and v, joined panels of k
+  int64_t k0, n;                           // first local key, number up to the last visible key
+  const typename T::packed *Kt, *Vt, *Kj;  // transposed panels of k and v, row-joined panels of k
   typename T::acc *dK, *dV;                // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
 };
 
@@ -57,9 +60,9 @@ class BackwardTile {
   using packed = typename T::packed;
   using vec = typename T::vec;
   static constexpr bool kPairs = T::pack > 1;
-  static constexpr int64_t kGroup = kRows<T>;           // rows of a call of the micro-kernel
-  static constexpr int64_t kStep = T::pack * T::width;  // columns of a step of the pointwise pass
-  static constexpr int64_t kRowStep = kPairs ? 32 : 1;  // rows of a block are padded with zeros to this
+  static constexpr int64_t kGroup = kRows<T>;           // rows per micro-kernel call
+  static constexpr int64_t kStep = T::pack * T::width;  // columns per step of the pointwise pass
+  static constexpr int64_t kRowStep = kPairs ? 32 : 1;  // rows of a block are zero-padded to this
   static int64_t padded(int64_t rows) { return round_up(rows, kRowStep); }
 
   BackwardTile(const BackwardSizes& sizes, Arena& arena) : z(sizes) {
@@ -81,8 +84,8 @@ class BackwardTile {
            4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
   }
 
-  // Adds the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (which is stored the first time). False: no pair is visible, nothing
-  // was done.
+  // Add the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (stored if `first`). Return
+  // false without any work if no pair is visible.
   bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
            TileTerms<T>* terms) {
     if (!find_visible(scores, h, q, k)) return false;
@@ -112,7 +115,8 @@ class BackwardTile {
     TileTerms<T>* terms;
   };
 
-  // Columns that each row sees (none: 0, 0), those that a group of kRows rows reads, in whole steps, and those of all groups.
+  // Compute the visible columns of each row (none: 0, 0), the columns of each group of kRows rows
+  // in full steps, and the union over groups.
   bool find_visible(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
     clo = z.BK, chi = 0, seen = 0;
     for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
@@ -130,7 +134,7 @@ class BackwardTile {
     return chi > 0;
   }
 
-  // S = Q K^T and dP = dO V^T; a panel of keys stays in the first cache over all rows.
+  // S = Q K^T and dP = dO V^T. A panel of keys remains in L1 for all rows.
   void products(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
     constexpr int64_t panel = kPanel<T>;
     const bool plain = scores.plain();
@@ -161,13 +165,14 @@ class BackwardTile {
     }
   }
 
-  // T::pack rows from r, columns [c0, c1): S becomes P and dP becomes dS, zero at invisible pairs, whatever stood there.
+  // Convert S to P and dP to dS in T::pack rows from r, columns [c0, c1). Invisible pairs become
+  // zero, whatever they contained.
   template <bool GENERAL, bool DROPOUT>
   void softmax_rows(const Context& x, int64_t r, int64_t c0, int64_t c1) {
     constexpr int n = T::pack;
     const QueryBlock<T>& q = x.q;
     vec m[n], l[n], delta[n];
-    int64_t from = 0, to = c1;  // where all of the rows see everything
+    int64_t from = 0, to = c1;  // columns visible to all rows
     UNROLL for (int i = 0; i < n; i++) {
       const bool padding = r + i >= q.rows;
       m[i] = set1<vec>(padding ? 0 : q.m[r + i]), l[i] = set1<vec>(padding ? 0 : q.l[r + i]);
@@ -186,7 +191,7 @@ class BackwardTile {
     const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), none = set1<vec>(-kInfinity<acc>);
     const vec keep_scale = set1<vec>(acc(z.keep_scale));
     const auto step = [&](int64_t c, auto vectors, auto masked) {
-      constexpr int w = decltype(vectors)::value;  // of a row
+      constexpr int w = decltype(vectors)::value;  // vectors per row
       vec p[n * w], ds[n * w];
       UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < w; j++) {
         const vec t = load(S + (r + i) * z.BK + c + j * T::width);
@@ -211,7 +216,8 @@ class BackwardTile {
         if constexpr (GENERAL || decltype(masked)::value) g = select(on, g, vec{});
         if (kPairs && x.terms) store(dP + e, g);
         if constexpr (GENERAL)
-          if (kPairs && z.softcap) g = select(on, vec(g * load(factor + i * z.BK + at)), vec{});  // no factor where no key is
+          // factor is undefined where no key is visible.
+          if (kPairs && z.softcap) g = select(on, vec(g * load(factor + i * z.BK + at)), vec{});
         p[i * w + j] = weight, ds[i * w + j] = g;
       }
       if constexpr (kPairs) {
@@ -235,7 +241,8 @@ class BackwardTile {
     if constexpr (GENERAL && !kPairs)
       for (c = c0; z.softcap && c < c1; c += T::width) {
         const vec g = load(dP + r * z.BK + c);
-        store(dP + r * z.BK + c, select(to_mask(g != vec{}), vec(g * load(factor + c)), g));  // no factor where no key is
+        // factor is undefined where no key is visible.
+        store(dP + r * z.BK + c, select(to_mask(g != vec{}), vec(g * load(factor + c)), g));
       }
   }
 
@@ -243,12 +250,12 @@ class BackwardTile {
     for (; c < end; c += T::width) store(row + c, vec{});
   }
   static INLINE void put(void* p, typename T::uvec v) { *static_cast<typename T::uvec*>(p) = v; }
-  // Where column c of rows r and r + 1 lies in a panel of packed elements.
+  // Return the position of column c, rows r and r + 1, in a panel of packed elements.
   int64_t unit_at(int64_t r, int64_t c) const {
     constexpr int64_t panel = kPanel<T>;
     return (c / panel * (z.BQ / T::pack) + r / T::pack) * panel + c % panel;
   }
-  // kStep columns of two rows, joined.
+  // Store kStep columns of two rows as packed elements.
   INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, packed* to) const {
     typename T::uvec a, b;
     interleave(row0, row1, &a, &b);
@@ -259,7 +266,7 @@ class BackwardTile {
     for (; c < end; c += T::width) put(Ps + unit_at(r, c), typename T::uvec{}), put(dSs + unit_at(r, c), typename T::uvec{});
   }
 
-  // The rows [lo, hi) of the groups that see any of the columns [c, end).
+  // Return the rows [lo, hi) of the groups that see any of the columns [c, end).
   Range rows_that_see(int64_t rows, int64_t c, int64_t end) const {
     const auto sees = [&](int64_t g) { return glo[g] < end && ghi[g] > c; };
     int64_t a = 0, e = ceil_div(rows, kGroup);
@@ -268,7 +275,8 @@ class BackwardTile {
     return {a * kGroup, min(e * kGroup, rows)};
   }
 
-  // out += A^T B over queries, A of this tile: dV += P^T dO, dK += dS^T Q, or with pairs dV^T += dO^T P, dK^T += Q^T dS
+  // out += A^T B over queries with A of this tile: dV += P^T dO, dK += dS^T Q, or with pairs dV^T
+  // += dO^T P, dK^T += Q^T dS.
   void key_product(const QueryBlock<T>& q, const packed* A, const packed* B, int64_t columns, acc* out) {
     constexpr int64_t panel = kPanel<T>;
     if constexpr (kPairs) {
@@ -293,7 +301,7 @@ class BackwardTile {
     }
   }
 
-  // dQ += dS K, over the keys that any of a group's queries sees.
+  // dQ += dS K over the keys visible to any query of a group.
   void query_product(const QueryBlock<T>& q, const KeyBlock<T>& k, acc* dQ, bool first) {
     for (int64_t col = 0; col < z.dw; col += kPanel<T>) {
       const int64_t w = min<int64_t>(kPanel<T>, z.dw - col);
@@ -310,10 +318,10 @@ class BackwardTile {
   const BackwardSizes& z;
   acc *S, *dP, *factor, *diagonals;
   opnd* dS;
-  packed *Ps, *dSs;  // P and dS as summed over queries
+  packed *Ps, *dSs;  // P and dS in the layout for sums over queries
   uint32_t* bits;
-  int *lo, *hi, *glo, *ghi;            // visible columns of each row; columns that each group of rows works on
-  int64_t clo = 0, chi = 0, seen = 0;  // columns of the tile: in whole steps, and the last visible
+  int *lo, *hi, *glo, *ghi;            // visible columns per row; columns per group of rows
+  int64_t clo = 0, chi = 0, seen = 0;  // columns of the tile: in full steps; last visible
 };
 
 }  // namespace bwd

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense masks and biases as the scores read them: a row at a time, where they lie.
+// Dense masks and biases, read one row at a time without copies.
 #pragma once
 
 #include "cpu/attention/sequence.h"
@@ -19,14 +19,14 @@ INLINE float to_scalar(f16 x) {
 }
 INLINE float to_scalar(float x) { return x; }
 INLINE double to_scalar(double x) { return x; }
-// A finite number stays finite: a float64 mask's finfo.min is data for float32 scores too.
+// Saturate to finite numbers: a float64 mask's finfo.min is a number for float32 scores too.
 template <class A>
 INLINE A saturate(double x) {
   const double most_finite = highest<A>;
   return A(__builtin_isinf(x) ? x : clamp(x, -most_finite, most_finite));
 }
 
-// Lanes j, j + stride, ... of a term, n of them, as vectors of A.
+// Load lanes j, j + stride, ... of a term, n of them, as vectors of A.
 template <class A, class E>
 INLINE typename Lanes<A>::vec load_strided(const E* p, int64_t stride, int64_t n) {
   using vec = typename Lanes<A>::vec;
@@ -40,7 +40,7 @@ INLINE typename Lanes<A>::vec load_strided(const E* p, int64_t stride, int64_t n
   return v;
 }
 
-// One dense mask or bias, seen from one row.
+// One query row of a dense mask or bias.
 template <class A>
 class DenseRow {
  public:
@@ -50,7 +50,7 @@ class DenseRow {
     bytes_ = d.boolean ? 1 : size_of(d.dtype);
     row_ = d.data ? static_cast<const char*>(d.data) + bytes_ * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
   }
-  // Asks for the values of keys j .. j + n - 1 in the second cache.
+  // Prefetch the values of keys j .. j + n - 1 into L2.
   INLINE void fetch(int64_t j, int64_t n) const {
     if (row_ && stride_ == 1)
       for (int64_t i = 0; i < n * bytes_; i += 64) __builtin_prefetch(row_ + j * bytes_ + i, 0, 2);
@@ -58,7 +58,8 @@ class DenseRow {
   bool present() const { return row_; }
   bool boolean() const { return boolean_; }
   bool additive() const { return row_ && !boolean_; }
-  INLINE mask bits(int64_t j, int64_t n) const {  // boolean: lanes to attend to, of keys j .. j + n - 1
+  // Return a boolean mask's visible lanes of keys j .. j + n - 1.
+  INLINE mask bits(int64_t j, int64_t n) const {
     const auto* p = reinterpret_cast<const uint8_t*>(row_) + j * stride_;
     if (stride_ == 0) return *p ? mask(~0) : mask(0);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -71,7 +72,8 @@ class DenseRow {
     for (int i = 0; i < kWidth<vec> && i < n; i++) m |= mask(p[i * stride_] != 0) << i;
     return m;
   }
-  // f(j - k0, values of keys j ..) for j = k0, k0 + T::width, ...: the dtype and the stride are looked at once for the row
+  // Call f(j - k0, values of keys j ..) for j = k0, k0 + T::width, ... Dtype and stride are
+  // dispatched once per row.
   template <class F>
   INLINE void each(int64_t k0, int64_t n, F f) const {
     switch (dtype_) {
@@ -81,7 +83,8 @@ class DenseRow {
       default: return walk<double>(k0, n, f);
     }
   }
-  // The same for kFour vectors at a time, if their keys are neighbours, until f is false; returns for how many keys it was true.
+  // Unrolled by kFour vectors of contiguous keys, until f returns false. Return the number of keys
+  // for which it was true.
   static constexpr int kFour = 4;
   template <class F>
   INLINE int64_t fours(int64_t k0, int64_t n, F f) const {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two products of attention for a few query rows, from K and V where they lie: with so few rows, packing would cost more than it saves.
-// Reading is the limit. A loop that only reads reaches the memory's rate by the hardware's prefetch alone; beside the arithmetic that takes
-// asking for the rows to come (one core of Zen 5, K of 128 bfloat16: 38 % of that rate without, 80 % with).
+// The two gemms of attention for few query rows, from unpacked K and V: with so few rows, packing
+// costs more than it saves. Reading is the limit. A loop that only reads reaches the memory's rate
+// by hardware prefetch; with arithmetic it needs explicit prefetches (one core of Zen 5, K of 128
+// bfloat16: 38 % of that rate without, 80 % with).
 #pragma once
 
 #include "cpu/attention/scores.h"
@@ -10,17 +11,18 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kAheadBytes = 8192, kAheadRows = 64;  // what is asked for ahead, and at most
+constexpr int64_t kAheadBytes = 8192, kAheadRows = 64;  // prefetch distance, and its max in rows
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kSums = 16;  // vectors of sums at once, of 32 registers
 #else
-constexpr int kSums = 8;  // of 16
+constexpr int kSums = 8;  // of 16 registers
 #endif
-constexpr int kTogether = kSums / 4;            // query rows that read a key at once
-constexpr int64_t kDirectRows = 4 * kTogether;  // up to here K and V are not packed at all
-constexpr int64_t kStageKeys = 32;              // rows in eight bits that are widened at once: they stay in L1
+constexpr int kTogether = kSums / 4;            // query rows per read of a key
+constexpr int64_t kDirectRows = 4 * kTogether;  // max query rows without packing of K and V
+constexpr int64_t kStageKeys = 32;              // 8-bit rows widened at once: they remain in L1
 
-// Rows of d numbers, `ld` packed elements apart, each padded with zeros to whole vectors in `to`; returns how far they are apart there.
+// Copy rows of d numbers, `ld` packed elements apart, zero-padded to full vectors. Return the row
+// stride in `to`.
 template <class T>
 int64_t direct_queries(const typename T::packed* rows, int64_t ld, int64_t n, int64_t d, typename T::packed* to) {
   const int64_t given = ceil_div(d, T::pack), units = round_up(given, T::width);
@@ -29,13 +31,14 @@ int64_t direct_queries(const typename T::packed* rows, int64_t ld, int64_t n, in
   return units;
 }
 
-// Rows of bytes each, and of each one the row that is asked for when it is read. A list holds kAheadRows more than are read.
+// Rows with a prefetch distance: reading row j prefetches row j + distance. A list has kAheadRows
+// more rows than are read.
 template <class Rows>
 struct Ahead {
   Rows rows;
   int64_t distance;
   Ahead(const Rows& rows, int64_t bytes) : rows(rows), distance(clamp<int64_t>(kAheadBytes / bytes, 1, kAheadRows)) {}
-  // The cache lines of n bytes from column c on.
+  // Prefetch the cache lines of n bytes from column c.
   INLINE void ask(int64_t j, int64_t c, int64_t n) const {
     const char* at = reinterpret_cast<const char*>(rows(j + distance) + c);
     UNROLL for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(at + i, 0, 3);
@@ -47,13 +50,14 @@ template <class T, class Rows>
 struct DirectRows {
   Ahead<Rows> K;
   int64_t n, d;
-  const uint8_t* live;          // keys with live[j] == 0 count as zeros; may be null
-  const typename T::packed* q;  // queries, `packed elements` apart, each padded with zeros to whole vectors
+  const uint8_t* live;  // keys with live[j] == 0 count as zeros; may be null
+  // queries, `units` packed elements apart, zero-padded to full vectors
+  const typename T::packed* q;
   int64_t units, rows;
 };
 
-// s[r][j + i] = q[r] . K[j + i] for R queries from r0 on and a vector of keys. STEPS: whole vectors of a row if known, so that there is no
-// loop within a row, else 0.
+// s[r][j + i] = q[r] . K[j + i] for R queries from r0 and a vector of keys. STEPS: full vectors of
+// a row if known, to avoid a loop within a row, else 0.
 template <class T, int STEPS, int R, class Rows>
 void direct_dots(const DirectRows<T, Rows>& x, int64_t j, int64_t r0, typename T::acc* s, int64_t ld) {
   using vec = typename T::vec;
@@ -98,21 +102,21 @@ auto pick_dots(int64_t d) {
                          : direct_dots<T, 0, R, Rows>;
 }
 
-// f(first row, of<n>) for n rows at once, n a power of two up to kTogether.
+// Call f(first row, integral_constant n) for n rows at once, n a power of two up to kTogether.
 template <int N = kTogether, class F>
 INLINE void together(int64_t rows, const F& f, int64_t r = 0) {
   for (; r + N <= rows; r += N) f(r, std::integral_constant<int, N>());
   if constexpr (N > 1) together<N / 2>(rows, f, r);
 }
 
-// s[r][j] = q[r] . K[j], j in [0, n); the rows of s are aligned and written in whole vectors.
+// s[r][j] = q[r] . K[j], j in [0, n). The rows of s are aligned and written in full vectors.
 template <class T, class Rows>
 void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld) {
   using Dots = void (*)(const DirectRows<T, Rows>&, int64_t, int64_t, typename T::acc*, int64_t);
   struct Pass {
     Dots dots;
     int64_t first;
-  } passes[8];  // at least kTogether rows each but for the last
+  } passes[8];  // at least kTogether rows each except the last
   int count = 0;
   together(x.rows, [&](int64_t r, auto n) { passes[count++] = {pick_dots<T, decltype(n)::value, Rows>(x.d), r}; });
   for (int64_t j = 0; j < x.n; j += T::width) {
@@ -126,15 +130,15 @@ void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld)
 template <class T, class Rows>
 struct DirectValues {
   Ahead<Rows> V;
-  const typename T::opnd* p;  // of each query, ld apart
+  const typename T::opnd* p;  // per query, ld apart
   int64_t ld;
-  const uint8_t* live;  // values with live[j] == 0 are left out; may be null
+  const uint8_t* live;  // values with live[j] == 0 are skipped; may be null
   int64_t d;
-  bool first = true;  // of the groups of queries that read these values
+  bool first = true;  // first group of queries that reads these values
 };
 
-// o[r] = alpha[r] o[r] + sum over keys of p[r][j] V[j], for R queries from r0 on and NC vectors of columns from col on, of which `columns`
-// exist. alpha = 0: o is not read.
+// o[r] = alpha[r] o[r] + sum over keys of p[r][j] V[j], for R queries from r0 and NC vectors of
+// columns from col, of which `columns` exist. alpha = 0: o is not read.
 template <class T, int NC, int R, class Rows>
 void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int64_t columns, int64_t r0, const typename T::acc* alpha,
                     typename T::acc* o, int64_t ldo) {
@@ -145,8 +149,10 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < NC; c++) acc[r][c] =
       alpha[r0 + r] != 0 ? vec(load(o + r * ldo + c * T::width) * alpha[r0 + r]) : vec{};
   const Rows V = x.V.rows.from_column(col);
-  // One query's products hide behind plain reading (f32: the memory's whole rate; with asking 70 % of it). Rows one after the other are
-  // asked for whole, once: in order they come faster (4 queries, bf16: 30 GB/s of 40; by columns 27). Of pages, what is read by columns.
+  // Prefetch only if several queries share the reads: the gemm of one query hides behind plain
+  // reading (f32: full memory rate; 70 % of it with prefetch). Prefetch strided rows in full, once,
+  // because in order they arrive faster (4 queries, bf16: 30 GB/s of 40; 27 by columns). Prefetch
+  // paged rows by columns.
   using E = typename T::elem;
   constexpr bool strided = std::is_same_v<Rows, StridedRows<E>>;
   const bool asks = x.first && (strided ? R > 1 && col == 0 : true);
@@ -164,7 +170,8 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
         UNROLL for (int r = 0; r < R; r++) acc[r][c] = fma(w[r], v, acc[r][c]);
       }
     }
-  } else {  // two keys a step; reach() begins at an even key, and P is zero where it ends
+    // Two keys per step. reach() starts at an even key, and P is zero past its end.
+  } else {
     using uvec = typename T::uvec;
     constexpr int64_t step = T::width * T::pack;
     const auto row = [&](int64_t j, int64_t c) {
@@ -181,7 +188,7 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
       }
     };
     int64_t j = keys.lo;
-    if (!x.live && columns == NC * T::width && NC > 1)  // nothing to look at
+    if (!x.live && columns == NC * T::width && NC > 1)  // no masked keys or columns
       for (; j + 2 <= keys.hi; j += 2) {
         if (asks) x.V.ask(j, col, asked), x.V.ask(j + 1, col, asked);
         const typename T::elem *a = V(j), *b = V(j + 1);
@@ -192,7 +199,7 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < NC; c++) store(o + r * ldo + c * T::width, acc[r][c]);
 }
 
-// The same for all columns.
+// Compute all columns.
 template <class T, int R, int NC = (kSums / R < 8 ? kSums / R : 8), class Rows>
 void direct_output(const DirectValues<T, Rows>& x, Range keys, int64_t r0, const typename T::acc* alpha, typename T::acc* o, int64_t ldo,
                    int64_t col = 0) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every block of rows of the forward pass shares: sizes, where rows lie, and how K and V are packed.
+// Shared state of the forward's row blocks: sizes, row addresses, and the packing of K and V.
 #pragma once
 
 #include "cpu/attention/live_keys.h"
@@ -10,34 +10,37 @@ namespace pt {
 namespace PT_ISA {
 
 constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
-// From a row of scores to the next, in numbers: whole vectors of weights, and no multiple of 2 KB. Of 96 rows 2 KB apart, 48 share one of
-// the first cache's sets, and to store them took AMX twice as long.
+// Row stride of scores: full vectors of weights, and no multiple of 2 KB. With rows 2 KB apart, 48
+// of 96 share a set of L1, and AMX stores took twice as long.
 template <class T>
 INLINE constexpr int64_t row_of_keys(int64_t keys) {
   return keys + T::pack * T::width;
 }
 
-// Packed K and V of keys first .. first + ld - 1: k[key panel][unit][key], v[column panel][key / pack][column]
+// Packed K and V of keys first .. first + ld - 1: k[key panel][unit][key], v[column panel][key /
+// pack][column].
 template <class T>
 struct PackedKeys {
   const typename T::packed *k, *v;
   int64_t first, ld;
-  const float *k_scale = nullptr, *v_scale = nullptr;  // of keys in eight bits
+  const float *k_scale = nullptr, *v_scale = nullptr;  // for 8-bit keys
 };
 
 template <class T>
 struct ForwardShape {
   const AttentionProblem& p;
-  int64_t du, dv, group;  // packed elements of a row of K, padded; columns of V, padded; query heads of a key/value head
+  // Packed elements of a row of K, padded; columns of V, padded; query heads per KV head.
+  int64_t du, dv, group;
   explicit ForwardShape(const AttentionProblem& p)
       : p(p), du(round_units<T>(p.D)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
 
   const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
     return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
   }
-  // Numbers in a row of eight bits that is widened.
+  // Return the numbers per row in the stage of widened 8-bit rows.
   int64_t stage_row(bool values) const { return round_up(values ? p.Dv : p.D, int64_t(2 * T::width)); }
-  // f(the rows of keys j0 .. j0 + n - 1 as with_keys() has them); rows in eight bits are widened into `stage`, which has room for them.
+  // Call f(rows of keys j0 .. j0 + n - 1 as in with_keys()). 8-bit rows are widened into `stage`,
+  // which has room for them.
   template <class F>
   INLINE void with_rows(bool values, const Sequence& s, int64_t hkv, int64_t j0, int64_t n, const typename T::elem** list,
                         typename T::elem* stage, const F& f) const {
@@ -54,15 +57,17 @@ struct ForwardShape {
       f(StridedRows<E>{stage, width});
     }
   }
-  // The scales of keys j0 .. j0 + n - 1 in to[0, n): 0 for those that no query may see and those behind the length, and to the `end`.
+  // Write the scales of keys j0 .. j0 + n - 1 to to[0, n), and 0 up to `end`. Scales of invisible
+  // keys and of keys past the length are 0.
   void scales(const RowScales& of, const Sequence& s, int64_t hkv, int64_t j0, int64_t n, int64_t end, const uint8_t* live,
               float* to) const {
     for (int64_t j = 0; j < end; j++)
       to[j] = j < n && j0 + j < s.cols && (!live || live[j]) ? of.data[p.key_row(of.strides, s.b, hkv, s.k_first + j0 + j)] : 0.f;
   }
 
-  // f(where the rows of keys j0 .. j0 + n - 1 of head hkv of k or v are): of pages each by itself, in a list with room for n. Rows behind
-  // the length are not read; in a list they are the last one again, since their pages have no names.
+  // Call f(rows of keys j0 .. j0 + n - 1 of head hkv of k or v). Paged rows are a list with room
+  // for n. Rows past the length are not read; a list repeats the last row for them, because their
+  // pages have no table entry.
   template <class F>
   INLINE void with_keys(const void* base, const Strides& x, const Sequence& s, int64_t hkv, int64_t j0, int64_t n,
                         const typename T::elem** list, const F& f) const {
@@ -80,10 +85,11 @@ struct ForwardShape {
   int64_t k_units(int64_t ld) const { return ld * du; }
   int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
 
-  // Floats of scales for so many keys, those of K before those of V.
+  // Scale floats for ld keys: K's, then V's.
   int64_t scale_floats(int64_t ld) const { return p.eight == EightBits::none ? 0 : 2 * ld; }
 
-  // Packs keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1; `to_scales` is theirs.
+  // Pack keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1,
+  // and their scales into to_scales.
   void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::packed* k, typename T::packed* v,
             float* to_scales) const {
     constexpr int64_t panel = kPanel<T>;

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward. A task owns a block of query rows (RowBlock of row_block.h) and walks over tiles of keys.
+// Attention forward. A task owns a block of query rows (RowBlock of row_block.h) and loops over KV
+// tiles.
 //
-// Two ways to come by the packed K and V of a key/value head (a Unit):
-//   shared    long queries: all threads pack them once, then blocks of block_rows() queries read them
-//   streamed  the queries of all its heads fit one block: a task packs each tile just before it is used, over one split of the keys;
-//             the splits of a unit are combined in a fixed order
-// Which way, and how many splits, depends on the lengths of the sequence alone, so results do not depend on threads or neighbours.
+// A Unit is the query heads that share a KV head. Its packed K and V are
+//   shared    with long queries: all threads pack them once, then blocks of block_rows()
+//             queries read them
+//   streamed  if the queries of all its heads fit one block: a task packs each tile just
+//             before use, over one split of the keys; the unit's splits are combined in a fixed
+//             order
+// The choice and the number of splits depend only on the sequence's lengths, so results do not
+// depend on threads or on other sequences.
 #pragma once
 
 #include "cpu/attention/row_block.h"
@@ -15,10 +19,11 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockRows = 128;                 // queries that one block can hold
-constexpr int64_t kShortRows = 1024;                // up to here queries are cut finely
-constexpr int64_t kDecodeRows = 16;                 // up to here keys are split finely: there is little else to share out
-constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes of packed operands at once, unless a few heads alone need more
+constexpr int64_t kBlockRows = 128;   // max queries per block
+constexpr int64_t kShortRows = 1024;  // max queries for small blocks
+constexpr int64_t kDecodeRows = 16;   // max queries for small key splits: little else to share
+// Bytes of packed operands at once, unless a few heads alone need more.
+constexpr int64_t kPackBudget = int64_t(32) << 20;
 constexpr int64_t kUnitsAtOnce = 4096;
 
 template <class T>
@@ -42,7 +47,7 @@ class Forward {
     }
   }
 
-  // What run() takes.
+  // Return the scratch of run().
   Scratch scratch() {
     Scratch s;
     for (s.setup = set_up(); plan(); s.shared = max(s.shared, Arena::bytes_for<char>(units_[n_].memory)))
@@ -68,16 +73,17 @@ class Forward {
   struct Unit {
     const Sequence* s;
     int64_t h0, heads, splits, chunk;        // splits = 0: shared; else of `chunk` keys each
-    int64_t packs, tasks, combines, memory;  // of the units before it; memory in bytes
+    int64_t packs, tasks, combines, memory;  // totals of the previous units; memory in bytes
   };
-  static constexpr int64_t kPackKeys = 256;  // keys packed by one task
+  static constexpr int64_t kPackKeys = 256;  // keys packed per task
 
-  // Rows of a block of queries: so few where there are few that threads end together, more where that makes loading K and V cheap.
+  // Return the rows per block of queries: small blocks let threads finish together, large blocks
+  // amortize loads of K and V.
   static int64_t block_rows(const Sequence& s) { return s.rows <= kShortRows ? 64 : 96; }
   int64_t blocks(const Sequence& s) const { return ceil_div(s.Lq, block_rows(s)); }
   static int64_t padded_keys(const Sequence& s) { return round_up(s.Lk, kPanel<T>); }
   static int64_t tile_keys(const Sequence& s) { return min(kBlockKeys, padded_keys(s)); }
-  // What a task of the unit takes, and the one that adds its splits.
+  // Return the scratch of the unit's task, and of the task that combines its splits.
   size_t task_bytes(const Unit& u) const {
     const int64_t ld = tile_keys(*u.s);
     if (u.splits == 0) return RowBlock<T>::bytes(f_, min(block_rows(*u.s), u.s->Lq), ld);
@@ -87,8 +93,9 @@ class Forward {
   size_t combine_bytes(const Unit& u) const { return RowBlock<T>::bytes(f_, u.heads * u.s->rows, kPanel<T>); }
   int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A)); }
 
-  // The next units in units_[0, n_), units_[n_] holding the totals: as many as the budget of packed memory allows, but enough to give every
-  // thread a task. The way and the splits are chosen by the valid rows and keys, so that padding a sequence changes no bit.
+  // Plan the next units in units_[0, n_), with totals in units_[n_]: as many as fit the budget of
+  // packed memory, but enough tasks for every thread. Only valid rows and keys decide the packing
+  // and the splits, so that padding a sequence does not change a bit.
   bool plan() {
     Unit u{};
     for (n_ = 0; n_ < kUnitsAtOnce && b_ < p_.B && p_.Hq > 0; n_++) {
@@ -121,7 +128,7 @@ class Forward {
     return n_ > 0;
   }
 
-  // The unit that task t of a kind belongs to.
+  // Return the unit of task t of a kind.
   const Unit& find(int64_t t, int64_t Unit::* count) const {
     int64_t lo = 0, hi = n_;
     while (hi - lo > 1) {
@@ -180,7 +187,7 @@ class Forward {
     else PT_PHASE(results) block.finish();
   }
 
-  // Output 0 and lse -inf in the query rows behind the last valid one.
+  // Write output 0 and lse -inf to the query rows past the last valid one.
   void clear_padding(const Unit& u) const {
     const Sequence& s = *u.s;
     for (int64_t h = u.h0; h < u.h0 + u.heads; h++)
@@ -205,7 +212,7 @@ class Forward {
   Sequence* sequences_ = nullptr;
   Unit* units_ = nullptr;
   char* memory_ = nullptr;
-  int64_t n_ = 0, b_ = 0, h_ = 0;  // units planned; where the next plan starts
+  int64_t n_ = 0, b_ = 0, h_ = 0;  // planned units; start of the next plan
 };
 
 }  // namespace PT_ISA

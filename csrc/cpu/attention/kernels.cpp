@@ -8,7 +8,7 @@ namespace PT_ISA {
 
 namespace {
 
-// f(Op<traits of the dtype>(p, args...))
+// Call f(Op<traits of the dtype>(p, args...)).
 template <template <class> class Op, class F, class... Args>
 void with(const AttentionProblem& p, const F& f, const Args&... args) {
   switch (p.dtype) {
@@ -30,7 +30,7 @@ void forward(const AttentionProblem& p) { run<Forward>(p); }
 void backward(const AttentionProblem& p, const AttentionGrads& g) { run<bwd::AttentionBackward>(p, g); }
 
 int64_t scratch_bytes(AttentionProblem p, const AttentionGrads* g) {
-  static const int32_t mapped = TileMap::kAll;  // stands for the map, which is not made
+  static const int32_t mapped = TileMap::kAll;  // placeholder for the map, which is not built
   Scratch s;
   if ((s.own = map_bytes(p))) p.tiles.data = &mapped;
   const auto measure = [&](auto op) { s.include(op.scratch()); };

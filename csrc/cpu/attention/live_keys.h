@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys no query may see: they are packed as zeros, so that what they hold reaches nothing.
+// Keys that no query sees: they are packed as zeros, so that their contents cannot reach a result.
 #pragma once
 
 #include "cpu/attention/tiles.h"
@@ -7,9 +7,9 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
+constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
 
-// False if some lane of a row of d elements is infinite or NaN.
+// Return false if a number in a row of d elements is infinite or NaN.
 template <class T>
 bool finite_row(const typename T::elem* row, int64_t d) {
   using vec = typename T::vec;
@@ -18,7 +18,7 @@ bool finite_row(const typename T::elem* row, int64_t d) {
   return to_mask(zeros == vec{}) == mask_n<vec>(T::width);
 }
 
-// The same of a row in eight bits.
+// Do the same for an 8-bit row.
 inline bool finite_eight(EightBits kind, const uint8_t* row, int64_t d) {
   bool finite = true;
   if (kind == EightBits::e4m3)
@@ -26,10 +26,11 @@ inline bool finite_eight(EightBits kind, const uint8_t* row, int64_t d) {
   return finite;
 }
 
-// Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key. Packing reads such rows as zero, so that what
-// they hold reaches nothing. The intervals and terms that do not depend on the query tell it at once; where terms or segments do depend
-// on it, pairs are looked at only for keys whose K or V is not finite, since for the others zero weights do as well. False: all live,
-// live not written.
+// Set live[0, n) for keys k0 .. of KV head hkv: 0 if no query sees the key. Packing reads such rows
+// as zero, so that their contents cannot reach a result. Intervals and terms that do not depend on
+// the query decide directly. With query-dependent terms or segments, pairs are checked only for
+// keys with a non-finite K or V, because a zero weight hides finite ones. Return false, without
+// writing live, if all are live.
 template <class T>
 bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, int64_t k0, int64_t n, uint8_t* live) {
   using A = typename T::acc;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block of query rows, which walks over tiles of keys with the online softmax:
+// A block of query rows that loops over KV tiles with the online softmax:
 //
-//   S = Q K^T      P = exp(S - m)      l = alpha l + sum P      O = alpha O + drop(P) V      alpha = exp(m_before - m)
+//   S = Q K^T      P = exp(S - m)      alpha = exp(m_before - m)
+//   l = alpha l + sum P                O = alpha O + drop(P) V
 //
-// A sink is one more term of l, added at the end: once, however the keys were split, and a row that saw nothing is still known by l = 0.
-// m is the maximum of S, or near it: see first_maximum().
+// A sink is one more term of l, added once at the end for any number of splits, so that l = 0 still
+// marks a row without visible keys. m is the maximum of S, or near it: see first_maximum().
 #pragma once
 
 #include "cpu/attention/direct.h"
@@ -25,7 +26,8 @@ class RowBlock {
   using opnd = typename T::opnd;
   using packed = typename T::packed;
 
-  // Queries [q0, q0 + nq) of heads [h0, h0 + heads), head by head. Memory comes from local_arena, whose reset() the caller has done.
+  // Queries [q0, q0 + nq) of heads [h0, h0 + heads), head by head. Memory comes from local_arena,
+  // which the caller has reset.
   RowBlock(const ForwardShape<T>& shape, const Sequence& s, int64_t h0, int64_t heads, int64_t q0, int64_t nq, int64_t keys)
       : f_(shape), p_(shape.p), s_(s), scores_(shape.p, s), h0_(h0), q0_(q0), nq_(nq), rows_(heads * nq), keys_(keys),
         ld_(row_of_keys<T>(keys)), plain_(scores_.plain()) {
@@ -62,8 +64,8 @@ class RowBlock {
            (skips(f.p) ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
   }
 
-  // f(k0, n): the keys of [from, end) that any row sees, in pieces of up to `keys`, each from a panel on; without those that the mask hides
-  // from every row by whole tiles.
+  // Call f(k0, n) for the keys of [from, end) that any row sees, in pieces of up to `keys` that
+  // start on a panel. Tiles that the mask hides from every row are skipped.
   template <class F>
   INLINE void pieces(int64_t from, int64_t end, const F& f) const {
     from = max(from, span_.lo / kPanel<T> * kPanel<T>), end = min(end, span_.hi);
@@ -83,9 +85,9 @@ class RowBlock {
     }
   }
 
-  // Keys [k0, k0 + n), n <= keys, k0 on a panel.
+  // Process keys [k0, k0 + n), n <= keys, k0 on a panel.
   void tile(const PackedKeys<T>& kv, int64_t k0, int64_t n) {
-    const auto scores = [&] {  // a panel of K stays in L1 over all rows
+    const auto scores = [&] {  // a panel of K remains in L1 for all rows
       for (int64_t j = 0; j < n; j += kPanel<T>)
         for (int64_t r = 0; r < rows_; r += kRows<T>) {
           if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
@@ -111,7 +113,7 @@ class RowBlock {
     step(k0, n, scores, output);
   }
 
-  // The same for few rows, from the keys of head hkv as they are.
+  // Process few rows with the unpacked keys of head hkv.
   void direct_tile(int64_t hkv, int64_t k0, int64_t n) {
     using E = typename T::elem;
     uint8_t marks[kBlockKeys];
@@ -151,10 +153,11 @@ class RowBlock {
     step(k0, n, scores, output);
   }
 
-  // Those of the keys `here` of the tile, of which the first has x's first row.
+  // Add the values of the tile's keys `here`. x starts at the first of them.
   template <class Values>
   void add_values(const Values& x, Range here) {
-    const int64_t piece = rows_ > 1 ? 32 : here.size();  // values that are read more than once stay in the first cache
+    // Values read more than once remain in L1.
+    const int64_t piece = rows_ > 1 ? 32 : here.size();
     for (int64_t j = here.lo; j < here.hi; j += piece)
       for (int64_t g = 0; g < rows_; g += kRows<T>) {  // rows of one reach
         const Range all = reach_[g], keys{max(all.lo, j), min(all.hi, min(j + piece, here.hi))};
@@ -169,7 +172,7 @@ class RowBlock {
       }
   }
 
-  // Unnormalised results for combine(): m and l of each row, then O.
+  // Write unnormalized results for combine(): m and l of each row, then O.
   void partial(A* to) {
     clear_untouched();
     for (int64_t r = 0; r < rows_; r++) to[r] = m_[r], to[rows_ + r] = l_[r];
@@ -179,7 +182,7 @@ class RowBlock {
   static int64_t partial_head(int64_t rows) { return round_up(2 * rows, 64); }
   static int64_t partial_size(const ForwardShape<T>& f, int64_t rows) { return partial_head(rows) + rows * f.dv; }
 
-  // In place of tile() calls: the sum of the n partial results, in order.
+  // Reduce n partial results in order, instead of tile() calls.
   void combine(const A* partials, int64_t n) {
     const int64_t size = partial_size(f_, rows_);
     for (int64_t r = 0; r < rows_; r++) {
@@ -188,7 +191,7 @@ class RowBlock {
       for (int64_t d = 0; d < f_.dv; d += T::width) store(o + d, vec{});
       for (int64_t i = 0; i < n; i++) {
         const A *part = partials + i * size, m = part[r];
-        if (m == -kInfinity<A> && part[rows_ + r] == 0) continue;  // saw nothing
+        if (m == -kInfinity<A> && part[rows_ + r] == 0) continue;  // no visible key
         const vec w = exp2v<5>(set1<vec>((m - m_[r]) * c_));
         l_[r] += part[rows_ + r] * w[0];
         for (int64_t d = 0; d < f_.dv; d += T::width) store(o + d, fma(w, load(part + partial_head(rows_) + r * f_.dv + d), load(o + d)));
@@ -202,7 +205,8 @@ class RowBlock {
     const double rescale = p_.drop_threshold < 65536 ? 65536. / (65536 - p_.drop_threshold) : 0;
     for (int64_t r = 0; r < rows_; r++) {
       const int64_t h = h0_ + r / nq_, i = s_.q_first + query(r);
-      // l = 0 although the interval is not empty: every score of a plain row is -inf, which softmax takes for NaN
+      // l = 0 with a non-empty interval: every score of a plain row is -inf, which softmax turns
+      // into NaN.
       const A dead = plain_ && seen_[r].size() > 0 ? A(__builtin_nan("")) : A(0);
       const auto [inv, lse] = result(r, h, rescale, dead);
       auto* out = static_cast<typename T::elem*>(p_.out) + s_.b * p_.os.b + h * p_.os.h + i * p_.os.l;
@@ -213,9 +217,9 @@ class RowBlock {
 
  private:
   struct Result {
-    A inv, lse;  // inv: what O is multiplied by
+    A inv, lse;  // inv: factor of O
   };
-  // Of a row of head h; `dead`: its inv if it saw nothing.
+  // Return the result of a row of head h. `dead`: inv of a row without visible keys.
   Result result(int64_t r, int64_t h, double rescale, A dead) const {
     const A sink = sink_of<A>(p_, h);
     const bool has_sink = sink != -kInfinity<A>;
@@ -224,13 +228,14 @@ class RowBlock {
     if (!has_sink) return {A(rescale / l_[r]), A(m + __builtin_log(l))};
     const double top = max(m, double(sink)), alpha = __builtin_exp(m - top), sum = l * alpha + __builtin_exp(sink - top);
     const A lse = A(top + __builtin_log(sum)), least = above_sink(sink);
-    return {A(rescale * alpha / sum), lse < least ? least : lse};  // a NaN stays
+    return {A(rescale * alpha / sum), lse < least ? least : lse};  // preserves NaN
   }
 
   bool dropping() const { return p_.drop_threshold > 0 && p_.drop_threshold < 65536; }
   int64_t query(int64_t r) const { return q0_ + r % nq_; }
 
-  // One step of the online softmax. scores() writes S, output() adds P V to O; both see k0 and n as they are after trimming.
+  // Run one step of the online softmax. scores() writes S, output() adds P V to O; both read k0 and
+  // n after trimming.
   template <class S, class O>
   INLINE void step(int64_t& k0, int64_t& n, const S& scores, const O& output) {
     if (s_.unsorted_segments()) {
@@ -245,7 +250,7 @@ class RowBlock {
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
   }
 
-  // In live_, a mark for each kLiveKeys keys of which some row may see one.
+  // live_ has one mark per kLiveKeys keys, set if a row may see one of them.
   static constexpr int64_t kLiveKeys = 64;
   static_assert(kLiveKeys % kPanel<T> == 0 && kBlockKeys % kLiveKeys == 0);
   static int64_t live_bytes(int64_t keys) { return ceil_div(keys, kLiveKeys) + 1; }
@@ -253,13 +258,13 @@ class RowBlock {
   void mark_live_tiles() {
     for (int64_t c = 0; c < live_bytes(s_.Lk); c++) live_[c] = !p_.tiles.data;
     if (p_.tiles.data) mark_tiles_of_mask();
-    Range gap{0, s_.Lk};  // of every row
+    Range gap{0, s_.Lk};  // common to all rows
     for (int64_t r = 0; r < rows_; r++)
       if (seen_[r].size() > 0) gap = {max(gap.lo, s_.gap(query(r)).lo), min(gap.hi, s_.gap(query(r)).hi)};
     for (int64_t c = ceil_div(gap.lo, kLiveKeys); (c + 1) * kLiveKeys <= gap.hi; c++) live_[c] = 0;
   }
   void mark_tiles_of_mask() {
-    for (int64_t r = 0; r < rows_;) {  // rows of the same tiles at once
+    for (int64_t r = 0; r < rows_;) {  // rows with the same tiles at once
       const TileRow row(p_.tiles, s_.b, h0_ + r / nq_, query(r));
       Range seen{s_.Lk, 0};
       for (const int32_t* tiles = row.tiles(); r < rows_ && p_.tiles.at(s_.b, h0_ + r / nq_, query(r)) == tiles; r++)
@@ -271,8 +276,8 @@ class RowBlock {
     }
   }
 
-  // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at
-  // the front. False: none at all.
+  // Compute the key range of each group of kRows rows: from the first to the last visible to one of
+  // them, with the start rounded down to vectors. Return false if all are empty.
   bool reach(int64_t k0, int64_t n) {
     bool any = false;
     const bool trims = scores_.trims();
@@ -291,10 +296,10 @@ class RowBlock {
     return any;
   }
 
-  // T::width rows: S -> P, m, l, alpha.
+  // Convert S to P in T::width rows, and update m, l, alpha.
   void softmax(int64_t r0, int64_t k0, int64_t n) {
     const int64_t nr = min<int64_t>(T::width, rows_ - r0);
-    Range valid[T::width];  // lanes of the tile that count; the rest of reach_ becomes 0 in P
+    Range valid[T::width];  // visible lanes; the rest of reach_ becomes 0 in P
     vec row_max[T::width];
     for (int64_t i = 0; i < T::width; i++) {
       row_max[i] = set1<vec>(-kInfinity<A>);
@@ -307,7 +312,7 @@ class RowBlock {
     }
     const vec m_old = load(m_ + r0);
     vec m_new = vmax(m_old, reduce_rows(row_max, op_max));
-    vec m = m_new == -kInfinity<A> ? vec{} : m_new;  // nothing seen yet: any number serves
+    vec m = m_new == -kInfinity<A> ? vec{} : m_new;  // no visible key yet: any number works
     vec sums[T::width], tops[T::width];
     const auto weigh = [&](int64_t i) {
       WeightRow<T> row{S_ + (r0 + i) * ld_, P_ + (r0 + i) * ld_, reach_[r0 + i], valid[i], c_, nullptr, 0, v_scale_};
@@ -336,9 +341,9 @@ class RowBlock {
     store(l_ + r0, fma(load(l_ + r0), alpha, reduce_rows(sums, op_add)));
   }
 
-  // Weights are relative to any number near the maximum of their row, and where they are not written over the scores, to find the maximum
-  // first is not worth its time: m is that of the first keys, until a score is found that is larger by 8 powers of two. A pass of maxima
-  // took a tenth of a softmax on AMX, and to multiply O by alpha = 1 is not needed then.
+  // Use an approximate maximum if P does not overwrite S: any number near the row maximum works. m
+  // is the maximum of the first keys until a score exceeds it by 8 powers of two. A separate pass
+  // of maxima took a tenth of a softmax on AMX, and O then needs no multiplication by alpha = 1.
   static constexpr bool kLags = T::pack > 1;
   static constexpr int64_t kFirstKeys = 64, kMostAbove = 8;
   vec first_maximum(int64_t r, Range valid) const {
@@ -380,13 +385,15 @@ class RowBlock {
   const Scores<T> scores_;
   const int64_t h0_, q0_, nq_, rows_, keys_, ld_;
   const bool plain_;
-  A c_;  // exponents are (s - m) * c: log2(e), times the scale where scores are raw products
+  // Exponents are (s - m) * c: log2(e), times the scale if scores are raw products.
+  A c_;
   packed* Q_;
   A *S_, *O_, *m_, *l_, *alpha_, *diagonals_ = nullptr;
   opnd* P_;
-  Range *seen_, *reach_, span_;         // span_: the keys that any row sees
-  uint8_t *started_, *live_ = nullptr;  // per first row of a group: O holds something; see mark_live_tiles()
-  const float* v_scale_ = nullptr;      // of the tile's keys in eight bits
+  Range *seen_, *reach_, span_;  // span_: keys that any row sees
+  // started_, per first row of a group: O is initialized. live_: see mark_live_tiles().
+  uint8_t *started_, *live_ = nullptr;
+  const float* v_scale_ = nullptr;  // for 8-bit keys of the tile
   KeepBits bits_;
   uint32_t* keep_ = nullptr;
   char* table_ = nullptr;

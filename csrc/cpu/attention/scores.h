@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands between q.k and the softmax: which pairs are visible, and what is added to their scores.
+// Steps between q.k and the softmax: visibility of pairs, and terms added to their scores.
 //
-//   Sequence   (sequence.h) the visible keys of a query as one interval [lo, hi)
-//   DenseRow   (dense.h) one dense mask or bias, seen from one row
-//   MaskRow    (tiles.h) the boolean mask, seen from one row: by tiles, and by pairs where a tile hides some
-//   Scores     everything an interval cannot say: dense masks and biases, unsorted segments, ALiBi, T5, softcap
+//   Sequence   (sequence.h) a query's visible keys as one interval [lo, hi)
+//   DenseRow   (dense.h) one row of a dense mask or bias
+//   MaskRow    (tiles.h) one row of the boolean mask: by tiles, and by pairs in partial tiles
+//   Scores     everything beyond an interval: dense masks and biases, unsorted segments,
+//              ALiBi, T5, softcap
 //
-// Rows are queries and lanes are keys, forward and backward. All indices here are local; starts enter inside.
+// Rows are queries and lanes are keys, forward and backward. All indices here are local; the
+// functions add the start offsets.
 #pragma once
 
 #include "cpu/attention/live_keys.h"
@@ -14,9 +16,10 @@
 namespace pt {
 namespace PT_ISA {
 
-// Scores, or dP, of rows of A, each `units` long, and a panel of keys. A sum runs over equal parts of a head, of at most 64 units: its
-// error grows as its length. With data not around zero, random problems left their bounds by 96 float products in a row (c 8.04 of 8) and
-// by 256 (2.7 of 2). Pieces cost 1 to 2 % with D 80 to 256.
+// Scores, or dP, of rows of A, each `units` long, times a panel of keys. Each sum runs over equal
+// parts of a head, of at most 64 units, because its error grows with its length. With data not
+// centered at zero, random cases exceeded their bounds with chains of 96 float products (c 8.04 of
+// 8) and 256 (2.7 of 2). Parts cost 1 to 2 % with D 80 to 256.
 template <class T>
 INLINE void score_products(int64_t rows, int64_t units, const typename T::packed* a, const typename T::packed* b, typename T::acc* sums,
                            int64_t ld) {
@@ -25,11 +28,12 @@ INLINE void score_products(int64_t rows, int64_t units, const typename T::packed
     pick<T>(rows, kPanel<T>, u ? kAdd : kStore)(min(piece, units - u), a + u, units, 1, b + u * kPanel<T>, sums, ld, nullptr);
 }
 
-// ---- tanh, for the softcap: t = tanh(y) and slope = 1 - t^2, each to a few roundings
+// tanh for the softcap: t = tanh(y) and slope = 1 - t^2, each to a few roundings.
 INLINE void tanh_and_slope(vf y, vf* t, vf* slope) {
   const vf a = vabs(y), e = exp2v<5>(vf(vmin(set1<vf>(20.f), a) * float(2 * kLog2e)));
-  const vf u = 2.f / (e + 1.f), z = y * y;                                   // 1 - tanh(a) = u
-  vf p = fma(set1<vf>(-5.70498872745e-3f), z, set1<vf>(2.06390887954e-2f));  // odd polynomial near 0 (Cephes tanhf)
+  const vf u = 2.f / (e + 1.f), z = y * y;  // 1 - tanh(a) = u
+  // odd polynomial near 0 (Cephes tanhf)
+  vf p = fma(set1<vf>(-5.70498872745e-3f), z, set1<vf>(2.06390887954e-2f));
   p = fma(p, z, set1<vf>(-5.37397155531e-2f)), p = fma(p, z, set1<vf>(1.33314422036e-1f)), p = fma(p, z, set1<vf>(-3.33332819422e-1f));
   const vf small = fma(vf(p * z), y, y), large = (vf)((vi32)(1.f - u) | ((vi32)y & INT32_MIN));
   const vi32 near = a < 0.625f;
@@ -44,7 +48,6 @@ INLINE void tanh_and_slope(vd y, vd* t, vd* slope) {
   }
 }
 
-// ---- scores
 template <class T>
 class Scores {
  public:
@@ -55,28 +58,31 @@ class Scores {
       : p_(p), s_(s),
         mask_alone_(p.tiles.data && !p.bias.data && !p.slopes && !p.table && p.softcap == 0 && !s.has_gaps() && !s.unsorted_segments()) {}
 
-  // Scores are scale * q.k with scale > 0, and visible() is exact: then the raw products serve, and row() is not needed.
+  // Return true if scores are scale * q.k with scale > 0 and visible() is exact. The raw products
+  // then suffice without row().
   bool plain() const {
     return !p_.mask.data && !p_.tiles.data && !p_.bias.data && !p_.slopes && !p_.table && p_.softcap == 0 && p_.scale > 0 &&
            !s_.has_gaps() && !s_.unsorted_segments();
   }
 
-  // Called between products: a tile reads a short piece of each row of a dense term, in which the hardware sees no stream.
+  // Prefetch dense terms between gemms: a tile reads a short piece of each row, which the hardware
+  // does not detect as a stream.
   INLINE void fetch(int64_t h, int64_t i, int64_t k0, int64_t n) const {
     if (p_.mask.stride.l && (!p_.tiles.data || p_.tiles.state(s_.b, h, i, k0) >= 0)) DenseRow<A>(p_.mask, s_.b, h, i).fetch(k0, n);
     if (p_.bias.stride.l) DenseRow<A>(p_.bias, s_.b, h, i).fetch(k0, n);
   }
 
-  // Of the keys `range` of query i, those between the first and the last that its interval, or the block mask, or a dense mask's tiles
-  // show.
+  // Trim `range` of query i to its first and last visible key, by its interval, the block mask, or
+  // a dense mask's tiles.
   bool trims() const { return p_.tiles.data || s_.has_gaps(); }
   INLINE Range trim(int64_t h, int64_t i, Range range) const {
     range = s_.outside_gap(i, range);
     return p_.tiles.data ? MaskRow<A>(p_, s_.b, h, i).trim(range) : range;
   }
 
-  // T5: table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 + nk)) for head h, in the caller's buffer of
-  // nq + nk values; to be passed to row() with the same i0 + nq and k0. The bucket moves with the distance, so this is one walk.
+  // T5: write table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 +
+  // nk)) of head h to the caller's buffer of nq + nk values. Pass it to row() with the same i0 + nq
+  // and k0. One walk suffices, because the bucket is monotone in the distance.
   void diagonals(int64_t h, int64_t i0, int64_t nq, int64_t k0, int64_t nk, A* out) const {
     const int64_t half = p_.bidirectional ? p_.buckets / 2 : p_.buckets, first = s_.distance(i0 + nq - 1, k0);
     const A* table = static_cast<const A*>(p_.table) + h;
@@ -89,11 +95,13 @@ class Scores {
     }
   }
 
-  // Turns raw q.k of query i with keys k0 .. k0 + n - 1 into scores, in place, natural units: scale, softcap, mask, bias, ALiBi, T5; -inf
-  // where invisible, by selection, and in the lanes from n up to the next multiple of T::width. Sums saturate at the largest finite
-  // numbers, so a visible score is never -inf; a term that is not finite (-inf apart) makes it NaN. Returns the maximum lane by lane (-inf:
-  // nothing seen); softmax is then exp(s - max). seen: visible(i). diagonal: where diagonals() put the value of pair (i, k0), or null
-  // without a table: diagonal_of(). slope: n values 1 - tanh^2, the softcap's derivative, or null.
+  // Convert raw q.k of query i with keys k0 .. k0 + n - 1 to scores in place, in natural units:
+  // scale, softcap, mask, bias, ALiBi, T5. Invisible pairs, and lanes from n up to the next
+  // multiple of T::width, are set to -inf. Sums saturate at the largest finite numbers, so a
+  // visible score is never -inf; a term of +inf or NaN makes it NaN. Return the maximum per lane
+  // (-inf: no visible key); softmax is then exp(s - max). seen: visible(i). diagonal:
+  // diagonal_of(), the value of pair (i, k0), or null without a table. slope: n values 1 - tanh^2,
+  // the softcap's derivative, or null.
   vec row(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope = nullptr) const {
     vec row_max = set1<vec>(-kInfinity<A>);
     for (int64_t j = 0; j < n; j += kChunk) {
@@ -104,17 +112,18 @@ class Scores {
     }
     return row_max;
   }
-  // in what diagonals(h, i0, nq, k0, ...) wrote to `out`
+  // Return the value of pair (i, k0) in the output of diagonals(h, i0, nq, k0, ...).
   static const A* diagonal_of(const A* out, int64_t i, int64_t i0, int64_t nq) { return out + (i0 + nq - 1 - i); }
-  // Values diagonals() needs room for: row() reads whole vectors.
+  // Buffer size of diagonals(): row() reads full vectors.
   static int64_t diagonal_size(int64_t nq, int64_t nk) { return nq + nk + T::width; }
 
  private:
   static constexpr int kSteps = 64;
-  static constexpr int64_t kChunk = kSteps * T::width;  // keys at a time: they stay in L1 over the passes
+  // keys at a time: they remain in L1 over the passes
+  static constexpr int64_t kChunk = kSteps * T::width;
 
-  // chunk() where tiles alone stand between the products and the scores: of a full one nothing is looked at. With small shares of tiles,
-  // chunk() took a tenth of the forward, two thirds of it to gather what is visible first.
+  // chunk() for tiles as the only term: a full tile needs no checks. With few visible tiles,
+  // chunk() took a tenth of the forward, two thirds of it to compute the visible mask first.
   vec masked(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, A* s) const {
     const MaskRow<A> row(p_, s_.b, h, i);
     const vec minus_inf = set1<vec>(-kInfinity<A>), lowest = set1<vec>(-highest<A>), scale = set1<vec>(A(p_.scale));
@@ -139,7 +148,8 @@ class Scores {
     return row_max;
   }
 
-  // One pass a term: a loop that only adds is several times faster than one that asks at each step which terms there are.
+  // Run one pass per term: a loop that only adds is several times faster than one with a branch per
+  // term.
   vec chunk(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope) const {
     const DenseRow<A> terms[] = {DenseRow<A>(p_.tiles.data ? Dense{} : p_.mask, s_.b, h, i), DenseRow<A>(p_.bias, s_.b, h, i)};
     const vec minus_inf = set1<vec>(-kInfinity<A>), lowest = set1<vec>(-highest<A>);
@@ -165,7 +175,7 @@ class Scores {
       }
       scale = set1<vec>(1);
     }
-    // The last dense term, if nothing else is added behind it, is added in the pass that makes the result.
+    // Add the last dense term in the final pass if no other term follows it.
     const int last = p_.slopes || diagonal ? -1 : terms[1].additive() ? 1 : terms[0].additive() ? 0 : -1;
     for (int t = 0; t < 2; t++) {
       const DenseRow<A>& term = terms[t];
@@ -199,7 +209,7 @@ class Scores {
       const auto one = [&](int64_t j, vec x) { finish(j, visible[j / T::width] & to_mask(x != minus_inf), sum(load(s + j), scale, x)); };
       int64_t done = 0;
       if (seen.lo <= k0 && seen.hi >= k0 + n && !s_.unsorted_segments() && !hides) {
-        // All of it visible, as far as the term's values are finite: while they are, a few vectors at a time need one look.
+        // All pairs are visible if the term's values are finite: check a few vectors at a time.
         vec row_maxima[DenseRow<A>::kFour] = {minus_inf, minus_inf, minus_inf, minus_inf};
         done = terms[last].fours(k0, n, [&](int64_t j, const vec* x) {
           vec y[DenseRow<A>::kFour];
@@ -221,11 +231,13 @@ class Scores {
     return row_max;
   }
 
-  // Takes from visible[] what the boolean mask hides of keys k0 .. k0 + n - 1. False: nothing.
+  // Clear the keys k0 .. k0 + n - 1 that the boolean mask hides in visible[]. Return false if none
+  // is hidden.
   bool hide(int64_t h, int64_t i, int64_t k0, int64_t n, mask* visible) const {
     const auto [all, some] = TileRow(p_.tiles, s_.b, h, i).alike(k0, n);
     if (all) return false;
-    if (some && !p_.tiles.bits) {  // one loop: asking tile by tile cost 6 % of a call whose mask has no empty tile
+    // One loop for partial tiles: a check per tile cost 6 % of a call whose mask has no empty tile.
+    if (some && !p_.tiles.bits) {
       const DenseRow<A> row(p_.mask, s_.b, h, i);
       for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= row.bits(k0 + j, n - j);
       return true;
@@ -245,7 +257,7 @@ class Scores {
     return hides;
   }
 
-  // s * scale + t, saturated at the largest finite numbers, but NaN where s or t is not finite.
+  // s * scale + t, saturated at the largest finite numbers, but NaN if s or t is not finite.
   static INLINE vec sum(vec s, vec scale, vec t) {
     const vec limit = set1<vec>(highest<A>), y = fma(s, scale, t);
     if (__builtin_expect(to_mask(vabs(y) <= limit) == mask_n<vec>(T::width), 1)) return y;

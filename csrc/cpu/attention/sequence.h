@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One batch element or packed sequence: its sizes, and the visible keys of a query as one interval [lo, hi), which has a gap where global
-// keys lie before a window. Indices are local; starts enter inside.
+// One batch element or packed sequence: its sizes, and a query's visible keys as one interval [lo,
+// hi), with a gap between global keys and a window. Indices are local; the functions add the start
+// offsets.
 #pragma once
 
 #include "cpu/attention/problem.h"
@@ -14,13 +15,14 @@ struct Range {
   INLINE int64_t size() const { return hi - lo; }
 };
 
-// The sink of a head, -inf for none. +inf counts as half of the largest number.
+// Return a head's sink, or -inf without one. +inf is clamped to half of the largest number.
 template <class A>
 INLINE A sink_of(const AttentionProblem& p, int64_t h) {
   const A sink = p.sinks ? static_cast<const A*>(p.sinks)[h] : -kInfinity<A>, most = highest<A> / 2;
-  return sink > most ? most : sink;  // a NaN stays
+  return sink > most ? most : sink;  // preserves NaN
 }
-// The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none.
+// Return the min lse of a query that sees a key, one or two ulp above its sink, so that lse shows
+// which queries see none.
 template <class A>
 INLINE A above_sink(A sink) {
   constexpr bool wide = sizeof(A) == 8;
@@ -43,7 +45,7 @@ class Sequence {
     rows = clamp<int64_t>(q_end - query_start_, 0, Lq);
     cols = clamp<int64_t>(key_end_ - key_start_, 0, Lk);
     offset = p.align == Align::bottom_right ? key_end_ - q_end : 0;
-    // bounds beyond any index stand for "unbounded", with room left for the sums below
+    // Use a bound beyond any index for "unbounded", with headroom for the sums below.
     constexpr int64_t far = int64_t(1) << 60;
     left_ = p.left < 0 ? far : min(p.left, far);
     right_ = p.right < 0 ? far : min(p.right, far);
@@ -57,7 +59,8 @@ class Sequence {
     }
   }
 
-  // The keys query i < rows may see; empty as {x, x}. Exact unless has_gaps() or unsorted_segments().
+  // Return the keys visible to query i < rows; empty as {x, x}. Exact unless has_gaps() or
+  // unsorted_segments().
   INLINE Range visible(int64_t i) const {
     Range r = reach(i);
     if (query_segments_ && sorted_) {
@@ -68,23 +71,25 @@ class Sequence {
     r.hi = max(r.hi, r.lo);
     return r;
   }
-  // Contains every key that any query sees, or one of first .. last: both ends of the interval rise with i, and so do the global keys.
+  // Return a range with every key that any query, or one of first .. last, sees: both ends of the
+  // interval rise with i, and so do the global keys.
   Range keys() const { return rows == 0 ? Range{0, 0} : keys(0, rows - 1); }
   Range keys(int64_t first, int64_t last) const {
     const int64_t end = globals(last);
     const Range r{end ? 0 : interval(first).lo, max(end, interval(last).hi)};
     return {r.lo, max(r.lo, r.hi)};
   }
-  // Keys of visible(i) that query i does not see: those between the global ones and its window. Both ends rise with i.
+  // Return the keys of visible(i) hidden from query i, between the global keys and its window. Both
+  // ends rise with i.
   bool has_gaps() const { return global_ > 0; }
   INLINE Range gap(int64_t i) const {
     const Range window = interval(i);
     const int64_t end = globals(i);
     return {end, window.lo < window.hi ? max(end, window.lo) : end};
   }
-  // What no query sees of keys().
+  // Return the keys of keys() that no query sees.
   Range common_gap() const { return rows == 0 || !has_gaps() ? Range{0, 0} : Range{gap(rows - 1).lo, gap(0).hi}; }
-  // A range of keys without its ends in the gap of query i; empty as {x, x}.
+  // Trim a range of keys at both ends by the gap of query i; empty as {x, x}.
   INLINE Range outside_gap(int64_t i, Range r) const {
     if (!has_gaps()) return r;
     const Range out = gap(i);
@@ -93,9 +98,9 @@ class Sequence {
     r.hi = max(r.hi, r.lo);
     return r;
   }
-  // Then segments are compared pair by pair (Scores), and visible() only bounds them.
+  // Scores then compares segments pair by pair, and visible() is only a bound.
   bool unsorted_segments() const { return query_segments_ && !sorted_; }
-  // With unsorted segments: false where no key of the one range can be of the segment of a query of the other.
+  // Return false if no key and query of these ranges can share a segment. For unsorted segments.
   bool may_meet(Range queries, Range keys) const {
     const auto bounds = [](const int64_t* x, Range r) {
       Range b{INT64_MAX, INT64_MIN};
@@ -105,7 +110,7 @@ class Sequence {
     const Range q = bounds(query_segments_, queries), k = bounds(key_segments_, keys);
     return k.lo <= q.hi && k.hi >= q.lo;
   }
-  // `keys` without the panels at either end of which none may_meet() the queries; empty if none does.
+  // Trim `keys` by panels at both ends that cannot meet the queries; empty if none can.
   Range meeting(Range queries, Range keys, int64_t panel) const {
     const auto meets = [&](int64_t j) { return may_meet(queries, {j, min(j + panel, Lk)}); };
     while (keys.lo < keys.hi && !meets(keys.lo)) keys.lo += panel;
@@ -117,16 +122,16 @@ class Sequence {
   const int64_t* query_segments() const { return query_segments_; }
   const int64_t* key_segments() const { return key_segments_; }
 
-  // j - i - offset of the first pair, in absolute indices: the distance ALiBi and T5 see
+  // Return j - i - offset in absolute indices: the distance for ALiBi and T5.
   INLINE int64_t distance(int64_t i, int64_t j) const { return j + key_start_ - i - query_start_ - offset; }
 
   int64_t b = 0;
   int64_t Lq = 0, Lk = 0;            // local sizes
-  int64_t q_first = 0, k_first = 0;  // row of the packed tensors where this sequence starts
+  int64_t q_first = 0, k_first = 0;  // first row of this sequence in packed tensors
   int64_t rows = 0;                  // queries [rows, Lq) are padding
   int64_t cols = 0;                  // keys [cols, Lk) are padding
-  int64_t offset = 0;                // of the alignment
-  int64_t task = 0;                  // for the caller: tasks of the sequences before this one
+  int64_t offset = 0;                // diagonal offset
+  int64_t task = 0;                  // tasks of the previous sequences, set by the caller
 
  private:
   INLINE Range interval(int64_t i) const {
@@ -135,7 +140,7 @@ class Sequence {
     if (causal_) hi = min(hi, max(diagonal + 1, prefix_));
     return {clamp<int64_t>(lo - key_start_, 0, Lk), clamp<int64_t>(hi - key_start_, 0, Lk)};
   }
-  // The end of the global keys that query i sees.
+  // Return the end of the global keys that query i sees.
   INLINE int64_t globals(int64_t i) const {
     if (!causal_) return global_;
     return clamp<int64_t>(max(i + query_start_ + offset + 1, prefix_) - key_start_, 0, global_);

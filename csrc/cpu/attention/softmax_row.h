@@ -8,13 +8,13 @@
 namespace pt {
 namespace PT_ISA {
 
-// Those of the lanes for keys from j on that are in v.
+// Return the lanes of keys from j that are in v.
 template <class T>
 INLINE mask lanes_in(Range v, int64_t j) {
   return mask_range<typename T::vec>(v.lo - j, v.hi - j);
 }
 
-// Lanes whose maximum is that of s[v.lo, v.hi).
+// Return lane-wise maxima of s[v.lo, v.hi).
 template <class T>
 INLINE typename T::vec row_maximum(const typename T::acc* s, Range v) {
   using vec = typename T::vec;
@@ -27,7 +27,7 @@ INLINE typename T::vec row_maximum(const typename T::acc* s, Range v) {
   return vmax(x0, x1);
 }
 
-// A row of scores of a tile, and where its weights go.
+// One row of a tile's scores and the destination of its weights.
 template <class T>
 struct WeightRow {
   using A = typename T::acc;
@@ -35,13 +35,17 @@ struct WeightRow {
 
   const A* s;
   typename T::opnd* p;
-  Range reach, valid;    // keys that are written, from a whole number of steps on; those that count: the others become 0
-  A c;                   // weights are 2^((s - m) c)
-  const uint32_t* keep;  // bits of what dropout leaves, the tile's first at first_bit; null: no dropout
+  // reach: keys to write, from a full step on. valid: visible keys; hidden ones become 0.
+  Range reach, valid;
+  A c;  // weights are 2^((s - m) c)
+  // Dropout's keep bits, with the tile's first at first_bit; null: no dropout.
+  const uint32_t* keep;
   int64_t first_bit;
-  const float* v_scale;  // of the tile's keys in eight bits, by which weights are multiplied once they are summed; or null
+  // Scales of 8-bit values, applied to the weights after their sum; or null.
+  const float* v_scale;
 
-  // Returns their sum lane by lane. It makes lse, exact to float32 for any dtype: degree 5. *top: the largest scores, of pairs alone.
+  // Return the lane-wise sum, with exponentials of degree 5: lse is exact to float32 for any dtype.
+  // *top: the largest scores, for pairs only.
   INLINE vec weights(A m, vec* top) const { return keep ? pass<true>(m, top) : pass<false>(m, top); }
 
  private:
@@ -79,8 +83,9 @@ struct WeightRow {
   }
 };
 
-// Keys in eight bits: each row's scores in `reach` times the scale of their key. Scales begin `first` before the tile, and go to whole
-// vectors; null: none. Returns those of the values, by which weights are to be multiplied.
+// Multiply the scores in each row's `reach` by their key's scale, for 8-bit keys. Scales begin
+// `first` before the tile and are padded to full vectors; null: none. Return the scales of the
+// values, which multiply the weights.
 template <class T>
 const float* scale_rows(typename T::acc* s, int64_t ld, int64_t rows, const Range* reach, const float* k_scale, const float* v_scale,
                         int64_t first) {

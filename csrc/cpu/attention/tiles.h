@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The boolean mask by tiles: which of them hide all of their pairs, none, or some. Kernels skip the first kind, do not look at the mask in
-// the second, and read it in the third alone.
+// The boolean mask by tiles. A tile hides all of its pairs, none, or some. Kernels skip the first
+// kind, do not read the mask for the second, and read it only for the third.
 //
-//   map_tiles()  makes the map of a dense mask: one pass over the mask, at the strides it has; map_blocks() that of a block mask
-//   TileRow      the map seen from one query
-//   MaskRow      the mask, whatever its source of bits, seen from one query
+//   map_tiles()  build the map of a dense mask: one pass over the mask at its strides
+//   map_blocks() build the map of a block mask
+//   TileRow      one query's row of the map
+//   MaskRow      one query's row of the mask, from either source of bits
 #pragma once
 
 #include "cpu/attention/dense.h"
@@ -14,14 +15,15 @@
 namespace pt {
 namespace PT_ISA {
 
-inline thread_local Arena tiles_arena;  // of the calling thread: the map
+inline thread_local Arena tiles_arena;  // calling thread: the map
 
-// 16 queries: a pass over them costs 3 instructions for 64 pairs beside reading the mask, and a band of keys is followed within 16.
+// 16 queries per tile: a pass costs 3 instructions per 64 pairs beside reading the mask, and the
+// tiles follow a band of keys within 16.
 constexpr int kMapRowBits = 4, kMapKeyBits = 6;
 typedef uint8_t vbytes __attribute__((vector_size(kVecBytes), may_alias, aligned(1)));
 
-// What the mask says of `rows` rows of n <= 64 neighbouring bytes. A tile that hides some pairs is mostly known by its first row: of a mask
-// of such tiles a 16th is read.
+// Return the state of `rows` rows of n <= 64 contiguous bytes. A partial tile usually ends after
+// its first row, so 1/16 of such a mask is read.
 INLINE int32_t tile_state(const uint8_t* p, int64_t row, int64_t rows, int64_t n) {
   bool any = false, all = true;
   if (n == 64) {
@@ -36,7 +38,8 @@ INLINE int32_t tile_state(const uint8_t* p, int64_t row, int64_t rows, int64_t n
         }
       uint64_t words[2][8];
       __builtin_memcpy(words[0], some, 64), __builtin_memcpy(words[1], least, 64);
-      for (int w = 0; w < 8; w++) any |= words[0][w] != 0, all &= ((words[1][w] - ones) & ~words[1][w] & (ones << 7)) == 0;  // no zero byte
+      // The second test is true if no byte is zero.
+      for (int w = 0; w < 8; w++) any |= words[0][w] != 0, all &= ((words[1][w] - ones) & ~words[1][w] & (ones << 7)) == 0;
     }
   } else {
     for (int64_t i = 0; i < rows && (all || !any); i++)
@@ -51,9 +54,9 @@ INLINE int32_t strided_state(const uint8_t* p, int64_t row, int64_t key, int64_t
   return all ? TileMap::kAll : any ? TileMap::kSome : TileMap::kNone;
 }
 
-// How many tiles a dense boolean mask is mapped to. Broadcast dimensions have one.
+// Number of tiles of a dense boolean mask. Broadcast dimensions have one.
 struct TileCounts {
-  int64_t rows, keys, down, across, heads, batch;  // rows, keys: those that the mask tells apart
+  int64_t rows, keys, down, across, heads, batch;  // rows, keys: distinct ones in the mask
   explicit TileCounts(const AttentionProblem& p)
       : rows(p.mask.stride.l ? p.Lq : 1), keys(p.mask.stride.d ? p.Lk : 1), down(ceil_div(rows, int64_t(1) << kMapRowBits)),
         across(ceil_div(keys, int64_t(1) << kMapKeyBits)), heads(p.mask.stride.h ? p.Hq : 1), batch(p.mask.stride.b ? p.B : 1) {}
@@ -64,14 +67,15 @@ struct TileCounts {
   size_t bytes() const { return Arena::bytes_for<int32_t>(all()); }
 };
 
-// What the map of the problem's mask takes; 0 without a mask that is mapped.
+// Return the map's bytes, or 0 without a mask to map.
 inline size_t map_bytes(const AttentionProblem& p) {
   if (p.blocks.offsets) return TileCounts(p, p.blocks).bytes();
   return p.mask.data && p.mask.boolean ? TileCounts(p).bytes() : 0;
 }
 
-// Fills in p.tiles for a dense boolean mask, in tiles_arena. Of a tile without a pair that intervals (causality, window, lengths) leave
-// visible nothing is said, and nothing is read. A mask that hides nothing else is left out of the problem.
+// Fill in p.tiles for a dense boolean mask, in tiles_arena. The mask is
+// not read in tiles without a pair that intervals (causality, window, lengths) leave visible. Drop
+// a mask that hides nothing more.
 inline void map_tiles(AttentionProblem& p) {
   if (!p.mask.data || !p.mask.boolean) return;
   const Strides& m = p.mask.stride;
@@ -83,13 +87,14 @@ inline void map_tiles(AttentionProblem& p) {
   p.tiles.stride = {m.b ? heads * down * across : 0, m.h ? down * across : 0, m.l ? across : 0, m.d ? 1 : 0};
 
   bool hides = false;
-  AttentionProblem bare = p;  // intervals alone
+  AttentionProblem bare = p;  // intervals only
   bare.query_segments = bare.key_segments = nullptr;
   const auto one_row = [&](int64_t t) {
     const int64_t r = t % down, h = t / down % heads, b = t / down / heads;
     const int64_t first = r << kMapRowBits, n = min(rows - first, int64_t(1) << kMapRowBits);
     Range seen{p.Lk, 0};
-    for (int64_t e = m.b ? b : 0; e < (m.b ? b + 1 : p.B); e++) {  // every sequence that reads this row of the map
+    // Visit every sequence that reads this row of the map.
+    for (int64_t e = m.b ? b : 0; e < (m.b ? b + 1 : p.B); e++) {
       const Sequence s(bare, e);
       const int64_t last = min(m.l ? first + n : s.rows, s.rows) - 1;
       if (last < first) continue;
@@ -113,7 +118,7 @@ inline void map_tiles(AttentionProblem& p) {
   if (!hides) p.mask = {}, p.tiles = {};
 }
 
-// The same for a block mask, whose tiles are its blocks.
+// Fill in p.tiles for a block mask, whose tiles are its blocks.
 inline void map_blocks(AttentionProblem& p) {
   const BlockMask& m = p.blocks;
   const TileCounts counts(p, m);
@@ -126,13 +131,13 @@ inline void map_blocks(AttentionProblem& p) {
     for (int64_t t = task * together; t < min(m.B * m.H * down, (task + 1) * together); t++) {
       int32_t* row = tiles + t * across;
       for (int64_t c = 0; c < across; c++) row[c] = TileMap::kNone;
-      const int32_t* list = m.offsets + t + t / down;  // a list of offsets is one longer than there are rows
+      const int32_t* list = m.offsets + t + t / down;  // one more offset than rows
       for (int64_t e = list[0]; e < list[1]; e++) row[m.entries[2 * e]] = m.entries[2 * e + 1] < 0 ? TileMap::kAll : m.entries[2 * e + 1];
     }
   });
 }
 
-// The map seen from one query: the tiles that its keys are in.
+// One query's row of the map.
 class TileRow {
  public:
   TileRow(const TileMap& m, int64_t b, int64_t h, int64_t i) : tiles_(m.at(b, h, i)), step_(m.stride.d), key_bits_(m.key_bits) {}
@@ -140,13 +145,13 @@ class TileRow {
   int32_t tile(int64_t j) const { return tiles_[(j >> key_bits_) * step_]; }
   int64_t tile_start(int64_t j) const { return (j >> key_bits_) << key_bits_; }
   int64_t tile_end(int64_t j) const { return step_ ? ((j >> key_bits_) + 1) << key_bits_ : INT64_MAX; }
-  // What is left of a range without the tiles at its ends that hide everything; empty as {x, x}.
+  // Trim a range by fully hidden tiles at its ends; empty as {x, x}.
   INLINE Range trim(Range r) const {
     while (r.lo < r.hi && tile(r.lo) == TileMap::kNone) r.lo = min(r.hi, tile_end(r.lo));
     while (r.lo < r.hi && tile(r.hi - 1) == TileMap::kNone) r.hi = max(r.lo, tile_start(r.hi - 1));
     return r;
   }
-  // Whether all tiles of keys j .. j + n - 1 hide nothing, or all some pairs.
+  // State of the tiles of keys j .. j + n - 1: all are full, or all are partial.
   struct Alike {
     bool all, some;
   };
@@ -163,8 +168,9 @@ class TileRow {
   int key_bits_;
 };
 
-// TileRow::trim for one query after another. Queries of one block have one row of tiles, whose empty ends are walked once for all of them:
-// at 65,536 keys there are a thousand, and a forward in which every query walked them spent two thirds of its time there.
+// TileRow::trim for successive queries. Queries of one block share a row of tiles, whose empty ends
+// are walked once: at 65,536 keys there are a thousand tiles, and a walk per query took two thirds
+// of a forward.
 class TileTrim {
  public:
   TileTrim(const AttentionProblem& p, int64_t b) : p_(p), b_(b) {}
@@ -183,7 +189,7 @@ class TileTrim {
   Range ends_{};
 };
 
-// The boolean mask, whatever its source of bits, seen from one query; p.tiles.data is not null.
+// One query's row of the boolean mask, from either source of bits. p.tiles.data is not null.
 template <class A>
 class MaskRow : public TileRow {
  public:
@@ -192,9 +198,9 @@ class MaskRow : public TileRow {
     if (p.tiles.bits)
       bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(), tile_words_ = words() << p.tiles.row_bits;
   }
-  // Keys j .. j + n - 1 of a tile that hides some pairs; with bits, j is a multiple of the lanes.
+  // Return keys j .. j + n - 1 of a partial tile. With bits, j is a multiple of the vector width.
   INLINE mask bits(int64_t j, int64_t n) const { return bits_ ? mask(word(tile(j), j) >> (j & 31)) : dense_.bits(j, n); }
-  // What is left of a range without the keys at its ends that are hidden: known by pairs where there are bits, else by tiles.
+  // Trim a range by hidden keys at its ends: by pairs with bits, else by tiles.
   INLINE Range trim(Range r) const {
     if (!bits_) return TileRow::trim(r);
     while (r.lo < r.hi) {
@@ -221,7 +227,7 @@ class MaskRow : public TileRow {
 
  private:
   int64_t words() const { return (int64_t(1) << key_bits_) / 32; }
-  // The bits of key j and its neighbours, 32 from a multiple of 32 on, in the tile whose state is t.
+  // Return 32 bits around key j, from a multiple of 32, in the tile with state t.
   INLINE uint32_t word(int32_t t, int64_t j) const { return bits_[t * tile_words_ + ((j & ((int64_t(1) << key_bits_) - 1)) >> 5)]; }
   const DenseRow<A> dense_;
   const uint32_t* bits_ = nullptr;

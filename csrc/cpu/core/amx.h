@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The micro-kernel on AMX tiles: 32 rows x 32 columns of float in four tile registers, or 16 x 64 where there are fewer rows; 16 packed
-// elements (32 bf16) of k a step.
-// A packed panel of bf16 pairs already is what a tile of B must look like.
+// AMX micro-kernel: 32 rows x 32 columns of float in four tile registers, or 16 x 64 with fewer
+// rows, and 16 packed elements (32 bf16) of k per step. A packed panel of bf16 pairs already has
+// the layout of a B tile.
 #pragma once
 
 #include "cpu/core/traits.h"
@@ -13,13 +13,13 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int kTile = 16;  // rows of a tile, and its 32-bit columns
+constexpr int kTile = 16;  // rows of a tile = its 32-bit columns
 
 struct TileDot {
   using acc = float;
   using packed = uint32_t;
 };
-// As Bf16Pair, multiplied by tdpbf16ps: sixteen times the work per instruction slot of vdpbf16ps.
+// Bf16Pair multiplied by tdpbf16ps: sixteen times the work per instruction slot of vdpbf16ps.
 struct Bf16Tile : Bf16Pair {
   using Dot = TileDot;
 };
@@ -30,7 +30,8 @@ struct alignas(64) TileConfig {
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-// Tiles 0-3 accumulate, 4 and 5 are A, 6 and 7 are B; fewer rows of A and C than 16 are a configuration of their own.
+// Configure tiles 0-3 as accumulators, 4 and 5 as A, 6 and 7 as B. Fewer than 16 rows of A and C
+// need a separate configuration.
 template <int ROWS>
 INLINE void configure_tiles() {
   static const TileConfig config = [] {
@@ -41,14 +42,15 @@ INLINE void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// While one lives, this thread's tiles are configured for 16 rows, as the kernels expect. for_each_task() keeps one on every thread.
+// Scope in which this thread's tiles have 16 rows, as the kernels expect. for_each_task() opens one
+// on every thread.
 class WorkerState {
  public:
   WorkerState() { configure_tiles<kTile>(); }
   ~WorkerState() { _tile_release(); }
 };
 
-// A rest of k, padded with zeros to a step: `rows` rows of A, and NV vectors of each row of B.
+// Remainder of k, zero-padded to a step: `rows` rows of A, and NV vectors of each row of B.
 template <int ROWS, int NV>
 struct PaddedStep {
   alignas(64) uint32_t a[ROWS * kTile], b[kTile * NV * 16];
@@ -81,8 +83,8 @@ INLINE void tile_step(const uint32_t* a, int64_t a_row, const uint32_t* b) {
   }
 }
 
-// As kernel() in gemm.h with a_k = 1, MR rows up to 16. The empty statements: the tile intrinsics of GCC 12 do not say that they touch
-// memory.
+// Like kernel() in gemm.h with a_k = 1 and at most 16 rows. The empty asm statements are memory
+// barriers: GCC 12's tile intrinsics do not declare that they touch memory.
 template <int MR, int NV, bool STORE>
 INLINE void tile_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint32_t* b, float* c, int64_t ldc) {
   if constexpr (MR < kTile) configure_tiles<MR>();
@@ -111,10 +113,11 @@ INLINE void tile_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint3
   if constexpr (MR < kTile) configure_tiles<kTile>();
 }
 
-// 32 rows and one or two vectors of columns: two tiles of A meet two of B, four loads for four products, of which a tile of A and four of
-// B take five. B, which often comes from the second cache, is loaded half as often.
-// A passes the first cache by, so that B stays there: 0.89 to 1.0 of the time of a product of matrices, which meets A once a strip; in
-// attention 0.96 to 1.02.
+// Multiply 32 rows by one or two vectors of columns. Two A tiles and two B tiles need four loads
+// for four products; one A tile and four B tiles need five. B, often in L2, is loaded half as
+// often.
+// A bypasses L1 so that B remains there: 0.89 to 1.0 of the time of a gemm, which reads A once per
+// strip; 0.96 to 1.02 in attention.
 template <int COLUMNS>
 INLINE void tile_pair_step(const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t ldb) {
   _tile_stream_loadd(4, a, a_row * 4);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scratch memory: one grow-only buffer per thread, on huge pages (a fresh 4 KB page costs about as much as computing on it).
+// Scratch memory: one grow-only buffer per thread, on huge pages (touching a fresh 4 KB page costs
+// about as much as computing on it).
 #pragma once
 
 #include <sys/mman.h>
@@ -13,7 +14,7 @@
 
 namespace pt {
 
-extern int64_t arena_bytes;  // held by all arenas now (arena.cpp); updated atomically
+extern int64_t arena_bytes;  // bytes held by all arenas (arena.cpp); updated atomically
 
 namespace PT_ISA {
 
@@ -24,7 +25,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   ~Arena() { release(); }
 
-  // Forgets what was taken and makes room for `bytes`: the sum of bytes_for() over the takes to come.
+  // Drop all allocations and reserve `bytes`: the sum of bytes_for() over the next calls of take().
   void reset(size_t bytes) {
     used_ = 0;
     if (bytes <= size_) return;
@@ -40,12 +41,14 @@ class Arena {
   T* take(int64_t n) {
     char* p = base_ + used_;
     used_ += bytes_for<T>(n);
-    if (used_ > size_) std::abort();  // a wrong sum in reset(): never run over the buffer
+    // a wrong sum in reset() aborts instead of overrunning the buffer
+    if (used_ > size_) std::abort();
     return reinterpret_cast<T*>(p);
   }
-  // What an arena holds that was asked for so many bytes.
+  // Return the bytes an arena holds after reset(bytes).
   static size_t held(size_t bytes) { return (bytes + kHuge - 1) / kHuge * kHuge; }
-  // Multiples of a cache line, and an odd number of them between buffers, so that their rows fall into different sets.
+  // Round up to cache lines and add an odd number of lines, so that rows of different buffers fall
+  // into different cache sets.
   template <class T>
   static size_t bytes_for(int64_t n) {
     return (n * sizeof(T) + 63) / 64 * 64 + 64 * 5;
@@ -62,9 +65,9 @@ class Arena {
   size_t size_ = 0, used_ = 0;
 };
 
-inline thread_local Arena setup_arena;   // of the calling thread: what describes a call
-inline thread_local Arena shared_arena;  // of the calling thread: packed operands that all threads read
-inline thread_local Arena local_arena;   // of each worker: the tile it works on
+inline thread_local Arena setup_arena;   // calling thread: description of a call
+inline thread_local Arena shared_arena;  // calling thread: packed operands that all threads read
+inline thread_local Arena local_arena;   // each worker: its current tile
 
 }  // namespace PT_ISA
 }  // namespace pt

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The torch bindings of the CPU share these checks of shape, layout and storage. Stable ABI only.
+// Checks of shape, layout and storage for the CPU's torch bindings. Stable ABI only.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -17,8 +17,8 @@
 namespace pt {
 namespace binding {
 
-// Copies of tensors whose values become addresses. A binding checks the copy, and kernels read it:
-// another thread may change the tensor after the check.
+// Copies of tensors whose values become addresses. A binding checks the copy and kernels read it,
+// because another thread may change the tensor after the check.
 class IndexCopies {
  public:
   template <class T>
@@ -32,31 +32,31 @@ class IndexCopies {
   std::vector<std::unique_ptr<std::byte[]>> copies_;
 };
 
-// Checks the tensors of one call. `like` has the dtype that its matrices must have.
+// Check the tensors of one call. `like` has the dtype that the call's matrices must have.
 class Binding {
  public:
   Binding(const char* op, const Tensor& like) : op_(op), dtype_(like.scalar_type()) {}
 
-  // A contiguous (rows, columns) matrix of the op's dtype, or null.
+  // Return a contiguous (rows, columns) matrix of the op's dtype, or null.
   void* matrix(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->is_contiguous() && t->scalar_type() == dtype_, op_,
                     ": ", name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
     return write_address(op_, *t, name);
   }
-  // A (rows, columns) matrix whose transpose is contiguous.
+  // Return a (rows, columns) matrix whose transpose is contiguous.
   void* transposed(const Tensor& t, const char* name, int64_t rows, int64_t columns) const {
     STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == columns && t.stride(0) == 1 && t.stride(1) == rows && t.scalar_type() == dtype_, op_,
                     ": ", name, " or its transpose must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
     return write_address(op_, t, name);
   }
-  // A matrix as above, to be written.
+  // Return a matrix for writing, on huge pages.
   void* target(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
     void* data = matrix(t, name, rows, columns);
     if (data) advise_huge_pages(data, t->numel() * t->element_size());
     return data;
   }
-  // n contiguous numbers of the work type, or null.
+  // Return n contiguous numbers of the accumulator dtype, or null.
   void* vector(const MaybeTensor& t, const char* name, int64_t n) const {
     return numbers(t, name, n, dtype_ == ScalarType::Double ? ScalarType::Double : ScalarType::Float, "float32 (float64 for float64)");
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout of rows of columns (add_norm, feed_forward): which columns of a row are kept, by KeepBits of philox.h.
+// Dropout on rows of columns (add_norm, feed_forward): keep masks of a row, from KeepBits in
+// philox.h.
 #pragma once
 
 #include <cstring>
@@ -12,10 +13,10 @@ namespace PT_ISA {
 
 constexpr uint32_t kTagAddNorm = 0x80000001u, kTagFeedForward = 0x80000002u;  // counter word 3
 
-// What a kept element is multiplied by.
+// Scale of an element that dropout keeps.
 INLINE double keep_scale(uint32_t threshold) { return threshold < 65536 ? 65536.0 / (65536.0 - threshold) : 0.0; }
 
-// Columns [first, first + n) of one row after the other.
+// Keep mask of columns [first, first + n), one row at a time.
 class ColumnKeep {
  public:
   static size_t bytes(int64_t n) {
@@ -28,14 +29,14 @@ class ColumnKeep {
     std::memset(words_, 0, KeepBits::words(n) * sizeof(uint32_t));
   }
   void row(uint64_t i) {
-    if (threshold_ >= 65536) return;  // everything is dropped: the zeros of the constructor
+    if (threshold_ >= 65536) return;  // everything is dropped: words_ is still zero
     if (!prepared_ || uint32_t(i >> 32) != high_) {
       prepared_ = true, high_ = uint32_t(i >> 32);
       bits_.prepare(seed_, threshold_, high_, tag_, first_, n_, table_);
     }
     bits_.row(uint32_t(i), words_);
   }
-  // Columns first + j, first + j + 1, ... of the current row.
+  // Return the keep mask of columns first + j, first + j + 1, ... of the current row.
   INLINE mask at(int64_t j) const { return bits_at(words_, bits_.offset() + j); }
 
  private:

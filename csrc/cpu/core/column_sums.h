@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over the rows of a matrix in three stages, all in fixed order: runs of rows, blocks of runs, then the blocks.
+// Sums over the rows of a matrix in three stages with a fixed order: runs of rows, blocks of runs,
+// all blocks.
 #pragma once
 
 #include "cpu/core/parallel.h"
@@ -16,7 +17,7 @@ void add_blocks(const A* part, int64_t blocks, int64_t stride, int64_t first, in
     for (int64_t j = first; j < last; j++) out[j] += part[b * stride + j];
 }
 
-// How column_sums cuts a matrix: blocks of rows, whose number depends on the shape alone, and strips of columns.
+// Partition of a matrix: row blocks, whose number depends only on the shape, and column strips.
 template <class T>
 struct ColumnSumsPlan {
   static constexpr int64_t kColumns = 32 * T::width;
@@ -35,7 +36,8 @@ void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int t
   using acc = typename T::acc;
   const ColumnSumsPlan<T> plan(rows, columns);
   constexpr int64_t kColumns = ColumnSumsPlan<T>::kColumns;
-  constexpr int64_t kRun = 8;  // rows summed before they are added to the rest: equal terms round the same way each time
+  // rows per partial sum: equal terms then round the same way each time
+  constexpr int64_t kRun = 8;
   const int64_t blocks = plan.blocks, strips = plan.strips, padded = plan.padded;
   shared_arena.reset(plan.scratch.shared);
   acc* part = shared_arena.take<acc>(blocks * padded);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers of eight bits, int8 and float8_e4m3fn, widened exactly: one per float lane.
+// Exact widening of int8 and float8_e4m3fn, one number per float lane.
 #pragma once
 
 #include "cpu/core/traits.h"
@@ -21,8 +21,8 @@ INLINE vf int8_to_float(const uint8_t* p) {
 #endif
 }
 
-// Shifted to their places in a float16 the bits are 2^-8 of the number, subnormals too: the conversion from float16 reads those whether a
-// thread flushes subnormals or not. 0x7f is NaN.
+// Convert through float16: shifted to float16's fields, the bits are 2^-8 of the number, subnormals
+// included. float16 conversion reads subnormals even if the thread flushes them. 0x7f is NaN.
 INLINE vf e4m3_to_float(const uint8_t* p) {
 #if defined(__AVX512F__)
   const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -55,8 +55,8 @@ INLINE void put(E* to, vf v) {
 }
 
 #if defined(__AVX512BF16__)
-// 32 numbers as bfloat16. e4m3 by integers, in half the time of the way by float: another exponent for what is normal, and eight values for
-// what is not.
+// Widen 32 numbers to bfloat16. e4m3 uses integer operations, twice as fast as through float:
+// normal numbers get a new exponent, and the eight other values come from a table.
 template <bool INT8>
 INLINE __m512i widen_pairs(const uint8_t* p) {
   if constexpr (INT8) {
@@ -89,7 +89,7 @@ INLINE void widen_row(const uint8_t* row, int64_t d, E* to) {
   put(to + c, widened(rest));
 }
 
-// d numbers, and zeros to the end of the last whole vector of floats.
+// Widen d numbers and zero the rest of the last vector of floats.
 template <class E>
 INLINE void widen_row(bool int8, const uint8_t* row, int64_t d, E* to) {
   int8 ? widen_row<true>(row, d, to) : widen_row<false>(row, d, to);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with few rows of A, as in a step of decoding: B, the weights, is all that takes time, and is read once, where it lies.
+// Gemms with few rows of A, as in decoding: reading B, the weights, takes all the time. B is read
+// once, in place.
 //
-// The micro-kernel of matmul.h would pack or transpose A and B for 24 accumulators that few rows cannot fill. Here each element of C
-// is a dot product along k of a row of A and a row of B, both contiguous: a vector of partial sums, added up every kChunk vectors. The
-// order of a sum depends on K alone.
+// matmul.h would pack or transpose A and B for 24 accumulators that few rows cannot fill. Here each
+// element of C is a dot product along k of a contiguous row of A and a contiguous row of B: a
+// vector of partial sums, reduced every kChunk elements. The summation order depends only on K.
 #pragma once
 
 #include <cstring>
@@ -13,10 +14,11 @@
 namespace pt {
 namespace PT_ISA {
 
-// Rows of A up to which this is faster than Matmul; measured from memory (docs/design/numerics.md#products-of-our-own-on-the-cpu).
+// Max rows of A for which this beats Matmul, measured from memory
+// (docs/design/numerics.md#products-of-our-own-on-the-cpu).
 constexpr int64_t kFewRows = 8;
 
-// The products of vectors; those of tiles (AMX) are of matrices.
+// Dot product on vectors. AMX tiles only multiply matrices.
 template <class T, class = void>
 struct VectorDot {
   using Dot = typename T::Dot;
@@ -32,13 +34,17 @@ class FewRows {
   using elem = typename T::elem;
   using vec = typename T::vec;
   using Dot = typename VectorDot<T>::Dot;
-  static constexpr int64_t kWide = kPanel<T>, kStep = T::width * T::pack;  // elements of k in a vector
-  static constexpr int kColumns = 4;                                       // rows of B at a time: they stay in L1 while rows of A pass
-  static constexpr int kGroup = max(1, T::width / kColumns);               // rows of A at a time: as many sums as a vector has lanes
-  static constexpr int64_t kChunk = 64 * kStep;  // 64 vectors: 4 rows of B take 16 KB, and no lane sums more than 64 numbers in a row
+  // elements of k per vector
+  static constexpr int64_t kWide = kPanel<T>, kStep = T::width * T::pack;
+  // Rows of B per pass: they remain in L1 while rows of A pass.
+  static constexpr int kColumns = 4;
+  // Rows of A per pass: as many sums as a vector has lanes.
+  static constexpr int kGroup = max(1, T::width / kColumns);
+  // 64 vectors: 4 rows of B take 16 KB, and no lane sums more than 64 numbers in a row.
+  static constexpr int64_t kChunk = 64 * kStep;
 
  public:
-  // Whether it is for this product: A and B lie with k along their rows.
+  // Return true if the rows of A and B run along k and there are few rows.
   static bool pays(const Product<T> (&products)[PRODUCTS], int64_t M) {
     for (const Product<T>& p : products)
       if (p.a.along_k || p.b.along_k || p.b.live) return false;
@@ -48,7 +54,7 @@ class FewRows {
     for (int i = 0; i < PRODUCTS; i++) p_[i] = products[i];
   }
 
-  // As Matmul's.
+  // Same interface as Matmul::run.
   template <class Epilogue>
   void run(const Epilogue& epilogue) const {
     for_each_task(ceil_div(N_, kWide), threads_, [&](int64_t task) {
@@ -61,7 +67,8 @@ class FewRows {
       for (int i = 0; i < PRODUCTS; i++) {
         tiles[i] = local_arena.take<acc>(M_ * kWide);
         for (int64_t j = 0; j < M_ * kWide; j += T::width) store(tiles[i] + j, vec{});
-        for (int64_t k = 0; k < K_; k += kChunk) {  // rows of A at a constant distance: one register for all
+        // constant row distance of A: one register for all rows
+        for (int64_t k = 0; k < K_; k += kChunk) {
           const int64_t depth = min(kChunk, K_ - k);
           for (int64_t m = 0; m < M_; m++) memcpy(rows + m * kChunk, p_[i].a.data + m * p_[i].a.stride + k, depth * sizeof(elem));
           for (int64_t n = 0; n < cols; n += kColumns) columns(p_[i].b, n0 + n, k, depth, rows, tiles[i] + n);
@@ -80,8 +87,8 @@ class FewRows {
  private:
   size_t tile_bytes() const { return PRODUCTS * Arena::bytes_for<acc>(M_ * kWide) + Arena::bytes_for<elem>(M_ * kChunk); }
 
-  // kColumns columns of C from n on, all rows, `depth` elements from k on. Past the last column the last one is computed again, into the
-  // tile's padding.
+  // Compute kColumns columns of C from n, all rows, over `depth` elements from k. Past the last
+  // column, recompute that column into the tile's padding.
   INLINE void columns(const Operand<T>& b, int64_t n, int64_t k, int64_t depth, const elem* a, acc* tile) const {
     const elem* from[kColumns];
     UNROLL for (int c = 0; c < kColumns; c++) from[c] = b.data + min(n + c, N_ - 1) * b.stride + k;
@@ -93,7 +100,8 @@ class FewRows {
     for (; m < M_; m++) dots<1, false>(a + m * kChunk, from, ahead, depth, tile + m * kWide);
   }
 
-  // tile[r][c] += the product of `depth` elements. FIRST: b comes from memory, so the next rows of it, `ahead` from these, are asked for.
+  // tile[r][c] += dot products over `depth` elements. FIRST: b comes from memory, so prefetch its
+  // next rows, `ahead` elements further.
   template <int ROWS, bool FIRST>
   INLINE void dots(const elem* a, const elem* const* b, int64_t ahead, int64_t depth, acc* tile) const {
     constexpr int kSums = ROWS * kColumns, kPadded = (kSums + T::width - 1) / T::width * T::width;
@@ -129,7 +137,7 @@ class FewRows {
   int threads_;
 };
 
-// visit(product, epilogue) with the product that is faster.
+// Call visit(gemm, epilogue) with the faster gemm.
 template <class T, int PRODUCTS, class Epilogue, class Visit>
 void visit_product(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads, const Epilogue& epilogue,
                    const Visit& visit) {

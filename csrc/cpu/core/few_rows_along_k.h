@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with few rows of A where B, the weights, lies with its columns along memory's rows (y = x W of a (k, n) W): read once, in order.
+// Gemms with few rows of A and a B whose rows run along columns (y = x W, W of shape (k, n)). B,
+// the weights, is read once, in order.
 //
-// kDeep rows of B pass together, and each vector of them is multiplied by an element of every row of A and added to sums that stay in
-// L1. Nothing is packed, turned or added across lanes. The order of a sum depends on K alone.
+// kDeep rows of B pass together. Each of their vectors is multiplied by an element of every row of
+// A and added to sums that remain in L1. Nothing is packed, transposed or added across lanes. The
+// summation order depends only on K.
 #pragma once
 
 #include "cpu/core/few_rows.h"
@@ -18,22 +20,24 @@ class FewRowsAlongK {
   using vec = typename T::vec;
   using uvec = typename T::uvec;
   using Dot = typename VectorDot<T>::Dot;
-  static constexpr int kDeep = 8;                        // rows of B at a time
-  static constexpr int64_t kStep = T::width * T::pack;   // columns at a time: a vector of each row
-  static constexpr int64_t kWide = kPanel<T>;            // columns of a call of the epilogue
-  static constexpr int64_t kTask = 1024 / sizeof(elem);  // columns of a task, at most: runs of 4 KB were 10 to 20 % slower
-  static constexpr int64_t kChunk = 256;                 // of k: a sum of kDeep terms, kChunk / kDeep of those, and then one a chunk
-  static constexpr int64_t kUnits = kChunk / T::pack;    // of a row of A, packed elements of a chunk
+  static constexpr int kDeep = 8;                       // rows of B per pass
+  static constexpr int64_t kStep = T::width * T::pack;  // columns per step: one vector of each row
+  static constexpr int64_t kWide = kPanel<T>;           // columns per epilogue call
+  // max columns per task: runs of 4 KB were 10 to 20 % slower
+  static constexpr int64_t kTask = 1024 / sizeof(elem);
+  // Elements of k per chunk: sums of kDeep terms, kChunk / kDeep of those, then one per chunk.
+  static constexpr int64_t kChunk = 256;
+  static constexpr int64_t kUnits = kChunk / T::pack;  // packed elements per row of A and chunk
 
  public:
   static bool pays(const Product<T>& p, int64_t M) { return p.b.along_k && !p.a.along_k && !p.b.live && M <= kFewRows; }
   FewRowsAlongK(const Product<T>& product, int64_t M, int64_t N, int64_t K, int threads)
       : a_(product.a), b_(product.b), M_(M), N_(N), K_(K), threads_(threads) {
-    const int64_t tasks = round_up(ceil_div(N, kTask), threads);  // as many for each thread
+    const int64_t tasks = round_up(ceil_div(N, kTask), threads);  // equal tasks per thread
     width_ = round_up(ceil_div(N, tasks), kWide);
   }
 
-  // As Matmul's.
+  // Same interface as Matmul::run.
   template <class Epilogue>
   void run(const Epilogue& epilogue) const {
     for_each_task(ceil_div(N_, width_), threads_, [&](int64_t task) {
@@ -59,14 +63,14 @@ class FewRowsAlongK {
   }
 
  private:
-  // part = the product of `depth` elements of k.
+  // part = gemm over `depth` elements of k.
   void multiply(const elem* b, int64_t cols, int64_t depth, const packed* a, acc* part) const {
     int64_t k = 0;
     for (; k + kDeep <= depth; k += kDeep) add<kDeep / T::pack>(b + k * b_.stride, kDeep, cols, a + k / T::pack, part, k == 0);
     for (; k < depth; k += T::pack) add<1>(b + k * b_.stride, depth - k, cols, a + k / T::pack, part, k == 0);
   }
 
-  // part = (first) or += the product of UNITS packed elements of k, of which `depth` rows of b are there.
+  // part = (first) or += gemm over UNITS packed elements of k; b has `depth` of their rows.
   template <int UNITS>
   INLINE void add(const elem* b, int64_t depth, int64_t cols, const packed* a, acc* part, bool first) const {
     for (int64_t j = 0; j < cols; j += kStep) {
@@ -79,7 +83,8 @@ class FewRowsAlongK {
           interleave(column[u][0], odd, &column[u][0], &column[u][1]);
         }
         UNROLL for (int i = 0; i < T::pack; i++)
-            __builtin_prefetch(at + (UNITS * T::pack + i) * b_.stride, 0, 3);  // without, half the rate
+            // half the rate without it
+            __builtin_prefetch(at + (UNITS * T::pack + i) * b_.stride, 0, 3);
       }
       for (int64_t m = 0; m < M_; m++) {
         acc* to = part + m * width_ + j;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kRows<T>, cols <= kPanel<T>, k counted in packed elements.
-// A is read packed element by packed element with any row and k stride, so operands that were just computed are used where they lie;
-// B is packed (pack.h): panel[k][cols], aligned. C is aligned, its row stride a multiple of T::width.
+// The micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kRows<T>, cols <=
+// kPanel<T>, k in packed elements. A is read one packed element at a time with any row and k
+// stride, so operands just computed need no packing. B is packed (pack.h): panel[k][cols], aligned.
+// C is aligned, and its row stride is a multiple of T::width.
 #pragma once
 
 #include "cpu/core/traits.h"
@@ -16,21 +17,21 @@ namespace PT_ISA {
 template <class T>
 constexpr int kPanel = kNV * T::width;  // columns of a packed panel
 template <class T>
-constexpr int kRows = kMR;  // rows of a call
+constexpr int kRows = kMR;  // rows per call
 #if defined(__AMX_BF16__)
 template <>
 constexpr int kRows<Bf16Tile> = 2 * kTile;
 #endif
 
-// Units along k that a step of the micro-kernel takes. A tile's operands should be padded with zeros to whole steps (round_units): the rest
-// of a k that is not is copied in every call.
+// Packed elements of k per step of the micro-kernel. Pad a tile's operands with zeros to full steps
+// (round_units): each call copies a partial last step.
 template <class T>
 constexpr int kUnitStep = 1;
 #if defined(__AMX_BF16__)
 template <>
 constexpr int kUnitStep<Bf16Tile> = kTile;
 #endif
-// Units of d numbers, padded.
+// Packed elements of d numbers, padded to full steps.
 template <class T>
 INLINE constexpr int64_t round_units(int64_t d) {
   return round_up(ceil_div(d, T::pack), kUnitStep<T>);
@@ -38,11 +39,12 @@ INLINE constexpr int64_t round_units(int64_t d) {
 
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
-// Steps along k of a turn of the loop, whose own additions compete with the products for ports: four where it counts.
+// Unroll factor of the k loop, whose index additions compete with the products for ports: 4 on the
+// full-size 512-bit kernel.
 template <int MR>
 constexpr int kTurn = MR == kMR && kVecBytes == 64 ? 4 : 1;
 
-// AHEAD: asks for a cache line with each turn, from `lines` on.
+// AHEAD: prefetch one cache line per iteration, starting at `lines`.
 template <class Dot, int MR, int NV, int MODE, bool AHEAD>
 INLINE void kernel_steps(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b,
                          typename Dot::acc* c, int64_t ldc, const typename Dot::acc* alpha, const char* lines) {
@@ -83,7 +85,7 @@ void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k
             int64_t ldc, const typename Dot::acc* alpha) {
   kernel_steps<Dot, MR, NV, MODE, false>(k, a, a_row, a_k, b, c, ldc, alpha, nullptr);
 }
-// A whole tile, with asking for k / kTurn lines; a_k is 1.
+// Multiply a full tile and prefetch k / kTurn lines. a_k is 1.
 template <class T, int MODE>
 void kernel_asking(int64_t k, const typename T::packed* a, int64_t a_row, const typename T::packed* b, typename T::acc* c, int64_t ldc,
                    const char* lines) {
@@ -110,7 +112,7 @@ __attribute__((noinline)) void kernel_on_tiles(int64_t k, const uint32_t* a, int
     else tile_kernel<MR, NV, MODE == kStore>(k, a, a_row, b, c, ldc);
     return;
   }
-  // a tile of A is rows of neighbours along k: any other order goes to vectors
+  // Fall back to vectors: an AMX tile of A needs neighbors along k.
   constexpr int whole = MR / kMR * kMR;
   for (int r = 0; r < whole; r += kMR) kernel<Bf16Dot, kMR, NV, MODE>(k, a + r * a_row, a_row, a_k, b, c + r * ldc, ldc, alpha + r);
   if constexpr (MR > whole) kernel<Bf16Dot, MR - whole, NV, MODE>(k, a + whole * a_row, a_row, a_k, b, c + whole * ldc, ldc, alpha + whole);
@@ -137,7 +139,8 @@ INLINE KernelFn<T> pick_mode(int rows, Mode mode) {
          : mode == kAdd ? pick_rows<T, NV, kAdd>(rows, all)
                         : pick_rows<T, NV, kScaleAdd>(rows, all);
 }
-// The kernel for 1 <= rows <= kRows<T> and cols, a multiple of T::width up to kPanel<T>. Called from a task (for_each_task).
+// Return the kernel for 1 <= rows <= kRows<T> and cols, a multiple of T::width up to kPanel<T>.
+// Call it from a task (for_each_task).
 template <class T, int NV = kNV>
 INLINE KernelFn<T> pick(int64_t rows, int64_t cols, Mode mode) {
   if constexpr (NV > 1) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CPU features and the choice of an instruction set. Compiled without instruction-set flags: it must run on any CPU.
+// CPU features and the choice of an instruction set. Compiled without instruction-set flags,
+// because it must run on any CPU.
 #include "cpu/core/isa.h"
 
 #include <atomic>
@@ -26,13 +27,13 @@ struct Registers {
 
 Registers cpuid(uint32_t leaf, uint32_t subleaf) {
   Registers r;
-  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);  // leaves zeros if the leaf is unknown
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);  // zeros if the leaf is unknown
   return r;
 }
 
 bool bit(uint32_t word, int index) { return (word >> index) & 1; }
 
-// Registers that the operating system saves on a context switch (XCR0); readable only where OSXSAVE is set.
+// Return the registers that the OS saves on a context switch (XCR0). Readable only with OSXSAVE.
 uint64_t saved_registers(bool osxsave) {
   if (!osxsave) return 0;
   uint32_t low, high;
@@ -75,10 +76,11 @@ bool have(std::initializer_list<const char*> names) {
   return true;
 }
 
-// Linux gives a process the large tile registers only on request, once for all its threads.
+// Request AMX tile data from Linux, once for all threads of the process.
 [[maybe_unused]] bool tiles_permitted() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
   static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return permitted;
 #else
@@ -86,7 +88,7 @@ bool have(std::initializer_list<const char*> names) {
 #endif
 }
 
-// One entry per set the build may name: what its compiler flags let the compiler use.
+// One function per set the build may name: the features that its compiler flags enable.
 namespace requires_features {
 [[maybe_unused]] bool avx512_bf16() {
   return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"});
@@ -109,7 +111,7 @@ std::string names(const std::vector<Isa>& isas) {
   return text;
 }
 
-// Throws unless `name`, given by `source`, was built and runs here.
+// Throw unless `name`, given by `source`, was built and runs here.
 Isa checked(const std::string& name, const std::string& source) {
   std::vector<Isa> available;
   for (Isa isa : built_isas()) {

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction set the CPU kernels use, and the macros that pick an op's kernel table for it.
+// Choice of the CPU kernels' instruction set, and macros that select an op's kernel table for it.
 //
-// csrc/cpu/<op>/kernels.cpp is compiled once per instruction set, each time with PT_ISA defined as its name, and defines
-// pt::PT_ISA::<op>_kernels. The binding, which is compiled once, says
+// csrc/cpu/<op>/kernels.cpp is compiled once per instruction set, with PT_ISA defined as its name,
+// and defines pt::PT_ISA::<op>_kernels. The binding is compiled once and uses
 //     PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);   // at global scope
-//     PT_SELECT(attention_kernels).forward(problem);             // the table of the instruction set in use
+//     PT_SELECT(attention_kernels).forward(problem);             // table of the active set
 #pragma once
 
 #include <string>
 #include <vector>
 
-// The sets this library was built for, best first. The build passes it: -D"PT_FOR_EACH_ISA(X,A)=X(avx512_bf16,A) X(generic,A)".
+// Instruction sets of this build, best first. The build passes it:
+//     -D"PT_FOR_EACH_ISA(X,A)=X(avx512_bf16,A) X(generic,A)"
 #ifndef PT_FOR_EACH_ISA
 #define PT_FOR_EACH_ISA(X, A) X(generic, A)
 #endif
@@ -23,7 +24,7 @@ enum class Isa : int { PT_FOR_EACH_ISA(PT_ISA_ENUMERATOR, ) };
 
 struct CpuFeature {
   const char* name;
-  bool present;  // by the CPU, and its registers saved by the operating system
+  bool present;  // in the CPU, with registers saved by the OS
 };
 const std::vector<CpuFeature>& cpu_features();
 
@@ -31,11 +32,12 @@ const char* isa_name(Isa isa);
 std::vector<Isa> built_isas();
 bool runs_here(Isa isa);
 
-// The set in use: the best that was built and runs here, unless PYTRANSFORMER_CPU_ISA names another.
-// Throws std::runtime_error if that name was not built or does not run here, naming those that do.
+// Return the active set: the best that was built and runs here, or PYTRANSFORMER_CPU_ISA. Throws
+// std::runtime_error, which lists the usable sets, if that name is not one of them.
 Isa active_isa();
 
-// Changes the set in use for the whole process; an empty name means the default again. Throws as active_isa does.
+// Change the active set for the whole process; an empty name restores the default. Throws like
+// active_isa().
 void set_active_isa(const std::string& name);
 
 }  // namespace pt

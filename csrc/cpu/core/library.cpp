@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU library offers beside the ops: which instruction set its kernels use. Each op registers itself in its own file.
+// CPU library functions beside the ops: the active instruction set and scratch size. Each op
+// registers itself in a separate file.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -27,11 +28,11 @@ void set_cpu_isa(std::string name) { pt::set_active_isa(name); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def("cpu_interface() -> str");       // csrc/interface.py, when this was compiled
-  m.def("cpu_isa() -> str");             // in use
-  m.def("cpu_isas() -> str[]");          // built, and run by this CPU, best first
-  m.def("cpu_scratch_bytes() -> int");   // held by the kernels' scratch buffers of all threads
-  m.def("set_cpu_isa(str name) -> ()");  // "" = the default; for tests, which run every set in one process
+  m.def("cpu_interface() -> str");       // digest of csrc/interface.py at compile time
+  m.def("cpu_isa() -> str");             // active set
+  m.def("cpu_isas() -> str[]");          // built and usable on this CPU, best first
+  m.def("cpu_scratch_bytes() -> int");   // scratch buffers of all threads
+  m.def("set_cpu_isa(str name) -> ()");  // "" = default; tests run every set in one process
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products of whole matrices on the micro-kernel, with an epilogue on each tile of the result.
+// Gemm on the micro-kernel, with an epilogue on each tile of the result.
 //
-// C = A B, or a sum of such products, or several C over the same rows and columns at once. B is packed in panels of kPanel
-// columns; A is read where it lies if it holds packed elements as the micro-kernel wants them, else packed too. A thread multiplies a group
-// of rows of A that fits its core's cache, which it packs itself, with one panel after the other; where there is one group only, it packs
-// its panels itself, and a packed panel never leaves that cache. Every element of C is a sum in an order that depends on K alone, so
-// results depend on neither threads nor timing.
+// C = A B, a sum of such products, or several C over the same rows and columns at once. B is packed
+// in panels of kPanel columns. A is read in place if its rows hold packed elements, else it is
+// packed too. A thread packs a group of rows of A that fits its core's cache and multiplies it by
+// one panel after another. With only one group, threads pack their own panels, and a packed panel
+// never leaves that cache. The summation order depends only on K, so results depend on neither
+// threads nor timing.
 //
-// Where A has few rows, packing B would take longer than multiplying. Then the product is formed transposed, C^T = B^T A^T: B
-// is read where it lies, A is packed, and the tiles are transposed before the epilogue sees them.
+// With few rows of A, packing B would take longer than multiplying. Then C^T = B^T A^T is computed:
+// B is read in place, A is packed, and tiles are transposed before the epilogue.
 #pragma once
 
 #include "cpu/core/arena.h"
@@ -20,13 +21,13 @@
 namespace pt {
 namespace PT_ISA {
 
-inline thread_local Arena packed_arena;    // of each worker: packed rows of A
-inline thread_local Arena sums_arena;      // of the calling thread: tiles between slices of k
-inline thread_local Arena epilogue_arena;  // of each worker: the scratch of one call of an epilogue
+inline thread_local Arena packed_arena;    // each worker: packed rows of A
+inline thread_local Arena sums_arena;      // calling thread: tiles between slices of k
+inline thread_local Arena epilogue_arena;  // each worker: scratch of one epilogue call
 
-// Asks for the cache lines of n columns of some rows of a matrix. The empty statement counts as an effect: a function that does nothing
-// but ask has none for GCC 12, which then drops every call of it. All of this was missing from the library; reading pre as it came
-// took a quarter of backward's first product.
+// Prefetch n columns of some rows of a matrix. The empty asm statement counts as a side effect: GCC
+// 12 drops every call of a function that only prefetches. Without the prefetch, reading `pre` took
+// a quarter of backward's first gemm.
 template <class E>
 INLINE void fetch_rows(const E* first, int64_t columns, int64_t rows, int64_t n) {
   for (int64_t r = 0; r < rows; r++)
@@ -40,11 +41,13 @@ class Matmul {
   using packed = typename T::packed;
   static constexpr int kTiles = SUM ? 1 : PRODUCTS;
   static constexpr int64_t kWide = kPanel<T>;
-  // Columns of B packed together. Tiles take two of them at once: 32 columns lie side by side, which stay in L1 while rows pass.
+  // Columns of B packed together. AMX tiles use two vectors, 32 adjacent columns that remain in L1
+  // while rows pass.
   static constexpr int64_t kStrip = kUnitStep<T> > 1 ? 2 * T::width : kWide;
 
  public:
-  // M x K times K x N. SUM: the products are added into one tile; else each has its own.
+  // Multiply M x K by K x N. SUM: add all products into one tile; otherwise each product has a
+  // tile.
   Matmul(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads) : M_(M), N_(N), K_(K), threads_(threads) {
     for (int i = 0; i < PRODUCTS; i++) p_[i] = products[i];
     transposed_ = transposing_pays();
@@ -53,8 +56,8 @@ class Matmul {
     for (Product<T>& p : p_) std::swap(p.a, p.b);
   }
 
-  // epilogue(tiles, ld, m0, rows, n0, cols, arena): tiles[t] + r * ld is row m0 + r, from column n0 on. The arena holds
-  // epilogue.scratch_bytes().
+  // Call epilogue(tiles, ld, m0, rows, n0, cols, arena): tiles[t] + r * ld is row m0 + r from
+  // column n0. The arena holds epilogue.scratch_bytes().
   template <class Epilogue>
   void run(const Epilogue& epilogue) {
     const Steps by = steps();
@@ -65,13 +68,14 @@ class Matmul {
       for (int64_t k = 0; k < K_; k += by.depth) slice(n, min(by.columns, N_ - n), k, min(by.depth, K_ - k), sums, epilogue);
   }
 
-  // What run() takes.
+  // Return the scratch of run().
   template <class Epilogue>
   Scratch scratch(const Epilogue& epilogue) const {
     const Steps by = steps();
     Scratch s;
     s.sums = by.sliced ? sums_bytes(by) : 0, s.epilogue = epilogue.scratch_bytes();
-    for (int64_t cols : {min(by.columns, N_), (N_ - 1) % by.columns + 1})  // the last ones are smaller
+    // the last slice is smaller
+    for (int64_t cols : {min(by.columns, N_), (N_ - 1) % by.columns + 1})
       for (int64_t depth : {by.depth, (K_ - 1) % by.depth + 1}) {
         const Groups g = groups(cols, depth);
         s.shared = max(s.shared, shared_bytes(g)), s.local = max(s.local, tile_bytes(g, min(kWide, cols)));
@@ -82,7 +86,7 @@ class Matmul {
   }
 
  private:
-  // How the product is cut into slices: along k, where the sums between them are kept, and along the columns.
+  // Slices of the gemm: along k, with stored sums between slices, and along columns.
   struct Steps {
     bool sliced;
     int64_t depth, columns;
@@ -96,12 +100,12 @@ class Matmul {
   }
   size_t sums_bytes(const Steps& by) const { return kTiles * Arena::bytes_for<acc>(sums_size(by.columns)); }
 
-  // How a slice is shared out: groups of rows of A, and panels of B.
+  // Partition of a slice: groups of rows of A, and panels of B.
   struct Groups {
     int64_t units, panels, rows, count;
-    bool in_place;      // A is read where it lies
+    bool in_place;      // A needs no packing
     bool share_panels;  // B is packed once for all groups
-    bool of_threads;    // a thread owns a group, and packs it
+    bool of_threads;    // a thread owns and packs a group
   };
   Groups groups(int64_t cols, int64_t depth) const {
     const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), rows = group_rows(units, panels);
@@ -116,32 +120,35 @@ class Matmul {
     return kTiles * Arena::bytes_for<acc>(kTileRows<T> * kWide) + (transposed_ ? kTiles * Arena::bytes_for<acc>(kWide * kWide) : 0) +
            (packed_b ? 0 : PRODUCTS * Arena::bytes_for<packed>(w * units));
   }
-  // Rows of packed A are an odd number of cache lines long, or nearly.
+  // Pad packed rows of A to a nearly odd number of cache lines.
   static int64_t packed_row(int64_t units) { return round_up(units, T::width) + 64 / int64_t(sizeof(packed)); }
   static size_t packed_bytes(int64_t rows, int64_t units) { return PRODUCTS * Arena::bytes_for<packed>(rows * packed_row(units)); }
 
-  // In units of an eighth of a cycle, per element: packing costs 1, and transposing an element of a tile 2. A pays for the latter
-  // and for its own packing what it saves of B's.
+  // Compare costs per element in eighths of a cycle: packing costs 1, transposing a tile element 2.
+  // Transposing pays if packing B costs more than packing A and transposing tiles.
   bool transposing_pays() const {
-    bool both_packed = true;  // then A is better the larger one: each thread packs its own groups of it, and they stay in its cache
+    // If both are packed, A should be the larger one: each thread packs its groups of A, which
+    // remain in its cache.
+    bool both_packed = true;
     for (const Product<T>& p : p_) both_packed &= p.a.along_k && p.b.along_k && !p.b.live;
-    if (both_packed) return kUnitStep<T> == 1 && M_ < N_;  // tiles multiply so fast that turning the result counts
+    // AMX multiplies so fast that transposing the result is noticeable.
+    if (both_packed) return kUnitStep<T> == 1 && M_ < N_;
     for (const Product<T>& p : p_)
       if (p.a.along_k || !in_place(p.b) || K_ % T::pack) return false;
     return M_ * (2 * N_ + K_) < N_ * K_;
   }
   static constexpr int64_t kSlice = kSliceUnits<T> * T::pack;
-  // Rows of sums are padded to whole tiles, which transpose_tile reads.
+  // Pad the rows of sums to full tiles, which transpose_tile reads.
   int64_t sums_size(int64_t columns) const { return round_up(M_, kTileRows<T>) * columns; }
 
-  // Whether an operand's rows can be read where they lie.
+  // Return true if an operand's rows can be read without packing.
   static bool in_place(const Operand<T>& a) {
     return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k && a.stride % T::pack == 0;
   }
   static int64_t panel_width(int64_t cols) { return min(kWide, round_up(cols, T::width)); }
   static int64_t strip_width(int64_t cols) { return min(kStrip, round_up(cols, T::width)); }
 
-  // Rows of A that a task takes: what fits the cache, and so few that there are tasks for all threads.
+  // Return the rows of A per task: a group that fits the cache and leaves tasks for all threads.
   int64_t group_rows(int64_t units, int64_t panels) const {
     const int64_t granule = transposed_ ? 64 : kPart<T>;
     const int64_t fit = kCachedBytes / (units * int64_t(sizeof(packed))), share = M_ * panels / (4 * threads_);
@@ -151,11 +158,11 @@ class Matmul {
 
   struct Slice {
     int64_t n0, cols, k0, units, depth, a_row;
-    int64_t a_first;      // row of A that packed ones begin with
-    int64_t panel_step;   // from a panel to the one that the same thread probably takes next
-    acc* const* sums;     // of panels of all rows; null: there is one slice only
-    packed* a[PRODUCTS];  // packed; null: where it lies
-    packed* b[PRODUCTS];  // packed panels; null: every task packs its own
+    int64_t a_first;      // first packed row of A
+    int64_t panel_step;   // distance to this thread's probable next panel
+    acc* const* sums;     // panels of all rows; null: single slice
+    packed* a[PRODUCTS];  // packed A; null: read in place
+    packed* b[PRODUCTS];  // packed panels; null: each task packs its panel
   };
 
   template <class Epilogue>
@@ -178,11 +185,13 @@ class Matmul {
     });
   }
 
-  // A thread's part of a slice: it takes groups of rows of A, packs them where they must be, and multiplies one panel after the other
-  // with them. When no group is left, it helps with the panels of others'. taken: panels of each group, then groups.
+  // One thread's part of a slice: claim groups of rows of A, pack them if needed, and multiply one
+  // panel after another. With no group left, help with the panels of other groups. taken: claimed
+  // panels per group, then claimed groups.
   template <class Epilogue>
   void work(Slice s, const Groups& groups, int64_t* taken, const Epilogue& epilogue) const {
-    const FlushSubnormals flush;  // the tail of gelu is full of them, and each costs an assist of 100 cycles, in later products too
+    // Flush the many subnormals in gelu's tail: each costs a 100-cycle assist, in later gemms too.
+    const FlushSubnormals flush;
     const auto next = [](int64_t* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); };
     const auto multiply_group = [&](int64_t g) {
       if (__atomic_load_n(taken + g, __ATOMIC_RELAXED) >= groups.panels) return;
@@ -198,7 +207,7 @@ class Matmul {
     for (int64_t g = 0; g < groups.count; g++) multiply_group(g);
   }
 
-  // Rows [begin, end) of A times one panel, each tile of them handed to the epilogue.
+  // Multiply rows [begin, end) of A by one panel and pass each tile to the epilogue.
   template <class Epilogue>
   void tile_rows(const Slice& s, int64_t panel, int64_t begin, int64_t end, const Epilogue& epilogue) const {
     const int64_t n = panel * kWide, cols = min(kWide, s.cols - n), w = panel_width(cols);
@@ -252,11 +261,13 @@ class Matmul {
     epilogue(at, kWide, m0, rows, n0, cols, epilogue_arena);
   }
 
-  // Asks for what a thread will read of B next, a share of it before each group of rows of a task's first tile. It comes from the
-  // last-level cache or from memory: waiting for it was a tenth of the time. (On tiles asking took a tenth instead: they do not.)
-  // Where B is packed, that is the panel's next piece, and at its end the start of the panel that this thread probably takes next; else
-  // that panel, to be packed. Returns lines for the micro-kernel to ask for, one with each of its turns, where they are enough: a product
-  // then takes 0.98 of the time that it does with all of them before it.
+  // Prefetch this thread's next part of B, a share before each row group of a task's first tile. B
+  // comes from the last-level cache or from memory, and waiting took a tenth of the time. (On AMX
+  // tiles, prefetching itself costs a tenth, so they skip it.)
+  // Packed B: prefetch the panel's next piece, and at its end the start of the thread's probable
+  // next panel. Unpacked B: prefetch that next panel, which will be packed. Return lines for the
+  // micro-kernel to prefetch, one per loop iteration, if that covers them: 0.98 of the time of
+  // prefetching all lines first.
   INLINE const char* fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
     const int64_t next = n + s.panel_step, depth = min(kDepth<T>, s.units - u);
     if (s.b[0]) {
@@ -279,8 +290,9 @@ class Matmul {
     return nullptr;
   }
 
-  // tile (+)= rows of A x one panel, over up to kDepth packed elements from u on. Tiles have the row stride kWide whatever the panel's
-  // width. ahead(row, count) comes before the products of each group of rows, counted from m0, and may return lines to be asked for.
+  // tile (+)= rows of A x one panel, over up to kDepth packed elements from u. The row stride of
+  // tiles is kWide for every panel width. ahead(row, count), with rows relative to m0, runs before
+  // each group of rows and may return lines to prefetch.
   template <class Ahead>
   INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows, int64_t u, const packed* b, int64_t w,
                        acc* tile, Mode mode, const Ahead& ahead) const {
@@ -304,7 +316,7 @@ class Matmul {
     }
   }
 
-  // kWide rows of `cols` columns, whole vectors of them, become `cols` rows of kWide.
+  // Transpose kWide rows of `cols` columns, padded to full vectors, into `cols` rows of kWide.
   static void transpose_tile(const acc* tile, int64_t cols, acc* out) {
     for (int64_t c = 0; c < cols; c += T::width)
       for (int64_t r = 0; r < kWide; r += T::width) {
@@ -315,7 +327,8 @@ class Matmul {
       }
   }
 
-  // `depth` of k from k0 on, of columns [n, n + cols), to a panel whose strips are `units` long, from unit u of each on.
+  // Pack `depth` elements of k from k0, columns [n, n + cols), into a panel whose strips have
+  // `units` packed elements, starting at u of each strip.
   static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, packed* panel, int64_t units, int64_t u) {
     const uint8_t* live = b.live ? b.live + k0 : nullptr;
     for (int64_t j = 0; j < cols; j += kStrip, n += kStrip) {
@@ -326,8 +339,8 @@ class Matmul {
     }
   }
 
-  // A task packs a long piece of one panel where k runs along the rows of memory, else a short one of several panels: either way it reads
-  // long runs.
+  // Pack B in tasks with long reads: a long piece of one panel if k is contiguous, else a short
+  // piece of several panels.
   void pack_b(Slice& s, int64_t panels) const {
     for (int i = 0; i < PRODUCTS; i++) s.b[i] = shared_arena.take<packed>(panels * kWide * s.units);
     const int64_t deep = p_[0].b.along_k ? 32 : kPackedDepth, wide = p_[0].b.along_k ? 16 : 1;
@@ -343,7 +356,8 @@ class Matmul {
     });
   }
 
-  // Columns [0, n) of `depth` rows become rows of packed elements: dst[column][row], whole vectors of it.
+  // Pack columns [0, n) of `depth` rows as rows of packed elements: dst[column][row], in full
+  // vectors.
   static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth, packed* dst, int64_t row) {
     using uvec = typename T::uvec;
     typedef uvec any __attribute__((aligned(4)));
@@ -367,10 +381,10 @@ class Matmul {
       }
   }
 
-  // Packs rows [a_first, a_first + rows). for_each(n, f) calls f(0) ... f(n - 1).
+  // Pack rows [a_first, a_first + rows). for_each(n, f) calls f(0) ... f(n - 1).
   template <class ForEach>
   void pack_a(Slice& s, int64_t rows, const ForEach& for_each) const {
-    constexpr int64_t kStep = 192;  // where k runs along columns, so many neighbours are read of each: 64 were 1 % slower
+    constexpr int64_t kStep = 192;  // neighbors read per column if k is strided: 64 were 1 % slower
     packed_arena.reset(packed_bytes(rows, s.units));
     for (int i = 0; i < PRODUCTS; i++) s.a[i] = packed_arena.take<packed>(rows * s.a_row);
     const int64_t parts = ceil_div(rows, kStep);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What products of row-major matrices share: operands, biases, and the epilogues that store or add a finished tile.
+// Shared parts of row-major gemms: operands, biases, and epilogues that store or add a finished
+// tile.
 #pragma once
 
 #include "cpu/core/matmul.h"
@@ -17,13 +18,13 @@ INLINE typename T::elem* elements(void* p) {
   return static_cast<typename T::elem*>(p);
 }
 
-// Row-major matrix as an operand.
+// Return a row-major matrix as an operand.
 template <class T>
 INLINE Operand<T> rows_of(const void* p, int64_t columns, bool along_k) {
   return {elements<T>(p), columns, along_k};
 }
 
-// row[0, n) = f(j, row[j ...]); rows of a tile are padded to whole vectors.
+// row[0, n) = f(j, row[j ...]). Rows of a tile are padded to full vectors.
 template <class T, class F>
 INLINE void update_row(typename T::acc* row, int64_t n, const F& f) {
   for (int64_t j = 0; j < n; j += T::width) store(row + j, f(j, load(row + j)));
@@ -33,7 +34,7 @@ INLINE void update_row(typename T::acc* row, int64_t n, const F& f) {
 template <class T>
 using VectorOf = std::conditional_t<std::is_same_v<typename T::acc, double>, Double, Float<float>>;
 
-// Columns [n0, n0 + n) of a bias, zeros if there is none.
+// Columns [n0, n0 + n) of a bias, or zeros without one.
 template <class T>
 class Bias {
  public:
@@ -47,14 +48,15 @@ class Bias {
   typename T::vec v_[kPanel<T> / T::width];
 };
 
-// Whether tiles of a contiguous (rows, columns) matrix are stored past the caches: it is large, and so aligned that rows can be.
+// Return true if tiles of a contiguous (rows, columns) matrix bypass the caches: the matrix is
+// large and its rows are aligned.
 template <class T>
 INLINE bool streams(const void* out, int64_t rows, int64_t columns) {
   const int64_t row = columns * int64_t(sizeof(typename T::elem));
   return rows * row >= kStreamBytes && row % kVecBytes == 0 && reinterpret_cast<intptr_t>(out) % kVecBytes == 0;
 }
 
-// A finished tile, plus a bias, to a matrix.
+// Store a finished tile, plus a bias, to a matrix.
 template <class T>
 class StoreEpilogue {
   using acc = typename T::acc;
@@ -83,7 +85,7 @@ class StoreEpilogue {
   bool streaming_;
 };
 
-// A finished tile to or onto sums kept in acc.
+// Store or add a finished tile to sums in acc.
 template <class T>
 struct AddEpilogue {
   using acc = typename T::acc;
@@ -104,7 +106,7 @@ struct AddEpilogue {
   }
 };
 
-// Sums of a contiguous (rows, columns) matrix, rounded to elem.
+// Round sums of a contiguous (rows, columns) matrix to elem.
 template <class T>
 void round_rows(const typename T::acc* sums, int64_t rows, int64_t columns, int threads, typename T::elem* out) {
   for_each_task(rows, threads, [&](int64_t r) {
@@ -113,7 +115,7 @@ void round_rows(const typename T::acc* sums, int64_t rows, int64_t columns, int 
   });
 }
 
-// What to do with a product that somebody else puts together.
+// Run a gemm that another function set up.
 struct RunProduct {
   template <class Matmul, class Epilogue>
   void operator()(Matmul product, const Epilogue& epilogue) const {

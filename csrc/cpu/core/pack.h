@@ -7,7 +7,7 @@
 namespace pt {
 namespace PT_ISA {
 
-// Where the rows of a matrix are: a stride apart, or each by itself.
+// Rows of a matrix at a fixed stride.
 template <class E>
 struct StridedRows {
   const E* first;
@@ -23,9 +23,11 @@ struct ListedRows {
   INLINE ListedRows from_column(int64_t c) const { return {list, column + c}; }
 };
 
-// In all of these, rows at or past n and rows with live[row] == 0 (live may be null) are zero in dst and not read.
+// All packing functions set rows at or past n, and rows with live[row] == 0, to zero in dst without
+// reading them. live may be null.
 
-// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over `packed elements`, by default ceil(d / pack).
+// Pack and transpose one panel of `panel` rows, a multiple of T::width: dst[u][row], u over packed
+// elements, by default ceil(d / pack).
 template <class T, class Rows>
 void pack_transposed(const Rows& src, int64_t n, int64_t d, typename T::packed* dst, const uint8_t* live = nullptr,
                      int64_t panel = kPanel<T>, int64_t units = 0) {
@@ -48,8 +50,8 @@ void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int
   pack_transposed<T>(StridedRows<typename T::elem>{src, stride}, n, d, dst, live, panel, units);
 }
 
-// Rows [0, n_pad) of a d-column matrix, neighbours along rows joined in packed elements, in panels of up to kPanel<T> columns:
-// dst[panel][row / pack][width of the panel], each panel ld_rows / pack long.
+// Pack rows [0, n_pad) of a d-column matrix: neighbors along rows form a packed element, in panels
+// of up to kPanel<T> columns: dst[panel][row / pack][panel width], each panel ld_rows / pack long.
 template <class T, class Rows>
 void pack_rows(const Rows& src, int64_t n, int64_t n_pad, int64_t d, int64_t ld_rows, typename T::packed* dst,
                const uint8_t* live = nullptr) {
@@ -80,7 +82,7 @@ void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n
   pack_rows<T>(StridedRows<typename T::elem>{src, stride}, n, n_pad, d, ld_rows, dst, live);
 }
 
-// Plain rows: dst[n_pad][packed elements], by default ceil(d / pack)
+// Copy rows: dst[n_pad][packed elements], by default ceil(d / pack).
 template <class T>
 void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::packed* dst,
                const uint8_t* live = nullptr, int64_t units = 0) {

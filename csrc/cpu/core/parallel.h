@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tasks over torch's own thread pool, without a torch header.
+// Tasks on torch's thread pool, without a torch header.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,15 @@
 
 namespace pt {
 
-// Calls fn(ctx) `workers` times, on as many threads as the pool gives at once: perhaps one after the other (nested regions),
-// so no call may wait for another. Exceptions of fn reach the caller. parallel.cpp.
+// Call fn(ctx) `workers` times, on as many threads as the pool provides. Nested regions may run
+// serially, so no call may wait for another. Exceptions of fn reach the caller. See parallel.cpp.
 void run_workers(int64_t workers, void (*fn)(void*), void* ctx);
 int pool_threads();
 
 namespace PT_ISA {
 
-// f(task) for task in [0, n), taken in rising order by up to `threads` threads. What they stream is visible to all when it returns.
+// Run f(task) for task in [0, n), claimed in rising order by up to `threads` threads. Streaming
+// stores are visible to all threads on return.
 template <class F>
 void for_each_task(int64_t n, int threads, const F& f) {
   if (n <= 0) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the time of a call goes: PT_PHASE(softmax) before a statement notes how long it takes. Nothing in a normal build:
-// bench/tools/attention_phases.py compiles kernels with PT_PHASES and reads the notes.
+// Profile of a call: PT_PHASE(softmax) before a statement records its time. A normal build has no
+// phases; bench/tools/attention_phases.py compiles kernels with PT_PHASES and reads the records.
 #pragma once
 
 #if defined(PT_PHASES)
@@ -12,7 +12,7 @@ namespace pt {
 
 enum class Phase : int { pack, scores, softmax, output, dv, dk, dq, results, count };
 
-// Every visit of a phase by any thread, in ticks, up to kMost; more are counted only.
+// Ticks of every run of a phase on any thread, up to kMost; further runs are only counted.
 struct PhaseVisits {
   static constexpr int64_t kMost = 1 << 16;
   int64_t count;
@@ -22,7 +22,7 @@ extern PhaseVisits phase_visits[int(Phase::count)];
 
 inline uint64_t phase_clock() {
 #if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();  // 10 ns or so: visits take microseconds
+  return __builtin_ia32_rdtsc();  // about 10 ns; a phase takes microseconds
 #else
   return uint64_t(std::chrono::steady_clock::now().time_since_epoch().count());
 #endif

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout keep bits: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), key words = low, high half of the seed.
+// Dropout keep bits: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+// Key words: low and high half of the seed.
 //
-//   attention  counter = (key group, query, query head, batch)        columns of a norm or FFN  counter = (column group, row low, row high,
-//   tag)
+//   attention: counter = (key group, query, query head, batch)
+//   columns of a norm or FFN: counter = (column group, row low, row high, tag)
 //
-// all absolute, mod 2^32. Key j is in group 4 * (j / 32) + (j % 8) / 2, slot 2 * ((j % 32) / 8) + j % 2; slot r is the low (r even) or
-// high half of output word r / 2, and the key is dropped if that is below the threshold. Sixteen groups are 128 keys.
+// All indices are absolute, mod 2^32. Slot r is the low (r even) or high half of output word r / 2.
+// A key is dropped if its slot is below the threshold. Sixteen groups are 128 keys.
+//
+// Key j -> group 4 * (j / 32) + (j % 8) / 2, slot 2 * ((j % 32) / 8) + j % 2
+//   j =  0 -> group 0, slot 0        j =  8 -> group 0, slot 2
+//   j =  1 -> group 0, slot 1        j = 33 -> group 4, slot 1
 #pragma once
 
 #include <cstring>
@@ -19,7 +24,8 @@ constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u, kPhiloxW0 =
 constexpr int kPhiloxRounds = 7;
 
 #if defined(__AVX512F__)
-// Eight states in the low halves of 64-bit lanes, so that vpmuludq gives the low and the high product at once.
+// Eight states in the low halves of 64-bit lanes: vpmuludq returns both halves of a product at
+// once.
 struct PhiloxState {
   __m512i c0, c1, c2, c3;
 };
@@ -31,21 +37,23 @@ INLINE void philox_round(PhiloxState& s, uint32_t k0, uint32_t k1) {
 }
 #endif
 
-// The keep bits of many rows over one range of keys, which share counter words 2 and 3.
+// Keep bits of many rows over one range of keys. The rows share counter words 2 and 3.
 class KeepBits {
  public:
-  // Words row() writes for n keys from any start, one spare word for bits_at() included.
+  // Words written by row() for n keys from any start, including a spare word for bits_at().
   static constexpr int64_t words(int64_t n) { return (n + 127 + 127) / 128 * 4 + 1; }
   static constexpr int64_t table_bytes(int64_t n) { return (n + 127 + 127) / 128 * 512; }
 
-  // Keys [first, first + n) absolute, n >= 0. table: table_bytes(n) bytes, 64-byte aligned, kept until the last row().
+  // Prepare absolute keys [first, first + n), n >= 0. table: table_bytes(n) bytes, 64-byte aligned,
+  // valid until the last row().
   void prepare(uint64_t seed, uint32_t threshold, uint32_t word2, uint32_t word3, int64_t first, int64_t n, void* table) {
     k0_ = uint32_t(seed), k1_ = uint32_t(seed >> 32), threshold_ = threshold, word2_ = word2, word3_ = word3;
     group_ = uint32_t(uint64_t(first) / 128 * 16);
     offset_ = int(first % 128);
     steps_ = (offset_ + n + 127) / 128;
 #if defined(__AVX512F__)
-    // What rounds 1 to 3 make of the group alone; the row's part of them is one scalar product.
+    // Precompute the part of rounds 1 to 3 that depends only on the group. The row adds one scalar
+    // product.
     table_ = static_cast<Group*>(table);
     const __m512i lanes = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), low = _mm512_set1_epi64(0xffffffff);
     const uint32_t b1 = kPhiloxM1 * word2_;
@@ -64,7 +72,8 @@ class KeepBits {
 #endif
   }
 
-  // Bit p of out is key first - offset() + p of the row with counter word 1: bits_at(out, offset() + i) starts at key first + i.
+  // Write bit p for key first - offset() + p of the row with counter word 1: bits_at(out, offset()
+  // + i) starts at key first + i.
   void row(uint32_t word1, uint32_t* out) const {
 #if defined(__AVX512F__)
     const uint64_t a2 = uint64_t(kPhiloxM0) * uint32_t(uint32_t((uint64_t(kPhiloxM1) * word2_) >> 32) ^ word1 ^ k0_);
@@ -74,7 +83,7 @@ class KeepBits {
       const PhiloxState x = join(table_[2 * i], a2), y = join(table_[2 * i + 1], a2);
       const auto keep = [&](__m512i p, __m512i q) { return int(_mm512_cmpge_epu16_mask(_mm512_permutex2var_epi32(p, low_words, q), th)); };
       const __m128i words = _mm_setr_epi32(keep(x.c0, y.c0), keep(x.c1, y.c1), keep(x.c2, y.c2), keep(x.c3, y.c3));
-      // byte b of word t = keys 32 b + 8 t ..: a 4 x 4 byte transpose
+      // Transpose 4 x 4 bytes: byte b of word t holds keys 32 b + 8 t to 32 b + 8 t + 7.
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
                        _mm_shuffle_epi8(words, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
     }
@@ -123,7 +132,7 @@ class KeepBits {
   int64_t steps_ = 0;
 };
 
-// 16 bits from position `at` of a bit row; the row has a spare word behind it.
+// Return 16 bits from position `at` of a bit row. The row ends with a spare word.
 INLINE mask bits_at(const uint32_t* bits, int64_t at) {
   uint32_t x;
   std::memcpy(&x, reinterpret_cast<const char*>(bits) + (at >> 3), sizeof x);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Walks over the columns of a row, vector by vector, and sums over them.
+// Loops over a row's columns, one vector at a time, and sums over them.
 #pragma once
 
 #include "cpu/core/traits.h"
@@ -7,7 +7,8 @@
 namespace pt {
 namespace PT_ISA {
 
-// A sum over a row: four independent parts, gathered every kSumSteps steps, so that no float takes in many small numbers.
+// Sum over a row: four independent parts, gathered every kSumSteps steps, so that no float
+// accumulates many small numbers.
 constexpr int kSumSteps = 16;
 template <class V>
 struct RowSum {
@@ -21,14 +22,15 @@ struct RowSum {
   INLINE scalar_of<V> total() const { return reduce(whole, op_add); }
 };
 
-// Whether results of E are stored when four vectors of them are there. Rounding is a chain of ten steps on AVX2, and Zen 2 has room for the
-// steps of two or three vectors: it waits less where those of four are side by side (bf16 norms: 0.8 to 0.9 of the time).
+// Store results of E in batches of four vectors. On AVX2, rounding is a chain of ten steps, and Zen
+// 2's window holds two or three such chains; four interleaved chains wait less (bf16 norms: 0.8 to
+// 0.9 of the time).
 template <class E>
 constexpr bool kLateStores = kVecBytes == 32 && std::is_same_v<E, bf16>;
 
-// f(column, slot, lanes) for one vector of columns after the other; lanes is a constant but in the tail (masked stores
-// everywhere were 2x slower). The sums that f adds to are gathered on the way and at the end. What f returns, if anything, is called when
-// four vectors have come so far (kLateStores).
+// Call f(column, slot, lanes) for each vector of columns. lanes is a constant except in the tail
+// (masked stores everywhere were 2x slower). Sums that f adds to are gathered every kSumSteps steps
+// and at the end. A callable that f returns runs after each batch of four vectors (kLateStores).
 template <int WIDTH, class F, class... Sums>
 INLINE void columns(int64_t n, const F& f, Sums&... sums) {
   constexpr std::integral_constant<int64_t, WIDTH> all{};
@@ -54,7 +56,7 @@ INLINE void columns(int64_t n, const F& f, Sums&... sums) {
   (sums.gather(), ...);
 }
 
-// Lanes past the row's end as zeros; nothing to do in a full vector.
+// Zero the lanes past the row's end; a full vector is unchanged.
 template <class V, int64_t N>
 INLINE V in_row(V v, std::integral_constant<int64_t, N>) {
   return v;

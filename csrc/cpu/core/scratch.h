@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call takes of each arena. A plan says so before anything runs: the launch resets its arenas by it, and pt.explain tells the sum.
+// Scratch bytes of a call per arena. The plan computes them before the launch, which resets its
+// arenas accordingly; pt.explain reports the sum.
 #pragma once
 
 #include "cpu/core/arena.h"
@@ -9,17 +10,17 @@ namespace pt {
 namespace PT_ISA {
 
 struct Scratch {
-  size_t setup = 0, shared = 0, own = 0;               // of the calling thread; own: of the op's own arena
-  size_t sums = 0, packed_for_all = 0;                 // of the calling thread, by Matmul
-  size_t local = 0, packed_by_each = 0, epilogue = 0;  // of each worker, of which the calling thread is one
+  size_t setup = 0, shared = 0, own = 0;               // calling thread; own: the op's own arena
+  size_t sums = 0, packed_for_all = 0;                 // calling thread, in Matmul
+  size_t local = 0, packed_by_each = 0, epilogue = 0;  // each worker, the calling thread included
 
-  // Enough for this and for what comes after it.
+  // Grow to cover this step and the next one.
   void include(const Scratch& next) {
     for (auto size : {&Scratch::setup, &Scratch::shared, &Scratch::own, &Scratch::sums, &Scratch::packed_for_all, &Scratch::local,
                       &Scratch::packed_by_each, &Scratch::epilogue})
       this->*size = max(this->*size, next.*size);
   }
-  // What the arenas of so many threads then hold, if every thread gets work.
+  // Return the bytes that the arenas of so many threads hold if every thread gets work.
   int64_t bytes(int threads) const {
     const auto held = [](size_t n) { return int64_t(Arena::held(n)); };
     const int64_t caller = held(setup) + held(shared) + held(own) + held(sums) + held(max(packed_for_all, packed_by_each));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores past the caches, for results that are larger than they: a plain store first reads the line that it will overwrite.
+// Streaming stores, for results larger than the caches: a plain store first reads the line that it
+// overwrites.
 #pragma once
 
 #include <cstring>
@@ -10,10 +11,12 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kStreamBytes = int64_t(4) << 20;  // results from this size on leave the caches before anyone reads them
+// larger results leave the caches before they are read
+constexpr int64_t kStreamBytes = int64_t(4) << 20;
 
-// One vector's bytes to an address that is a multiple of kVecBytes. They may become visible late: for_each_task waits for
-// those of a thread when its tasks are done. (After each tile of a product that took 1 % of it.)
+// Stream one vector to an address aligned to kVecBytes. The store may become visible late:
+// for_each_task fences once per thread, after its tasks. (A fence after each tile took 1 % of a
+// gemm.)
 INLINE void stream(void* p, vi32 v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
@@ -29,7 +32,7 @@ INLINE void stream_fence() {
 #endif
 }
 
-// The same of half as many bytes.
+// Stream half a vector.
 INLINE void stream_half(void* p, const void* half) {
 #if defined(__AVX512F__)
   _mm256_stream_si256(static_cast<__m256i*>(p), _mm256_loadu_si256(static_cast<const __m256i*>(half)));
@@ -40,7 +43,7 @@ INLINE void stream_half(void* p, const void* half) {
 #endif
 }
 
-// Whether a vector of T can be streamed to each of them: columns are whole vectors, and every row begins at one.
+// Return true if rows of t can be streamed: columns fill full vectors, and every row is aligned.
 template <class T>
 INLINE bool streamable(const RowsOut& t, int64_t columns) {
   constexpr int64_t bytes = T::width * int64_t(sizeof(typename T::elem));
@@ -48,7 +51,7 @@ INLINE bool streamable(const RowsOut& t, int64_t columns) {
   return reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && whole(t.outer) && whole(t.inner) && whole(columns);
 }
 
-// Stores a vector, past the caches if STREAM, and returns it as T::load would read it back.
+// Store a vector, streaming if STREAM, and return it as T::load would read it back.
 template <class T, bool STREAM, class Lanes>
 INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) {
   constexpr bool rounds = sizeof(typename T::elem) < sizeof(typename T::acc);
@@ -67,7 +70,8 @@ INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) 
   return v;
 }
 
-// Stores a whole vector past the caches and to `near`, which is aligned, and returns it as T::load would read it back.
+// Stream a full vector to `far`, store it to the aligned `near`, and return it as T::load would
+// read it.
 template <class T>
 INLINE typename T::vec put_twice(typename T::elem* far, typename T::elem* near, typename T::vec v) {
   v = put<T, false>(near, std::integral_constant<int64_t, T::width>(), v);
@@ -76,7 +80,8 @@ INLINE typename T::vec put_twice(typename T::elem* far, typename T::elem* near, 
   return v;
 }
 
-// out[0, n) = row[0, n), aligned and padded to whole vectors, converted. streaming: out is a multiple of kVecBytes.
+// Convert row[0, n), aligned and padded to full vectors, to out. streaming: out is aligned to
+// kVecBytes.
 template <class T>
 INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t n, bool streaming = false) {
   int64_t j = 0;

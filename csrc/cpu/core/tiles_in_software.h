@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile instructions of AMX in plain C++, for tests on processors without them: amx.h is compiled as it is for the processor, and its
-// intrinsics mean what stands here. Only a build with PYTRANSFORMER_SOFTWARE_TILES=1 has them.
+// AMX tile instructions in plain C++, for tests on CPUs without AMX. amx.h compiles unchanged, and
+// these macros replace its intrinsics. Only a build with PYTRANSFORMER_SOFTWARE_TILES=1 contains
+// them.
 //
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS.
-// What is a fault there ends the process here, with its reason.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG,
+// TILELOADD, TILESTORED, TILEZERO, TDPBF16PS. An architectural fault ends the process with its
+// reason.
 #pragma once
 
 #include <cstdio>
@@ -37,7 +39,8 @@ class SoftwareTiles {
   }
   void release() { *this = SoftwareTiles(); }
 
-  // Rows and bytes past those of the configuration are zero since it was loaded, and stay so.
+  // Load the configured rows and bytes. All others are zero since the configuration and remain
+  // zero.
   void load(int t, const void* from, int64_t stride) {
     Tile& x = at(t);
     for (int r = 0; r < x.rows; r++) memcpy(x.row[r], static_cast<const char*>(from) + r * stride, x.bytes);
@@ -48,16 +51,17 @@ class SoftwareTiles {
   }
   void zero(int t) { memset(at(t).row, 0, sizeof(Tile::row)); }
 
-  // c += a b: for each element the products of the lower halves of all pairs are one sum, those of the upper halves another, each from zero
-  // and in the order of k; their sum is added to c. Every operation rounds to nearest even, and takes and makes no subnormals, whatever
-  // MXCSR says.
+  // c += a b: per element, one sum over the lower halves of all pairs and one over the upper
+  // halves, each from zero in the order of k; their sum is added to c. Every operation rounds to
+  // nearest even and treats subnormals as zero, for any MXCSR.
   void dot_bf16(int c, int a, int b) {
     Tile &to = at(c), &left = at(a), &right = at(b);
     check(c != a && a != b && b != c, "tdpbf16ps wants three tiles");
     check(to.bytes % 4 == 0 && left.bytes % 4 == 0 && right.bytes % 4 == 0, "tdpbf16ps wants rows of whole pairs");
     check(to.rows == left.rows && left.bytes / 4 == right.rows && right.bytes == to.bytes, "the tiles of tdpbf16ps do not fit each other");
     const unsigned saved = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(0x9fc0);  // flush results, subnormal operands are zero, no exceptions, to nearest even
+    // MXCSR: flush results, subnormal operands are zero, no exceptions, round to nearest even.
+    __builtin_ia32_ldmxcsr(0x9fc0);
     multiply(to, left, right);
     __builtin_ia32_ldmxcsr(saved);
   }
@@ -78,7 +82,7 @@ class SoftwareTiles {
     return tile_[t];
   }
 
-  // A function of its own, so that no operation moves across the change of MXCSR.
+  // Not inlined, so that no operation moves across the change of MXCSR.
   static __attribute__((noinline)) void multiply(Tile& c, const Tile& a, const Tile& b) {
     static_assert(kWidth<vf> * 4 == kMaxBytes, "a row is a vector");
     vf lower[kMaxRows], upper[kMaxRows];
@@ -107,7 +111,7 @@ inline thread_local SoftwareTiles software_tiles;
 }  // namespace PT_ISA
 }  // namespace pt
 
-// The intrinsics are macros of immintrin.h, as tiles are named in the instruction.
+// Replace the macros of immintrin.h: the instruction encodes the tile number.
 #undef _tile_loadd
 #undef _tile_stream_loadd
 #undef _tile_stored

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a dtype is to the kernels: conversions of 16-bit numbers, and the traits T of operands, sums and micro-kernels.
+// Dtypes in the kernels: conversions of 16-bit numbers, and the traits T of operands, sums and
+// micro-kernels.
 #pragma once
 
 #include "cpu/core/vec.h"
@@ -7,8 +8,8 @@
 namespace pt {
 namespace PT_ISA {
 
-// ---- 16-bit conversions, one per float lane; stores round to nearest even and keep NaN
-// Where there is one instruction that widens, GCC 12 makes four, which compete for one port.
+// 16-bit conversions, one number per float lane. Stores round to nearest even and preserve NaN. Use
+// the widening instruction explicitly: GCC 12 emits four that compete for one port.
 INLINE vi32 widen(const void* p) {
 #if defined(__AVX512F__)
   return (vi32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
@@ -16,7 +17,7 @@ INLINE vi32 widen(const void* p) {
   return __builtin_convertvector(*static_cast<const vu16_half*>(p), vi32);
 #endif
 }
-// The lower halves, of which the upper are 0.
+// Narrow to the lower halves. The upper halves are 0.
 INLINE void narrow(void* p, vi32 v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)v));
@@ -26,11 +27,14 @@ INLINE void narrow(void* p, vi32 v) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Shuffles of words within lanes, 128 bits each: word i of both lanes becomes the upper half of float i, or i + 4 in the second; and back,
-// the first lane's into its lower 8 bytes, the second's into its upper ones. Of Zen 2's four vector ports one shifts: instead of shifts
-// they save bf16 norms an eighth of their time. And what rounding takes. Weak, since GCC 12 makes a constant that it knows anew for each
-// vector where registers are few, through a general one; these it reads as operands.
-constexpr int word_bytes(int word) { return word < 0 ? 0x8080 : 0x100 + 0x202 * word; }  // of a shuffle; -1: zeros
+// Byte shuffles within 128-bit lanes. to_floats: word i becomes the upper half of float i in lane
+// 0, and word i + 4 in lane 1. to_words: the upper halves move to the lower 8 bytes of lane 0 and
+// the upper 8 of lane 1. One of Zen 2's four vector ports shifts; shuffles instead of shifts save
+// bf16 norms an eighth of their time. The other constants are for rounding. Weak: with few free
+// registers, GCC 12 rebuilds a known constant per vector through a general register; it reads these
+// as memory operands.
+// shuffle bytes of a word; -1: zeros
+constexpr int word_bytes(int word) { return word < 0 ? 0x8080 : 0x100 + 0x202 * word; }
 constexpr int two_words(int low, int high) { return int(unsigned(word_bytes(low)) | unsigned(word_bytes(high)) << 16); }
 struct Bf16Constants {
   vi32 to_floats, to_words, tie, half, quiet, upper;
@@ -51,7 +55,7 @@ INLINE vf to_float(const bf16* p) {
   const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return (vf)_mm256_shuffle_epi8(twice, (__m256i)kBf16.to_floats);
 #elif defined(__SSE2__) && !defined(__AVX512F__)
-  // GCC 12 widens and shifts in six instructions what one puts beside zeros.
+  // Interleave with zeros in one instruction. GCC 12 widens and shifts in six.
   return (vf)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
   return (vf)(widen(p) << 16);
@@ -64,14 +68,16 @@ INLINE vf to_float(const f16* p) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   const vi32 h = widen(p), em = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
-  const vf scaled = (vf)em * 5.192296858534828e33f;  // 2^112 moves the exponent, subnormals included
+  // 2^112 moves the exponent, subnormals included
+  const vf scaled = (vf)em * 5.192296858534828e33f;
   return (vf)((em >= 0x0f800000 ? em | 0x7f800000 : (vi32)scaled) | sign);
 #endif
 }
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Rounded to bfloat16: the upper halves.
+// Round to bfloat16 in the upper halves.
 INLINE vi32 round_bf16(vf v) {
-  const vi32 x = (vi32)v, even = (x & kBf16.tie) == kBf16.half;  // -1: halfway to the next number, and even
+  // -1: halfway to the next number, and even
+  const vi32 x = (vi32)v, even = (x & kBf16.tie) == kBf16.half;
   return v == v ? x + kBf16.half + even : x | kBf16.quiet;
 }
 INLINE void store_upper_halves(bf16* p, vi32 x) {
@@ -90,7 +96,7 @@ INLINE void from_float(bf16* p, vf v) {
   narrow(p, (rounded >> 16) & 0xffff);
 #endif
 }
-// The same; returns what to_float would read back.
+// Round, store, and return the value that to_float would read back.
 INLINE vf from_float_and_back(bf16* p, vf v) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   const vi32 x = round_bf16(v);
@@ -109,15 +115,15 @@ INLINE void from_float(f16* p, vf v) {
 #else
   const vi32 x = (vi32)v, a = x & 0x7fffffff;
   const vi32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
-  const vi32 small = (vi32)((vf)a + 0.5f) - 0x3f000000;  // the sum's rounding is that of the subnormal
+  const vi32 small = (vi32)((vf)a + 0.5f) - 0x3f000000;  // the sum rounds like the subnormal
   vi32 r = a < 0x38800000 ? small : normal;
   r = a >= 0x47800000 ? (a > 0x7f800000 ? vi32{} + 0x7e00 : vi32{} + 0x7c00) : r;
   narrow(p, r | ((x >> 16) & 0x8000));
 #endif
 }
 
-// While one lives, this thread's subnormal results become 0: each costs an assist of more than 100 cycles on x86, and a softmax row with
-// far-away keys (ALiBi) is full of products as small as that.
+// Scope in which this thread flushes subnormal results to 0. Each costs an assist of over 100
+// cycles on x86, and a softmax row with far-away keys (ALiBi) has many of them.
 class FlushSubnormals {
  public:
 #if defined(__SSE__)
@@ -131,8 +137,8 @@ class FlushSubnormals {
 #endif
 };
 
-// ---- traits
-// The products of the micro-kernel: c += a * b, b a vector of packed elements, a one packed element broadcast.
+// Products of the micro-kernel: c += a * b, with a vector of packed elements b and one broadcast
+// packed element a.
 template <class A>
 struct PlainDot {
   using acc = A;
@@ -144,7 +150,7 @@ struct PlainDot {
 };
 
 template <class E>
-struct Native {  // what float and double share: operands are plain numbers of acc
+struct Native {  // shared by float and double: operands are numbers of acc
   using acc = E;
   using opnd = E;
   using packed = E;
@@ -153,7 +159,7 @@ struct Native {  // what float and double share: operands are plain numbers of a
   using uvec = vec;
   static constexpr int pack = 1, width = kVecBytes / int(sizeof(E)), exp_degree = 5;
   static INLINE vec dot(vec c, uvec a, uvec b) { return fma(a, b, c); }
-  // 2 * width values of P, aligned
+  // Store 2 * width numbers, aligned.
   static INLINE void store_pair(opnd* p, vec lo, vec hi) { store(p, lo), store(p + width, hi); }
 };
 
@@ -162,7 +168,7 @@ template <class E>
 struct Float : Native<float> {
   using elem = E;
   static constexpr int exp_degree = sizeof(E) == 2 ? 4 : 5;
-  // n >= width: everything; else the first n, and zeros. Nothing past n is touched.
+  // Load all lanes if n >= width, else the first n and zeros. Never touches memory past n.
   static INLINE vec load(const elem* p, int64_t n = width) {
     if constexpr (std::is_same_v<E, float>) {
 #if defined(__AVX512F__)
@@ -205,7 +211,7 @@ struct Double : Native<double> {
 };
 
 #if defined(__AVX512BF16__)
-// bf16 as pairs along k, multiplied in pairs by vdpbf16ps.
+// bf16 pairs along k, multiplied by vdpbf16ps.
 struct Bf16Dot {
   using acc = float;
   using packed = uint32_t;
@@ -219,14 +225,15 @@ struct Bf16Pair {
   using acc = float;
   using opnd = bf16;
   using packed = uint32_t;
-  using Dot = Bf16Dot;    // what the micro-kernel uses
-  using Pairs = Bf16Dot;  // what vectors use
+  using Dot = Bf16Dot;    // micro-kernel
+  using Pairs = Bf16Dot;  // vectors
   using vec = vf;
   using uvec = vi32;
-  static constexpr int pack = 2, width = 16, exp_degree = 4;  // of exponentials that are rounded to opnd anyway
+  // exp_degree: exponentials are rounded to opnd anyway.
+  static constexpr int pack = 2, width = 16, exp_degree = 4;
   static INLINE vec dot(vec c, uvec a, uvec b) { return Dot::dot(c, a, b); }
   static INLINE __mmask32 mask32(int64_t n) { return n >= 32 ? ~__mmask32(0) : n <= 0 ? 0 : (__mmask32(1) << n) - 1; }
-  // Masked loads are fast everywhere, masked stores slow on Zen: only for tails.
+  // Masked loads are fast everywhere; masked stores are slow on Zen and serve only tails.
   static INLINE vec load(const elem* p, int64_t n = width) {
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_n<vec>(n), p)), 16);
   }
@@ -238,7 +245,7 @@ struct Bf16Pair {
   static INLINE uvec pair(vec lo, vec hi) { return (uvec)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo); }
   static INLINE void store_pair(opnd* p, vec lo, vec hi) { _mm512_store_si512(p, (__m512i)pair(lo, hi)); }
 };
-// columns i and i+1 of two bf16 rows become one packed element
+// Interleave columns i of two bf16 rows into packed elements.
 INLINE void interleave(vi32 a, vi32 b, vi32* lo, vi32* hi) {
   alignas(64) static const uint16_t idx[2][32] = {
       {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
@@ -248,7 +255,7 @@ INLINE void interleave(vi32 a, vi32 b, vi32* lo, vi32* hi) {
 }
 #endif
 
-// Bf16: the traits a bf16 tensor gets on this instruction set (with AMX: amx.h)
+// Bf16: traits of a bf16 tensor on this instruction set (AMX: amx.h).
 #if !defined(__AVX512BF16__)
 using Bf16 = Float<bf16>;
 #elif !defined(__AMX_BF16__)
@@ -256,7 +263,7 @@ using Bf16 = Bf16Pair;
 #endif
 
 #if !defined(__AMX_BF16__)
-struct WorkerState {  // what a thread needs set up while it runs tasks: nothing
+struct WorkerState {  // no per-thread setup without AMX
   WorkerState() {}
 };
 #endif

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of one register and the operand traits of the CPU kernels. Everything is written for the width the instruction
-// set has: T::width lanes of T::acc. GCC vector extensions carry the arithmetic; intrinsics stand only where they lack a word.
+// Vectors of one register and the operand traits of the CPU kernels. All code is generic in the
+// vector width: T::width lanes of T::acc. GCC vector extensions do the arithmetic; intrinsics fill
+// the gaps.
 //
-// A traits type T describes how a matrix product reads its operands:
-//   elem   what lies in the tensors         opnd   what lies in packed operands         acc   accumulators, scores, statistics
-//   packed what the micro-kernel broadcasts: `pack` neighbours of opnd along k (a bf16 pair is one packed element of 32 bits)
+// A traits type T describes how a gemm reads its operands:
+//   elem    element of a tensor
+//   opnd    element of a packed operand
+//   acc     accumulators, scores, statistics
+//   packed  unit of the micro-kernel's broadcast: `pack` neighbors of opnd along k (a bf16 pair is
+//           one packed element of 32 bits)
 #pragma once
 
 #include <cstdint>
@@ -15,9 +19,9 @@
 #include <immintrin.h>
 #endif
 
-// Vector types as template arguments lose may_alias and alignment; neither matters for values.
+// Vector types as template arguments lose may_alias and alignment, which do not affect values.
 #pragma GCC diagnostic ignored "-Wignored-attributes"
-// GCC 12 sees the deliberately undefined values inside its own intrinsics (GCC bug 105593).
+// GCC 12 warns about deliberately undefined values inside its own intrinsics (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -26,7 +30,7 @@
 
 namespace pt {
 
-// 16-bit storage types: GCC 12 has no _Float16 in C++, and arithmetic on them is not wanted anyway.
+// 16-bit storage types. GCC 12 has no _Float16 in C++; the kernels do no arithmetic on them.
 struct bf16 {
   uint16_t bits;
 };
@@ -38,13 +42,14 @@ namespace PT_ISA {
 
 // Bytes of a vector register, and the micro-kernel's tile: kMR rows x kNV vectors of accumulators.
 #if defined(__AVX512F__)
-constexpr int kVecBytes = 64, kMR = 6, kNV = 4;  // 24 accumulators + 4 of B + 1 of A of 32 registers
+// 24 accumulators + 4 of B + 1 of A of 32 registers
+constexpr int kVecBytes = 64, kMR = 6, kNV = 4;
 #elif defined(__AVX__)
 constexpr int kVecBytes = 32, kMR = 6, kNV = 2;  // 12 + 2 + 1 of 16
 #elif defined(__aarch64__)
 constexpr int kVecBytes = 16, kMR = 6, kNV = 4;
 #else
-constexpr int kVecBytes = 16, kMR = 4, kNV = 2;  // 8 + 2 + 1, and 1 for the product: SSE2 has no FMA
+constexpr int kVecBytes = 16, kMR = 4, kNV = 2;  // 8 + 2 + 1, and 1 for the product: no FMA in SSE2
 #endif
 
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
@@ -64,14 +69,14 @@ INLINE constexpr A clamp(A x, A lo, A hi) {
   return x < lo ? lo : hi < x ? hi : x;
 }
 
-// ---- vectors
 #define PT_VEC(SCALAR) SCALAR __attribute__((vector_size(kVecBytes), may_alias))
 typedef PT_VEC(float) vf;
 typedef PT_VEC(double) vd;
 typedef PT_VEC(int32_t) vi32;
 typedef PT_VEC(int64_t) vi64;
 #undef PT_VEC
-typedef uint16_t vu16_half __attribute__((vector_size(kVecBytes / 2), may_alias, aligned(2)));  // one per float lane, unaligned
+// one per float lane, unaligned
+typedef uint16_t vu16_half __attribute__((vector_size(kVecBytes / 2), may_alias, aligned(2)));
 typedef float vf_any __attribute__((vector_size(kVecBytes), may_alias, aligned(4)));
 typedef double vd_any __attribute__((vector_size(kVecBytes), may_alias, aligned(8)));
 
@@ -80,7 +85,7 @@ struct Lanes;
 template <>
 struct Lanes<float> {
   using vec = vf;
-  using any = vf_any;  // the same, at any address
+  using any = vf_any;  // unaligned
   using ivec = vi32;
   using word = int32_t;
   static constexpr int mantissa = 23;
@@ -102,7 +107,8 @@ constexpr int kWidth = kVecBytes / int(sizeof(scalar_of<V>));
 template <class A>
 constexpr A kInfinity = A(__builtin_inf());
 template <class A>
-constexpr A highest = sizeof(A) == 4 ? A(3.4028234663852886e38) : A(1.7976931348623157e308);  // finite
+// finite
+constexpr A highest = sizeof(A) == 4 ? A(3.4028234663852886e38) : A(1.7976931348623157e308);
 
 template <class V>
 INLINE V set1(scalar_of<V> x) {
@@ -115,7 +121,7 @@ INLINE V zero() {
 template <class A>
 INLINE typename Lanes<A>::vec load(const A* p) {
   return *reinterpret_cast<const typename Lanes<A>::vec*>(p);
-}  // aligned
+}
 template <class A>
 INLINE typename Lanes<A>::vec loadu(const A* p) {
   return *reinterpret_cast<const typename Lanes<A>::any*>(p);
@@ -123,7 +129,7 @@ INLINE typename Lanes<A>::vec loadu(const A* p) {
 template <class A>
 INLINE void store(A* p, typename Lanes<A>::vec v) {
   *reinterpret_cast<typename Lanes<A>::vec*>(p) = v;
-}  // aligned
+}
 template <class A>
 INLINE void storeu(A* p, typename Lanes<A>::vec v) {
   *reinterpret_cast<typename Lanes<A>::any*>(p) = v;
@@ -138,7 +144,7 @@ INLINE ivec_of<V> iota() {
   return iota_<V>(std::make_integer_sequence<int, kWidth<V>>());
 }
 
-// max and min return the second operand where either is NaN: put the data second to keep its NaN.
+// Return the second operand if either is NaN: pass the data second to preserve its NaN.
 template <class V>
 INLINE V vmax(V a, V b) {
 #if defined(__AVX512F__)
@@ -168,33 +174,33 @@ INLINE V vabs(V x) {
   using word = typename Lanes<scalar_of<V>>::word;
   return (V)((ivec_of<V>)x & (word)(~(uint64_t(1) << 63) >> (64 - 8 * sizeof(word))));
 }
-// a * b + c in one rounding where the instruction set has it
+// a * b + c, in one rounding if the instruction set supports it.
 template <class V>
 INLINE V fma(V a, V b, V c) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   else return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 #else
-  return a * b + c;  // contracted with -ffp-contract=fast, GCC's default
+  return a * b + c;  // contracted by GCC's default, -ffp-contract=fast
 #endif
 }
 
-// ---- masks: bit i for lane i, on every instruction set
+// Masks: bit i belongs to lane i, on every instruction set.
 using mask = uint16_t;
 
-// lanes [0, n)
+// Set lanes [0, n).
 template <class V>
 INLINE mask mask_n(int64_t n) {
   constexpr int w = kWidth<V>;
   return n >= w ? mask((1u << w) - 1) : n <= 0 ? mask(0) : mask((1u << n) - 1);
 }
-// lanes [lo, hi)
+// Set lanes [lo, hi).
 template <class V>
 INLINE mask mask_range(int64_t lo, int64_t hi) {
   return mask_n<V>(hi) & mask(~mask_n<V>(lo));
 }
 
-// a where the bit is set, else b
+// Select a if the bit is set, else b.
 template <class V>
 INLINE V select(mask m, V a, V b) {
 #if defined(__AVX512F__)
@@ -208,7 +214,7 @@ INLINE V select(mask m, V a, V b) {
   return ((I{} + word(m)) & bit) != 0 ? a : b;
 #endif
 }
-// bits of the lanes where c (a comparison: all ones or zero) holds
+// Convert a comparison c (all ones or zero per lane) to bits.
 template <class I>
 INLINE mask to_mask(I c) {
 #if defined(__AVX512F__)
@@ -224,7 +230,7 @@ INLINE mask to_mask(I c) {
 #endif
 }
 
-// ---- transposition, and reductions in a fixed order
+// Transposition, and reductions in a fixed order.
 template <class V, int... I>
 INLINE V unpack_lo_(V a, V b, std::integer_sequence<int, I...>) {
   return __builtin_shuffle(a, b, ivec_of<V>{(I / 2 + I % 2 * kWidth<V>)...});
@@ -233,7 +239,7 @@ template <class V, int... I>
 INLINE V unpack_hi_(V a, V b, std::integer_sequence<int, I...>) {
   return __builtin_shuffle(a, b, ivec_of<V>{(I / 2 + kWidth<V> / 2 + I % 2 * kWidth<V>)...});
 }
-// kWidth x kWidth values, transposed in place
+// Transpose kWidth x kWidth values in place.
 template <class V>
 INLINE void transpose(V* v) {
   constexpr int n = kWidth<V>;
@@ -245,7 +251,7 @@ INLINE void transpose(V* v) {
     UNROLL for (int i = 0; i < n; i++) v[i] = t[i];
   }
 }
-// Lane i of the result = reduction of v[i]; v holds kWidth vectors and is overwritten.
+// Lane i of the result = reduction of v[i]. v holds kWidth vectors and is overwritten.
 template <class V, class Op>
 INLINE V reduce_rows(V* v, Op op) {
   constexpr auto lanes = std::make_integer_sequence<int, kWidth<V>>();
@@ -253,8 +259,8 @@ INLINE V reduce_rows(V* v, Op op) {
       op(unpack_lo_(v[i], v[i + n], lanes), unpack_hi_(v[i], v[i + n], lanes));
   return v[0];
 }
-// The same of neighbours only, N of them (a power of two), which compilers keep in log2(N) registers where v is made in order: lane i
-// of the whole, put together from groups by the same, holds v[i with its bits in reverse].
+// Reduce N neighbors (a power of two), in log2(N) registers if v is computed in order. Combining
+// such groups with the same function gives lane i = reduction of v[bit-reversed i].
 template <int N, class V, class Op>
 INLINE V reduce_neighbours(V* v, Op op) {
   constexpr auto lanes = std::make_integer_sequence<int, kWidth<V>>();
@@ -287,9 +293,10 @@ INLINE scalar_of<V> reduce(V v, Op op) {
 constexpr auto op_add = [](auto a, auto b) { return a + b; };
 constexpr auto op_max = [](auto a, auto b) { return vmax(a, b); };
 
-// ---- 2^x: relative error 3.0e-6 (degree 4), 1.8e-7 (degree 5, rounding included), 2e-16 (double); exact at 0; 0 at -inf; NaN stays NaN
-// degree is a hint for float; double always uses its own polynomial: Taylor's to degree 13 on [-1/2, 1/2], whose rest is below 5e-18.
-// Float polynomials are of least relative error among those that are 1 at 0: on [-1/2, 1/2], or with AVX-512 on [0, 1], as its scaling
+// 2^x: relative error 3.0e-6 (degree 4), 1.8e-7 (degree 5, rounding included), 2e-16 (double).
+// Exact at 0, 0 at -inf, NaN at NaN. double ignores the degree and uses Taylor's polynomial of
+// degree 13 on [-1/2, 1/2], with a remainder below 5e-18. Float polynomials minimize the relative
+// error among those that are 1 at 0: on [-1/2, 1/2], or on [0, 1] with AVX-512, whose scaling
 // instruction rounds exponents down.
 template <class A, int DEGREE>
 struct Exp2Polynomial;
@@ -331,8 +338,8 @@ INLINE void exp2_polynomial(const V (&f)[N], V (&p)[N]) {
   UNROLL for (int k = 1; k < int(sizeof(c) / sizeof(*c)); k++) UNROLL for (int i = 0; i < N; i++) p[i] = fma(p[i], f[i], set1<V>(c[k]));
 }
 
-// x = 2^x of N vectors, side by side: of one it is a chain of 50 cycles, and a processor looks ahead over two or three of them. NEGATIVE:
-// no x is above 1, or what comes of it is not used.
+// x = 2^x for N interleaved vectors: one vector is a chain of 50 cycles, and a core's window holds
+// two or three chains. NEGATIVE: no x is above 1, or its result is unused.
 template <int DEGREE, bool NEGATIVE, int N, class V>
 INLINE void exp2_each(V (&x)[N]) {
   using A = scalar_of<V>;
@@ -340,15 +347,18 @@ INLINE void exp2_each(V (&x)[N]) {
   V f[N], p[N];
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<A, float>) {
-    UNROLL for (int i = 0; i < N; i++) f[i] = (V)_mm512_reduce_ps((__m512)x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+    // f = x - floor(x)
+    UNROLL for (int i = 0; i < N; i++) f[i] = (V)_mm512_reduce_ps((__m512)x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     exp2_polynomial<DEGREE>(f, p);
-    UNROLL for (int i = 0; i < N; i++) x[i] = (V)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);  // p 2^floor(x)
+    // p 2^floor(x)
+    UNROLL for (int i = 0; i < N; i++) x[i] = (V)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);
     return;
   }
 #endif
   using I = ivec_of<V>;
-  constexpr A lowest = sizeof(A) == 4 ? -127 : -1023, top = 1 - lowest;  // the exponents of 0 and of infinity
-  // Adding it rounds to an integer in the low bits, and biases that as an exponent is.
+  // exponents of 0 and of infinity
+  constexpr A lowest = sizeof(A) == 4 ? -127 : -1023, top = 1 - lowest;
+  // Adding it rounds to an integer in the low bits and biases it as an exponent.
   const V magic = set1<V>(A(3) * A(uint64_t(1) << (L::mantissa - 1)) - lowest);
   V t[N];
   UNROLL for (int i = 0; i < N; i++) x[i] = vmax(set1<V>(lowest), x[i]);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear cross entropy, backward. The logits are computed again unless forward kept them, a block of classes times a chunk of rows at a
-// time; a tile of them turns into dz in cache, and the block of dz is multiplied with the weights and with x at once.
+// Linear cross entropy, backward. Unless forward stored the logits, recompute them for one block of
+// classes and one chunk of rows at a time. Each tile becomes dz in cache, and one pass multiplies
+// the block of dz with the weights and with x.
 #pragma once
 
 #include "cpu/cross_entropy/fwd.h"
@@ -8,7 +9,7 @@
 namespace pt {
 namespace PT_ISA {
 
-// z of a tile -> dz, stored in the block.
+// Convert z of a tile to dz and store it in the block.
 template <class T>
 struct LogitGradient {
   using acc = typename T::acc;
@@ -44,7 +45,7 @@ struct LogitGradient {
   }
 };
 
-// The same from what forward kept: tiles of it, `rows` x `columns`, to the epilogue that a product would hand them to.
+// Do the same with stored logits: pass their tiles, `rows` x `columns`, to the gemm's epilogue.
 template <class T>
 void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* product, int64_t rows, int64_t columns) {
   using acc = typename T::acc;
@@ -62,7 +63,8 @@ void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* pr
   });
 }
 
-// What the rows [first, first + count) add to: dx of theirs, if wanted, and dweight and dbias, if wanted, which they must be all of.
+// Add the gradients of rows [first, first + count): dx of these rows, dweight and dbias, as
+// requested. dweight and dbias require all rows in one call.
 template <class T>
 void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBackward& f, const uint8_t* live, int64_t first, int64_t count,
                              bool want_dx, bool want_rest) {

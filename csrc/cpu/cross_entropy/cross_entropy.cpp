@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear cross entropy on the CPU, binding: checks what the kernels rely on and fills in the problem.
+// Linear cross entropy on the CPU, binding: check the kernels' requirements and fill in the
+// problem.
 //
-// x and weight arrive contiguous, of one dtype and not empty; vectors in float32 (float64 for float64): see
-// pytransformer/ops/_backends/cpu/cross_entropy.py.
+// x and weight are contiguous, of one dtype and not empty; vectors are float32 (float64 for
+// float64): see pytransformer/ops/_backends/cpu/cross_entropy.py.
 #include "cpu/cross_entropy/problem.h"
 
 #include "cpu/core/binding.h"
@@ -64,7 +65,8 @@ void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor t
   PT_SELECT(cross_entropy_kernels).backward(p, f);
 }
 
-// What forward and backward hold beside tensors. x: of its dtype. kept: forward leaves the product for backward.
+// Return the scratch bytes of forward and backward. Only the dtype of x is read. kept: forward
+// stores the logits for backward.
 int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int64_t classes, bool kept) {
   pt::check_sizes(kOp, {rows, depth, classes});
   pt::CrossEntropyProblem p{};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear cross entropy, forward. A tile of logits turns, while it is in cache, into the maximum and the sum of exponentials of each of
-// its rows; these are merged panel by panel in order. No logit is stored but those of the targets, unless backward wants them kept.
+// Linear cross entropy, forward. Reduce each tile of logits in cache to the maximum and the sum of
+// exponentials of its rows, and merge these panel by panel in order. Only the targets' logits are
+// stored, unless backward needs all of them.
 #pragma once
 
 #include <cmath>
@@ -11,26 +12,27 @@
 namespace pt {
 namespace PT_ISA {
 
-inline thread_local Arena entropy_arena;  // of the calling thread: what rows have gathered so far
+inline thread_local Arena entropy_arena;  // calling thread: running sums of the rows
 
 template <class V>
 INLINE V exp_of(V x) {
   return exp2v<5>(V(x * set1<V>(scalar_of<V>(kLog2e))));
 }
 
-// z of a tile -> maximum, sum of exponentials, sum of each row; and z of the target.
+// Reduce z of a tile to each row's maximum, sum of exponentials and sum; pick z of the target.
 template <class T>
 struct LogitEpilogue {
   using acc = typename T::acc;
   using vec = typename T::vec;
   const CrossEntropyProblem& p;
-  const RowSums<T>& panels;  // panel's rows at panel * rows
+  const RowSums<T>& panels;  // rows of a panel at panel * rows
   int64_t first_row, rows, first_class;
   acc* picked;     // (rows,)
   acc* product;    // (rows, classes), or null
-  bool streaming;  // product goes past the caches: whole vectors at multiples of one
+  bool streaming;  // product bypasses the caches: full aligned vectors
 
-  // Backward reads it long after; a plain store first reads what it overwrites: 2.4 ms of 24 for 1024 x 8192, streamed 0.9 (Zen 4).
+  // Stream the logits, which backward reads much later: a plain store first reads the line it
+  // overwrites. 1024 x 8192: 2.4 ms of 24 with plain stores, 0.9 streamed (Zen 4).
   static bool streams(const acc* product, int64_t rows, int64_t classes) {
     return product && rows * classes * int64_t(sizeof(acc)) >= kStreamBytes && classes % T::width == 0 &&
            reinterpret_cast<uintptr_t>(product) % kVecBytes == 0;
@@ -51,7 +53,7 @@ struct LogitEpilogue {
   }
 
  private:
-  // The tile's rows to their places in panels. PLAIN: a whole panel, and the sums of the logits are not needed.
+  // Reduce the tile's rows into panels. PLAIN: a full panel without the sums of logits.
   template <bool PLAIN, class Columns>
   INLINE void summarize(acc* tile, int64_t ld, int64_t m0, int64_t count, int64_t n0, Columns n) const {
     constexpr int64_t vectors = kPanel<T> / T::width;
@@ -62,7 +64,8 @@ struct LogitEpilogue {
     for (acc*& a : at) a += n0 / kPanel<T> * panels_rows() + m0;
     for (int64_t r0 = 0; r0 < count; r0 += T::width) {
       vec top[T::width], sum[T::width], plain[T::width];
-      for (int i = 0; i < T::width; i++) {  // rows at or past count hold what an earlier tile left, and are not stored
+      // Rows at or past count have an earlier tile's values and are not stored.
+      for (int i = 0; i < T::width; i++) {
         acc* row = tile + (r0 + i) * ld;
         acc* kept = product && r0 + i < count ? product + (m0 + r0 + i) * p.classes + c0 : nullptr;
         top[i] = lowest, plain[i] = vec{};
@@ -81,7 +84,8 @@ struct LogitEpilogue {
         }
       }
       const vec m = reduce_rows(top, op_max);
-      const vec base = m > lowest ? m : vec{};  // all -inf: exp(-inf - 0) = 0; NaN: the sum is NaN all the same
+      // All -inf: exp(-inf - 0) = 0. NaN: the sum is NaN anyway.
+      const vec base = m > lowest ? m : vec{};
       for (int i = 0; i < T::width; i++) {
         const acc* row = tile + (r0 + i) * ld;
         sum[i] = vec{};
@@ -95,7 +99,7 @@ struct LogitEpilogue {
   int64_t panels_rows() const { return round_up(rows, T::width); }
 };
 
-// The sums of `count` panels onto those of the rows, in order.
+// Merge the sums of `count` panels into the rows' sums, in order.
 template <class T>
 void merge(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int threads) {
   using vec = typename T::vec;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear cross entropy for one instruction set: picks the template for the dtype. Compiled once per instruction set with PT_ISA defined.
+// Linear cross entropy for one instruction set: select the template by dtype. Compiled once per
+// set, with PT_ISA defined.
 #include "cpu/cross_entropy/bwd.h"
 #include "cpu/cross_entropy/fwd.h"
 

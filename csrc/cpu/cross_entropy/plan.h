@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear cross entropy: chunks of rows, blocks of classes, the products of one with the other, and the scratch that takes.
+// Linear cross entropy: chunks of rows, blocks of classes, their gemms, and the scratch.
 #pragma once
 
 #include "cpu/core/column_sums.h"
@@ -9,28 +9,31 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockPanels = 32;                     // panels of classes between two merges of forward
-constexpr int64_t kChunkElements = int64_t(1) << 19;     // of x that pass the classes together, about
-constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows of such a chunk
-// Of a block of dz, and of the weights that belong to it, about. Threads wait for one another after each of a block's products: with half
-// of this backward's products took 51 ms, not 46 (1024 x 512 x 8192 in bfloat16, two threads of a Zen 4).
+// Panels of classes between two merges of forward.
+constexpr int64_t kBlockPanels = 32;
+constexpr int64_t kChunkElements = int64_t(1) << 19;     // elements of x per chunk, about
+constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows per chunk
+// Bytes of a block of dz, and of its weights, about. All threads wait at the end of each gemm of a
+// block: with half the size, backward's gemms took 51 ms instead of 46 (1024 x 512 x 8192 in
+// bfloat16, two threads of a Zen 4).
 constexpr int64_t kBlockBytes = int64_t(4) << 20;
-constexpr int64_t kLeastBlock = 512;             // classes of a block of backward
-constexpr int64_t kSumBytes = int64_t(8) << 20;  // of float sums of dx for 16-bit dtypes, kept at a time
+constexpr int64_t kLeastBlock = 512;             // classes per block of backward
+constexpr int64_t kSumBytes = int64_t(8) << 20;  // float sums of dx for 16-bit dtypes at a time
 
-// Rows that pass the classes together: enough to make packing the weights cheap, so few that what is kept for them is small.
+// Return the rows per chunk: enough to make packing the weights cheap, with little stored per
+// chunk.
 INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
   return min(p.rows, clamp(kChunkElements / max<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
 }
 
-// x weight^T of rows [first, first + rows) and classes [c, c + n).
+// Return the gemm x weight^T of rows [first, first + rows) and classes [c, c + n).
 template <class T>
 Matmul<T, 1, false> logits_product(const CrossEntropyProblem& p, int64_t first, int64_t rows, int64_t c, int64_t n) {
   const Product<T> logits[1] = {
       {rows_of<T>(elements<T>(p.x) + first * p.depth, p.depth, false), rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
   return {logits, rows, n, p.depth, p.threads};
 }
-// dz weight, and dz^T x without the rows that are not live; dz: rows of n classes.
+// Return the gemms dz weight, and dz^T x over live rows. dz: rows of n classes.
 template <class T>
 Matmul<T, 1, false> dx_product(const CrossEntropyProblem& p, const typename T::elem* dz, int64_t rows, int64_t c, int64_t n) {
   const Product<T> by_class[1] = {{rows_of<T>(dz, n, false), rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, true)}};
@@ -43,18 +46,18 @@ Matmul<T, 1, false> dweight_product(const CrossEntropyProblem& p, const typename
   return {by_row, n, p.depth, rows, p.threads};
 }
 
-// A tile of kept logits, as a product would hand it to the epilogue.
+// One tile of stored logits, in the layout of a gemm's tile.
 template <class T>
 size_t kept_tile_bytes() {
   return Arena::bytes_for<typename T::acc>(kPart<T> * kPanel<T>);
 }
 
-// What the rows of a chunk know after some of the classes: arrays of `size` numbers, a multiple of the vector.
+// Running sums of a chunk's rows: arrays of `size` numbers, a multiple of the vector width.
 template <class T>
 struct RowSums {
   using acc = typename T::acc;
   int64_t size;
-  acc *maximum, *sum, *logits;  // of exp(z - maximum), of z; over classes, or per panel
+  acc *maximum, *sum, *logits;  // sums of exp(z - maximum) and of z; total or per panel
   static size_t bytes(int64_t size) { return 3 * Arena::bytes_for<acc>(size); }
   RowSums(int64_t n, Arena& arena) : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
 };
@@ -68,15 +71,17 @@ struct ForwardPlan {
   }
 };
 
-// Of `count` rows of backward that keep their sums of dx, if it is wanted, in acc; want_rest: dweight or dbias too.
+// Backward of `count` rows, with sums of dx in acc if requested. want_rest: dweight or dbias too.
 template <class T>
 struct BackwardPlan {
   using elem = typename T::elem;
   using acc = typename T::acc;
   static constexpr bool kSumsInPlace = std::is_same_v<elem, acc>;
-  int64_t step, block;  // rows of a chunk; classes of a block. Few blocks: at the end of each product all threads wait for one another
+  // Rows of a chunk; classes of a block. Few blocks, because all threads wait at the end of each
+  // gemm.
+  int64_t step, block;
   bool one_chunk;
-  int64_t dx_sums, dweight_sums;  // numbers kept apart from the gradients
+  int64_t dx_sums, dweight_sums;  // numbers stored apart from the gradients
   size_t arena_bytes;
 
   BackwardPlan(const CrossEntropyProblem& p, int64_t count, bool want_dx, bool want_rest) : step(min(count, chunk_rows(p))) {
@@ -87,17 +92,19 @@ struct BackwardPlan {
     arena_bytes = Arena::bytes_for<elem>(step * block) + 2 * Arena::bytes_for<acc>(block) + (dx_sums ? Arena::bytes_for<acc>(dx_sums) : 0) +
                   (dweight_sums ? Arena::bytes_for<acc>(dweight_sums) : 0);
   }
-  // Rows whose sums of dx in float beside 16-bit ones are kept at a time: beyond, rows take one more product of logits.
+  // Return the rows with float sums of dx beside 16-bit gradients at a time. A second group of rows
+  // costs another gemm of logits.
   static int64_t rows_at_once(const CrossEntropyProblem& p) {
     return sizeof(elem) == 2 ? max(chunk_rows(p), kSumBytes / (p.depth * int64_t(sizeof(float)))) : p.rows;
   }
 };
 
-// What forward and backward take with all gradients, of the sizes alone. kept: backward reads the logits that forward left.
+// Return the scratch of forward and backward with all gradients, from the sizes only. kept:
+// backward reads forward's stored logits.
 template <class T>
 Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
   using Backward = BackwardPlan<T>;
-  const uint8_t live = 1;  // that rows are told apart changes a product's form
+  const uint8_t live = 1;  // masked rows change the form of a gemm
   Scratch s;
   const auto edges = [](int64_t all, int64_t step, const auto& f) { f(min(all, step)), f((all - 1) % step + 1); };
   const auto measure = [&](const auto& product) { s.include(product.scratch(StoreEpilogue<T>(nullptr, 0, 0))); };
@@ -106,8 +113,8 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
     edges(p.classes, ForwardPlan<T>::kStep, [&](int64_t n) { measure(logits_product<T>(p, 0, rows, 0, n)); });
   });
   s.setup = Arena::bytes_for<uint8_t>(p.rows + 2 * T::pack);
-  // As cross_entropy_backward() calls cross_entropy_gradients(): the last rows of a split may take larger blocks of classes than the
-  // others.
+  // Mirror the calls in cross_entropy_backward(): the last rows of a split may use larger blocks of
+  // classes.
   const auto gradients = [&](int64_t count, bool want_dx, bool want_rest) {
     const Backward plan(p, count, want_dx, want_rest);
     s.own = max(s.own, plan.arena_bytes);

@@ -16,7 +16,8 @@ struct ValueSlope {
 };
 
 #if defined(__FMA__)
-// a * b + c in one rounding, by the instruction's name: of a * b - ab, ab being a * b, GCC's contraction leaves 0.
+// a * b + c in one rounding, by intrinsic: for a * b - ab with ab = a * b, GCC's contraction gives
+// 0.
 INLINE vf fma_by_name(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return fma(a, b, c);
@@ -26,10 +27,11 @@ INLINE vf fma_by_name(vf a, vf b, vf c) {
 }
 #endif
 
-// exp(-x^2 / 2) of 0 <= x <= 20. x^2 is carried in two floats: its rounding alone would cost 5e-6 at x = 13.
+// exp(-x^2 / 2) for 0 <= x <= 20. x^2 is a sum of two floats: its rounding alone would cost 5e-6 at
+// x = 13.
 #if defined(__FMA__)
 INLINE
-#else  // GCC 12 for aarch64 without vectors fails on it inline (an internal error)
+#else  // GCC 12 for aarch64 fails on it inline (internal error)
 inline __attribute__((noinline))
 #endif
 vf exp_minus_half_square(vf x) {
@@ -39,7 +41,7 @@ vf exp_minus_half_square(vf x) {
   const vf square = x * x, rest = fma_by_name(x, x, -square);
   const vf z = square * set1<vf>(high);
   const vf correction = fma_by_name(square, set1<vf>(high), -z) + fma(square, set1<vf>(low), rest * set1<vf>(high));
-#else  // what products round away is lost but in double
+#else  // double preserves the rounding error
   vf z, correction;
   for (int i = 0; i < kWidth<vf>; i++) {
     const double exponent = k * x[i] * x[i];
@@ -57,11 +59,12 @@ INLINE vf polynomial(const float (&P)[N], vf x) {
   return p;
 }
 
-// x Phi(x), Phi the normal distribution function, and its derivative Phi(x) + x phi(x). The upper tail is
-// Q(t) = exp(-t^2 / 2) u P(u), u = 1 / (1 + 0.3 t), P a polynomial fitted to Mills' ratio on [0, 14.5] with relative error 3.5e-9.
-// Phi(x) = Q(-x) for x < 0, so that gelu keeps its relative accuracy (2 eps) where erf would cancel. HALF, of results rounded to 16 bits:
-// 2.4e-5, of which P has 1.6e-5, and the rounding of t^2 5e-6 at 13. That takes half the time, which had been 7 % of a step of
-// 1024 x 512 x 2048 in bfloat16.
+// x Phi(x), with the normal distribution function Phi, and its derivative Phi(x) + x phi(x). The
+// upper tail is Q(t) = exp(-t^2 / 2) u P(u), u = 1 / (1 + 0.3 t), with a polynomial P fitted to
+// Mills' ratio on [0, 14.5] to a relative error of 3.5e-9. Phi(x) = Q(-x) for x < 0, so that gelu
+// has a relative accuracy of 2 eps where erf would cancel.
+// HALF, for results rounded to 16 bits: error 2.4e-5, 1.6e-5 from P and 5e-6 from rounding t^2 at
+// 13. It takes half the time, which was 7 % of a step of 1024 x 512 x 2048 in bfloat16.
 template <bool HALF>
 INLINE ValueSlope<vf> gelu(vf x) {
   constexpr float P[] = {-0.0206235521f, 0.112436063f,  -0.228214651f, 0.191785926f, -0.0794246359f,
@@ -88,7 +91,8 @@ INLINE V sigmoid(V x) {
   return 1 / (1 + exp2v<5>(V(x * set1<V>(scalar_of<V>(-kLog2e)))));
 }
 
-// x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): the same as x (1 + tanh u) / 2. Saturated beyond |x| = 40.
+// x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), which equals x (1 + tanh u) / 2. Saturated
+// beyond |x| = 40.
 template <class V>
 INLINE ValueSlope<V> gelu_tanh(V x) {
   using A = scalar_of<V>;
@@ -107,7 +111,7 @@ INLINE ValueSlope<V> relu(V x) {
   return {vmax(V{}, x), x > 0 ? set1<V>(1) : V{}};
 }
 
-// f(function from V to ValueSlope<V>), for the traits T of the results; chosen once for a whole row.
+// Call f(function from V to ValueSlope<V>) for the traits T of the results, once per row.
 template <class T, class F>
 INLINE void with_activation(Activation a, const F& f) {
   constexpr bool half = sizeof(typename T::elem) == 2;

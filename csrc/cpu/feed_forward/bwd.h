@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward, backward. The product dh = dy w2 turns, tile by tile, into the gradients of pre and gate and into hidden, which
-// forward does not keep; then come the products with those.
+// Feed-forward, backward. Each tile of dh = dy w2 becomes the gradients of pre and gate, and the
+// hidden values, which forward does not store. The remaining gemms use these.
 #pragma once
 
 #include "cpu/core/column_sums.h"
@@ -9,14 +9,15 @@
 namespace pt {
 namespace PT_ISA {
 
-// dh of a tile -> h, dpre and dgate. dpre and dgate may lie where pre and gate do.
+// Convert dh of a tile to h, dpre and dgate. dpre and dgate may alias pre and gate.
 template <class T, bool GATED>
 struct HiddenGradient {
   using acc = typename T::acc;
   using vec = typename T::vec;
   const FeedForwardProblem& p;
   const FeedForwardBackward& f;
-  const bool streaming;  // h, dpre and dgate leave the caches before the products that read them
+  // h, dpre and dgate leave the caches before the gemms that read them.
+  const bool streaming;
 
   HiddenGradient(const FeedForwardProblem& problem, const FeedForwardBackward& backward)
       : p(problem), f(backward), streaming(streamed(f.h) && streamed(f.dpre) && (!GATED || streamed(f.dgate))) {}
@@ -59,7 +60,7 @@ struct HiddenGradient {
   bool streamed(const void* to) const { return streams<T>(to, p.rows, p.hidden); }
 };
 
-// out (m, n) = a^T b of the contiguous matrices a (rows, m) and b (rows, n).
+// out (m, n) = a^T b for contiguous matrices a (rows, m) and b (rows, n).
 template <class T, class Visit>
 void transposed_product(const void* a, int64_t m, const void* b, int64_t n, const FeedForwardProblem& p, void* out, const Visit& visit) {
   if (!out) return;
@@ -67,7 +68,7 @@ void transposed_product(const void* a, int64_t m, const void* b, int64_t n, cons
   visit(Matmul<T, 1, false>(product, m, n, p.rows, p.threads), StoreEpilogue<T>(elements<T>(out), m, n));
 }
 
-// The products in turn, each with its epilogue: visit(product, epilogue) runs or measures it.
+// Visit the gemms in order, each with its epilogue: visit(gemm, epilogue) runs or measures it.
 template <class T, class Visit>
 void backward_products(const FeedForwardProblem& p, const FeedForwardBackward& f, const Visit& visit) {
   const Product<T> dh[1] = {{rows_of<T>(f.dy, p.out, false), rows_of<T>(p.w2, p.hidden, true)}};
@@ -100,7 +101,8 @@ void feed_forward_backward(const FeedForwardProblem& p, const FeedForwardBackwar
   if (f.dgate_bias) column_sums<T>(elements<T>(f.dgate), p.rows, p.hidden, p.threads, static_cast<acc*>(f.dgate_bias));
 }
 
-// What both directions take, of the sizes alone: the pointers of p and f only tell what is wanted.
+// Return the scratch of both directions from the sizes only. The pointers of p and f only mark the
+// requested results.
 template <class T>
 Scratch feed_forward_scratch(const FeedForwardProblem& p, const FeedForwardForward& f, const FeedForwardBackward& g) {
   Scratch s;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward on the CPU, binding: checks what the kernels rely on and fills in the problem.
+// Feed-forward on the CPU, binding: check the kernels' requirements and fill in the problem.
 //
-// Matrices arrive contiguous, of one dtype and not empty; biases and their gradients in float32 (float64 for float64): see
-// pytransformer/ops/_backends/cpu/feed_forward.py.
+// Matrices are contiguous, of one dtype and not empty; biases and their gradients are float32
+// (float64 for float64): see pytransformer/ops/_backends/cpu/feed_forward.py.
 #include "cpu/feed_forward/problem.h"
 
 #include <string>
@@ -99,13 +99,13 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
   PT_SELECT(feed_forward_kernels).backward(p, f);
 }
 
-// What forward and backward hold beside tensors. x: of its dtype.
+// Return the scratch bytes of forward and backward. Only the dtype of x is read.
 int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden, int64_t out, bool gated) {
   pt::check_sizes(kOp, {rows, in, hidden, out});
   pt::FeedForwardProblem p{};
   p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
   p.rows = rows, p.in = in, p.hidden = hidden, p.out = out, p.threads = pt::pool_threads();
-  static const char any = 0;  // stands for each operand; nothing is read
+  static const char any = 0;  // placeholder for each operand; never read
   p.x = p.w1 = p.w2 = &any, p.gate_weight = gated ? &any : nullptr;
   return PT_SELECT(feed_forward_kernels).scratch_bytes(p);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward, forward: two matrix products; bias, activation, gate and dropout happen on each tile while it is in cache.
+// Feed-forward, forward: two gemms, with bias, activation, gate and dropout on each tile in cache.
 #pragma once
 
 #include "cpu/core/column_dropout.h"
@@ -11,7 +11,7 @@
 namespace pt {
 namespace PT_ISA {
 
-inline thread_local Arena hidden_arena;  // of the calling thread: rows of hidden between the two products
+inline thread_local Arena hidden_arena;  // calling thread: hidden rows between the two gemms
 
 // Dropout of a tile's rows.
 template <class T>
@@ -36,14 +36,14 @@ class TileDropout {
   int64_t row_start_;
 };
 
-// pre (and gate) of a tile, stored where wanted; then hidden.
+// Store pre (and gate) of a tile if requested, then hidden.
 template <class T, bool GATED>
 struct HiddenEpilogue {
   using acc = typename T::acc;
   using vec = typename T::vec;
   const FeedForwardProblem& p;
   const FeedForwardForward& f;
-  typename T::elem* h;  // rows of hidden, from first_row on
+  typename T::elem* h;  // rows of hidden from first_row
   int64_t first_row;
 
   size_t scratch_bytes() const { return TileDropout<T>::bytes(); }
@@ -79,15 +79,16 @@ struct HiddenEpilogue {
   }
 };
 
-// Forward keeps about 32 MB of hidden at a time, but as many rows as it takes to make packing the weights cheap: of 1,536 rows it was 5 %
-// of the time in float32.
+// Forward stores about 32 MB of hidden at a time, with enough rows to make packing the weights
+// cheap: with 1,536 rows, packing was 5 % of the time in float32.
 constexpr int64_t kHiddenBytes = int64_t(32) << 20, kLeastHiddenRows = 2048;
 template <class T>
 int64_t hidden_rows(const FeedForwardProblem& p) {
   return min(p.rows, max(kLeastHiddenRows, kHiddenBytes / (p.hidden * int64_t(sizeof(typename T::elem)))));
 }
 
-// The products of rows [first, first + rows), each with its epilogue: visit(product, epilogue) runs or measures it. h: their hidden.
+// Visit the gemms of rows [first, first + rows), each with its epilogue: visit(gemm, epilogue) runs
+// or measures it. h: hidden of these rows.
 template <class T, class Visit>
 void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, typename T::elem* h, int64_t first, int64_t rows,
                       const Visit& visit) {
@@ -106,7 +107,7 @@ void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, 
   visit_product<T, 1>(down, rows, p.out, p.hidden, p.threads, store, visit);
 }
 
-// The last of these products alone, of x itself. along_k: w2 is (hidden, out).
+// Run the last gemm alone, on x. along_k: w2 is (hidden, out).
 template <class T>
 void feed_forward_linear(const FeedForwardProblem& p, bool along_k, void* y) {
   const Product<T> one[1] = {{rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, along_k ? p.out : p.hidden, along_k)}};

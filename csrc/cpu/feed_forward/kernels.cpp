@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward for one instruction set: picks the template for the dtype. Compiled once per instruction set with PT_ISA defined.
+// Feed-forward for one instruction set: select the template by dtype. Compiled once per set, with
+// PT_ISA defined.
 #include "cpu/feed_forward/bwd.h"
 #include "cpu/feed_forward/fwd.h"
 
@@ -35,7 +36,7 @@ void linear(const FeedForwardProblem& p, bool along_k, void* y) {
 }
 
 int64_t scratch_bytes(const FeedForwardProblem& p) {
-  static char wanted;  // stands for every matrix; nothing is read or written
+  static char wanted;  // placeholder for every matrix; never read or written
   void* any = &wanted;
   const FeedForwardForward f{any, any, any};
   const FeedForwardBackward g{any, any, any, any, any, any, any, any, any, any, any, any, any};

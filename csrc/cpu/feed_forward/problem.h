@@ -9,42 +9,46 @@
 
 namespace pt {
 
-// All matrices are row-major and contiguous, of dtype; vectors and sums are acc: float, double for f64.
+// All matrices are row-major and contiguous, of dtype. Vectors and sums are acc: float, or double
+// for f64.
 struct FeedForwardProblem {
   DType dtype;
   int64_t rows, in, hidden, out;
   const void* x;                 // (rows, in)
-  const void *w1, *gate_weight;  // (hidden, in); gate_weight null: not gated
+  const void *w1, *gate_weight;  // (hidden, in); null gate_weight: not gated
   const void* w2;                // (out, hidden)
-  const void *b1, *gate_bias;    // (hidden,) or null
-  const void* b2;                // (out,) or null
+  const void *b1, *gate_bias;    // (hidden,), or null
+  const void* b2;                // (out,), or null
   Activation activation;
   uint64_t seed;                    // dropout of hidden
-  int64_t row_start, column_start;  // of its mask, whose rows and columns count from there
+  int64_t row_start, column_start;  // first row and column in the dropout mask
   uint32_t drop_threshold;          // rint(65536 p)
   int threads;
 };
 
-// pre = x w1^T + b1, gate = x gate_weight^T + gate_bias, h = dropout(act(pre)) or dropout(act(gate) pre), y = h w2^T + b2.
+// pre = x w1^T + b1, gate = x gate_weight^T + gate_bias
+// h = dropout(act(pre)), or gated dropout(act(gate) pre); y = h w2^T + b2
 struct FeedForwardForward {
-  void *pre, *gate;  // (rows, hidden), null where not wanted
-  void* y;           // (rows, out), null: only pre and gate are wanted
+  void *pre, *gate;  // (rows, hidden), or null
+  void* y;           // (rows, out); null: only pre and gate
 };
 
 struct FeedForwardBackward {
   const void* dy;                       // (rows, out)
-  const void *pre, *gate;               // (rows, hidden), as forward stores them
-  void *h, *dpre, *dgate;               // (rows, hidden) scratch; dpre and dgate may be pre and gate
-  void *dx, *dw1, *dgate_weight, *dw2;  // of dtype, null where not wanted
-  void *db1, *dgate_bias, *db2;         // acc, null where not wanted
+  const void *pre, *gate;               // (rows, hidden), as stored by forward
+  void *h, *dpre, *dgate;               // (rows, hidden); dpre, dgate may alias pre, gate
+  void *dx, *dw1, *dgate_weight, *dw2;  // of dtype, or null
+  void *db1, *dgate_bias, *db2;         // acc, or null
 };
 
 struct FeedForwardKernels {
   void (*forward)(const FeedForwardProblem&, const FeedForwardForward&);
   void (*backward)(const FeedForwardProblem&, const FeedForwardBackward&);
-  // y = x w2^T + b2 of (rows, hidden) x, of the few rows that a step of decoding has. along_k: w2 is (hidden, out), y = x w2 + b2.
+  // y = x w2^T + b2 for (rows, hidden) x with the few rows of a decoding step. along_k: w2 is
+  // (hidden, out), y = x w2 + b2.
   void (*linear)(const FeedForwardProblem&, bool along_k, void* y);
-  int64_t (*scratch_bytes)(const FeedForwardProblem&);  // of both, with all gradients; of the sizes alone
+  // Scratch of both directions with all gradients, from the sizes only.
+  int64_t (*scratch_bytes)(const FeedForwardProblem&);
 };
 
 }  // namespace pt

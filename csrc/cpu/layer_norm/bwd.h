@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm backward: dx, dresidual and this task's share of dweight and dbias in one pass over the rows.
+// Layer norm backward: dx, dresidual and this task's share of dweight and dbias in one pass over
+// the rows.
 //
-// The saved mean is rounded, which shifts every xhat of a row by the same amount. The sum of the xhat, zero but for that,
-// measures the shift, and the second look at the row takes it out. The parameters' gradients are sums over rows in two
-// stages, both in fixed order: blocks of rows, whose number depends on the shape alone, then the blocks.
+// The saved mean is rounded, which shifts all xhat of a row by the same amount. Their sum,
+// otherwise zero, measures the shift, and the second pass over the row subtracts it. The
+// parameters' gradients are two-stage sums over rows in fixed order: blocks of rows, whose number
+// depends only on the shape, then all blocks.
 #pragma once
 
 #include "cpu/core/column_sums.h"
@@ -20,10 +22,10 @@ struct NormBackwardRow {
   const NormProblem& p;
   const NormBackward& f;
   acc *dweight, *dbias;  // this block's sums
-  acc scale;             // of kept elements
-  int64_t ahead;         // how many rows are asked for before they are read
+  acc scale;             // scale of elements that dropout keeps
+  int64_t ahead;         // prefetch distance in rows
 
-  // A row, and what the first look at it found: xhat is (h - mean) rstd - shift. Gradients may be null.
+  // One row and its first-pass results: xhat is (h - mean) rstd - shift. Gradients may be null.
   struct Row {
     const typename X::elem* d_out;
     const typename R::elem *h, *d_residual_out;
@@ -31,7 +33,8 @@ struct NormBackwardRow {
     typename R::elem* dresidual;
     acc rstd, mean, shift, mean_g, mean_gx;
 
-    // xhat + shift. An fma is off by the same amount in the whole row, which shift takes out; a product rounded by itself is not.
+    // Return xhat + shift. The fma's error is the same across the row, so shift removes it; a
+    // separately rounded product's error is not.
     INLINE vec unshifted(vec h) const {
 #if defined(__FMA__)
       return fma(h, set1<vec>(rstd), set1<vec>(-mean * rstd));
@@ -74,7 +77,7 @@ struct NormBackwardRow {
   }
 
   INLINE void write(const Row& r, const ColumnKeep& keep) const {
-    // Memory is asked for in good time. A branch in the loop costs more than to ask for a line twice.
+    // Prefetch ahead. A branch in the loop costs more than a second prefetch of a line.
     const auto *h = r.h + ahead * f.h.inner, *residual = r.d_residual_out ? r.d_residual_out + ahead * f.d_residual_out.inner : h;
     const auto* d_out = r.d_out + ahead * f.d_out.inner;
     columns<X::width>(p.columns, [=, &keep, w = static_cast<const acc*>(p.weight), dweight = dweight, dbias = dbias, scale = scale](

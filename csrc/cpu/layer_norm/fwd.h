@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm forward. A row is read once, lies in cache, and is written once.
+// Layer norm forward. A row is read from memory once, remains in cache, and is written once.
 //
-// One look at a row sums h and h^2. Where the mean is small against the deviation, E[h^2] - mean^2 cancels next to nothing, and that is
-// all. Any other row is looked at again: the sums of d = h - mean and of d^2 give the variance about the true mean and lo, the rounding
-// error of the mean; the result comes from (d - lo) rstd. So a row of mean 100 and standard deviation 0.1 comes out as well as its input
-// allows. What a row's sums are needed for waits until the row before it has been written: the processor works on that while it reduces
-// them.
+// The first pass over a row sums h and h^2. If the mean is small relative to the deviation, E[h^2]
+// - mean^2 cancels almost nothing, and one pass is enough. Other rows get a second pass: the sums
+// of d = h - mean and of d^2 give the variance about the true mean, and lo, the mean's rounding
+// error; the result is (d - lo) rstd. So a row of mean 100 and standard deviation 0.1 is as
+// accurate as its input. A row's sums are used only after the previous row is written, so that the
+// CPU overlaps their reduction with that work.
 #pragma once
 
 #include <cmath>
@@ -26,44 +27,48 @@ INLINE typename T::elem* row_of(const RowsOut& t, int64_t outer, int64_t inner) 
   return static_cast<typename T::elem*>(t.data) + outer * t.outer + inner * t.inner;
 }
 
-// Asks for the cache line of row[j], once a line: slot counts the vectors. Between two rows the processor's own prefetcher falls
-// behind, and at the end of a page it stops: without this, reading was half the time of a row (4 KB pages, 512 floats).
+// Prefetch the cache line of row[j], once per line; slot counts the vectors. The hardware
+// prefetcher falls behind between rows and stops at the end of a page: without this, reading was
+// half the time of a row (4 KB pages, 512 floats).
 template <bool WRITE, class E>
 INLINE void fetch(const E* row, int64_t j, int slot) {
-  constexpr int vectors = int(64 / (kWidth<vf> * sizeof(E)));  // of E in a line
+  constexpr int vectors = int(64 / (kWidth<vf> * sizeof(E)));  // vectors of E per line
   if (vectors <= 1 || slot % vectors == 0) __builtin_prefetch(row + j, WRITE);
 }
 
-// Of a row: the mean is mu + lo, and about it the variance. settled: one look was enough.
+// Moments of a row: the mean is mu + lo, with the variance about it. settled: one pass was enough.
 template <class A>
 struct Moments {
   A mu, lo, variance;
   bool settled;
 };
 
-// A row of the forward pass, in the steps between which others have their turn.
+// One row of the forward pass in steps, which the caller interleaves with other rows.
 template <class X, class R, bool ADD, bool DROP, bool STORE, bool STREAM>
 struct NormForwardRow {
   using acc = typename X::acc;
   using vec = typename X::vec;
-  // Results of 16 bits, of numbers of 16 bits: a look that loses a bit of float loses none of theirs.
+  // True if input and output are 16-bit: an error of a float bit then does not affect the result.
   static constexpr bool kHalf = sizeof(typename X::elem) == 2 && sizeof(typename R::elem) == 2;
-  // Of mean^2 / variance, where one look is enough. rstd's error in eps of float, 4096 rows of 1024: 1.8 with 1, 5.6 with 4, 0.9 with 1/64.
+  // Max mean^2 / variance for one pass. rstd's error in eps of float, 4096 rows of 1024: 1.8 with
+  // 1, 5.6 with 4, 0.9 with 1/64.
   static constexpr acc kMost = kHalf ? acc(1) : acc(1) / 64;
   const NormProblem& p;
   const NormForward& f;
-  acc scale;      // of kept elements
-  int64_t ahead;  // how many rows are asked for before they are read
+  acc scale;      // scale of elements that dropout keeps
+  int64_t ahead;  // prefetch distance in rows
 
-  int64_t outer_of(int64_t row) const { return p.outer == 1 ? 0 : row / p.inner; }  // a division takes as long as 20 vectors
+  // A division takes as long as 20 vectors.
+  int64_t outer_of(int64_t row) const { return p.outer == 1 ? 0 : row / p.inner; }
 
-  // Where h lies after the first look: where it came from or was stored to, or, if that was past the caches, in `cached`.
+  // Return h after the first pass: its source, its destination, or `cached` if the destination was
+  // streamed.
   INLINE const typename R::elem* h_of(int64_t o, int64_t q, const typename R::elem* cached) const {
     if constexpr (!STORE) return row_of<R>(f.x, o, q);
     else return STREAM ? cached : row_of<R>(f.residual_out, o, q);
   }
 
-  // h = residual + dropout(x), as stored in residual_out.
+  // Compute h = residual + dropout(x), rounded as in residual_out, and its moments.
   INLINE Moments<acc> read(int64_t i, const ColumnKeep* keep, typename R::elem* cached) const {
     const int64_t o = outer_of(i), q = i - o * p.inner, n = p.columns;
     const auto* x = row_of<X>(f.x, o, q);
@@ -71,7 +76,7 @@ struct NormForwardRow {
     auto* residual_out = STORE ? row_of<R>(f.residual_out, o, q) : nullptr;
     const auto* out = row_of<X>(f.out, o, q);
     RowSum<vec> sum, square;
-    // By value: behind a reference the pointers would be read again after each store.
+    // Capture by value: the compiler would reload pointers behind a reference after each store.
     const auto h = [=, scale = scale](int64_t j, int slot, auto lanes) {
       vec h = X::load(x + j, lanes);
       if constexpr (DROP) h = select(keep->at(j), h * set1<vec>(scale), vec{});
@@ -93,7 +98,7 @@ struct NormForwardRow {
     return {mean, 0, variance, p.rms || (mean * mean <= kMost * variance && variance < kInfinity<acc>)};
   }
 
-  // The second look.
+  // Run the second pass.
   INLINE void look_again(int64_t i, const typename R::elem* cached, Moments<acc>& m) const {
     const int64_t o = outer_of(i), q = i - o * p.inner, n = p.columns;
     RowSum<vec> first, second;
@@ -106,11 +111,12 @@ struct NormForwardRow {
         },
         first, second);
     m.lo = first.total() / acc(n), m.variance = second.total() / acc(n) - m.lo * m.lo;
-    if (m.variance < 0) m.variance = 0;  // not max(): it would lose a NaN
+    if (m.variance < 0) m.variance = 0;  // not max(), which would lose a NaN
   }
 
-  // The row of results. With 16-bit results and one look, h rstd - mean rstd rounds within their bound and saves a subtraction. A row
-  // whose mean is large against its deviation cancels there: a constant row came out as 0.4 instead of 0.
+  // Write the row of results. With 16-bit results and one pass, h rstd - mean rstd is within their
+  // bound and saves a subtraction. It cancels in a row with a large mean relative to its deviation:
+  // a constant row gave 0.4 instead of 0.
   INLINE void write(int64_t i, const typename R::elem* cached, const Moments<acc>& m) const {
     if (kHalf && m.settled) write_row<false>(i, cached, m);
     else write_row<true>(i, cached, m);
@@ -124,7 +130,8 @@ struct NormForwardRow {
     auto* out = row_of<X>(f.out, o, q);
     const auto* x = row_of<X>(f.x, o, q) + ahead * f.x.inner;
     const auto* residual = ADD ? row_of<R>(f.residual, o, q) + ahead * f.residual.inner : nullptr;
-    const acc rs = acc(1 / std::sqrt(double(m.variance) + p.eps));  // rounded once: thrice in float took out past its bound
+    // Round once: three roundings in float exceeded out's bound.
+    const acc rs = acc(1 / std::sqrt(double(m.variance) + p.eps));
     if (f.mean) static_cast<acc*>(f.mean)[i] = m.mu + m.lo;
     if (f.rstd) static_cast<acc*>(f.rstd)[i] = rs;
     const vec to_unit = set1<vec>(rs), mean = set1<vec>(m.mu), shift = set1<vec>(-(CENTER ? m.lo : m.mu + m.lo) * rs);

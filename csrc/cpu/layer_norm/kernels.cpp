@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm for one instruction set: picks the template for the dtypes. Compiled once per instruction set with PT_ISA defined.
+// Layer norm for one instruction set: select the template by dtypes. Compiled once per set, with
+// PT_ISA defined.
 #include "cpu/layer_norm/bwd.h"
 #include "cpu/layer_norm/fwd.h"
 
@@ -7,7 +8,7 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-// f(traits of x, traits of the residual stream)
+// Call f(traits of x, traits of the residual stream).
 template <class F>
 void for_dtypes(DType x, DType residual, const F& f) {
   const auto with = [&](auto first) {

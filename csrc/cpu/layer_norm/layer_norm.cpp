@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm on the CPU, binding: checks what the kernels rely on and fills in the problem.
+// Layer norm on the CPU, binding: check the kernels' requirements and fill in the problem.
 //
-// Tensors of rows are not empty, and contiguous or (outer, inner, columns) views with contiguous columns: see
-// pytransformer/ops/_backends/cpu/layer_norm.py.
+// Row tensors are not empty, and contiguous or (outer, inner, columns) views with contiguous
+// columns: see pytransformer/ops/_backends/cpu/layer_norm.py.
 #include "cpu/layer_norm/problem.h"
 
 #include <torch/csrc/stable/library.h>
@@ -23,7 +23,7 @@ using pt::Tensor;
 
 constexpr const char* kOp = "layer_norm";
 
-// The rows of a tensor on the problem's grid.
+// Return a tensor's rows on the problem's grid.
 template <class R>
 R rows_of(const Tensor& t, const char* name, const pt::NormProblem& p) {
   R rows;
@@ -45,7 +45,7 @@ R rows_of(const MaybeTensor& t, const char* name, const pt::NormProblem& p) {
   return t ? rows_of<R>(*t, name, p) : R();
 }
 
-// Rows to be written.
+// Return a tensor's rows for writing.
 pt::RowsOut target_of(const MaybeTensor& t, const char* name, const pt::NormProblem& p) {
   if (!t) return {};
   const pt::RowsOut rows = rows_of<pt::RowsOut>(*t, name, p);
@@ -53,7 +53,7 @@ pt::RowsOut target_of(const MaybeTensor& t, const char* name, const pt::NormProb
   return rows;
 }
 
-// A contiguous vector of the work type, or null.
+// Return a contiguous vector of the accumulator dtype, or null.
 void* vector_of(const MaybeTensor& t, const char* name, int64_t n, const Tensor& x) {
   if (!t) return nullptr;
   const auto work = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -126,7 +126,7 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
   PT_SELECT(layer_norm_kernels).backward(p, f);
 }
 
-// What forward and backward hold beside tensors.
+// Return the scratch bytes of forward and backward.
 int64_t layer_norm_scratch(Tensor x, int64_t columns) {
   pt::NormProblem p{};
   pt::check_sizes(kOp, {columns});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm: how rows are shared out, and the scratch that takes.
+// Layer norm: partition of the rows, and the scratch.
 #pragma once
 
 #include "cpu/core/column_dropout.h"
@@ -11,39 +11,43 @@
 namespace pt {
 namespace PT_ISA {
 
-// Results of a call from this size on are stored past the caches. With 32 MB of L3 that takes 0.6 of the time at 16 MB, 0.8 with an op that
-// reads them behind it, and 1.16 at 8 MB. Backward (Zen 5, the kernel alone): 0.91 of the time at 13 MB of dx, 0.83 at 33 MB, 0.66 with
-// dresidual beside it.
+// Stream results of a call from this size on. With 32 MB of L3, 16 MB take 0.6 of the time, 0.8
+// with a following op that reads them; 8 MB take 1.16. Backward (Zen 5, kernel only): 0.91 of the
+// time at 13 MB of dx, 0.83 at 33 MB, 0.66 with dresidual too.
 constexpr int64_t kStreamedNorm = int64_t(12) << 20;
 
-// How many rows ahead memory is asked for, by what is read of one: 16 KB, a third of the first cache, but two rows at least. A row of 1024
-// bf16 takes 70 ns, less than an answer from memory: two ahead, forward took 1.23 of the time of six. In float32 four are as good as three,
-// and add_norm loses from three on.
+// Return the prefetch distance in rows by the bytes read per row: 16 KB, a third of L1, and at
+// least two rows. A row of 1024 bf16 takes 70 ns, less than memory latency: forward took 1.23 times
+// as long with two rows as with six. In float32 four are as good as three, and add_norm loses from
+// three on.
 constexpr int64_t rows_ahead(int64_t row_bytes) { return clamp<int64_t>(16384 / row_bytes, 2, 8); }
 
-// X: traits of x. PARAMETERS: the gradients of weight or bias are wanted, sums over rows in two stages: blocks of rows, then the blocks.
+// X: traits of x. PARAMETERS: compute the gradients of weight or bias, two-stage sums over rows.
 template <class X, bool PARAMETERS>
 struct NormPlan {
   using acc = typename X::acc;
-  int64_t rows, columns, padded;  // all; columns of one, and rounded up to whole vectors
+  int64_t rows, columns, padded;  // columns of a row; padded to full vectors
   int64_t per_block, blocks;
   Scratch scratch;
 
   explicit NormPlan(const NormProblem& p) : rows(p.outer * p.inner), columns(p.columns), padded(round_up(p.columns, X::width)) {
-    // Rows of one task: enough to be worth one, few enough to keep every thread busy. Results do not depend on it.
+    // Rows per task: enough to be worth a task, few enough to occupy every thread. Results do not
+    // depend on it.
     per_block = max<int64_t>(1, 16384 / p.columns), blocks = ceil_div(rows, per_block);
-    scratch.local = 2 * Arena::bytes_for<acc>(padded) + ColumnKeep::bytes(p.columns);  // forward: two rows
+    // forward: two rows
+    scratch.local = 2 * Arena::bytes_for<acc>(padded) + ColumnKeep::bytes(p.columns);
     if constexpr (PARAMETERS) {
-      // About 32 rows a block, at most 256 blocks, and partial sums of at most about 32 MB. The number depends on the shape alone. Equal
-      // upstream gradients round the same way in every row: 44 in turn left dbias 5.2 of the 4 eps that it may be off.
+      // About 32 rows per block, at most 256 blocks, and at most about 32 MB of partial sums. The
+      // number of blocks depends only on the shape. Equal upstream gradients round the same way in
+      // every row: chains of 44 gave dbias an error of 5.2 eps, above the bound of 4.
       blocks = clamp<int64_t>(ceil_div(rows, 32), 1, clamp<int64_t>((int64_t(1) << 22) / p.columns, 8, 256));
       per_block = ceil_div(rows, blocks);
       scratch.shared = 2 * Arena::bytes_for<acc>(blocks * padded);
     }
   }
 
-  // Whether what is written is more than the next op would find in the caches, lies so that it can be streamed, and has been written to
-  // before. Data may be null.
+  // Return true if the results exceed the caches, are aligned for streaming, and their memory has
+  // been touched before. Data may be null.
   template <class T, class U>
   bool streams(const RowsOut& one, const RowsOut& other) const {
     const auto bytes = [&](const RowsOut& t) { return t.data ? rows * columns * size_of(t.dtype) : 0; };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// append_kv: query and key normalised and turned, key and value into their slots of the caches, position by position.
+// append_kv: normalize and rotate query and key, and write key and value to their cache slots, one
+// position at a time.
 #pragma once
 
 #include <cstring>
@@ -9,7 +10,7 @@
 namespace pt {
 namespace PT_ISA {
 
-// The row of the caches that a position is kept at, in elements from their first head, or -1.
+// Return a position's cache row, in elements from the caches' first head, or -1.
 INLINE int64_t cache_row(const AppendKV& f, const Strides& s, int64_t b, int64_t position) {
   if (position < 0 || position >= (f.table ? f.pages * f.page_size : f.page_size)) return -1;
   if (!f.table) return b * s.b + position * s.l;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions, backward: dy turns back; with a norm g = dy (weight + offset), xhat = x rstd:
+// Rotary positions, backward: dy rotates back. With a norm, g = dy (weight + offset), xhat = x
+// rstd:
 //   dx = rstd (g - xhat mean(g xhat)),   dweight = sum over the rows of dy xhat
-// dweight is a sum in two stages, both in fixed order: runs of blocks, whose number depends on the shape alone, then the runs.
+// dweight is a two-stage sum in fixed order: runs of blocks, whose number depends only on the
+// shape, then all runs.
 #pragma once
 
 #include "cpu/core/column_sums.h"
@@ -22,7 +24,8 @@ struct RotaryBackwardPlan {
   }
 };
 
-// One row with a norm; dy: scratch, one row. dx and dweight, this run's sums, may be null.
+// Process one row with a norm. dy: scratch for one row. dx and dweight, this run's sums, may be
+// null.
 template <class X>
 INLINE void rotary_norm_row_backward(const RotaryProblem& p, const typename X::acc* weight, const Angles<X>& angles,
                                      const typename X::elem* d_out, const typename X::elem* x, typename X::acc rstd, typename X::acc* dy,

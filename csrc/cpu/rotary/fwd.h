@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions, forward. A row is read, normalised if there is a weight, turned and written; with a norm it is read twice, the
-// second time from the cache. A table's row is shared by the heads, so a task takes a block of positions through all of them.
+// Rotary positions, forward: read a row, normalize it if there is a weight, rotate it and write it.
+// A norm reads the row twice, the second time from the cache. Heads share a table row, so a task
+// processes all heads of a block of positions.
 #pragma once
 
 #include <cmath>
@@ -21,7 +22,7 @@ INLINE typename X::elem* row_of(const HeadsOut& t, int64_t b, int64_t h, int64_t
   return static_cast<typename X::elem*>(t.data) + b * t.strides.b + h * t.strides.h + l * t.strides.l;
 }
 
-// f(j, lanes) for each vector of columns [first, last).
+// Call f(j, lanes) for each vector of columns [first, last).
 template <int WIDTH, class F>
 INLINE void each_vector(int64_t first, int64_t last, const F& f) {
   int64_t j = first;
@@ -33,8 +34,9 @@ template <class V>
 INLINE V swap_neighbours(V v) {
   return swap_(v, 1, std::make_integer_sequence<int, kWidth<V>>());
 }
-// The sign bits of every second lane, from lane FIRST on. Flipping them is no product: a product with -1 the compiler may fuse into a sum
-// instead of the one that should be (GCC 12 did so with AVX2, and the last bit differed from the GPU kernels').
+// Sign bits of every second lane, starting at lane FIRST. Flip them instead of multiplying by -1:
+// the compiler may fuse that product into the sum in place of the intended one (GCC 12 did with
+// AVX2, and the last bit differed from the GPU kernels).
 template <class V, int FIRST>
 INLINE ivec_of<V> every_second_sign() {
   using word = typename Lanes<scalar_of<V>>::word;
@@ -43,7 +45,7 @@ INLINE ivec_of<V> every_second_sign() {
   return bits;
 }
 
-// The table's row of one position.
+// Table row of one position.
 template <class X>
 struct Angles {
   const typename X::acc *cos, *sin;
@@ -52,7 +54,8 @@ struct Angles {
         sin(static_cast<const typename X::acc*>(p.sin) + b * p.table_batch + l * p.turned) {}
 };
 
-// put(j, lanes, value) for the columns of the row that from(j, lanes) gives, turned by the angles; SIGN -1 turns back.
+// Call put(j, lanes, value) with the row from(j, lanes) rotated by the angles. SIGN = -1 rotates
+// back.
 template <class X, int SIGN, class From, class Put>
 INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From& from, const Put& put) {
   using A = Acc<X>;
@@ -62,7 +65,7 @@ INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From
     const auto signs = every_second_sign<vec, (SIGN < 0)>();
     each_vector<X::width>(0, p.turned, [&](int64_t j, auto lanes) {
       const vec y = from(j, lanes), c = A::load(cos + j, lanes), s = A::load(sin + j, lanes);
-      // Forward the pair's other number meets this one's sine, backward its own.
+      // Multiply the pair's other number by this lane's sine forward, by its partner's backward.
       const vec other = SIGN > 0 ? swap_neighbours(y) * s : swap_neighbours(vec(y * s));
       put(j, lanes, fma(y, c, (vec)((ivec_of<vec>)other ^ signs)));
     });
@@ -79,7 +82,7 @@ INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From
   each_vector<X::width>(p.turned, p.dim, [&](int64_t j, auto lanes) { put(j, lanes, from(j, lanes)); });
 }
 
-// One row; leaves 1 / rms where rstd is not null.
+// Process one row. Write 1 / rms unless rstd is null.
 template <class X, bool NORM>
 INLINE void rotary_row(const RotaryProblem& p, const typename X::acc* weight, const Angles<X>& angles, const typename X::elem* x,
                        typename X::elem* out, typename X::acc* rstd) {
@@ -105,7 +108,7 @@ INLINE void rotary_row(const RotaryProblem& p, const typename X::acc* weight, co
   }
 }
 
-// How positions are shared out: blocks of them, all heads of one in a task. Results do not depend on it.
+// Blocks of positions; a task takes all heads of one block. Results do not depend on the partition.
 struct PositionBlocks {
   int64_t length, size, per_sequence, tasks;
   explicit PositionBlocks(const RotaryProblem& p)
@@ -116,7 +119,7 @@ struct PositionBlocks {
   int64_t last(int64_t task) const { return min(length, first(task) + size); }
 };
 
-// f(h, l) for the rows of a block, in the order in which they lie in memory.
+// Call f(h, l) for the rows of a block in memory order.
 template <class F>
 INLINE void rows_of_block(const Strides& s, int64_t heads, int64_t first, int64_t last, const F& f) {
   if (s.h < s.l) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions on the CPU, binding: checks what the kernels rely on and fills in the problems. Tensors are not empty, and the
-// last dimension of each is contiguous: see pytransformer/ops/_backends/cpu/rotary.py.
+// Rotary positions on the CPU, binding: check the kernels' requirements and fill in the problems.
+// Tensors are not empty, and their last dimension is contiguous: see
+// pytransformer/ops/_backends/cpu/rotary.py.
 #include "cpu/rotary/problem.h"
 
 #include "cpu/core/binding.h"
@@ -15,7 +16,7 @@ using pt::Tensor;
 
 constexpr const char* kOp = "rotary";
 
-// The rows of a (batch, heads, length, columns) tensor of x's dtype.
+// Return the rows of a (batch, heads, length, columns) tensor of x's dtype.
 template <class Rows>
 Rows heads_of(const Tensor& t, const char* name, const Tensor& x, int64_t batch, int64_t length, int64_t columns) {
   STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == batch && t.size(2) == length && t.size(3) == columns && t.scalar_type() == x.scalar_type(),
@@ -96,7 +97,8 @@ const int64_t* integers_of(pt::binding::IndexCopies& copies, const Tensor& t, co
 void append_kv(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table, Tensor positions,
                MaybeTensor cos, MaybeTensor sin, MaybeTensor q_norm, MaybeTensor k_norm, Tensor out, bool interleaved, double eps,
                double weight_offset) {
-  // Of the key, which is of the query's batch, length and dimension: a query may have no heads, where only a cache is written.
+  // Take the sizes from key, which has the query's batch, length and dimension: the query has no
+  // heads if the call only writes a cache.
   const pt::RotaryProblem p = problem_of(key, cos, sin, interleaved, eps, weight_offset);
   const pt::binding::Binding binding("append_kv", query);
   pt::AppendKV f{};

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: in which ways a call may be split over a device mesh, and how each is computed. See docs/tensor-parallel.md."""
+"""The ops on DTensors: splits of a call over a device mesh. See docs/distributed.md."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .ways import WHOLE as WHOLE
 from .ways import Way as Way
 
 RULES: dict[str, Rule] = {**attention.RULES, **cross_entropy.RULES, **feed_forward.RULES, **layer_norm.RULES, **rotary.RULES}
-# Ops that compute with collectives of their own.
+# Ops with custom collectives.
 RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 
 
 def run(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
-    """A call of the op with DTensors among its arguments."""
+    """Run a call of the op with DTensors among its arguments."""
     own = RUNS.get(op.name)
     return run_split(op, a, backend, strict, RULES[op.name](a)) if own is None else own(op, a, backend, strict)

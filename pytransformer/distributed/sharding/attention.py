@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention may be split: by batch or by heads. By the sequence it is :func:`pytransformer.distributed.ring_attention`."""
+"""Splits of attention by batch or by heads.
+
+:func:`pytransformer.distributed.ring_attention` splits by the sequence.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ BLOCKS = "a block mask lists the blocks of all sequences and heads: give a dense
 
 
 def _starts(a: Any, name: str, dim: int) -> dict[str, Start]:
-    """Dropout goes by the number of the sequence and of the head."""
+    """Return the starts for dropout, which depends on the index of the sequence and head."""
     return {name: Start("query", dim)} if a.dropout_p else {}
 
 
@@ -31,7 +34,7 @@ def attention(a: Any) -> list[Way]:
 
 
 def attention_varlen(a: Any) -> list[Way]:
-    """Packed sequences: query, key and value (total, heads, D), lse (heads, total)."""
+    """Return the splits of packed sequences: q, k, v (total, heads, D) and lse (heads, total)."""
     arguments = {**dict.fromkeys(QKV, 1), **named(OF_HEADS, a)}
     return [Way("heads", arguments, (1, 0), even=frozenset(QKV), starts=_starts(a, "head_start", 1))]
 

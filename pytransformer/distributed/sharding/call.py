@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call on DTensors: every rank computes its share with the plain op, and the placements say what the shares make together.
+"""A call on DTensors: each rank runs the plain op on its share; placements combine the shares.
 
-Where nothing is split over some dimension of the mesh, every rank computes the same. A plain tensor among DTensors stands for one that
-is the same on all ranks; if the first argument is plain, so are the results, whole on every rank.
+If a mesh dimension splits nothing, all its ranks compute the same. A plain tensor among DTensors is
+replicated. If the first argument is plain, the results are plain and full on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DROPOUT = (
 
 
 def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[Way]) -> tuple[torch.Tensor, ...]:
-    """The differentiable outputs of the op."""
+    """Return the differentiable outputs of the op."""
     tensors = tensors_of(op, a)
     mesh = mesh_of(op.name, tensors)
     chosen = ways_of(op.name, tensors, mesh, ways)
@@ -59,7 +59,7 @@ def tensors_of(op: Op, a: Any) -> dict[str, torch.Tensor]:
 def to_local(
     t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], gradient: Sequence[Placement]
 ) -> torch.Tensor:
-    """This rank's part of the tensor so placed; its gradient will come so."""
+    """Return this rank's part under ``placements``; its gradient gets the ``gradient`` ones."""
     if not isinstance(t, DTensor):
         t = from_local(t, mesh, [Replicate()] * mesh.ndim)
     if tuple(t.placements) != tuple(placements):
@@ -71,17 +71,22 @@ def to_local(
 def from_local(
     t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
 ) -> DTensor:
-    """The DTensor of which this is this rank's part; ``shape`` of the whole, where ranks may have parts of different sizes."""
+    """Return the DTensor with this local part.
+
+    Args:
+        shape: of the full tensor, if ranks may have parts of different sizes.
+    """
     if shape is None:
         return DTensor.from_local(t, mesh, placements, run_check=False)
     stride, step = [0] * t.dim(), 1
-    for dim in sorted(range(t.dim()), key=lambda d: (t.stride(d), -d)):  # the memory order of the part
+    # The memory order of the part.
+    for dim in sorted(range(t.dim()), key=lambda d: (t.stride(d), -d)):
         stride[dim], step = step, step * shape[dim]
     return DTensor.from_local(t, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on this rank, its gradient the same on all ranks."""
+    """Return the full tensor on this rank; its gradient is the same on all ranks."""
     if not isinstance(t, DTensor):
         return t
     replicated = [Replicate()] * t.device_mesh.ndim
@@ -90,7 +95,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def seed_of_the_first(seed: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The seed that the mesh's first rank drew, for all: one dropout mask."""
+    """Return the seed of the mesh's first rank on all ranks, for one dropout mask."""
     seed = (seed.to_local() if isinstance(seed, DTensor) else seed).clone()
     for place in range(mesh.ndim):
         group = mesh.get_group(place)
@@ -99,7 +104,10 @@ def seed_of_the_first(seed: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class FirstOrder(torch.autograd.Function):
-    """The tensor; its gradient is not to be differentiated: some of torch's placements drop out of the graph of a backward."""
+    """Identity that raises on double backward.
+
+    Some of torch's placements drop out of the graph of a backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
@@ -115,7 +123,10 @@ class FirstOrder(torch.autograd.Function):
 
 
 class OnFirst(torch.autograd.Function):
-    """The tensor on the first rank, zeros elsewhere: what a sum over the ranks contains once. The gradient passes on every rank."""
+    """Identity on the first rank, zeros on other ranks, so a sum over ranks has it once.
+
+    The gradient passes on every rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, first: bool) -> torch.Tensor:
@@ -127,13 +138,16 @@ class OnFirst(torch.autograd.Function):
 
 
 def named(names: Mapping[str, int], a: Any) -> dict[str, int]:
-    """Of these arguments those that the call has."""
+    """Return the given arguments among these names."""
     return {name: dim for name, dim in names.items() if getattr(a, name) is not None}
 
 
 def rows_from(a: Any, dim: int, lead: int) -> dict[str, Any]:
-    """Of a way that splits x by one of its ``lead`` dimensions of rows: where a rank's rows start, for dropout, which goes by their number
-    among all. That is one start only if they follow each other."""
+    """Return the row start for dropout of a split along one of x's ``lead`` row dimensions.
+
+    Dropout depends on a row's index among all rows. One start suffices only if a rank's rows are
+    consecutive.
+    """
     if not a.dropout_p:
         return {}
     if math.prod(a.x.shape[:dim]) == 1:

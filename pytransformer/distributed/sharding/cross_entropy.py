@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear cross entropy, split by rows, or by classes: the loss of a vocabulary of which each rank has some rows of the weight.
+"""Linear cross entropy, split by rows or by classes (vocabulary-parallel).
 
 ::
 
     m = max_r m_r,   l = log(sum_r exp(m_r - m + l_r))
     loss = l - (1 - s) (sum_r z_r,target - m) - s (sum_r sum_c z_rc / V - m)
 
-In forward the ranks exchange three numbers per row: the largest logit m_r of their classes, the logarithm l_r of the sum of
-exponentials about it, and the target's logit if its class is theirs. Label smoothing s adds the sum of their logits. No rank sees
-another's logits. In backward each rank computes the gradients of its classes from m and l; the gradient of x is a sum over ranks.
+In forward the ranks exchange three numbers per row: the maximum logit m_r of their classes, the
+logarithm l_r of the sum of exponentials relative to it, and the target's logit if they own its
+class. Label smoothing s adds the sum of their logits. No rank receives another rank's logits. In
+backward each rank computes the gradients of its classes from m and l; the gradient of x is a sum
+over ranks.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
@@ -33,7 +35,7 @@ from .call import Rule, from_local, named, tensors_of, to_local, whole
 from .ways import Way, mesh_of, ways_of
 
 VOCABULARY = "classes"
-IGNORED = -100  # of the calls on a rank's own classes
+IGNORED = -100  # ignore_index of the calls on a rank's classes
 
 
 def ways(a: Any) -> list[Way]:
@@ -63,7 +65,10 @@ def linear_cross_entropy(op: Op, a: Any, backend: str | None, strict: bool) -> t
 
 
 def _valid(a: Any, by_rows: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The number of targets of all ranks that are not ignored. A wrong target of one rank is an error on every rank."""
+    """Return the number of targets of all ranks that are not ignored.
+
+    An invalid target of one rank raises on every rank.
+    """
     error: ValueError | None = None
     if looks_at_values(a.target.device):
         try:
@@ -81,7 +86,7 @@ def _valid(a: Any, by_rows: Sequence[dist.ProcessGroup]) -> torch.Tensor:
 
 
 def _own_classes(classes: int, mesh: DeviceMesh, places: Sequence[int]) -> range:
-    """Of this rank, as torch.chunk splits them."""
+    """Return this rank's classes, split like torch.chunk."""
     own = range(classes)
     for place in places:
         size = -(-len(own) // mesh.size(place))
@@ -93,7 +98,7 @@ def _own_classes(classes: int, mesh: DeviceMesh, places: Sequence[int]) -> range
 def _reduced(
     a: Any, losses: torch.Tensor, valid: torch.Tensor, mesh: DeviceMesh, chosen: Sequence[Way]
 ) -> tuple[torch.Tensor, DeviceMesh, list[Placement], list[int]]:
-    """The arguments of :func:`from_local`: what the reduction makes of this rank's losses."""
+    """Return the arguments of :func:`from_local` for the reduction of this rank's losses."""
     splits = [way.arguments.get("x") for way in chosen]
     if a.reduction == "none":
         return losses, mesh, [Replicate() if d is None else Shard(d) for d in splits], list(a.target.shape)
@@ -104,7 +109,7 @@ def _reduced(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a rank computes with besides its tensors. ``a``: the arguments of the whole call."""
+    """The non-tensor inputs of a rank's computation; ``a`` are the arguments of the full call."""
 
     op: Op
     a: Any
@@ -120,7 +125,7 @@ class _Part:
         return smoothing
 
     def gathered(self, t: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Of each rank its ``t``, merged; in the order of ranks, so everywhere the same bits."""
+        """Return the ranks' ``t`` merged in rank order, so it is bitwise equal on all ranks."""
         for place in self.places:
             shares = [torch.empty_like(t) for _ in range(self.mesh.size(place))]
             dist.all_gather(shares, t, group=self.mesh.get_group(place))
@@ -128,12 +133,12 @@ class _Part:
         return t
 
     def call(self, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any, smoothing: float) -> Any:
-        """The arguments of a call on this rank's classes."""
+        """Return the arguments of a call on this rank's classes."""
         return self.op.Arguments(x, weight, target, bias, IGNORED, smoothing, "none", False)
 
 
 def _merged(shares: torch.Tensor) -> torch.Tensor:
-    """Merge (ranks, 3 or 4, rows): row_max, log_sum, the target's logit and the sum of logits, over all ranks."""
+    """Merge (ranks, 3 or 4, rows): row_max, log_sum, target logit and sum of logits."""
     row_max = shares[:, :1].amax(0)
     base = torch.where(row_max == -torch.inf, 0.0, row_max)  # these ranks have no class
     log_sum = torch.logsumexp(shares[:, :1] - base + shares[:, 1:2], 0)
@@ -141,7 +146,7 @@ def _merged(shares: torch.Tensor) -> torch.Tensor:
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of each row, on every rank the same. The gradient of x is this rank's share."""
+    """The loss of each row, equal on every rank. The gradient of x is this rank's share."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, part: _Part) -> torch.Tensor:
@@ -178,7 +183,10 @@ def _split_lse(part: _Part, x: Any, weight: Any, bias: Any, valid: torch.Tensor,
 def _logits(
     part: _Part, x: Any, weight: Any, bias: Any, mine: torch.Tensor, place: torch.Tensor, work: torch.dtype
 ) -> list[torch.Tensor]:
-    """[the target's logit where its class is this rank's, else 0]; with label smoothing, the sum of this rank's logits too."""
+    """Return the target's logit if this rank owns its class, else 0.
+
+    With label smoothing, also return the sum of this rank's logits.
+    """
     nothing = torch.zeros(mine.shape, dtype=work, device=x.device)
     if not len(weight):
         return [nothing, nothing] if part.smoothing else [nothing]
@@ -192,11 +200,12 @@ def _logits(
 
 
 def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor | None]:
-    """Of x (this rank's share), weight and bias.
+    """Return the gradients of x (this rank's share), weight and bias.
 
-    The raw op takes the split lse of all ranks, and one target a row. A row whose target is another rank's gets one more class,
-    of weight 0 and bias -inf, to which no probability and no gradient goes. Smoothing divides by the number of classes: with s' = s
-    (own + 1) / V the share of each is s / V, and only the target's differs, by s' - s.
+    The raw op accepts the split lse of all ranks and one target per row. A row whose target belongs
+    to another rank gets one extra class, of weight 0 and bias -inf, with zero probability and
+    gradient. Smoothing divides by the number of classes: with s' = s (own + 1) / V the share of
+    each is s / V, and only the target's differs, by s' - s.
     """
     x, weight, bias, valid, mine, place, split_lse = saved
     own, classes = weight.shape[0], part.a.weight.shape[0]
@@ -228,7 +237,7 @@ def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) 
 
 
 def _plain(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor | None]:
-    """Return the gradients as :func:`_gradients` does, for the reference, whose backward computes m and l again.
+    """Return :func:`_gradients` for the reference, whose backward recomputes m and l.
 
     dz = g (exp(z - m - l) - (1 - s) [c = target] - s / V)
     """

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the feed-forward network may be split: by rows of x, or by the hidden dimension, where each rank has some columns of hidden.
+"""Splits of the feed-forward network by rows of x or by the hidden dimension.
 
-The latter is Megatron's: ``out = sum_r act(x w1_rᵀ) w2_rᵀ``, one sum over the ranks forward, one of the gradient of x backward; b2 is added
-once. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+The hidden split is Megatron's: ``out = sum_r act(x w1_rᵀ) w2_rᵀ``, with one all-reduce in forward
+and one of the gradient of x in backward; b2 is added once.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How norms may be split: by any dimension that is not normalized. Sums over a normalized one would need all of it."""
+"""Splits of norms by any dimension that is not normalized, because sums need full rows."""
 
 from __future__ import annotations
 

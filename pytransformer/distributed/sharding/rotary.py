@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rotary positions may be split: by batch, heads or positions. A cache is each rank's own: append_kv takes local tensors."""
+"""Splits of rotary embedding by batch, heads or positions.
+
+A cache is local to a rank: append_kv accepts local tensors.
+"""
 
 from __future__ import annotations
 

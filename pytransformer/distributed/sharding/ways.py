@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a call may be split over one dimension of a device mesh, and which of them the given placements ask for."""
+"""Splits of a call over one dimension of a device mesh, and their selection by placements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The absolute index of what a rank's part begins with: that of the argument's part in this dimension, times ``step``."""
+    """The absolute index where a rank's part of this dimension starts, times ``step``."""
 
     argument: str
     dim: int
@@ -22,16 +22,18 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What each rank computes with.
+    """One split of a call.
 
     Args:
         name: for messages.
-        arguments: of each argument that is split the dimension; all others are whole on every rank.
-        outputs: of each differentiable output the dimension that is split; None: the result is the sum over the ranks.
-        once: whole arguments that only the first rank adds; their gradient is whole, that of other whole ones is a sum over the ranks.
-        even: the ranks' number has to divide these arguments' dimension.
-        starts: the raw op's starts that differ from rank to rank.
-        refused: why a call with these values cannot be split so, and what to do; None: it can.
+        arguments: the split dimension of each split argument; others are replicated.
+        outputs: the split dimension of each differentiable output; None: the result is a sum over
+            the ranks.
+        once: replicated arguments that only the first rank adds. Their gradient is full; the
+            gradient of other replicated arguments is a sum over the ranks.
+        even: arguments whose split dimension must be a multiple of the number of ranks.
+        starts: the raw op's start arguments that differ between ranks.
+        refused: why this call cannot use the split, and a hint; None: it can.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Way:
         return Shard(self.arguments[name]) if name in self.arguments else Replicate()
 
     def gradient(self, name: str) -> Placement:
-        """How the gradient comes out of each rank's share of the work."""
+        """Return the placement of the gradient that each rank's computation produces."""
         whole = name in self.once or not self.arguments
         return Shard(self.arguments[name]) if name in self.arguments else Replicate() if whole else Partial()
 
@@ -59,7 +61,7 @@ WHOLE = Way("none", {}, ())
 
 
 def mesh_of(op: str, tensors: Mapping[str, object]) -> DeviceMesh:
-    """The one mesh that the DTensors of a call lie on."""
+    """Return the mesh that all DTensors of a call share."""
     meshes = {name: t.device_mesh for name, t in tensors.items() if isinstance(t, DTensor)}
     (first, mesh), *others = meshes.items()
     for name, other in others:
@@ -71,10 +73,11 @@ def mesh_of(op: str, tensors: Mapping[str, object]) -> DeviceMesh:
 
 
 def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequence[Way]) -> list[Way]:
-    """For each dimension of the mesh the way that the placements ask for.
+    """Return the split that the placements imply for each dimension of the mesh.
 
     Raises:
-        ValueError: there is none, the sizes do not divide, or this call cannot be split so; the message says what to do.
+        ValueError: no split matches, sizes do not divide, or this call cannot be split; the message
+            has a hint.
     """
     chosen, shares = [], dict[str, int]()
     for place in range(mesh.ndim):
@@ -94,7 +97,10 @@ def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequ
 
 
 def starts_of(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, chosen: Sequence[Way]) -> dict[str, int]:
-    """This rank's starts, by name. A dimension that several dimensions of the mesh split is cut by one after the other, as Shard cuts."""
+    """Return this rank's starts, by name.
+
+    If several mesh dimensions split a dimension, they apply in order, as in Shard.
+    """
     found, sizes = dict[str, int](), dict[str, int]()
     for place, way in enumerate(chosen):
         for name, start in way.starts.items():
@@ -107,7 +113,7 @@ def starts_of(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, chosen: Seq
 
 
 def _given(op: str, tensors: Mapping[str, object], place: int) -> dict[str, int]:
-    """Of each argument that is split over this dimension of the mesh the dimension."""
+    """Return the dimension of each argument that this mesh dimension splits."""
     given = {}
     for name, t in tensors.items():
         placement = t.placements[place] if isinstance(t, DTensor) else Replicate()

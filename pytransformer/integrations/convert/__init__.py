@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``convert(model)``: the norms, feed-forward networks and attention modules of a built model run on our ops.
+"""``convert(model)`` runs norms, feed-forward networks and attention of a model on our ops.
 
-A module is converted by giving it another class: a subclass of its own whose ``forward`` calls our ops. Parameters, buffers,
-hooks, names and the state dict stay as they are, ``isinstance`` still holds, and :func:`revert` gives the old class back.
+It changes a module's class to a generated subclass whose ``forward`` calls our ops. Parameters,
+buffers, hooks, names and the state dict are untouched, ``isinstance`` still holds, and
+:func:`revert` restores the class.
 
-Which modules: those whose class is, exactly, one that :mod:`.rules` lists (a subclass of it, or a class of the same name
-elsewhere, is left alone), whose ``forward`` has the code that the rule was written against, and whose settings our op knows.
-Everything that looks like a candidate and is not converted is reported with the reason.
+A module is converted if its class is exactly one listed in :mod:`.rules`, its ``forward`` has the
+code that the rule was written for, and our op supports its settings. Subclasses and other classes
+of the same name are not converted. The report lists every candidate that was not converted, with
+the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import hugging_face_rules, long_rules, padding_rules, rotary_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # which add to RULES
+from . import hugging_face_rules, long_rules, padding_rules, rotary_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # they fill RULES
 from .rules import KINDS, ON_REQUEST, Converted, candidate, find_rule
 
 __all__ = ["Conversion", "convert", "revert"]
@@ -25,14 +27,17 @@ __all__ = ["Conversion", "convert", "revert"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did: ``converted`` has (name, class, what it became), ``skipped`` has (name, class, reason)."""
+    """The result of :func:`convert`.
+
+    ``converted`` has (name, class, op) and ``skipped`` has (name, class, reason).
+    """
 
     model: torch.nn.Module
     converted: list[tuple[str, str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
     def revert(self) -> None:
-        """Give every module of the model its own class back."""
+        """Restore the original class of every module."""
         revert(self.model)
 
     def __str__(self) -> str:
@@ -45,25 +50,27 @@ class Conversion:
 
 
 def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversion:
-    """Let the modules of ``model`` that we know run on our ops, in place.
+    """Run the supported modules of ``model`` on our ops, in place.
 
     Args:
-        model: a built model of torch.nn modules or of Hugging Face transformers; on any device, in any dtype.
-        kinds: which of ``"norm"``, ``"feed_forward"``, ``"attention"``, ``"block"`` (residual connection, dropout and norm
-            in one op) and ``"linear"`` (products of few rows on the CPU) to convert; ``"padding"``, which is not among those
-            converted by default, makes the encoders of BERT and its kin leave out padding at the end of sequences on the CPU:
-            hidden states there become zeros.
+        model: a built model of torch.nn or Hugging Face modules, on any device, in any dtype.
+        kinds: any of ``"norm"``, ``"feed_forward"``, ``"attention"``, ``"block"`` (residual
+            connection, dropout and norm in one op) and ``"linear"`` (gemms of few rows on the CPU).
+            ``"padding"``, off by default, makes encoders such as BERT's skip padding at the end of
+            sequences on the CPU; hidden states there become zeros.
 
     Returns:
         A :class:`Conversion`; ``print`` shows it.
 
     Raises:
-        TypeError, ValueError: model is no module; an unknown kind.
+        TypeError: model is not a module.
+        ValueError: unknown kind.
 
-    Convert after the model is built, moved and quantized, and before torch.compile. Dropout keeps its probability but draws its
-    mask from our generator, seeded by torch's. Hugging Face's attention goes through
-    :func:`pytransformer.integrations.transformers.register`; what is converted here is T5's, so that its table of biases reaches
-    the kernel, and the turning of queries and keys by position in Llama's and its kin.
+    Convert after the model is built, moved and quantized, and before torch.compile. Dropout keeps
+    its probability but draws its mask from our generator, which torch's seeds. Hugging Face's
+    attention uses :func:`pytransformer.integrations.transformers.register`. This function converts
+    T5's attention, to pass its bias table to the kernel, and the rotary embedding of models such as
+    Llama.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -91,7 +98,7 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
 
 
 def revert(model: torch.nn.Module) -> int:
-    """Give the modules that :func:`convert` changed their own class back; returns how many."""
+    """Restore the class of the modules that :func:`convert` changed, and return their number."""
     changed = [m for m in model.modules() if isinstance(m, Converted)]
     for module in changed:
         module.__class__ = type(module).converted_from

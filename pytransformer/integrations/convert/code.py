@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the code that a converted module bypasses: a method, and the methods and functions of its file that it calls."""
+"""Digests of the code that a converted module bypasses: a method and its callees."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 LIBRARIES = ("torch", "transformers", "timm")  # digests look through their decorators
-KNOWN = {*LIBRARIES, *sys.stdlib_module_names}  # a function from elsewhere in a library's file was put there by a user
+# A function of another package in a library's file was patched in by a user.
+KNOWN = {*LIBRARIES, *sys.stdlib_module_names}
 CALLED = ("eager_attention_forward",)  # functions that converted modules call as the originals do
 RENAMED = {"cache": "past_key_values", "curr_cache": "curr_past_key_values"}  # by transformers 5.24
 
 
 class Reached(NamedTuple):
-    """A function by the place where a call finds it."""
+    """A function and the place where a call looks it up."""
 
     owner: Any  # a class or a module
     name: str
-    function: Any  # what getattr(owner, name) returned
+    function: Any  # the result of getattr(owner, name)
 
 
 class _Source(NamedTuple):
     digest: str  # of the syntax tree; empty if there is no source
-    of_self: tuple[str, ...]  # names that are read of self
-    of_file: tuple[str, ...]  # other names that are read
+    of_self: tuple[str, ...]  # attributes read from self
+    of_file: tuple[str, ...]  # other names read
 
 
 def reached(cls: type, method: str) -> tuple[Reached, ...]:
-    """Return the method and the methods and functions of its file that it calls, and those that they call."""
+    """Return the method and, transitively, the methods and functions of its file that it calls."""
     found: list[Reached] = []
     waiting = [Reached(cls, method, getattr(cls, method))]
     while waiting:
@@ -47,10 +48,10 @@ def reached(cls: type, method: str) -> tuple[Reached, ...]:
 
 
 def digest(cls: type, method: str) -> str:
-    """Return a digest of what the method does, with all that it reaches; empty if there is no source.
+    """Return a digest of the method and of its callees; empty if there is no source.
 
-    It hashes the syntax trees, without docstrings, comments and line breaks, and is equal on every Python version. Arguments that
-    transformers 5.24 renamed count under their earlier names.
+    It hashes the syntax trees without docstrings, comments and line breaks, and is equal on every
+    Python version. Arguments that transformers 5.24 renamed have their earlier names.
     """
     places = reached(cls, method)
     functions = [_function(place.function) for place in places]
@@ -62,14 +63,17 @@ def digest(cls: type, method: str) -> str:
 
 
 def is_own(cls: type, method: str) -> bool:
-    """Return whether everything that the method reaches is of the files of its class and of those that it inherits from."""
+    """Return whether the method's code is in the files of its class and base classes."""
     files = {c.__module__ for c in cls.__mro__}
     functions = [_function(place.function) for place in reached(cls, method)]
     return all(f is not None and f.__globals__["__name__"] in files for f in functions)
 
 
 def _function(found: Any) -> Any:
-    """Return the function behind a property and the libraries' decorators, or None. A user's wrapper is other code: it stays."""
+    """Return the function behind a property and the libraries' decorators, or None.
+
+    A user's wrapper is different code, so it stays.
+    """
     if isinstance(found, property):
         found = found.fget
     while hasattr(found, "__wrapped__") and _library(found) in LIBRARIES:
@@ -78,7 +82,10 @@ def _function(found: Any) -> Any:
 
 
 def _library(function: Any) -> str:
-    """Return the name of the package whose file defines the function. A wrapper may copy ``__module__``, but not its globals."""
+    """Return the package whose file defines the function.
+
+    A wrapper may copy ``__module__``, but not the globals.
+    """
     name: str = getattr(function, "__globals__", {}).get("__name__", "")
     return name.split(".")[0]
 
@@ -101,8 +108,9 @@ def _called(cls: type, function: Any) -> Iterator[Reached]:
 @functools.cache
 def _source(function: Callable[..., Any]) -> _Source:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))  # of a function it would look through wrappers
-    except (OSError, TypeError, SyntaxError):  # made without a file, or a lambda inside other code
+        # Given the function, it would look through wrappers.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (OSError, TypeError, SyntaxError):  # no file, or a lambda inside other code
         return _Source("", (), ())
     node = tree.body[0]
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -117,10 +125,11 @@ def _source(function: Callable[..., Any]) -> _Source:
             if (name := getattr(part, field, None)) in RENAMED:
                 setattr(part, field, RENAMED[name])
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
-            part.keywords = [k for k in part.keywords if k.arg != "kwargs"]  # see rules.update_cache
+            # See rules.update_cache.
+            part.keywords = [k for k in part.keywords if k.arg != "kwargs"]
     body = node.body[1:] if ast.get_docstring(node) else node.body
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    # Python 3.13 leaves empty lists out of a dump unless asked for them.
+    # Python 3.13 omits empty lists from a dump by default.
     options: Any = {"show_empty": True} if sys.version_info >= (3, 13) else {}
     text = f"{names}{[ast.dump(s, **options) for s in body]}"
     return _Source(hashlib.sha256(text.encode()).hexdigest()[:12], tuple(of_self), tuple(of_file))

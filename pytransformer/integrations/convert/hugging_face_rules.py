@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of Hugging Face transformers, by the full name of their class. The library itself is not imported here.
+"""Rules for Hugging Face modules, by the full name of their class, without importing transformers.
 
-Each rule names the code it was written against by its digest (see :func:`.rules.digest`): many models share one, because
-transformers copies modules from model to model. A version that changes one is not converted until the rule has been looked at.
+Each rule has the digest of the code it was written for (see :func:`.code.digest`). Many models
+share a digest because transformers copies modules between models. If a version changes the code,
+its modules are not converted until the rule is updated.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from .rules import RULES, Rule, original_class
 
 
 def _rule(rule: Rule, **models: str) -> None:
-    """Register the rule for classes given as ``model="Class Class"`` of transformers.models.<model>.modeling_<model>."""
+    """Register the rule for classes given as ``model="Class Class"``.
+
+    The classes are in transformers.models.<model>.modeling_<model>.
+    """
     for model, classes in models.items():
         for name in classes.split():
             RULES[f"transformers.models.{model}.modeling_{model}.{name}"] = rule
 
 
-# ---- norms
-
-
 class ScaledNorm:
-    """``x / sqrt(mean(x^2) + eps) * weight``."""
+    """RMS norm, ``x / sqrt(mean(x^2) + eps) * weight``."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if hidden_states.dtype != self.weight.dtype:  # whose result has torch's promoted dtype
+        if hidden_states.dtype != self.weight.dtype:  # torch returns the promoted dtype
             return NotImplemented
         return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
@@ -55,7 +56,7 @@ _rule(
 
 
 class ShiftedScaleNorm:
-    """Gemma's: scales by 1 + weight, in float32 whatever the dtypes."""
+    """Gemma's RMS norm, scaled by 1 + weight, in float32 for all dtypes."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight.shape, 1.0 + self.weight.float(), self.eps)
@@ -69,13 +70,10 @@ _rule(
 )
 
 
-# ---- feed-forward networks
-
-
 def _network(
     linear1: str, linear2: str, activation: str, *, gate: str | None = None, dropout: bool = False
 ) -> tuple[type, Callable[[Any], str | None]]:
-    """Mixin and condition of a module whose forward is the network with these attributes and nothing else."""
+    """Return mixin and condition of a module that is exactly this network."""
     names = [n for n in (linear1, linear2, gate) if n is not None]
 
     class FeedForward:
@@ -132,7 +130,7 @@ _rule(
 
 
 class OnePassGelu:
-    """What remains of GPT-2's network to be gained: transformers computes this gelu in seven passes, PyTorch's op in one."""
+    """GELU in one pass for GPT-2, in place of transformers' seven passes."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(input, approximate="tanh")
@@ -141,9 +139,6 @@ class OnePassGelu:
 RULES["transformers.activations.NewGELUActivation"] = Rule(
     "feed_forward", "PyTorch's gelu, in one pass", OnePassGelu, digests=("f7fc71a61c5b",)
 )
-
-
-# ---- post-norm blocks in pieces: BERT and its kin
 
 
 class ResidualNorm:
@@ -159,7 +154,7 @@ class FeedForwardChunk:
 
 
 def _sublayers_changed(layer: Any) -> str | None:
-    """Return why the layer's network is not made of its file's own two classes, or None."""
+    """Return why the layer's network differs from its file's two classes, or None."""
     name = original_class(layer).__name__.removesuffix("Layer")
     for inner, ending in ((layer.intermediate, "Intermediate"), (layer.output, "Output")):
         cls = original_class(inner)
@@ -193,11 +188,11 @@ _rule(
 )  # fmt: skip
 
 
-# ---- whole blocks. Arguments that only attention reads go to it as they came.
+# Rules of full blocks; arguments that only attention reads are passed on unchanged.
 
 
 def _is_half(x: torch.Tensor) -> bool:
-    """These blocks clamp float16 by what they find in it; that stays theirs."""
+    """Return whether x is float16, which these blocks clamp by value; they run unconverted."""
     return x.dtype == torch.float16
 
 
@@ -284,7 +279,7 @@ _rule(
 def _pre_norm(
     attention_norm: str, attention: str, network_norm: str, dropout: str | None = None, *, network: str = "mlp"
 ) -> tuple[type, Callable[[Any], str | None]]:
-    """Mixin and condition of a pre-norm block whose second norm is fused with the sum before it."""
+    """Return mixin and condition of a pre-norm block with a fused add and second norm."""
 
     by_name = attention == "self_attn"
 
@@ -292,10 +287,11 @@ def _pre_norm(
         def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
                 return NotImplemented
-            if by_name:  # whose attention may have no default for it
+            if by_name:  # required by some attention signatures
                 kwargs.setdefault("attention_mask", None)
             normed, attend = getattr(self, attention_norm)(hidden_states), getattr(self, attention)
-            # Pass the input the way the original does: a forward pre-hook receives positional arguments only.
+            # Pass the input as the original does, because a pre-hook receives positional arguments
+            # only.
             attended = (attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs))[0]
             p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
             normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)

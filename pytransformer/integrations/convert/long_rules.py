@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Longformer, LED, BigBird and BigBird-Pegasus: attention of long documents by block masks, in place of chunks and gathered blocks.
+"""Block-mask attention for the long-document models Longformer, LED, BigBird and BigBird-Pegasus.
 
-*Longformer and LED* have two attentions. Queries of local tokens see a window and the keys of global tokens; queries of global tokens
-have projections of their own and see everything. That is two calls of ours. Hidden queries give 0, as in eager code.
+*Longformer and LED* have two attentions, which become two calls. Queries of local tokens see a
+window and the keys of global tokens. Queries of global tokens have separate projections and see all
+keys. Masked queries give 0, as in eager code.
 
-*BigBird* sees a window of three blocks, the first and the last block, and random ones. Its eager code puts a key that is drawn twice
-twice into the softmax, and in eval mode draws block 0 for every row, whatever else the row sees of it. Keys that count more than once
-stand again behind the others here, and the block mask shows each copy to the rows that count it.
+*BigBird* sees a window of three blocks, the first and the last block, and random blocks. Its eager
+code counts a key that is drawn twice twice in the softmax. In eval mode it draws block 0 for every
+row, even if the row already sees it. This module appends copies of such keys, and the block mask
+shows each copy to the rows that count it.
 
-What asks for attention weights runs eager code: they have layouts of transformers' own.
+Calls that request attention weights run eager code, because transformers' layouts differ.
 """
 
 from __future__ import annotations
@@ -30,27 +32,24 @@ from .modules import droppable, probability
 from .rules import Converted, Rule, find_rule, update_cache
 from .t5_rules import _weights_wanted
 
-BLOCK = 64  # of Longformer's masks, whose windows are no blocks
+BLOCK = 64  # of Longformer's masks, whose windows are not aligned to blocks
 
 
 def _split(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """(B, L, H D) as (B, H, L, D)."""
+    """Return (B, H, L, D) from (B, L, H D)."""
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def _merge(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, L, D) as (B, L, H D)."""
+    """Return (B, L, H D) from (B, H, L, D)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _hidden(queries: torch.Tensor, keys: torch.Tensor) -> MaskAndBias:
-    """Segments by which these queries, (B, Lq) bool, see nothing and these keys, (B, Lk), are seen by nobody; {} if there are none."""
+    """Return segments that hide the queries (B, Lq) bool and the keys (B, Lk) bool; {} if none."""
     if queries.device.type == "cpu" and not bool(queries.any()) and not bool(keys.any()):
         return {}
     return {"query_segments": queries.to(torch.int32) * 2, "key_segments": keys.to(torch.int32)}
-
-
-# ---- Longformer, LED
 
 
 class WindowAndGlobal:
@@ -80,14 +79,14 @@ class WindowAndGlobal:
 
 
 def _columns(is_global: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """The places of each sequence's global tokens; one for all sequences where they are alike."""
+    """Return the positions of each sequence's global tokens; one tuple if all are equal."""
     found = [tuple(row.nonzero().flatten().tolist()) for row in is_global.cpu()]
     return tuple(found if len(set(found)) > 1 else found[:1])
 
 
 @functools.lru_cache(maxsize=32)
 def _window_and_columns(half: int, columns: tuple[tuple[int, ...], ...]) -> Pattern:
-    """``|i - j| <= half``, or j is one of the columns, which may differ by sequence."""
+    """Return the pattern ``|i - j| <= half``, or j is a global column, per sequence."""
 
     def make(length: int, device: torch.device) -> BlockMask:
         sizes, shape = (BLOCK, BLOCK), (len(columns), 1, length, length)
@@ -110,7 +109,7 @@ def _window_and_columns(half: int, columns: tuple[tuple[int, ...], ...]) -> Patt
 def _with_global_rows(
     m: Any, out: torch.Tensor, hidden: torch.Tensor, is_global: torch.Tensor, keep: torch.Tensor, p: float
 ) -> torch.Tensor:
-    """``out``, (B, L, H D), with the rows of global tokens from their own projections over all keys."""
+    """Return ``out``, (B, L, H D), with the global tokens' rows from their projections."""
     many = is_global.sum(1)
     slots = torch.arange(int(many.max()), device=hidden.device) < many[:, None]
     picked = hidden.new_zeros(*slots.shape, hidden.shape[-1])
@@ -130,10 +129,8 @@ _rule(
 )  # fmt: skip
 
 
-# ---- BigBird
-
 _PLANS: weakref.WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[Pattern, list[int]]]] = weakref.WeakKeyDictionary()
-_LENGTHS = 8  # of which a module keeps its plan
+_LENGTHS = 8  # maximum number of cached plans per module
 
 
 class BlockSparse:
@@ -162,12 +159,12 @@ class BlockSparse:
 
 
 def plan(m: Any, length: int) -> tuple[Pattern, list[int]]:
-    """(the mask of L queries and L + copied keys, the blocks of keys that stand there again, in their order)."""
+    """Return the mask of L queries and L + copied keys, and the copied key blocks in order."""
     kept = _PLANS.setdefault(m, {})
     found = kept.get((length, m.training))
     if found is None:
         many = times_counted(m, length)
-        most = many.amax((0, 1))  # of each block of keys
+        most = many.amax((0, 1))  # per key block
         again = [(block, n) for block in range(len(most)) for n in range(2, int(most[block]) + 1)]
         copies = [many[..., block] >= n for block, n in again]
         seen = torch.stack([*(many >= 1).unbind(-1), *copies], -1)
@@ -178,11 +175,15 @@ def plan(m: Any, length: int) -> tuple[Pattern, list[int]]:
 
 
 def times_counted(m: Any, length: int) -> torch.Tensor:
-    """int (H or 1, blocks of queries, blocks of keys): how often eager code puts the block into the softmax."""
+    """Return how often eager code counts each key block in the softmax.
+
+    The result is int (H or 1, query blocks, key blocks).
+    """
     n = length // m.block_size
     q, k = torch.arange(n)[:, None], torch.arange(n)
     always = ((q - k).abs() <= 1) | (q == 0) | (k == 0) | (q == n - 1) | (k == n - 1)
-    drawn = torch.from_numpy(_drawn(m, length)).long()  # (H, n - 2, blocks drawn), of all rows but the first and the last
+    # [H, n - 2, blocks drawn], without the first and last row.
+    drawn = torch.from_numpy(_drawn(m, length)).long()
     if (drawn == drawn[:1]).all():
         drawn = drawn[:1]
     many = always.long().repeat(drawn.shape[0], 1, 1)
@@ -191,7 +192,7 @@ def times_counted(m: Any, length: int) -> torch.Tensor:
 
 
 def _drawn(m: Any, length: int) -> Any:
-    """The random blocks, drawn by the module's own functions as its eager code calls them; numpy's generator is left as it was."""
+    """Return the random blocks that eager code draws; numpy's RNG state is restored."""
     import numpy
 
     size, blocks, heads = m.block_size, m.num_random_blocks, m.num_attention_heads
@@ -216,7 +217,7 @@ def _drawn(m: Any, length: int) -> Any:
 
 
 def _pattern_of_blocks(seen: torch.Tensor, size: int) -> Pattern:
-    """Of bool (H, blocks of queries, blocks of keys) of any size."""
+    """Return the pattern of bool (H, query blocks, key blocks) with blocks of any size."""
 
     def make(length: int, device: torch.device) -> BlockMask:
         table = seen.to(device)
@@ -231,7 +232,7 @@ def _pattern_of_blocks(seen: torch.Tensor, size: int) -> Pattern:
 
 
 class Full:
-    """``original_full``: attention to all keys, causal by the mask, cached, and to an encoder."""
+    """BigBird's ``original_full`` attention: causal by the mask, cached, or cross."""
 
     def forward(
         self: Any,
@@ -253,7 +254,8 @@ class Full:
             if cache is not None:
                 key, value = update_cache(self, cache, key, value, kwargs)
         query = _split(self.query(hidden_states), self.attention_head_size)
-        mask = encoder_attention_mask if cross else attention_mask  # ours, of a model told to ask our interface, or additive
+        # A Mask if the model uses our attention interface, else additive.
+        mask = encoder_attention_mask if cross else attention_mask
         out, _ = _on_the_interface()(self, query, key, value, mask, dropout=probability(self.dropout, self.training))
         return out.flatten(2), None
 
@@ -265,7 +267,7 @@ def _on_the_interface() -> Any:
 
 
 class KeepsOurs:
-    """Models change the type for short sequences, by a new module with the old one's weights."""
+    """Conversion across a change of the attention type, for which models create a new module."""
 
     def set_attention_type(self: Any, value: str, *args: Any, **kwargs: Any) -> None:
         was_ours = isinstance(self.self, Converted)
@@ -293,9 +295,6 @@ _rule(
 )  # fmt: skip
 
 
-# ---- LED's decoder
-
-
 class DecoderAttention:
     def forward(
         self: Any,
@@ -309,7 +308,7 @@ class DecoderAttention:
         if output_attentions:
             return NotImplemented
         cross, cache, layer = key_value_states is not None, past_key_values, self.layer_idx
-        updated = getattr(cache, "is_updated", None)  # of a cache with two parts
+        updated = getattr(cache, "is_updated", None)  # only a cache with two parts has it
         if updated is not None:
             cache = cache.cross_attention_cache if cross else cache.self_attention_cache
         if cross and updated is not None and updated.get(layer):

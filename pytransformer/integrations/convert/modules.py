@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What converted modules share: a linear layer that can be fused, an activation's name, and the ops on modules' parameters."""
+"""Helpers of converted modules: checks of linear layers and norms, activation names, op calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from . import code
 from .rules import find_rule, library, original_class
 
 _PLAIN = (nn.Parameter, torch.Tensor)
-# Tensors that stand for plain ones while a program is traced, and DTensor, for which the ops have rules.
+# Tensors that represent plain ones during tracing, and DTensor, for which the ops have rules.
 _KNOWN_SUBCLASSES = ("torch._subclasses", "torch.distributed.tensor", "torch.fx", "torch.nn.parameter")
-# Digests of the forwards of modules that rules bypass and that have no rule of their own, by module and class.
+# Digests of the forwards of bypassed modules without a rule, by module and class.
 _BYPASSED: dict[str, dict[str, str]] = {
     "transformers.activations": {
         "GELUActivation": "c023091653f3",
@@ -28,9 +28,9 @@ _BYPASSED: dict[str, dict[str, str]] = {
     },
     "timm.layers.activations": {"GELU": "75ced0491999", "GELUTanh": "15f351500331"},
 }
-observed: set[nn.Module] = set()  # modules whose only hooks are explain's, which change nothing
+observed: set[nn.Module] = set()  # modules that only have explain's hooks, which change nothing
 _FUNCTIONS: dict[Any, ActivationName] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
-# Classes by module. transformers' GELUActivation may compute erf in Python, which is the same function.
+# Classes by module. transformers' GELUActivation may compute erf in Python; the function is equal.
 _CLASSES: dict[str, dict[str, ActivationName]] = {
     "transformers.activations": {
         "GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu",
@@ -40,7 +40,7 @@ _CLASSES: dict[str, dict[str, ActivationName]] = {
 
 
 def activation_name(activation: Any) -> ActivationName | None:
-    """Our name of an activation function or module, or None if we have no such activation."""
+    """Return our name of an activation function or module, or None if it is unsupported."""
     cls = type(activation)
     if cls is nn.ReLU:
         return "relu"
@@ -57,7 +57,7 @@ def activation_name(activation: Any) -> ActivationName | None:
 
 
 def unfusable(*linears: nn.Module) -> str | None:
-    """Return why these linear layers cannot be computed from their weights alone, or None."""
+    """Return why these linear layers cannot be computed from their weights only, or None."""
     for linear in linears:
         if original_class(linear) is not nn.Linear:
             return f"has a {type(linear).__name__} where a torch.nn.Linear was expected"
@@ -65,20 +65,22 @@ def unfusable(*linears: nn.Module) -> str | None:
 
 
 def bypass(digest: str, **models: str) -> None:
-    """Register the forward of inner modules that a rule bypasses, given as ``model="Class Class"`` like a rule's."""
+    """Register the digest of inner modules that a rule bypasses, as ``model="Class Class"``."""
     for model, classes in models.items():
         _BYPASSED.setdefault(f"transformers.models.{model}.modeling_{model}", {}).update(
             dict.fromkeys(classes.split(), digest)
         )
 
 
-_FORWARDS: dict[type, tuple[Any, str | None]] = {}  # by class: its forward, and what _changed returns
+# Class to its forward and the result of _changed.
+_FORWARDS: dict[type, tuple[Any, str | None]] = {}
 
 
 def _changed(cls: Any) -> str | None:
     """Return why the class's forward is not the code that rules bypass, or None.
 
-    It is looked up once, and again if the forward was replaced: torch.compile can trace access to a dict, but not the digest of a source.
+    The result is cached until the forward is replaced. torch.compile can trace access to a dict,
+    but not the digest of a source.
     """
     if cls not in _FORWARDS or not (torch.compiler.is_compiling() or _FORWARDS[cls][0] is cls.forward):
         rule, known = find_rule(cls), _BYPASSED.get(cls.__module__, {}).get(cls.__name__)
@@ -93,7 +95,8 @@ def _changed(cls: Any) -> str | None:
 def unhooked(*modules: nn.Module) -> str | None:
     """Return why these modules must be called, not bypassed, or None.
 
-    Reasons are hooks, a ``forward`` set on the instance or replaced in the class, and special weights.
+    Reasons are hooks, a ``forward`` set on the instance or replaced in the class, and special
+    weights.
     """
     if _has_any_global_hook():
         return "hooks for all modules are registered, which a fused op would not call"
@@ -109,7 +112,7 @@ def unhooked(*modules: nn.Module) -> str | None:
 
 
 def special_weights(m: nn.Module) -> str | None:
-    """Return why an op cannot read the module's parameters as dense numbers, or None: one is of a tensor subclass."""
+    """Return why an op cannot read a parameter as a dense tensor (a tensor subclass), or None."""
     for name, t in m._parameters.items():
         if t is None or type(t) in _PLAIN:
             continue
@@ -119,7 +122,7 @@ def special_weights(m: nn.Module) -> str | None:
 
 
 def droppable(*dropouts: Any) -> str | None:
-    """Return why :func:`probability` cannot describe these dropouts, or None."""
+    """Return why :func:`probability` cannot represent these dropouts, or None."""
     for dropout in dropouts:
         if isinstance(dropout, nn.Module):
             if type(dropout) is not nn.Dropout and type(dropout) is not nn.Identity:
@@ -132,7 +135,7 @@ def droppable(*dropouts: Any) -> str | None:
 
 
 def needs(activation: Any, *linears: nn.Module) -> str | None:
-    """The condition of a feed-forward network's rule."""
+    """Return why a feed-forward network's rule does not apply, or None."""
     if activation_name(activation) is None:
         return f"its activation, {getattr(activation, '__name__', type(activation).__name__)}, is not one of ours"
     if isinstance(activation, nn.Module) and (reason := unhooked(activation)) is not None:
@@ -149,7 +152,10 @@ def feed_forward(
     gate: nn.Linear | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """``linear2(dropout(activation(linear1(x))))``, or with a gate ``linear2(dropout(activation(gate(x)) * linear1(x)))``."""
+    """Return ``linear2(dropout(activation(linear1(x))))``.
+
+    With a gate it is ``linear2(dropout(activation(gate(x)) * linear1(x)))``.
+    """
     name = activation_name(activation)
     assert name is not None, "the rule's condition holds at each call"
     return ff.feed_forward(
@@ -166,8 +172,9 @@ def feed_forward(
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(norm(r), r)`` with ``r = residual + dropout(x)``, for a norm that :func:`fusable_norm` has nothing against."""
-    if x.dtype != residual.dtype or x.dtype != norm.weight.dtype:  # sum or norm would have torch's promoted dtype
+    """Return ``(norm(r), r)`` with ``r = residual + dropout(x)``, for a :func:`fusable_norm`."""
+    # Torch returns the promoted dtype.
+    if x.dtype != residual.dtype or x.dtype != norm.weight.dtype:
         stream = residual + F.dropout(x, dropout, dropout > 0)
         return norm(stream), stream
     layer = isinstance(norm, nn.LayerNorm)
@@ -183,7 +190,10 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float)
 
 
 def fusable_norm(*candidates: nn.Module) -> str | None:
-    """The condition of a rule that takes a block's norms into add_norm. They may be converted already."""
+    """Return why a rule cannot fuse these norms into add_norm, or None.
+
+    The norms may already be converted.
+    """
     for norm in candidates:
         rule = find_rule(cls := original_class(norm))
         what = "" if rule is None else rule.what
@@ -204,7 +214,7 @@ def is_norm(module: nn.Module, what: str) -> bool:
 
 
 def probability(dropout: nn.Module | float, training: bool) -> float:
-    """Return the probability with which this dropout drops now: a module's own mode decides, for a number its owner's."""
+    """Return the current dropout probability; ``training`` applies to a number only."""
     if isinstance(dropout, nn.Module):
         return dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     return float(dropout) if training else 0.0

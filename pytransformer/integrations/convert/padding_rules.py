@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of Hugging Face transformers that leave padding out: kind ``"padding"``, which :func:`.convert` does only when asked to.
+"""Hugging Face encoders that skip padding: kind ``"padding"`` of :func:`.convert`, off by default.
 
-The real tokens of a batch padded at the end of its sequences go through the layers as one row, (1, total, d), with the starts of
-the sequences for a mask (:class:`..hugging_face.mask.Packed`), and come back with zeros at the padding. Eager code has
-other values there, which is why one must ask.
+The real tokens of a batch padded at the end pass through the layers as one row, (1, total, d), with
+the sequence offsets as mask (:class:`..hugging_face.mask.Packed`). Padding becomes zeros in the
+result. Eager code has other values there, so the kind is off by default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ class PackedEncoder:
 
 
 def _packing(encoder: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> Packing | None:
-    """None unless the mask is key padding at the end, there is enough of it, our attention runs, and nobody looks inside."""
+    """Return the packing, or None if this call must run unpacked.
+
+    Packing requires key padding at the end, enough of it, our attention, and no request for
+    attention weights, hidden states or a cache.
+    """
     from ..hugging_face import collected, weights_wanted
     from ..hugging_face.mask import Mask
     from .t5_rules import runs_on_ours

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of Hugging Face transformers that tells positions by turning queries and keys: Llama's and its kin.
+"""Hugging Face attention with rotary embedding, as in Llama.
 
-What is converted is what stands between the projections and attention: the norm of queries and keys, where there is one, and the turn
-become one op each, :func:`pytransformer.rotary`, with the model's own tables of cos and sin. Projections, the user's cache and the call
-of transformers' attention interface stay, in their order, so that every ``attn_implementation`` works and hooks are called. GPT-J has
-no such interface: its attention becomes ours too.
+The norm of queries and keys, if any, and the rotation become one op each,
+:func:`pytransformer.rotary`, with the model's tables of cos and sin. Projections, the user's cache
+and the call of transformers' attention interface are unchanged and in the same order, so every
+``attn_implementation`` works and hooks run. GPT-J does not use the interface, so its attention is
+converted too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _tables_fit(cos: Any, sin: Any) -> bool:
-    """Whether these are tables for our op: (B or 1, L, dims), of angles that nobody learns."""
+    """Return whether the op supports these tables: (B or 1, L, dims), without gradient."""
     return (
         isinstance(cos, torch.Tensor) and cos.dim() == 3 and cos.shape == sin.shape and not (cos.requires_grad or sin.requires_grad)
     )  # fmt: skip
@@ -35,14 +36,14 @@ def _norm_eps(norm: Any) -> float:
 
 
 class Turned:
-    """What the attention of Llama and of its kin does; subclasses say in what they differ."""
+    """Base of converted attention, as in Llama; subclasses override the differences."""
 
     projection_out = "o_proj"
-    norms: tuple[str, ...] = ()  # of queries and keys, of each head
+    norms: tuple[str, ...] = ()  # norms of queries and keys, per head
     norm_offset = 0.0
 
     def heads(self: Any, x: torch.Tensor) -> Heads:
-        """Queries, keys and values, (B, H, L, D) each, before they are normalised and turned."""
+        """Return queries, keys and values, (B, H, L, D) each, before norm and rotation."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         query, key, value = (
             projection(x).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -50,7 +51,7 @@ class Turned:
         return query, key, value
 
     def for_interface(self: Any) -> dict[str, Any]:
-        """What the model hands to attention beside dropout and scaling."""
+        """Return the model's extra attention arguments, besides dropout and scaling."""
         return {}
 
     def turned_and_attended(
@@ -125,7 +126,8 @@ class OneProjection(WindowOfConfig):  # Phi-3
         return query, key, value
 
 
-class ProjectionByHead(Turned):  # GPT-NeoX: rows of one matrix are query, key and value of head after head
+# GPT-NeoX: matrix rows are query, key and value of each head in turn.
+class ProjectionByHead(Turned):
     projection_out = "dense"
 
     def heads(self: Any, x: torch.Tensor) -> Heads:
@@ -142,9 +144,9 @@ class ProjectionByHead(Turned):  # GPT-NeoX: rows of one matrix are query, key a
 
 
 class OwnAttention:  # GPT-J
-    """Pairs of neighbours, and attention in code of the model's own: scores in float32, an additive mask of all pairs.
+    """Interleaved rotation and GPT-J's attention, with float32 scores and a dense additive mask.
 
-    The mask is what the model made for eager code; scores, weights and what follows from them are the kernel's, of no memory.
+    The mask is the eager one. The kernel computes scores and weights without materializing them.
     """
 
     def forward(
@@ -173,9 +175,6 @@ class OwnAttention:  # GPT-J
             scale=1.0 / self.scale_attn,
         )  # fmt: skip
         return self.resid_dropout(self.out_proj(out.transpose(1, 2).flatten(2))), None
-
-
-# ---- which classes
 
 
 def _rotary_rule(mixin: type[Turned], digest_of_forward: str, **models: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which classes are converted, how, and on what condition."""
+"""Conversion rules: the converted classes, their replacement methods and conditions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from . import code
 
 KINDS = ("norm", "feed_forward", "attention", "block", "linear")
-ON_REQUEST = ("padding",)  # what changes results that nobody should read
+ON_REQUEST = ("padding",)  # kinds that change results at padding, which should not be read
 
 
 class Converted:
-    """Base of every converted module's class; ``converted_from`` is the class it had."""
+    """Base of every converted module's class; ``converted_from`` is its original class."""
 
     converted_from: ClassVar[type]
     cache_keyword: ClassVar[str]  # the name of the original method's cache argument
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled and copied as what it is: the class is made anew from the one it came from."""
+        """Pickle and copy by rebuilding the class from the original one."""
         reduced: Any = super().__reduce_ex__(protocol)
         _, arguments, *rest = reduced
         assert arguments[0] is type(self), "torch.nn.Module changed how it is pickled"
@@ -40,13 +40,14 @@ def _rebuild(original: type[torch.nn.Module]) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Rule:
-    """How modules of one class are converted.
+    """The conversion of modules of one class.
 
-    ``mixin`` goes before the class and overrides ``method``, which may return NotImplemented to run the original.
-    ``condition(module)`` returns why the module may not be fused as it is now, or None. It is evaluated at conversion and again
-    at each call, because hooks, adapters and other weights may come later; the original method runs while there is a reason.
-    ``digests`` are those of the original's ``method``, with all that it reaches (see :func:`.code.digest`), that the rule was
-    written against (empty: torch's own, whose meaning is documented).
+    ``mixin`` precedes the class in the MRO and overrides ``method``, which may return
+    NotImplemented to run the original. ``condition(module)`` returns why the module cannot be fused
+    now, or None. It is evaluated at conversion and at each call, because hooks, adapters and new
+    weights may be added later. While there is a reason, the original method runs. ``digests`` are
+    the digests of the original ``method`` with its callees (see :func:`.code.digest`) that the rule
+    was written for. They are empty for torch, whose behavior is documented.
     """
 
     kind: str
@@ -68,7 +69,7 @@ class Rule:
         return why_replaced(module) or self.condition(module)
 
     def checked(self, cls: type) -> bool:
-        """Whether the class has the code the rule was written against."""
+        """Return whether the class has the code that the rule was written for."""
         return code.digest(cls, self.method) in self.digests if self.digests else code.is_own(cls, self.method)
 
     def subclass(self, original: type) -> type:
@@ -76,19 +77,22 @@ class Rule:
 
 
 def library(cls: type) -> str:
-    """Return the name of the library that the class comes from."""
+    """Return the name of the library that defines the class."""
     return cls.__module__.split(".")[0]
 
 
 def original_class(module: torch.nn.Module) -> type:
-    """Return the class that the module had before it was converted. A subclass that came later, by a parametrization, is another."""
+    """Return the class of the module before its conversion.
+
+    A subclass that was added later, by a parametrization, is returned instead.
+    """
     cls = type(module)
     base: type = getattr(cls, "converted_from", cls)
     return base if cls.__name__ == base.__name__ else cls
 
 
 def why_replaced(module: torch.nn.Module) -> str | None:
-    """Return why another class would not change what a call of the module runs, or None."""
+    """Return why a new class would not change what a call of the module runs, or None."""
     return "has a forward of its own, set on the instance" if "forward" in module.__dict__ else None
 
 
@@ -99,16 +103,17 @@ def _subclass(rule: Rule, original: type) -> type:
         parameters = [n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"]
         names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"
         names[rule.method] = _guarded(rule, original, tuple(parameters), names["cache_keyword"])
-    # The name stays, so that printing the model and code that looks at the name see what they knew.
+    # Keep the name for printing and for code that checks class names.
     cls = type(original.__name__, (rule.mixin, Converted, original), names)
     if "forward" in vars(cls) and "forward" not in names:
-        # transformers' layers keep in each subclass the forward of now; one that replaces the original's later would be ignored.
+        # transformers' layers copy the current forward into each subclass, which would hide later
+        # patches of the original's.
         del cls.forward  # type: ignore[attr-defined]
     return cls
 
 
 def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyword: str) -> Callable[..., Any]:
-    """Return the converted class's method: the mixin's where the condition holds, else the original's."""
+    """Return the converted method: the mixin's if the condition holds, else the original's."""
     name, condition = rule.method, rule.condition
     own, plain, bypassed = getattr(original, name), getattr(rule.mixin, name), code.reached(original, name)
     accepted = inspect.signature(plain).parameters
@@ -121,7 +126,8 @@ def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyw
                 return getattr(original, name)(self, *args, **kwargs)
         if condition(self) is not None:
             return getattr(original, name)(self, *args, **kwargs)
-        if by_name or renamed:  # the mixin passes arguments on: by name, since positions differ between modules
+        # The mixin forwards arguments by name, because positions differ between modules.
+        if by_name or renamed:
             first, named = args[:1], {**dict(zip(parameters[1:], args[1:])), **kwargs}
             if renamed and renamed in named:
                 named["past_key_values"] = named.pop(renamed)
@@ -134,26 +140,27 @@ def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyw
 
 
 def update_cache(module: Any, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-    """Return ``cache.update(...)``, which since transformers 5.24 also takes the keywords of the call, for paged caches."""
+    """Return ``cache.update(...)`` with the call's keywords, for transformers >= 5.24."""
     more = {"kwargs": kwargs} if module.cache_keyword == "cache" else {}
     return cache.update(key, value, module.layer_idx, **more)
 
 
-# By class, or by its full name where the library need not be there. Each module of rules adds its own when this package is imported.
+# Keys are classes, or full names for optional libraries. Each module of rules adds entries on
+# import.
 RULES: dict[type | str, Rule] = {}
 
 
 def find_rule(cls: type) -> Rule | None:
-    """The rule for exactly this class, or None."""
+    """Return the rule for exactly this class, or None."""
     return RULES.get(cls) or RULES.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-# Words in a class's name that make a module worth a line in the report. Names never decide what is converted.
+# Words in class names of candidates for the report. Names never decide what is converted.
 _LOOKS_LIKE = {"layernorm": "norm", "rmsnorm": "norm", "mlp": "feed-forward network", "densere": "feed-forward network"}
 
 
 def candidate(module: torch.nn.Module) -> str | None:
-    """Why a module that looks like one of ours has no rule, or None if it does not look like one."""
+    """Return why a module that resembles a supported one has no rule, else None."""
     name = type(module).__name__.lower()
     for word, what in _LOOKS_LIKE.items():
         if word in name:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5 and its kin: the table of relative position biases goes to the kernel as it is, and blocks fuse their norms.
+"""T5 models: the kernel reads the table of relative position biases, and blocks fuse their norms.
 
-transformers builds the bias as a (1, H, Lq, Lk) tensor in the first layer and hands it down. Converted attention hands down the
-table instead, a (buckets, H) tensor, wherever the positions follow from the lengths alone (no static cache);
-:func:`..hugging_face.attention_forward` knows it by its two dimensions. Nothing quadratic is made, and the gradient is the kernel's.
+transformers builds the bias as a (1, H, Lq, Lk) tensor in the first layer and passes it to the next
+layers. Converted attention passes the (buckets, H) table instead, if the positions follow from the
+lengths (no static cache). :func:`..hugging_face.attention_forward` recognizes the table by its two
+dimensions. No quadratic tensor is built, and the kernel computes the gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .rules import Rule
 
 
 class BiasTable:
-    """For every T5Attention; the layers that have no table hand on what they get."""
+    """Mixin of every T5Attention; layers without a table pass on the bias they receive."""
 
     def compute_bias(
         self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
@@ -44,12 +45,13 @@ class T5Attention(BiasTable):
             and not self.has_relative_attention_bias
             and not (self.gradient_checkpointing and self.training)
         ):
-            position_bias = hidden_states.new_zeros((1, self.n_heads, 1, 1))  # instead of (1, H, Lq, Lk) zeros
+            # In place of (1, H, Lq, Lk) zeros.
+            position_bias = hidden_states.new_zeros((1, self.n_heads, 1, 1))
         return super().forward(hidden_states, mask, key_value_states, position_bias, **kwargs)  # type: ignore[misc]
 
 
 class UMT5Attention(BiasTable):
-    # Cross-attention makes zeros and adds them; transformers' function of the same name must still get them.
+    # Cross-attention adds zeros, and transformers' function of this name must still get them.
     position_bias_is_zero = property(lambda self: not self.has_relative_attention_bias)
 
 
@@ -60,7 +62,7 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
 
 
 def runs_on_ours(module: Any) -> bool:
-    """Whether the module's model was told to use our attention."""
+    """Return whether the module's model uses our attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from ..hugging_face import attention_forward
@@ -78,7 +80,7 @@ for _digest, _name in (("c5410f88e524", "SelfAttention"), ("29d3f119425e", "Cros
 
 
 class T5Block:
-    """Each sum with the norm of the next sublayer; the last one is plain."""
+    """Each residual sum is fused with the norm of the next sub-layer, except the last sum."""
 
     def forward(
         self: Any,
@@ -93,7 +95,7 @@ class T5Block:
     ) -> Any:
         if _is_half(hidden_states) or _weights_wanted(
             kwargs
-        ):  # weights are collected from the sublayers that are left out here
+        ):  # transformers collects weights from the sub-layers that this forward bypasses
             return NotImplemented
         cache = {self.cache_keyword: past_key_values}
         first, last = self.layer[0], self.layer[-1]

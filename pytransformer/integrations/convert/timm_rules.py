@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of timm, by the full name of their class, which is not imported here. Attention goes through :func:`pytransformer.activate`.
+"""Rules for timm modules, by the full name of their class, without importing timm.
 
-Written against timm 1.0.31, whose code each rule knows by its digest (see :func:`.rules.digest`).
+Attention uses :func:`pytransformer.activate`. The rules were written for timm 1.0.31; each has the
+digest of its code (see :func:`.code.digest`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Mlp:
 
 
 class PreNormBlock:
-    """The sum after attention with the norm before the network; the last sum stays alone."""
+    """The sum after attention is fused with the network's norm; the last sum is not fused."""
 
     def forward(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of torch.nn: linear layers (and GPT-2's), norms, nn.MultiheadAttention, and the layers of nn.Transformer."""
+"""Rules for torch.nn: linear layers (and GPT-2's), norms, attention, nn.Transformer layers."""
 
 from __future__ import annotations
 
@@ -39,21 +39,18 @@ class RMSNorm:
 
 
 class FewRows:
-    """The product of a step of decoding, at the rate at which its weights are read; any other is torch.nn's."""
+    """Gemm of few rows, as in decoding, at the rate of reading the weights; else torch.nn's."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
 
 
 class FewRowsOfConv1D:
-    """``x W + b``, W (k, n), of GPT-2: a step of decoding at the rate at which W is read where it lies; any other product is its own."""
+    """GPT-2's ``x W + b``, W (k, n), for few rows, without transposing W; else the original."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         found = of_few_rows(x, self.weight, self.bias, along_k=True)
         return NotImplemented if found is None else found
-
-
-# ---- attention
 
 
 def multi_head(
@@ -63,13 +60,14 @@ def multi_head(
     key_padding_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> torch.Tensor:
-    """nn.MultiheadAttention of batched inputs, without weights: projections, the fused op, projection.
+    """Return nn.MultiheadAttention of batched inputs without weights: gemms and the fused op.
 
-    Masks are torch.nn's: True (or -inf) hides. They are handed on as they are, (B, Lk) and (Lq, Lk) or (B H, Lq, Lk),
-    never multiplied out. ``is_causal`` is the caller's word that attn_mask is the causal one.
+    Masks are torch.nn's: True (or -inf) hides. They are passed unchanged, (B, Lk) and (Lq, Lk) or
+    (B H, Lq, Lk), and never expanded. With ``is_causal`` the caller guarantees that attn_mask is
+    causal.
     """
     heads = module.num_heads
-    # (B, H, L, D) views of wherever the projections lie.
+    # [B, H, L, D] views in either layout
     order = (0, 2, 1, 3) if module.batch_first else (1, 2, 0, 3)
     q, k, v = (t.unflatten(-1, (heads, module.head_dim)).permute(order) for t in _projections(module, *inputs))
     mask, bias = _masks(None if is_causal else attn_mask, key_padding_mask, q)
@@ -89,7 +87,7 @@ def multi_head(
 def _projections(
     m: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Three products, or one where the inputs are the same tensor."""
+    """Return the three projections, from one gemm if the inputs are the same tensor."""
     weights: tuple[torch.Tensor, ...]
     if not m._qkv_same_embed_dim:
         weights = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
@@ -104,7 +102,7 @@ def _projections(
 def _masks(
     attn_mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """torch.nn's two masks as attention's ``attn_mask`` and ``bias``, each a view that broadcasts."""
+    """Return torch.nn's two masks as attention's ``attn_mask`` and ``bias``, as broadcast views."""
     if attn_mask is not None:
         if attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, query.shape[:2])
@@ -120,7 +118,7 @@ def _masks(
 
 
 def plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether these are batched dense tensors, which is what the fused ops take here."""
+    """Return whether these are batched dense tensors, as the fused ops require here."""
     return all(t is None or (t.dim() == 3 and not t.is_nested) for t in tensors)
 
 
@@ -149,12 +147,12 @@ def _attention_condition(m: nn.MultiheadAttention) -> str | None:
     return None
 
 
-# ---- layers of nn.Transformer: residual connection, dropout and norm in one op, the network in another
-
-
 class _Layer:
-    """What the encoder's and the decoder's layer share. Post-norm fuses each sum with the norm after it; pre-norm with the norm
-    of the next sublayer, so that only the last sum of the layer stands alone."""
+    """Base of the encoder and decoder layers.
+
+    Post-norm fuses each sum with the norm after it. Pre-norm fuses it with the norm of the next
+    sub-layer, so only the last sum of the layer is not fused.
+    """
 
     def _network(self: Any, x: torch.Tensor) -> torch.Tensor:
         return feed_forward(x, self.linear1, self.linear2, self.activation, dropout=probability(self.dropout, self.training))
@@ -165,7 +163,7 @@ class _Layer:
         bypassed = (
             original_class(module) is nn.MultiheadAttention and isinstance(module, Converted) and unhooked(module) is None
         )
-        if bypassed and not (causal and mask is None):  # which torch.nn refuses
+        if bypassed and not (causal and mask is None):  # torch.nn raises for it
             return multi_head(module, (x, memory, memory), mask, padding, causal)
         return module(x, memory, memory, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=causal)[0]
 
@@ -216,7 +214,7 @@ class DecoderLayer(_Layer):
 
 
 class Encoder:
-    # Its inference fast path packs padded batches into nested tensors before any layer is asked.
+    # The inference fast path packs padded batches into nested tensors before any layer runs.
     enable_nested_tensor = property(lambda self: False, lambda self, value: None)
 
 
@@ -253,5 +251,5 @@ RULES |= {
 
 
 def _projection_condition(m: nn.MultiheadAttention) -> str | None:
-    # nn.MultiheadAttention's own class of the projection is a Linear whose forward it never calls.
+    # nn.MultiheadAttention's projection class is a Linear whose forward it never calls.
     return None if isinstance(m.out_proj, nn.Linear) and not m.out_proj._forward_hooks else unfusable(m.out_proj)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``integrations.transformers.register()`` hands to Hugging Face transformers. Imports it.
+"""The functions that ``integrations.transformers.register()`` registers; imports transformers.
 
-transformers asks :func:`attention_mask` once per forward pass for the mask, and hands what it returned, a :class:`.mask.Mask`, to
-:func:`attention_forward` in every layer. :mod:`.models` says which architectures ask at all, :mod:`.keywords` what they may hand to
-attention besides.
+transformers calls :func:`attention_mask` once per forward pass and passes the result, a
+:class:`.mask.Mask`, to :func:`attention_forward` in every layer. :mod:`.models` lists the
+architectures that use the interface, :mod:`.keywords` the extra arguments of attention.
 """
 
 from .attention import attention_forward, collected, weights_wanted

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of one layer, with the meaning of the ``eager_attention_forward`` of transformers' models.
+"""The attention of one layer, with the semantics of transformers' ``eager_attention_forward``.
 
-Causality comes from the mask alone. A module's ``is_causal`` is never asked: modules of ALIGN, CLAP and Splinter have none,
-BridgeTower's say True and get bidirectional masks, UMT5's and NLLB-MoE's decoders say False and get causal ones. What arrives
-without a mask hides nothing, which is how eager code reads it.
+Causality comes from the mask only, and a module's ``is_causal`` is ignored: modules of ALIGN, CLAP
+and Splinter lack it, BridgeTower's is True with bidirectional masks, and UMT5's and NLLB-MoE's
+decoders have False with causal masks. A call without a mask hides nothing, as in eager code.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one layer, with the meaning of the ``eager_attention_forward`` of transformers' models.
+    """Return the attention of one layer, as transformers' ``eager_attention_forward`` defines it.
 
     Args:
-        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); a batch of 1 broadcasts.
-        attention_mask: what :func:`attention_mask` returned, or a 4-dimensional mask of the user's or the model's own, bool or
-            floating. None hides nothing.
-        is_causal: True without a mask is refused: eager code would hide nothing, sdpa the upper triangle.
-        position_bias: T5's, (1, H, Lq, Lk), added to the scores; gets its gradient. From converted models (see
-            :mod:`.convert.t5_rules`) its table, (buckets, H).
-        kwargs: ``softcap``, ``output_attentions`` and those of :mod:`.keywords`, which refuses all others.
+        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); a batch of 1
+            broadcasts.
+        attention_mask: the result of :func:`attention_mask`, or a 4-dimensional mask of the user or
+            the model, bool or floating. None hides nothing.
+        is_causal: True without a mask raises, because eager code would hide nothing and sdpa the
+            upper triangle.
+        position_bias: T5's, (1, H, Lq, Lk), added to the scores, with gradient. Converted models
+            (see :mod:`.convert.t5_rules`) pass the table (buckets, H).
+        kwargs: ``softcap``, ``output_attentions`` and the keywords of :mod:`.keywords`; others
+            raise.
 
     Returns:
-        The output, (B, Lq, Hq, Dv) contiguous, and None, or the weights where they are asked for: (B, Hq, Lq, Lk), before
-        dropout, without gradient, computed from the kernel's log-sum-exp.
+        The output, (B, Lq, Hq, Dv) contiguous, and the weights if requested, otherwise None. The
+            weights, (B, Hq, Lq, Lk), are before dropout and without gradient; the kernel's lse
+            gives them.
     """
     refuse_unknown(module, kwargs)
     if isinstance(attention_mask, Packed):
@@ -102,7 +106,7 @@ def attention_forward(
 def _mask_terms(
     module: Any, mask: torch.Tensor | Mask | None, q_length: int, k_length: int
 ) -> tuple[torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None, torch.Tensor | None]:
-    """attn_mask, causal, window and key_lengths for our op."""
+    """Return attn_mask, causal, window and key_lengths of our op."""
     if not isinstance(mask, Mask):
         return mask, None, None, None
     lengths = mask.shape[2:]
@@ -113,7 +117,8 @@ def _mask_terms(
                 f"{k_length} keys, and its mask is for {lengths[0]} and {lengths[1]}; use attn_implementation='eager' for this model"
             )
         if mask.causal is not None:
-            return mask.as_dense(), None, None, None  # one row for all queries, as BridgeTower's; its diagonal is not theirs
+            # One row for all queries (BridgeTower); causality does not apply.
+            return mask.as_dense(), None, None, None
     if mask.padding is None and mask.causal is None:
         return mask.dense, None, None, None
     return mask.padding, mask.causal, None if mask.window is None else (mask.window - 1, None), mask.lengths
@@ -122,7 +127,7 @@ def _mask_terms(
 def _packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, dropout: float, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of each sequence to itself, (1, H, total, D) to (1, total, H, Dv)."""
+    """Return self-attention of each sequence, (1, H, total, D) to (1, total, H, Dv)."""
     longest = int(offsets.diff().max())
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     return attention_varlen(q, k, v, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout)[None]
@@ -135,7 +140,7 @@ def _flattened(
     bounds: tuple[torch.Tensor, int],
     **options: Unpack[PackedOptions],
 ) -> torch.Tensor:
-    """Return the attention of sequences that a (B, L) batch has in a row, (B, L, Hq, Dv)."""
+    """Return the attention of a (B, L) batch of packed sequences, (B, L, Hq, Dv)."""
     offsets, longest = bounds
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = attention_varlen(q, k, v, offsets, offsets, longest, longest, **options)
@@ -143,26 +148,29 @@ def _flattened(
 
 
 def weights_wanted(kwargs: dict[str, Any]) -> bool:
-    """Whether the caller of the model asked for attention weights. Not every model passes that on to its attention (GPT-2 does
-    not), so that transformers' list of what it is to collect from this forward pass counts too."""
+    """Return whether the model's caller requested attention weights.
+
+    Some models (GPT-2) do not pass the request to attention, so transformers' list of outputs to
+    collect counts too.
+    """
     return bool(kwargs.get("output_attentions")) or any(name.endswith("attentions") for name in collected())
 
 
 def collected() -> tuple[str, ...]:
-    """What transformers is to collect from its modules in this forward pass."""
+    """Return the outputs that transformers collects in this forward pass."""
     return tuple(output_capturing._active_collector.get() or ())
 
 
 def _table_bias(
     module: Any, table: torch.Tensor, causal: Alignment | None, mask: torch.Tensor | None, q_length: int, k_length: int
 ) -> tuple[RelativePositionBias | torch.Tensor, Alignment | None]:
-    """T5's bias from its table, and the diagonal that puts the last query at the last key."""
+    """Return T5's bias from its table, and the diagonal that aligns the last query and key."""
     settings = dict(bidirectional=not module.is_decoder, max_distance=module.relative_attention_max_distance)
     if causal is None and mask is None and q_length == 1:
-        causal = "bottom_right"  # a decoding step: hides nothing, but says where the query stands
+        causal = "bottom_right"  # a decoding step: hides nothing, but sets the query's position
     if q_length == k_length or causal == "bottom_right":
         return RelativePositionBias(table, **settings), causal
-    # A dense mask over cached keys: it need not be causal, so that positions have no other way in than a dense bias.
+    # A dense mask over cached keys may be non-causal, so positions require a dense bias.
     i = torch.arange(k_length - q_length, k_length, device=table.device)[:, None]
     j = torch.arange(k_length, device=table.device)[None, :]
     buckets = buckets_of(j - i, table.shape[0], settings["bidirectional"], settings["max_distance"])

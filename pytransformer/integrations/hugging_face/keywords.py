@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keywords that transformers' models pass to their attention: supported, ignored or refused.
 
-Models pass on whatever their caller gave them, so attention receives columns of the batch too. sdpa
-ignores every keyword that it does not know. This module ignores one only if eager code cannot read it:
-neither the attention class nor the ``eager_attention_forward`` of its file contains the name, and it is
-not in :data:`REFUSED`, the keywords that change attention in other libraries' functions.
+Models pass on all keywords of their caller, so attention receives columns of the batch too. sdpa
+ignores every unknown keyword. This module ignores one only if eager code cannot read it: neither
+the attention class nor the ``eager_attention_forward`` of its file contains the name, and it is not
+in :data:`REFUSED`, the keywords that change attention in other libraries' functions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ REFUSED = {
 
 
 def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for a keyword that could change attention and is not supported, unless it is None or False."""
+    """Raise ValueError for an unsupported keyword that may change attention.
+
+    None and False are accepted.
+    """
     cls: Any = type(module)
     for name, value in kwargs.items():
         if name in HARMLESS or name in HONOURED or value is None or value is False:
@@ -69,9 +72,9 @@ def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
 
 @functools.cache
 def eager_code_reads(cls: type, name: str) -> bool:
-    """Return True if the eager attention of a class may read the keyword, or has no source to check.
+    """Return True if eager attention may read the keyword, or has no source to check.
 
-    The code checked is that of the class and its bases, and of ``eager_attention_forward`` in their files.
+    The check covers the class, its bases, and ``eager_attention_forward`` in their files.
     """
     classes = [base for base in cls.__mro__ if base not in (*torch.nn.Module.__mro__, Generic, Protocol)]
     functions = [getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in classes]
@@ -85,10 +88,10 @@ def eager_code_reads(cls: type, name: str) -> bool:
 def selected(
     module: Any, mask: torch.Tensor | Mask | None, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]
 ) -> torch.Tensor | Mask | None:
-    """The mask without the keys that an indexer left out.
+    """Return the mask restricted to the keys that an indexer selects.
 
-    ``indices`` is (B, Lq, k), the keys that each query keeps, of those that the mask shows (DeepSeek V3.2, GLM-MoE-DSA, AXK2).
-    ``block_indices`` is MiniMax-M3's, for which its indexer makes the mask.
+    ``indices`` is (B, Lq, k), the visible keys that each query keeps (DeepSeek V3.2, GLM-MoE-DSA,
+    AXK2). ``block_indices`` is MiniMax-M3's, whose indexer builds the mask.
     """
     indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
     if indices is None and blocks is None:
@@ -110,13 +113,18 @@ def selected(
 
 
 def sinks_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(sinks (H,), which our attention takes; sinks that differ from query to query, (B, H, Lq, 1)), under whichever name they come."""
+    """Return sinks (H,) and per-query sinks (B, H, Lq, 1), one of them None.
+
+    Either keyword name is accepted; our attention supports sinks (H,).
+    """
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     return (sinks, None) if sinks is None or sinks.dim() == 1 else (None, sinks)
 
 
 def gate_of_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    r"""What a sink of each query leaves of a softmax: with a logit s more in the denominator, whose value is zero,
+    r"""Return the factor by which a per-query sink scales the output.
+
+    A sink adds a logit s with value zero to the softmax's denominator, so the factor is
     :math:`e^{lse} / (e^{lse} + e^s) = \sigma(lse - s)`.
 
     Args:
@@ -124,6 +132,6 @@ def gate_of_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         sinks: (B, H, Lq, 1), broadcast.
 
     Returns:
-        (B, H, Lq, 1), to be multiplied with the output, before or after dropout.
+        (B, H, Lq, 1), a factor of the output before or after dropout.
     """
     return torch.sigmoid(lse[..., None] - sinks.to(lse.dtype))

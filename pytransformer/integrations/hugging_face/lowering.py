@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mask of one forward pass, lowered: what transformers asks of a registered mask function.
+"""The registered mask function of transformers: it lowers the mask of one forward pass.
 
-Key padding, causality, causal sliding windows and static caches stay B x Lk bytes or nothing at all; every pattern that is not one of
-transformers' own plain functions is built densely.
+Key padding, causality, causal sliding windows and static caches need at most B x Lk bytes. Any
+pattern that is not one of transformers' plain mask functions is built densely.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import masking_utils as masking
 from .mask import Mask, dense_mask
 from .packing import unpack_mask_function
 
-# By model type: code that looks whether its mask is a tensor before it adds columns to it, and leaves any other as it is. DeepSeek V4
-# adds one for each compressed key.
+# Model types whose code extends the mask only if it is a tensor. DeepSeek V4 adds a column per
+# compressed key.
 EXTENDED = frozenset({"deepseek_v4"})
 
 
@@ -34,16 +34,19 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Mask | torch.Tensor | None:
-    """The mask of one forward pass; None where eager code gets None, a bidirectional mask that hides nothing. Eager code's own tensor
-    for the models of :data:`EXTENDED`.
+    """Return the mask of one forward pass, or None for a bidirectional mask that hides nothing.
 
-    Args: those of ``transformers.masking_utils.sdpa_mask``. ``attention_mask`` is the (B, seen) padding mask, or what this function
-    has returned before (``generate`` asks ahead of the model); key j and query i stand at ``j + kv_offset`` and ``i + q_offset``.
+    Models of :data:`EXTENDED` get eager code's tensor.
+
+    Args: as in ``transformers.masking_utils.sdpa_mask``. ``attention_mask`` is the (B, seen)
+    padding mask or an earlier result of this function (``generate`` calls it before the model). Key
+    j and query i have the positions ``j + kv_offset`` and ``i + q_offset``.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
     if isinstance(q_offset, torch.Tensor):
-        q_offset = q_offset.clone()  # a static cache counts on in its own, before anyone asks this mask to be dense
+        # A static cache increments it in place before the mask may become dense.
+        q_offset = q_offset.clone()
     arguments = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
@@ -63,13 +66,14 @@ def attention_mask(
         dense = dense_mask(
             arguments, allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip
         )
-        # None is sdpa's word for plain causality from the first key on, where the model allows that; else nothing is hidden.
+        # sdpa's None means causal from the first key if the model allows the skip; otherwise it
+        # hides nothing.
         left_out = dense is None and allow_is_causal_skip and q_length > 1
         return Mask(arguments, dense=dense, causal="top_left" if left_out else None)
     padding = _key_padding(attention_mask, kv_length, kv_offset, there)
     padding = None if padding is None else padding.expand(batch_size, 1, 1, kv_length)
     if bidirectional and padding is None and segments is None and allow_is_bidirectional_skip:
-        return None  # as eager code gets it, which takes that for what it is; so does attention_forward
+        return None  # eager code and attention_forward read None the same way
     if isinstance(there, torch.Tensor) or there < kv_length:
         lengths = torch.as_tensor(there, dtype=torch.int64, device=device).repeat(batch_size)
         return Mask(arguments, padding, "bottom_right", window, lengths, segments=segments)
@@ -80,7 +84,10 @@ def attention_mask(
 
 
 def _window_codes() -> tuple[Any, Any]:
-    """Code objects of transformers' causal sliding-window mask, or Nones unless W means the last W keys, one's own included."""
+    """Return the code objects of transformers' sliding-window mask, or Nones.
+
+    They are Nones unless window W means the last W keys, including the query's.
+    """
     width = 3
     example = masking.sliding_window_causal_mask_function(width)
     queries, keys = torch.arange(9)[:, None], torch.arange(9)[None, :]
@@ -97,14 +104,14 @@ _AND_CODE, _OVERLAY_CODE = _window_codes()
 
 
 def causal_window(mask_function: Callable[..., Any]) -> int | None:
-    """The W of ``masking_utils.sliding_window_causal_mask_function(W)``, or None if the function is any other.
+    """Return the W of ``sliding_window_causal_mask_function(W)``, or None for any other function.
 
-    Recognised by its code and what that closes over; :func:`_window_codes` has checked what the code computes.
+    The function is identified by its code and closure; :func:`_window_codes` checks the code.
     """
-    # A compiler's trace has no closures to look into.
+    # A trace has no closures.
     if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND_CODE:
         return None
-    (cell,) = mask_function.__closure__ or ()  # as _window_codes has seen
+    (cell,) = mask_function.__closure__ or ()  # checked by _window_codes
     parts = cell.cell_contents
     if len(parts) != 2 or parts[1] is not masking.causal_mask_function:
         return None
@@ -115,24 +122,29 @@ def causal_window(mask_function: Callable[..., Any]) -> int | None:
 
 
 def _keys_there(q_offset: int | torch.Tensor, kv_offset: int, q_length: int) -> int | torch.Tensor:
-    """How many keys there are up to the last query's: fewer than the keys of a static cache that is not full.
+    """Return the number of keys up to the last query's; a static cache may have more.
 
-    A static cache gives its offset as a tensor. Under a trace that is not read, as it would break the graph."""
+    A static cache's offset is a tensor. A trace does not read it, because that would break the
+    graph.
+    """
     if isinstance(q_offset, torch.Tensor) and not masking.is_tracing(q_offset):
         q_offset = int(q_offset)
     return q_offset - kv_offset + q_length
 
 
 def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int, there: int | torch.Tensor) -> torch.Tensor | None:
-    """The (B, 1, 1, kv_length) part of a (B, seen) padding mask, or None where it hides nothing of the keys that are there. Keys past it
-    are hidden."""
+    """Return the (B, 1, 1, kv_length) part of a (B, seen) padding mask; None if all visible.
+
+    Keys beyond the mask are hidden.
+    """
     if mask is None:
         return None
     missing = kv_length + kv_offset - mask.shape[-1]
     if missing > 0:
         mask = torch.nn.functional.pad(mask, (0, missing))
     mask = mask[:, kv_offset : kv_offset + kv_length]
-    # Looking costs one read in eager mode and pays in every layer; under a trace it would break the graph.
+    # Eager mode reads the mask once, which pays in every layer; in a trace it would break the
+    # graph.
     if not masking.is_tracing(mask) and bool((mask if isinstance(there, torch.Tensor) else mask[:, :there]).all()):
         return None
     return mask[:, None, None, :]

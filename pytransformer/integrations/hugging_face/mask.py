@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mask interface hands to a transformers model: an object that only our attention reads as it is.
+"""The mask object of the mask interface, which only our attention reads directly.
 
-A tensor of some dtype could be read as another thing: added to scores, a bool mask hides nothing, and ``None`` says "nothing
-hidden" to one reader and "causal" to the next. A :class:`Mask` is no tensor. Models pass it on from layer to layer, through
-checkpointing, hooks and compiled graphs, as they do with flex attention's ``BlockMask``; :func:`.attention.attention_forward`
-takes it apart. It answers for its shape and device. Whatever else touches it (adds, indexes, converts, compares, hands it to a
-torch function) gets the additive mask that the model's eager code would have got, and so does what eager code does. Writing into
-it is refused: our attention would not see what was written.
+A tensor could be misread: a bool mask added to scores hides nothing, and ``None`` means "nothing
+hidden" to one reader and "causal" to another. A :class:`Mask` is not a tensor. Models pass it
+between layers, through checkpointing, hooks and compiled graphs, like flex attention's
+``BlockMask``, and :func:`.attention.attention_forward` reads its fields. It has a shape and a
+device. Any other access (adding, indexing, converting, comparing, a torch function) uses the
+additive mask of the model's eager code, with the same result. Writes raise, because our attention
+would ignore them.
 """
 
 from __future__ import annotations
@@ -24,26 +25,29 @@ from ...ops._core.options import Alignment
 from .models import described
 from .packing import sequence_bounds
 
-# By model type: code that takes its mask for True where a key is visible, whatever its dtype. Nemotron ASR hides where logical_not says
-# True; the additive mask, 0 where a key is visible, hides the reverse, and its eager outputs are NaN.
+# Model types whose code reads a mask of any dtype as True = visible. Nemotron ASR hides keys by
+# logical_not, so the additive mask, with 0 for visible keys, hides the reverse and gives NaN.
 READ_AS_BOOL = frozenset({"nemotron_asr_streaming_encoder"})
 
 
 @dataclass(eq=False)
 class Mask:
-    """One forward pass's mask, (B, 1, Lq, Lk): ``padding`` and ``causal`` and ``window`` and ``lengths``, or ``dense``.
+    """One forward pass's mask, (B, 1, Lq, Lk).
+
+    It is ``padding``, ``causal``, ``window`` and ``lengths``, or ``dense``.
 
     Args:
-        arguments: of ``transformers.masking_utils.sdpa_mask``, which makes the same mask dense.
-        padding: (B, 1, 1, Lk) bool, True where a key may be seen; None hides nothing.
-        causal: where the causal diagonal ends; None for no causality.
-        window: how many keys a query sees, its own included; needs ``causal``.
-        lengths: (B,) int64, how many of the keys are there yet, the last query's the last: a static cache's. None: all.
-        dense: (B, 1, Lq, Lk) bool: what the mask is if the rest is None, else the same once more.
-        segments: (B, L) integers, the sequence of each token in a packed batch; None for one sequence per row.
-        moved: the device, if it is no longer that of ``arguments``.
-        additive: eager code's mask, once something has touched this one.
-        bounds: offsets and longest sequence of ``segments``, once a layer has read them.
+        arguments: of ``transformers.masking_utils.sdpa_mask``, which builds the same mask densely.
+        padding: (B, 1, 1, Lk) bool, True for visible keys; None hides nothing.
+        causal: alignment of the causal diagonal; None: not causal.
+        window: number of keys a query sees, including the query's; requires ``causal``.
+        lengths: (B,) int64, valid keys of a static cache, up to the last query's; None: all.
+        dense: (B, 1, Lq, Lk) bool, the mask if the other fields are None, otherwise an equal copy.
+        segments: (B, L) integers, the sequence of each token in a packed batch; None for one
+            sequence per row.
+        moved: the device, if it differs from that in ``arguments``.
+        additive: eager code's mask, cached by the first access.
+        bounds: offsets and longest sequence of ``segments``, cached by the first layer.
     """
 
     arguments: dict[str, Any]
@@ -83,7 +87,7 @@ class Mask:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Itself on another device (pipelines over several devices move it); any other conversion is a touch."""
+        """Return the mask on another device (for pipelines); other conversions return a tensor."""
         target = args[0] if args else kwargs.get("device")
         if len(args) > 1 or not isinstance(target, (str, int, torch.device)) or kwargs.keys() - {"device", "non_blocking"}:
             return self.touched().to(*args, **kwargs)
@@ -100,15 +104,18 @@ class Mask:
         return self.bounds
 
     def as_dense(self) -> torch.Tensor:
-        """transformers' own (B, 1, Lq, Lk) bool mask; made once."""
+        """Return transformers' (B, 1, Lq, Lk) bool mask, cached."""
         if self.dense is None:
             dense = dense_mask(self.arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-            assert dense is not None  # both ways of leaving it out are shut
+            assert dense is not None  # both skips are off
             self.dense = dense.to(self.device)
         return self.dense
 
     def touched(self) -> torch.Tensor:
-        """transformers' own additive mask, which eager code gets; made once. sdpa's for the models of :data:`READ_AS_BOOL`."""
+        """Return transformers' additive mask for eager code, cached.
+
+        Models of :data:`READ_AS_BOOL` get sdpa's bool mask.
+        """
         if getattr(self.arguments.get("config"), "model_type", None) in READ_AS_BOOL:
             return self.as_dense()
         if self.additive is None:
@@ -116,7 +123,7 @@ class Mask:
         return self.additive
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy, pickle and hasattr look for
+        if name.startswith("__"):  # copy, pickle and hasattr probe these names
             raise AttributeError(name)
         if name.endswith("_"):
             self.refuse_writing(name)
@@ -140,7 +147,7 @@ class Mask:
 
 
 def dense_mask(arguments: dict[str, Any], **skips: bool) -> torch.Tensor | None:
-    """transformers' own ``sdpa_mask``; ``skips`` are its two flags that let it return None."""
+    """Return transformers' ``sdpa_mask``; ``skips`` are its two flags that allow None."""
     return masking.sdpa_mask(**arguments, **skips)
 
 
@@ -166,11 +173,14 @@ for _name in (
     setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("setitem", *(f"i{f}" for f in (*_SUMS, *_BITS))):
     setattr(Mask, f"__{_name}__", _in_place(f"__{_name}__"))
-Mask.__hash__ = object.__hash__  # type: ignore[method-assign]  # defining __eq__ takes it away
+Mask.__hash__ = object.__hash__  # type: ignore[method-assign]  # defining __eq__ removes it
 
 
 @dataclass(eq=False)
 class Packed:
-    """The batch is one row of B sequences that start at ``offsets``, (B + 1,) int64: encoders converted to leave padding out."""
+    """The mask of B sequences in one row, starting at ``offsets``, (B + 1,) int64.
+
+    Encoders converted to skip padding use it.
+    """
 
     offsets: torch.Tensor

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transformers architectures ask the attention interface, found when a model is built or switched.
+"""Checks that a transformers architecture uses the attention interface, on build or switch.
 
-transformers itself looks into the source of a model's file for the same purpose (``_can_set_attn_implementation``), but only warns,
-and only when a built model is switched. :func:`watch` adds the question where every model's request ends, in
-``PreTrainedModel.get_correct_attn_implementation``; requests for other implementations pass through it untouched.
+transformers also inspects the source of a model's file (``_can_set_attn_implementation``), but it
+only warns, and only when a built model is switched. :func:`watch` adds a check in
+``PreTrainedModel.get_correct_attn_implementation``, which every request reaches. Requests for other
+implementations are unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OWN_TABLE = re.compile(r"\b(?!ALL_)[A-Z0-9_]+\[\s*(self\.)?config\._attn_implem
 
 
 def watch(ours: Any) -> None:
-    """From now on, models that ask for the attention function ``ours`` must be able to call it. Idempotent."""
+    """Check every model that requests the attention function ``ours``. Idempotent."""
     method = PreTrainedModel.get_correct_attn_implementation
     if getattr(method, "watches", None) is ours:
         return
@@ -41,8 +42,8 @@ def watch(ours: Any) -> None:
 def pickle_with_name(ours: Any, rebuild: Any) -> None:
     """Make configs that name the attention function ``ours`` register the name when unpickled.
 
-    A spawned process has only transformers' own names. Every model, converted or not, and most of
-    their modules hold a config. Other configs pickle as before. Idempotent.
+    A spawned process has only transformers' names. Every model, converted or not, and most of their
+    modules have a config. Other configs pickle as before. Idempotent.
     """
     if getattr(PreTrainedConfig.__reduce_ex__, "pickles", None) is ours:
         return
@@ -60,10 +61,11 @@ def pickle_with_name(ours: Any, rebuild: Any) -> None:
 
 
 def check(model: Any) -> None:
-    """Raise if the model cannot call our attention.
+    """Raise ValueError if the model cannot call our attention.
 
     Raises:
-        ValueError: its own file has attention classes, and none asks the interface, or one is chosen from a table of its own.
+        ValueError: its file has attention classes that do not use the interface, or a private table
+            of classes.
     """
     reason = why_not(type(model).__module__)
     if reason is not None:
@@ -75,7 +77,10 @@ def check(model: Any) -> None:
 
 @functools.cache
 def why_not(module: str) -> str | None:
-    """Why models of this Python module cannot run on a registered attention function, or None. No source, no reason."""
+    """Return why models of this Python module cannot use a registered attention, or None.
+
+    Without source the result is None.
+    """
     file = sys.modules.get(module)
     try:
         source = inspect.getsource(file) if file is not None else ""
@@ -89,5 +94,5 @@ def why_not(module: str) -> str | None:
 
 
 def described(config: Any, name: str | None = None) -> str:
-    """A model for error messages, by the name of its class if it is known and by its config."""
+    """Return a model's description for messages, by class name (if given) and config."""
     return f"{name or type(config).__name__.removesuffix('Config')} (model type {getattr(config, 'model_type', None)!r})"

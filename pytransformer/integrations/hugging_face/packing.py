@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches: several sequences in one row, by ``position_ids`` that restart or ``cu_seq_lens_*``.
+"""Packed batches: several sequences per row, by restarting ``position_ids`` or offsets.
 
-transformers turns restarting ``position_ids`` into a mask function that compares the sequence number of
-query and key. :func:`unpack_mask_function` reads the numbers back, so that no (L, L) mask is built.
+Offsets are the keywords ``cu_seq_lens_*``.
+
+transformers turns restarting ``position_ids`` into a mask function that compares the sequence
+number of query and key. :func:`unpack_mask_function` reads the numbers back, so no (L, L) mask is
+built.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    """Return what a function closes over, by name."""
+    """Return the closure variables of a function, by name."""
     code = getattr(function, "__code__", None)
     closure = getattr(function, "__closure__", None)
     return {} if code is None or not closure else dict(zip(code.co_freevars, (c.cell_contents for c in closure)))
@@ -26,7 +29,7 @@ def _cells(function: Any) -> dict[str, Any]:
 def _codes() -> tuple[Any, Any, Any]:
     """Return the code objects of ``and_masks``, the packed mask and the position map, or Nones.
 
-    transformers before 5.23 has no position map; its packed mask alone compares indices.
+    transformers before 5.23 has no position map; its packed mask compares indices.
     """
     numbers, positions = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]])
     packed = masking.packed_sequence_mask_function(numbers)
@@ -49,8 +52,8 @@ _BOTH, _PACKED, _MAPPED = _codes()
 def unpack_mask_function(function: Callable[..., Any]) -> tuple[Callable[..., Any], torch.Tensor | None]:
     """Split a mask function of a packed batch into the function per sequence and sequence numbers.
 
-    Within a sequence, positions and indices differ by a constant: transformers starts a new sequence
-    where positions do not grow by one. A mask by position is therefore the mask by index there.
+    Within a sequence, positions and indices differ by a constant, because transformers starts a new
+    sequence if positions do not grow by one. There a mask by position equals the mask by index.
 
     Returns:
         The function and (B, L) integers; the argument and None if the batch is not packed.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' continuous batching (``generate_batch``) on our kernels: packed queries, pages of keys, lengths, no mask.
+"""transformers' continuous batching (``generate_batch``) on our kernels, without a mask.
 
-transformers puts the new tokens of all requests into one row and their keys into pages that it manages. To an attention whose name has
-``flash`` in it, it hands where each request's queries and keys begin; to any other a dense mask of all queries by all keys. So ours has
-such a name, :data:`NAME`, which only :func:`.integrations.transformers.continuous_batching` sets.
+transformers concatenates the new tokens of all requests into one row and manages pages of their
+keys. It passes the offsets of each request's queries and keys to an attention whose name contains
+``flash``, and a dense mask of all queries by all keys to any other. :data:`NAME` is therefore such
+a name, and only :func:`.integrations.transformers.continuous_batching` sets it.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def _attend_pages(
     single = kwargs["max_length_q"] == 1 and query.shape[2] == len(kwargs["cu_seq_lens_q"]) - 1
     if not (single and len(read) and allocator.supports_block_table):
         return None
-    kwargs["read_index"] = [index[:0] for index in kwargs["read_index"]]  # write, gather nothing
+    # Write the new keys, gather nothing.
+    kwargs["read_index"] = [index[:0] for index in kwargs["read_index"]]
     cache.update(key, value, layer, kwargs)
     pools = [pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer)]
     table, lengths = table_of(read, kwargs["cu_seq_lens_k"], pools[0].shape[2])
@@ -115,8 +117,11 @@ def _attend_pages(
 
 
 def table_of(read: torch.Tensor, offsets: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pages (B, width) int64, lengths (B,)) from where each key lies: request b's are ``read[offsets[b] : offsets[b + 1]]``, page after
-    page, each from its beginning on. What stands behind a request's last page is not read."""
+    """Return the page table (B, width) int64 and lengths (B,) from key indices.
+
+    Request b's keys are ``read[offsets[b] : offsets[b + 1]]``, in page order, each page from its
+    first row. Entries after a request's last page are unused.
+    """
     lengths = offsets.diff()
     width = -(-int(lengths.max()) // page_size) if len(lengths) else 0
     first = offsets[:-1, None] + page_size * torch.arange(width, device=read.device)

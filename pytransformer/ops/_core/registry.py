@@ -190,7 +190,7 @@ class Op:
             places = [i for i, want in zip(self.positions, wanted) if want]
             given = [i for i, g in enumerate(grads) if g is not None]
             results: Sequence[torch.Tensor]
-            with _autograd_inside():
+            with autograd_inside():
                 leaves = [a[i].detach().requires_grad_() for i in places]
                 outputs = reference_outputs(self, a, places, leaves, given)
                 # An output may depend on none of the leaves, as lse on value.
@@ -389,7 +389,7 @@ def joined(reasons: Mapping[str, str | None]) -> str:
 
 
 @contextlib.contextmanager
-def _autograd_inside() -> Iterator[None]:
+def autograd_inside() -> Iterator[None]:
     """Let autograd record in the body of a raw op, where a dispatch mode (opcheck's, fake tensors') has switched it off."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
