@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the command line's benchmark under pytest-benchmark: the file of a family in ops/ gets one test per case,
-mode and backend.
+"""The benchmark cases of the command line under pytest-benchmark.
 
-    pytest bench/ops/attention.py --benchmark-group-by=param:step --size medium --dtype bfloat16 -k "causal and fwd"
+Each family's file in ops/ gets one test per case, mode and backend:
+
+    pytest bench/ops/attention.py --benchmark-group-by=param:step --size medium -k "causal and fwd"
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def timed(benchmark, step: plan.Step, backend: str):
-    """Checks one backend at one step, then times it; a wrong one fails, one that cannot do it is skipped with its reason."""
+    """Check one backend at one step, then time it.
+
+    A wrong result fails; an unsupported step is skipped with its reason.
+    """
 
     def run() -> None:
         problem = providers.Problem.make(step.case, step.dtype, "cpu", seed=runner.SEED, grad=step.mode != "fwd")

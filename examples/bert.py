@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT from nothing: pre-training (masked tokens and next sentences), then fine-tuning to classify. No files, no network.
+"""BERT from scratch: pre-training, then fine-tuning a classifier; no files, no network.
 
     python examples/bert.py            about two minutes on two cores
     python examples/bert.py --steps 20 --classify-steps 10
-    python examples/bert.py --layers 6 --heads 12 --out results/bert      for pictures, with pytransformer attention-map results/bert
+    python examples/bert.py --layers 6 --heads 12 --out results/bert
 
-The text is stories that the grammar of portuguese.py writes: the English sentences of one person each. Classes: does a sentence speak
-of a number, of a date, of both, or of neither?
+--out saves the model for pictures: pytransformer attention-map results/bert. Pre-training uses
+masked tokens and next sentences. The texts are stories by the grammar of portuguese.py, the English
+sentences of one person each. The classes are whether a sentence contains a number, a date, both, or
+neither.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from pytransformer.training import (
 from pytransformer.training.batching import attention_mask
 from pytransformer.training.tokenizer import END, START
 
-sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 from portuguese import make_corpus
 
 CLASSES = ("neither", "number", "date", "both")
@@ -61,7 +63,7 @@ def train(model: BERT, batches: Batches, steps: int, peak: float) -> None:
 
 
 def save(model: BERT, tokenizer: Tokenizer, folder: Path) -> None:
-    """The model, and a tokenizer.json that encloses one or two sentences as the model has read them: <s> a </s> b </s>."""
+    """Save the model and a tokenizer.json that adds special tokens: <s> a </s> b </s>."""
     model.save(folder)
     tokenizer.save(folder / "tokenizer.json")
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -73,14 +75,14 @@ def save(model: BERT, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
-    """Returns the share of held-out sentences that are classified right, and that of the class they have most of."""
+    """Return the held-out accuracy, and that of the most frequent class."""
     options = parse(arguments)
     corpus = make_corpus(options.sentences, max(16, options.sentences // 10), seed=1)
     tokenizer = Tokenizer.train([s.target for s in corpus.train], 1000)
     special = frozenset([tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id])
     vocabulary = Vocabulary(len(tokenizer), tokenizer.mask_id, special)
 
-    # A story keeps to one template, so that a sentence says something about the next one.
+    # A story uses one template, so that a sentence predicts the next one.
     stories: dict[str, list[list[int]]] = {}
     for sentence in corpus.train:
         stories.setdefault(sentence.combination.template, []).append(tokenizer.encode(sentence.target))
@@ -103,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
         labels = torch.tensor([label for _, label in examples])
         return {"input_ids": pad(ids, tokenizer.pad_id), "attention_mask": attention_mask(ids), "labels": labels}
 
-    few = [example(s) for s in corpus.train[: max(64, options.sentences // 8)]]  # fine-tuning needs few labels
+    # fine-tuning needs few labels
+    few = [example(s) for s in corpus.train[: max(64, options.sentences // 8)]]
     classifier = model.with_heads("classification", num_labels=len(CLASSES))
     print(f"fine-tuning on {len(few)} labelled sentences")
     train(classifier, Batches(few, 32, classify_collate), options.classify_steps, 5e-4)

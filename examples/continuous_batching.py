@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that join and leave between the steps of one loop: a small GPT, a paged cache, a fixed number of slots.
+"""Continuous batching: a small GPT, a paged cache, and a fixed number of slots.
 
     python examples/continuous_batching.py                    a few seconds on two cores
     python examples/continuous_batching.py --requests 200 --slots 16
 
-Requests arrive at random, with prompts of different lengths of which many begin alike, some drawn, some greedy. Each result is checked
-against generate on that prompt alone. The model is untrained: its tokens mean nothing.
+Requests join and leave between the steps of one loop. They arrive at random, with prompts of
+different lengths, many with a common prefix, some sampled and some greedy. Each result is compared
+with generate on that prompt alone. The model is untrained, so its tokens have no meaning.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def draw(rng: random.Random, beginnings: list[list[int]]) -> tuple[list[int], Decoding, int]:
-    """A prompt, how to continue it, and the seed of its draws."""
+    """Return a prompt, its decoding settings, and its RNG seed."""
     prompt = rng.choice(beginnings) + [rng.randrange(4, 500) for _ in range(rng.randint(1, 30))]
     drawn = {"sample": True, "temperature": 0.8, "top_p": 0.95} if rng.random() < 0.5 else {}
     return prompt, Decoding(max_new_tokens=rng.randint(1, 30), stop=(3,), **drawn), rng.randrange(2**31)
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[int, int]:
-    """(requests, those whose tokens are what generate gives them alone)."""
+    """Return the number of requests, and how many match generate on the prompt alone."""
     settings = parse(arguments)
     rng = random.Random(settings.seed)
     torch.manual_seed(settings.seed)
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> tuple[int, int]:
     same = steps = told = 0
     began = time.perf_counter()
     while batcher.busy or len(asked) < settings.requests:
-        for _ in range(min(rng.choice([0, 0, 1, 2]), settings.requests - len(asked))):  # what arrives between two steps
+        # Arrivals between two steps.
+        for _ in range(min(rng.choice([0, 0, 1, 2]), settings.requests - len(asked))):
             prompt, how, seed = draw(rng, beginnings)
             asked[batcher.submit(prompt, how, generator=torch.Generator().manual_seed(seed))] = prompt, how, seed
         for finished in batcher.step():

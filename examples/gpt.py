@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT from nothing: completes sentences, then learns to summarize in the same causal sequence: article, delimiter, summary.
+"""GPT from scratch: complete sentences, then summarize articles in the same causal model.
 
     python examples/gpt.py             about two minutes on two cores
     python examples/gpt.py --steps 20
 
-An article is three sentences that the grammar of portuguese.py writes; its summary is the names and nouns that they begin with, in
-order. Only what follows the delimiter is learned there; --prefix lets the article's tokens see each other (prefix-LM).
+A sequence is article, delimiter, summary. An article is three sentences by the grammar of
+portuguese.py; its summary is their first names and nouns, in order. Only the tokens after the
+delimiter are learned. With --prefix, the article's tokens attend to each other (prefix-LM).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pytransformer.training import (
 )
 from pytransformer.training.batching import attention_mask
 
-sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 from portuguese import make_corpus
 
 DELIMITER = "<sep>"
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def summary_of(sentences: Sequence[str]) -> str:
-    """The first two words of each."""
+    """Return the first two words of each sentence."""
     return ", ".join(" ".join(sentence.rstrip(".?").split()[:2]) for sentence in sentences)
 
 
@@ -59,7 +60,7 @@ def train(model: GPT, examples: list[list[int]], collate, steps: int) -> None:
 
 
 def surprise(model: GPT, examples: list[list[int]], collate, learned: list[list[int]]) -> tuple[float, float]:
-    """The mean loss of held-out examples, in nats a token, and that of how often each token is asked for in `learned`."""
+    """Return the held-out loss in nats per token, and the loss of unigram counts of `learned`."""
     batch = collate(examples, None)
     model.eval()
     with torch.no_grad():
@@ -71,7 +72,7 @@ def surprise(model: GPT, examples: list[list[int]], collate, learned: list[list[
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
-    """Returns the share of held-out articles that are summarized exactly, the loss of their summaries, and :func:`surprise`'s other."""
+    """Return the share of exact held-out summaries, their loss, and :func:`surprise`'s baseline."""
     options = parse(arguments)
     corpus = make_corpus(options.sentences, max(24, options.sentences // 20), seed=2)
     tokenizer = Tokenizer.train([s.target for s in corpus.train], 1000, special=[DELIMITER])

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus in Portuguese and English, for the translator and the other examples: sentences that a small grammar writes. No network.
+"""Write a Portuguese-English corpus from a small grammar, for the translator and examples.
 
-    python examples/portuguese.py           6,000 pairs and 500 held out, in results/portuguese/{train,held-out}.tsv
-    pytransformer train translate --data results/portuguese/train.tsv --held-out results/portuguese/held-out.tsv
+    python examples/portuguese.py    # 6,000 pairs, 500 held out, in results/portuguese/*.tsv
+    cd results/portuguese
+    pytransformer train translate --data train.tsv --held-out held-out.tsv
 
-Portuguese agrees where English does not (articles, adjectives and "um", "dois", "duzentos" follow the noun's gender and
-number), and orders adjectives and dates the other way round, so a translator of these sentences has to look at the source.
-Everything is a function of the seed.
+Portuguese has agreement where English has none: articles, adjectives and "um", "dois", "duzentos"
+follow the noun's gender and number. It also reverses the order of adjectives and dates, so a
+translator of these sentences has to attend to the source. Everything is a function of the seed.
 
-A sentence is made from a template, and what it holds of number and date is its combination. A combination belongs either to
-training or to the held-out sentences, never to both; a clause with neither number nor date is told apart by its words.
+A template produces each sentence. Its number and date form its combination. A combination is either
+in training or held out, never both. For a clause with neither number nor date, the words form the
+combination.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import NamedTuple
 
 from pytransformer.training import write_pairs
 
-sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
+sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 from portuguese_lexicon import (
     ADJECTIVES,
     MONTHS,
@@ -40,7 +42,7 @@ from portuguese_lexicon import (
     Verb,
 )
 
-HELD_OUT_SHARE = 0.1  # of all combinations
+HELD_OUT_SHARE = 0.1  # share of all combinations
 _UNITS = "zero um dois três quatro cinco seis sete oito nove dez onze doze treze catorze quinze dezesseis dezessete dezoito dezenove"
 _TENS = "vinte trinta quarenta cinquenta sessenta setenta oitenta noventa"
 _HUNDREDS = "cento duzentos trezentos quatrocentos quinhentos seiscentos setecentos oitocentos novecentos"
@@ -52,12 +54,12 @@ _TENS_EN = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 class Combination(NamedTuple):
-    """What decides whether a sentence is held out."""
+    """The part of a sentence that decides whether it is held out."""
 
     template: str
     number: int | None
     date: tuple[int, int] | None  # day, month
-    words: tuple[str, ...] = ()  # of a clause without number and date
+    words: tuple[str, ...] = ()  # words of a clause without number and date
 
 
 class Sentence(NamedTuple):
@@ -72,7 +74,7 @@ class Corpus(NamedTuple):
 
 
 def number_pt(n: int, gender: str = "m") -> str:
-    """`n` from 0 to 999 in words, agreeing with a noun of this gender: 202, "f" -> "duzentas e duas"."""
+    """Return `n` from 0 to 999 in words, with gender: 202, "f" -> "duzentas e duas"."""
     if not 0 <= n <= 999:
         raise ValueError(f"number_pt: n must be between 0 and 999, got {n}")
     if n == 100:
@@ -91,7 +93,7 @@ def number_pt(n: int, gender: str = "m") -> str:
 
 
 def number_en(n: int) -> str:
-    """`n` from 0 to 999 in words: 121 -> "one hundred and twenty-one"."""
+    """Return `n` from 0 to 999 in words: 121 -> "one hundred and twenty-one"."""
     if not 0 <= n <= 999:
         raise ValueError(f"number_en: n must be between 0 and 999, got {n}")
     hundreds, rest = divmod(n, 100)
@@ -105,7 +107,7 @@ def number_en(n: int) -> str:
 
 
 class _Draw:
-    """Draws words, and remembers the number and the date that it drew."""
+    """A source of words that records the number and the date that it drew."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -125,12 +127,12 @@ class _Draw:
         return self.chance.choice(SUBJECTS)
 
     def count(self, low: int = 1, high: int = 999) -> int:
-        """A number; small ones are as frequent as large ones."""
+        """Return a number; small ones are as frequent as large ones."""
         self.number = self.chance.randint(low, self.chance.choice([h for h in (20, 100, 999) if low < h <= high] or [high]))
         return self.number
 
     def day(self) -> tuple[str, str]:
-        """A date in both languages: "5 de março", "March 5"."""
+        """Return a date in both languages: "5 de março", "March 5"."""
         month = self.chance.randrange(12)
         day = self.chance.randint(1, (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)[month])
         self.date = (day, month + 1)
@@ -139,7 +141,7 @@ class _Draw:
 
 
 def _counted(draw: _Draw, adjective: bool) -> tuple[str, str]:
-    """ "vinte e duas casas pretas", "twenty-two black houses"."""
+    """Return a counted noun: "vinte e duas casas pretas", "twenty-two black houses"."""
     noun, n = draw.noun(), draw.count()
     pt, en = [number_pt(n, noun.gender), noun.pt(n)], [number_en(n), noun.en(n)]
     if adjective:
@@ -150,7 +152,7 @@ def _counted(draw: _Draw, adjective: bool) -> tuple[str, str]:
 
 
 def _definite(draw: _Draw, adjective: bool) -> tuple[str, str, int]:
-    """ "as casas pretas", "the black houses", 2."""
+    """Return a definite noun and its number: "as casas pretas", "the black houses", 2."""
     noun, n = draw.noun(), draw.chance.choice((1, 2))
     article = {("m", 1): "o", ("f", 1): "a", ("m", 2): "os", ("f", 2): "as"}[noun.gender, n]
     if not adjective:
@@ -244,7 +246,7 @@ TEMPLATES: dict[str, Callable[[_Draw], tuple[str, str]]] = {
 
 
 def make_sentence(chance: random.Random) -> Sentence:
-    """One sentence, drawn with `chance`."""
+    """Return one sentence drawn with `chance`."""
     template = chance.choice(list(TEMPLATES))
     draw = _Draw(chance)
     source, target = TEMPLATES[template](draw)
@@ -253,16 +255,16 @@ def make_sentence(chance: random.Random) -> Sentence:
 
 
 def is_held_out(combination: Combination, seed: int) -> bool:
-    """Whether sentences of this combination are kept from training: a tenth of all combinations, another tenth for each seed."""
+    """Return True for a tenth of all combinations, another tenth for each seed."""
     digest = hashlib.blake2b(repr((seed, tuple(combination))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64
 
 
 def make_corpus(train: int = 6000, held_out: int = 500, seed: int = 0) -> Corpus:
-    """`train` and `held_out` sentences, all different; the same for the same numbers on every machine.
+    """Return `train` and `held_out` different sentences, reproducible on every machine.
 
     Raises:
-        ValueError: a negative number, or more sentences than the grammar can make.
+        ValueError: a negative number, or more sentences than the grammar can produce.
     """
     if train < 0 or held_out < 0 or train + held_out > 100_000:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of the grammar, Portuguese (of Brazil) and English, with the forms that agreement asks for."""
+"""The grammar's words, Brazilian Portuguese and English, with forms for agreement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Noun(NamedTuple):
 
 
 class Adjective(NamedTuple):
-    forms_pt: tuple[str, str, str, str]  # masculine one and many, feminine one and many
+    # Masculine singular and plural, feminine singular and plural.
+    forms_pt: tuple[str, str, str, str]
     en: str
 
     def pt(self, gender: str, n: int) -> str:
@@ -41,11 +42,11 @@ class Verb(NamedTuple):
 class Person(NamedTuple):
     pt: str
     en: str
-    form: int  # of the verb
+    form: int  # index of the verb form
 
     @property
     def third(self) -> bool:
-        """Third person singular, which English marks."""
+        """Return True for the third person singular, which English marks."""
         return self.form == 1
 
 
@@ -87,7 +88,10 @@ f vaca vacas cow cows""".splitlines()
 
 
 def _adjective(line: str) -> Adjective:
-    """ "preto black" has four forms, "grande big" two, an irregular one gives all four."""
+    """Return an adjective; "preto black" has four forms, "grande big" two.
+
+    Irregular ones list all four.
+    """
     *forms, en = line.split()
     if len(forms) == 4:
         return Adjective((forms[0], forms[1], forms[2], forms[3]), en)
@@ -117,7 +121,7 @@ bom bons boa boas good""".splitlines()
 
 
 def _verb(line: str) -> Verb:
-    """A regular verb by its infinitive: "comprar buy buys bought"."""
+    """Return a regular verb from a line such as "comprar buy buys bought"."""
     infinitive, en, third_en, past_en = line.split()
     stem = infinitive[:-2]
     if infinitive.endswith("ar"):

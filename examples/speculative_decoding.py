@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: several tokens a step, guessed by looking up what followed the same words before, and checked in one call.
+"""Speculative decoding: guess several tokens from repeated text, check them in one call.
 
     python examples/speculative_decoding.py                   seconds on two cores
-    python examples/speculative_decoding.py --branches 1      a chain of guesses instead of a tree
+    python examples/speculative_decoding.py --branches 1      a chain of guesses, not a tree
     python examples/speculative_decoding.py --cache paged --tokens 150
 
-The last tokens are looked up in what was read and written so far, and up to ``--branches`` places where they stood before say what may
-follow. Guesses that begin alike share nodes of a tree. The tree is read in one call, each node seeing its own path alone. The longest
-path on which the model itself says every token is kept, one more token is the model's, and the rest is forgotten by ``crop``. Every
-token is the one that greedy decoding gives, which is checked at the end.
+Earlier occurrences of the last tokens, up to ``--branches`` of them, propose continuations.
+Proposals with a common prefix share nodes of a tree. One model call reads the tree; each node sees
+only its path. The longest path that matches the model's tokens is accepted, the model adds one more
+token, and ``crop`` drops the rest of the cache. Every token equals that of greedy decoding, which
+the example checks at the end.
 
-The model is a small GPT, trained for a moment on text that repeats itself, so that there is something to guess.
+The model is a small GPT, trained briefly on repetitive text, so that guesses can match.
 
 Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); Miao
 et al., "SpecInfer" (2024) for trees.
@@ -32,14 +33,14 @@ VOCABULARY, LENGTH = 60, 384
 
 
 class Tree:
-    """Tokens to be read, parents before children: first a chain of certain ones, then guesses."""
+    """Tokens to read, parents before children: a chain of certain tokens, then guesses."""
 
     def __init__(self, certain: Sequence[int]) -> None:
         self.certain, self.tokens = len(certain), list(certain)
         self.parents = list(range(-1, len(certain) - 1))
 
     def add(self, path: Sequence[int]) -> None:
-        """A guess behind the certain tokens; what another has in common with its beginning is there already."""
+        """Add a guess after the certain tokens; it shares nodes with a common prefix."""
         node = self.certain - 1
         for token in path:
             known = [n for n in range(self.certain, len(self.tokens)) if self.parents[n] == node and self.tokens[n] == token]
@@ -49,7 +50,7 @@ class Tree:
             node = known[0] if known else len(self.tokens) - 1
 
     def seen(self) -> torch.Tensor:
-        """(nodes, nodes) bool: each sees itself and its path."""
+        """Return (nodes, nodes) bool: each node sees itself and its path."""
         found = torch.eye(len(self.tokens), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -57,7 +58,7 @@ class Tree:
         return found
 
     def right(self, answers: Sequence[int]) -> list[int]:
-        """The guessed nodes on the path that the model's answers follow."""
+        """Return the guessed nodes on the path that matches the model's answers."""
         path = [self.certain - 1]
         for node in range(self.certain, len(self.tokens)):
             if self.parents[node] == path[-1] and self.tokens[node] == answers[path[-1]]:
@@ -66,13 +67,16 @@ class Tree:
 
 
 def look_up(text: list[int], branches: int, depth: int, same: int = 2) -> list[list[int]]:
-    """What followed the last ``same`` tokens where they stood before, latest first."""
+    """Return the continuations of earlier occurrences of the last ``same`` tokens, latest first."""
     places = (end for end in range(len(text) - 1, same - 1, -1) if text[end - same : end] == text[-same:])
     return [text[end : end + depth] for end, _ in zip(places, range(branches))]
 
 
 def step(model: GPT, cache: nn.DecoderCache, text: list[int], branches: int, depth: int) -> list[int]:
-    """One call of the model: the tokens that are certain after it. The cache holds the beginning of ``text``, and then more of it."""
+    """Call the model once; return the tokens that are then certain.
+
+    The cache holds a prefix of ``text`` and grows.
+    """
     held = cache.length
     tree = Tree(text[held:])
     for guess in look_up(text, branches, depth):
@@ -81,14 +85,15 @@ def step(model: GPT, cache: nn.DecoderCache, text: list[int], branches: int, dep
     sees = torch.cat((torch.ones(nodes, held, dtype=torch.bool), tree.seen()), 1)
     answers = model(torch.tensor([tree.tokens]), sees[None], past_key_values=cache).logits[0].argmax(-1).tolist()
     path = tree.right(answers)
-    # Keys lie in the order of nodes: those of the path that follow each other stay, others are read again with the next tree.
+    # Keys are in the order of nodes. Accepted consecutive nodes stay; the next tree reads the rest
+    # again.
     stay = tree.certain + next((i for i, node in enumerate(path) if node != tree.certain + i), len(path))
     cache.crop(held + stay)
     return [tree.tokens[node] for node in path] + [answers[path[-1] if path else tree.certain - 1]]
 
 
 def trained(steps: int, rng: random.Random) -> tuple[GPT, list[list[int]]]:
-    """A model of phrases in random order, and the phrases."""
+    """Return a model trained on phrases in random order, and the phrases."""
     phrases = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(4, 9))] for _ in range(12)]
     model = GPT(GPTConfig(vocab_size=VOCABULARY, d_model=64, num_layers=2, num_heads=4, max_length=LENGTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -119,7 +124,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[list[int], list[int], int]:
-    """(the tokens, those of greedy decoding, how many calls the model had for them)."""
+    """Return the tokens, those of greedy decoding, and the number of model calls."""
     settings = parse(arguments)
     rng = random.Random(settings.seed)
     torch.manual_seed(settings.seed)

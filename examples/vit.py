@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Vision Transformer from nothing: tells generated shapes apart, and shows how far its heads look.
+"""A Vision Transformer from scratch: classify generated shapes and plot attention distance.
 
 python examples/vit.py             about a minute on two cores; writes vit-distance.png
-python examples/vit.py --steps 20 --images FOLDER      folders of one's own pictures, one for each class
+python examples/vit.py --steps 20 --images FOLDER      your images, one folder per class
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def draw(shape: int, generator: torch.Generator) -> torch.Tensor:
-    """One shape of random place, size and brightness on noise, (1, SIZE, SIZE)."""
+    """Return one shape with random position, size and brightness on noise, (1, SIZE, SIZE)."""
     x, y, radius, light = (torch.rand(4, generator=generator) * torch.tensor([14.0, 14.0, 4.0, 0.6])).tolist()
     rows, columns = torch.meshgrid(torch.arange(SIZE) - x - 9, torch.arange(SIZE) - y - 9, indexing="ij")
     radius += 4
     far, square = (rows**2 + columns**2).sqrt(), torch.maximum(rows.abs(), columns.abs())
     inside = (
         far <= radius,
-        square <= radius * 0.89,  # as large as the disc
+        square <= radius * 0.89,  # the same area as the disc
         (torch.minimum(rows.abs(), columns.abs()) <= radius / 3) & (square <= radius),
         (far <= radius) & (far >= radius * 0.6),
     )[shape]
@@ -55,7 +55,7 @@ def generated(count: int, seed: int) -> list[tuple[torch.Tensor, int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
-    """Returns the share of held-out images that are told right, and that of the class they have most of."""
+    """Return the held-out accuracy, and that of the most frequent class."""
     options = parse(arguments)
     if options.images is not None:
         folder = ImageFolder(options.images, SIZE, channels=1)

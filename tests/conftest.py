@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test run shares: poisoned memory, the backends to test, no silent fallback, skips counted and
-told."""
+"""Shared by all tests: poisoned memory, the tested backends, no silent fallback, counted skips."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from pytransformer.ops._core.registry import WRONG_DEVICE, trace
 from pytransformer.testing.poison import poisoned
 from pytransformer.testing.seeds import shift_seeds
 
-os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")  # no verdict of this machine's user takes part
+# Ignore this user's stored verification results.
+os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")
 skipped: Counter[str] = Counter()
 ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
 DECLINED = re.compile(
@@ -42,14 +42,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if seed := config.getoption("--torch-seed"):
-        os.environ["PYTRANSFORMER_TEST_SEED"] = str(seed)  # which tests' own processes read
+        os.environ["PYTRANSFORMER_TEST_SEED"] = str(seed)  # child processes of tests read it
         shift_seeds(seed)
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Outputs that a kernel forgets to write are NaN, writes beyond their ends an error. Marker `unpoisoned`
-    opts out: tests that measure memory, compile, or take more steps than there is memory for, as all is kept until they end."""
+    """Fill outputs with NaN and turn writes beyond their ends into errors.
+
+    The marker `unpoisoned` opts out. Tests need it if they measure memory, compile, or take more
+    steps than fit into memory, because all poisoned memory lives until the end.
+    """
     if request.node.get_closest_marker("unpoisoned"):
         yield
         return
@@ -59,8 +62,7 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_unexpected_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that lets the reference do what a fused backend should have done must say so: marker
-    `falls_back`."""
+    """Fail a test if the reference replaces a fused backend, unless marked `falls_back`."""
     pt.clear_fallbacks()
     with trace() as record:
         yield
@@ -79,7 +81,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Small problems are fastest on one thread, and two test processes then do not fight over two cores."""
+    """Run on one thread: fastest for small problems, and two test processes do not compete."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -87,7 +89,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _reasons() -> dict[str, str | None]:
-    """Each backend of attention that CPU tensors can go to, with why it cannot do a plain problem, or None."""
+    """Return attention's CPU backends with why each cannot run a plain problem, or None."""
     query = torch.zeros(1, 1, 1, 8)
     reasons = pt.explain("attention", query, query, query).reasons
     return {name: r for name, r in reasons.items() if not (r or "").startswith(WRONG_DEVICE)}
@@ -95,7 +97,7 @@ def _reasons() -> dict[str, str | None]:
 
 @pytest.fixture(params=_reasons())
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend of attention on this device; one that cannot do a plain problem is skipped with its reason."""
+    """Return each attention backend on this device; skip those that cannot run a plain problem."""
     reason = _reasons()[request.param]
     if reason is not None:
         pytest.skip(f"backend {request.param}: {reason}")
@@ -104,11 +106,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """The backend torch takes what PyTorch's kernels can do: a test of what it declines is skipped, with the reason. What it takes is
-    counted in tests/ops/test_attention_torch.py."""
+    """Skip tests of problems that the backend torch declines, with the reason.
+
+    tests/ops/test_attention_torch.py counts the problems that it accepts.
+    """
     try:
         return (yield)
-    except Exception as error:  # of opcheck, and of a test's own process, it is another that quotes it
+    except Exception as error:  # opcheck and child processes quote the error in another type
         found = DECLINED.search(str(error))
         if pyfuncitem.funcargs.get("backend") != "torch" or not found:
             raise
@@ -118,16 +122,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
-    on_gpu = "gpu" in report.keywords or report.when == "???"  # xdist's word for a worker that is gone
+    on_gpu = "gpu" in report.keywords or report.when == "???"  # "???" means a dead xdist worker
     if report.failed and on_gpu and "PYTEST_XDIST_WORKER" not in os.environ:
-        # At once: a run on a GPU may be cut short before pytest tells of failures.
+        # Print at once, because a GPU run may end before pytest's summary.
         print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """An error on the GPU spoils the process's CUDA context, and with it every test that would follow: this process ends. Of xdist's
-    workers another takes its place."""
+    """End this process after a GPU error, which corrupts the CUDA context for all later tests.
+
+    xdist replaces the worker.
+    """
     result = yield
     if item.get_closest_marker("gpu") and torch.cuda.is_initialized():
         try:
@@ -142,7 +148,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # of a process of xdist's
+    if hasattr(session.config, "workeroutput"):  # an xdist worker
         session.config.workeroutput["ran"] = [(*key, count) for key, count in ran.items()]
 
 
@@ -165,7 +171,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def native_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """(sources, options) -> csrc/native_build.py over a tree, tmp_path/csrc, of these sources alone: their names and texts."""
+    """Return a factory of csrc/native_build.py over a tree at tmp_path/csrc.
+
+    Its arguments are sources, names and texts, and options.
+    """
 
     def build_of(sources: dict[str, str], options: dict[str, str]) -> ModuleType:
         csrc = Path(__file__).resolve().parent.parent / "csrc"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checker finds for a user's calls: mypy reads this in `make check`, nothing runs it. An unused ignore is an error there."""
+"""Type checks of user calls: mypy reads this file in `make check` and nothing runs it.
+
+An unused ignore is an error there.
+"""
 
 from __future__ import annotations
 

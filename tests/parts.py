@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the test run, what belongs to each, and what each needs. run_parts.py runs them."""
+"""The parts of the test run, with their files and requirements; run_parts.py runs them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-REST = "cpu"  # every file and folder that no other part names
-NO_SLOW = "not gpu and not slow"  # pytest's markers; of two -m the last holds
+REST = "cpu"  # all files and folders outside the other parts
+NO_SLOW = "not gpu and not slow"  # pytest's markers; the last -m wins
 
 
 class Part(NamedTuple):
     name: str
     title: str
-    minutes: float  # on two cores of the machine that NOMINAL speaks of
+    minutes: float  # on two cores of run_parts.NOMINAL's machine
     folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
     environment: tuple[tuple[str, str], ...] = ()
-    options: tuple[str, ...] = ()  # of pytest
-    needs: str = ""  # an environment variable: a folder whose packages come before the installed ones; without it: skipped
+    options: tuple[str, ...] = ()  # for pytest
+    # An environment variable: a folder with packages that precede the installed ones; unset: skip.
+    needs: str = ""
     jobs: int = 1  # processes that compute at once
 
 
@@ -24,20 +25,22 @@ INSTALL = Part("install", "install and CPU build", 5, jobs=2)
 CUDA_BUILD = Part("cuda-build", "CUDA build", 5, jobs=2)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
-TWO = ("-n", "2", "--dist", "loadfile")  # two processes; what a file's tests share is made once
-# Of parts of several processes: waiting threads give way. Spinning, OpenMP's default, takes the cores from the other process: 800 tests of
-# attention in two processes of two threads lasted 167 to 220 s on two cores, and 39 s so.
+TWO = ("-n", "2", "--dist", "loadfile")  # two processes; the tests of a file share fixtures
+# With several processes, waiting threads must yield. OpenMP's default, spinning, takes the cores
+# from the other process: 800 tests of attention in two processes of two threads took 167 to 220 s
+# on two cores, and 39 s with this.
 GIVE_WAY = (("OMP_WAIT_POLICY", "passive"),)
 PARTS = (
     Part(REST, "reference and cpu", 10, options=TWO, jobs=2),
     Part("distributed", "several processes", 4, ("distributed",), jobs=2),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED, TWO, jobs=2),
     Part("cuda", "CUDA conformance and resources", 3, ("cuda",)),
-    Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
+    # One thread each.
+    Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),
     Part("models", "models and integrations", 8, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
     Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),
 )
-# Run again in another way; of what --full does whole.
+# Repeated with another setting; --full repeats more.
 WITHOUT_FAST_PATH = (("PYTRANSFORMER_FAST_PATH", "0"),)
 SAMPLES = (
     Part(
@@ -50,19 +53,23 @@ SAMPLES = (
         jobs=2,
     ),
 )
-# Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
+# Parts of --full only: the ops on kernels that this machine would not select, under the sanitizers,
+# and with other versions.
 OPS = ("ops", "test_fuzz*.py")
 ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
-# The reference has no instruction sets. Nor have the fast path's own C++ and verification, which took 18 of a set's 22 minutes.
+# The reference has no instruction sets. The fast path's C++ and verification do not depend on them
+# either, and took 18 of a set's 22 minutes.
 NO_REFERENCE = (
     "-k",
     "not reference and not fast_path_nodes and not fast_path_mutants and not fast_path_watched and not verification",
 )
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
-NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
-# Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.
-# A covering array of strength 1, and of 2 in (PyTorch's set, threads). Planted faults and slow tests are of the parts above.
+# Planted faults test the tests, whatever the version of Triton.
+NO_FAULTS = ("-k", "not finds and not mutants")
+# Tests that compare two roundings, under every setting that changes them: our instruction set, that
+# of PyTorch's libraries, threads, seeds. The settings are a covering array of strength 1, and of 2
+# in (PyTorch's set, threads). Planted faults and slow tests belong to the parts above.
 ROUNDED = ("ops", "nn", "models", "integrations", "training", "regressions", "cpu/test_attention*.py", "test_fuzz*.py")
 HELD = {
     "avx2": (("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2")),
@@ -82,7 +89,7 @@ def again(
     environment: tuple[tuple[str, str], ...] = (),
     needs: str = "",
 ) -> Part:
-    """A part of --full alone: in two processes, and without a budget."""
+    """Return a part of --full only, in two processes and without a budget."""
     return Part(name, title, 0, folders, environment, (*options, *TWO), needs, jobs=2)
 
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole test run, in parts with a time budget each: what `make test` does.
+"""Run all tests in parts with a time budget each; `make test` runs this.
 
     python3 tests/run_parts.py           the parts within their budgets
-    python3 tests/run_parts.py --full    slow tests too, other instruction sets and settings, the sanitizers; no budgets
+    python3 tests/run_parts.py --full    slow tests too, other instruction sets and settings,
+                                         the sanitizers; no budgets
     python3 tests/run_parts.py cpu ...   only the parts named
-    python3 tests/run_parts.py --full generic --summary tests/results.md     put the counts into the file's table
+    python3 tests/run_parts.py --full generic --summary tests/results.md     update the table
 
-A part fails if its tests fail, if it ran none, or if it takes longer than its budget on two cores that are its own. A busy machine does not
-count: the processor time is taken where it is less than the time that passed. Nor does a slow one: a loop of known cost scales the
-budget. At six times the budget a part is interrupted, since it may hang.
-Every file and folder of tests/ belongs to one part: those that no other part names belong to `cpu`. A part that needs a folder of
-other packages, named by an environment variable, is skipped without it, and says so.
+A part fails if its tests fail, if it runs none, or if it exceeds its budget on two idle cores. A
+busy machine does not count, because the processor time is used if it is less than the wall time. A
+slow machine does not count either, because a calibration loop scales the budget. At six times the
+budget a part is interrupted, because it may hang.
+
+Every file and folder of tests/ belongs to one part, by default to `cpu`. A part that needs a folder
+with other packages, named by an environment variable, is skipped with a message if the variable is
+unset.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-sys.path.insert(0, str(TESTS))  # PYTHONSAFEPATH leaves the script's own folder out
+sys.path.insert(0, str(TESTS))  # PYTHONSAFEPATH leaves the script's folder out
 from parts import (  # noqa: E402
     BENCH,
     BUILDS,
@@ -54,8 +58,8 @@ from parts import (  # noqa: E402
 )
 
 RESULTS = ROOT / "build" / "test-results"
-# pytest may live in the environment that .venv shares torch with, without a script in .venv; and Python 3.10 knows no -P,
-# so the empty path, under which kernels/ would be found, is taken off here.
+# pytest may be in the environment that .venv shares torch with, without a script in .venv, and
+# Python 3.10 lacks -P. Remove the empty path here, which would expose kernels/.
 PYTEST = [
     str(ROOT / ".venv" / "bin" / "python"),
     "-c",
@@ -63,10 +67,11 @@ PYTEST = [
 ]
 NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
 FULL_FUZZ = "--fuzz-cases=2000"
-OURS = ("reference", "cpu", "triton", "cuda")  # not "torch", which in a benchmark is PyTorch's own function
+# Without "torch", which in a benchmark is PyTorch's function.
+OURS = ("reference", "cpu", "triton", "cuda")
 
 
-Reasons = tuple[tuple[str, int], ...]  # each with how often, the most frequent first
+Reasons = tuple[tuple[str, int], ...]  # (reason, count), the most frequent first
 
 
 class Result(NamedTuple):
@@ -76,11 +81,11 @@ class Result(NamedTuple):
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    reasons: Reasons = ()  # why tests were skipped; of a part that was not run: why
+    reasons: Reasons = ()  # of skipped tests, or of a part that did not run
 
 
 def paths(part: Part) -> list[str]:
-    """The entries of tests/ that belong to `part` and exist."""
+    """Return the existing entries of tests/ that belong to `part`."""
     if part not in PARTS:
         return [str(path.relative_to(ROOT)) for pattern in part.folders for path in sorted(TESTS.glob(pattern))]
     named = {folder for other in PARTS for folder in other.folders}
@@ -90,18 +95,18 @@ def paths(part: Part) -> list[str]:
 
 
 class Spent(NamedTuple):
-    seconds: float  # that passed
-    processor: float = math.inf  # seconds, of the process and all that it waited for
+    seconds: float  # wall time
+    processor: float = math.inf  # processor time of the process and its children
 
 
 def timed(command: list[str], limit: float | None, environment: tuple[tuple[str, str], ...] = ()) -> tuple[int, Spent]:
-    """Runs `command`, interrupting it after `limit` seconds; returns its exit code and the time it took."""
+    """Run `command`, interrupt it after `limit` seconds, and return its exit code and times."""
     start, before = time.monotonic(), processor_time()
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(environment))
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest then still prints what it has
+        process.send_signal(signal.SIGINT)  # pytest then still prints its results
         try:
             code = process.wait(60)
         except subprocess.TimeoutExpired:
@@ -111,7 +116,7 @@ def timed(command: list[str], limit: float | None, environment: tuple[tuple[str,
 
 
 def processor_time() -> float:
-    """Seconds that the processes have computed which this one has waited for."""
+    """Return the processor seconds of finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -124,10 +129,10 @@ def over_budget(part: Part, spent: Spent, full: bool) -> str | None:
 
 
 def slowness(jobs: int) -> float:
-    """Return how many times longer a loop takes here than where the budgets were set, at least 1.
+    """Return this machine's slowdown against the one that set the budgets, at least 1.
 
-    `jobs` processes run the loop at once, as the part's tests do: two hardware threads of one core share it, and a core that
-    computes alone may have a higher clock.
+    `jobs` processes run the loop at once, like the part's tests, because two hardware threads share
+    a core and a core that computes alone may have a higher clock.
     """
     fork = multiprocessing.get_context("fork")
     times = fork.SimpleQueue()
@@ -148,18 +153,18 @@ def loop_time() -> float:
 
 
 def install(full: bool) -> Result:
-    # Without the native code this run would test only half of what it says.
+    # Without the native code, this run would cover only half of the tests.
     os.environ.setdefault("PYTRANSFORMER_CPU", "1")
-    # All five instruction sets and three GPU architectures would take longer to compile than the budget.
+    # Compiling all five instruction sets and three GPU architectures would exceed the budget.
     os.environ.setdefault("PYTRANSFORMER_CPU_ISAS", "all" if full else "native")
     os.environ.setdefault("PYTRANSFORMER_CUDA_ARCHS", "all" if full else "sm_90a")
-    # A fast path that does not compile is no failure of a build, but is one here.
+    # A fast path that does not compile lets a build succeed, but must fail here.
     fast_path = os.environ.get("PYTRANSFORMER_FAST_PATH", "1")
     return build(INSTALL, full, (("PYTRANSFORMER_CUDA", "0"), ("PYTRANSFORMER_FAST_PATH", fast_path)))
 
 
 def failed(result: Result) -> bool:
-    """Whether a build did not succeed, rather than take too long: then there is nothing to test."""
+    """Return True if a build failed for a reason other than time; then there is nothing to test."""
     return (result.problem or "").startswith("exit code")
 
 
@@ -169,7 +174,7 @@ def build(part: Part, full: bool, environment: tuple[tuple[str, str], ...] = ())
 
 
 def counts(report: Path) -> tuple[int, int, int, Reasons]:
-    """Passed, failed and skipped tests of a JUnit report, and why skipped; zeros if pytest did not get so far as to write one."""
+    """Return passed, failed, skipped and skip reasons of a JUnit report; zeros without a report."""
     if not report.is_file():
         return 0, 0, 0, ()
     suite = next(xml.etree.ElementTree.parse(report).iter("testsuite"))
@@ -194,7 +199,7 @@ def test(part: Part, full: bool) -> Result:
 
 
 def second_copy(name: str, *options: tuple[str, str]) -> tuple[Path, str | None]:
-    """The package in a folder of build/, with native code of its own, and what went wrong."""
+    """Return the package in a folder of build/ with separate native code, and its build error."""
     copy = ROOT / "build" / name
     build = [PYTEST[0], "setup.py", "-q", "build", "--build-lib", str(copy)]
     code, _ = timed(build, None, (("PYTRANSFORMER_CPU_ISAS", "native"), ("PYTRANSFORMER_FAST_PATH", "0"), *options))
@@ -202,7 +207,7 @@ def second_copy(name: str, *options: tuple[str, str]) -> tuple[Path, str | None]
 
 
 def test_sanitized(part: Part) -> Result:
-    """The ops with the library of a second copy of the package, built with GCC's sanitizers."""
+    """Test the ops with a second copy of the package, built with GCC's sanitizers."""
     options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"), ("CXX", "g++"))
     copy, problem = second_copy("sanitized", *options)
     if problem:
@@ -210,7 +215,7 @@ def test_sanitized(part: Part) -> Result:
     names = ("libasan.so", "libstdc++.so")
     libraries = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
     environment = (
-        ("LD_PRELOAD", ":".join(libraries)),  # Python itself is not built with them
+        ("LD_PRELOAD", ":".join(libraries)),  # Python itself is built without them
         ("ASAN_OPTIONS", "detect_leaks=0"),  # Python leaks by design
         ("UBSAN_OPTIONS", "print_stacktrace=1"),
         ("PYTHONPATH", str(copy)),
@@ -219,7 +224,10 @@ def test_sanitized(part: Part) -> Result:
 
 
 def test_on_software_tiles(part: Part) -> Result:
-    """The ops on the set amx_bf16 of a second copy of the package, whose tiles are plain C++, where this CPU has all but the tiles."""
+    """Test the ops on amx_bf16 with emulated tiles, in a second copy of the package.
+
+    The CPU must support everything but the tiles.
+    """
     copy, problem = second_copy("software-tiles", ("PYTRANSFORMER_SOFTWARE_TILES", "1"), ("PYTRANSFORMER_CUDA", "0"))
     if problem:
         return Result(part, 0.0, problem)
@@ -227,7 +235,7 @@ def test_on_software_tiles(part: Part) -> Result:
 
 
 def test_with_other_packages(part: Part) -> Result:
-    """The part with the packages of the folder that `part.needs` names in place of the installed ones."""
+    """Test the part with the packages of the folder in `part.needs` before the installed ones."""
     folder = Path(os.environ.get(part.needs) or "")
     if not os.environ.get(part.needs) or not folder.is_dir():
         return skipped(part, f"{part.needs} names no folder of packages")
@@ -236,7 +244,7 @@ def test_with_other_packages(part: Part) -> Result:
 
 
 def bench(part: Part) -> Result:
-    """`pytransformer bench`, every contender checked: rows count as passed, our wrong or failed ones as failed."""
+    """Run `pytransformer bench` with checks; rows count as passed, our errors as failed."""
     print(f"\n---- {part.title} (no budget)", flush=True)
     folder = RESULTS / "bench"
     document = folder / "results.json"
@@ -264,7 +272,7 @@ def skipped(part: Part, reason: str) -> Result:
 
 
 def test_with_instruction_set(part: Part) -> Result:
-    """The part with the kernels of one instruction set, where this CPU has it."""
+    """Test the part with the kernels of one instruction set, if the CPU supports it."""
     ask = "import pytransformer._C as C; print(*C.usable_isas())"
     where = os.environ | {"PYTHONSAFEPATH": "1"} | dict(part.environment)
     usable = subprocess.check_output([PYTEST[0], "-c", ask], cwd=ROOT, env=where, text=True).split()
@@ -294,7 +302,7 @@ def summary(results: list[Result]) -> str:
         lines += [f"    skipped: {reason}" for reason in told(r.reasons)]
     total = f"total: {sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed"
     lines.append(f"{total}, {sum(r.skipped for r in results)} skipped")
-    # The last lines: the end of a log is what a reader sees first.
+    # Repeat problems last, because a reader sees the end of a log first.
     return "\n".join([*lines, *(f"{r.part.title}: {r.problem}" for r in results if r.problem)])
 
 
@@ -315,7 +323,10 @@ COLUMNS = ("part", "passed", "failed", "skipped", "seconds", "verdict", "slow te
 
 
 def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date: str) -> str:
-    """`text` with the lines of `results` put into the table between the markers; the other parts' lines stay."""
+    """Return `text` with the lines of `results` updated in the table between the markers.
+
+    Lines of other parts stay.
+    """
     before, marked, rest = text.partition(START)
     kept, closed, after = rest.partition(END)
     if not marked or not closed:
@@ -332,12 +343,13 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
 
 
 def commit() -> str:
-    """The commit that is checked out, with "+changes" if files differ from it."""
+    """Return the checked-out commit, with "+changes" if files differ from it."""
     head, changes = (
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in (
             ("rev-parse", "--short=12", "HEAD"),
-            ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/results.md"),  # which --summary writes
+            # --summary writes it
+            ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/results.md"),
         )
     )
     return (head or "unknown") + ("+changes" if changes else "")
@@ -361,7 +373,7 @@ def main() -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     before, results = commit(), [install(arguments.full)]
     if not failed(results[0]):
-        results.append(build(CUDA_BUILD, arguments.full))  # nothing, in a moment, where nvcc is not
+        results.append(build(CUDA_BUILD, arguments.full))  # does nothing without nvcc
     if not any(map(failed, results)):
         known = (*PARTS, *(FULL_PARTS if arguments.full else SAMPLES))
         wanted = [part for part in known if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))]

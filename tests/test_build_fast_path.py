@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building the C++ fast path: a failure is a reason, not the end of an install, unless the fast path was asked for."""
+"""Building the C++ fast path: a failure gives a reason and does not end an unforced install."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULE = 'extern "C" int PyInit__fast_path() { return 0; }\n'
 
 @pytest.fixture
 def builder(native_tree: Callable[..., ModuleType]) -> ModuleType:
-    """native_build over a tree of one CPU source and a fast path that needs no header of torch."""
+    """Return native_build over a tree with one CPU source and a fast path without torch headers."""
     sources = {"cpu/core/isa.cpp": "int nothing;\n", "fast_path/unit.cpp": MODULE, "bindings.cpp": "int other;\n"}
     module = native_tree(sources, {"CPU_ISAS": "generic", "BINDINGS": "1", "CUDA": "0", "FAST_PATH": "auto"})
     if (why_not := module.make_plan("1.0").why_not_fast_path) is not None:
@@ -26,7 +26,7 @@ def builder(native_tree: Callable[..., ModuleType]) -> ModuleType:
 
 
 def installed(builder: ModuleType, package: Path) -> tuple[bool, dict[str, object]]:
-    """Whether an install leaves a fast path, and what it says of it."""
+    """Return whether an install contains a fast path, and its build report."""
     plan = builder.make_plan("1.0")
     builder.install(plan, builder.build(plan), package)
     return (package / builder.fast_path_build.MODULE).exists(), json.loads((package / "_build_info.json").read_text())[
@@ -67,7 +67,7 @@ def test_it_can_be_left_out(option: str, builder: ModuleType, tmp_path: Path, mo
 def test_headers_of_another_torch_are_another_compilation(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are system headers, whose changes no dependency file tells."""
+    """torch's headers are system headers, whose changes no dependency file records."""
     plan = builder.make_plan("1.0")
     before = builder._ninja_text(plan)
     monkeypatch.setattr(builder.fast_path_build, "stamp", lambda torch: {"torch": "2.99.0"})

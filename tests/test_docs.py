@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/: short pages, links that lead somewhere, every page to be found from docs/index.md, and what the sources say."""
+"""docs/: short pages, valid links, every page reachable from docs/index.md, source comments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 MAX_WORDS = 1500
-TABLE = re.compile(r"<!-- [^>]*: start, written by .*?: end -->", re.S)  # a part of a page that a command writes
+# A generated part of a page.
+TABLE = re.compile(r"<!-- [^>]*: start, written by .*?: end -->", re.S)
 CODE = re.compile(r"^```.*?^```$", re.S | re.M)
 VARIABLE = re.compile(r"PYTRANSFORMER_[A-Z][A-Z0-9_]*[A-Z0-9]\b")
 SOURCES = ("pytransformer", "kernels", "csrc", "bench", "tests", "Makefile", "setup.py", ".ci", "examples")
 
 
 def links(page: Path) -> list[Path]:
-    """The files of the tree that a page links to."""
+    """Return the files of the tree that a page links to."""
     targets = re.findall(r"\]\(([^)#\s]*)[^)]*\)|<img src=\"([^\"]+)\"", CODE.sub("", page.read_text(encoding="utf-8")))
     named = [first or second for first, second in targets]
     return [(page.parent / name).resolve() for name in named if name and "://" not in name]

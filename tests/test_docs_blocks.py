@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``python`` blocks of README and docs run, the blocks of a page one after another."""
+"""The ``python`` blocks of README and docs run unchanged, those of a page in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONAL = {"transformers": "transformers", "import viz": "matplotlib"}  # text 
 
 
 def pages() -> dict[str, list[str]]:
-    """The blocks of each page that has one."""
+    """Return the blocks of each page that has one."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {str(path.relative_to(ROOT)): BLOCK.findall(path.read_text(encoding="utf-8")) for path in paths}
     return {page: blocks for page, blocks in found.items() if blocks}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems on every backend against float64, and that the fuzzer draws what it promises."""
+"""Random problems on every backend against float64, and the fuzzer's coverage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_attention_against_float64(backend: str, request: pytest.FixtureRequest) -> None:
-    """Outputs, lse and every gradient within the bound; dead rows exact; the forced backend ran; equal bits
-    twice."""
+    """Outputs, lse and gradients are within the bound, dead rows exact, bits equal in two runs.
+
+    The forced backend must run.
+    """
     cases, seed = request.config.getoption("--fuzz-cases"), request.config.getoption("--fuzz-seed")
     if backend == "reference":
         cases //= 4  # plain PyTorch: a fault there shows early
@@ -34,7 +36,7 @@ def drawn(one_thread: None) -> list[Problem]:
 
 
 def test_every_pair_is_drawn(drawn: list[Problem]) -> None:
-    """Each pair of keywords that go together in some case."""
+    """Each pair of compatible keywords occurs in some case."""
     for pair in itertools.combinations(sorted(CHANCES), 2):
         assert any(p.features.issuperset(pair) for p in drawn), f"{pair} never come together"
     for pair in itertools.combinations(PACKED, 2):

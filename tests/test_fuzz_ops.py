@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems of every family but attention, which test_fuzz has, against float64 on every backend; what the fuzzers draw."""
+"""Random problems of every family but attention on every backend, and the fuzzers' coverage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAMILIES = [family for family in fuzzers() if family != "attention"]
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_float64(family: str, backend: str, request: pytest.FixtureRequest) -> None:
-    """Outputs and every gradient within the bound; the forced backend ran; equal bits twice."""
+    """Outputs and gradients are within the bound, the forced backend runs, bits repeat."""
     op = next(name for name in ops() if OPS[name].family == family)
     args, kwargs = cases(op)[0].make("cpu", torch.float32, seed=0)
     reason = pt.explain(op, *args, **kwargs).reasons[backend]
@@ -35,7 +35,7 @@ def test_against_float64(family: str, backend: str, request: pytest.FixtureReque
 
 @pytest.mark.parametrize("family", fuzzers())
 def test_every_feature_is_drawn(family: str) -> None:
-    """Each of the kit's features in at least a tenth of the problems, each rare one in some."""
+    """Each feature is in at least a tenth of the problems, each rare one in some."""
     fuzzer = fuzzers()[family]
     drawn = [fuzzer.draw(0, case).features for case in range(600 if family == "attention" else 300)]
     shares = {feature: sum(feature in found for found in drawn) / len(drawn) for feature in (*fuzzer.features, *fuzzer.rare)}
@@ -48,7 +48,7 @@ def test_gradients_of_norms_come_at_every_stride() -> None:
 
 
 def test_a_float16_result_beyond_its_range_is_infinite() -> None:
-    """Where the unit of rounding is bfloat16's, whose range is wider: -inf for -128,156 is right, and for -60,000 it is not."""
+    """If the rounding unit is bfloat16's, -inf is right for -128,156 and wrong for -60,000."""
     exact = torch.tensor([-128_156.0, -60_000.0], dtype=torch.float64)
     ours = torch.full((2,), -torch.inf, dtype=torch.float16)
     beyond, within = bounds.coefficients(ours, exact, exact.abs(), 0.0, torch.bfloat16).tolist()

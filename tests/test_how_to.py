@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The how-to of docs/contributing/op.md and cpu-kernel.md is true: its blocks, put into a copy of the tree, build and pass their tests."""
+"""The how-to of docs/contributing/op.md and cpu-kernel.md works in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "docs" / "contributing" / name for name in ("op.md", "cpu-kernel.md")]
 BLOCK = re.compile(r"^```\w+ (\S+)(?: after ([^\n]*))?\n(.*?)^```$", re.S | re.M)
 MAX_EDITED = 2
-# The sources of other ops' kernels: the copy builds the new op's alone.
+# The kernel sources of other ops; the copy builds only the new op's.
 OTHER_KERNELS = ("attention", "layer_norm", "feed_forward", "cross_entropy", "rotary")
 NOTHING_ELSE = {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_FAST_PATH": "0", "PYTRANSFORMER_BINDINGS": "0"}
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unpoisoned
 
 class Block(NamedTuple):
     path: str
-    after: str | None  # the line of an existing file behind which the text goes; None: a new file
+    after: str | None  # insert the text after this line of an existing file; None: a new file
     text: str
 
 
@@ -47,7 +47,7 @@ def apply(block: Block, tree: Path) -> None:
 
 
 def run(tree: Path, *command: str, **environment: str) -> str:
-    """The command's output; the copy's package is found before an installed one."""
+    """Return the command's output; the copy's package precedes an installed one."""
     variables = os.environ | {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run([sys.executable, *command], cwd=tree, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
@@ -56,7 +56,10 @@ def run(tree: Path, *command: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree with the how-to's files, its CPU library built for the generic instruction set with the new op alone."""
+    """Return a copy of the tree with the how-to's files.
+
+    Its CPU library has the generic instruction set and the new op only.
+    """
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the tree is copied by git, and this is no checkout")
     copy = tmp_path_factory.mktemp("how_to") / "tree"

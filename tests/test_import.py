@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package changes nothing but MKL's choice of its kernels, costs little, never fails, and takes nobody's name.
+"""Importing the package is cheap, never fails, and changes only MKL's kernel selection.
 
-Each check runs in a fresh interpreter, because this one has long since imported everything.
+Each check runs in a fresh interpreter, because this one has already imported everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def fresh(code: str, path: Path | None = None, cwd: Path | None = None, timeout: float = 120) -> Any:
-    """Runs `code` in a new interpreter and returns what it prints as JSON in its last line; `path` comes first on sys.path."""
+    """Run `code` in a new interpreter and return the JSON in its last line of output.
+
+    `path` comes first on sys.path.
+    """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -41,7 +44,7 @@ def fresh(code: str, path: Path | None = None, cwd: Path | None = None, timeout:
 
 
 def test_import_overrides_no_torch_op() -> None:
-    """The dispatch tables of all of torch's ops, and the functions people call, are the same after the import."""
+    """The dispatch tables of all torch ops and the public functions are unchanged."""
     changed = fresh("""
         import json, torch, warnings
         import torch.nn.functional as F
@@ -80,7 +83,10 @@ def test_import_touches_no_gpu_and_loads_nothing_heavy() -> None:
 
 
 def test_subpackages_load_on_first_use() -> None:
-    """Naming one on the package loads it, without `import pytransformer.models`. (Of `nn`, the rules of `convert` are made already.)"""
+    """Naming one on the package loads it, without `import pytransformer.models`.
+
+    The rules of `convert` load `nn` early.
+    """
     loaded, listed, used, unknown = fresh("""
         import json, sys, pytransformer as pt
         names = ["models", "nn", "training", "viz"]
@@ -101,7 +107,7 @@ def test_subpackages_load_on_first_use() -> None:
 
 
 def test_import_does_not_load_the_native_library() -> None:
-    """It is loaded by the first call that may use it, so that a library that does not load cannot break the import."""
+    """The first call that may use it loads it, so that a broken library cannot break the import."""
     maps = fresh("""
         import json, pytransformer
         from pathlib import Path
@@ -111,7 +117,7 @@ def test_import_does_not_load_the_native_library() -> None:
 
 
 def test_import_time() -> None:
-    """Beside torch's own import, measured in the same process: the best of three, against a noisy machine."""
+    """The limit is relative to torch's import in the same process; the best of three counts."""
     ratios = [
         fresh("""
             import json, time
@@ -169,7 +175,7 @@ def test_kernels_is_not_a_top_level_name() -> None:
 
 
 def test_fork_after_import_and_after_use() -> None:
-    """Worker processes made by fork can call the ops, with one thread as torch's own data-loading workers do."""
+    """Forked workers can call the ops, with one thread as in torch's data loader."""
     codes = fresh(
         """
         import json, os, torch, pytransformer as pt
@@ -189,7 +195,7 @@ def test_fork_after_import_and_after_use() -> None:
     assert codes == [0, 0]
 
 
-# ---- MKL's vector functions are accurate from the first call on: the import has made it
+# ---- the import makes MKL's vector functions accurate from the first call on
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this PyTorch is built without MKL")
 
@@ -216,7 +222,7 @@ print(json.dumps(calls))
 
 @needs_mkl
 def test_no_function_of_this_pytorch_is_missing() -> None:
-    """MKL is linked into PyTorch's library function by function; vms is a vector, single precision, of the accuracy asked for."""
+    """PyTorch links MKL by function; vms is a single-precision vector function with an accuracy."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         names = {name.decode().lower() for name in re.findall(rb"\0vms([A-Z][A-Za-z0-9]+)(?=\0)", data)}
@@ -228,7 +234,10 @@ def test_no_function_of_this_pytorch_is_missing() -> None:
 @needs_mkl
 @pytest.mark.slow
 def test_the_first_result_of_a_process_is_that_of_the_second() -> None:
-    """Of 100 processes, three side by side; without the calls at import 11 of 350 had another first result on two cores."""
+    """Run 100 processes, three side by side.
+
+    Without the calls at import, 11 of 350 had another first result on two cores.
+    """
     code = """
 import json, torch, pytransformer as pt
 x = torch.randn(2, 4, 64, 32, requires_grad=True)
@@ -242,7 +251,7 @@ print(json.dumps((first - second).abs().max().item()))
 
 
 def test_a_recorded_call_imports_no_compiler() -> None:
-    """A GPU's second call is recorded. On an H100 it took 4.3 s, most of them to import torch._dynamo."""
+    """A GPU's second call is recorded; importing torch._dynamo took most of 4.3 s on an H100."""
     imported = fresh("""
         import json, sys, torch
         from pytransformer.ops._core.recording import Recorder
@@ -256,7 +265,7 @@ def test_a_recorded_call_imports_no_compiler() -> None:
 
 
 def test_package_works_without_native_parts_and_posix_modules(tmp_path: Path) -> None:
-    """As on Windows and macOS: the reference and the models compute, activate() leaves calls to PyTorch."""
+    """The reference and models work, as on Windows and macOS; activate() changes nothing."""
     left_out = shutil.ignore_patterns("*.so", "__pycache__", "kernels")
     shutil.copytree(PACKAGE, tmp_path / "pytransformer", ignore=left_out, symlinks=True)
     result = fresh(

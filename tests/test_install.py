@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wheel and source distribution, installed into clean environments outside the checkout. No network: torch is the running one's."""
+"""Wheel and source distribution in clean environments outside the checkout.
+
+There is no network; torch is the running one.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,12 @@ building = pytest.mark.skipif(
 )
 
 
-# What to compile is the run's to say: all instruction sets and architectures take minutes.
+# The test run selects the targets, because compiling all of them takes minutes.
 KEPT = ("PYTRANSFORMER_CPU_ISAS", "PYTRANSFORMER_CUDA_ARCHS")
 
 
 def call(*command: object, cwd: Path, **environment: str) -> str:
-    """Runs a command without what this process was told by PYTHONPATH and our variables, but KEPT; returns what it printed."""
+    """Run a command without PYTHONPATH and our variables except KEPT; return its output."""
     ours = {k for k in os.environ if k == "PYTHONPATH" or k.startswith("PYTRANSFORMER_")} - {*KEPT}
     clean = {k: v for k, v in os.environ.items() if k not in ours} | environment
     clean |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INDEX": "1", "MAX_JOBS": "2"}
@@ -56,7 +59,7 @@ def call(*command: object, cwd: Path, **environment: str) -> str:
 
 
 def build_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]:
-    """The wheel, and what building it said. In the checkout, compiled files of the last build are used again."""
+    """Return the wheel and the build output; the checkout reuses compiled files."""
     pip = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", out, source]
     said = call(*pip, cwd=out.parent, **environment)
     (wheel,) = out.glob("*.whl")
@@ -64,7 +67,7 @@ def build_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """A new environment that holds the wheel, and torch by a .pth file; returns its interpreter."""
+    """Return the interpreter of a new environment with the wheel, and torch through a .pth file."""
     call(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site,) = folder.glob("lib/python3*/site-packages")
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
@@ -105,7 +108,7 @@ def test_wheel_without_a_compiler(tmp_path: Path) -> None:
 
 
 def unbuilt_checkout_raises(python: Path, clone: Path) -> None:
-    """Importing sources without kernels, beside an installed package, raises and names both folders."""
+    """Importing unbuilt sources beside an installed package raises and names both folders."""
     left_out = shutil.ignore_patterns("_build_info.json", "*.so", "__pycache__")
     shutil.copytree(ROOT / "pytransformer", clone / "pytransformer", ignore=left_out)
     command = [python, "-c", "import pytransformer"]
@@ -140,14 +143,14 @@ def source_distribution(out: Path) -> Path:
     call(sys.executable, "setup.py", "-q", "sdist", "-d", out, cwd=ROOT, PYTHONSAFEPATH="1", PYTRANSFORMER_CPU="0")
     (archive,) = out.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
-        # The filter came with 3.10.12 and 3.11.4; what is extracted was made a line above.
+        # The filter came with 3.10.12 and 3.11.4; this test created the archive itself.
         tar.extractall(out, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return out / archive.name.removesuffix(".tar.gz")
 
 
 @building
 def test_source_distribution_is_complete(tmp_path: Path) -> None:
-    """It holds every source of the libraries and builds, here without the native code, which the slow test compiles."""
+    """It has every source and builds, here without native code; the slow test compiles it."""
     source = source_distribution(tmp_path / "sdist")
 
     def listing(root: Path) -> set[str]:
@@ -168,14 +171,14 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
 @building
 @pytest.mark.slow
 def test_source_distribution_compiles(tmp_path: Path) -> None:
-    """From nothing, so for one CPU and one GPU, whatever the run says: for all, 26 minutes beside other tests on two cores."""
+    """Compile for one CPU and one GPU target only; all targets took 26 minutes on two cores."""
     few = {"PYTRANSFORMER_CPU_ISAS": "native", "PYTRANSFORMER_CUDA_ARCHS": "sm_90a"}
     wheel, _ = build_wheel(source_distribution(tmp_path / "sdist"), tmp_path / "wheel", PYTRANSFORMER_CPU="1", **few)
     call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "cpu", cwd=tmp_path)
 
 
 def test_the_release_calls_what_there_is() -> None:
-    """Every command of the workflow that is ours: a target of the Makefile, which builds what was promised."""
+    """Every make target in the workflow exists."""
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"run: make (\w[\w-]*)", workflow)
@@ -189,7 +192,10 @@ def test_the_release_calls_what_there_is() -> None:
 
 @building
 def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
-    """One instruction set beside generic, and no CUDA without a GPU; the output names the option that changes it."""
+    """The build has one instruction set besides generic, and no CUDA without a GPU.
+
+    The output must name the option that changes this.
+    """
     ask = "import json, native_build as b; p = b.make_plan('1'); print(json.dumps(p.build_info()))"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTRANSFORMER_")} | {"PYTHONPATH": str(ROOT / "csrc")}
     done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True)
@@ -202,7 +208,7 @@ def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
 
 
 def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
-    """As in a build environment that hides the installed packages: -S leaves site-packages off this child's path."""
+    """-S drops site-packages, like a build environment that hides installed packages."""
     ask = f"import sys; sys.path.insert(0, {str(ROOT / 'csrc')!r}); import native_build; print(native_build.find_torch())"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-S", "-c", ask], env=environment, capture_output=True, text=True, check=True)
@@ -220,7 +226,7 @@ print("verified", sorted({(op, backend) for op, backend, _ in verified.names(tor
 
 @building
 def test_results_of_gpus_are_installed(tmp_path: Path) -> None:
-    """Of the sources that were compiled: they end where the build was of others."""
+    """Results belong to the compiled sources; a build of others drops them."""
     source = source_distribution(tmp_path / "sdist")
     wheel, _ = build_wheel(source, tmp_path / "wheel", PYTRANSFORMER_CPU="0")
     python = install(wheel, tmp_path / "environment")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers: a file imports its own layer and those below, and no import closes a circle. Imports within functions count."""
+"""Layers: a file imports only its layer and lower ones, without cycles, in functions too."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "pytransformer"
-# Imports that break a rule, (importer, imported), each with its reason: the list may only shrink.
+# Imports that break a rule, (importer, imported), with reasons. The list may only shrink.
 LEFT: dict[tuple[str, str], str] = {}
 
-# The longest prefix that fits a module is its layer's. From the bottom: a layer may import itself and those named before it.
+# A module's longest matching prefix determines its layer, listed from the bottom. A layer may
+# import itself and earlier ones.
 LAYERS = {
     "core": (
         "_version",
@@ -38,7 +39,7 @@ LAYERS = {
     "nn": ("nn",),
     "models": ("models", "viz", "training"),
     "integrations": ("integrations", "compat", "drop_in", "drop_in_nested"),
-    "package": ("", "explain", "verify"),  # pytransformer/__init__.py: what users import
+    "package": ("", "explain", "verify"),  # pytransformer/__init__.py: the users' imports
     "testing": ("testing",),
     "cli": ("cli", "__main__"),
 }
@@ -47,7 +48,7 @@ ORDER = list(LAYERS)
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Every module of the package, by its name without the package's own; kernels/ is installed as pytransformer.kernels."""
+    """Return every module by its name within the package; kernels/ is pytransformer.kernels."""
     found = {}
     for folder, prefix in ((ROOT / PACKAGE, ()), (ROOT / "kernels", ("kernels",))):
         for path in sorted(folder.rglob("*.py")):
@@ -57,7 +58,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, source: str, is_package: bool) -> Iterator[str]:
-    """The package's modules that the module's text imports anywhere, those for type checking alone left out."""
+    """Yield the package's modules imported anywhere in the text, except for type checking only."""
     skipped: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -92,7 +93,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def place_of(module: str) -> tuple[str, str]:
-    """(layer, the prefix that put it there)."""
+    """Return the layer and the prefix that selects it."""
     fits = {
         prefix: layer
         for layer, prefixes in LAYERS.items()
@@ -104,14 +105,14 @@ def place_of(module: str) -> tuple[str, str]:
 
 
 def upward(edges: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Imports of a layer above the importer's."""
+    """Return the imports of a higher layer."""
     order = list(LAYERS)
     rank = {name: order.index(place_of(name)[0]) for name in {*edges, *(t for found in edges.values() for t in found)}}
     return {(name, t) for name, found in edges.items() for t in found if rank[t] > rank[name]}
 
 
 def of_packages(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The imports between the prefixes in LAYERS, which are packages or, among core's, single files."""
+    """Return the imports between the prefixes in LAYERS: packages or, in core, single files."""
     found = defaultdict(set)
     for name, targets in edges.items():
         found[place_of(name)[1]] |= {place_of(t)[1] for t in targets} - {place_of(name)[1]}
@@ -119,7 +120,7 @@ def of_packages(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one (Tarjan 1972)."""
+    """Return the strongly connected components with more than one node (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -147,7 +148,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_every_module_has_a_layer() -> None:
-    """And every prefix a module: what is new goes into LAYERS on purpose, not to the package's own by default."""
+    """Every prefix is a module too, so that new ones join LAYERS explicitly."""
     placed = {name: place_of(name) for name in modules()}
     assert [n for n, (_, prefix) in placed.items() if not prefix and n] == []
     unused = {p for prefixes in LAYERS.values() for p in prefixes} - {p for _, p in placed.values()}
@@ -172,12 +173,12 @@ def test_no_circle_of_packages() -> None:
         ("import torch", 0, 0),
         ("def f():\n    from ..nn.attention import Attention", 1, 1),  # nn imports ops
         ("import pytransformer.models as m", 1, 1),
-        ("from pytransformer.ops import scaled_dot_product", 0, 1),  # which imports ops.attention
+        ("from pytransformer.ops import scaled_dot_product", 0, 1),  # it imports ops.attention
         ("if TYPE_CHECKING:\n    from ..models import Bert", 0, 0),
     ],
 )
 def test_it_would_see(text: str, layer: int, circle: int) -> None:
-    """ops/attention.py with one more import."""
+    """One more import in ops/attention.py is detected."""
     name = "ops.attention"
     edges = graph() | {name: graph()[name] | set(imports(name, text, is_package=False))}
     assert len(upward(edges) - LEFT.keys()) == layer

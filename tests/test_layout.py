@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree's own rules: one family per op in every backend that claims it, small files, torch headers only at the bindings."""
+"""Rules of the tree: op families per backend, small files, torch headers in bindings only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = {"build", "dist", "results", "__pycache__"}  # and everything whose name starts with a dot, but for .ci
+GENERATED = {"build", "dist", "results", "__pycache__"}  # plus dot names
 FAMILIES = dict.fromkeys(op.family for op in OPS.values())
 EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "docs/ops/{}.md", "tests/ops/test_{}*.py")
 A_BACKEND_HAS = {
@@ -35,7 +35,7 @@ TORCH_INCLUDE = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11)/")
 
 
 def files(*suffixes: str) -> Iterator[Path]:
-    """The project's own files with one of these suffixes, relative to the root."""
+    """Yield the project's files with one of these suffixes, relative to the root."""
     pending = [ROOT]
     while pending:
         for path in sorted(pending.pop().iterdir()):
@@ -65,7 +65,7 @@ def test_no_kernel_file_without_an_op() -> None:
     assert found <= set(FAMILIES)
 
 
-# Files of what all ops share that name one, each with its reason; what is named by family in no file needs none.
+# Shared files that name an op family, each with its reason; other shared files name none.
 NAMES = {
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some with the name of their op",
@@ -85,7 +85,7 @@ NAMES = {
 
 
 def test_what_all_ops_share_names_none() -> None:
-    """An op is found by the declarations and by its family's files, whose names say whose they are."""
+    """An op's declarations and its family's files, which have its name, define it."""
     words = {*OPS, *FAMILIES}
     found = set()
     for path in files(".py"):
@@ -102,7 +102,7 @@ def test_what_all_ops_share_names_none() -> None:
 
 
 def test_every_source_names_its_licence() -> None:
-    """In the form that tools read, https://spdx.dev; a file without text says nothing."""
+    """The form is machine-readable, https://spdx.dev; an empty file needs none."""
     suffixes = (".py", ".sh", *sizes.CPP)
     texts = {path: (ROOT / path).read_text() for path in files(*suffixes)}
     told = "SPDX-License-Identifier: Apache-2.0"
@@ -113,8 +113,11 @@ def test_every_source_names_its_licence() -> None:
 
 
 def beyond_the_limits() -> dict[str, dict[str, int]]:
-    """What is larger than LIMITS, by kind; of functions of one name in a file, the largest. DESIGN fixes the public functions of ops, and
-    with them what checks their arguments; raw ops have their schema's parameters."""
+    """Return the sizes above LIMITS by kind; the max if functions of a file share a name.
+
+    DESIGN fixes the public functions of ops and their argument checks; raw ops have their schema's
+    parameters.
+    """
     found: dict[str, dict[str, int]] = {kind: {} for kind in LIMITS}
 
     def see(kind: str, name: str, size: int, limit: int) -> None:
@@ -138,7 +141,7 @@ def beyond_the_limits() -> dict[str, dict[str, int]]:
 
 
 def test_functions_and_files_are_short() -> None:
-    """But for those of sizes.json, which may shrink and not grow; what is small enough leaves the list."""
+    """The exceptions of sizes.json may only shrink, and small ones leave the list."""
     left = json.loads((ROOT / "tests" / "sizes.json").read_text())
     found = beyond_the_limits()
     assert set(left) == set(LIMITS) and all(reason for entries in left.values() for _, reason in entries.values())
@@ -183,33 +186,33 @@ def test_the_scanners_see_functions() -> None:
     assert cpp == {"plain": (4, 2, False), "lambda": (1, 2, False), "kernel": (2, 0, True), "S": (1, 3, False)}
 
 
-# ---- the rest
+# ---- other rules
 
 
 def test_nothing_puts_the_root_on_the_path() -> None:
-    """With the root on sys.path, kernels/ would be importable by the name of another package."""
+    """With the root on sys.path, kernels/ would be importable under another package's name."""
     assert not (ROOT / "conftest.py").exists()
     assert not (ROOT / "__init__.py").exists()
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
 def test_every_package_folder_is_a_package() -> None:
-    """setup.py ships folders that have an __init__.py; a module in one without would be left out of the wheel."""
+    """setup.py ships folders with an __init__.py; the wheel would lack a module outside them."""
     sources = [path for path in files(".py") if path.parts[0] in ("pytransformer", "kernels")]
     assert [str(path) for path in sources if not (ROOT / path.parent / "__init__.py").exists()] == []
 
 
 def test_torch_headers_only_at_the_edges() -> None:
-    """A file with torch's headers compiles in seconds instead of a fraction of one, and inlines nothing of torch per ISA."""
+    """torch's headers slow compilation from a fraction of a second to seconds, per ISA."""
     sources = [path for path in files(".h", ".cpp", ".cuh", ".cu") if TORCH_INCLUDE.search((ROOT / path).read_text())]
     outside = [
         path for path in sources if path.name != "binding.h" and path.parts[1] != "fast_path"
-    ]  # the fast path is a binding as a whole
+    ]  # the fast path is entirely a binding
     assert [str(path) for path in outside if path.suffix != ".cpp" or path.stem.endswith("_kernels")] == []
 
 
 def test_text_names_no_machine() -> None:
-    """No path of one machine, no package host, and never the name that is somebody else's distribution."""
+    """Text has no machine's path, no package host, and no name of another distribution."""
     here = Path(__file__).relative_to(ROOT)
     forbidden = re.compile(r"/(work|root|opt|home)/\w|pypi\.org|pythonhosted|pip install pytransformer(?!-kernels)")
     found = []
@@ -220,7 +223,7 @@ def test_text_names_no_machine() -> None:
 
 
 def test_no_import_error_is_swallowed() -> None:
-    """`except ImportError: pass`, or a wider net, hides the reason why something is missing."""
+    """`except ImportError: pass`, or a broader clause, hides why something is missing."""
     wide = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
     found = []
     for path in files(".py"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries linked for manylinux_2_28 need no newer symbols than it has, and their replacements do what the newer ones do."""
+"""Libraries linked for manylinux_2_28 need no newer symbols; the replacements are equivalent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from types import ModuleType
 import pytest
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-# Functions of glibc whose newest version came after 2.28 (dlsym, pthread_create: 2.34; pow: 2.29), __libc_single_threaded (shared_ptr),
-# and symbols of libstdc++ 9 to 12 (stringstream's constructor, the throw of a bad array length).
+# glibc functions whose newest version came after 2.28 (dlsym, pthread_create: 2.34; pow: 2.29),
+# __libc_single_threaded (shared_ptr), and symbols of libstdc++ 9 to 12 (stringstream's constructor,
+# the throw of a bad array length).
 SOURCE = """
 #include <cmath>
 #include <dlfcn.h>
@@ -75,7 +76,7 @@ def test_a_library_needs_no_newer_symbols(manylinux: ModuleType, command: list[s
     replaced = manylinux.link("2_28", portable, command)
     assert new.keys() <= replaced.keys() and len({version.partition("_")[0] for version in replaced.values()}) > 1
     assert not manylinux.needed(portable, "2_28")
-    # What replaces them stays inside: another library's calls must not end here.
+    # The replacements stay local, because another library's calls must not reach them.
     exported = subprocess.run(["nm", "-D", "--defined-only", str(portable)], capture_output=True, text=True, check=True).stdout
     assert not {line.split()[-1].partition("@")[0] for line in exported.splitlines()} & replaced.keys()
     done = subprocess.run([sys.executable, "-c", RUN, str(portable)], capture_output=True, text=True, timeout=60)
@@ -83,7 +84,7 @@ def test_a_library_needs_no_newer_symbols(manylinux: ModuleType, command: list[s
 
 
 def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_path: Path) -> None:
-    """And leaves no library behind: ninja would take it for a good one."""
+    """The library is removed, because ninja would consider it up to date."""
     newest = max(
         (
             (manylinux.numbers(version), name, version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzers find every one of the known faults, and none in the faithful copies."""
+"""The fuzzers detect every known fault and report none in faithful copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Found = dict[str, dict[str, tuple[int, str]]]
 
 @pytest.fixture(scope="module")
 def found(one_thread: None) -> Found:
-    """For each mutant that fails: the number of its first failing case, and how it failed."""
+    """Return each failing mutant's first failing case and its failure."""
     first: Found = {family: {} for family in MUTANTS}
     for family, mutants in MUTANTS.items():
         fuzzer = kits()[family].fuzzer
@@ -47,7 +47,7 @@ def test_the_faithful_copy_passes(family: str, found: Found) -> None:
     ("family", "mutant"), [(s, n) for s, m in MUTANTS.items() for n in (*m.faults, *m.backward_faults) if n != "faithful"]
 )
 def test_the_fuzzer_finds(family: str, mutant: str, found: Found) -> None:
-    """By a wrong number or unequal bits: a mutant that merely crashes would prove nothing."""
+    """A wrong number or unequal bits must reveal the mutant; a crash would prove nothing."""
     assert mutant in found[family], f"{mutant} survived {CASES} cases"
     case, reason = found[family][mutant]
     assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (case, reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built libraries: what they depend on, which instruction sets they hold, and how one is chosen."""
+"""The built libraries: dependencies, instruction sets, and selection."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def symbols(file: Path, *options: str) -> list[str]:
 
 @needs_nm
 def test_the_op_library_needs_only_the_stable_abi() -> None:
-    """No symbol of Python, and of torch none but the C functions that stay the same from version to version."""
+    """It uses no Python symbol, and only torch's C functions with a stable ABI."""
     undefined = symbols(native.PACKAGE / native.LIBRARY_NAME, "-D", "--undefined-only")
     assert any(name.startswith("aoti_torch_") for name in undefined)
     assert [name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)", name)] == []
@@ -49,16 +49,16 @@ def test_the_op_library_needs_only_the_stable_abi() -> None:
 @pytest.mark.skipif(not OBJECTS, reason="this checkout has no build directory with the kernels' object files")
 @pytest.mark.parametrize("path", OBJECTS, ids=lambda path: path.name)
 def test_instruction_sets_share_no_symbol(path: Path) -> None:
-    """Of an inline function that two objects define, the linker keeps one, perhaps the one this CPU cannot run."""
+    """If two objects define an inline function, the linker may select one this CPU cannot run."""
     isa = path.name.split(".")[-2]
     defined = symbols(path, "--defined-only", "--extern-only")
-    # DW.ref.* is a pointer to the exception handler of the C++ library, no code of ours.
+    # DW.ref.* points to the C++ library's exception handler and contains no code.
     outside = [name for name in defined if f"{len(isa)}{isa}" not in name and not name.startswith("DW.ref.")]
     assert outside == []
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
-    """A stale one would read arguments in an order that Python no longer passes them in."""
+    """A stale library would read arguments in an old order."""
     csrc = shutil.copytree(
         ROOT / "csrc", tmp_path / "csrc", ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")]
     )
@@ -104,5 +104,6 @@ def test_bindings_agree_with_the_op_library() -> None:
     assert _C.default_isa() == C.cpu_isa()
     info = native.build_info()
     assert info is not None
-    assert _C.build_info() == {name: value for name, value in info.items() if name != "checkout"}  # which an installer adds
+    # The installer adds it.
+    assert _C.build_info() == {name: value for name, value in info.items() if name != "checkout"}
     assert set(_C.built_isas()) >= set(_C.usable_isas())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/notes.md: every file, test and command of its tables exists, commands with their very options."""
+"""tests/notes.md: the files, tests and commands of its tables exist, with their options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISSING = "nobody/wrote/this.py"
 
 
 def rows(page: str) -> list[list[str]]:
-    """The cells of each row of each table, without the tables' heads."""
+    """Return the cells of each row of each table, without the tables' heads."""
     found = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return [row for row in found if row[1] != "file"]
 
@@ -31,7 +31,10 @@ def names_of(path: Path) -> frozenset[str]:
 
 
 def wrong(row: list[str]) -> list[str]:
-    """What the row names and is not there. The second cell has files, the third tests, the fourth, which may be empty, commands."""
+    """Return the row's references that do not exist.
+
+    The second cell has files, the third tests, and the fourth, which may be empty, commands.
+    """
     files, tests, *commands = (re.findall(r"`([^`]+)`", cell) for cell in row[1:])
     lacking = [name for name in files if not (ROOT / name).is_file()]
     if not files or not tests:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/run_parts.py: parts by name, what a report's counts say, and the table that a run leaves."""
+"""tests/run_parts.py: parts by name, counts of a report, and the table of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_parts_of_the_full_run_find_their_tests(run_parts: ModuleType) -> None:
 
 
 def test_the_ops_run_with_the_fast_path_and_without(run_parts, monkeypatch) -> None:
-    """A fast path that does not compile fails the installation, one build with the sanitizers apart, which has none."""
+    """A fast path that does not compile fails the installation; the sanitizer build has none."""
     built = []
     monkeypatch.delenv("PYTRANSFORMER_FAST_PATH", raising=False)
     monkeypatch.setattr(
@@ -73,7 +73,7 @@ def test_the_benchmark_counts_rows_and_our_own_faults(run_parts, tmp_path, monke
 
 
 def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
-    """Waiting is a busy machine's fault, computing is the part's; two processes at once may compute twice as long."""
+    """Waiting does not count, computing does; two processes may compute twice as long."""
     second = run_parts.Part("a", "a", 1 / 60)
     python = [run_parts.sys.executable, "-c"]
     code, waited = run_parts.timed([*python, "import time; time.sleep(1.5)"], None)
@@ -88,13 +88,14 @@ def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
         assert run_parts.over_budget(second._replace(jobs=2), run_parts.Spent(9.0, 1.9), False) is None
         assert (run_parts.over_budget(second._replace(jobs=2), run_parts.Spent(9.0, 2.9), False) is None) is slow
         assert run_parts.over_budget(second, run_parts.Spent(9.0, 9.0), True) is None
-    monkeypatch.setattr(run_parts, "loop_time", lambda: 0.01)  # a fast machine gets no smaller budget
+    # A fast machine gets no smaller budget.
+    monkeypatch.setattr(run_parts, "loop_time", lambda: 0.01)
     assert run_parts.over_budget(second, run_parts.Spent(0.9, 0.9), False) is None
 
 
 def test_threads_of_processes_that_share_the_cores_give_way(run_parts, tmp_path, monkeypatch) -> None:
     seen = {}
-    monkeypatch.setattr(run_parts, "RESULTS", tmp_path)  # whose reports a part removes before it writes its own
+    monkeypatch.setattr(run_parts, "RESULTS", tmp_path)  # a part removes earlier reports there
 
     def timed(command, limit, environment=()):
         return 0, seen.update({part.name: dict(environment)}) or run_parts.Spent(1.0)
@@ -136,7 +137,7 @@ def test_an_instruction_set_that_cannot_run_is_skipped_with_the_reason(run_parts
 
 
 def test_the_settings_cover_every_value(run_parts, monkeypatch) -> None:
-    """Each instruction set of the sources once, and PyTorch's two with one thread and with two; three seeds that are not the default's."""
+    """Each instruction set occurs once, PyTorch's two with one and two threads, three new seeds."""
     parts = importlib.import_module("parts")
     settings = [dict(part.environment) for part in parts.SETTINGS]
     monkeypatch.syspath_prepend(str(run_parts.ROOT / "csrc"))

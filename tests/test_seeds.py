@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--torch-seed gives a run other random numbers, those of tests that seed themselves too."""
+"""--torch-seed changes a run's random numbers, also in tests that set seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytransformer.testing.seeds import shift_seeds
 
 
 def drawn() -> list[torch.Tensor]:
-    """By each way in which a test comes to random numbers."""
+    """Return random numbers from each source that tests use."""
     torch.manual_seed(3)
     by_default = torch.randn(8)
     own = torch.randn(8, generator=torch.Generator().manual_seed(3))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field's words, not our own of before (docs/glossary.md): in code, tests and docs. Decisions keep the words of their day."""
+"""Code, tests and docs use the field's words (docs/glossary.md); decisions are exempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = (
     "CHANGELOG.md",
 )
 KINDS = {".py", ".h", ".cpp", ".cuh", ".cu", ".md", ".sh"}
-# Words that have no other use here: what is in the place of each.
+# Old words without another use here, and their replacements.
 WORDS = {
     r"\blookups?\b|\blooks_up\b|\bLookups\b": "elementwise mask, MaskLoader",
     r"\b(is|are|be|been|was) made again\b|\bmakes? \w+ again\b|\bmake_tiles\b|\bredo\b": "recompute",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen in benches: under pytest-benchmark (bench/conftest.py), for the tuner and for the overhead of a call."""
+"""Benchmarks of attention and attention_varlen.
+
+bench/conftest.py runs the cases, tune.py the tuning problems, overhead.py the tiny calls.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def test_speed(timed) -> None:
 
 
 def tune(tools: ModuleType) -> Iterator[Any]:
-    """The classes of problems for bench/tools/tune.py."""
+    """Yield the problem classes for bench/tools/tune.py."""
     for dtype in (torch.bfloat16, torch.float32):
         size = dtype.itemsize
         for head_dim in configs.HEAD_DIMS:
@@ -66,10 +69,10 @@ def _attention(tools: ModuleType, kernel: str, head_dim: int, dtype: torch.dtype
 
 
 def overhead(made: Callable[..., Any]) -> dict[str, Any]:
-    """Tiny problems beside PyTorch's function, by name."""
+    """Return tiny problems beside PyTorch's function, by name."""
 
     def problem(*more: torch.Tensor, kv_heads: int = 2, **options: float) -> Any:
-        """(1, 2, 8, 16); `more` is a mask or a bias, which gets its gradient."""
+        """Return a (1, 2, 8, 16) problem; `more` is a mask or a bias with a gradient."""
         q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, kv_heads, 8, 16), torch.randn(1, kv_heads, 8, 16)
         theirs = partial(F.scaled_dot_product_attention, **options, **({"enable_gqa": True} if kv_heads == 1 else {}))
         ours = lambda q, k, v, mask=None: pt.attention(q, k, v, attn_mask=mask, **options)
@@ -91,7 +94,10 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _alibi(made: Callable[..., Any]) -> Any:
-    """PyTorch adds the bias as a dense one, which gets no gradient here: that is given to the slopes by a product more."""
+    """Compare ALiBi with a dense bias in PyTorch.
+
+    The dense bias gets no gradient here; an extra product computes that of the slopes.
+    """
     q, k, v, slopes = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.rand(2)
     distance = -(torch.arange(8)[:, None] - torch.arange(8)).abs().float()
     return made(
@@ -112,7 +118,10 @@ def _t5(made: Callable[..., Any]) -> Any:
 
 
 def _varlen(made: Callable[..., Any]) -> Any:
-    """Two sequences of 8 and 5 rows; PyTorch's nested tensors take several times as long, so it gets the padded ones with a mask."""
+    """Compare two sequences of 8 and 5 rows with padded ones and a mask in PyTorch.
+
+    PyTorch's nested tensors take several times as long.
+    """
     q, k, v = torch.randn(3, 13, 2, 16).unbind()
     offsets = torch.tensor([0, 8, 13], dtype=torch.int32)
     padded, mask = torch.randn(2, 2, 8, 16), (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None]
@@ -122,7 +131,10 @@ def _varlen(made: Callable[..., Any]) -> Any:
 
 
 def _decode(made: Callable[..., Any], page_size: int | None = None) -> Any:
-    """One token of two sequences, which have 16 keys and 9; PyTorch gets a mask for the lengths, and gathers the pages."""
+    """Compare one token of two sequences with 16 and 9 keys.
+
+    PyTorch gets a mask for the lengths, and gathers the pages.
+    """
     lengths, queries, pool = torch.tensor([16, 9]), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 2, 16, 16)
     mask = (torch.arange(16) < lengths[:, None])[:, None, None]
     options = {"causal": "bottom_right", "key_lengths": lengths}

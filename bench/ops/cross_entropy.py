@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy in benches: under pytest-benchmark (bench/conftest.py), for the tuner and for the overhead of a call."""
+"""Benchmarks of linear_cross_entropy.
+
+bench/conftest.py runs the cases, tune.py the tuning problems, overhead.py the tiny calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def test_speed(timed) -> None:
 
 
 def tune(tools: ModuleType) -> Iterator[Any]:
-    """The classes of problems for bench/tools/tune.py."""
+    """Yield the problem classes for bench/tools/tune.py."""
     for kernel, table in configs.HEURISTIC.items():
         for classes in table if len(table) > 1 else (32768,):
             yield tools.Task(
@@ -33,7 +36,7 @@ def tune(tools: ModuleType) -> Iterator[Any]:
 
 
 def _cross_entropy(tools: ModuleType, kernel: str, classes: int) -> Callable[..., Any]:
-    """Few features, so that the library's products do not hide the kernel."""
+    """Return a call with few features, so that the library's matmuls do not hide the kernel."""
 
     def prepare(device: str, small: bool, backend: str) -> Any:
         make = tools.random_values(device, torch.bfloat16)
@@ -46,7 +49,7 @@ def _cross_entropy(tools: ModuleType, kernel: str, classes: int) -> Callable[...
 
 
 def overhead(made: Callable[..., Any]) -> dict[str, Any]:
-    """A tiny problem beside PyTorch's functions."""
+    """Return a tiny problem beside PyTorch's functions."""
     target = torch.tensor([3, 7])
     return {
         "linear_cross_entropy": made(

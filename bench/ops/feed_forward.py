@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward in benches: under pytest-benchmark (bench/conftest.py), for the tuner and for the overhead of a call."""
+"""Benchmarks of feed_forward.
+
+bench/conftest.py runs the cases, tune.py the tuning problems, overhead.py the tiny calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def test_speed(timed) -> None:
 
 
 def tune(tools: ModuleType) -> Iterator[Any]:
-    """The classes of problems for bench/tools/tune.py."""
+    """Yield the problem classes for bench/tools/tune.py."""
     for dtype in (torch.bfloat16, torch.float32):
         for kernel in configs.HEURISTIC:
             for rows in (16, 64, 8192):
@@ -48,7 +51,7 @@ def _feed_forward(tools: ModuleType, kernel: str, rows: int, dtype: torch.dtype)
 
 
 def overhead(made: Callable[..., Any]) -> dict[str, Any]:
-    """Tiny problems beside PyTorch's functions, by name."""
+    """Return tiny problems beside PyTorch's functions, by name."""
 
     def problem(gated: bool = False, **options: float) -> Any:
         leaves = [torch.randn(2, 16), torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)]

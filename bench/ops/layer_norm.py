@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms in benches: under pytest-benchmark (bench/conftest.py), for the tuner and for the overhead of a call."""
+"""Benchmarks of the norms.
+
+bench/conftest.py runs the cases, tune.py the tuning problems, overhead.py the tiny calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def test_speed(timed) -> None:
 
 
 def tune(tools: ModuleType) -> Iterator[Any]:
-    """The classes of problems for bench/tools/tune.py."""
+    """Yield the problem classes for bench/tools/tune.py."""
     for dtype in (torch.bfloat16, torch.float32):
         for kernel in ("forward", "backward"):
             for columns in (*configs.BACKWARD, 2 * max(configs.BACKWARD)):
@@ -44,7 +47,7 @@ def _norm(tools: ModuleType, kernel: str, columns: int, dtype: torch.dtype) -> C
 
 
 def overhead(made: Callable[..., Any]) -> dict[str, Any]:
-    """Tiny problems beside PyTorch's functions, by name."""
+    """Return tiny problems beside PyTorch's functions, by name."""
     x, r, w, b = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64), torch.randn(64)
     return {
         "layer_norm": made(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv in benches: under pytest-benchmark (bench/conftest.py) and for the overhead of a call."""
+"""Benchmarks of rotary and append_kv.
+
+bench/conftest.py runs the cases, overhead.py the tiny calls.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ def test_speed(timed) -> None:
 
 
 def overhead(made: Callable[..., Any]) -> dict[str, Any]:
-    """One token of two sequences beside PyTorch's functions, by name: the formula of transformers' models, and index_copy_ or, with pages,
-    index_put_ into the cache."""
+    """Return one token of two sequences beside PyTorch's functions, by name.
+
+    PyTorch runs the formula of transformers' models, and index_copy_ or, with pages, index_put_
+    into the cache.
+    """
     turning, positions = pt.RotaryPositions(16), torch.tensor([[9], [14]])
     x, weight, tables = torch.randn(2, 2, 1, 16), torch.randn(16), turning.tables(positions)
     angles = turning.frequencies()
@@ -48,7 +54,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _append(made: Callable[..., Any], page_size: int | None, tables: tuple[Tensor, Tensor] | None) -> Any:
-    """Two sequences of one length, which index_copy_ takes; pages may lie anywhere."""
+    """Compare two sequences of equal length, as index_copy_ requires; pages are in any order."""
     positions, place = torch.tensor([[9], [9]]), torch.tensor([9])
     q, k, v = torch.randn(3, 2, 2, 1, 16).unbind()
     pools = torch.zeros(4, 2, 2, 16, 16) if page_size is None else torch.zeros(4, 8, 2, page_size, 16)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checkouts timed in turns, several times each, and compared: what changed from one to the other beyond noise.
+"""Time two checkouts in turns, several times each, and compare them beyond noise.
 
-    python bench/tools/ab.py OLD NEW --repeat 3 -- attention --case causal --dtype bf16     # the rest as for `pytransformer bench`
+    python bench/tools/ab.py OLD NEW --repeat 3 -- attention --case causal --dtype bf16
 
-OLD and NEW are folders with this package in them, native code built (`git worktree add OLD COMMIT`, `make build` there). The runs are
-processes of their own, OLD and NEW alternately, so that what drifts on the machine drifts for both. Exit code as of
-`pytransformer bench compare`: 1 if anything got worse.
+The arguments after -- are those of `pytransformer bench`. OLD and NEW are folders with this package
+and its built native code (`git worktree add OLD COMMIT`, `make build` there). Each run is a
+separate process, and OLD and NEW alternate, so that drift of the machine affects both. The exit
+code is that of `pytransformer bench compare`: 1 if anything got worse.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the runs are kept (default: a new folder in /tmp)")
     words = sys.argv[1:]
-    middle = words.index("--") if "--" in words else len(words)  # what follows is for `pytransformer bench`
+    # The rest is for `pytransformer bench`.
+    middle = words.index("--") if "--" in words else len(words)
     options, bench = parser.parse_args(words[:middle]), words[middle + 1 :]
     for checkout in (options.old, options.new):
         if not (checkout / "pytransformer" / "__init__.py").is_file():

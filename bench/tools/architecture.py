@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/images/architecture.svg: the layers of the package and the backends of kernels, as the tree has them.
+"""Draw docs/images/architecture.svg: the package's layers and the kernel backends.
 
     python bench/tools/architecture.py            # print the picture
     python bench/tools/architecture.py --write    # write the file
 
-A box stands for a folder. A folder without a box, or a box without its folder, is an error: the picture cannot go stale in silence.
+Each box is a folder. A folder without a box, or a box without a folder, is an error, so that the
+picture cannot become stale.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WIDTH, SIDE, GAP, MARGIN, HEIGHT = (
     10,
     20,
     58,
-)  # of the picture, of the box at its side, between boxes, around, of a box
+)  # sizes: picture, box beside it, gaps, margin, box
 
 
 class Box(NamedTuple):
@@ -32,7 +33,7 @@ class Box(NamedTuple):
     kind: str = "python"
 
 
-# From what a user calls down to what runs. Each row lies on the one below it.
+# Rows from the user's API down to the hardware; each row builds on the one below it.
 ROWS = (
     (
         Box("your model", "PyTorch, Hugging Face", None, "outside"),
@@ -77,13 +78,13 @@ ROWS = (
     ),
 )
 BESIDE = Box("testing", "float64 oracle|error bounds|cases, fuzzer|poisoned memory", "pytransformer/testing")
-WITHIN = {  # folders that a box stands for besides its own
+WITHIN = {  # further folders that a box covers
     "pytransformer/ops/_backends",
-    "pytransformer/ops/_backends/gpu",  # what triton and cuda share
+    "pytransformer/ops/_backends/gpu",  # shared by triton and cuda
     "pytransformer/ops/_backends/torch",  # beside the reference
     "pytransformer/ops/_problem",
-    "csrc/common",  # what cpu, cuda and the emulator share
-    "csrc/fast_path",  # ops and ops/_core once more, for plain eager calls
+    "csrc/common",  # shared by cpu, cuda and the emulator
+    "csrc/fast_path",  # ops and ops/_core again, for plain eager calls
 }
 LOOKED_AT = ("pytransformer", "pytransformer/ops", "pytransformer/ops/_backends", "csrc")
 STYLE = """
@@ -99,7 +100,7 @@ STYLE = """
 
 
 def check_folders() -> None:
-    """Raises ValueError if a folder of the tree has no box, or a box no folder."""
+    """Raise ValueError unless folders and boxes correspond."""
     drawn = {box.folder for row in ROWS for box in (*row, BESIDE) if box.folder}
     if gone := [folder for folder in sorted(drawn) if not (ROOT / folder).is_dir()]:
         raise ValueError(f"boxes without a folder: {', '.join(gone)}")
@@ -125,7 +126,7 @@ def draw_box(box: Box, x: float, y: float, width: float, height: float) -> list[
 
 
 def picture() -> str:
-    """The SVG."""
+    """Return the SVG."""
     check_folders()
     inner = WIDTH - 2 * MARGIN - SIDE - GAP
     drawn, y = [], float(MARGIN)
@@ -134,7 +135,7 @@ def picture() -> str:
         for i, box in enumerate(row):
             drawn += draw_box(box, MARGIN + i * (width + GAP), y, width, HEIGHT)
         y += HEIGHT + GAP
-    below = MARGIN + 2 * (HEIGHT + GAP)  # what it tests begins under the commands
+    below = MARGIN + 2 * (HEIGHT + GAP)  # the tested parts begin under the commands
     drawn += draw_box(BESIDE, WIDTH - MARGIN - SIDE, below, SIDE, y - GAP - below - (HEIGHT + GAP))
     height = y - GAP + MARGIN
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" role="img">'

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CPU's attention spends its time, phase by phase, on one instruction set: shares, and rates beside a matrix product's.
+"""Profile the CPU's attention by phase on one instruction set.
 
-    python bench/tools/attention_phases.py [--isa amx_bf16] [--rounds 7] [--out FILE.json]     # a minute; one command on any machine
+    python bench/tools/attention_phases.py [--isa amx_bf16] [--rounds 7] [--out FILE.json]
 
-The kernels of csrc/cpu/attention are compiled once more with PT_PHASES (csrc/cpu/core/phases.h), for that set alone, and run with the real
-schedule on torch's own threads: a phase is what its statement takes, with the caches as the phases before it leave them. Each round
-multiplies matrices of 1024 x 1024 on one thread, with torch and with our own product, whose better is the rate, and then runs each
-direction; of every phase, call and product the fastest round counts. A visit that another process interrupted counts as the median one.
-Scores and dP are products of one loop in the backward, and alike where v is as wide as q: one phase. Results are compared with the
-reference first. "rest" is what no phase has (the set-up of blocks), of one thread's processor time; on several threads it is left out,
-since what passes there depends on who else computes.
+It prints shares of the time, and rates beside a matrix product's; a run takes a minute. The kernels
+of csrc/cpu/attention are compiled with PT_PHASES (csrc/cpu/core/phases.h) for one set and run with
+the real schedule on torch's threads. A phase is the time of its statement, with the caches in the
+state that earlier phases leave.
+
+Each round multiplies 1024 x 1024 matrices on one thread, with torch and with our matmul; the faster
+is the reference rate. It then runs each direction. The fastest round of every phase, call and
+product counts. A sample interrupted by another process counts as the median sample. In the
+backward, scores and dP share a loop and, if v is as wide as q, their cost, so they are one phase.
+
+Results are first compared with the reference. "rest" is the time outside all phases (setup of
+blocks), in processor time of one thread. With several threads it is left out, because it would
+include other processes' work.
 """
 
 from __future__ import annotations
@@ -35,8 +41,9 @@ from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as o
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-PHASES = ("pack", "scores", "softmax", "output", "dv", "dk", "dq", "results")  # csrc/cpu/core/phases.h, in its order
-DIRECTIONS = {  # phase: products of length x length x dim in it
+# The order of csrc/cpu/core/phases.h.
+PHASES = ("pack", "scores", "softmax", "output", "dv", "dk", "dq", "results")
+DIRECTIONS = {  # phase: its products of length x length x dim
     "forward": {"pack": 0, "scores": 1, "softmax": 0, "output": 1, "results": 0},
     "backward": {"pack": 0, "scores": 2, "softmax": 0, "dv": 1, "dk": 1, "dq": 1, "results": 0},
 }
@@ -51,7 +58,7 @@ class Call(ctypes.Structure):
 
 
 def build(isa: str, more: list[str], folder: Path) -> ctypes.CDLL:
-    """The kernels with their notes, compiled as the library's are."""
+    """Compile the instrumented kernels with the library's options."""
     sys.path.insert(0, str(CSRC))
     import native_build
     import toolchain
@@ -70,7 +77,7 @@ def build(isa: str, more: list[str], folder: Path) -> ctypes.CDLL:
 
 
 def usable(isa: str) -> tuple[str, list[str]]:
-    """The set's name for a reader, and its flags that the build chose. To ask also gets a process the tiles of AMX from the system."""
+    """Return the set's name and compiler flags; request AMX tiles from the system."""
     module, why_not = machine.introspection()
     if module is None or isa not in module.usable_isas():
         raise SystemExit(
@@ -81,7 +88,7 @@ def usable(isa: str) -> tuple[str, list[str]]:
 
 
 class Problem:
-    """Heads of full self-attention, as many as make 4,096 rows, and what a call of the library takes."""
+    """Self-attention heads, 4,096 rows in total, and the arguments of a library call."""
 
     def __init__(self, library: ctypes.CDLL, length: int, dim: int, dtype: torch.dtype, threads: int) -> None:
         shape = (max(1, 4096 // length), length, dim)
@@ -94,7 +101,7 @@ class Problem:
         self.library, self.flops = library, 2.0 * shape[0] * length * length * dim
 
     def run(self, direction: str) -> tuple[dict[str, float], float]:
-        """Seconds of each phase over all threads, and of this thread for the call."""
+        """Return the seconds of each phase over all threads, and of the call on this thread."""
         seconds = (ctypes.c_double * len(PHASES))()
         self.call.backward = direction == "backward"
         torch.set_num_threads(self.call.threads)
@@ -107,7 +114,7 @@ class Problem:
         return {phase: s for phase, s in zip(PHASES, seconds) if phase in DIRECTIONS[direction]}, whole
 
     def check(self) -> None:
-        """Raises unless both directions agree with the reference."""
+        """Raise unless both directions agree with the reference."""
         self.run("forward"), self.run("backward")
         leaves = [x.double().unsqueeze(0).requires_grad_() for x in (self.query, self.key, self.value)]
         exact = pt.reference.attention(*leaves)
@@ -119,7 +126,7 @@ class Problem:
 
 
 def product(dtype: torch.dtype, size: int = 1024) -> float:
-    """FLOP/s of a matrix product on one thread, once: torch's or our own, whichever is faster."""
+    """Return the FLOP/s of one matmul on one thread, torch's or ours, whichever is faster."""
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     torch.set_num_threads(1)
     times = []

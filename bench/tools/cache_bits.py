@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache in eight bits costs in accuracy: of attention's outputs, and of a small model's logits and tokens.
+"""Measure the accuracy cost of an eight-bit cache on attention, logits and tokens.
 
     python bench/tools/cache_bits.py [--steps 120] [--speed]
 
-*Attention*: 64 queries over 2,048 keys of 128 numbers, keys and values stored as named, beside float64 on the numbers as they were:
-||error|| / ||exact||. The normal ones; Student's t with 3 degrees of freedom; and normal ones of which 4 columns are 20 times the others,
-as keys of trained models have.
-*Model*: a GPT of 4 layers on the bytes of this tree's docs, trained here; the last pages are not read in training. Perplexity of those by a
-model that reads its own cache, and how many of its greedy tokens are those of the float32 cache up to the first that differs.
+*Attention*: 64 queries over 2,048 keys of size 128, with keys and values stored as named, against
+float64 on the original numbers: ||error|| / ||exact||. The numbers are normal, Student's t with 3
+degrees of freedom, or normal with 4 columns 20 times larger, as in keys of trained models.
+
+*Model*: a GPT of 4 layers trained here on the bytes of this tree's docs, except the last pages. The
+results are the perplexity of those pages with the cache, and the number of greedy tokens that equal
+those of the float32 cache before the first difference.
 """
 
 from __future__ import annotations
@@ -81,13 +83,13 @@ def trained(text: torch.Tensor, steps: int) -> GPT:
 
 @torch.no_grad()
 def perplexity(model: GPT, pages: torch.Tensor, dtype: torch.dtype | None) -> float:
-    """Of bytes, by the logits of calls that read their own keys from the cache."""
+    """Return the perplexity of bytes, from calls that read keys from the cache."""
     logits = model(pages[:, :-1], past_key_values=model.make_cache(LENGTH, dtype)).logits
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), pages[:, 1:].flatten()).exp())
 
 
 def kept_tokens(model: GPT, prompts: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """(greedy tokens before the first that differs from the float32 cache's, tokens, prompts without a difference)."""
+    """Return greedy tokens before the first difference from float32, all tokens, equal prompts."""
     made = [
         generate(model, prompts, decoding=Decoding(max_new_tokens=64), cache=model.make_cache(LENGTH, d)).lists()
         for d in (None, dtype)
@@ -97,7 +99,10 @@ def kept_tokens(model: GPT, prompts: torch.Tensor, dtype: torch.dtype | None) ->
 
 
 def speed(heads: int, copies: int = 6, rounds: int = 5) -> dict[str, float]:
-    """The least ms of one token over 8,192 keys of 8 heads of 128 numbers, interleaved, over ``copies`` of the cache in turn."""
+    """Return the min ms of one token over 8,192 keys, 8 heads, size 128.
+
+    Calls are interleaved and use ``copies`` of the cache in turn.
+    """
     query, times = torch.randn(1, heads, 1, 128).bfloat16(), {name: [math.inf] for name in KINDS if name != "float32"}
     calls: dict[str, list[tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]]] = {}
     for name in times:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One token of attention over keys that lie in memory, on the CPU, as a share of the rate at which memory can be read.
+"""Time one decoded token of attention on the CPU, as a share of the memory read rate.
 
-    OMP_NUM_THREADS=1 python bench/tools/decode.py [--keys 8192] [--rounds 7] [--dtype bfloat16 float32] [--peers] [--out FILE.json]
+    OMP_NUM_THREADS=1 python bench/tools/decode.py [--keys 8192] [--rounds 7] [--peers]
+                                                   [--dtype bfloat16 float32] [--out FILE.json]
 
-Enough caches for ``--bytes`` stand side by side and every call takes the next one, so that nothing is read from a processor's caches.
-In each round a sum over as many bytes, contiguous keys, pages (shuffled, of 16 and of 64 keys) and with ``--peers``
-scaled_dot_product_attention are measured one after the other; CPU time of this thread where there is one thread, else the wall's; the
-fastest fifth of the rounds. The aim: 85 % of what the sum reads, for contiguous keys.
+The tool allocates caches of ``--bytes`` in total and each call uses the next one, so that no read
+hits a processor cache. Each round measures in turn a sum over as many bytes, contiguous keys,
+shuffled pages of 16 and 64 keys and, with ``--peers``, scaled_dot_product_attention. The clock is
+this thread's CPU time with one thread and wall time otherwise; the fastest fifth of the rounds
+counts. The target is 85 % of the sum's rate for contiguous keys.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def clock() -> float:
 
 
 def paged(x: torch.Tensor, size: int, order: torch.Tensor) -> torch.Tensor:
-    """(B, H, L, D) as a pool (B * L / size, H, size, D), page i at order[i]."""
+    """Return (B, H, L, D) as a pool (B * L / size, H, size, D), page i at order[i]."""
     pages = x.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
     pool = torch.empty_like(pages, memory_format=torch.contiguous_format)
     pool[order] = pages
@@ -45,7 +47,7 @@ def paged(x: torch.Tensor, size: int, order: torch.Tensor) -> torch.Tensor:
 def contenders(
     shape: tuple[int, int, int, int], keys: int, dtype: torch.dtype, size: int, peers: bool
 ) -> tuple[dict[str, Call], int]:
-    """The calls, and the bytes that each reads."""
+    """Return the calls, and the bytes that each reads."""
     batch, heads, kv_heads, head_dim = shape
     one = 2 * batch * kv_heads * keys * head_dim * dtype.itemsize
     caches = [tuple(torch.randn(batch, kv_heads, keys, head_dim).to(dtype) for _ in "kv") for _ in range(max(2, size // one))]
@@ -70,7 +72,7 @@ def contenders(
 
 
 def measure(calls: dict[str, Call], size: int, rounds: int) -> dict[str, float]:
-    """GB/s of each call."""
+    """Return the GB/s of each call."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

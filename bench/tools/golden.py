@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the error norms of every op, dtype and case next to naive code and PyTorch's kernels.
 
-    python bench/tools/golden.py --run      # make golden: measure, write accuracy.csv and the table of docs/accuracy.md
+    python bench/tools/golden.py --run      # make golden: write accuracy.csv and docs/accuracy.md
     python bench/tools/golden.py --write    # write the table from the committed accuracy.csv
 
 An error is ||error|| / ||exact|| against float64 for each output and gradient, computed by the code
@@ -30,14 +30,14 @@ START, END = "<!-- golden: start, written by bench/tools/golden.py -->", "<!-- g
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = {"Lq": 256, "Lk": 256, "D": 64, "rows": 256, "d": 256, "hidden": 1024, "classes": 1000}
 DECODE = {"Lq": 1, "Lk": 1024, "D": 64}
-PAGES = ("pages", "decode_pages")  # of the cases that have tests of their own
+PAGES = ("pages", "decode_pages")  # cases with separate tests
 OURS = "cpu"
 COLUMNS = ("op", "case", "dtype", "backend", "errors")
 Errors = dict[str, float]
 
 
 def problems() -> Iterator[tuple[plan.Case, str]]:
-    """Every case of every op, in each dtype."""
+    """Yield every case of every op, in each dtype."""
     for op in plan.OPS:
         for case in (*plan.cases(op, "small"), *(c for c in plan.cases(op, "small", {plan.APART}) if c.name in PAGES)):
             for dtype in DTYPES:
@@ -45,7 +45,10 @@ def problems() -> Iterator[tuple[plan.Case, str]]:
 
 
 def errors(case: plan.Case, dtype: str) -> dict[str, Errors]:
-    """The errors of each tensor by backend; PyTorch's and naive code's where they compute the case and draw no mask of their own."""
+    """Return the errors of each tensor by backend.
+
+    PyTorch and naive code are included if they support the case with the same dropout mask.
+    """
     problem = Problem.make(case, plan.DTYPES[dtype], "cpu", seed=SEED, grad=not case.forward_only)
     grads = check.upstream(problem, SEED)
     solution, found = exact.solve(problem, grads), {}
@@ -76,13 +79,13 @@ def measure() -> dict[str, Any]:
 
 
 def ratios(row: dict[str, Any], peer: str) -> list[float]:
-    """Our error over the peer's, tensor by tensor; where the peer happens to be exact there is none."""
+    """Return our error over the peer's by tensor, without tensors that the peer has exact."""
     ours, theirs = row["errors"].get(OURS, {}), row["errors"].get(peer, {})
     return [ours[name] / theirs[name] for name in ours if theirs.get(name) and theirs[name] == theirs[name]]
 
 
 def save(document: dict[str, Any], path: Path) -> None:
-    """Write the errors as CSV, one line per case, dtype and backend, below the environment in JSON."""
+    """Write the errors as CSV below the environment in JSON; a line per case, dtype, backend."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(f"# {json.dumps(document['environment'])}\n")
         writer = csv.writer(file, lineterminator="\n")
@@ -111,7 +114,7 @@ def _middle(found: list[float]) -> str:
 
 
 def section(document: dict[str, Any]) -> str:
-    """The text between the markers."""
+    """Return the text between the markers."""
     rows, peers = document["rows"], (NAIVE, TORCH)
     medians = []
     for dtype in DTYPES:
@@ -129,7 +132,7 @@ def section(document: dict[str, Any]) -> str:
 
 
 def written(text: str, document: dict[str, Any]) -> str:
-    """`text` with what is between the markers brought up to date."""
+    """Return `text` with a new section between the markers."""
     before, rest = text.split(START)
     return f"{before}{START}\n{section(document)}\n{END}{rest.split(END)[1]}"
 

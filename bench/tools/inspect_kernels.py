@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU kernels take, without a GPU: registers, spills, shared memory, matrix instructions, instructions.
+"""Print the resources of the GPU kernels, without a GPU.
 
     python bench/tools/inspect_kernels.py                                     # make inspect
     python bench/tools/inspect_kernels.py --op attention --arch 90 --only "causal D128"
-    python bench/tools/inspect_kernels.py --table                             # the committed tables: nothing is compiled
+    python bench/tools/inspect_kernels.py --table          # the committed tables, no compilation
 
-The machinery is that of the tests that keep tests/triton/resources.json and tests/cuda/resources.json: Triton's kernels are compiled
-ahead of time, as their launchers would; the CUDA kernels are read from the built library, for the architectures that are in it. Their SASS
-for sm_90a is followed too: no register of a wgmma may be touched while it is in flight (tests/cuda/sass.py). Exit code 1 if one is.
+The resources are registers, spills, shared memory, matrix instructions and instructions. The tool
+uses the code of the tests for tests/triton/resources.json and tests/cuda/resources.json. It
+compiles Triton kernels ahead of time like their launchers, and reads CUDA kernels from the built
+library for its architectures. It also checks the SASS for sm_90a (tests/cuda/sass.py): no register
+of a wgmma may be accessed while the wgmma is in flight. The exit code is 1 if one is.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("triton", "cuda")
 FAMILIES = tuple(dict.fromkeys(op.family for op in OPS.values()))
 COLUMNS = ("registers", "stack", "shared", "products", "wide", "narrow", "instructions")
-Rows = Iterator[tuple[str, str, dict[str, int]]]  # architecture, kernel, what it takes
+Rows = Iterator[tuple[str, str, dict[str, int]]]  # architecture, kernel, its resources
 
 
 @functools.cache
 def machinery(backend: str) -> ModuleType:
-    """tests/<backend>/resources.py."""
+    """Return the module tests/<backend>/resources.py."""
     path = ROOT / "tests" / backend / "resources.py"
     spec = importlib.util.spec_from_file_location(f"{backend}_resources", path)
     assert spec and spec.loader
@@ -44,8 +46,11 @@ def machinery(backend: str) -> ModuleType:
 
 
 def family_of(kernel: str) -> str:
-    """The family of a kernel or of the problem it was compiled for, by its name; attention's bear the names of masks, and products belong
-    to the family that they were written for."""
+    """Return the family of a kernel or of its problem, by name.
+
+    Attention's kernels have names of masks; matmul kernels belong to the family they were written
+    for.
+    """
     words = {family: (family, *(name for name, op in OPS.items() if op.family == family)) for family in FAMILIES}
     found = next((family for family in FAMILIES if any(word in kernel for word in words[family])), None)
     return found or ("feed_forward" if "matmul" in kernel else "attention")
@@ -82,7 +87,8 @@ def built_cuda(options: argparse.Namespace) -> Rows:
     module = machinery("cuda")
     if reason := module.why_not():
         raise SystemExit(f"cuda: {reason}")
-    module.COUNTED = {**module.COUNTED, "instructions": r"(?m)^\s*/\*[0-9a-f]{4,}\*/"}  # beside what its table holds
+    # In addition to the table's columns.
+    module.COUNTED = {**module.COUNTED, "instructions": r"(?m)^\s*/\*[0-9a-f]{4,}\*/"}
     for key, used in module.measure().items():
         arch, _, kernel = key.partition(" ")
         if wanted(arch, kernel, options):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the development environment .venv and installs this checkout into it, editable, native code built.
+"""Create the development environment .venv and install this checkout, editable and built.
 
     python3 bench/tools/install.py [--extras test,bench,hf]
 
-An importable torch >= 2.11 of the calling Python is used instead of downloading one. Running it again costs a second
-or two: packages are installed again only when their list changed, and the compiler runs only for what changed.
+An importable torch >= 2.11 of the calling Python is reused instead of downloading one. A repeated
+run takes a second or two: packages are reinstalled only if their list changed, and only changed
+sources are compiled.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def run(*command: object) -> None:
 
 
 def callers_torch() -> tuple[Path, str] | None:
-    """Folder and version of a torch that the calling Python can import and that is new enough; torch is not imported."""
+    """Return folder and version of a recent torch of the calling Python, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -50,7 +51,7 @@ def callers_torch() -> tuple[Path, str] | None:
 
 
 def make_environment() -> Path:
-    """Creates .venv if it is not there; returns the constraints file that fits it."""
+    """Create .venv if missing; return the constraints file that fits it."""
     if Path(sys.prefix).resolve() == VENV.resolve():
         sys.exit(f"install: run this with the Python that shall own {VENV}, not with that of {VENV} itself")
     if not PYTHON.exists():

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's norms as a share of `copy_` of the same bytes into a tensor that is already there.
+"""Time the CPU's norms as a share of `copy_` of the same bytes into an existing tensor.
 
-    OMP_NUM_THREADS=1 python bench/tools/layer_norm_copy.py [--shape 8192x1024 2048x768] [--dtype float32 bfloat16] [--rounds 30]
+    OMP_NUM_THREADS=1 python bench/tools/layer_norm_copy.py [--rounds 30]
+        [--shape 8192x1024 2048x768] [--dtype float32 bfloat16]
 
-For each op and direction, in each round, one after the other: `copy_`, the native calls alone, writing into tensors that an earlier call
-allocated, and the whole public call with fresh outputs. The copy is of the op's dtype and reads and writes together as many bytes as the
-kernel's tensors have, each read or written once. CPU time of this thread where there is one thread, else the wall's; minima. The aim:
-90 % of the copy's rate for the kernels. What the call takes beyond them is dispatch and, above all, fresh pages.
+Each round measures in turn, for each op and direction: `copy_`, the native calls alone with
+existing output tensors, and the public call with new outputs. The copy has the op's dtype and as
+much traffic as the kernel's tensors, each read or written once. The clock is this thread's CPU time
+with one thread and wall time otherwise; the minimum counts. The target is 90 % of the copy's rate
+for the kernels. The rest of a call is dispatch and, mostly, page faults.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def clock() -> float:
 
 
 def problem(op: str, rows: int, columns: int, dtype: torch.dtype) -> tuple[Callable[[], Any], list[torch.Tensor]]:
-    """The public call, and its leaves."""
+    """Return the public call and its leaves."""
     x, residual = (torch.randn(rows, columns).to(dtype).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(columns).to(dtype).requires_grad_() for _ in range(2))
     if op == "layer_norm":

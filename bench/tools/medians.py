@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the medians of a benchmark run as one CSV file: what git keeps of a run.
+"""Write the medians of a benchmark run as one CSV file, the committed form of a run.
 
     python bench/tools/medians.py RUN bench/results/MACHINE/medians.csv
 
-RUN is the folder of `pytransformer bench --out`. Next to its results.json the tool reads, where they
+RUN is the folder of `pytransformer bench --out`. Next to its results.json the tool reads, if they
 exist, isa-avx2/results.json, models.json and step-time.json. The CSV has one row per measurement of
 our backend and of PyTorch. Its first line is a comment with the machine and its peak rates in JSON.
 """
@@ -71,7 +71,7 @@ def _load(path: Path) -> Any:
 
 
 def _round(value: Any) -> Any:
-    """Return numbers with six significant digits, inside of dictionaries too."""
+    """Return numbers with six significant digits, in nested dictionaries too."""
     if isinstance(value, dict):
         return {key: _round(each) for key, each in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -135,7 +135,6 @@ def _of_step(document: dict[str, Any]) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert a run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder with a results.json")
     parser.add_argument("csv", type=Path, help="file to write")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs before any arithmetic: each op on a tiny problem beside PyTorch's own functions for it.
+"""Measure the overhead of each op's call on a tiny problem, beside PyTorch's functions.
 
-    python bench/tools/overhead.py             # microseconds a call: forward, in inference mode, forward + backward, under activate()
+    python bench/tools/overhead.py             # microseconds per call
     python bench/tools/overhead.py --out FILE.json
     python bench/tools/overhead.py --profile attention:fwd+bwd
 
-"ours" is a call as users make it; "python" is the same call without the C++ fast path. Calls are interleaved in one
-process on one thread, a millisecond or less at a time, and the least time of all rounds counts: that of a round that nobody interrupted,
-so the columns can be compared even on a busy machine. The file has the medians too. "ratio" is our time over PyTorch's.
+The modes are forward, inference mode, forward + backward, and under activate(). "ours" is the
+normal call, "python" the same call without the C++ fast path, and "ratio" our time over PyTorch's.
+Calls are interleaved in one process on one thread, a millisecond or less at a time. The minimum
+over all rounds counts, so that columns are comparable even on a busy machine. The file also has the
+medians.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ class Problem(NamedTuple):
     leaves: list[torch.Tensor]
     ours: Function
     theirs: Function
-    their_leaves: list[torch.Tensor] | None = None  # where PyTorch needs another form
-    drop_in: bool = False  # whether activate() puts ours in the place of theirs
+    their_leaves: list[torch.Tensor] | None = None  # if PyTorch needs another form
+    drop_in: bool = False  # activate() replaces PyTorch's function by ours
     forward_only: bool = False  # decoding has no gradient
 
 
 class Way(NamedTuple):
-    """Who computes, and what is entered before the clock starts."""
+    """An implementation and its context, entered before the clock starts."""
 
     name: str
     context: Context
@@ -53,7 +55,7 @@ class Way(NamedTuple):
 
 
 def problems() -> dict[str, Problem]:
-    """Those of every family: `overhead(made)` of its file in bench/ops, where `made` makes a Problem."""
+    """Return every family's `overhead(made)` from bench/ops; `made` builds a Problem."""
     found: dict[str, Problem] = {}
     for path in sorted((Path(__file__).resolve().parents[1] / "ops").glob("*.py")):
         spec = importlib.util.spec_from_file_location(f"ops_{path.stem}", path)
@@ -70,7 +72,10 @@ def modes(op: str) -> tuple[str, ...]:
 
 
 def ways(op: str, mode: str) -> list[Way]:
-    """Ours, ours by way of Python, PyTorch's. Leaves need a gradient in every mode, as parameters do."""
+    """Return ours, ours through Python, and PyTorch's.
+
+    Leaves need a gradient in every mode, like parameters.
+    """
     leaves, ours, theirs, others, _, forward_only = problems()[op]
     without_gradient = torch.inference_mode if mode == "fwd, inference" else torch.no_grad
 
@@ -103,7 +108,7 @@ def ways(op: str, mode: str) -> list[Way]:
 
 
 def microseconds(contenders: list[Way], rounds: int, repeat: int) -> dict[str, list[float]]:
-    """The time a call takes, of each round: each contender once a round, after a few calls to warm up."""
+    """Return the time per call in each round, after a few warm-up calls."""
     times: dict[str, list[float]] = {way.name: [] for way in contenders}
     for _ in range(rounds):
         for name, context, call in contenders:

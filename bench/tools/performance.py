@@ -34,7 +34,7 @@ MACHINES = (
     "intel-xeon-amx-2-cores",
 )
 GPU = "nvidia-h100-80gb-hbm3"
-# Runs of the GPU's folder in the page's order; the newest run of a problem, no earlier one.
+# Runs in the GPU's folder, in the page's order; each problem appears in its newest run only.
 GPU_RUNS = (
     "second/fwd64", "second/fwd128", "second/bwd64", "second/bwd128", "long", "d256",
     "second/decode1_32", "second/decode16", "terms", "norms_4096", "cross_entropy", "as-found/feed_forward",
@@ -62,17 +62,17 @@ OURS, PEER = "cpu", "torch"
 GRID = ("full", "causal")
 TILES = "amx_bf16"
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-SLOWER = 0.995  # ratios from here on print as 1.00
+SLOWER = 0.995  # lower ratios print as less than 1.00
 
 
 class Aim(NamedTuple):
-    """The ratio, or the share of a measured peak, that the rows of some ops should reach."""
+    """The target of some ops: a min ratio, or a min share of a measured peak."""
 
     title: str
     ops: tuple[str, ...]  # ops or cases
     dtype: str
     threshold: float
-    peak: str = ""  # key of the peak that the share refers to; empty: PyTorch's time over ours
+    peak: str = ""  # the peak's key; empty: PyTorch's time over ours
     min_keys: int = 0
     threshold_on_tiles: float | None = None  # the threshold on a CPU with AMX
 
@@ -98,7 +98,7 @@ def times(value: float | None) -> str:
 
 
 def span(values: Iterable[float | None]) -> str:
-    """Return the smallest and the largest ratio."""
+    """Return the min and max ratio."""
     known = sorted(v for v in values if v is not None)
     if not known:
         return "–"
@@ -292,12 +292,12 @@ def gpu_summary() -> str:
 
 
 def cpu_summary(runs: dict[str, Run]) -> str:
-    """Return README's table of the CPUs: the mean speed-up over PyTorch, its minimum, and the slower rows."""
+    """Return README's CPU table: mean speed-up over PyTorch, its min, and the slower rows."""
     return per_machine(runs, means, "two cores")
 
 
 def means(run: Run) -> dict[str, str]:
-    """Return the geometric mean of the ratios of attention and of the other ops, with their minimum."""
+    """Return the geometric mean and min of the ratios of attention and of the other ops."""
     groups: dict[str, list[float]] = {}
     for row in ours(run):
         value = ratio(row)
@@ -379,7 +379,7 @@ def run_all(folder: Path) -> None:
         print(f"\n---- python {command.format(tools='bench/tools')}", flush=True)
         words = command.format(tools=ROOT / "bench" / "tools").split()
         done = subprocess.run([sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONSAFEPATH": "1"})
-        if done.returncode > 1:  # 1: a backend was wrong, which the results record
+        if done.returncode > 1:  # 1 means that a backend was wrong, which the results record
             raise SystemExit(f"exit code {done.returncode}: {command}")
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes pytransformer/ops/_core/preferences.csv from the committed results of GPUs.
+"""Write pytransformer/ops/_core/preferences.csv from the committed GPU results.
 
     python bench/tools/preferences.py            # print the table
     python bench/tools/preferences.py --write    # write it; tests/ops/test_preference.py compares
 
-The newest committed time of each cell and backend counts, that of the kernels if it was recorded: a
-warm call's host time hides behind them. kernels.csv beside the results has times from a profiler's
-list.
+The newest committed time of each cell and backend counts, kernel time if recorded, because it hides
+a warm call's host time. kernels.csv beside the results has times from a profiler.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pytransformer.testing.cases import case
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"sm_90": ROOT / "bench" / "results" / "nvidia-h100-80gb-hbm3"}
 OURS = ("cuda", "triton")
-LAST_RUN = "2026-11-26T23"  # times of kernels.csv are from after every run of that day
+LAST_RUN = "2026-11-26T23"  # kernels.csv has times from after every run of that day
 
 Shape = tuple[tuple[str, int], ...]
 Measured = dict[tuple[Cell, str, Shape], dict[Entry, float]]  # by cell, case and shape
@@ -57,7 +56,7 @@ def rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def entry_of(row: dict[str, Any]) -> Entry | None:
-    """Return which backend of ours a row's provider stands for, None if no backend would run it."""
+    """Return our backend for a row's implementation, or None if no backend would run it."""
     name, forward = row["backend"], row["mode"] == "fwd"
     if name in OURS:
         return name, None
@@ -68,7 +67,7 @@ def entry_of(row: dict[str, Any]) -> Entry | None:
         return "torch", "cudnn"
     if name == "torch_efficient" and row["case"] in ("key_padding", "bool_mask"):
         return "torch", "efficient"
-    # Backward: in any order here, while the backend asks for a fixed one, which takes longer.
+    # This run used any order in backward, but the backend uses a fixed order, which takes longer.
     if (name == "torch_flash" and plain and not forward) or (name == "torch" and row["case"] == "decode"):
         return "torch", None
     return None
@@ -92,8 +91,9 @@ def measured(folder: Path) -> Measured:
 
 
 def cell(op: str, name: str, shape: dict[str, int], dtype: str, mode: str) -> Cell:
-    """Return the cell of a benchmark's call, from arguments that have no memory."""
-    if name == "decode_pages":  # pages are made by what lengths hold, so keys in one piece stand for them
+    """Return the cell of a benchmark's call, from arguments on the meta device."""
+    # Page tables depend on lengths' values, so contiguous keys replace them.
+    if name == "decode_pages":
         return replace(cell(op, "decode", shape, dtype, mode), kind="pages")
     sized = case(name).resize(**{k: v for k, v in shape.items() if k in case(name).shape})
     with FakeTensorMode():
@@ -102,8 +102,7 @@ def cell(op: str, name: str, shape: dict[str, int], dtype: str, mode: str) -> Ce
 
 
 def table(folder: Path) -> list[Row]:
-    """Return a row for each cell: the geometric mean over its shapes, of what all of them
-    measured."""
+    """Return a row per cell: the geometric mean over the shapes that all backends have."""
     by_cell: dict[Cell, list[dict[Entry, float]]] = defaultdict(list)
     for (where, _, _), times in measured(folder).items():
         by_cell[where].append(times)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the tree's functions and files are, and how many parameters functions have: Python by its parser, C++ and CUDA by braces.
+"""Print the sizes of functions and files and the numbers of parameters.
 
     python bench/tools/sizes.py             # the twenty longest functions
     python bench/tools/sizes.py csrc/cpu    # of a folder
 
-tests/test_layout.py holds the limits, and tests/sizes.json what is left beyond them.
+Python is parsed; C++ and CUDA are matched by braces. tests/test_layout.py has the limits and
+tests/sizes.json the exceptions.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ NOT_FUNCTIONS = {
     "asm",
     "__attribute__",
 }
-# Comments, literals and preprocessor lines, which hold braces and parentheses that are none.
+# Comments, literals and preprocessor lines, whose braces and parentheses do not count.
 NOISE = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*',
     re.S | re.M,
 )
 CALL = re.compile(r"(\]|[~\w]+)\s*\(")
-# What may stand between a function's parameters and its body: qualifiers, a return type, a constructor's initialisers.
+# Tokens between a function's parameters and body: qualifiers, return type, initializers.
 QUALIFIERS = r"(?:(?:const|noexcept|override|final|mutable|constexpr)\b\s*)*"
 INITIALISERS = r"(?::\s*(?:[\w:<>]+\s*(?:\([^;{}]*?\)|\{[^;{}]*\})\s*,?\s*)+)?"
 BETWEEN = re.compile(rf"\s*{QUALIFIERS}(?:->\s*[\w:<>,&*\s]+?)?{INITIALISERS}\{{")
@@ -47,11 +48,11 @@ class Function(NamedTuple):
     name: str
     lines: int
     parameters: int
-    kernel: bool  # of a GPU
+    kernel: bool  # a GPU kernel
 
 
 def of_python(source: str) -> Iterator[Function]:
-    """Every function and method; self and cls are no parameters, and a stub (an overload) is no function."""
+    """Yield every function and method; self, cls and stubs (overloads) do not count."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -66,7 +67,7 @@ def of_python(source: str) -> Iterator[Function]:
 
 
 def _closing(text: str, start: int, pair: str) -> int:
-    """Where the bracket opened at `start` closes; -1 if nowhere."""
+    """Return the position of the closing bracket for the one at `start`, or -1."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] == pair[0]) - (text[at] == pair[1])
@@ -76,7 +77,7 @@ def _closing(text: str, start: int, pair: str) -> int:
 
 
 def _parameters(text: str) -> int:
-    """Between the parentheses: commas outside of brackets."""
+    """Return the number of parameters in the text between parentheses."""
     depth, commas = 0, 0
     for letter in text.replace("->", ""):
         depth += (letter in "([{<") - (letter in ")]}>")
@@ -85,7 +86,7 @@ def _parameters(text: str) -> int:
 
 
 def of_cpp(source: str) -> Iterator[Function]:
-    """Every function with a body, lambdas too, under the name `lambda`."""
+    """Yield every function with a body; lambdas have the name `lambda`."""
     text = NOISE.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), source)
     for found in CALL.finditer(text):
         name = found.group(1)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of attention with block masks against the share of blocks that run, on the CPU, beside the dense mask.
+"""Time block-masked attention on the CPU by share of running blocks, beside the dense mask.
 
     OMP_NUM_THREADS=1 python bench/tools/sparse.py [--length 4096] [--rounds 7] [--out FILE.json]
 
-Every pattern is measured in each round, one after the other, so that a machine's mood meets all alike; CPU time of this thread where there
-is one thread, else the wall's; medians. The aim: a pattern takes at most 1.25 x (share of blocks) x (unmasked) + 5 % of unmasked.
-``--memory`` prints the peak of a forward and a backward of a local pattern at 16k, 32k and 64k tokens, each in a process of its own.
+Each round measures every pattern in turn, so that machine noise affects all of them. The clock is
+this thread's CPU time with one thread and wall time otherwise; the median counts. The target is
+1.25 x (share of blocks) x (unmasked time) + 5 % of the unmasked time. ``--memory`` prints the peak
+memory of a forward and backward of a local pattern at 16k, 32k and 64k tokens, each in a fresh
+process.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def patterns(length: int) -> dict[str, BlockMask]:
-    """Shares of blocks from 2 % to 50 %, made for 4,096 tokens."""
+    """Return patterns with 2 % to 50 % of the blocks, designed for 4,096 tokens."""
     return {
         "window 32": BlockMask.sliding_window(length, (32, 32)),
         "window 170": BlockMask.sliding_window(length, (170, 170)),
@@ -47,7 +49,7 @@ def clock() -> float:
 
 
 def timed(call: Call, leaves: list[torch.Tensor], grad: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a forward that keeps what backward needs, and of the backward."""
+    """Return the seconds of a forward that saves tensors for backward, and of the backward."""
     start = clock()
     out = call()
     middle = clock()
@@ -86,7 +88,7 @@ def measure(length: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list
 
 
 def peak(length: int) -> int:
-    """Bytes that this process has at most, beyond those before the call."""
+    """Return the peak memory of this process above the level before the call, in bytes."""
     leaves = [torch.randn(1, 1, length, 64, requires_grad=True) for _ in range(3)]
     mask = BlockMask.sliding_window(length, (256, 256))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

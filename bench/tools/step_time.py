@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds a training step of the small translation models, ours beside PyTorch's own modules, in one run.
+"""Time a training step of the small translation models, beside PyTorch's modules.
 
-    python bench/tools/step_time.py                     # print; of the preset "notes-small"
-    python bench/tools/step_time.py --preset notes      # heads as wide as the model, as in TensorFlow's tutorial
-    python bench/tools/step_time.py --out FILE.json     # and write
-    python bench/tools/step_time.py --bf16              # under bfloat16 autocast, as `pytransformer train --bf16`
-    python bench/tools/step_time.py --profile           # which ops of ours the step spends its time in
+    python bench/tools/step_time.py                     # print; the preset "notes-small"
+    python bench/tools/step_time.py --preset notes      # heads as wide as the model
+    python bench/tools/step_time.py --out FILE.json     # write a file too
+    python bench/tools/step_time.py --bf16              # bfloat16 autocast, as in training
+    python bench/tools/step_time.py --profile           # time by op of ours
 
-4 layers of encoder and decoder, d_model 128, 512 hidden, 8 heads, vocabularies of 7,765 and 7,010 tokens, batch 64; dropout and
-label smoothing as the preset has them. Sentence lengths are drawn from a log-normal distribution like that of spoken sentences (median 20
-tokens, at most 64) and padded to the longest of the batch, as without sorting by length. A step is zero_grad, forward, backward
-and Adam (the fused one, for all alike).
+The models have 4 layers in encoder and decoder, d_model 128, hidden 512, 8 heads, vocabularies of
+7,765 and 7,010 tokens, batch 64, and the preset's dropout and label smoothing. The preset "notes"
+has the head size of TensorFlow's tutorial. Sentence lengths follow a log-normal distribution like
+that of spoken sentences (median 20 tokens, max 64), padded to the longest of the batch, as without
+sorting by length. A step is zero_grad, forward, backward and fused Adam.
 
 pytransformer  models.Transformer
-torch          torch.nn.Transformer, which calls PyTorch's fused scaled_dot_product_attention; its heads are d_model / num_heads wide,
-               so for "notes" its layers get an attention of our own making with wider ones (testing.eager_twin.WideAttention)
-eager          the same, with attention as softmax(q kᵀ / sqrt(d) + mask) v in plain code
+torch          torch.nn.Transformer, which calls PyTorch's fused scaled_dot_product_attention; its
+               heads are d_model / num_heads wide, so for "notes" its layers use
+               testing.eager_twin.WideAttention
+eager          the same, with attention as softmax(q k^T / sqrt(d) + mask) v in plain code
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ BATCH, MEDIAN, SPREAD, LONGEST = 64, 20, 0.5, 64
 
 
 class Twin(nn.Module):
-    """The same network of PyTorch's own modules: the same sizes, dropout where ours is."""
+    """The same network from PyTorch's modules, with equal sizes and dropout."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -53,7 +55,8 @@ class Twin(nn.Module):
             ),
             c,
         )
-        self.transformer.encoder.norm = self.transformer.decoder.norm = None  # post-norm: each block ends with one
+        # post-norm: each block ends with one
+        self.transformer.encoder.norm = self.transformer.decoder.norm = None
         for module in self.transformer.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = c.attention_dropout
@@ -83,7 +86,7 @@ class Twin(nn.Module):
 
 
 def plain_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """What scaled_dot_product_attention stands for, each step a tensor."""
+    """Compute scaled_dot_product_attention step by step."""
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
@@ -129,7 +132,7 @@ def stepper(
 
 
 def profile(step: Callable[[], None], steps: int = 5) -> None:
-    """Print the shares of the ops that take most of the step, themselves without what they call."""
+    """Print the self-time shares of the ops that dominate the step."""
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         for _ in range(steps):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks one after the other, each in a fork of one process that has imported everything: on a lent GPU imports cost more than times.
+"""Run benchmarks one after the other, each in a fork of one process.
 
     python bench/tools/steps.py FILE --seconds 300 --out FOLDER
 
-A line of FILE is a step: NAME SECONDS [VARIABLE=VALUE ...] and the arguments of `pytransformer bench`. A step that crashes, hangs, or
-spoils the GPU's context takes no other with it. In FOLDER there is a folder of results for each, and a log; a short table is printed.
+The parent imports everything once, because on a rented GPU imports cost more than the timings. A
+line of FILE is a step: NAME SECONDS [VARIABLE=VALUE ...] and the arguments of `pytransformer
+bench`. A step that crashes, hangs or corrupts the GPU's context affects no other step. FOLDER gets
+a folder of results per step and a log; the tool prints a short table.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from typing import NoReturn
 from pytransformer.cli import main as pytransformer
 from pytransformer.cli.benchmark import command  # noqa: F401  (imported before the forks)
 
-LEAST = 5.0  # seconds: a step that has no more left is not begun
+LEAST = 5.0  # min seconds: a step with less time left does not start
 SHOWN = 600  # characters of the log of a step without results
 
 
 def run(name: str, arguments: list[str], out: Path) -> NoReturn:
-    """The step, in this process."""
+    """Run the step in this process."""
     os.setpgrp()
     sys.stdout = sys.stderr = (out / f"{name}.log").open("w", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
@@ -49,7 +51,7 @@ def run(name: str, arguments: list[str], out: Path) -> NoReturn:
 
 
 def waited_for(process: int, seconds: float) -> str:
-    """How it ended: its exit code, or that it was stopped."""
+    """Return the process's exit code as text, or that it was stopped."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(process, os.WNOHANG)
@@ -62,7 +64,7 @@ def waited_for(process: int, seconds: float) -> str:
 
 
 def table(folder: Path, log: Path) -> list[str]:
-    """Of each case and mode: milliseconds a call, in brackets of its kernels."""
+    """Return, by case and mode, milliseconds per call, with kernel time in parentheses."""
     results = folder / "results.json"
     if not results.exists():
         return [log.read_text(errors="replace")[-SHOWN:].strip()]

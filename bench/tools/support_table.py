@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table in docs/fallbacks.md of what each backend supports, from the op registry.
+"""Write the backend support table of docs/fallbacks.md from the op registry.
 
     python bench/tools/support_table.py           # print it
     python bench/tools/support_table.py --write   # write it between the page's markers
 
-A cell lists the dtypes that the backend supports for these cases, by `why_not`, which every call
-uses too. Cases of an op with equal cells share a line.
+A cell lists the dtypes that the backend supports for these cases, from the `why_not` of every call.
+Cases of an op with equal cells share a line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 DEVICE = {"reference": "cpu", "torch": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
 
 
-# A GPU backend asks for the device's compute capability; the table is for Hopper, and there may be no GPU here.
+# GPU backends query the compute capability. The table is for Hopper and must not need a GPU.
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
-# As with a CUDA library built for it, which a machine without nvcc does not have.
+# Assume a CUDA library built for Hopper, which a machine without nvcc lacks.
 cuda_library.why_not_loaded = lambda op: None
 cuda_library._why_not_device = lambda index: None
 cuda_library.runs_sm90a = lambda device: True
@@ -37,7 +37,7 @@ cuda_library.ask = lambda op, *given: sys.maxsize  # a limit that no case reache
 
 
 def supported(backend: str, case) -> str:
-    """The dtypes that the backend takes for the case, on the device it is for."""
+    """Return the dtypes that the backend supports for the case, on its device."""
     op = OPS[case.op]
     if backend not in op.backends:
         return "–"
@@ -48,7 +48,7 @@ def supported(backend: str, case) -> str:
         if DEVICE[backend] == "cpu":
             found += [name] * (op.backends[backend].why_not(a) is None)
             continue
-        # Fake tensors: a backend's answer for a GPU can be had where there is none.
+        # Fake tensors give a GPU backend's answer without a GPU.
         meta = {n: t.to("meta") for n, t in a._asdict().items() if isinstance(t, torch.Tensor)}
         with FakeTensorMode() as fake:
             device = torch.device(DEVICE[backend])

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One op, the tests first: only if they pass, its times.
+"""Test one op and, if the tests pass, time it.
 
-    python bench/tools/test_then_time.py attention                                       # make try OP=attention
-    python bench/tools/test_then_time.py add_norm --shape rows=8192,d=1024 --dtype bf16  # what follows goes to `pytransformer bench`
+    python bench/tools/test_then_time.py attention                        # make try OP=attention
+    python bench/tools/test_then_time.py add_norm --shape rows=8192,d=1024 --dtype bf16
 
-The tests are those of the op's family in tests/ops and its fuzzer, with fewer cases than in `make test`. Exit code of the first
-that fails.
+Further arguments go to `pytransformer bench`. The tests are those of the op's family in tests/ops
+and its fuzzer, with fewer cases than in `make test`. The exit code is that of the first failing
+step.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import kits
 
 ROOT = Path(__file__).resolve().parents[2]
-# As in tests/run_parts.py: the empty path, under which kernels/ would be found, is taken off.
+# Like tests/run_parts.py, remove the empty path, which would expose kernels/.
 PYTEST = "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 FUZZ_CASES = 300
 
 
 def family_of(op: str) -> str:
-    """The family that has the op."""
+    """Return the op's family."""
     for name, spec in OPS.items():
         if op in (name, spec.family):
             return spec.family
@@ -33,7 +34,7 @@ def family_of(op: str) -> str:
 
 
 def commands(op: str, more: list[str]) -> list[list[str]]:
-    """The command of each step, in order."""
+    """Return the command of each step, in order."""
     family = family_of(op)
     ops = [op] if op in kits.ops() else [name for name in kits.ops() if OPS[name].family == family]
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{family}*.py"))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the Triton kernels' configurations on this GPU and writes kernels/tuned/<gpu>/<op>.json.
+"""Tune the Triton kernels' configurations on this GPU; write kernels/tuned/<gpu>/<op>.json.
 
     make tune                                              # everything
-    python bench/tools/tune.py --only "forward, 16 bit"    # the classes of problems whose name holds this
-    python bench/tools/tune.py --dry-run --arch 90         # without a GPU: list the candidates and compile them ahead of time
+    python bench/tools/tune.py --only "forward, 16 bit"    # problem classes whose name has this
+    python bench/tools/tune.py --dry-run --arch 90         # without a GPU: compile the candidates
 
-For each class of problems every candidate is first compared with the reference, and dropped if it errs more than the
-configuration of the heuristic by half; then the rest are timed, by turns, on random normal data. The file is written after each
-class, so a run cut short leaves what it found. Exit code 2: there is no GPU. A GPU's table holds for the Triton version it names.
+For each problem class, every candidate is compared with the reference and dropped if its error
+exceeds the heuristic configuration's by half. The rest are timed in turns on random normal data.
+The file is written after each class, so an interrupted run preserves its results. The exit code is
+2 without a GPU. A GPU's table is valid for the Triton version it names.
 """
 
 from __future__ import annotations
@@ -34,32 +35,32 @@ from pytransformer.testing import bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = 2
-ROUNDS = 12  # of timing
-WORSE = 1.5  # times the heuristic's error: a candidate beyond that is not the same computation
+ROUNDS = 12  # timing rounds
+WORSE = 1.5  # times the heuristic's error; a worse candidate computes something else
 Results = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel on one class of problems. prepare(device, small, backend) gives the call to be timed."""
+    """One kernel on one problem class; prepare(device, small, backend) returns the timed call."""
 
     op: str
     key: str
-    kernel: str  # the name of its function
+    kernel: str  # the kernel function's name
     candidates: list[Any]
     prepare: Callable[[str, bool, str], Callable[[], Results]]
 
 
 def tasks() -> Iterator[Task]:
-    """Those of every family: `tune(tools)` of its file in bench/ops, which gets this module."""
+    """Yield every family's `tune(tools)` from bench/ops; `tools` is this module."""
     for path in sorted((ROOT / "bench" / "ops").glob("*.py")):
         found = load(path)
-        if hasattr(found, "tune"):  # not of an op with one tile for all
+        if hasattr(found, "tune"):  # ops with one tile for all have none
             yield from found.tune(sys.modules[__name__])
 
 
 def nearest_first(candidates: Iterable[Any]) -> list[Any]:
-    """The table's choice, which comes first, then those that are fewer doublings away from it."""
+    """Return the table's choice first, then candidates by number of doublings from it."""
     first, *others = candidates
     here = dataclasses.astuple(first)
 
@@ -75,7 +76,7 @@ def random_values(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor
 
 
 def direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callable[[], Results]:
-    """The op's forward, or its backward for the gradients named."""
+    """Return a call of the op's forward, or of its backward for the named gradients."""
     run = op.backends[backend]
     if not names:
         return lambda: [run.forward(a)[0]]
@@ -90,7 +91,7 @@ def direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callable
 
 
 def tune(task: Task, most: int | None) -> dict[str, Any]:
-    """The entry of the fastest right candidate, of the first so many."""
+    """Return the entry of the fastest correct candidate among the first `most`."""
     exact = task.prepare("cuda", False, "reference")()
     calls: dict[Any, Callable[[], Results]] = {}
     allowed = 0.0
@@ -99,7 +100,7 @@ def tune(task: Task, most: int | None) -> dict[str, Any]:
             with tuned.trying(task.op, {task.key: dataclasses.asdict(candidate)}):
                 call = task.prepare("cuda", False, "triton")
                 error = max(bounds.relative_error(ours, want) for ours, want in zip(call(), exact))
-        except Exception as failure:  # of the compiler or for lack of shared memory: told, and not a candidate then
+        except Exception as failure:  # compiler error or lack of shared memory: drop the candidate
             print(f"  {candidate}: {type(failure).__name__}: {str(failure).splitlines()[0][:100]}")
             if not calls:
                 raise
@@ -147,11 +148,11 @@ def write(op: str, key: str, entry: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-# ---- without
+# ---- without a GPU
 
 
 def load(path: Path) -> ModuleType:
-    """A file that lies in no package."""
+    """Load a file outside any package as a module."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -159,12 +160,12 @@ def load(path: Path) -> ModuleType:
 
 
 def compiler() -> ModuleType:
-    """tests/triton/resources.py: compiles a call's kernels ahead of time and reads what they take."""
+    """Return tests/triton/resources.py, which compiles kernels ahead of time."""
     return load(ROOT / "tests" / "triton" / "resources.py")
 
 
 def dry_run(task: Task, capability: int, most: int | None) -> int:
-    """Compile the task's candidates and print what each takes; the number of those that fit the GPU."""
+    """Compile the candidates, print their resources, and return how many fit the GPU."""
     ahead = compiler()
     fitting = 0
     for candidate in task.candidates[:most]:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says of which kernels pytransformer/ops/_core/verified.json still speaks, and keeps it true.
+"""Print which entries of pytransformer/ops/_core/verified.json are current; update them.
 
     python bench/tools/verified.py                     # each entry: current or stale
-    python bench/tools/verified.py --tested COMMIT     # after a GPU run of that commit: record its sources
-    python bench/tools/verified.py --carry REASON      # the sources changed, but nothing that a GPU runs
-    python bench/tools/verified.py --drop              # remove what is stale: it is checked at first use
+    python bench/tools/verified.py --tested COMMIT     # after a GPU run of that commit
+    python bench/tools/verified.py --carry REASON      # sources changed, GPU programs did not
+    python bench/tools/verified.py --drop              # remove stale entries
 
---backend and --family choose entries. --carry is for changes after which the compiler gets the same
-program (comments, names, code for the emulator alone) or which only choose among kernels that were
-tested; the reason is stored. Everything else is --drop until a GPU has run the tests again.
-docs/design/verification.md.
+--tested records the sources of the commit. --carry is for changes after which the compiler gets the
+same program (comments, names, emulator code) or which only select among tested kernels; the reason
+is stored. Every other change needs --drop, and the kernel is checked at first use until a GPU has
+run the tests again. --backend and --family select entries. See docs/design/verification.md.
 """
 
 from __future__ import annotations

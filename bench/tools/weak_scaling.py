@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of a mesh sends, computes and holds in one training step, where the work grows with the ranks and where it does not.
+"""Count a mesh rank's communication, computation and memory in one training step.
 
     python bench/tools/weak_scaling.py                 # print
     python bench/tools/weak_scaling.py --out FILE.json # and write
 
-Counted, not timed: on two cores the seconds of four processes say nothing. A T5 (2 + 2 layers, d_model 64) trains by `Trainer` over
-gloo on 1, 2 and 4 ranks. "weak": the batch, the length, or heads, hidden layer and vocabulary grow with the ranks. "strong": one model
-and one batch.
+The numbers are counts, because timings of four processes on two cores would be meaningless. A T5 (2
++ 2 layers, d_model 64) trains by `Trainer` over gloo on 1, 2 and 4 ranks. "weak": the batch, the
+length, or heads, hidden size and vocabulary grow with the ranks. "strong": one model and one batch.
 
-sent     bytes of this rank's collectives by a ring: 2 (n - 1) / n of what is all-reduced, (n - 1) of a part that is gathered, (n - 1) / n
-         of what is reduced and scattered; of what it sends itself, all
-flops    of products and attention by torch's and our formulas, forward and backward
-held     bytes of parameters, and of the optimizer's state
-peak     the most that tensors hold at once in a step, by torch.distributed._tools.mem_tracker
+sent     bytes of this rank's ring collectives: 2 (n - 1) / n of an all-reduce, (n - 1) of a
+         gathered part, (n - 1) / n of a reduce-scatter, all of a point-to-point send
+flops    matmuls and attention by torch's and our formulas, forward and backward
+held     bytes of parameters and optimizer state
+peak     peak tensor memory in a step, by torch.distributed._tools.mem_tracker
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCH, LENGTH, HEADS, HIDDEN, VOCABULARY = 4, 64, 4, 256, 512
 RANKS = (1, 2, 4)
 AXES = {"data": ("data", False), "data, shard": ("data", True), "context": ("context", False), "tensor": ("tensor", False)}
 GROWS = {"data": "the batch", "data, shard": "the batch", "context": "the length", "tensor": "heads, hidden layer, vocabulary"}
-# What a collective is given: the place of the argument, and how much of it a ring of n sends.
+# Collective -> position of its tensor argument, and the share that a ring of n sends.
 COLLECTIVES = {
     "c10d::allreduce_": (0, lambda n: 2 * (n - 1) / n),
     "c10d::allgather_": (1, lambda n: n - 1),
@@ -62,7 +62,10 @@ SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10
 
 
 class Counted(TorchDispatchMode):
-    """Bytes that this rank sends, by collective, and FLOPs of its own parts: FlopCounterMode counts a product of DTensors whole."""
+    """Counters of bytes sent by collective, and of FLOPs of local parts.
+
+    FlopCounterMode would count a DTensor product in full.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +74,8 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it calls the collectives on its parts, and those come here
+            # The DTensor op calls the collectives on its parts, which come here.
+            return NotImplemented
         name = func.name().partition(".")[0]
         if "c10d" in name and name not in SILENT:
             place, share = COLLECTIVES[name]
@@ -85,7 +89,7 @@ class Counted(TorchDispatchMode):
 
 
 def _ranks(args: Any) -> int:
-    """Of the collective's group."""
+    """Return the size of the collective's group."""
     for arg in reversed(args):
         if isinstance(arg, str):
             return dist.distributed_c10d._resolve_process_group(arg).size()
@@ -95,7 +99,7 @@ def _ranks(args: Any) -> int:
 
 
 def trainer(world: World, axis: str, grow: int) -> Trainer:
-    """With `grow` times the work in the axis."""
+    """Return a trainer with `grow` times the work along the axis."""
     times = {name: grow if axis == name else 1 for name in ("context", "tensor")}
     torch.manual_seed(0)
     config = T5Config(
@@ -104,7 +108,7 @@ def trainer(world: World, axis: str, grow: int) -> Trainer:
     )  # fmt: skip
     length = LENGTH * times["context"] - 1  # and </s>
     examples = torch.randint(3, VOCABULARY, (64, length), generator=torch.Generator().manual_seed(0)).tolist()
-    # "strong": the ranks share one batch where batches are split.
+    # "strong": the ranks share one batch along the data axis.
     batch = BATCH if grow > 1 or axis != "data" else BATCH // world.parts
     batches = Batches([(e, e) for e in examples], batch, translation_collate(0, 1, 2))
     make = partial(torch.optim.AdamW, lr=0.0, foreach=True)
@@ -148,7 +152,7 @@ def rank_main(rank: int, ranks: int, store: str, folder: str) -> None:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Of the rank with most of each."""
+    """Return the max over ranks of each count."""
     found = []
     for ranks in RANKS:
         folder = tempfile.mkdtemp()

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what is published: the source distribution, and wheels for manylinux_2_28 with every CPU's and GPU's code.
+"""Build the release: the source distribution, and manylinux_2_28 wheels for all targets.
 
     python3 bench/tools/wheel.py [--archs sm_80,sm_90a] [--python python3.12 ...]      into dist/
 
-Two wheels hold the same libraries. The one for every Python (py3-none) has those alone; the one for this Python has the fast path of eager
-calls too, for the torch it was built with, and pip prefers it. Both are built in this checkout, so a second run compiles only what changed.
+Two wheels hold the same libraries. The one for every Python (py3-none) has only these; the one for
+this Python adds the fast path of eager calls for its torch, and pip prefers it. Both are built in
+this checkout, so a repeated run compiles only changes. `auditwheel repair` checks that they need
+nothing newer than glibc 2.28 and libstdc++ 8 (csrc/manylinux.py ensures this) and sets the platform
+tag.
 
-`auditwheel repair` checks that they need nothing newer than glibc 2.28 and libstdc++ 8 (csrc/manylinux.py makes that so) and names
-the platform. Each wheel is then installed, without its dependencies, into a new environment of each Python that was named, and run
-there if that Python has torch: `pytransformer doctor`, and attention forward and backward on the CPU backend.
+Each wheel is then installed, without its dependencies, into a new environment of each named Python.
+If that Python has torch, the wheel runs there: `pytransformer doctor`, and attention forward and
+backward on the CPU backend.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORM = "2_28"
 ARCHS = "sm_80,sm_90a,sm_100,sm_120"  # sm_80 as PTX too, for GPUs newer than these
-TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")  # loaded before ours, never copied
+# Loaded by torch first; never copied.
+TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")
 SMOKE = """
 import sys, torch, pytransformer as pt
 from pytransformer.testing import bounds
@@ -58,7 +62,7 @@ def source_distribution(out: Path) -> Path:
 
 
 def wheels(raw: Path, out: Path, archs: str, isas: str) -> Iterator[Path]:
-    """The wheel for every Python, then the one for this Python."""
+    """Yield the wheel for every Python, then the one for this Python."""
     options = {"CPU": "1", "CPU_ISAS": isas, "CUDA": "1" if archs else "0", "CUDA_ARCHS": archs, "MANYLINUX": PLATFORM}
     for bindings in ("0", "1"):
         start, folder = time.monotonic(), raw / bindings
@@ -77,7 +81,7 @@ def wheels(raw: Path, out: Path, archs: str, isas: str) -> Iterator[Path]:
 
 
 def try_out(artifact: Path, python: str, folder: Path) -> None:
-    """Installs a wheel beside the torch that `python` has, in an environment of its own, and runs it there."""
+    """Install a wheel beside `python`'s torch in a new environment and run it there."""
     ask = "import importlib.util as u; s = u.find_spec('torch'); print(next(iter(s.submodule_search_locations)) if s else '')"
     torch = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
     run(python, "-m", "venv", "--clear", folder)

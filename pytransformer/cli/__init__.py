@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `pytransformer COMMAND`, the same as `python -m pytransformer COMMAND`.
+"""The command line: `pytransformer COMMAND` or `python -m pytransformer COMMAND`.
 
-Exit codes, the same for every command: 0 done; 1 done, and something is wrong (a kernel outside its bound, a
-failed self-check); 2 the command line was not understood or cannot be carried out here; 130 interrupted.
+Every command uses the same exit codes:
+
+    0    success
+    1    the command ran and reports a fault (a kernel outside its bound, a
+         failed self-check)
+    2    the command line is invalid or cannot be carried out here
+    130  interrupted
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class UsageError(Exception):
-    """The command cannot be carried out as given; the message says what was got and what is wanted."""
+    """The command cannot be carried out as given; the message states what it got and expected."""
 
 
 class _Command(NamedTuple):
@@ -59,7 +64,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of everything but the delegated commands' own options."""
+    """Return the parser of everything except the delegated commands' options."""
     from pytransformer import __version__
 
     parser = argparse.ArgumentParser(
@@ -81,12 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     for name, command in _DELEGATED.items():
-        commands.add_parser(name, help=command.summary, add_help=False)  # those of two words are listed, and run above
+        # run() above handles two-word commands; this entry only lists them
+        commands.add_parser(name, help=command.summary, add_help=False)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; never raises for what a person typed."""
+    """Run one command and return its exit code; invalid input never raises."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         for words in (1, 2):
@@ -106,7 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("pytransformer: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`, a closed pager) has gone: leave quietly, and keep Python from flushing into the
-        # void.
+        # The reader (`head`, a closed pager) is gone. Exit quietly and keep Python from flushing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what a model attended to. MODEL is a folder: a translator that `pytransformer train translate` made, a model saved
-by pytransformer, or a Hugging Face one (config.json and safetensors): any that runs on this package's attention. A ViT looks at an image
-file, a Conformer reads one column by column. Attention is computed from what the fused kernels keep, for the layers, heads and rows drawn
-only; a model without a class here returns all of it.
+"""Draw the attention of a model.
+
+MODEL is a folder with a translator from `pytransformer train translate`, a
+model saved by pytransformer, or a Hugging Face model (config.json and
+safetensors) that can run on this package's attention. A ViT reads an image
+file; a Conformer reads an image column by column.
+
+Attention is recomputed from the lse that the fused kernels save, only for the
+layers, heads and rows drawn. A model without a class here returns all of it.
 
 kinds: heat      one head as a heat map
        lines     one head as two columns of tokens with lines between them
        gallery   every head of every layer
-       distance  how far each head looks, by depth: in tokens, of a ViT in pixels
-       patterns  of a stack's own attention the heads that look most at the next token, the previous one, the same word elsewhere,
-                 the same sentence (--second gives another), and special tokens
+       distance  mean attention distance of each head, by depth: in tokens, or
+                 in pixels for a ViT
+       patterns  the self-attention heads that attend most to the next token,
+                 the previous token, the same word elsewhere, the same
+                 sentence (--second gives another) and special tokens
        positions the model's position encoding
 """
 
@@ -101,7 +108,10 @@ def _draw(arguments: argparse.Namespace) -> Any:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """(the model in eval mode, a function of text and arguments that gives its inputs and, of each stack, the text that it reads)."""
+    """Return the model in eval mode and a function that prepares its inputs.
+
+    The function maps text and arguments to the inputs and the tokens that each stack reads.
+    """
     from ..models import Conformer
     from ..training import Translator
     from ..viz.models import hugging_face_types, load_model
@@ -148,13 +158,13 @@ def _image_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Input
 
 
 def _hugging_face_type(folder: Path) -> str | None:
-    """The model_type of a folder that transformers wrote; None for one of pytransformer, or none at all."""
+    """Return the model_type of a folder that transformers wrote, else None."""
     config = folder / "config.json"
     return json.loads(config.read_text()).get("model_type") if config.is_file() else None
 
 
 def _looks(model: Any) -> bool:
-    """Whether it looks at images."""
+    """Return True if the model reads images."""
     from ..models import Conformer
 
     return hasattr(model, "patches") or isinstance(model, Conformer) or getattr(model, "main_input_name", "") == "pixel_values"
@@ -171,7 +181,7 @@ def _image_inputs_of_hf(model: Any, path: str, arguments: argparse.Namespace) ->
 
 
 def _strip_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Inputs:
-    """A grey image as frames: its columns, from left to right, of as many rows as the Conformer has features."""
+    """Return a gray image as frames: its columns, resized to the feature count."""
     from ..training.images import image_shape, read_image
 
     rows, (height, width) = model.config.input_dim, image_shape(path)
@@ -211,7 +221,7 @@ def _tokenizer_inputs(folder: Path, model: Any, text: str, arguments: argparse.N
     encoding = tokenizer.encode(text, arguments.second)
     inputs = {"input_ids": torch.tensor([encoding.ids])}
     special = [bool(n) for n in encoding.special_tokens_mask]
-    # Of a model without special tokens the first is where attention goes that has nothing to look for.
+    # Without special tokens, the first token serves as the attention sink.
     read = _text(encoding.tokens, special if any(special) else [n == 0 for n in range(len(special))], encoding.type_ids)
     texts = {"encoder": read, "decoder": read}
     if _takes(model, "decoder_input_ids"):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Hugging Face model that has no class here attended to: transformers loads it, and its attention is our op."""
+"""Attention of a Hugging Face model without a class here.
+
+transformers loads the model and runs it with this package's attention op.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ _FIELDS = {"encoder": ("encoder_attentions", "attentions"), "decoder": ("decoder
 
 
 def load(folder: Path) -> Any:
-    """The model in eval mode, its attention ours, from safetensors alone; no code of the folder is run.
+    """Return the model in eval mode with our attention; load safetensors only, run no folder code.
 
     Raises:
-        ValueError: transformers cannot read it, or it computes attention in code of its own.
-        ImportError: without transformers.
+        ValueError: transformers cannot read the folder, or the model does not use its attention
+            interface.
+        ImportError: transformers is not installed.
     """
     transformers = require("transformers", "hf", "a Hugging Face model that pytransformer.models has no class for")
     from ..integrations.transformers import NAME, register
@@ -35,10 +39,10 @@ def load(folder: Path) -> Any:
 
 @torch.no_grad()
 def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None = None) -> Any:
-    """As :func:`pytransformer.viz.attention_of`, from the weights that the model returns.
+    """Return what :func:`pytransformer.viz.attention_of` returns, from the weights of the output.
 
     Raises:
-        ValueError: it returned none, or not those of the stack.
+        ValueError: the model returned no weights, or none for the stack.
     """
     from .. import viz
     from ..viz.models import which_stack

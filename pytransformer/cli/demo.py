@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check and time attention and whole models beside PyTorch, in about a minute.
 
-Prints whether the kernels of this machine are right, six attention problems of 1,024 tokens (forward
-and backward, float32), and BERT and T5 with short and long rows: as registered with transformers, and
-after `convert`. Every figure is of one interleaved run, and nothing is timed before it was checked. The
-exit code is 1 if anything was wrong.
+Prints whether this machine's kernels are correct, six attention problems with
+1,024 tokens (forward and backward, float32), and BERT and T5 with short and
+long rows, both as registered with transformers and after `convert`. All times
+come from one interleaved run, and each contender is checked before it is timed.
+The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .providers import TORCH
 CASES = ("full", "causal", "window", "t5_bias", "dropout", "key_padding")
 SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024, "D": 64}
 SUBJECTS = ("bert", f"bert{SUFFIX}", "t5", f"t5{SUFFIX}")
-ROUNDS = 3  # samples at least: a single one is no measurement
+ROUNDS = 3  # min samples: a single sample is no measurement
 MIN_TIME = 0.3  # seconds per contender
 MODEL_SECONDS = 2.0
 
@@ -50,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit code."""
     console = Console()
     names = list(arguments.models)
     if names and importlib.util.find_spec("transformers") is None:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def checks(console: Console) -> list[str]:
-    """Check every op on every backend that works here; return what is wrong."""
+    """Check every op on every backend that works here; return the failures."""
     lines = doctor.self_check()
     q = torch.zeros(1, 1, 8, 16)
     chosen = (
@@ -84,7 +84,7 @@ def checks(console: Console) -> list[str]:
 
 
 def attention(console: Console) -> tuple[list[Ratio], list[str]]:
-    """Time CASES on our backend and on PyTorch; return the ratios and what is wrong."""
+    """Time CASES on our backend and on PyTorch; return the ratios and the failures."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     steps = [plan.Step(plan.resized(plan.case(name, "medium"), SHAPE), torch.float32, "fwd+bwd") for name in CASES]
     rows, ratios, wrong = [], [], []
@@ -128,7 +128,7 @@ def attention_row(step: plan.Step, mine: dict[str, float], peer: dict[str, float
 
 
 def models(console: Console, names: Sequence[str], seconds: float) -> tuple[list[Ratio], list[str]]:
-    """Compare whole models with PyTorch's sdpa; return the ratios and what is wrong."""
+    """Compare whole models with PyTorch's sdpa; return the ratios and the failures."""
     if not names:
         return [], []
     with console.progress(3 * len(names)) as progress:
@@ -149,7 +149,7 @@ def models(console: Console, names: Sequence[str], seconds: float) -> tuple[list
 
 
 def summary(console: Console, ratios: Sequence[Ratio], wrong: Sequence[str]) -> None:
-    """Print the fastest and the slowest measurement, what is wrong, and what to run next."""
+    """Print the fastest and slowest measurement, the failures, and what to run next."""
     console.print()
     for problem in wrong:
         console.print(f"WRONG: {problem}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what works on this machine and why the rest does not, and checks each op on each working backend.
+"""Print what works on this machine, why the rest does not, and a self-check.
 
-The check compares forward and backward of a small problem of every op with float64. Exit code 1 if one is
-wrong.
+The self-check compares forward and backward of a small problem of every op on
+each working backend with float64. The exit code is 1 if a backend is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, cases
 
-# What each optional library is for; none is needed to call an op.
+# The use of each optional library; calling an op needs none of them.
 OPTIONAL = {
     "triton": "the triton backend",
     "rich": "tables and a progress bar on a terminal (extra `bench`)",
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything doctor says, as plain data."""
+    """Return the report as plain data."""
     return {
         "installation": installation(),
         "cpu": cpu(),
@@ -82,7 +82,7 @@ def examine() -> dict[str, Any]:
 
 
 def architecture(console: Console, name: str) -> int:
-    """Builds a tiny model of the architecture, converts it, runs it, and tells what ran where."""
+    """Build a tiny model of the architecture, convert it, run it, and print which kernels ran."""
     from pytransformer.testing.hugging_face import FAMILIES, inputs_of
 
     if name not in FAMILIES:
@@ -124,7 +124,7 @@ def cpu() -> dict[str, Any]:
 
 
 def native() -> dict[str, Any]:
-    """The CPU library: built for what, loaded or not, which instruction set it uses."""
+    """Return the CPU library's state: build targets, whether it loaded, its instruction set."""
     module, _ = machine.introspection()
     info = cpu_library.build_info() or {}
     wanted = os.environ.get("PYTRANSFORMER_CPU_ISA")
@@ -153,7 +153,7 @@ def native() -> dict[str, Any]:
 
 
 def cuda() -> dict[str, Any]:
-    """The CUDA library: built for what, which raw ops it holds, and why they cannot run here."""
+    """Return the CUDA library's state: build targets, raw ops, and why they cannot run here."""
     info = (cpu_library.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
     why_not_loaded = cuda_library.why_not_loaded(f"{plan.OPS[0]}_fwd")
     names = torch._C._dispatch_get_all_op_names() if why_not_loaded is None else []
@@ -190,7 +190,7 @@ def gpu() -> dict[str, Any]:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Each backend with the ops it computes here, and why not the others."""
+    """Return each backend with the ops that it computes here and the reasons for the rest."""
     return [
         _backend(backend, "cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
         for backend in reversed(BACKENDS)
@@ -215,7 +215,7 @@ def _backend(backend: str, device: str) -> dict[str, Any]:
 
 
 def _cases() -> list[Case]:
-    """The problems of the self-check: each op once, attention with every feature at once."""
+    """Return the problems of the self-check: each op once, attention with every feature at once."""
     return cases(size="small", tags={"self_check"})
 
 
@@ -248,9 +248,10 @@ def verification_of(device: torch.device) -> dict[str, Any]:
 
 
 def self_check() -> list[dict[str, Any]]:
-    """Forward and backward of each op on each backend that works here, in float32, against float64."""
+    """Check forward and backward of each op on each working backend, float32 against float64."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small problems: on a busy machine, handing them out to threads is what takes long
+    # For small problems on a busy machine, starting threads costs most of the time.
+    torch.set_num_threads(1)
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     try:
         return [line for case in _cases() for line in _check_case(case, devices)]
@@ -268,8 +269,8 @@ def _check_case(case: Case, devices: tuple[str, ...]) -> Iterator[dict[str, Any]
             try:
                 found = check.compute(problem, provider.prepare(problem), grads)
             except providers.Unsupported:
-                continue  # `backends` has the reason
-            except Exception as error:  # a crash is the finding
+                continue  # `backends` reports the reason
+            except Exception as error:  # report a crash as the result
                 yield _line(problem, provider.name, "failed", None, f"{type(error).__name__}: {error}")
                 continue
             verdict = check.judge(problem, found, solution, peer=False)
@@ -283,7 +284,7 @@ def _line(problem: providers.Problem, backend: str, verdict: str, used: float | 
     }  # fmt: skip
 
 
-# ---- as text
+# ---- text output
 
 
 def show(console: Console, report: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which backend one call would use, why not the others, and the memory each needs, without running it.
+"""Print which backend a call would use, the reasons, and the memory it needs.
 
-The tensors are only described, never filled, so any shape that fits the address space will do.
+Nothing runs: the tensors have shapes but no contents, so any shape that fits
+the address space works.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def amount(size: int) -> str:
-    """A number of bytes for a person."""
+    """Return a byte count in a readable unit."""
     for unit, step in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= step:
             return f"{size / step:.3g} {unit}"

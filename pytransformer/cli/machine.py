@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this machine and this installation that doctor prints and benchmarks record."""
+"""Facts about this machine and installation, for doctor and benchmark results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOFTWARE_TILES = "tiles in software (a test build, slow: PYTRANSFORMER_SOFTWARE_
 
 
 def cpu_features() -> dict[str, bool]:
-    """Features that matter to the kernels -> whether this CPU has them; as the system names them without _C."""
+    """Return CPU feature -> availability; without _C the names are the system's."""
     module, _ = introspection()
     if module is not None:
         return dict(module.cpu_features())
@@ -28,12 +28,12 @@ def cpu_features() -> dict[str, bool]:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on; a container may allow fewer than the machine has."""
+    """Return the number of cores this process may use; a container may allow fewer than all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version, without importing it; None if it is not installed."""
+    """Return the installed version without importing the package, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def triton_version() -> str | None:
 
 
 def introspection() -> tuple[Any, str | None]:
-    """(pytransformer._C, None), or (None, why it is not there)."""
+    """Return (pytransformer._C, None), or (None, the reason it is missing)."""
     if importlib.util.find_spec("pytransformer._C") is None:
         return None, "pytransformer._C was not built"
     try:
@@ -55,7 +55,7 @@ def introspection() -> tuple[Any, str | None]:
 
 
 def active_isa() -> str | None:
-    """The instruction set whose CPU kernels are in use, and whether its tiles are software; None without native kernels."""
+    """Return the CPU kernels' instruction set, marking emulated tiles; None without kernels."""
     module, _ = introspection()
     if module is None:
         return None
@@ -63,5 +63,5 @@ def active_isa() -> str | None:
         isa: str = module.default_isa()
         software = isa.startswith("amx") and module.build_info()["cpu"].get("tiles_in_software")
         return f"{isa}, {SOFTWARE_TILES}" if software else isa
-    except RuntimeError:  # PYTRANSFORMER_CPU_ISA names one that cannot run; doctor says which
+    except RuntimeError:  # PYTRANSFORMER_CPU_ISA names a set that cannot run; doctor reports it
         return None

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pytransformer drop-in``: real models with PyTorch's kernels and with ours, compared.
+"""``pytransformer drop-in``: compare models on PyTorch's kernels and on ours.
 
-Each model runs the same padded batch with the same weights as every variant: Hugging Face's eager code, PyTorch's sdpa, and
-our kernels; one more, plain PyTorch, with and without ``pt.activate()``. Shown for each: the largest difference of the
-outputs and gradients from the first variant, the time of a forward pass and of a training step (dropout on, forward and
-backward; interleaved, median), the peak memory of a training step (a fresh process), and which backend ran in each layer.
-
-Exit code 1 if a difference exceeds LIMIT, if anything ran elsewhere than on a fused backend, or if Hugging Face's models
-could not be run for want of transformers.
+Each model runs the same padded batch with the same weights in every variant:
+Hugging Face's eager code, PyTorch's sdpa, and our kernels. One more model is
+plain PyTorch with and without ``pt.activate()``. The report has, per variant,
+the largest difference of outputs and gradients from the first variant, the
+median time of a forward pass and of a training step (dropout on, forward and
+backward, interleaved), the peak memory of a training step in a fresh process,
+and the backend that ran in each layer. The exit code is 1 if a difference
+exceeds LIMIT, if a layer ran outside the fused backends, or if transformers is
+missing.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from .proof_models import CONVERTED, Subject
 
 SCHEMA_VERSION = 1
 OURS = "pytransformer"
-# Two correct float32 runs of these models differ by about 1e-6 in relative 2-norm (measured: PyTorch's sdpa from eager); a
-# mask wrong in one key differs by more than 1e-3.
+# Two correct float32 runs of these models differ by about 1e-6 in the relative 2-norm (measured:
+# PyTorch's sdpa against eager); a mask wrong in one key differs by more than 1e-3.
 LIMIT = 1e-5
-SECONDS = 4.0  # of timing for each model and mode: as many rounds as fit, but at least one and at most ROUNDS
+SECONDS = 4.0  # timing seconds per model and mode; 1 to ROUNDS rounds fit into them
 ROUNDS = 5
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="pytransformer drop-in", description=__doc__.split("\n\n")[1])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default all: {', '.join(proof_models.SUBJECTS)}")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default ./results/drop-in-<date>)")
@@ -82,11 +84,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     return WRONG if problems else OK
 
 
-# ---- measuring one model
+# ---- measure one model
 
 
 def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str] = ()) -> dict[str, Any]:
-    """Compare one model's variants and time them, but for the `untimed`; three steps of progress."""
+    """Compare one model's variants and time all but `untimed`; advance progress by three steps."""
     subject = proof_models.build(name)
     progress.step(f"{subject.title}: outputs and gradients")
     pt.clear_fallbacks()
@@ -96,7 +98,7 @@ def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str
     for variant in subject.variants:
         with contextlib.ExitStack() as inside:
             inside.enter_context(subject.select(variant))
-            if variant != CONVERTED:  # a hook on a bypassed module makes the converted module step aside
+            if variant != CONVERTED:  # a hook on a bypassed module disables its converted parent
                 layers = inside.enter_context(_layers(subject))
             outputs, grads = subject.trained()
         first = first or (outputs, grads)
@@ -119,7 +121,7 @@ def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str
 
 
 def _differences(first: Any, other: Any) -> dict[str, float]:
-    """Largest absolute difference, and the difference in relative 2-norm, of the outputs and of all gradients together."""
+    """Return the max absolute and the relative 2-norm difference of outputs and all gradients."""
     figures = {}
     flat = [[outputs, torch.cat([g.flatten() for _, g in sorted(grads.items())])] for outputs, grads in (first, other)]
     for what, exact, mine in zip(("outputs", "gradients"), *flat, strict=True):
@@ -129,7 +131,7 @@ def _differences(first: Any, other: Any) -> dict[str, float]:
 
 
 def _time(subject: Subject, variants: Sequence[str], mode: str, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each variant over interleaved rounds."""
+    """Return the median milliseconds of each variant over interleaved rounds."""
     training = mode == "training_step"
 
     def step() -> None:
@@ -147,7 +149,7 @@ def _time(subject: Subject, variants: Sequence[str], mode: str, rounds: int) -> 
 
 
 class _layers:
-    """Notes which backends ran inside each attention module of the model, forward; and which ran backward, in all."""
+    """Recorder of the backends that ran forward in each attention module, and backward in total."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -187,7 +189,7 @@ def _problems(entry: dict[str, Any], layers: _layers) -> list[str]:
     for variant in (OURS, CONVERTED):
         for what in ("outputs", "gradients") if variant in entry["variants"] else ():
             difference = entry["variants"][variant][f"{what}_relative_difference"]
-            if not difference <= LIMIT:  # NaN is a problem too
+            if not difference <= LIMIT:  # true for NaN as well
                 problems.append(f"{variant}: {what} differ by {difference:.1e}, more than {LIMIT:.0e}")
     elsewhere = [n for n, b in layers.forward.items() if b in ("not ours", "reference")]
     if elsewhere or len(layers.forward) != len(layers.subject.attentions):
@@ -198,7 +200,7 @@ def _problems(entry: dict[str, Any], layers: _layers) -> list[str]:
 
 
 def _add_memory(entries: list[dict[str, Any]]) -> str | None:
-    """Adds the peaks to the figures of each variant; returns why that was not possible, or None."""
+    """Add peak memory to each variant's figures; return why that failed, or None."""
     try:
         peaks = proof_memory.peaks([(e["name"], variant) for e in entries for variant in e["variants"]])
     except proof_memory.Unmeasured as reason:
@@ -209,7 +211,7 @@ def _add_memory(entries: list[dict[str, Any]]) -> str | None:
     return None
 
 
-# ---- telling
+# ---- output
 
 
 def _show(console: Console, entries: list[dict[str, Any]]) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a training step of each subject and variant, each in a process of its own that has done nothing else.
+"""Peak memory of a training step of each subject and variant, in a fresh process.
 
-A helper process builds the models and only then forks, one child for each measurement: building happens once, and nothing
-that an earlier variant allocated hides what a later one needs. Linux only, as cli.benchmark.memory, whose figures these are.
+A helper process builds the models and then forks one child per measurement. Building happens once,
+and no variant's allocations hide those of the next. Linux only, like cli.benchmark.memory, which
+measures the peaks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .benchmark.memory import Unmeasured as Unmeasured
 
 
 def peaks(requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.proof_models") -> dict[tuple[str, str], int]:
-    """Bytes by which the resident memory rose, at its highest, for each (subject, variant).
+    """Return the rise of resident memory at its peak, in bytes, per (subject, variant).
 
-    ``source`` is the module whose ``build(name)`` makes the subjects.
+    ``source`` names the module whose ``build(name)`` creates the subjects.
 
     Raises:
-        Unmeasured: this system cannot, or the helper failed; the message says why.
+        Unmeasured: this system cannot measure it, or the helper failed; the message has the reason.
     """
     if (reason := why_not()) is not None:
         raise Unmeasured(reason)
@@ -44,12 +45,12 @@ def peaks(requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.
 
 
 def serve() -> None:
-    """The helper: one line of JSON in, a list of bytes out."""
+    """Run the helper: read one line of JSON, write a list of bytes."""
     import torch
 
     asked = json.load(sys.stdin)
     build = importlib.import_module(asked["source"]).build
-    torch.set_num_threads(1)  # no thread may exist before the fork
+    torch.set_num_threads(1)  # a fork needs a process without threads
     subjects = {name: build(name) for name in dict.fromkeys(name for name, _ in asked["requests"])}
     found = []
     for name, variant in asked["requests"]:

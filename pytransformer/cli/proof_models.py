@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of `pytransformer drop-in` and `demo`: real architectures with random weights.
+"""The models of `pytransformer drop-in` and `demo`: real architectures, random weights.
 
-The batch is padded text, the sentences beside this file: one per row, or joined to rows of up to 512
-tokens.
+The batch is padded text from the sentences beside this file: one sentence per row, or sentences
+joined to rows of up to 512 tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import pytransformer as pt
 
 PAD, START, MASKED, FIRST_WORD = 0, 1, 2, 3
 IGNORED = -100
-CONVERTED = "pytransformer, converted"  # the variant whose norms and networks are fused too
-WIDTH, HIDDEN = 512, 2048  # of torch's encoder
+CONVERTED = "pytransformer, converted"  # the variant with fused norms and networks as well
+WIDTH, HIDDEN = 512, 2048  # torch's encoder
 SENTENCES = Path(__file__).with_name("sentences.txt")
-LONG = 512  # tokens of the longest row of a long batch
+LONG = 512  # tokens of the longest row in a long batch
 SUFFIX = f"-{LONG}"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One model and the ways to run it.
+    """One model and its variants.
 
-    ``select(variant)`` makes the model run as the variant inside a with block; the first variant is what the others are
-    compared with, the last is ours. ``call()`` runs the model once: the outputs at real tokens, and the loss.
+    ``select(variant)`` runs the model as that variant inside a with block. The first variant is the
+    baseline and the last is ours. ``call()`` runs the model once and returns the outputs at real
+    tokens and the loss.
     """
 
     title: str
@@ -42,10 +43,10 @@ class Subject:
     variants: tuple[str, ...]
     select: Callable[[str], AbstractContextManager[None]]
     call: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    attentions: tuple[str, ...]  # names of the modules that call attention, in no particular order
+    attentions: tuple[str, ...]  # modules that call attention, in no particular order
 
     def trained(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The outputs at real tokens and the gradient of every parameter."""
+        """Return the outputs at real tokens and the gradient of every parameter."""
         outputs, loss = self.call()
         loss.backward()
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
@@ -55,7 +56,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Text:
-    """The sentences as word numbers, (B, L), and which of them are real."""
+    """The sentences as word ids, (B, L), and the mask of real tokens."""
 
     ids: torch.Tensor
     real: torch.Tensor
@@ -67,9 +68,9 @@ class Text:
 
 
 def read_text(long: bool = False) -> Text:
-    """Return every fourth sentence, the longest among them, or two rows of joined sentences.
+    """Return every fourth sentence, including the longest, or two rows of joined sentences.
 
-    The vocabulary is that of the whole file.
+    The vocabulary covers the whole file.
     """
     lines = [re.findall(r"\w+|[^\w\s]", line.lower()) for line in SENTENCES.read_text(encoding="utf-8").splitlines()]
     numbers = {word: n for n, word in enumerate(sorted({w for line in lines for w in line}), FIRST_WORD)}
@@ -82,7 +83,7 @@ def read_text(long: bool = False) -> Text:
 
 
 def bert(text: Text) -> Subject:
-    """BERT-base's width and heads, two of its twelve layers, learning to fill in 15 % of the words."""
+    """Build two of BERT-base's twelve layers, trained to fill in 15 % of the words."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(vocab_size=text.words, num_hidden_layers=2, max_position_embeddings=LONG, pad_token_id=PAD)
@@ -94,7 +95,7 @@ def bert(text: Text) -> Subject:
 
 
 def t5(text: Text) -> Subject:
-    """T5 v1.1 small's sizes, two of its eight encoder and decoder layers, learning to say the next sentence."""
+    """Build T5 v1.1 small with 2 of its 8 layers; the task is the next sentence."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -141,7 +142,7 @@ def _hugging_face(
 
 
 class Encoder(torch.nn.Module):
-    """torch.nn.TransformerEncoder over an embedding, learning to say each word one place later."""
+    """torch.nn.TransformerEncoder over an embedding, trained to repeat words one position later."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class Encoder(torch.nn.Module):
 
 
 def torch_encoder(text: Text) -> Subject:
-    """PyTorch's own encoder, with and without ``pt.activate()``. Needs nothing but torch."""
+    """Build PyTorch's encoder with and without ``pt.activate()``; needs only torch."""
     model = Encoder(text.words).eval()
 
     @contextlib.contextmanager
@@ -179,7 +180,7 @@ NEEDS_TRANSFORMERS = ("bert", "t5")
 
 
 def build(name: str) -> Subject:
-    """Return the subject, with the same random weights at every call; the name may end in SUFFIX."""
+    """Return the subject with the same random weights each time; the name may end in SUFFIX."""
     subject, long = name.removesuffix(SUFFIX), name.endswith(SUFFIX)
     if subject in NEEDS_TRANSFORMERS:
         pt.integrations.transformers.register()

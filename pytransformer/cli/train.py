@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a model, with its progress, metrics and checkpoints in one folder; again with --resume where it stopped.
+"""Train a model; progress, metrics and checkpoints go to one folder.
 
-Each task has its own options: `pytransformer train TASK --help`. Started by `torchrun` it trains in several processes, each on its GPU
-if there are any: on other batches, or with --mesh on parts of the model too.
+--resume continues an interrupted run. Each task has its own options:
+`pytransformer train TASK --help`. Under `torchrun`, training runs in several
+processes, one GPU each if available. The processes split the batches and, with
+--mesh, parts of the model too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
-    """The options of every task."""
+    """Add the options shared by every task."""
     how = parser.add_argument_group("every task")
     how.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default %(default)s)")
     how.add_argument("--bf16", action="store_true", help="matrix products and attention in bfloat16")
@@ -97,7 +99,8 @@ def _mesh_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from ..training.mesh import parse_mesh
 
-    # Of models whose blocks return views, which nothing here writes into; and of gathering by one dimension of the mesh after the other.
+    # The first warning concerns blocks that return views, which nothing here writes into; the
+    # second, gathering over one mesh dimension after the other.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sizes = None if arguments.mesh is None else parse_mesh(arguments.mesh)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of `pytransformer train TASK`: what every task does alike. Stages, resuming, figures beside baselines, report and picture."""
+"""One run of `pytransformer train TASK`, with the steps that every task shares.
+
+The steps are stages, resuming, figures beside baselines, report and picture.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +31,32 @@ from ..training.trainer import Evaluate, MakeOptimizer, Objective
 from . import OK, machine
 
 _OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every", "epochs"} | {
-    # which processes compute which batch; a checkpoint knows how many make a step
+    # Options for how processes split a batch; the checkpoint stores how many make a step.
     "mesh", "shard", "timeout", "accumulate",
 }  # fmt: skip
 _LIBRARIES = ("pytransformer-kernels", "torch", "tokenizers", "scikit-learn", "sacrebleu")
 
 
 class Figure(NamedTuple):
-    """What a model reaches on held-out examples, beside the simplest thing that does the same."""
+    """A model's result on held-out examples, beside a simple baseline."""
 
     what: str  # "next sentences told from random ones, accuracy"
     value: float
     baseline: float | None = None
-    by: str = ""  # what the baseline is: "bag of words, logistic regression"
+    by: str = ""  # the baseline: "bag of words, logistic regression"
     chance: float | None = None
-    of: int | None = None  # held-out examples
+    of: int | None = None  # number of held-out examples
 
 
 class Run:
-    """What a task trains with.
+    """The context a task trains in.
 
     Attributes:
-        arguments: the task's options and those of every task.
-        world: this process among others.
-        console: where progress goes.
+        arguments: the options of the task and of every task.
+        world: this process and its peers.
+        console: the output for progress.
         started: time.monotonic() at the start.
-        sources: what the data are from, with version and licence; a task adds to them.
+        sources: the data sets with version and license; a task adds to them.
     """
 
     def __init__(self, arguments: argparse.Namespace, world: World) -> None:
@@ -67,16 +70,16 @@ class Run:
         return self.arguments.out
 
     def say(self, text: str = "") -> None:
-        """Prints a line, in the first process only."""
+        """Print a line in the first process only."""
         if self.world.first:
             self.console.print(text)
 
     def begin(self) -> None:
-        """Writes down the options.
+        """Check the options and the folder.
 
         Raises:
-            ValueError: no step to train in some stage; the folder has checkpoints and --resume is not given, or has those of other
-                options.
+            ValueError: a stage has no steps, the folder has checkpoints and --resume is missing, or
+                the checkpoints belong to other options.
         """
         for name, value in vars(self.arguments).items():
             if name.endswith("steps") and value is not None and value < 1:
@@ -93,13 +96,13 @@ class Run:
         self._options = options
 
     def seed(self, *names: object) -> torch.Generator:
-        """A generator of the seed and the names; torch's own is set alike, for weights that are drawn next."""
+        """Return a generator seeded by the seed and the names; seed torch's global RNG too."""
         number = mix(self.arguments.seed, *(hash_of(str(name)) for name in names))
         torch.manual_seed(number)
         return torch.Generator().manual_seed(number)
 
     def write_options(self) -> None:
-        """The options that a resumed run must share, into run.json: after the data has been found good."""
+        """Write the options that a resumed run must share to run.json, once the data has loaded."""
         if self.world.first:
             self.out.mkdir(parents=True, exist_ok=True)
             _files.write_text(self.out / "run.json", json.dumps(self._options, indent=2) + "\n")
@@ -118,14 +121,16 @@ class Run:
         clip: float | None = 1.0,
         optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
     ) -> Trainer:
-        """Trains in the folder `stage` of --out, from where an interrupted run left it; the trained model is in eval mode, and saved
-        there if it can be.
+        """Train in the folder `stage` of --out and return the model in eval mode.
+
+        An interrupted run continues from its checkpoint. The trained model is saved there if it
+        supports saving.
 
         Args:
-            evaluations: how often on the way `evaluate` is called.
+            evaluations: the number of calls of `evaluate` during training.
 
         Raises:
-            ValueError: the folder's checkpoints are of a stage that began with other weights or other batches.
+            ValueError: the folder's checkpoints began with other weights or batches.
         """
         options, folder = self.arguments, self.out / stage
         mark = _fingerprint(model, batches)
@@ -159,7 +164,10 @@ class Run:
         return trainer
 
     def report(self, figures: Sequence[Figure], **facts: Any) -> int:
-        """Prints the figures, writes report.json and training.png, and returns the exit code. facts: further entries of the report."""
+        """Print the figures, write report.json and training.png, and return the exit code.
+
+        `facts` are further entries of the report.
+        """
         if not self.world.first:
             return OK
         rows = [
@@ -192,17 +200,17 @@ class Run:
 
     @staticmethod
     def _matters(name: str) -> bool:
-        """Whether an option must be the same for a run to go on; for how long to train may change."""
+        """Return True if a resumed run must share the option; the training length may change."""
         return name not in _OF_NO_CONSEQUENCE and not name.endswith("steps")
 
 
 def hash_of(text: str) -> int:
-    """A number of the text, the same in every process."""
+    """Return a hash of the text that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _fingerprint(model: nn.Module, batches: Batches) -> str:
-    """The same for runs that begin with the same weights and the same first batch."""
+    """Return a value that is equal for runs with the same initial weights and first batch."""
     digest = hashlib.blake2b(digest_size=16)
     first = batches.batch(0, 0, batches.plan(0)[0])
     for name, tensor in [*model.state_dict().items(), *first.items()]:

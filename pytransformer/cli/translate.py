@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates sentences with a model that `pytransformer train translate` made, and draws what each word attended to.
+"""Translate sentences with a model from `pytransformer train translate`.
 
-The picture is the decoder's cross-attention: a row for each token said, a column for each token read. It comes from the
-log of the sum that the fused kernels keep, for the one layer drawn.
+Also draws the decoder's cross-attention: a row per output token, a column per
+input token. It is recomputed from the lse that the fused kernels save, only for
+the layer drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from . import OK, UsageError
 if TYPE_CHECKING:
     from ..training import Translator
 
-DEFAULT_OUT = Path("results") / "translate"  # of `pytransformer train translate`
+DEFAULT_OUT = Path("results") / "translate"  # the default of `pytransformer train translate`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(translator: Translator, texts: list[str], arguments: argparse.Namespace) -> str:
-    """Draws one picture for each text, and says where it is, or why there is none."""
+    """Draw one picture per text; return its path or why there is none."""
     from .. import viz
 
     first = arguments.map or arguments.model / "attention.png"

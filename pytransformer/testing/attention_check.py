@@ -16,7 +16,7 @@ from .cases import leaves
 def run_attention(
     args: tuple[Any, ...], kwargs: dict[str, Any], backend: str, grad_out: Tensor, grad_lse: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Results by name: "out", "lse" and the gradient of every floating argument, on a forced backend."""
+    """Return "out", "lse" and the gradient of every floating argument, on a forced backend."""
     import pytransformer as pt
 
     found = leaves("attention", args, kwargs)
@@ -37,8 +37,11 @@ def check_attention(
     seed: int = 0,
     poisoned: bool = False,
 ) -> dict[str, Tensor]:
-    """Assert that a call, with random upstream gradients, keeps within the bounds; returns its results. With ``poisoned`` the backend
-    gets NaN in all rows of query, key, value and upstream gradient that take part in no pair, which must reach nothing."""
+    """Assert that a call with random upstream gradients is within the bounds; return its results.
+
+    With ``poisoned``, rows of query, key, value and upstream gradient without a visible pair hold
+    NaN, which must not reach any result.
+    """
     query, key, value = args
     generator = torch.Generator().manual_seed(seed)
     grad_out = torch.randn(*query.shape[:3], value.shape[3], generator=generator).to(query.dtype)
@@ -57,8 +60,11 @@ def check_attention(
 
 
 def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, mask_kind: str = "none") -> None:
-    """Assert that a piece of a longer sequence goes by absolute indices: visibility, biases and dropout, forward and backward. The mask,
-    which goes by the piece's: "none", "padding" that hides some keys from all queries, "floating" with a gradient."""
+    """Assert that a part of a longer sequence uses absolute indices, forward and backward.
+
+    This covers visibility, biases and dropout. The mask uses the part's indices: "none", "padding"
+    that hides some keys from all queries, or "floating" with a gradient.
+    """
     from pytransformer.ops.attention import attention_op
     from pytransformer.ops.masks import RelativePositionBias
 
@@ -83,8 +89,11 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, 
 
 
 def check_slices(backend: str, dtype: torch.dtype = torch.float32, packed: bool = False) -> None:
-    """Assert that a call on some sequences and heads, told by batch_start and head_start which, gives the bits that a call on all of them
-    has there, forward and backward, dropout included; and that its mask is the reference's where the numbers pass 2^31 and 2^32."""
+    """Assert that a call on some sequences and heads gives the bits of the full call.
+
+    batch_start and head_start select them, forward and backward, with dropout. The dropout mask
+    must also equal the reference's if the indices exceed 2^31 and 2^32.
+    """
     from pytransformer.ops.attention import attention_op
     from pytransformer.ops.attention_varlen import attention_varlen_op
     from pytransformer.reference.philox import keep_mask
@@ -124,7 +133,7 @@ def check_slices(backend: str, dtype: torch.dtype = torch.float32, packed: bool 
 
 
 def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> None:
-    """Assert that packed sequences give the bits that padded ones with lengths give: output and gradients of query, key and value."""
+    """Assert that packed sequences give the bits of padded ones, forward and backward."""
     import pytransformer as pt
 
     query, key, value, *offsets, longest_q, longest_k = args
@@ -157,7 +166,10 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) ->
 
 
 def check_no_sequences(backend: str, device: str) -> None:
-    """Assert that rows which belong to no packed sequence are zeros, and their gradients. A GPU refuses a grid without blocks."""
+    """Assert that rows outside every packed sequence, and their gradients, are zero.
+
+    A GPU refuses a grid without blocks.
+    """
     import pytransformer as pt
 
     x, ends = torch.randn(5, 2, 16, device=device, requires_grad=True), torch.zeros(1, dtype=torch.int64, device=device)

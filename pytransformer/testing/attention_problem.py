@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A random attention problem as the fuzzer has it: its tensors, keywords and gradients, and its float64 answer."""
+"""A random attention problem of the fuzzer: tensors, keywords, gradients, float64 solution."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from . import oracle
 
 @dataclass
 class Problem:
-    """A drawn problem. `tensors` are the float arguments by name (bias parts as "slopes", "table"), at their
-    final strides; `keywords` are those of pytransformer.attention; `wanted` names the tensors that take a
-    gradient."""
+    """A drawn problem.
+
+    `tensors` are the float arguments by name (bias parts as "slopes", "table"), with their final
+    strides. `keywords` are those of pytransformer.attention. `wanted` names the tensors that get a
+    gradient.
+    """
 
     tensors: dict[str, Tensor]
     keywords: dict[str, Any]
@@ -28,21 +31,21 @@ class Problem:
     packed: bool  # run as attention_varlen
     features: frozenset[str] = field(default_factory=frozenset)
     layouts: dict[str, str] = field(default_factory=dict)
-    block_size: tuple[int, int] | None = None  # the boolean mask goes as a block mask to backends that take them
-    pages: tuple[int, int] | None = (
-        None  # (page size, seed): run once more without gradients, with keys and values in such pages
-    )
-    eight_bits: torch.dtype | None = None  # run once more, in pages if there are any, with keys and values in this dtype
+    # Pass the boolean mask as a block mask to backends that support it.
+    block_size: tuple[int, int] | None = None
+    pages: tuple[int, int] | None = None  # (page size, seed) of a second run with paged KV
+    # Run again with keys and values in this dtype, paged if the problem is.
+    eight_bits: torch.dtype | None = None
 
     @property
     def limits(self) -> str:
-        """Which row of bounds.LIMITS holds."""
+        """Return the problem's key into bounds.LIMITS."""
         if any(layout.startswith("expanded") for layout in self.layouts.values()):
             return "repeated"
         return "zero_mean" if self.data == "normal" else "any"
 
     def public_keywords(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The keywords with float tensors taken from `tensors`, bias objects rebuilt around them."""
+        """Return the keywords with their float tensors and bias objects from `tensors`."""
         from pytransformer import AlibiBias, RelativePositionBias
 
         out = dict(self.keywords)
@@ -56,7 +59,7 @@ class Problem:
         return out
 
     def solve(self) -> oracle.Solution:
-        """The float64 answer."""
+        """Return the float64 solution."""
         t = self.tensors
         return oracle.solve(t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t))
 
@@ -81,7 +84,7 @@ def _short(value: Any) -> str:
 
 
 def in_blocks(mask: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> Any:
-    """The boolean mask as a block mask: lengths full, batch and heads as they are."""
+    """Return the boolean mask as a block mask: full lengths, original batch and heads."""
     from pytransformer import BlockMask
 
     mask = mask[(None,) * (4 - mask.dim())]

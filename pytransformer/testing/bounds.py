@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place for tolerances: how far from float64 a result may be (derivation and calibration:
-docs/accuracy.md).
+"""All tolerances: the error bound against float64 (derivation and data: docs/accuracy.md).
 
     |ours - exact| <= c * eps(dtype) * S + floor        for every element
 
-S and floor come with the exact result from `oracle.solve` (attention) or from `propagation` (other ops); c is
-below. A NaN or an infinity that the exact result does not have is beyond every bound, and where S is 0 the
+S and floor come with the exact result from `oracle.solve` (attention) or `propagation` (other ops);
+c is below. A NaN or infinity that the exact result lacks violates every bound. If S is 0, the
 result must be exact.
 """
 
@@ -19,9 +18,10 @@ from torch import Tensor
 
 from .oracle import LN2, Result, Solution
 
-# c for (outputs, gradients). "zero_mean": data drawn around zero, where rounding errors average out; "any": all other
-# data, where those of sums of one sign pile up; "repeated": a tensor repeats along a dimension (stride 0), so that sums of
-# equal terms round the same way each time. PyTorch's own kernels reach just these (docs/accuracy.md).
+# c for (outputs, gradients). "zero_mean": data drawn around zero, where rounding errors average
+# out. "any": all other data, where the rounding errors of sums of one sign accumulate. "repeated":
+# a tensor repeats along a dimension (stride 0), so sums of equal terms round the same way each
+# time. PyTorch's kernels just meet these values (docs/accuracy.md).
 Limits = Mapping[torch.dtype, Mapping[str, tuple[float, float]]]
 LIMITS: Limits = {
     torch.bfloat16: {"zero_mean": (1.0, 2.0), "any": (1.0, 2.0), "repeated": (1.0, 2.0)},
@@ -30,14 +30,15 @@ LIMITS: Limits = {
     torch.float64: {"zero_mean": (2.0, 6.0), "any": (6.0, 8.0), "repeated": (6.0, 16.0)},
 }
 
-# Other ops have constants of their own, in the files of their families: PyTorch's own kernels stay within those in 1,000 problems each, but
-# for the 16-bit losses and norms, which they round on the way, and long sums of equal terms (docs/accuracy.md). In float64 the exact
-# result errs as much as ours: attention's constants hold there.
+# The files of other op families define their constants. PyTorch's kernels meet them in 1,000
+# problems each, except for 16-bit losses and norms, which they round on the way, and long sums of
+# equal terms (docs/accuracy.md). In float64 the exact result errs as much as ours, so attention's
+# constants apply.
 
 
 @dataclass(frozen=True)
 class Check:
-    """How one tensor compares: c reached, c allowed, and where the worst element is."""
+    """One tensor's comparison: c reached, c allowed, and the worst element."""
 
     name: str
     reached: float
@@ -57,24 +58,26 @@ class Check:
         return f"{self.name}[{at}] = {numbers} {verdict}"
 
 
-# Terms of one sign: the rounding of a score's sum grows as the square root of its length, measured from this
-# head size on.
+# For terms of one sign, a score's rounding error grows as the square root of the head size from
+# this size on.
 LONG = 96
 
 
 def limit(dtype: torch.dtype, gradient: bool, data: str = "any", head_dim: int = 1, limits: Limits = LIMITS) -> float:
-    """c for a result of this dtype."""
+    """Return c for a result of this dtype."""
     c = limits[dtype][data][gradient]
     wide = dtype in (torch.float32, torch.float64)
     return c * max(1.0, head_dim / LONG) ** 0.5 if wide and data != "zero_mean" else c
 
 
 def coefficients(ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Per element, the least c for which the bound holds; inf where S is 0 and the element is not exact, or a
-    NaN."""
+    """Return the min c per element that meets the bound.
+
+    It is inf for a NaN, and for an inexact element where S is 0.
+    """
     finfo = torch.finfo(dtype)
-    # A backend saturates in base 2 or rounds to infinity where the exact result leaves its dtype: the same
-    # thing to us. A float16 result leaves it early even where its unit is bfloat16's.
+    # Backends saturate in base 2 or round to infinity where the exact result leaves the dtype's
+    # range; both count as equal. A float16 result leaves it early even if its unit is bfloat16's.
     half = torch.float16 in (ours.dtype, dtype)
     top = torch.finfo(torch.float16).max if half else finfo.max * LN2
     ours = ours.cpu().double()
@@ -94,7 +97,7 @@ def compare(
     dtype: torch.dtype,
     allowed: float,
 ) -> Check:
-    """One tensor against its bound."""
+    """Return one tensor's comparison with its bound."""
     if ours.shape != exact.shape:
         raise ValueError(f"{name} has shape {tuple(ours.shape)}, want {tuple(exact.shape)}")
     if ours.numel() == 0:
@@ -107,17 +110,16 @@ def compare(
 
 
 def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
-    """The coarser of the dtype of the arithmetic's inputs and the dtype that the result is stored in."""
+    """Return the coarser of the arithmetic inputs' dtype and the stored dtype."""
     return max(result.dtype, dtype, key=lambda d: torch.finfo(d).eps)
 
 
 def check(
     solution: Solution, ours: Mapping[str, Tensor | None], dtype: torch.dtype, data: str = "any", limits: Limits = LIMITS
 ) -> list[Check]:
-    """Every tensor of `ours` against the solution; a gradient given as None counts as zeros.
+    """Compare every tensor of `ours` with the solution; None counts as a zero gradient.
 
-    dtype: of query, key and value. Raises ValueError where a name is unknown or a dtype is not what it must
-    be.
+    `dtype` is that of query, key and value. An unknown name or a wrong dtype raises ValueError.
     """
     checks = []
     for name, tensor in ours.items():
@@ -137,36 +139,41 @@ def check(
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """||ours - exact|| / ||exact|| in float64: the figure people read. 0 where both are zero, inf where only
-    `exact` is."""
+    """Return ||ours - exact|| / ||exact|| in float64.
+
+    It is 0 if both are zero and inf if only `exact` is.
+    """
     ours, exact = ours.detach().cpu().double(), exact.detach().cpu().double()
     error, size = float((ours - exact).norm()), float(exact.norm())
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
-# ||a - b|| / ||b|| in units of eps, of two backends' results in one dtype: results of 16 bits are two roundings of nearly the same
-# number, which differ by half a unit or so; those of float32 are sums in different orders.
+# Relative 2-norm of the difference in units of eps, for two backends' results in one dtype. Two
+# 16-bit results round nearly the same number and differ by about half a unit; float32 results are
+# sums in different orders.
 AGREEMENT = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 8.0}
 
 
 def agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether two results are of the same computation: for what `check` has no exact result to compare with.
+    """Return True if two results agree, for results without an exact solution.
 
-    dtype: of the arithmetic's inputs, if coarser than that of the results.
+    `dtype` is that of the arithmetic's inputs, if coarser than the results' dtype.
     """
     unit = ours.dtype if dtype is None else max(ours.dtype, dtype, key=lambda d: torch.finfo(d).eps)
     return relative_error(ours, theirs) <= AGREEMENT[unit] * torch.finfo(unit).eps
 
 
 def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:
-    """relative_error(ours) over that of plain PyTorch code in the same dtype; at most 1 is as good or
-    better."""
+    """Return our relative_error over that of plain PyTorch code in the same dtype.
+
+    A ratio of at most 1 is as good or better.
+    """
     mine, theirs = relative_error(ours, exact), relative_error(naive, exact)
     return mine / theirs if theirs else (1.0 if mine == 0 else float("inf"))
 
 
 def other_bits(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> list[str]:
-    """Names of the results that differ in any bit between two runs, but for which NaN it is."""
+    """Return the names of results with unequal bits in two runs; NaN payloads may differ."""
 
     def equal(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near to float64 PyTorch's own kernels come, in units of the bound: where the constants come from.
+"""Measures PyTorch's kernels in units of the error bound; the constants come from here.
 
     python -m pytransformer.testing.calibrate attention --cases 1000 --backend cpu > table.md
 
-Draws problems as the fuzzers do, with what PyTorch's functions have, and prints for each of its kernels (plain code where it has none:
-F.linear, activation, F.linear; F.linear, F.cross_entropy), dtype and kind of data the 50th and 99th percentile and the maximum of c
-(bounds.coefficients), as the tables of docs/accuracy.md. "ours" are backends of this package on the same problems.
+It draws the fuzzers' problems within the features of PyTorch's functions. For each kernel, dtype
+and kind of data it prints the 50th and 99th percentile and the maximum of c (bounds.coefficients),
+as in the tables of docs/accuracy.md. Ops without a PyTorch kernel use plain code (F.linear,
+activation, F.linear; F.linear, F.cross_entropy). "ours" are this package's backends on the same
+problems.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ Table = dict[tuple[str, str, str, str], list[float]]
 
 
 def calibrations() -> dict[str, Calibration]:
-    """By family."""
+    """Return the calibrations by family."""
     return {family: kit.calibration for family, kit in kits().items() if kit.calibration is not None}
 
 
 def calibrate(family: str, seed: int, cases: int, backends: list[str]) -> Table:
-    """c of every result, by (kernel, dtype, data, result)."""
+    """Return c of every result, by (kernel, dtype, data, result)."""
     how = calibrations()[family]
     runs = dict(how.peers) | {f"ours, {name}": lambda p, name=name: how.ours(p, name) for name in backends}
     table: Table = defaultdict(list)
@@ -49,14 +51,14 @@ def calibrate(family: str, seed: int, cases: int, backends: list[str]) -> Table:
             except RuntimeError as error:
                 if "No available kernel" not in str(error) and "requires" not in str(error):
                     raise
-                continue  # this kernel cannot do this problem
+                continue  # this kernel does not support the problem
             for check in bounds.check(solution, results, p.dtype, data, limits):
                 table[name, str(p.dtype)[6:], data, check.name].append(check.reached)
     return table
 
 
 def markdown(family: str, table: Table) -> str:
-    """The table of docs/accuracy.md: p50 / p99 / max of c."""
+    """Return the table of docs/accuracy.md: p50 / p99 / max of c."""
     names = calibrations()[family].columns
     lines = [f"| {family} | dtype | data | problems | " + " | ".join(names) + " |", "|---" * (4 + len(names)) + "|"]
     for kernel, dtype, data in sorted({k[:3] for k in table}):
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.family) - calibrations().keys():
         parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(calibrations())}")
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # SDPA tells of every problem that a kernel refuses
+    warnings.simplefilter("ignore")  # SDPA warns of every problem that a kernel refuses
     for family in options.family or calibrations():
         started = time.monotonic()
         print(markdown(family, calibrate(family, options.seed, options.cases, options.backend)), end="\n\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of PyTorch's own CPU kernels and of ours on problems that both can do; see `calibrate`."""
+"""PyTorch's CPU attention kernels and ours on problems that both support; see `calibrate`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ KERNELS = {"PyTorch math": SDPBackend.MATH, "PyTorch flash": SDPBackend.FLASH_AT
 
 
 def problem(seed: int, case: int) -> Problem | None:
-    """A problem that PyTorch's kernels can do, its tensors contiguous and its mask in the dtype of query;
-    None if drawn otherwise."""
+    """Return a problem that PyTorch's kernels support, or None.
+
+    Its tensors are contiguous and its mask has query's dtype.
+    """
     p = draw(seed, case, KEYWORDS)
     if p.keywords.get("causal") == "bottom_right":
         p.keywords["causal"] = "top_left"
@@ -31,7 +33,8 @@ def problem(seed: int, case: int) -> Problem | None:
     if "attn_mask" in p.tensors:
         p.tensors["attn_mask"] = p.tensors["attn_mask"].to(p.dtype)
     if p.keywords.get("scale", 1.0) <= 0:
-        del p.keywords["scale"]  # the flash kernel returns NaN for causal problems with such a scale
+        # The flash kernel returns NaN for causal problems with such a scale.
+        del p.keywords["scale"]
     p.keywords.pop("return_lse", None)
     p.grad_out, p.grad_lse = p.grad_out.contiguous(), None
     p.wanted = ("query", "key", "value")
@@ -40,7 +43,7 @@ def problem(seed: int, case: int) -> Problem | None:
 
 
 def pytorch(p: Problem, kernel: SDPBackend) -> dict[str, Tensor]:
-    """Output and gradients of the problem from one of PyTorch's kernels."""
+    """Return output and gradients of the problem from one of PyTorch's kernels."""
     leaves = {n: p.tensors[n].detach().requires_grad_() for n in p.wanted}
     mask = p.tensors.get("attn_mask", p.keywords.get("attn_mask"))
     if mask is not None:
@@ -60,7 +63,7 @@ def pytorch(p: Problem, kernel: SDPBackend) -> dict[str, Tensor]:
 
 
 def ours(p: Problem, backend: str) -> dict[str, Tensor]:
-    """The same from a backend of this package."""
+    """Return output and gradients from a backend of this package."""
     import pytransformer as pt
 
     leaves = {n: p.tensors[n].detach().requires_grad_() for n in p.wanted}

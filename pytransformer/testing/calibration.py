@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration of an op that one line of plain PyTorch code computes: both on the fuzzer's problems, as contiguous tensors of one dtype."""
+"""Calibration of an op that one line of plain PyTorch computes.
+
+Both run on the fuzzer's problems, as contiguous tensors of one dtype.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from .oracle import Solution
 
 
 def usual(p: Any, as_drawn: tuple[str, ...] = ()) -> Any | None:
-    """A drawn problem without dropout, its tensors contiguous and, but those named, of one dtype; None if it asks for no gradient or is
-    empty."""
+    """Return a drawn problem without dropout, contiguous and in one dtype, or None.
+
+    The tensors named in `as_drawn` keep their dtype. The result is None if the problem is empty or
+    needs no gradient.
+    """
     for name in ("dropout_p", "dropout_seed", "recompute"):
         p.keywords.pop(name, None)
     p.tensors = {n: (t if n in as_drawn else t.to(p.dtype)).contiguous() for n, t in p.tensors.items()}
@@ -32,7 +38,10 @@ def plain_calibration(
     columns: tuple[str, ...],
     limits: Limits,
 ) -> Calibration:
-    """`plain(problem, tensors)` and `ours(problem, tensors, backend)` return the output, which is the first of `columns`."""
+    """Return a calibration of `plain(problem, tensors)` and `ours(problem, tensors, backend)`.
+
+    Both return the output, which is the first of `columns`.
+    """
 
     def results(p: Any, run: Callable[[Mapping[str, Tensor]], Tensor]) -> dict[str, Tensor]:
         given = {n: t for n, t in p.tensors.items() if n != "grad_out"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One named problem: an operation, a shape, a builder of its arguments, and the work it takes."""
+"""One named problem: an operation, a shape, an argument builder, and its work."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from ..ops._core.registry import OPS
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Builder = Callable[["Draw"], Mapping[str, Any]]
-FORWARD_ONLY = "forward_only"  # the tag of cases that take no gradient
+FORWARD_ONLY = "forward_only"  # the tag of cases without gradients
 SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 1234}
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a builder draws from. The generator lives on the CPU, so that a seed means one thing on every
-    device."""
+    """The random source of a builder; it is on the CPU, so that seeds are device-independent."""
 
     shape: Mapping[str, int]
     device: torch.device
     dtype: torch.dtype
     generator: torch.Generator
-    on_device: torch.Generator | None = None  # draws normal numbers where they are wanted
+    on_device: torch.Generator | None = None  # draws normal numbers on the device itself, if set
 
     def __getitem__(self, name: str) -> int:
         return self.shape[name]
@@ -39,14 +38,17 @@ class Draw:
         return x.to(device=self.device, dtype=dtype or self.dtype)
 
     def integers(self, low: int, high: int, *size: int) -> torch.Tensor:
-        """Uniform int64 in [low, high]."""
+        """Return uniform int64 in [low, high]."""
         return torch.randint(low, high + 1, size, generator=self.generator).to(self.device)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem takes, (forward, backward): floating-point operations by the usual count, 2 per multiply-add of the matrix
-    products; elements, where every input is read once and every output written once."""
+    """The work of a problem, (forward, backward).
+
+    Floating-point operations count 2 per multiply-add of the matrix products. Elements count every
+    input and output once.
+    """
 
     flops: tuple[float, float]
     elements: tuple[int, int]
@@ -54,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """One named problem. `work`: of a shape."""
+    """One named problem; `work` maps a shape to its work."""
 
     name: str
     op: str
@@ -68,7 +70,7 @@ class Case:
         return FORWARD_ONLY in self.tags
 
     def resize(self, **shape: int) -> Case:
-        """The same problem at another shape; a change of Hq alone keeps the query heads per key head."""
+        """Return the problem at another shape; changing only Hq preserves the GQA group size."""
         new = {**self.shape, **shape}
         if "Hq" in shape and "Hkv" not in shape and "Hkv" in self.shape:
             new["Hkv"] = max(1, shape["Hq"] * self.shape["Hkv"] // self.shape["Hq"])
@@ -77,9 +79,12 @@ class Case:
     def make(
         self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False, on_device: bool = False
     ) -> Arguments:
-        """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
-        dtype, up to its rounding; not so with `on_device`, which draws normal numbers on the device itself. Of a case
-        without gradients nothing requires one."""
+        """Return (args, kwargs) of `pytransformer.<op>`.
+
+        Equal seeds give equal values on every device and, up to rounding, in every dtype. With
+        `on_device`, the device draws normal numbers and values differ. In a case without gradients
+        nothing requires one.
+        """
         there = torch.Generator(device).manual_seed(seed) if on_device else None
         values = dict(self.build(Draw(self.shape, torch.device(device), dtype, torch.Generator().manual_seed(seed), there)))
         given = list(itertools.takewhile(values.__contains__, OPS[self.op].positional))
@@ -90,11 +95,11 @@ class Case:
         return args, values
 
     def flops(self, direction: str = "fwd") -> float:
-        """Floating-point operations. direction: "fwd", "bwd" or "both"."""
+        """Return the floating-point operations; direction is "fwd", "bwd" or "both"."""
         return _of(self.work(self.shape).flops, direction)
 
     def bytes(self, dtype: torch.dtype, direction: str = "fwd") -> int:
-        """Least memory traffic, everything being stored in `dtype`."""
+        """Return the min memory traffic with everything stored in `dtype`."""
         return int(dtype.itemsize * _of(self.work(self.shape).elements, direction))
 
 
@@ -103,12 +108,12 @@ def _of(both: tuple[float, float], direction: str) -> float:
 
 
 def named(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of a call of the public op by its name."""
+    """Return every argument of a call of the public op by name."""
     return {**dict(zip(OPS[op].positional, args)), **kwargs}
 
 
 def leaves(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors that take a gradient, by name; those inside a bias object are "slopes" and "table"."""
+    """Return the tensors that get a gradient, by name; bias objects give "slopes" and "table"."""
     found = {}
     for name, value in named(op, args, kwargs).items():
         if isinstance(value, torch.Tensor):
@@ -121,5 +126,5 @@ def leaves(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def made(name: str, op: str, dims: str, size: Mapping[str, int], build: Builder, tags: str, work: Callable[..., Work]) -> Case:
-    """A case with those dimensions of a size that `dims` names."""
+    """Return a case with the dimensions of a size that `dims` names."""
     return Case(name, op, {k: size[k] for k in dims.split()}, build, frozenset(tags.split()), work)

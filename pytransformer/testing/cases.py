@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named problems shared by the tests and the benchmarks, so that nothing is timed that is not also checked.
+"""Named problems shared by tests and benchmarks, so that every timed problem is also tested.
 
-A `Case` is an operation, a shape and a builder of its arguments:
+A `Case` is an operation, a shape and an argument builder:
 
     for case in cases("attention", size="small"):
         args, kwargs = case.make("cpu", torch.bfloat16, seed=0)
         out = getattr(pytransformer, case.op)(*args, **kwargs)
 
-`case.resize(Lq=4096, Lk=4096)` gives the same problem at another shape, `leaves(case.op, args, kwargs)` names
-the tensors that take a gradient, and `case.flops()` and `case.bytes(dtype)` are the work that a benchmark
-divides by. The cases of a family stand in `ops/<family>.py`.
+`case.resize(Lq=4096, Lk=4096)` returns the same problem at another shape. `leaves(case.op, args,
+kwargs)` returns the tensors that get a gradient. `case.flops()` and `case.bytes(dtype)` are the
+work that a benchmark divides by. `ops/<family>.py` has the cases of a family.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .case import Case as Case
 from .case import leaves as leaves
 from .kits import kits, ops
 
-APART = "apart"  # the tag of cases that have tests of their own; verify and benchmarks ask for them
+APART = "apart"  # the tag of cases with separate tests; verify and benchmarks request them
 SIZES: dict[str, dict[str, int]] = {
-    # Odd lengths: every tile has a tail.
+    # Odd lengths give every tile a tail.
     "small": {"B": 2, "Hq": 4, "Hkv": 4, "Lq": 67, "Lk": 67, "D": 32, "rows": 37, "d": 96, "hidden": 200, "classes": 131},
     "medium": {
         "B": 2,
@@ -51,7 +51,10 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def cases(op: str | None = None, size: str = "small", tags: set[str] | None = None) -> list[Case]:
-    """All cases of one size, or those of one op, or those that carry all of `tags`. Those with the tag APART only if it is asked for."""
+    """Return the cases of a size, of one op, or with all of `tags`.
+
+    Cases tagged APART are included only on request.
+    """
     if size not in SIZES:
         raise ValueError(f"size must be one of {sorted(SIZES)}, got {size!r}")
     if op is not None and op not in ops():
@@ -65,7 +68,7 @@ def _all(size: str) -> list[Case]:
 
 
 def case(name: str, size: str = "small") -> Case:
-    """The case of that name."""
+    """Return the case with that name."""
     found = {c.name: c for c in _all(size)}
     if name not in found:
         raise ValueError(f"case must be one of {sorted(found)}, got {name!r}")

@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 def check_cuda_graph(call: Callable[[], Tensor], seed: Tensor) -> None:
-    """Assert that a captured call gives what the call gives, and reads ``seed``, a tensor on the GPU, anew at each replay: the dropout
-    mask is another one then."""
-    want = call()  # and whatever may not happen in a capture: loading, compiling
+    """Assert that a captured call gives the call's result and reads ``seed`` at each replay.
+
+    ``seed`` is a tensor on the GPU; another value must give another dropout mask.
+    """
+    want = call()  # runs what a capture forbids: loading, compiling
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()

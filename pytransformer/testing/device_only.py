@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a CUDA graph asks of a call, without a GPU: that nothing of it is the host's, and that its operations can be run again."""
+"""Checks CUDA graph requirements without a GPU: no host reads, replayable operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-# Operations whose results' sizes, or whose result, the host has to wait for.
+# Operations whose result, or result size, the host waits for.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "unique_consecutive")
 
 
@@ -18,9 +18,10 @@ class HostRead(AssertionError):
 
 
 class DeviceOnly(TorchDispatchMode):
-    """Notes every operation inside, and raises :class:`HostRead` at one that reads or copies what a tensor holds to the host, or from it.
+    """A mode that records operations and raises :class:`HostRead` at host copies of tensor data.
 
-    ``checks=True`` lets reads pass: on the CPU values are looked at, which does not happen on a GPU."""
+    ``checks=True`` allows reads, because argument checks read values on the CPU but not on a GPU.
+    """
 
     def __init__(self, checks: bool = False) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class DeviceOnly(TorchDispatchMode):
         return found
 
     def replay(self) -> None:
-        """Run the operations again on the same tensors, without the code that called them: as a graph does."""
+        """Run the recorded operations again on the same tensors, as a graph does."""
         now: dict[int, Tensor] = {}
 
         def current(t: Any) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random attention problems for the fuzzer: every keyword, edge shapes, awkward strides, hostile values.
+"""Random attention problems for the fuzzer: every keyword, shape, stride and special value.
 
-What is drawn, and how often, is in the tables at the top. A problem is a function of (seed, case) alone.
+The tables at the top define the values and their probabilities. A problem is a function of (seed,
+case) only.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ DTYPE_WEIGHTS = (32, 34, 20, 14)
 DATA = {"normal": 50, "positive": 12, "offset": 13, "heavy": 13, "large_logits": 12}
 PAGE_SIZES = (1, 2, 5, 7, 16, 16, 32, 64, 100)
 BLOCK_SIZES = ((32, 32), (64, 64), (32, 64), (64, 32), (128, 128))
-BUDGET = 120_000  # most (batch, head, query, key) quadruples of a problem: keeps the float64 answer cheap
+# Max (batch, head, query, key) quadruples of a problem, for a cheap float64 solution.
+BUDGET = 120_000
 
-# Chance of each keyword in a problem that is not plain. `causal` is needed by `prefix_lengths`, hence often.
+# Probability of each keyword in a problem that is not plain. `causal` is frequent because
+# `prefix_lengths` needs it.
 CHANCES = {
     "attn_mask": 0.35,
     "bias": 0.45,
@@ -51,7 +54,7 @@ PACKED = ("causal", "window", "bias", "sinks", "softcap", "scale", "dropout_p", 
 class _Drawer:
     def __init__(self, seed: int, case: int, only: frozenset[str] | None) -> None:
         self.rng = random.Random(f"attention/{seed}/{case}")
-        # Keywords that came later are drawn apart, so that a number is the problem that it was, with or without them.
+        # Newer keywords use a separate generator, so that old case numbers give the same problems.
         self.later = random.Random(f"attention/later/{seed}/{case}")
         self.only = only
         self.block_rng = random.Random(f"blocks/{seed}/{case}")
@@ -93,7 +96,7 @@ class _Drawer:
         return torch.randn(*size, generator=self.generator)
 
     def values(self, *size: int, spread: float = 1.0) -> Tensor:
-        """Random float32 of the problem's kind of data."""
+        """Return random float32 of the problem's kind of data."""
         x = self.normal(*size) * spread
         if self.data == "positive":
             return x.abs()
@@ -118,7 +121,7 @@ class _Drawer:
         return ids if self.chance(0.3) else ids.sort(1).values
 
     def dense(self, *, boolean: bool) -> Tensor:
-        """A mask or bias of one of the broadcast shapes of (B, Hq, Lq, Lk)."""
+        """Return a mask or bias of a shape that broadcasts to (B, Hq, Lq, Lk)."""
         full = (self.B, self.Hq, self.Lq, self.Lk)
         kind = self.rng.choice(("full", "queries", "heads", "key_padding", "random", "flat"))
         keep = {
@@ -141,8 +144,7 @@ class _Drawer:
         return x
 
     def extremes(self, x: Tensor) -> Tensor:
-        """-inf holes, whole rows of -inf and, in at most one of the terms, of finfo.min, in a floating
-        mask."""
+        """Add -inf elements and rows and, in at most one term, finfo.min rows to a float mask."""
         lowest_too = self.only is None and "lowest" not in self.features
         kinds = ("none", "holes", "dead_rows") + ("lowest_rows", "mixed") * lowest_too
         x, kind = x.clone(), self.rng.choice(kinds)
@@ -163,7 +165,7 @@ class _Drawer:
         return flat.reshape(x.shape)
 
     def draw_sinks(self) -> bool:
-        """Of all sizes, some heads without one, at their place; whether they take a gradient."""
+        """Draw sinks, some of them -inf, in a random layout, with or without a gradient."""
         r, generator = self.later, torch.Generator().manual_seed(self.later.getrandbits(60))
         x = torch.randn(self.Hq, generator=generator) * r.choice((0.0, 1.0, 4.0, 30.0))
         x = x.masked_fill(torch.rand(self.Hq, generator=generator) < 0.15, -torch.inf)
@@ -194,7 +196,8 @@ class _Drawer:
         if "window" in want:
             sides = (None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk)
             self.keywords["window"] = (r.choice(sides), r.choice(sides))
-            bounded = self.keywords["window"] != (None, None)  # without a window global_keys are refused
+            # Without a window global_keys are refused.
+            bounded = self.keywords["window"] != (None, None)
             if self.only is None and self.global_rng.random() < 0.5 and bounded:
                 self.keywords["global_keys"] = self.global_rng.choice((1, 1, 4, 33, 70, self.Lk))
                 want.add("global_keys")
@@ -222,7 +225,7 @@ class _Drawer:
             self.features.add("eight bits")
 
     def draw_terms(self, want: set[str]) -> None:
-        """Masks and biases, among `tensors` if floating, else among the keywords."""
+        """Draw masks and biases into `tensors` if floating, else into the keywords."""
         r = self.rng
         near = [torch.float64] if self.dtype == torch.float64 else [self.dtype, torch.float32, torch.bfloat16]
         if "attn_mask" in want:
@@ -250,11 +253,10 @@ class _Drawer:
                 self.tensors["table"] = self.normal(buckets, self.Hq).to(r.choice(near))
                 self.keywords["t5"] = (bidirectional, r.choice((20, 64, 128)))
 
-    # ---- places
+    # ---- memory
 
     def spoil(self) -> None:
-        """Non-finite contents where the specification says that nothing is read: past the lengths, at
-        invisible pairs."""
+        """Put non-finite values where nothing may be read: past the lengths, at invisible pairs."""
         k = self.keywords
 
         def bad() -> float:
@@ -294,7 +296,7 @@ class _Drawer:
             self.features.add("spoiled")
 
     def lay_out(self) -> None:
-        """Move every tensor to its place in memory."""
+        """Move every tensor to its memory layout."""
         self.layouts = {}
         for name, x in self.tensors.items():
             if name in ("query", "key", "value", "grad_out") and 0 not in x.shape and self.chance(0.08):
@@ -359,7 +361,9 @@ class _Drawer:
 
 
 def draw(seed: int, case: int, only: frozenset[str] | None = None) -> Problem:
-    """Problem number `case` of the run `seed`. `only` restricts the keywords to those named, for
-    implementations that know no others, and leaves out the values that no other promises anything about (NaN
-    in hidden places, rows of finfo.min)."""
+    """Return problem `case` of run `seed`.
+
+    `only` restricts the keywords, for implementations with fewer features, and excludes values that
+    only our specification covers (NaN in hidden rows, rows of finfo.min).
+    """
     return _Drawer(seed, case, only).problem()

@@ -4,9 +4,10 @@
     python -m pytransformer.testing.drop_in_table            # print the table
     python -m pytransformer.testing.drop_in_table --write    # into tests/integrations/drop_in.md
 
-Every cell is one comparison of a tiny model, registered and converted, with its own eager code: the same logits, gradients,
-weights or tokens, *and* every attention of the model traced to our op. It reads "ours", or "refused" with the reason, or "–" where
-the architecture has no such thing. A difference raises: nothing is silently wrong. Needs transformers.
+Each cell compares a tiny model, registered and converted, with its eager code: logits, gradients,
+weights or tokens must agree, and every attention must run our op. A cell contains "ours", "refused"
+with the reason, or "–" if the architecture lacks the feature. A difference raises. Needs
+transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TOKENS = 7
 
 
 class Different(AssertionError):
-    """Ours and eager code do not agree, or part of the model ran past us."""
+    """Ours and eager code disagree, or part of the model bypassed our op."""
 
 
 def expect(condition: bool, what: str) -> None:
@@ -88,16 +89,17 @@ def padded(side: str) -> Callable[[Family], str]:
 
 
 def generated(cache: str | None) -> Callable[[Family], str]:
-    """The same tokens, from prompts (or sources) padded on either side.
+    """Return a feature that compares generated tokens for prompts (or sources) padded on each side.
 
-    Right padding of a decoder asks for the token after padding. Where that sees nothing (all its sliding window is padding), eager
-    code gives a mean of everything and ours zeros: such sequences are left out.
+    A right-padded decoder predicts the token after the padding. If that query has no visible key
+    (its sliding window has only padding), eager code returns a mean and ours returns zeros. Such
+    sequences are left out.
     """
 
     def cell(family: Family) -> str:
         if family.kind not in ("decoder", "seq2seq", "audio"):
             return NOTHING
-        # Random models may want to end at once, by their weights' seed.
+        # Random models may emit the end token at once, depending on the seed.
         settings: dict[str, Any] = dict(
             max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, use_cache=cache is not None
         )
@@ -131,14 +133,15 @@ def attention_weights(family: Family) -> str:
         key = "decoder_attention_mask" if n != "encoder_attentions" and family.kind == "seq2seq" else "attention_mask"
         queries = inputs.get(key)
         for theirs, weights in zip(eager[n], ours[n], strict=True):
-            if queries is not None and theirs.shape[2] == queries.shape[1]:  # a row of padding may see nothing: zeros
+            # A padding row may have no visible key: zeros.
+            if queries is not None and theirs.shape[2] == queries.shape[1]:
                 theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
             expect(distance(weights, theirs) < LIMIT, f"{n} differ by {distance(weights, theirs):.1e}")
     return OURS
 
 
 def own_mask(family: Family) -> str:
-    """A 4-dimensional additive mask in place of the padding mask: the whole mask, nothing is added to it."""
+    """Compare with a 4-dimensional additive mask, which replaces the padding mask unchanged."""
     if family.kind in ("image", "audio"):
         return NOTHING
     inputs = inputs_of(family, "none")
@@ -151,7 +154,7 @@ def own_mask(family: Family) -> str:
 
 
 def bfloat16(family: Family) -> str:
-    """As close to float32 as eager code is in bfloat16."""
+    """Compare in bfloat16: as close to float32 as eager code."""
     inputs = inputs_of(family, "right", batch=MANY)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     exact, _ = run(build(family, "eager"), family, inputs)
@@ -162,7 +165,7 @@ def bfloat16(family: Family) -> str:
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """In training mode, where checkpoints act, with every probability 0."""
+    """Return the model in training mode, which enables checkpoints, without dropout."""
     for module in model.modules():
         for name in ("p", "dropout", "activation_dropout", "attention_dropout", "layerdrop", "encoder_layerdrop"):
             if isinstance(getattr(module, name, None), float):
@@ -187,7 +190,7 @@ def checkpointing(family: Family) -> str:
 
 
 def compiled(family: Family) -> str:
-    """torch.compile with fullgraph=True: no graph break."""
+    """Compare under torch.compile with fullgraph=True."""
     inputs = inputs_of(family, "right")
     real = real_tokens(family, inputs)
     with torch.no_grad():
@@ -202,7 +205,7 @@ def compiled(family: Family) -> str:
 
 
 def converted(*words: str) -> Callable[[Family], str]:
-    """What convert() makes of the modules whose class has one of these words in its name."""
+    """Return a feature that converts modules whose class name contains one of the words."""
 
     def cell(family: Family) -> str:
         done = pt.integrations.convert(family.build("pytransformer"))
@@ -233,7 +236,7 @@ FEATURES: dict[str, Callable[[Family], str]] = {
 
 
 def row(name: str) -> dict[str, str]:
-    """The cells of one architecture, by feature. Raises :class:`Different` where ours and eager code differ."""
+    """Return the cells of one architecture by feature; raise :class:`Different` on a difference."""
     cells = {}
     for feature, cell in FEATURES.items():
         try:
@@ -244,7 +247,7 @@ def row(name: str) -> dict[str, str]:
 
 
 def lines(rows: dict[str, dict[str, str]]) -> list[str]:
-    """A Markdown table of rows, and a numbered reason for each refusal below it."""
+    """Return a Markdown table, followed by the numbered reasons of refusals."""
     reasons: list[str] = []
 
     def short(cell: str) -> str:

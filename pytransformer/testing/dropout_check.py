@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout of norms and networks whose rows, or columns of hidden, are a part of a larger problem's."""
+"""Dropout of norms and networks on a part of a larger problem's rows or hidden columns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pytransformer.reference.philox import TAG_ADD_NORM, TAG_FEED_FORWARD, colum
 from ..ops.feed_forward import feed_forward_op
 from ..ops.layer_norm import add_norm_op
 
-ROW_STARTS = (5, 2**32 - 4, 2**40 + 1)  # within 32 bits, across them and beyond
+ROW_STARTS = (5, 2**32 - 4, 2**40 + 1)  # within 32 bits, across 2^32, and beyond
 
 
 def check_norm_starts(backend: str, columns: int, dtype: torch.dtype = torch.float32) -> None:
-    """Assert that row_start moves the mask of add_norm, forward and backward, by as many rows of the reference's."""
+    """Assert that row_start offsets add_norm's mask like the reference, forward and backward."""
     x, seed = torch.full((3, 4, columns), 7.0, dtype=dtype, requires_grad=True), torch.tensor(-(2**61) + 12345)
     a, _, _ = add_norm_op.prepare(x, None, None, dropout_p=0.3, dropout_seed=seed)
     for start in ROW_STARTS:
@@ -25,7 +25,10 @@ def check_norm_starts(backend: str, columns: int, dtype: torch.dtype = torch.flo
 
 
 def check_hidden_starts(backend: str, columns: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-    """Assert the same of feed_forward for row_start and each of these column_starts: the identity for weights shows hidden."""
+    """Assert the same for feed_forward with row_start and each of these column_starts.
+
+    Identity weights expose the hidden activations.
+    """
     size = 72
     x, eye, seed = (
         torch.full((3, 4, size), 3.0, dtype=dtype, requires_grad=True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Transformer again, in PyTorch's own modules: the eager code that our model is compared with."""
+"""The Transformer in PyTorch's modules: the eager baseline for our model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ..nn import Block, FeedForward, MultiHeadAttention, sinusoidal
 
 
 class WideAttention(nn.Module):
-    """In the place of an ``nn.MultiheadAttention``, whose heads are d_model / num_heads wide: heads, and their values, of a free size.
+    """Replacement for ``nn.MultiheadAttention`` with free head and value sizes.
 
-    Named and called as there; the layers of ``nn.Transformer`` take it. Attention is ``F.scaled_dot_product_attention``.
+    It has the same names and call signature, so the layers of ``nn.Transformer`` accept it.
+    Attention is ``F.scaled_dot_product_attention``.
     """
 
     batch_first, _qkv_same_embed_dim = (
         True,
         False,
-    )  # what these layers ask for; the second keeps them from their own fused path
+    )  # attributes that these layers read; the second disables their fused path
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -45,7 +46,11 @@ class WideAttention(nn.Module):
         is_causal: bool = False,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """attn_mask (L, L) and key_padding_mask (B, L): added to the scores, or bool with True where nothing is seen."""
+        """Compute attention.
+
+        attn_mask (L, L) and key_padding_mask (B, L) are added to the scores; boolean masks are True
+        at hidden pairs.
+        """
         weights, biases = self.in_proj_weight.split(self.widths), self.in_proj_bias.split(self.widths)
         q, k, v = (
             F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -65,7 +70,7 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def widen(core: nn.Transformer, config: TransformerConfig) -> nn.Transformer:
-    """The same with :class:`WideAttention` for each attention, if the config's heads are not d_model / num_heads wide."""
+    """Use :class:`WideAttention` in all layers if the head size is not d_model / num_heads."""
     if config.head_dim is not None or config.value_dim is not None:
         for layer in [*core.encoder.layers, *core.decoder.layers]:
             for name in ("self_attn", "multihead_attn"):
@@ -75,10 +80,11 @@ def widen(core: nn.Transformer, config: TransformerConfig) -> nn.Transformer:
 
 
 class EagerTransformer(nn.Module):
-    """``torch.nn.Transformer`` between embeddings with sinusoids and an output layer, with the weights of one of our models.
+    """``torch.nn.Transformer`` with sinusoidal embeddings, an output layer and our weights.
 
     Args:
-        ours: with sinusoidal positions, heads of any size, and dropout only on sub-layers and embeddings.
+        ours: a model with sinusoidal positions, any head size, and dropout only on sub-layers and
+            embeddings.
     """
 
     places: torch.Tensor
@@ -107,7 +113,7 @@ class EagerTransformer(nn.Module):
         self.to(ours.head.weight.dtype).load_state_dict(self.translated(ours))
 
     def translated(self, ours: Transformer) -> dict[str, torch.Tensor]:
-        """Our state dict under the names of these modules."""
+        """Return our state dict under the names of these modules."""
         state = {
             "source_embedding.weight": ours.source_embedding.weight, "target_embedding.weight": ours.target_embedding.weight,
             "output.weight": ours.head.weight,
@@ -141,7 +147,7 @@ class EagerTransformer(nn.Module):
         return nn.functional.dropout(x, self.config.dropout, self.training)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (B, L, vocabulary). attention_mask: (B, Ls), 0 = padding."""
+        """Return logits (B, L, vocabulary); attention_mask is (B, Ls), 0 = padding."""
         length = decoder_input_ids.shape[1]
         hidden = self.core(
             self.embed(input_ids, self.source_embedding), self.embed(decoder_input_ids, self.target_embedding),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact answer to a named call of attention: of padded sequences, of packed ones, and of some rows of one too large."""
+"""The exact result of a named attention call: padded, packed, or some rows of a large one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from ..reference.attention import visible_parts
 from ..reference.eight_bit import LEAST_SCALE, LIMITS, dequantize_kv
 from . import oracle
 
-# Pairs of query and key, over all heads, that are compared of a problem that can be compared in part: a second's worth.
+# Max pairs of query and key over all heads in a partial comparison; they take about a second.
 PAIRS = 1 << 21
-# What a score depends on beside q and k may only be this, for the rows of the problem to be a problem of their own.
+# A row is an independent problem only if scores depend on nothing except these arguments.
 ROWWISE = {"query", "key", "value", "causal", "window", "global_keys", "scale", "softcap", "key_lengths", "query_lengths"}
 
 
 def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> torch.Tensor | None:
-    """The query rows whose results are compared, of a problem too large to be solved in float64; None: all rows.
+    """Return the query rows to compare if float64 cannot solve the full problem; None for all.
 
-    One row, drawn at random, of each of as many equal stretches, in every head. The upstream gradient is zero elsewhere, so that the
-    gradients of all keys and values are the exact ones of these rows, and those of the other queries are zero."""
+    Each of several equal segments contributes one random row, in every head. The upstream gradient
+    is zero elsewhere, so the gradients of keys and values are exact for these rows, and those of
+    other queries are zero.
+    """
     others = set(named) - ROWWISE
     if others and not (others == {"attn_mask"} and isinstance(named["attn_mask"], BlockMask)):
         return None
@@ -39,7 +41,7 @@ def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> to
 
 
 def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: torch.Tensor) -> oracle.Solution:
-    """The answer of those query rows."""
+    """Return the solution of those query rows."""
     query, key, value = (named[name] for name in ("query", "key", "value"))
     parts = visible_parts(OPS["attention"].prepare(**named)[0], rows)
     mask = functools.reduce(torch.Tensor.logical_and, parts, torch.ones(1, 1, len(rows), key.shape[2], dtype=torch.bool))
@@ -48,8 +50,11 @@ def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: 
 
 
 def eight_bit_floor(answer: oracle.Solution, dtype: torch.dtype, keys: int, dropout_p: float) -> oracle.Solution:
-    """The answer on the numbers that eight bits stand for, with what underflow may take besides: kernels multiply a weight by the scale
-    of its value, and a product below the least normal float32 may be zero, though its row goes up to 448 (127) times as far."""
+    """Return the solution with the extra underflow of eight-bit values in its floor.
+
+    Kernels multiply a weight by the scale of its value. A product below the min normal float32 may
+    become zero, although the row's values reach 448 (127) times the scale.
+    """
     out = answer.results["out"]
     lost = LIMITS[dtype] * LEAST_SCALE * keys / max(1 - dropout_p, 2.0**-16)
     return dataclasses.replace(
@@ -58,7 +63,7 @@ def eight_bit_floor(answer: oracle.Solution, dtype: torch.dtype, keys: int, drop
 
 
 def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Of `attention`; pages are gathered, and eight bits are the numbers that they stand for."""
+    """Solve `attention`; gather pages and dequantize eight-bit values."""
     eight = named["key"].dtype if named.get("key_scale") is not None else None
     if eight is not None:
         scales = {n: named[f"{n}_scale"].expand(named[n].shape[:3]) for n in ("key", "value")}
@@ -73,7 +78,7 @@ def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
 
 
 def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Packed sequences are padded ones with lengths; what comes out is packed again."""
+    """Solve packed sequences as padded ones with lengths, and pack the results."""
     named = dict(named)
     qkv = [named.pop(name) for name in ("query", "key", "value")]
     cu_q, cu_k = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
@@ -91,7 +96,7 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
         lengths = spans[side][1]
         return torch.cat([padded[b, :, :length].transpose(0, 1) for b, length in enumerate(lengths)])
 
-    # Packed, lse is (heads, rows): the other tensors have the rows first.
+    # Packed lse is (heads, rows); the other tensors have rows first.
     upstream = [pad(g if g.dim() == 3 else g.t(), 0) for g in grads or []]
     sides = {"out": 0, "lse": 0, "query": 0, "key": 1, "value": 1}
     solution = oracle.solve(

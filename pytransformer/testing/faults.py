@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong backends that a fuzzer must find: each is the reference with one fault of a kind that kernels have had.
+"""Wrong backends that a fuzzer must detect: the reference with one typical kernel fault each.
 
     mutants = kit_of("feed_forward").mutants
     with mutant_backends(mutants.ops, mutants.faults, mutants.backward_faults) as names:
         pytransformer.feed_forward(x, w1, b1, w2, b2, backend=names[0])
 
-A fault is a function of the raw op's arguments and of `forward`, the right answer, that returns a wrong one; faults of the gradient
-alone give the right value with a wrong derivative. "faithful" has no fault. tests/test_mutants.py shows that the fuzzers find every
-one of them, and nothing in "faithful".
+A fault is a function of the raw op's arguments and of `forward`, the correct implementation, and
+returns a wrong result. A backward fault returns the correct value with a wrong derivative.
+"faithful" has no fault. tests/test_mutants.py checks that the fuzzers detect every fault and report
+nothing in "faithful".
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ FAITHFUL: Fault = lambda a, forward: forward(a)
 
 
 def value_of(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """The value of one tensor, bit for bit, with the derivative of another."""
+    """Return one tensor's value, bit for bit, with another's derivative."""
     nothing = torch.where(gradient_of.detach().isfinite(), gradient_of - gradient_of.detach(), 0.0)
     return value.detach() + nothing
 
 
 def replacing(**change: Callable[[Any], Any]) -> Fault:
-    """A fault that changes arguments; None means that this problem does not have the argument."""
+    """Return a fault that changes arguments; None means that the problem lacks the argument."""
 
     def fault(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
         present = {n: f(a) for n, f in change.items() if getattr(a, n, None) is not None}
@@ -46,7 +47,7 @@ def replacing(**change: Callable[[Any], Any]) -> Fault:
 
 
 def outputs(change: Callable[[Tensor], Tensor]) -> Fault:
-    """A fault that changes the first output."""
+    """Return a fault that changes the first output."""
 
     def fault(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
         first, *rest = forward(a)
@@ -56,7 +57,7 @@ def outputs(change: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def patching(module: Any, **names: Callable[..., Any]) -> Fault:
-    """A fault that replaces functions of the reference's module; each gets the original first."""
+    """Return a fault that replaces functions of the reference; each gets the original first."""
 
     def fault(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
         with contextlib.ExitStack() as stack:
@@ -74,7 +75,7 @@ def different_every_time(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
 
 
 def as_contiguous(t: Tensor) -> Tensor:
-    """The elements that a kernel finds which takes t for contiguous."""
+    """Return the elements that a kernel reads if it assumes contiguity."""
     end = t.storage_offset() + t.numel()
     if end * t.element_size() > t.untyped_storage().nbytes():
         return t.new_zeros(t.shape)
@@ -82,7 +83,7 @@ def as_contiguous(t: Tensor) -> Tensor:
 
 
 def shifted(keep: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """A dropout mask moved by a column."""
+    """Return a dropout mask shifted by one column."""
     return keep(*arguments).roll(1, -1)
 
 
@@ -122,7 +123,7 @@ def _backend(op_name: str, name: str, fault: Fault, backward_fault: BackwardFaul
 
 
 def stored(op: Op, a: Any, wanted: Sequence[bool], by_place: Mapping[int, Tensor | None]) -> list[Tensor | None]:
-    """Gradients by the place of their argument as what a backend returns; those that autograd did not find are zero."""
+    """Return gradients by argument position as a backend does; missing ones are zero."""
     gradients: list[Tensor | None] = []
     for place, empty in zip(op.positions, op.empty_gradients(a, wanted)):
         found = by_place.get(place)
@@ -134,7 +135,7 @@ def stored(op: Op, a: Any, wanted: Sequence[bool], by_place: Mapping[int, Tensor
 def mutant_backends(
     ops: Sequence[str], faults: Mapping[str, Fault], backward_faults: Mapping[str, BackwardFault]
 ) -> Iterator[list[str]]:
-    """Register every mutant of those ops as a backend for the length of the block; yields their names."""
+    """Register every mutant of the ops as a backend within the block; yield the names."""
     wrong: dict[str, tuple[Fault, BackwardFault]] = {n: (f, lambda a, grads: (a, grads)) for n, f in faults.items()}
     wrong |= {n: (FAITHFUL, f) for n, f in backward_faults.items()}
     saved = {op: dict(OPS[op].backends) for op in ops}

@@ -2,10 +2,10 @@
 """Random problems against float64, on any backend of an op.
 
     python -m pytransformer.testing.fuzz attention --cases 2000 --seed 1 --backend cpu
-    python -m pytransformer.testing.fuzz attention --seed 1 --case 17 --backend cpu      # one problem, told
-    in full
+    python -m pytransformer.testing.fuzz attention --seed 1 --case 17 --backend cpu
 
-Each failure prints the second kind of line, which reproduces it. A family joins by the Fuzzer of its kit (ops/<family>.py).
+The second form runs one problem and prints its details. Each failure prints the command that
+reproduces it. A family takes part through its Fuzzer (ops/<family>.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ import torch
 from .kit import Fuzzer, Verdicts
 from .kits import kits
 
-REPEAT_EVERY = 8  # one case in so many is run twice, for equal bits
+REPEAT_EVERY = 8  # every eighth case runs twice, to compare bits
 
 
 @dataclass
 class Report:
-    """What a run of the fuzzer found."""
+    """The results of a fuzzer run."""
 
     cases: int = 0
-    failures: list[str] = field(default_factory=list)  # one reproducing line and its reasons each
-    declined: Counter[str] = field(default_factory=Counter)  # problems that each backend would not take
+    # One reproducing command with its reasons each.
+    failures: list[str] = field(default_factory=list)
+    # Number of problems that each backend declined.
+    declined: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    reached: dict[tuple[str, str, str], float] = field(default_factory=dict)  # (backend, dtype, result) -> share of the bound
+    # (backend, dtype, result) -> share of the bound
+    reached: dict[tuple[str, str, str], float] = field(default_factory=dict)
     seconds: float = 0.0
 
     def add(self, problem: Any, verdicts: Verdicts) -> None:
@@ -50,7 +53,7 @@ class Report:
                 self.reached[key] = max(self.reached.get(key, 0.0), c.reached / c.allowed)
 
     def table(self) -> str:
-        """Share of the bound that each result reached, per backend and dtype."""
+        """Return the share of the bound that each result reached, per backend and dtype."""
         lines = ["largest error as a share of the bound:"]
         for backend, dtype in sorted({k[:2] for k in self.reached}):
             worst = {k[2]: v for k, v in self.reached.items() if k[:2] == (backend, dtype)}
@@ -59,12 +62,12 @@ class Report:
 
 
 def fuzzers() -> dict[str, Fuzzer]:
-    """By family."""
+    """Return the fuzzers by family."""
     return {family: kit.fuzzer for family, kit in kits().items() if kit.fuzzer is not None}
 
 
 def reproduce(op: str, seed: int, case: int, backend: str) -> str:
-    """The command that runs one problem again."""
+    """Return the command that reruns one problem."""
     return f"python -m pytransformer.testing.fuzz {op} --seed {seed} --case {case} --backend {backend}"
 
 
@@ -110,7 +113,7 @@ def _progress(total: int) -> Callable[[Report], None] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 1 if anything failed."""
+    """Run the command line; return 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("op", choices=list(fuzzers()))
     parser.add_argument("--backend", action="append", help="may be given several times (default: reference)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One random attention problem on one backend: run it, and judge everything about the run."""
+"""Runs one random attention problem on one backend and checks every result."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .guarded import place
 from .pages import in_pages, widened
 from .poison import StrayWrite, poisoned
 
-TAKE_NO_BLOCKS = ("torch",)  # of block masks: they get the dense one
+TAKE_NO_BLOCKS = ("torch",)  # backends without block masks get the dense mask
 TAKE_NO_PAGES = ("torch",)
 TAKE_NO_EIGHT_BITS = ("torch",)
-THEIR_BLOCKS = 128  # a block size that every backend takes: it stands for one that is smaller than a tile
-TAIL = 3  # rows of a packed tensor that belong to no sequence
+THEIR_BLOCKS = 128  # a block size that every backend supports; it replaces one smaller than a tile
+TAIL = 3  # rows of a packed tensor outside every sequence
 
 
 @dataclass
 class Run:
-    """Results by name, padded: "out", "lse" and gradients; and which backend ran each raw op."""
+    """Results by name, padded ("out", "lse", gradients), and the backend of each raw op."""
 
     results: dict[str, Tensor | None]
     trace: list[tuple[str, str]]
@@ -36,7 +36,7 @@ class Run:
 
 
 class _Packing:
-    """Between (B, H, L, ...) tensors with lengths and the packed ones of attention_varlen."""
+    """A converter of (B, H, L, ...) tensors with lengths to and from attention_varlen's."""
 
     def __init__(self, lengths: Tensor, longest: int) -> None:
         self.lengths, self.longest = lengths.tolist(), longest
@@ -49,7 +49,7 @@ class _Packing:
         return place(torch.cat(rows), layout)
 
     def unpack(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """(total, H, ...) to (B, H, L, ...)."""
+        """Convert (total, H, ...) to (B, H, L, ...)."""
         out = torch.full((len(self.lengths), x.shape[1], self.longest, *x.shape[2:]), fill, dtype=x.dtype)
         for b, n in enumerate(self.lengths):
             start = int(self.offsets[b])
@@ -79,7 +79,7 @@ def _gradients(
 
 
 def run(problem: Problem, backend: str) -> Run:
-    """The problem through the public function on a forced backend, with guarded and poisoned memory."""
+    """Run the problem on a forced backend with guarded and poisoned memory."""
     from pytransformer.ops._core.registry import trace
 
     with poisoned(), trace() as record:
@@ -95,7 +95,7 @@ def run(problem: Problem, backend: str) -> Run:
 
 
 def run_in_pages(problem: Problem, backend: str) -> Run:
-    """The same without gradients, keys and values in pages."""
+    """Run the problem without gradients and with paged KV."""
     from pytransformer.ops._core.registry import trace
 
     assert problem.pages is not None
@@ -111,7 +111,10 @@ def run_in_pages(problem: Problem, backend: str) -> Run:
 
 
 def in_eight_bits(problem: Problem) -> Problem:
-    """The problem whose keys and values are what their eight bits stand for, in float64: of two of query's dtype at most one rounding."""
+    """Return the problem with dequantized eight-bit keys and values, in float64.
+
+    Query's dtype would add a rounding.
+    """
     assert problem.eight_bits is not None
     tensors = dict(problem.tensors)
     for name in ("key", "value"):
@@ -120,7 +123,10 @@ def in_eight_bits(problem: Problem) -> Problem:
 
 
 def run_in_eight_bits(problem: Problem, backend: str) -> Run:
-    """Without gradients, keys and values in eight bits, in pages if the problem has any. Rows of nobody are NaN."""
+    """Run without gradients and with eight-bit KV, paged if the problem is.
+
+    Unused rows hold NaN.
+    """
     from pytransformer.ops._core.registry import trace
 
     assert problem.eight_bits is not None
@@ -147,7 +153,10 @@ def run_in_eight_bits(problem: Problem, backend: str) -> Run:
 def _call(
     problem: Problem, backend: str, args: tuple[Tensor, ...], keywords: dict[str, Any], num_keys: int
 ) -> tuple[Tensor, Tensor | None, str | None]:
-    """(out, lse or None, the backend that explain names) of a call of attention, its mask in blocks where the problem wants that."""
+    """Call attention with the mask in blocks if requested.
+
+    Return out, lse or None, and the backend that explain names.
+    """
     import pytransformer as pt
 
     keywords |= {"backend": backend, "strict": True}
@@ -191,7 +200,7 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
 
 
 def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -> tuple[list[bounds.Check], list[str]]:
-    """(every comparison with float64, what else is wrong)."""
+    """Return every comparison with float64 and the list of other faults."""
     wrong = []
     checks = bounds.check(solution, run.results, problem.dtype, problem.limits)
     wrong += [str(c) for c in checks if not c.ok]
@@ -222,8 +231,10 @@ def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -
 def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
-    """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and
-    compares bits. Those that a backend declines have no verdict."""
+    """Draw one problem, solve it in float64 and check every backend on it.
+
+    `repeat` runs each backend twice and compares bits. Declined problems have no result.
+    """
     problem = draw(seed, case)
     solution = problem.solve()
     verdicts = {}
@@ -243,7 +254,7 @@ def examine(
             if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
                 wrong.append(f"two runs differ in {', '.join(different)}")
         except BackendError:
-            continue  # outside what the backend takes: the report counts them
+            continue  # unsupported by the backend: the report counts these
         except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
             checks, wrong = [], [f"{type(error).__name__}: {error}"]
         verdicts[backend] = checks, wrong

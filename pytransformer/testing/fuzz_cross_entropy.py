@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems of linear_cross_entropy against float64; plugs into `fuzz`.
+"""Random problems of linear_cross_entropy against float64, for `fuzz`.
 
-z = x w^T + b, p = softmax(z), loss = logsumexp(z) - sum(q z), q the smoothed target; dz = (p - q) dloss. The bound, with
-r = eps(float32) / eps(dtype), the rounding of what is summed in float32:
+z = x w^T + b, p = softmax(z), loss = logsumexp(z) - sum(q z) with the smoothed target q; dz = (p -
+q) dloss. The bound, where r = eps(float32) / eps(dtype) is the rounding of float32 sums:
 
     E(z)    = r (|x| |w|^T + |b|)
-    E(p)    = p (1 + E(z) + r (|z| + |lse|))        exp(z - lse): of itself, and of the rounding of z, lse and their difference
-    E(dz)   = (E(p) + q) |dloss|                    as stored
-    S(loss) = max E(z) + r (|loss| + |lse| + sum |q z|), over the rows of a reduced loss; the loss is float32
+    E(p)    = p (1 + E(z) + r (|z| + |lse|))     rounding of z, lse, z - lse and exp
+    E(dz)   = (E(p) + q) |dloss|                 as stored
+    S(loss) = max E(z) + r (|loss| + |lse| + sum |q z|), max over the rows of a reduced
+              loss; the loss is float32
     S(dx)   = E(dz) |w|,  S(db) = sum E(dz),  S(dw) = (1 + r sqrt(n) / 4) E(dz)^T |x|
 
-In a row of the weight's gradient one large term, of the target, is followed by up to n small ones, each of which rounds the whole sum
-anew: n roundings have a standard deviation of 0.29 sqrt(n), and 5.4 of those, for the worst of ten million elements, are c = 8
-times sqrt(n) / 5. A probability below float32's least normal number may be nothing: that, and what float16 loses of a small dz, is the
-floor. How near PyTorch's kernels and ours come is in docs/accuracy.md.
+In a row of the weight's gradient, one large term (the target) precedes up to n small ones, and each
+addition rounds the full sum. n roundings have a standard deviation of 0.29 sqrt(n); 5.4 times that,
+for the worst of ten million elements, is c = 8 times sqrt(n) / 5. The floor covers probabilities
+below float32's min normal number, which may become zero, and float16's loss of small dz.
+docs/accuracy.md has the errors of PyTorch's kernels and ours.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LIMITS: bounds.Limits = {**bounds.LIMITS, torch.float32: {"zero_mean": (2.0, 4.0
 
 @dataclass
 class Problem:
-    """One call, its upstream gradient, and what it has ("features")."""
+    """One call, its upstream gradient, and its features."""
 
     dtype: torch.dtype
     data: str
@@ -56,7 +58,7 @@ class Problem:
 
 
 def draw(seed: int, case: int) -> Problem:
-    """The problem of this seed and number."""
+    """Return the problem of this seed and number."""
     rng = random.Random(f"cross entropy {seed} {case}")
     torch.manual_seed(rng.getrandbits(40))
     dtype, data = rng.choice(DTYPES), rng.choice(("zero_mean", "zero_mean", "positive", "large"))
@@ -79,7 +81,7 @@ def draw(seed: int, case: int) -> Problem:
     if rng.random() < 0.4:
         keywords["ignore_index"] = rng.choice((-1, 0, classes - 1, classes + 5))
     features = {*keywords, data, keywords["reduction"]}
-    if rng.random() < 0.6:  # some rows are ignored, and may then hold anything; now and then all are
+    if rng.random() < 0.6:  # ignored rows may hold anything; sometimes all rows are ignored
         ignored = torch.rand(lead) < (1.0 if rng.random() < 0.05 else 0.3)
         target = torch.where(ignored, keywords.get("ignore_index", -100), target)
         features.add("ignored")
@@ -102,7 +104,7 @@ def draw(seed: int, case: int) -> Problem:
 
 
 def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
-    """A shared case as a problem, with gradients of everything."""
+    """Return a shared case as a problem with all gradients."""
     args, given = case.make("cpu", dtype, seed=0)
     given = named(case.op, args, given)
     tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
@@ -114,7 +116,7 @@ def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
 
 
 def solve(problem: Problem) -> dict[str, oracle.Result]:
-    """Every result in float64 with its S."""
+    """Return every result in float64 with its S."""
     t, dtype = problem.tensors, problem.dtype
     classes, target = t["weight"].shape[0], t["target"].reshape(-1)
     valid = target != problem.keywords.get("ignore_index", -100)
@@ -129,7 +131,7 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     lse = torch.logsumexp(z, 1)
     moved = summed + r * (z.abs() + lse.abs()[:, None])
     losses = torch.where(valid, lse - (q * z).sum(1), 0.0)
-    # the loss is float32 whatever dtype is: in units of a 16-bit eps, whose c is 1, S takes over the c of float32
+    # The loss is always float32. In units of a 16-bit eps, whose c is 1, S includes float32's c.
     c = 1.0 if r == 1.0 else max(LIMITS[torch.float32]["any"])
     sizes = c * torch.where(valid, summed.amax(1) + r * (losses.abs() + lse.abs() + (q * z).abs().sum(1)), 0.0)
     share = 1.0 / valid.sum().double() if reduction == "mean" else torch.ones(())
@@ -137,7 +139,8 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     results: dict[str, oracle.Result] = {}
 
     def put(name: str, value: Tensor, size: Tensor, kept: torch.dtype, terms: Tensor | None = None) -> None:
-        # terms: what an element of dz is multiplied with; each may lose what lies below the smallest subnormal, or weight
+        # An element of dz is multiplied by `terms`; each product may lose the part below the
+        # smallest subnormal.
         tiny = 2.0**-24 if dtype == torch.float16 else 2.0**-120
         floor = torch.zeros_like(size) if terms is None else tiny * (1 + terms).expand(size.shape)
         results[name] = oracle.Result(value, size, floor, terms is not None, kept)
@@ -161,7 +164,7 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
 def run(
     problem: Problem, backend: str, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
-    """(results by name, on the CPU; the raw ops that ran), in guarded and poisoned memory."""
+    """Return (results by name on the CPU, raw ops run), with guarded and poisoned memory."""
     import pytransformer as pt
     from pytransformer.ops._core.registry import trace
 
@@ -187,7 +190,7 @@ def run(
 def judge(
     problem: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
 ) -> tuple[list[bounds.Check], list[str]]:
-    """How one backend does the problem, and what is wrong with it; `repeat` runs it twice and compares bits."""
+    """Check one backend on the problem; `repeat` runs it twice and compares bits."""
     return judge_run(
         lambda: run(problem, backend, device), lambda results: exact(solve(problem)), backend, repeat,
         dtype=problem.dtype, data=data_of(problem), limits=LIMITS, special=_mean_over_nothing,
@@ -195,7 +198,7 @@ def judge(
 
 
 def _mean_over_nothing(solution: oracle.Solution, results: dict[str, Tensor | None]) -> list[str]:
-    """The mean over no target is NaN: no number to compare."""
+    """Check that the mean over no target is NaN; it has no number to compare."""
     if not solution.results["loss"].value.isnan().any():
         return []
     loss = results.pop("loss")
@@ -205,6 +208,6 @@ def _mean_over_nothing(solution: oracle.Solution, results: dict[str, Tensor | No
 def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
-    """Draw one problem and judge every backend on it; `repeat` runs each twice and compares bits."""
+    """Draw one problem and check every backend on it; `repeat` compares bits of two runs."""
     problem = draw(seed, case)
     return problem, {backend: judge(problem, backend, repeat) for backend in backends}

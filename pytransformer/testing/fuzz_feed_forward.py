@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems of feed_forward against float64; plugs into `fuzz`.
+"""Random problems of feed_forward against float64, for `fuzz`.
 
-The bound follows the errors through both products, with r = eps(float32) / eps(dtype) for what is summed in float32 and L = 1.13,
-the largest slope of an activation (and bound on its curvature):
+The bound propagates errors through both products. r = eps(float32) / eps(dtype) applies to float32
+sums, and L = 1.13 is the max slope of an activation (and bounds its curvature):
 
-    E(pre) = |pre| + r (|x| |w1|^T + |b1|)                  the pre-activation as stored, and its sum; E(gate) alike
-    E(h)   = |h| + L E(pre)                                 gated: |h| + |act(gate)| E(pre) + |pre| L E(gate)
-    S(y)   = E(h) |w2|^T + |b2|
-    E(dh)  = |dh| + r |dy| |w2|
-    E(dpre) = L E(dh) + |dh| L E(pre), and for relu where pre is within rounding of 0, |dh| / eps: the slope is undecided there
-    S(dx) = E(dpre) |w1|, S(dw1) = E(dpre)^T |x|, S(db1) = sum E(dpre), S(dw2) = |dy|^T E(h), S(db2) = sum |dy|
+    E(pre)  = |pre| + r (|x| |w1|^T + |b1|)    the stored pre-activation and its sum;
+                                               E(gate) likewise
+    E(h)    = |h| + L E(pre)                   gated: |h| + |act(gate)| E(pre) + |pre| L E(gate)
+    S(y)    = E(h) |w2|^T + |b2|
+    E(dh)   = |dh| + r |dy| |w2|
+    E(dpre) = L E(dh) + |dh| L E(pre); for relu with pre within rounding of 0, |dh| / eps,
+              because the slope is undecided there
+    S(dx) = E(dpre) |w1|, S(dw1) = E(dpre)^T |x|, S(db1) = sum E(dpre),
+    S(dw2) = |dy|^T E(h), S(db2) = sum |dy|
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ LIMITS: bounds.Limits = {
 
 @dataclass
 class Problem:
-    """One call, its upstream gradient, and what it has ("features")."""
+    """One call, its upstream gradient, and its features."""
 
     dtype: torch.dtype
     data: str
@@ -59,7 +62,7 @@ class Problem:
 
 
 def draw(seed: int, case: int) -> Problem:
-    """The problem of this seed and number."""
+    """Return the problem of this seed and number."""
     rng = random.Random(f"ffn {seed} {case}")
     torch.manual_seed(rng.getrandbits(40))
     dtype, data = rng.choice(DTYPES), rng.choice(("zero_mean", "zero_mean", "positive", "large"))
@@ -108,7 +111,7 @@ def draw(seed: int, case: int) -> Problem:
 
 
 def _activation(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and slope in float64, written out."""
+    """Return value and slope in float64 from explicit formulas."""
     if name == "relu":
         return x.clamp(min=0), (x > 0).double()
     if name == "gelu":
@@ -124,7 +127,7 @@ def _activation(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve(problem: Problem) -> dict[str, oracle.Result]:
-    """Every result in float64 with its S."""
+    """Return every result in float64 with its S."""
     t = {n: v.double() for n, v in problem.tensors.items()}
     eps = torch.finfo(problem.dtype).eps
     r = 1.0 if problem.dtype == torch.float64 else torch.finfo(torch.float32).eps / eps
@@ -132,7 +135,8 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
 
     def put(name: str, value: Tensor, size: Tensor, gradient: bool, like: str) -> None:
         dtype = problem.tensors[like].dtype
-        # what the subnormals of fp16 intermediates may add, through sums of a few hundred terms of order one
+        # Subnormal fp16 intermediates may add this through sums of a few hundred terms of order
+        # one.
         floor = torch.full_like(size, 2.0**-24 * 64 if problem.dtype == torch.float16 else 0.0)
         out[name] = oracle.Result(value, size, floor, gradient, dtype)
 
@@ -195,7 +199,7 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
 
 
 def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
-    """(results by name, the raw ops that ran), in guarded and poisoned memory."""
+    """Return (results by name, raw ops run), with guarded and poisoned memory."""
     import pytransformer as pt
     from pytransformer.ops._core.registry import trace
 
@@ -216,7 +220,7 @@ def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[
 def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
-    """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and compares bits."""
+    """Draw one problem, solve it and check every backend; `repeat` compares bits of two runs."""
     problem = draw(seed, case)
     solution = exact(solve(problem))
     verdicts = {

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems of layer_norm, rms_norm and add_norm against float64; plugs into `fuzz`.
+"""Random problems of layer_norm, rms_norm and add_norm against float64, for `fuzz`.
 
-The bound, with xhat = (h - mean) rstd, g = dy weight and r = eps(float32) / eps(dtype). A mean kept in
-float32 shifts a row's xhat by up to m = rstd mean|h| in units of float32, which no kernel that keeps it so
-can avoid; the variance, taken about the mean, does not feel that shift, so E[h^2] - E[h]^2 breaks the bound
-on offset data.
+The bound, with xhat = (h - mean) rstd, g = dy weight and r = eps(float32) / eps(dtype). A float32
+mean shifts a row's xhat by up to m = rstd mean|h| float32 units, which such a kernel cannot avoid.
+The variance about the mean is insensitive to that shift, so E[h^2] - E[h]^2 violates the bound on
+offset data.
 
     y        |weight xhat| + |bias| + r |weight| m
-    dh       rstd (|g| + mean|g| + |xhat| mean|g xhat| + r m (mean|g xhat| + |xhat| mean|g|)) + |d
-    residual_out| dweight  sum over rows of |dy| (|xhat| + r m)          dbias  sum over rows of |dy|
+    dh       rstd (|g| + mean|g| + |xhat| mean|g xhat|
+             + r m (mean|g xhat| + |xhat| mean|g|)) + |d residual_out|
+    dweight  sum over rows of |dy| (|xhat| + r m)
+    dbias    sum over rows of |dy|
 
-The norm is that of residual_out as stored: its exact value is computed from ours, and residual_out itself is
-compared with residual + dropout(x).
+The exact norm is computed from our stored residual_out, which is compared with residual +
+dropout(x) separately.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LIMITS: bounds.Limits = {**bounds.LIMITS, torch.float32: {"zero_mean": (2.0, 4.0
 
 @dataclass
 class Problem:
-    """One call, its upstream gradients, and what it has ("features")."""
+    """One call, its upstream gradients, and its features."""
 
     op: str
     dtype: torch.dtype
@@ -78,7 +80,7 @@ def _values(rng: random.Random, data: str, shape: tuple[int, ...], dtype: torch.
 
 
 def draw(seed: int, case: int) -> Problem:
-    """The problem of this seed and number."""
+    """Return the problem of this seed and number."""
     rng = random.Random(f"norm {seed} {case}")
     torch.manual_seed(rng.getrandbits(40))
     op, dtype = rng.choice(KINDS), rng.choice(DTYPES)
@@ -127,7 +129,7 @@ def draw(seed: int, case: int) -> Problem:
 
 
 def of_case(case: Case, dtype: torch.dtype) -> Problem:
-    """A shared case as a problem, with gradients of everything and for every output."""
+    """Return a shared case as a problem with all gradients, for every output."""
     args, keywords = case.make("cpu", dtype, seed=0)
     given = named(case.op, args, keywords)
     tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
@@ -139,11 +141,11 @@ def of_case(case: Case, dtype: torch.dtype) -> Problem:
     return Problem(case.op, dtype, 1, "zero_mean", tensors, layouts, keywords, wanted)
 
 
-# ---- the exact answer
+# ---- the exact solution
 
 
 def keep_factor(problem: Problem) -> Tensor | float:
-    """0 where dropped, else the scale, in x's shape; by this module's oracle of Philox."""
+    """Return 0 at dropped elements, else the scale, in x's shape; uses the oracle's Philox."""
     p = problem.keywords.get("dropout_p", 0.0)
     threshold = round(65536 * p)
     if threshold in (0, 65536):
@@ -156,7 +158,7 @@ def keep_factor(problem: Problem) -> Tensor | float:
 
 
 def column_keep(seed: int, threshold: int, rows: int, columns: int, tag: int) -> Tensor:
-    """(rows, columns) float64: 0 or 65536 / (65536 - threshold)."""
+    """Return (rows, columns) float64: 0 or 65536 / (65536 - threshold)."""
     c = torch.arange(columns)
     group, slot = 4 * (c // 32) + (c % 8) // 2, 2 * ((c % 32) // 8) + c % 2
     row = torch.arange(rows)[:, None]
@@ -168,7 +170,7 @@ def column_keep(seed: int, threshold: int, rows: int, columns: int, tag: int) ->
 
 
 def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
-    """Every result in float64 with its S. stored: our residual_out, whose norm is asked for."""
+    """Return every result in float64 with its S; `stored` is our residual_out, the norm's input."""
     t = {n: v.double() for n, v in problem.tensors.items()}
     factor = keep_factor(problem)
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
@@ -177,7 +179,7 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     out: dict[str, oracle.Result] = {}
 
     def put(name: str, value: Tensor, size: Tensor, gradient: bool, dtype: torch.dtype) -> None:
-        # fp16's least subnormal is a rounding step of its own
+        # fp16's min subnormal is a rounding step in itself.
         floor = torch.full_like(size, 2.0**-24 if dtype == torch.float16 else 0.0)
         out[name] = oracle.Result(value, size, floor, gradient, dtype)
 
@@ -233,7 +235,7 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
 
 
 def call(problem: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
-    """The outputs of the public function, by name."""
+    """Return the outputs of the public function, by name."""
     import pytransformer as pt
 
     keywords = problem.keywords | {"backend": backend, "strict": True}
@@ -250,7 +252,7 @@ def call(problem: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str,
 def run(
     problem: Problem, backend: str, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
-    """(results by name, on the CPU; the raw ops that ran), in guarded and poisoned memory."""
+    """Return (results by name on the CPU, raw ops run), with guarded and poisoned memory."""
     from pytransformer.ops._core.registry import trace
 
     laid = {
@@ -272,7 +274,7 @@ def run(
 def judge(
     problem: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
 ) -> tuple[list[bounds.Check], list[str]]:
-    """How one backend does the problem, and what is wrong with it; `repeat` runs it twice and compares bits."""
+    """Check one backend on the problem; `repeat` runs it twice and compares bits."""
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
     return judge_run(
         lambda: run(problem, backend, device), lambda results: exact(solve(problem, results.get("residual_out"))), backend, repeat,
@@ -283,6 +285,6 @@ def judge(
 def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
-    """Draw one problem and judge every backend on it; `repeat` runs each twice and compares bits."""
+    """Draw one problem and check every backend on it; `repeat` compares bits of two runs."""
     problem = draw(seed, case)
     return problem, {backend: judge(problem, backend, repeat) for backend in backends}

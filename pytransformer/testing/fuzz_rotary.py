@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems of rotary and append_kv against float64; plugs into `fuzz`.
+"""Random problems of rotary and append_kv against float64, for `fuzz`.
 
-The bound, with r(y) = (-y2, y1) of a pair, g = dy (weight + offset), xhat = x rstd:
+The bound, with r(y) = (-y2, y1) for a pair, g = dy (weight + offset), xhat = x rstd:
 
     out      |y cos| + |r(y) sin|
-    dy       |d_out cos| + |r(d_out sin)|                     dx without a norm
-    dx       rstd (|g| + |xhat| mean(|g xhat|))               |g| from the sizes of dy
-    weight   sum over rows of |dy| |xhat|, by the sizes of dy
+    dy       |d_out cos| + |r(d_out sin)|       dx without a norm
+    dx       rstd (|g| + |xhat| mean(|g xhat|)) with |g| from the magnitudes of dy
+    weight   sum over rows of |dy| |xhat|, with the magnitudes of dy
 
-Frequencies are those of RotaryPositions, float32 numbers that tests compare with transformers'; angles are made here, in float64. What a
-cache holds beside the written slots must not change: there S is 0.
+Frequencies come from RotaryPositions; tests compare these float32 numbers with transformers'.
+Angles are computed here in float64. A cache must not change outside the written slots, so S is 0
+there.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ LIMITS: bounds.Limits = {
     torch.float16: {"zero_mean": (1.0, 1.0), "any": (1.0, 1.0)},
     torch.float32: {"zero_mean": (4.0, 4.0), "any": (4.0, 6.0)},
 }
-FILL = 7.0  # what caches hold before
+FILL = 7.0  # initial contents of caches
 
 
 @dataclass
 class Problem:
-    """One call, its upstream gradient, and what it has ("features")."""
+    """One call, its upstream gradient, and its features."""
 
     op: str
     dtype: torch.dtype
@@ -58,7 +59,7 @@ class Problem:
 
 
 def draw(seed: int, case: int) -> Problem:
-    """The problem of this seed and number."""
+    """Return the problem of this seed and number."""
     rng = random.Random(f"rotary {seed} {case}")
     torch.manual_seed(rng.getrandbits(40))
     op, dtype = rng.choice(("rotary", "rotary", "append_kv")), rng.choice(DTYPES)
@@ -86,7 +87,8 @@ def draw(seed: int, case: int) -> Problem:
         tensors["grad_out"] = torch.randn(tensors["x"].shape, dtype=torch.float64).to(dtype)
         features.add("grad_out")
     layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
-    for name in ("key_cache", "value_cache"):  # whose last dimension is contiguous, or the call is refused
+    # Their last dimension must be contiguous, or the op refuses the call.
+    for name in ("key_cache", "value_cache"):
         if name in tensors and layouts[name] not in ("offset", "rows_first"):
             layouts[name] = "contiguous"
     if any(layouts.get(n, "contiguous") != "contiguous" for n in ("x", "query", "key")):
@@ -113,7 +115,7 @@ def _positions(
     features: set[str],
     sizes: tuple[int, ...],
 ) -> None:
-    """Positions, angles and, of append_kv, the caches."""
+    """Draw positions, angles and, for append_kv, the caches."""
     batch, length, dim = sizes
     high = rng.choice((50, 5000, 200_000))
     if op == "append_kv":
@@ -136,7 +138,7 @@ def _positions(
         features.add("interleaved")
     kind = rng.choice(("base", "tables", "frequencies") if op == "rotary" else ("base", "tables", "none"))
     features.add(kind)
-    if kind == "tables":  # not of any angle, and no half like the other
+    if kind == "tables":  # not cos and sin of an angle, and the halves differ
         size = (rng.choice((1, batch)), length, turned)
         table = (
             rng.choice((torch.float32, torch.bfloat16))
@@ -169,11 +171,11 @@ def _caches(rng: random.Random, tensors: dict[str, Tensor], features: set[str], 
         tensors[name] = torch.full((first, heads, rows, columns), FILL, dtype=tensors["key"].dtype)
 
 
-# ---- the exact answer
+# ---- the exact solution
 
 
 def turning(p: Problem) -> Any:
-    """The RotaryPositions of a problem that has them."""
+    """Return the problem's RotaryPositions."""
     import pytransformer as pt
 
     first = p.tensors["x" if p.op == "rotary" else "query"]
@@ -185,7 +187,7 @@ def turning(p: Problem) -> Any:
 
 
 def _angles(p: Problem) -> tuple[Tensor, Tensor] | None:
-    """cos and sin for each column, float64, (B or 1, L, turned)."""
+    """Return cos and sin for each column, float64, (B or 1, L, rotary_dim)."""
     t = p.tensors
     if "cos" in t:
         return t["cos"].double(), t["sin"].double()
@@ -201,7 +203,7 @@ def _angles(p: Problem) -> tuple[Tensor, Tensor] | None:
 
 
 def _partner(p: Problem, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(the other number of each pair, its sign in r(y))."""
+    """Return each number's partner and its sign in r(y)."""
     column, half = torch.arange(y.shape[-1]), y.shape[-1] // 2
     if p.keywords.get("interleaved"):
         return y[..., column ^ 1], torch.where(column % 2 == 0, -1.0, 1.0).double()
@@ -209,7 +211,7 @@ def _partner(p: Problem, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _turned(p: Problem, y: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
-    """y turned, and the size of each result."""
+    """Return y rotated, and each result's magnitude."""
     angles = _angles(p)
     if angles is None:
         return y, y.abs()
@@ -222,7 +224,7 @@ def _turned(p: Problem, y: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def _normed(p: Problem, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, rstd, weight with its offset)."""
+    """Return y, rstd, and the weight with its offset."""
     if weight is None:
         return x, torch.ones(()), torch.ones(())
     rstd = (x.square().mean(-1, keepdim=True) + p.keywords.get("eps", 1e-6)).rsqrt()
@@ -231,14 +233,14 @@ def _normed(p: Problem, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def solve(p: Problem) -> dict[str, oracle.Result]:
-    """Every result in float64 with its S."""
+    """Return every result in float64 with its S."""
     t = {n: v.double() if v.is_floating_point() else v for n, v in p.tensors.items()}
     results: dict[str, oracle.Result] = {}
 
     def put(name: str, value: Tensor, size: Tensor, gradient: bool, dtype: torch.dtype) -> None:
         floor = torch.where(
             size > 0, 2.0**-24 if dtype == torch.float16 else 0.0, 0.0
-        )  # fp16's least subnormal is a rounding step of its own
+        )  # fp16's min subnormal is a rounding step in itself
         results[name] = oracle.Result(value, size, floor.double(), gradient, dtype)
 
     if p.op == "append_kv":
@@ -261,7 +263,7 @@ def solve(p: Problem) -> dict[str, oracle.Result]:
 
 
 def _kept(p: Problem, before: Tensor, rows: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache with the rows at their places, one at a time, and their sizes there."""
+    """Return a cache with the rows written one at a time, and their magnitudes there."""
     after, sizes = torch.full_like(before, FILL), torch.zeros_like(before)
     page, table = before.shape[2], p.tensors.get("page_table")
     for b, own in enumerate(p.tensors["positions"].tolist()):
@@ -276,7 +278,7 @@ def _kept(p: Problem, before: Tensor, rows: Tensor, size: Tensor) -> tuple[Tenso
 
 
 def call(p: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
-    """The results of the public function, by name."""
+    """Return the results of the public function, by name."""
     import pytransformer as pt
 
     keywords: dict[str, Any] = {"backend": backend, "strict": True}
@@ -304,7 +306,7 @@ def call(p: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tenso
 def run(
     p: Problem, backend: str, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
-    """(results by name, on the CPU; the raw ops that ran), in guarded and poisoned memory."""
+    """Return (results by name on the CPU, raw ops run), with guarded and poisoned memory."""
     from pytransformer.ops._core.registry import trace
 
     laid = {n: place(t.to(device), p.layouts[n]) for n, t in p.tensors.items()}
@@ -319,7 +321,7 @@ def run(
 
 
 def judge(p: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu") -> tuple[list[bounds.Check], list[str]]:
-    """How one backend does the problem, and what is wrong with it; `repeat` runs it twice and compares bits."""
+    """Check one backend on the problem; `repeat` runs it twice and compares bits."""
     return judge_run(
         lambda: run(p, backend, device),
         lambda results: exact(solve(p)),
@@ -334,6 +336,6 @@ def judge(p: Problem, backend: str, repeat: bool, device: str | torch.device = "
 def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
-    """Draw one problem and judge every backend on it; `repeat` runs each twice and compares bits."""
+    """Draw one problem and check every backend on it; `repeat` compares bits of two runs."""
     p = draw(seed, case)
     return p, {backend: judge(p, backend, repeat) for backend in backends}

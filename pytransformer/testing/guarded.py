@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in awkward places: surrounded by values that betray a stray read or write, at any stride and
-offset.
+"""Tensors between guard values that reveal a stray read or write, at any stride and offset.
 
-Inputs lie among NaN, so that a read outside them shows in the result. Outputs lie among a finite sentinel, so
-that a write outside them shows here (a NaN guard would not notice a NaN being written).
+NaN surrounds an input, so that a stray read shows in the result. A finite sentinel surrounds an
+output, so that a stray write shows here; a NaN guard would not reveal a NaN being written.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ SENTINEL = -12352.0  # exact in every floating dtype
 
 
 def outside(dtype: torch.dtype) -> float | int | bool:
-    """What lies around an input: NaN, or for integers a value that no length, index or segment has."""
+    """Return an input's guard: NaN, or an integer that no length, index or segment has."""
     if dtype.is_floating_point:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min // 2
 
 
 def _slots(dims: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Memory orders of a tensor whose dimensions are (..., heads, rows, columns): permutation from memory to
-    ours."""
+    """Return memory orders of (..., heads, rows, columns): permutations from memory to logical."""
     order = tuple(range(dims))
     if dims < 3:
         return {"contiguous": (order, 1)}
@@ -46,11 +44,16 @@ LAYOUTS = ("contiguous", "rows_first", "fused", "columns_first", "step", "offset
 
 
 def place(x: Tensor, layout: str = "contiguous", fill: float | int | bool | None = None) -> Tensor:
-    """A copy of x in a buffer of `fill` (NaN by default), as a view with the strides that `layout` names.
+    """Return a copy of x as a view into a buffer of `fill` (NaN by default), with this layout.
 
-    contiguous; rows_first: (B, L, H, D) in memory; fused: the middle third of a fused (B, L, H, 3 D)
-    projection; columns_first: the last dimension is the strided one; step: every other row and column of a
-    larger tensor; offset: contiguous but one element off any alignment.
+    The layouts are:
+
+    contiguous
+    rows_first      (B, L, H, D) in memory
+    fused           the middle third of a fused (B, L, H, 3 D) projection
+    columns_first   the last dimension is strided
+    step            every other row and column of a larger tensor
+    offset          contiguous, one element off any alignment
     """
     fill = outside(x.dtype) if fill is None else fill
     permutation, thirds = _slots(x.dim()).get(layout, (tuple(range(x.dim())), 1))
@@ -76,7 +79,7 @@ def place(x: Tensor, layout: str = "contiguous", fill: float | int | bool | None
 
 
 def random_layout(rng: random.Random, x: Tensor, plain: float = 0.4) -> str:
-    """One of the layouts that x can have."""
+    """Return a random layout that x supports."""
     if rng.random() < plain:
         return "contiguous"
     return rng.choice([name for name in LAYOUTS if name in _slots(x.dim()) or name in ("step", "offset")])
@@ -84,7 +87,7 @@ def random_layout(rng: random.Random, x: Tensor, plain: float = 0.4) -> str:
 
 @dataclass(frozen=True)
 class Guard:
-    """A buffer whose middle is an output; `intact` tells whether nothing wrote around it."""
+    """A buffer whose middle is an output; `intact` is True if the guards are unchanged."""
 
     buffer: Tensor
     count: int
@@ -95,9 +98,9 @@ class Guard:
 
 
 def sentinel(dtype: torch.dtype) -> float | int | bool:
-    """What lies around an output."""
+    """Return an output's guard value."""
     if dtype.is_floating_point:
-        return SENTINEL if dtype.itemsize > 1 else -80.0  # what float8 can hold
+        return SENTINEL if dtype.itemsize > 1 else -80.0  # representable in float8
     return True if dtype == torch.bool else -77 if dtype.is_signed else 77
 
 
@@ -108,10 +111,10 @@ def guarded_output(
     device: torch.device,
     fill: float | int | bool | None = None,
 ) -> tuple[Tensor, Guard]:
-    """(a tensor of that size and those dense strides, filled with `fill`, NaN by default; its Guard).
+    """Return a tensor with this size and dense strides, filled with `fill`, and its Guard.
 
-    The tensor owns the guarded storage: it is no view of another tensor, so autograd treats it as any fresh
-    output.
+    `fill` is NaN by default. The tensor owns the guarded storage and is not a view, so autograd
+    treats it as any new output.
     """
     count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride))
     buffer = torch.full((count + 2 * SLACK,), sentinel(dtype), dtype=dtype, device=device)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Hugging Face models with random weights, built from configs: nothing is downloaded. Needs transformers
-to build."""
+"""Tiny Hugging Face models with random weights from configs, without downloads.
+
+Building needs transformers.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +18,37 @@ VOCABULARY, PAD = 61, 0
 
 
 def model_distance_limit(dtype: torch.dtype) -> float:
-    """Relative 2-norm of the difference that two right computations of these two-layer models may have.
+    """Return the max relative 2-norm difference of two correct runs of these two-layer models.
 
-    PyTorch's own sdpa differs from eager code by 1 to 16 eps; a wrong mask by 1e5 eps and more.
+    PyTorch's sdpa differs from eager code by 1 to 16 eps; a wrong mask differs by 1e5 eps and more.
     """
     return 32 * torch.finfo(dtype).eps
 
 
 def conditioned_limit(dtype: torch.dtype, noise: float) -> float:
-    """The same for a model of any condition, where `noise` is how far it moves when each weight is moved by a rounding.
+    """Return the limit for a model of any condition.
 
-    BERT, GPT-2, Llama and ViT move by 4 eps, of which their limit, 32 eps, is eight times. Wrong masks start at 2e-2: no limit is
-    above a quarter of that.
+    `noise` is its output change if each weight changes by one rounding. BERT, GPT-2, Llama and ViT
+    change by 4 eps, an eighth of their limit of 32 eps. Wrong masks start at 2e-2, and no limit
+    exceeds a quarter of that.
     """
     return min(max(model_distance_limit(dtype), 8 * noise), 5e-3)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A Hugging Face model class, its tiny config, and what its inputs look like."""
+    """A Hugging Face model class, its tiny config, and the form of its inputs."""
 
     model: str
     config: str
     settings: dict[str, Any]
     kind: str  # "encoder" | "decoder" | "seq2seq" | "image" | "audio"
     attentions: int = 2  # calls of the attention interface in one forward pass
-    gain: float = 3.0  # on the initial weights, which are so small that attention hardly depends on its scores
+    # Factor on initial weights, which are too small for scores to affect attention.
+    gain: float = 3.0
 
     def build(self, implementation: str, dtype: torch.dtype = torch.float32) -> Any:
-        """The model in eval mode; the same weights at every call."""
+        """Return the model in eval mode with the same weights each time."""
         import transformers
 
         config = copy.deepcopy(getattr(transformers, self.config)(**self.settings))
@@ -114,7 +118,7 @@ FAMILIES = {
 
 
 def inputs_of(family: Family, padding: str, length: int = 11, batch: int = 3) -> dict[str, torch.Tensor]:
-    """Random inputs; ``padding`` is "left", "right" or "none"."""
+    """Return random inputs; ``padding`` is "left", "right" or "none"."""
     generator = torch.Generator().manual_seed(3)
     if family.kind == "image":
         return {"pixel_values": torch.randn(batch, 3, 24, 24, generator=generator)}
@@ -141,7 +145,7 @@ def inputs_of(family: Family, padding: str, length: int = 11, batch: int = 3) ->
 
 
 def real_tokens(family: Family, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which output positions are not padding."""
+    """Return the mask of output positions that are not padding."""
     if family.kind == "image":
         return torch.ones(inputs["pixel_values"].shape[0], dtype=torch.bool)
     if family.kind == "audio":
@@ -152,24 +156,26 @@ def real_tokens(family: Family, inputs: dict[str, torch.Tensor]) -> torch.Tensor
 def run(
     model: Any, family: Family, inputs: dict[str, torch.Tensor], real: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logits of real tokens, and the gradients, by parameter, of a loss that only they enter."""
+    """Return the logits of real tokens, and the gradients of a loss on these tokens."""
     model.zero_grad()
     logits = model(**inputs).logits[real_tokens(family, inputs) if real is None else real]
     random_sum(logits).backward()
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-# Examples from which "as exact as eager code" is judged. The ratio of two errors, each rounded in its own places, scatters: over 40 draws
-# of 3 examples its logarithm has a standard deviation of 0.03 (BERT) to 0.23 (ViT); over 8 draws of 64, one of 0.003 to 0.05 about a mean
-# of -0.13 to 0.02 (Zen 5 with AVX-512, and held to AVX2). The limit is the highest mean and 4 of the largest deviations: exp(0.22).
+# Number of examples, and limit, of the ratio to eager code's error. The ratio of two rounding
+# errors scatters. Over 40 draws of 3 examples its logarithm has a standard deviation of 0.03 (BERT)
+# to 0.23 (ViT); over 8 draws of 64 examples, 0.003 to 0.05 about a mean of -0.13 to 0.02 (Zen 5
+# with AVX-512, and pinned to AVX2). The limit is the highest mean plus 4 of the largest deviations:
+# exp(0.22).
 MANY, AS_EXACT = 64, 1.25
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative 2-norm of the difference."""
+    """Return the relative 2-norm of the difference."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All gradients as one vector."""
+    """Return all gradients as one vector."""
     return torch.cat([g.flatten() for _, g in sorted(grads.items())])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One drawn problem on one backend: run it, and judge everything about the run."""
+"""Runs one drawn problem on one backend and checks every result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Run = Callable[[], tuple[Results, list[tuple[str, str]]]]  # (results by name, t
 
 
 def data_of(problem: Any) -> str:
-    """The row of the limits that holds: for float64 the exact result is float64 itself, and errs as much."""
+    """Return the limits' row; a float64 "exact" result errs as much as ours."""
     return "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
 
 
 def exact(results: dict[str, oracle.Result]) -> oracle.Solution:
-    """The solution of an op that has no rows without a pair."""
+    """Return the solution of an op in which every row has a pair."""
     return oracle.Solution(results, 1, torch.empty(0), torch.empty(0))
 
 
@@ -37,10 +37,11 @@ def judge(
     limits: bounds.Limits,
     special: Callable[[oracle.Solution, Results], list[str]] = lambda solution, results: [],
 ) -> tuple[list[bounds.Check], list[str]]:
-    """(every comparison with float64, what is wrong); `repeat` runs it twice and compares bits.
+    """Return every comparison with float64 and the list of faults.
 
-    ``solve`` gets the results, for what is exact given them. ``special`` takes out of them what has no number to compare, and says
-    what is wrong with that.
+    `repeat` runs the problem twice and compares bits. ``solve`` gets the results, for parts that
+    are exact given them. ``special`` removes results without a number to compare and returns their
+    faults.
     """
     checks: list[bounds.Check] = []
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests and benchmarks need of one family; the files of `ops/` each hold one, by the name KIT."""
+"""Test and benchmark support of one op family; each file of `ops/` defines one as KIT."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ Results = Mapping[str, "Tensor | None"]
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Random problems: ``draw(seed, case)``, and ``examine(seed, case, backends, repeat)``, which judges each backend on one.
+    """Random problems of a family.
 
-    ``features``: each is in at least a tenth of the problems drawn; ``rare``: each is in some."""
+    ``draw(seed, case)`` returns one; ``examine(seed, case, backends, repeat)`` checks each backend
+    on it. Each of ``features`` is in at least a tenth of the problems, and each of ``rare`` in
+    some.
+    """
 
     draw: Callable[[int, int], Any]
     examine: Callable[[int, int, list[str], bool], tuple[Any, Verdicts]]
@@ -32,7 +35,10 @@ class Fuzzer:
 
 @dataclass(frozen=True)
 class Mutants:
-    """Wrong backends of ``ops`` that the fuzzer must find. ``applies``: whether a problem runs on them."""
+    """Wrong backends of ``ops`` that the fuzzer must detect.
+
+    ``applies`` returns True if a problem runs on them.
+    """
 
     ops: tuple[str, ...]
     faults: Mapping[str, Fault]
@@ -42,10 +48,12 @@ class Mutants:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the constants of the bounds were found: other kernels, and ours, on problems of the fuzzer.
+    """Calibration of the bounds' constants: other kernels and ours on the fuzzer's problems.
 
-    ``problem(seed, case)``: one that they can do, or None; ``peers``: their results by name; ``ours(problem, backend)``;
-    ``columns``: the results that the table shows; ``limits(problem)``: (row of the limits, limits)."""
+    ``problem(seed, case)`` returns one that the kernels support, or None. ``peers`` returns their
+    results by name and ``ours(problem, backend)`` ours. ``columns`` are the results in the table;
+    ``limits(problem)`` returns (row of the limits, limits).
+    """
 
     problem: Callable[[int, int], Any | None]
     solve: Callable[[Any], Solution]
@@ -57,12 +65,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Kit:
-    """One family's named problems, their exact answers, and what is optional beside them.
+    """One family's named problems, exact solutions and optional parts.
 
-    ``cases(size)``: of the dimensions in ``cases.SIZES``. ``solve(op, named, grads)``: the outputs of the public op and, given upstream
-    gradients of them, the gradients in float64; ``named`` has its arguments. ``limits``: the constants of its error bounds.
-    ``rows_of(shape, named, seed)``: which query rows of a problem too large are compared, or None; ``solve_rows(named, grads, rows)``
-    then is the answer of those."""
+    ``cases(size)`` has the dimensions of ``cases.SIZES``. ``solve(op, named, grads)`` returns the
+    outputs of the public op and, given upstream gradients, the gradients in float64; ``named`` has
+    its arguments. ``limits`` are the constants of its error bounds. ``rows_of(shape, named, seed)``
+    returns the query rows to compare in a large problem, or None; ``solve_rows(named, grads,
+    rows)`` returns their solution.
+    """
 
     cases: Callable[[Mapping[str, int]], Iterable[Case]]
     solve: Callable[[str, Mapping[str, Any], list[Tensor] | None], Solution]

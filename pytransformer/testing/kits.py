@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family's kit, found by its file in `ops/`: adding one edits nothing here."""
+"""Test support of every family, loaded from its file in `ops/`; a new family edits nothing here."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .kit import Kit
 
 @functools.cache
 def kits() -> dict[str, Kit]:
-    """By family."""
+    """Return the families' test support by name."""
     families = sorted(found.name for found in pkgutil.iter_modules(folder.__path__))
     return {family: importlib.import_module(f"{folder.__name__}.{family}").KIT for family in families}
 
 
 def ops() -> tuple[str, ...]:
-    """The public ops that have a kit, family by family."""
+    """Return the public ops with test support, family by family."""
     return tuple(name for family in kits() for name, op in OPS.items() if op.family == family)
 
 
 def kit_of(op: str) -> Kit:
-    """The kit of the op's family."""
+    """Return the test support of the op's family."""
     return kits()[OPS[op].family]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests measure the peak memory of, for :func:`pytransformer.cli.proof_memory.peaks`. Needs transformers.
+"""Peak memory subjects for :func:`pytransformer.cli.proof_memory.peaks`; needs transformers.
 
-===================  ======================================================================================================
+===================  ============================================================================
 "t5 LENGTH"          a training step of a tiny, converted T5 on one sequence: "ours"
 "t5-sdpa LENGTH"     the same on PyTorch's attention, not converted: "theirs"
 "bert checkpointed"  a training step of a converted BERT: "kept" or "checkpointed" activations
-===================  ======================================================================================================
+===================  ============================================================================
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADS = FAMILIES["t5"].settings["num_heads"]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, how a variant of it is chosen, and one training step."""
+    """A model, its variants, and one training step."""
 
     model: nn.Module
     select: Callable[[str], Any]
@@ -47,7 +47,7 @@ def t5(length: int, implementation: str) -> Subject:
 
 
 def checkpointed_bert() -> Subject:
-    """Sixteen layers, of which checkpoints keep the inputs only."""
+    """Build sixteen layers; checkpoints save only their inputs."""
     bert = FAMILIES["bert"]
     sizes = dict(num_hidden_layers=16, hidden_size=64, intermediate_size=256, max_position_embeddings=512)
     model = Family(bert.model, bert.config, bert.settings | sizes, bert.kind, attentions=16).build("pytransformer")
@@ -64,7 +64,7 @@ def checkpointed_bert() -> Subject:
 
 
 def build(name: str) -> Subject:
-    """The subject of a name in the module's table."""
+    """Build the subject of a name in the module's table."""
     pt.integrations.transformers.register()
     if name == "bert checkpointed":
         return checkpointed_bert()

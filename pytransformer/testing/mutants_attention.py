@@ -17,7 +17,7 @@ from ..ops._problem.blocks import FULL
 from .faults import BACKWARD_FAULTS as FAULTS_OF_ANY_BACKWARD
 from .faults import FAITHFUL, BackwardFault, Fault, Forward, Outputs, as_contiguous, patching, replacing, value_of
 
-# The module: `pytransformer.reference.attention` is also the name of the public function.
+# Import the module, because `pytransformer.reference.attention` is also the public function.
 source = importlib.import_module("pytransformer.reference.attention")
 _patching = partial(patching, source)
 
@@ -30,7 +30,7 @@ def _fault(function: Fault) -> Fault:
 
 
 def _torch_with(**names: Callable[..., Any]) -> Fault:
-    """A fault that replaces functions of torch as the reference sees them."""
+    """Return a fault that replaces functions of torch within the reference."""
 
     class Torch:
         def __getattr__(self, name: str) -> Any:
@@ -113,7 +113,7 @@ FAULTS |= {
 
 
 def _tables(change: Callable[[Any], Tensor]) -> Fault:
-    """Of other pages, all of the pool: who reads too much of a table finds some page."""
+    """Return a fault that changes the page table, with every entry clamped to a valid page."""
     return replacing(page_table=lambda a: change(a).clamp(0, max(a.key.shape[0] - 1, 0)))
 
 
@@ -140,7 +140,7 @@ def _select_rows_only(select: Callable[..., Tensor], where: Tensor, x: Tensor) -
 
 
 def _without_last_block(offsets: Tensor) -> Tensor:
-    """The last list that has a block loses one."""
+    """Remove the last block of the last nonempty list."""
     filled = (offsets.diff(dim=-1) > 0).flatten()
     if not filled.any():
         return offsets
@@ -214,13 +214,13 @@ FAULTS |= {
 
 
 def _last_page_stale(a: Any) -> Tensor:
-    """The page that a sequence has begun last is still the one before."""
+    """Return a table whose sequences' last page is the previous one."""
     last = a.pages_used & ~torch.cat([a.pages_used[:, 1:], torch.zeros_like(a.pages_used[:, :1])], 1)
     return torch.where(last, a.page_table.roll(1, 1), a.page_table)
 
 
 def _with_pages_of(lengths: Callable[[Tensor], Tensor]) -> Fault:
-    """Other lengths where there are pages, whose tables have some page everywhere."""
+    """Return a fault that changes lengths of paged problems, with only valid table entries."""
     return _both(SOME_PAGES, lambda a, attend: attend(
         a if a.page_table is None else a._replace(key_lengths=lengths(a.key_lengths).clamp(max=a.num_keys))
     ))  # fmt: skip
@@ -243,7 +243,7 @@ FAULTS |= {
 
 
 def _numbers(change: Callable[[Tensor], Tensor]) -> Fault:
-    """Eight bits read as other numbers."""
+    """Return a fault that changes the decoding of eight-bit values."""
     return _patching(dequantize_kv=lambda f, rows, scale: f(change(rows), scale))
 
 
@@ -287,7 +287,7 @@ FAULTS |= {
 
 @_fault
 def heads_interleaved(a: Any, attend: Forward) -> Outputs:
-    """Query head h reads key head h % Hkv instead of h // group."""
+    """Let query head h read key head h % Hkv instead of h // group."""
     group = a.query.shape[1] // a.key.shape[1]
     scales = {
         n: None if t is None else t.repeat(1, group, 1) for n in ("key_scale", "value_scale") for t in [getattr(a, n, None)]

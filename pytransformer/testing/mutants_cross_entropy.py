@@ -18,13 +18,13 @@ def _mean_over_all_targets(a: Any, forward: Callable[[Any], Outputs]) -> Outputs
 
 
 def _largest_logit_not_subtracted(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
-    """exp overflows float32 where a logit is past 88."""
+    """Overflow float32's exp if a logit exceeds 88."""
     with mock.patch.object(torch, "logsumexp", lambda z, dim: z.float().exp().sum(dim).log().to(z.dtype)):
         return forward(a)
 
 
 def _last_class_dropped(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
-    """From the normaliser: what a kernel does that takes whole vectors of classes only."""
+    """Drop the last class from the normalizer, as a kernel without a vector tail does."""
     whole = torch.logsumexp
     with mock.patch.object(torch, "logsumexp", lambda z, dim: whole(z[..., :-1] if z.shape[-1] > 1 else z, dim)):
         return forward(a)

@@ -9,7 +9,7 @@ import torch
 
 from .faults import FAITHFUL, Fault, as_contiguous, different_every_time, outputs, patching, replacing, shifted, value_of
 
-# The module: the package holds functions of the same names.
+# Import the module, because the package has functions of the same names.
 networks = importlib.import_module("pytransformer.reference.feed_forward")
 
 FAULTS: dict[str, Fault] = {

@@ -22,12 +22,12 @@ from .faults import (
     value_of,
 )
 
-# The module: the package holds functions of the same names.
+# Import the module, because the package has functions of the same names.
 norms = importlib.import_module("pytransformer.reference.layer_norm")
 
 
 def _one_pass_variance(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
-    """rstd from E[h^2] - E[h]^2."""
+    """Compute rstd from E[h^2] - E[h]^2."""
     out, *rest = forward(a)
     if getattr(a, "rms", a.__class__.__name__.startswith("rms")):
         return out, *rest

@@ -51,7 +51,7 @@ def _norm_taken_for_a_constant(a: Any, forward: Forward) -> Outputs:
 
 
 def _of_keys(**change: Callable[[Any], Any]) -> Fault:
-    """A fault in what the caches get, and none in the query."""
+    """Return a fault in the cached rows only, not in the query."""
 
     def fault(a: Any, forward: Forward) -> Outputs:
         if not hasattr(a, "key_cache"):

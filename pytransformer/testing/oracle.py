@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float64, forward and backward written out, with the magnitude of every result.
+"""Attention in float64 with explicit gradients, and the magnitude of every result.
 
-A second implementation of the semantics of docs/ops/attention.md that shares nothing with
-`pytransformer.reference`: dense tensors, explicit gradients instead of autograd, its own Philox and its own
-T5 buckets. Slow and quadratic on purpose.
+This second implementation of docs/ops/attention.md shares nothing with `pytransformer.reference`:
+dense tensors, explicit gradients instead of autograd, separate Philox and T5 buckets. It is slow
+and quadratic on purpose.
 
-For each result it also returns what an error bound is made of (docs/accuracy.md):
+For each result it also returns the terms of the error bound (docs/accuracy.md):
 
-    S       absolute values propagated through the same formula, the amplification of the scores' rounding
-    inside floor   what underflow of a probability may add: the least positive normal number times the sums of
-    its partners
+    S       absolute values propagated through the same formula, with the amplification
+            of the scores' rounding inside
+    floor   the effect of an underflowing probability: the min positive normal number
+            times the sums of its partners
 """
 
 from __future__ import annotations
@@ -21,28 +22,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Finite scores beyond this in float32 (and likewise in float64) are all alike: base-2 arithmetic saturates
-# there.
+# Finite scores beyond this limit in float32 (and likewise in float64) count as equal, because
+# base-2 arithmetic saturates there.
 LN2 = 0.6931471805599453
-LOST = 2.0**100  # a term this large swallows the score in float64 as in float32, so its rounding adds nothing
+# A term this large absorbs the score in float64 as in float32, so its rounding adds nothing.
+LOST = 2.0**100
 
 
 @dataclass(frozen=True)
 class Result:
-    """One tensor of the answer: its value, S and the underflow floor (all float64), and whether the bound is
-    that of a gradient."""
+    """One tensor of the solution: value, S, underflow floor (all float64), and the bound's kind."""
 
     value: Tensor
     S: Tensor
     floor: Tensor
     gradient: bool
-    dtype: torch.dtype  # what a backend returns it in
+    dtype: torch.dtype  # the dtype that a backend returns
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns: results by name, and the rows of the query and of the key that take part in no
-    pair."""
+    """The results of `solve` by name, and the query and key rows without a visible pair."""
 
     results: dict[str, Result]
     head_dim: int
@@ -54,13 +54,13 @@ class Solution:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of constant * x, both below 2**32, in int64 arithmetic that cannot overflow."""
+    """Return high and low 32 bits of constant * x, both below 2**32; int64 cannot overflow here."""
     high, low = constant * (x >> 16), constant * (x & 0xFFFF)
     return (high + (low >> 16)) >> 16, (constant * x) & 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = 7) -> tuple[Tensor, ...]:
-    """Philox-4x32 (Random123); the counter words are int64 tensors that broadcast, holding 32-bit values."""
+    """Compute Philox-4x32 (Random123) on broadcastable int64 counters with 32-bit values."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(rounds):
@@ -72,7 +72,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
 
 
 def keep_factor(seed: int, p: float, batch: int, heads: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """(B, H, Lq, Lk) float64: 0 where a weight is dropped, else 1 / (1 - p) with p in steps of 2**-16."""
+    """Return (B, H, Lq, Lk) float64: 0 at dropped weights, else 1 / (1 - p).
+
+    p is in steps of 2**-16.
+    """
     threshold = round(65536 * p)
     if threshold in (0, 65536):
         return torch.full((batch, heads, len(rows), len(columns)), 1.0 if threshold == 0 else 0.0, dtype=torch.float64)
@@ -82,7 +85,8 @@ def keep_factor(seed: int, p: float, batch: int, heads: int, rows: Tensor, colum
     low, high = int(group.min()) if len(group) else 0, int(group.max()) + 1 if len(group) else 0
     counter = (torch.arange(low, high), rows[:, None], h, b)
     words = philox(tuple(torch.broadcast_tensors(*(c & 0xFFFFFFFF for c in counter))), seed)
-    draws = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)])  # (8, B, H, Lq, groups)
+    # (8, B, H, Lq, groups)
+    draws = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)])
     kept = draws[slot, ..., group - low].permute(1, 2, 3, 0) >= threshold
     return kept.double() * (65536.0 / (65536 - threshold))
 
@@ -92,8 +96,7 @@ def keep_factor(seed: int, p: float, batch: int, heads: int, rows: Tensor, colum
 
 @functools.lru_cache(maxsize=256)
 def _side_buckets(n: int, max_distance: int, distances: int) -> Tensor:
-    """Bucket of each distance below `distances` among the n buckets of one direction, in exact integer
-    arithmetic."""
+    """Return the bucket of each distance below `distances` in one direction, in exact integers."""
     exact = n // 2
     out, k = [], 0
     for d in range(distances):
@@ -107,7 +110,7 @@ def _side_buckets(n: int, max_distance: int, distances: int) -> Tensor:
 
 
 def t5_bucket(relative: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """Bucket of the relative position key - query - offset."""
+    """Return the bucket of the relative position key - query - offset."""
     n = buckets // 2 if bidirectional else buckets
     distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
     side = _side_buckets(n, max_distance, int(distance.max()) + 1 if distance.numel() else 1)[distance]
@@ -120,7 +123,7 @@ def _per_sequence(x: Tensor | None, default: int, batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keywords of `pytransformer.attention`, and the absolute indices of the first query and key."""
+    """The keywords of `pytransformer.attention`, and the indices of the first query and key."""
 
     attn_mask: Tensor | None = None
     causal: str | None = None
@@ -138,13 +141,16 @@ class Keywords:
     dropout_p: float = 0.0
     dropout_seed: int | Tensor | None = None
     return_lse: bool = False
-    deterministic: bool = True  # changes no value
+    deterministic: bool = True  # does not affect values
     query_start: int = 0
     key_start: int = 0
 
 
 def visible_pairs(k: Keywords, batch: int, Lq: int, Lk: int) -> tuple[Tensor, Tensor]:
-    """((B, 1, Lq, Lk) bool by everything but masks and biases, (B, 1, Lq, Lk) int64 key - query - offset)."""
+    """Return visibility without masks and biases, and relative positions, both (B, 1, Lq, Lk).
+
+    The relative position is int64 key - query - offset.
+    """
     lq, lk = (
         _per_sequence(x, default, batch)[:, None, None, None]
         for x, default in ((k.query_lengths, k.query_start + Lq), (k.key_lengths, k.key_start + Lk))
@@ -172,17 +178,16 @@ def _reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
     return x.sum_to_size(shape) if x.shape != shape else x
 
 
-# ---- the answer
+# ---- the solution
 
 
 def solve(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None, grad_lse: Tensor | None = None, **keywords: Any
 ) -> Solution:
-    """Results "out", "lse" and, given grad_out (grad_lse may be None), gradients by argument name, "slopes"
-    and "table".
+    """Return "out", "lse" and, given grad_out, gradients by name, with "slopes" and "table".
 
-    Arguments as of `pytransformer.attention`, any dtype; the dtype of `query` is the one whose rounding the
-    bound allows. Of a block mask its dense form is read.
+    grad_lse may be None. Arguments are those of `pytransformer.attention` in any dtype; the bound
+    allows the rounding of query's dtype. Block masks are converted to dense masks.
     """
     if (mask := keywords.get("attn_mask")) is not None and not isinstance(mask, Tensor):
         keywords["attn_mask"] = mask.to_dense()
@@ -194,10 +199,11 @@ def solve(
 
 
 class _Answer:
-    """One problem on its way: visibility and terms, scores, outputs, gradients. All (B, Hq, Lq, Lk) float64 where nothing else is said.
+    """One problem in progress: visibility, terms, scores, outputs, gradients.
 
-    `a` is what the rounding of the score is relative to, `amp` how much of it a result may show: a probability carries the rounding of its
-    score, and one more eps from the exponential and the normaliser.
+    Tensors are (B, Hq, Lq, Lk) float64 unless stated otherwise. The score's rounding is relative to
+    `a`, and `amp` is its amplification in a result. A probability has its score's rounding plus one
+    eps from the exponential and the normalizer.
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, keywords: Keywords) -> None:
@@ -205,7 +211,7 @@ class _Answer:
         self.wide = query.dtype == torch.float64
         accumulate = torch.finfo(torch.float64 if self.wide else torch.float32)
         self.ratio = accumulate.eps / torch.finfo(query.dtype).eps
-        # Exponentials may flush to zero some way before the least normal number: 2**-120 in float32.
+        # Exponentials may flush to zero above the min normal number: 2**-120 in float32.
         self.flushed = 64 * accumulate.tiny
         self.tiny = 2.0**-24 if query.dtype == torch.float16 else self.flushed
         self.saturation = accumulate.max * LN2
@@ -216,9 +222,9 @@ class _Answer:
         self.scale = D**-0.5 if keywords.scale is None else keywords.scale
         visible, self.relative = visible_pairs(keywords, self.B, self.Lq, self.Lk)
         self.visible = visible.expand(self.shape)
-        self.sources: dict[str, Tensor] = {}  # the tensors of the additive terms, whose gradients are asked for
+        self.sources: dict[str, Tensor] = {}  # tensors of the additive terms that need gradients
         terms = self._terms()
-        # Rows that take part in no pair hold anything and reach nothing.
+        # Rows without a visible pair may hold anything and must not affect results.
         self.dead = ~self.visible.any(-1)
         self.unseen = torch.ones(self.B, self.Hkv, self.Lk, dtype=torch.bool)
         if self.visible.numel():
@@ -228,7 +234,7 @@ class _Answer:
         self._scores(terms)
 
     def _terms(self) -> list[Tensor]:
-        """Additive terms, read only where the pair is visible; -inf hides the pair."""
+        """Return the additive terms, read only at visible pairs; -inf hides the pair."""
         mask, bias = self.k.attn_mask, self.k.bias
         if mask is not None and mask.dtype == torch.bool:
             self.visible, mask = self.visible & mask.cpu(), None
@@ -261,11 +267,11 @@ class _Answer:
             x = x + term
             a = a + torch.where(term.abs() < LOST, term.abs(), 0.0)
         x = x.clamp(-self.saturation, self.saturation).masked_fill(~self.visible, -torch.inf)
-        # The sink is one more column, of a value that is zero.
+        # The sink is one more column with value zero.
         sink = self._sink()[..., None]
         x = torch.cat([x, torch.where(sink == -torch.inf, sink, sink.clamp(-self.saturation, self.saturation))], -1)
         a = torch.cat([a, torch.where(sink.abs() < LOST, sink.abs(), 0.0)], -1)
-        # Maximum and log of the sum apart: in rows of finfo.min their sum has lost the latter.
+        # Store row max and log of the sum apart; in rows of finfo.min their sum loses the latter.
         top = x.amax(-1)
         nothing = top == -torch.inf
         weight = torch.exp(x - top.masked_fill(nothing, 0.0)[..., None])
@@ -276,7 +282,7 @@ class _Answer:
         self.amp = 1 + self.ratio * (1 + self.heaviest[..., None])
 
     def _sink(self) -> Tensor:
-        """(B, Hq, Lq): the sink of each query, -inf where there is none; past the lengths is no query."""
+        """Return the sink of each query, (B, Hq, Lq): -inf without a sink or past the lengths."""
         if self.k.sinks is None:
             return torch.full(self.shape[:3], -torch.inf, dtype=torch.float64)
         sinks = self.k.sinks.detach().cpu().double()[:, None].expand(self.shape[:3])
@@ -305,7 +311,7 @@ class _Answer:
         dS = self.P * (dP - (do * self.out).sum(-1, keepdim=True) + dl[..., None])
         factor_S = self.M * (doa @ va.mT) + (doa * self.out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
         dS_S = amp * self.P * factor_S
-        # Underflow of dS itself, of its weight, and of the output that rowsum(dO * O) is taken from.
+        # Cover the underflow of dS, of its weight, and of the output in rowsum(dO * O).
         lost = (doa * self.results["out"].floor).sum(-1, keepdim=True)
         dS_floor = self.seen * (self.tiny + self.flushed * factor_S + self.P * lost)
         dX, dX_S = dS * self.slope, dS_S * self.slope_S
@@ -337,8 +343,10 @@ class _Answer:
         return x.reshape(self.B, self.Hkv, self.G, self.Lk, x.shape[-1]).sum(2)
 
     def _sum(self, name: str, part: Tensor, shape: torch.Size, is_value: bool) -> Tensor:
-        """The pairs' part of a term's gradient, in the shape of its tensor. The derivative of ALiBi's term is minus the distance, of
-        whose sign sizes know nothing."""
+        """Reduce the pairs' part of a term's gradient to the shape of its tensor.
+
+        The derivative of ALiBi's term is minus the distance; magnitudes have no sign.
+        """
         if name == "slopes":
             return (part * (-self.distance if is_value else self.distance)).sum((0, 2, 3))
         if name == "table":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values put into pages: shuffled, among free ones full of NaN, by a table whose unused entries name nothing.
+"""Paged KV: shuffled pages between free pages of NaN, with wild values in unused table entries.
 
 pools = in_pages(key, value, lengths, page_size=16, seed=0)
 pt.attention(query, *pools.tensors, page_table=pools.table, key_lengths=lengths)
-pt.attention(query, *pools.contiguous, key_lengths=lengths)      # the same bits on backends whose schedule is the same
+pt.attention(query, *pools.contiguous, key_lengths=lengths)  # same bits for the same schedule
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from torch import Tensor
 from ..nn.paged_cache import PagedCache, Pages
 from .guarded import place
 
-FREE = 3  # pages that no sequence has
-WILD = (-(2**31), -1, 2**30, 2**31 - 1)  # what unused entries hold
+FREE = 3  # pages of no sequence
+WILD = (-(2**31), -1, 2**30, 2**31 - 1)  # contents of unused entries
 LAYOUTS = ("contiguous", "contiguous", "rows_first", "fused", "offset", "columns_first")
 BY_KEY = ("attn_mask", "bias")  # keywords whose last dimension is the keys', or 1
 
 
 @dataclass(frozen=True)
 class Pools:
-    """``tensors``: the pools of keys and of values, (num_pages, Hkv, page_size, D); ``table`` (B, pages); ``contiguous``: keys and values
-    of whole pages, (B, Hkv, pages * page_size, D), zeros behind the lengths."""
+    """KV pools and their contiguous equivalent.
+
+    ``tensors`` are the pools of keys and values, (num_pages, Hkv, page_size, D), and ``table`` is
+    (B, pages). ``contiguous`` are keys and values of full pages, (B, Hkv, pages * page_size, D),
+    with zeros past the lengths.
+    """
 
     tensors: tuple[Tensor, Tensor]
     table: Tensor
@@ -40,8 +44,10 @@ class Pools:
 
 
 def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, seed: int = 0, *, hostile: bool = True) -> Pools:
-    """(B, Hkv, Lk, D) of keys and (B, Hkv, Lk, Dv) of values in pages. Unless ``hostile``, rows that nobody has are zeros and unused
-    entries 0, and the pools lie in one piece."""
+    """Put keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv) into pages.
+
+    Without ``hostile``, unused rows and entries are 0 and the pools are contiguous.
+    """
     rng, device = random.Random(f"pages/{seed}"), key.device
     batch, num_keys = key.shape[0], key.shape[2]
     width, used = -(-num_keys // page_size), [-(-n // page_size) for n in lengths.tolist()]
@@ -64,7 +70,7 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, seed: 
 
 
 def widened(keywords: dict[str, Any], num_keys: int, width: int, batch: int, lengths: Tensor) -> dict[str, Any]:
-    """The keywords of a call over ``num_keys`` keys for one over whole pages, ``width`` keys: what is said of keys goes on behind them."""
+    """Extend the keywords of a call over ``num_keys`` keys to full pages, ``width`` keys."""
     found = {**keywords, "key_lengths": lengths}
     for name in BY_KEY:
         t = keywords.get(name)
@@ -77,7 +83,7 @@ def widened(keywords: dict[str, Any], num_keys: int, width: int, batch: int, len
 
 
 def check_pages(pages: Pages) -> None:
-    """Assert that each page is in tables, free, or known and idle, that it is counted right, and that the index is one to one."""
+    """Assert that each page is in tables, free, or cached and idle; check counts and index."""
     counts = Counter(page for table in pages.tables.values() for page in table)
     assert pages.tables.keys() == pages.lengths.keys()
     assert all(len(table) == pages.pages_for(pages.lengths[name]) for name, table in pages.tables.items())
@@ -93,7 +99,7 @@ def check_pages(pages: Pages) -> None:
 
 
 def poison_free_rows(cache: PagedCache) -> None:
-    """NaN wherever a cache stores nothing: pages that are free, and the rows behind the last token of a page."""
+    """Fill a cache's unused memory with NaN: free pages, and rows past a page's last token."""
     pages = cache.pages
     held = torch.zeros(pages.num_pages, pages.page_size, dtype=torch.bool)
     for name, table in pages.tables.items():
@@ -102,5 +108,5 @@ def poison_free_rows(cache: PagedCache) -> None:
     held[list(pages._known)] = True
     for pool in (pool for layer in cache.layers if layer.stored is not None for pool in layer.stored.numbers):
         free = ~held.to(pool.device)[:, None, :]
-        # Of eight bits 0x7f is float8's NaN and int8's largest; their scales are NaN in both.
+        # In eight bits, 0x7f is float8's NaN and int8's max; the scales are NaN for both.
         pool.masked_fill_(free[..., None] if pool.dim() == 4 else free, 127 if pool.dtype == torch.int8 else torch.nan)

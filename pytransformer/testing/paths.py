@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both paths, Python and C++, on one problem."""
+"""Runs one problem on both dispatch paths, Python and C++."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_fast_path = pytest.mark.skipif(fast_path.why_not() is not None, reason=f"n
 
 
 class Sees(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes each op that the dispatcher runs."""
+    """A mode that records each op that the dispatcher runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Sees(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class Functions(torch.overrides.TorchFunctionMode):
-    """Sees each function and changes none."""
+    """A mode that passes every function through unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def taken_by(op: str, *args: Any, **kwargs: Any) -> bool:
-    """Whether the C++ fast path itself does this call of ``pt.<op>``."""
+    """Return True if the C++ fast path handles this call of ``pt.<op>``."""
     call = inspect.signature(getattr(pt, op)).bind(*args, **kwargs)
     call.apply_defaults()
     return getattr(fast_path, op)(*call.arguments.values()) is not NotImplemented
@@ -52,7 +52,7 @@ norm_taken = functools.partial(taken_by, "layer_norm")
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[tuple[str, bool]]]:
-    """How often each op's entry of the fast path was asked, and whether it did the call: (op, done) -> calls."""
+    """Count calls of each op's fast-path entry: (op, handled) -> calls."""
     counts: Counter[tuple[str, bool]] = Counter()
 
     def counted(name: str, entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ def counting() -> Iterator[Counter[tuple[str, bool]]]:
 
 
 def bits(t: Tensor) -> Tensor:
-    """The tensor's numbers as integers, NaN and all."""
+    """Return the tensor's bits as integers, so that NaN compares too."""
     return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
@@ -86,7 +86,7 @@ def qkv(
 def results(
     function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[Tensor], **options: Any
 ) -> tuple[Tensor, ...]:
-    """Outputs and gradients, with the same random numbers each time."""
+    """Return outputs and gradients with the same random numbers each time."""
     torch.manual_seed(1)
     found = function(*inputs, **options)
     outs = found if isinstance(found, tuple) else (found,)
@@ -104,7 +104,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
 
 
 def same_in_both(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[Tensor], **options: Any) -> None:
-    """The function gives the same bits with the C++ fast path and without."""
+    """Assert that the function gives the same bits with and without the C++ fast path."""
     got = []
     for which in (contextlib.nullcontext, fast_path.off):
         with which():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of visible pairs that benchmarks run by length: how each is made, and what FlexAttention is told of it."""
+"""Visibility patterns that benchmarks run by length: builders and FlexAttention mask_mods."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Mod = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pattern:
-    """``build(length, device)``; ``mod``: FlexAttention's mask_mod, None for one that is a table of blocks."""
+    """A pattern: ``build(length, device)`` and FlexAttention's ``mod``, None for a table."""
 
     label: str
     build: Callable[[int, Device], BlockMask]
     mod: Mod | None = None
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019  # few, alive as long as the program; strided takes seconds at 65,536 tokens
+    # Few entries that live as long as the program; strided takes seconds at 65,536 tokens.
+    @functools.lru_cache(maxsize=8)  # noqa: B019
     def make(self, length: int, device: Device) -> BlockMask:
         return self.build(length, device)
 
     def share(self, length: int) -> float:
-        """Of the CPU's blocks of 64, those that run."""
+        """Return the share of the CPU's 64-wide blocks that run."""
         return self.make(length, "cpu").share
 
     def mask_mod(self, mask: BlockMask) -> Mod:
-        """The mask_mod for a mask of this pattern."""
+        """Return the mask_mod for a mask of this pattern."""
         if self.mod is not None:
             return self.mod
         (queries, keys), lists = mask.block_size, mask.blocks

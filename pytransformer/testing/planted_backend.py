@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend that is broken in one of the ways a GPU may show: for the tests of verification, in their process and in the worker's.
+"""A backend with a planted fault, for the tests of verification and its worker process.
 
-``planted`` puts a stand-in in the backend's place, which fails before its kernel or in it. ``checked_apart`` leaves the backend as it is,
-for faults in its kernels.
+``planted`` replaces the backend by a substitute that fails before its kernel or in it.
+``checked_apart`` leaves the backend unchanged, for faults in its kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ops._core import registry as _registry
 from ..ops._core.registry import Backend
 from .hugging_face import distance, model_distance_limit
 
-BACKEND = "triton"  # guarded: needs a result on every device
+BACKEND = "triton"  # guarded: needs a verification result on every device
 
 
 def _hang(*_: object) -> NoReturn:
@@ -45,7 +45,7 @@ def _raising(text: str) -> Callable[..., NoReturn]:
     return fail
 
 
-# The behavior of the broken forward, and how the result reports it.
+# The behavior of the broken forward, and its description in the result.
 FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
     "wrong numbers": (None, "verify: wrong here: "),
     "hang": (_hang, "verify: hung here: no answer in"),
@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
 
 
 def broken(fault: str, first: Backend) -> Backend:
-    """The backend with this fault; "" for none."""
+    """Return the backend with this fault; "" means none."""
     if not fault:
         return dataclasses.replace(first, name=BACKEND)
     function, _ = FAULTS[fault]
@@ -72,7 +72,7 @@ def broken(fault: str, first: Backend) -> Backend:
 
 
 def plant(fault: str) -> None:
-    """Make the backend of attention one with this fault, at home on the CPU. For good: in the worker."""
+    """Plant the fault in attention's backend, native on the CPU, permanently (in the worker)."""
     op = _registry.OPS["attention"]
     op.backends = {BACKEND: broken(fault, op.backends["cpu"]), **{n: b for n, b in op.backends.items() if n != BACKEND}}
     _registry.HOME[BACKEND] = "cpu"
@@ -80,7 +80,11 @@ def plant(fault: str) -> None:
 
 @contextlib.contextmanager
 def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[list[str]]:
-    """Here and in the workers, with results stored in ``folder``. Here the faulty backend must not run: yields what did run of it."""
+    """Plant the fault in the workers, with results stored in ``folder``.
+
+    In this process the backend works and records its calls; yield these records, which must stay
+    empty.
+    """
     ran: list[str] = []
     cpu = _registry.OPS["attention"].backends["cpu"]
 
@@ -95,9 +99,10 @@ def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[li
 
 @contextlib.contextmanager
 def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
-    """Put the guarded backend first for attention, as if it were at home on the CPU, without the C++ fast path.
+    """Put the guarded backend first for attention, as if native on the CPU, without the fast path.
 
-    The process that checks it runs ``preamble`` first and has ``seconds``; results are stored in ``folder``.
+    The checking process runs ``preamble`` first and has ``seconds``; results are stored in
+    ``folder``.
     """
     op = _registry.OPS["attention"]
     saved = op.backends
@@ -118,7 +123,10 @@ def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: f
 
 
 def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], backend: str, says: str) -> None:
-    """The way twice, by a backend that a check finds broken: right by the backend cpu, and told once with what was found."""
+    """Run the call twice on a broken backend; assert correct results and one warning.
+
+    The backend cpu must compute both, and the warning must contain the check's result.
+    """
     with warnings.catch_warnings(record=True) as told, _registry.trace() as by:
         warnings.simplefilter("always")
         results = [way(), way()]
@@ -135,6 +143,6 @@ def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tens
 
 
 def inputs() -> list[torch.Tensor]:
-    """Query, key and value of a plain call."""
+    """Return query, key and value of a plain call."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(1, 2, 30, 16, generator=generator) for _ in range(3)]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the package allocates without filling arrives full of NaN and guarded on both sides.
+"""Fills memory that the package allocates uninitialized with NaN, between guards.
 
     with poisoned() as guards:
         pytransformer.attention(...)
-    # on leaving, a write outside any such tensor raises StrayWrite
+    # on exit, a write outside any such tensor raises StrayWrite
 
-An output that a kernel forgets to write stays NaN and fails its check, instead of holding what the allocator
-last had there. All such memory is kept until leaving. Only calls made from inside `pytransformer` (this folder apart) are touched, and what
-the C++ fast path allocates.
+An output that a kernel fails to write stays NaN and fails its check; otherwise it would hold stale
+data. All such memory lives until exit. Only allocations by `pytransformer` (except this folder) and
+by the C++ fast path are affected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PATCHED = (
 
 
 class StrayWrite(AssertionError):
-    """Something wrote outside a tensor that the package allocated."""
+    """A write outside a tensor that the package allocated."""
 
 
 def _from_package(frame: Any) -> bool:
@@ -47,8 +47,7 @@ def _from_package(frame: Any) -> bool:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[list[Guard]]:
-    """Poison and guard what `pytransformer` gets from torch.empty and its kin; yields the guards made so
-    far."""
+    """Poison and guard `pytransformer`'s torch.empty allocations; yield the guards."""
     guards: list[Guard] = []
 
     def guarded(tensor: Tensor) -> Tensor:
@@ -66,7 +65,8 @@ def poisoned() -> Iterator[list[Guard]]:
 
         return poison
 
-    _device_constructors()  # fills its cache with the originals, else torch.device("meta") would not know them
+    # Fill its cache with the originals; otherwise torch.device("meta") would not know them.
+    _device_constructors()
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     for owner, name, original in originals:
         setattr(owner, name, wrap(original))

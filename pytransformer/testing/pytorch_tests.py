@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs PyTorch's own tests of attention, on the CPU, without and with ``activate()``: a failure that only ours has must be known.
+"""Runs PyTorch's attention tests on the CPU, without and with ``activate()``.
 
-The file is PyTorch's ``test/test_transformers.py``, with those beside it that it imports; neither PyTorch's wheels nor this package have
-it. One of an older PyTorch will do: what fails for its age fails both ways::
+A failure that occurs only with ``activate()`` must be listed in KNOWN. The tests are PyTorch's
+``test/test_transformers.py`` and the files it imports, which neither PyTorch's wheels nor this
+package contain. An older PyTorch's file works, because failures due to its age occur both ways::
 
     python -m pytransformer.testing.pytorch_tests PATH/test/test_transformers.py [-k EXPRESSION]
 """
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-# Test (a pattern of its name) -> why it fails with ours and not without.
+# Test name pattern -> why it fails with ours only.
 KNOWN: dict[str, str] = {
     "test_disable_fastpath_cpu": "wants the inference fast path, which is off while ours are active",
     "test_mask_check_fastpath_cpu": "wants the inference fast path, which is off while ours are active",
@@ -28,7 +29,7 @@ PLUGIN = "import pytransformer\npytransformer.activate()\n"
 
 
 def run(path: Path, options: list[str], *, active: bool) -> dict[str, bool]:
-    """Whether each test that ran, by name, passed."""
+    """Return, by name, whether each test that ran passed."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "activated.py").write_text(PLUGIN)
         report = Path(folder, "report.xml")
@@ -58,7 +59,7 @@ def run(path: Path, options: list[str], *, active: bool) -> dict[str, bool]:
 
 
 def compare(theirs: dict[str, bool], ours: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """(tests that fail only with ours and are not known, known ones that do not fail)."""
+    """Return unknown tests that fail only with ours, and known ones that do not fail."""
     new = [name for name, passed in ours.items() if not passed and theirs.get(name, True)]
     known = {k: [name for name in new if fnmatch.fnmatchcase(name.rpartition(".")[2], k)] for k in KNOWN}
     explained = {name for names in known.values() for name in names}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that stand for ranks, started once for all tests, and what they are asked to do.
+"""Processes that act as ranks, started once for all tests.
 
-Starting one costs seconds, a call milliseconds. Groups of other sizes than the pool's are made of its first processes.
+Starting a process costs seconds, a call milliseconds. Smaller groups use the pool's first
+processes.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 60  # for one call, and until a rank that waits for one that failed gives up
+SECONDS = 60  # for one call, and the timeout of a rank that waits for a failed one
 
-START = 300  # for all processes to start, on a machine with other work
+START = 300  # for all processes to start on a busy machine
 
 
 class Failed(AssertionError):
-    """What went wrong, by rank."""
+    """The errors, by rank."""
 
 
 class Pool:
-    """``pool.run(ranks, function, *args)``: on each rank ``function(rank, group, *args)``, and the list of what they return."""
+    """``pool.run(ranks, function, *args)`` returns each rank's ``function(rank, group, *args)``."""
 
     def __init__(self, size: int, *smaller: int) -> None:
         self.size, self.sizes = size, (*smaller, size)
@@ -62,7 +63,7 @@ class Pool:
             if error:
                 wrong.append(f"rank {rank} of {ranks}: {error}")
         if wrong:
-            self.close()  # processes whose messages may be half sent
+            self.close()  # processes may have half-sent messages
             self._start()
             raise Failed("\n".join(wrong))
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the raw ops, recorded from the named cases, and the same calls with a freed tensor."""
+"""Calls of the raw ops, recorded from the named cases, and variants with a freed tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Below(TorchDispatchMode):
-    """Records the calls of native ops in the body of a raw op of Python."""
+    """A recorder of the native calls inside a Python raw op."""
 
     def __init__(self, calls: list[RawCall]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Below(TorchDispatchMode):
 
 
 class Recorder(_Below):
-    """Records the calls of both layers of raw ops."""
+    """A recorder of the calls of both layers of raw ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "pytransformer":
@@ -62,14 +62,14 @@ class Recorder(_Below):
 
 
 def recorded_cases() -> list[Case]:
-    """Every named case, at shapes that take well under a millisecond."""
+    """Return every named case, at shapes that take well under a millisecond."""
     small = {"Lq": 9, "Lk": 11, "D": 8, "rows": 5, "d": 24, "hidden": 40, "classes": 13}
     found = [*cases(), *map(case, EXTRA_CASES)]
     return [c.resize(**{name: size for name, size in small.items() if name in c.shape}) for c in found]
 
 
 def record(chosen: Case, dtype: torch.dtype = torch.float32, backend: str | None = None) -> list[RawCall]:
-    """The raw calls of one case, forward and backward."""
+    """Return the raw calls of one case, forward and backward."""
     import pytransformer as pt
 
     calls: list[RawCall] = []
@@ -82,7 +82,7 @@ def record(chosen: Case, dtype: torch.dtype = torch.float32, backend: str | None
 
 
 def corpus() -> list[RawCall]:
-    """Valid calls of every raw op of Python and of the CPU library."""
+    """Return valid calls of every Python raw op and every op of the CPU library."""
     calls = [c for chosen in recorded_cases() for dtype in (torch.float32, torch.bfloat16) for c in record(chosen, dtype)]
     x, bias = torch.randn(4, 8), torch.randn(5)
     for weight in (torch.randn(5, 8), torch.randn(8, 5).T):
@@ -95,7 +95,7 @@ def corpus() -> list[RawCall]:
 
 
 def freed(t: Tensor) -> Tensor:
-    """A tensor of the same shape and strides whose storage was freed, with an offset into it."""
+    """Return a tensor with the same shape and strides, freed storage and a nonzero offset."""
     backing = torch.empty(16 + t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype)
     view = backing.as_strided(t.shape, t.stride(), 16)
     backing.untyped_storage().resize_(0)
@@ -103,7 +103,7 @@ def freed(t: Tensor) -> Tensor:
 
 
 def freed_variants(calls: Sequence[RawCall]) -> Iterator[tuple[str, RawCall]]:
-    """For each tensor argument of each call, its name in the schema and the call with that tensor's storage freed."""
+    """Yield each tensor argument's name and the call with that tensor's storage freed."""
     for call in calls:
         schema = getattr(getattr(torch.ops, call.namespace), call.op).default._schema.arguments
         for at, value in enumerate(call.args):

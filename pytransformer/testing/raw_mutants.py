@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random wrong variants of raw calls.
 
-A worker process runs them with tensors that end at a guard page, so that an access beyond a tensor ends the process:
+A worker process runs them on tensors that end at a guard page, so that an out-of-bounds access ends
+the process:
 
-    failures = run_mutants(2000)     # seed, op and signal of each call that crashed or took ten seconds
+    failures = run_mutants(2000)     # seed, op and signal of each crash or ten-second timeout
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _wrong_tensor(t: Tensor | None, args: Sequence[Any], rng: random.Random) -> 
 
 
 def mutated(call: RawCall, rng: random.Random) -> RawCall:
-    """The call with one to three arguments changed."""
+    """Return the call with one to three arguments changed."""
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
         at = rng.randrange(len(call.args))
         value = call.args[at]
@@ -127,7 +128,7 @@ PAGE, SLOT, SLOTS = mmap.PAGESIZE, 1 << 18, 64
 
 
 class Guarded:
-    """Memory in slots between pages that nobody may touch."""
+    """Memory slots between inaccessible pages."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, SLOTS * (SLOT + PAGE) + PAGE)
@@ -138,7 +139,10 @@ class Guarded:
             assert protect(self.base + n * (SLOT + PAGE), PAGE, 0) == 0
 
     def place(self, slot: int, t: Tensor, at_end: bool) -> Tensor:
-        """A copy with the same strides that ends, or begins, at a guard page; the tensor itself if there is no room."""
+        """Return a copy with the same strides that ends or begins at a guard page.
+
+        Without room, the tensor itself is returned.
+        """
         count = 0 if 0 in t.shape else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
         size = count * t.element_size()
         if t.device.type != "cpu" or not 0 < size <= SLOT or slot >= SLOTS or not t.untyped_storage().nbytes():
@@ -149,7 +153,7 @@ class Guarded:
         return flat.as_strided(t.shape, t.stride())
 
     def placed(self, call: RawCall, rng: random.Random) -> RawCall:
-        """The call with its tensors in guarded memory; a tensor given twice stays one."""
+        """Return the call with its tensors in guarded memory; a repeated tensor stays shared."""
         known: dict[int, Tensor] = {}
         for a in call.args:
             if isinstance(a, Tensor) and id(a) not in known:
@@ -173,11 +177,12 @@ def worker(first: int, last: int) -> None:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         call = rng.choice(by_op[rng.choice(sorted(by_op))])
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of a mutation that PyTorch cannot make
+        # PyTorch cannot build some mutations
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
             call = mutated(call, rng)
         call = guarded.placed(call, rng)
         print(json.dumps([seed, call.namespace, call.op]), flush=True)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # its default action ends the process
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # the default action ends the process
         with contextlib.suppress(Exception):
             call.run()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -185,7 +190,7 @@ def worker(first: int, last: int) -> None:
 
 
 def run_mutants(count: int, first: int = 0, max_failures: int = 10) -> list[str]:
-    """Return the failures among the calls with these seeds: which ended their process, by which signal."""
+    """Return the failures among these seeds, with the signal that ended each process."""
     failures: list[str] = []
     last = first + count
     while first < last and len(failures) < max_failures:

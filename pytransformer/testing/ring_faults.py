@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of attention over several ranks, each of which the tests must see."""
+"""Faults of multi-rank attention, each of which the tests must detect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _merged_without_weights(merged: tile.Merged, out: torch.Tensor, lse: tile.Ls
 
 
 def _visible_below_the_diagonal(pattern: plan.Pattern, queries: range, keys: range) -> bool:
-    """Drops the tiles on the diagonal, which are needed, from what is computed and sent."""
+    """Drop the required tiles on the diagonal from computation and communication."""
     return VISIBLE(pattern, queries, keys) and not (pattern.causal and keys.stop > queries.start)
 
 
@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 @contextlib.contextmanager
 def planted(fault: str | None) -> Iterator[None]:
-    """With the fault; None plants none. Plans are made anew before and after."""
+    """Plant the fault, or none; clear cached plans before and after."""
     plan.ring_plan.cache_clear()
     with contextlib.nullcontext() if fault is None else mock.patch.object(*FAULTS[fault]):
         yield

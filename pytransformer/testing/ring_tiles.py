@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention of a single rank whose sequence lies in several chunks: the tiles of a backend without any process."""
+"""Ring attention of one rank with several sequence chunks: a backend's tiles, one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _keywords(kind: str, length: int) -> dict[str, Any]:
 
 
 def check_tiles(kind: str, backend: str, dtype: torch.dtype) -> None:
-    """Assert that the tiles of CHUNKS, merged and differentiated, are the attention of the whole."""
+    """Assert that the merged and differentiated tiles of CHUNKS equal the full attention."""
     length = CHUNKS[-1].stop
     query, key, value, grad_out = (torch.randn(2, heads, length, 16).to(dtype) for heads in (2, 1, 1, 2))
     keywords = _keywords(kind, length)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv into caches in eight bits: bit for bit quantize_kv of the rows that a cache in query's dtype gets, and nothing elsewhere.
+"""Checks append_kv into eight-bit caches.
+
+Written rows must equal quantize_kv of the rows in query's dtype bit for bit, and other rows must
+not change.
 
 assert wrong("cuda", torch.int8, torch.bfloat16, dims=(64, 24), page=4) == []
 """
@@ -17,8 +20,11 @@ FILL, LENGTH, ROOM = 5, 5, 12
 
 
 def drawn(dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int] = (3, 2)) -> tuple[Tensor, Tensor, Tensor]:
-    """query, key and value of two sequences, as projections leave them. Of the values of the first, some rows whose scale is 1 have ties of
-    each dtype, and its subnormals; of both there are rows of zeros, and rows that are not finite."""
+    """Return query, key and value of two sequences, strided like projections.
+
+    In the first sequence, some value rows with scale 1 have rounding ties and subnormals of each
+    dtype. Both have rows of zeros and non-finite rows.
+    """
     generator = torch.Generator().manual_seed(dims[0])
     shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
     query, key, value = (torch.randn(2, LENGTH, h, d, generator=generator).transpose(1, 2) for h, d in shapes)
@@ -38,7 +44,10 @@ def wrong(
     turned: int = 0,
     device: str = "cpu",
 ) -> list[str]:
-    """What differs, of keys and values with ``dims`` columns, ``turned`` of which turn; in pages of so many keys, or in one piece."""
+    """Return the differences for keys and values with ``dims`` columns, ``turned`` of them rotated.
+
+    The cache has pages of `page` keys, or is contiguous.
+    """
     rows, generator = drawn(dtype, dims), torch.Generator().manual_seed(page or 0)
     positions = torch.stack([torch.randperm(ROOM, generator=generator)[:LENGTH] for _ in range(2)])
     positions[1, 2] = -1

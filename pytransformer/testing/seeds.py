@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other random numbers for a whole test run: every seed that a test sets is shifted by the same amount.
+"""Shifts every seed of a test run by the same amount.
 
-Tests seed themselves so that a failure repeats. What they claim must hold for any seed, and a run with another shift asks that. It leaves
-equal seeds equal and different ones different.
+Tests set seeds so that a failure repeats. Their claims must hold for any seed, and a run with
+another shift checks that. Equal seeds stay equal and different ones stay different.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import Any, TypeAlias
 
 import torch
 
-# An odd step, since the CPU's generator reads the lower 32 bits of a seed alone, and larger than the seeds that tests choose by hand.
+# Odd, because the CPU's generator reads only the lower 32 bits of a seed; larger than hand-picked
+# seeds.
 STEP = 1_000_003
 _manual_seed = torch.manual_seed
-_Generator: TypeAlias = torch.Generator  # C++'s, whatever stands in its place later
+_Generator: TypeAlias = torch.Generator  # the C++ class, unaffected by the replacement below
 
 
 class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]  # its base is computed
-    """isinstance(x, torch.Generator) must hold for generators that C++ made."""
+    """isinstance(x, torch.Generator) must hold for generators created in C++."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Generator)
 
 
 def shift_seeds(shift: int) -> None:
-    """From now on ``torch.manual_seed`` and generators take ``seed + STEP * shift`` for ``seed``; a shift of 0 undoes it."""
+    """Make ``torch.manual_seed`` and generators use ``seed + STEP * shift``; 0 undoes it."""
 
     def shifted(seed: int) -> int:
         return (int(seed) + STEP * shift) % 2**63
@@ -39,4 +40,4 @@ def shift_seeds(shift: int) -> None:
 
     setting = (manual_seed, Generator) if shift else (_manual_seed, _Generator)
     torch.manual_seed, torch.random.manual_seed = setting[0], setting[0]
-    torch.Generator = setting[1]  # type: ignore[misc]  # a class of C++'s is replaced by its child
+    torch.Generator = setting[1]  # type: ignore[misc]  # replaces a C++ class by its child

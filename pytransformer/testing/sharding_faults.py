@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of calls that are split over a device mesh, each of which the tests must see."""
+"""Faults of calls split over a device mesh, each of which the tests must detect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_sum_of_outputs(way: ways.Way, i: int) -> Placement:
 
 
 def _of_the_next_rank(dim: int, size: int) -> Callable[..., Any]:
-    """Arguments of one vector or table for all heads: the part of the rank after this one."""
+    """Return a to_local that gives per-head vectors or tables the next rank's part."""
 
     def to_local(t: Any, mesh: Any, placements: Any, gradient: Any) -> torch.Tensor:
         local = TO_LOCAL(t, mesh, placements, gradient)
@@ -69,6 +69,6 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 @contextlib.contextmanager
 def planted(fault: str | None) -> Iterator[None]:
-    """With the fault; None plants none."""
+    """Plant the fault, or none."""
     with contextlib.nullcontext() if fault is None else mock.patch.object(*FAULTS[fault]):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of every kind, and inputs for them."""
+"""Small models of every kind, and their inputs."""
 
 from __future__ import annotations
 
@@ -50,24 +50,25 @@ CONFIGS: dict[str, Any] = {
 
 
 def build(name: str, **changes: Any) -> Any:
-    """The model of this name, seeded; dropout as its config has it."""
+    """Return the model of this name, seeded, with its config's dropout."""
     torch.manual_seed(1)
     config = dataclasses.replace(CONFIGS[name], **changes)
     model = getattr(models, name.split("-")[0])(config)
-    if isinstance(model, models.Mixer):  # its head starts at zero, which would hide everything before it
+    # Its head starts at zero, which would hide everything before it.
+    if isinstance(model, models.Mixer):
         torch.nn.init.normal_(model.head.weight, std=0.1)
     return model
 
 
 def inputs(name: str, length: int = 9) -> dict[str, torch.Tensor]:
-    """Inputs with labels for every loss of the model."""
+    """Return inputs with labels for every loss of the model."""
     torch.manual_seed(2)
     kind = name.split("-")[0]
     if kind in ("ViT", "Mixer"):
         return {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 2, 1])}
     ids, lengths = torch.randint(3, 29, (3, length)), torch.tensor([length, length - 2, length - 5])
     mask = (torch.arange(length) < lengths[:, None]).long()
-    if name == "Conformer-ctc":  # 33 frames, 17 and 29 of them real: 7, 3 and 6 are left
+    if name == "Conformer-ctc":  # 33 frames, 17 and 29 of them real: 7, 3 and 6 remain
         features, lengths = torch.randn(3, 33, 9), torch.tensor([33, 17, 29])
         return {
             "input_features": features, "attention_mask": (torch.arange(33) < lengths[:, None]).long(),

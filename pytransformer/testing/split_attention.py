@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzer's problems, split over ranks and put together again."""
+"""The fuzzer's problems, split over ranks and joined again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_ROW = {"query": 2, "key": 2, "value": 2, "query_segments": 1, "key_segments":
 
 
 def rows_of(length: int, ranks: int, rank: int, layout: str) -> Tensor:
-    """The rows that a rank has, said in another way than the package does."""
+    """Return a rank's rows, computed independently of the package."""
     if layout == "contiguous":
         return torch.arange(length).view(ranks, -1)[rank]
     chunks = torch.arange(length).view(2 * ranks, -1)
@@ -28,7 +28,7 @@ def rows_of(length: int, ranks: int, rank: int, layout: str) -> Tensor:
 
 
 def padded(problem: Problem, multiple: int) -> Problem:
-    """The problem as it must be given: lengths that are multiples, with lengths where there is padding."""
+    """Return the problem padded to multiples, with lengths if there is padding."""
     tensors, keywords = dict(problem.tensors), dict(problem.keywords)
     lengths = {name: tensors[name].shape[2] for name in ("query", "key")}
     more = {name: -n % multiple for name, n in lengths.items()}
@@ -60,14 +60,14 @@ def _grown(t: Tensor, dim: int, n: int) -> Tensor:
 
 
 def split_by_rows(name: str, t: Tensor, num_queries: int) -> int | None:
-    """The dimension that is split over the ranks."""
+    """Return the dimension that is split over the ranks, or None."""
     if name in ("attn_mask", "bias"):
         return -2 if t.dim() >= 2 and t.shape[-2] == num_queries != 1 else None
     return BY_ROW.get(name)
 
 
 def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str, **options: Any) -> dict[str, Any]:
-    """A rank's results by name: out, lse and gradients."""
+    """Return a rank's out, lse and gradients by name."""
     ranks, num_queries = dist.get_world_size(group), problem.tensors["query"].shape[2]
 
     def mine(name: str, t: Any) -> Any:
@@ -94,7 +94,7 @@ def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, l
 
 
 def attend_or_refuse(rank: int, group: dist.ProcessGroup, *args: Any, **options: Any) -> dict[str, Any] | str:
-    """:func:`attend`, or why the scheme refuses the problem."""
+    """Return :func:`attend`'s results, or why the scheme refuses the problem."""
     try:
         return attend(rank, group, *args, **options)
     except ValueError as error:
@@ -102,7 +102,7 @@ def attend_or_refuse(rank: int, group: dist.ProcessGroup, *args: Any, **options:
 
 
 def joined(problem: Problem, shards: list[dict[str, Any]], layout: str) -> dict[str, Tensor | None]:
-    """The whole results of those of every rank. What is not split must be the same bits everywhere."""
+    """Join every rank's results; results that are not split must have equal bits on all ranks."""
     ranks, num_queries = len(shards), problem.tensors["query"].shape[2]
     whole: dict[str, Tensor | None] = {}
     for name, first in shards[0].items():
@@ -122,14 +122,17 @@ def joined(problem: Problem, shards: list[dict[str, Any]], layout: str) -> dict[
 
 
 def cut(results: dict[str, Tensor | None], problem: Problem) -> dict[str, Tensor | None]:
-    """Without the padding."""
+    """Return the results without padding."""
     shapes = {n: t.shape for n, t in problem.tensors.items()}
     shapes["out"], shapes["lse"] = problem.grad_out.shape, problem.grad_out.shape[:3]
     return {n: None if t is None else t[tuple(slice(0, size) for size in shapes[n])] for n, t in results.items()}
 
 
 def within(check: bounds.Check, dtype: torch.dtype, scheme: str) -> bool:
-    """Whether a result is within its bound. In a ring the raw op rounds each tile's out to the inputs' 16 bits and merging rounds once
-    more: half a unit beyond the bound of one call."""
+    """Return True if a result is within its bound.
+
+    A ring rounds each tile's output to 16-bit inputs' dtype, and merging rounds again, so it may
+    exceed the bound of one call by half a unit.
+    """
     twice = scheme == "ring" and check.name == "out" and dtype in (torch.bfloat16, torch.float16)
     return check.reached <= check.allowed + 0.5 * twice

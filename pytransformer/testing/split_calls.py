@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named cases of every op, split over a device mesh: what each rank does in the tests of pytransformer.distributed.sharding."""
+"""Named cases of every op on a device mesh, for the tests of pytransformer.distributed.sharding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .oracle import Solution
 from .sharding_faults import planted
 
 SEED = 1
-ARGUMENT = {"attn_mask": "mask"}  # what the raw op calls a keyword
+ARGUMENT = {"attn_mask": "mask"}  # keyword -> name in the raw op
 
 
 @functools.cache
 def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh over the group, or one of more dimensions over all processes."""
+    """Return a mesh over the group, or one with more dimensions over all processes."""
     return (
         DeviceMesh.from_group(group, "cpu")
         if len(shape) == 1
@@ -38,7 +38,7 @@ def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def ways_of(name: str) -> list[Way]:
-    """In which ways the case may be split, those that are refused too, and whole on every rank."""
+    """Return the ways to split the case, including refused ones and full replication."""
     chosen = case(name)
     a, _, _ = _prepared(chosen.op, *chosen.make("cpu", torch.float64, SEED))
     return [WHOLE, *RULES[chosen.op](a)]
@@ -50,7 +50,7 @@ def _prepared(op: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str |
 
 
 def upstream(name: str, dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of the returned outputs."""
+    """Return gradients of the returned outputs."""
     chosen = case(name)
     a, _, _ = _prepared(chosen.op, *chosen.make("cpu", dtype, SEED))
     op, generator = OPS[chosen.op], torch.Generator().manual_seed(SEED)
@@ -59,14 +59,14 @@ def upstream(name: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def solution(name: str, dtype: torch.dtype) -> Solution:
-    """The exact results of one process."""
+    """Return the exact results of one process."""
     chosen = case(name)
     args, kwargs = chosen.make("cpu", dtype, SEED)
     return kit_of(chosen.op).solve(chosen.op, named(chosen.op, args, kwargs), upstream(name, dtype))
 
 
 def placements(name: str, t: Tensor, ways: Sequence[Way]) -> list[Placement]:
-    """As the ways split an argument; what broadcasts is whole."""
+    """Return an argument's placements for the ways; broadcast dimensions are replicated."""
     found = [way.argument(ARGUMENT.get(name, name)) for way in ways]
     fits = (p if isinstance(p, Replicate) or (p.dim < t.dim() and t.shape[p.dim] > 1) else Replicate() for p in found)  # type: ignore[attr-defined]
     return [p if name not in ("attn_mask", "bias") or t.dim() == 4 else Replicate() for p in fits]
@@ -81,7 +81,10 @@ def compute(
     shape: tuple[int, ...],
     fault: str | None = None,
 ) -> dict[str, Tensor | None] | str:
-    """Results of the case, whole, by name: outputs and gradients; or why it is refused. ``split``: a way for each dimension of the mesh."""
+    """Return the case's full outputs and gradients by name, or why it is refused.
+
+    ``split`` has a way for each dimension of the mesh.
+    """
     chosen, mesh = case(name), mesh_of(group, shape)
     known = {way.name: way for way in ways_of(name)}
     ways = [known[way] for way in split]
@@ -90,7 +93,7 @@ def compute(
     found: dict[str, Tensor] = {}
 
     def placed(argument: str, t: Tensor) -> Tensor:
-        """Floating tensors are leaves; integers stay plain where they are whole."""
+        """Distribute a floating tensor as a leaf; a replicated integer tensor stays plain."""
         where = placements(argument, t, ways)
         if not t.is_floating_point() and all(isinstance(p, Replicate) for p in where):
             return t
@@ -126,7 +129,10 @@ def _run(
 def loss_of(
     rank: int, group: dist.ProcessGroup, number: int, shape: tuple[int, ...], places: Any, fault: str | None, **options: Any
 ) -> dict[str, Tensor | None] | str:
-    """A random linear_cross_entropy, its tensors placed by name (plain: None): loss and gradients, whole."""
+    """Return the full loss and gradients of a random linear_cross_entropy.
+
+    ``placements`` are by name; None leaves a tensor plain.
+    """
     import pytransformer as pt
 
     problem, mesh = fuzz_cross_entropy.draw(SEED, number), mesh_of(group, shape)
@@ -150,8 +156,10 @@ def loss_of(
 
 
 def sums_meet_norms(rank: int, group: dist.ProcessGroup, whole: Mapping[str, Tensor], place: int | None) -> dict[str, Tensor]:
-    """A feed-forward network split by hidden, whose sum nobody took yet, into add_norm split by rows (``place`` 0) or whole (None):
-    outputs and gradients."""
+    """Feed a hidden-split feed-forward network, a pending sum, into add_norm.
+
+    add_norm is split by rows (``place`` 0) or replicated (None). Return outputs and gradients.
+    """
     import pytransformer as pt
 
     mesh = mesh_of(group, (dist.get_world_size(group),))
@@ -174,7 +182,7 @@ def _full(t: Tensor) -> Tensor:
 
 
 def second_derivative(rank: int, group: dist.ProcessGroup) -> str:
-    """The error of a second derivative; "" for none."""
+    """Return the error of a second derivative; "" for none."""
     import pytransformer as pt
 
     mesh = mesh_of(group, (dist.get_world_size(group),))
@@ -188,7 +196,7 @@ def second_derivative(rank: int, group: dist.ProcessGroup) -> str:
 
 
 def other_mesh(rank: int, group: dist.ProcessGroup) -> str:
-    """The error of a call with tensors on two meshes."""
+    """Return the error of a call with tensors on two meshes."""
     import pytransformer as pt
 
     both = mesh_of(group, (2, 2))
@@ -203,7 +211,7 @@ def other_mesh(rank: int, group: dist.ProcessGroup) -> str:
 
 
 def plain_only(rank: int, group: dist.ProcessGroup) -> list[str]:
-    """The errors of what takes no DTensors."""
+    """Return the errors of functions that do not support DTensors."""
     import pytransformer as pt
     from pytransformer.distributed import ring_attention
 
@@ -218,7 +226,7 @@ def plain_only(rank: int, group: dist.ProcessGroup) -> list[str]:
 
 
 def wrong_target(rank: int, group: dist.ProcessGroup) -> str:
-    """The error of a loss split by rows, of which the last rank has a target out of range."""
+    """Return the error of a row-split loss whose last rank has an out-of-range target."""
     import pytransformer as pt
 
     mesh = mesh_of(group, (dist.get_world_size(group),))
@@ -231,7 +239,7 @@ def wrong_target(rank: int, group: dist.ProcessGroup) -> str:
 
 
 def mask_drawn(rank: int, group: dist.ProcessGroup) -> Tensor:
-    """Of add_norm with generators that differ by rank: what it drops of ones."""
+    """Return add_norm's dropout mask with generators that differ by rank."""
     import pytransformer as pt
 
     torch.manual_seed(rank)
@@ -243,7 +251,7 @@ def mask_drawn(rank: int, group: dist.ProcessGroup) -> Tensor:
 def results_of(
     rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any
 ) -> list[Tensor]:
-    """The outputs of a call of the op, whole: ``tensors`` name to (tensor, placements)."""
+    """Return a call's full outputs; ``tensors`` maps name to (tensor, placements)."""
     import pytransformer as pt
 
     mesh = mesh_of(group, shape)
@@ -252,7 +260,7 @@ def results_of(
 
 
 def refusal(rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any) -> str:
-    """The error of a call of the op on zeros: ``tensors`` name to (shape, placements)."""
+    """Return the error of a call on zeros; ``tensors`` maps name to (shape, placements)."""
     import pytransformer as pt
 
     mesh = mesh_of(group, shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank does in the tests of pytransformer.distributed, besides the fuzzer's problems."""
+"""Per-rank functions for the tests of pytransformer.distributed, besides the fuzzer's problems."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .split_attention import SCHEMES, attend, rows_of
 
 
 def attend_with(rank: int, group: dist.ProcessGroup, fault: str | None, *args: Any, **options: Any) -> dict[str, Any]:
-    """:func:`attend` with a planted fault."""
+    """Run :func:`attend` with a planted fault."""
     with planted(fault):
         return attend(rank, group, *args, **options)
 
 
 def outputs(rank: int, group: dist.ProcessGroup, scheme: str, layout: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """out of this rank's rows, without gradients."""
+    """Return out of this rank's rows, without gradients."""
     shards = [t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)) for t in (q, k, v)]
     return SCHEMES[scheme](*shards, group=group, layout=layout, **options)
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """The bytes that this process sends, by what sends them."""
+    """Count the bytes that this process sends, by operation."""
     sent: Counter[str] = Counter()
 
     def point_to_point(calls: list[dist.P2POp]) -> Any:
@@ -62,14 +62,14 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def bytes_sent(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str) -> dict[str, int]:
-    """Of a call forward and backward; what the ranks compare with each other first is left out."""
+    """Return the bytes sent forward and backward, without the initial consistency check."""
     with counted() as sent, mock.patch("pytransformer.distributed.group.check_agreement"):
         attend(rank, group, problem, scheme, layout)
     return dict(sent)
 
 
 def first_collectives(rank: int, group: dist.ProcessGroup, problem: Problem) -> list[str]:
-    """What this rank calls in two calls of a ring, forward and backward, where values are not looked at, as on GPUs."""
+    """Return this rank's collectives in two ring calls, with value checks off as on GPUs."""
     called: list[str] = []
 
     def noted(name: str) -> Any:
@@ -93,7 +93,7 @@ def first_collectives(rank: int, group: dist.ProcessGroup, problem: Problem) -> 
 
 
 def peak_bytes(rank: int, group: dist.ProcessGroup, problem: Problem, layout: str) -> int:
-    """The most memory that tensors of this rank hold at once, forward and backward, without the whole problem's."""
+    """Return this rank's peak tensor memory, forward and backward, without the full inputs."""
     shards = [
         t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)).requires_grad_()
         for t in (problem.tensors["query"], problem.tensors["key"], problem.tensors["value"])
@@ -107,7 +107,7 @@ def peak_bytes(rank: int, group: dist.ProcessGroup, problem: Problem, layout: st
 
 
 def refusal(rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any], by_rank: list[Any]) -> str:
-    """The error of a call whose options differ by rank; "" for none."""
+    """Return the error of a call with options that differ by rank; "" for none."""
     options = {"group": group, **by_rank[rank]}
     try:
         SCHEMES[scheme](*(torch.zeros(options.pop("shape", shape)) for shape in shapes), **options)
@@ -117,7 +117,7 @@ def refusal(rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any],
 
 
 def seed_drawn(rank: int, group: dist.ProcessGroup, scheme: str) -> int:
-    """The dropout seed of a call that gives none, with generators that differ by rank."""
+    """Return the dropout seed drawn by default, with generators that differ by rank."""
     torch.manual_seed(rank)
     x = torch.zeros(1, dist.get_world_size(group), 4, 8)
     if scheme == "ulysses":
@@ -130,7 +130,10 @@ def seed_drawn(rank: int, group: dist.ProcessGroup, scheme: str) -> int:
 
 
 def there_and_back(rank: int, group: dist.ProcessGroup, x: torch.Tensor, dim: int, layout: Any) -> tuple[torch.Tensor, ...]:
-    """(this rank's rows, the whole gathered, the gradient of the whole through shard and gather, upstream being rank + 1)."""
+    """Return this rank's rows, the gathered tensor, and a gradient through shard and gather.
+
+    The upstream gradient is rank + 1.
+    """
     leaf = x.clone().requires_grad_()
     shard = shard_sequence(leaf, group=group, dim=dim, layout=layout)
     whole = gather_sequence(shard, group=group, dim=dim, layout=layout)

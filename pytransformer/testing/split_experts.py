@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts that are split over ranks: what each rank does in their tests, and planted faults."""
+"""Mixtures of experts split over ranks: per-rank test functions and planted faults."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ D_MODEL, HIDDEN, BALANCE = 6, 10, 0.3
 
 
 def mixture(options: Mapping[str, Any], dtype: torch.dtype) -> MixtureOfExperts:
-    """The same in every process."""
+    """Return the same mixture in every process."""
     torch.manual_seed(0)
     return MixtureOfExperts(D_MODEL, HIDDEN, **options).to(dtype).train()
 
 
 def results(m: MixtureOfExperts, tokens: torch.Tensor, grad: torch.Tensor, share: float) -> dict[str, torch.Tensor]:
-    """out, the balance loss and gradients; ``share``: of the balance loss in what is differentiated."""
+    """Return out, the balance loss and gradients; ``share`` weights the balance loss."""
     x = tokens.clone().requires_grad_()
     out = m(x)
     assert m.balance_loss is not None
@@ -63,7 +63,7 @@ def mixed(
     grads: Sequence[torch.Tensor],
     fault: str | None = None,
 ) -> dict[str, Any]:
-    """:func:`results` of this rank's tokens, and the bytes of rows that it sends to others."""
+    """Return :func:`results` of this rank's tokens, and the row bytes sent to other ranks."""
     m, sent = mixture(options, tokens[0].dtype), 0
     m.parallelize(group)
 
@@ -90,7 +90,7 @@ def refusal(rank: int, group: dist.ProcessGroup, options: Mapping[str, Any], giv
 def trained(
     rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], batches: Sequence[Batch]
 ) -> list[torch.Tensor]:
-    """Losses of the whole batch of a model with experts, these split over the ranks, all else by FSDP2 over the same."""
+    """Train a model with split experts, the rest under FSDP2 on the same ranks; return losses."""
     model, data = make(*made), mesh_of(group, (dist.get_world_size(group),))
     apart: set[nn.Parameter] = set()
     for module in model.modules():

@@ -17,7 +17,7 @@ from .cases import case
 
 
 class Holder(nn.Module):
-    """Holds every differentiable argument of a call but the first as a parameter."""
+    """A module with every differentiable argument of a call, except the first, as a parameter."""
 
     def __init__(self, chosen: Case) -> None:
         super().__init__()
@@ -36,8 +36,10 @@ class Holder(nn.Module):
 
 
 def gradients_and_refusal(rank: int, group: Any, name: str) -> str:
-    """Compare a sharded module's gradients with those of plain parameters, then free the parameters
-    between forward and backward. Return the error's message."""
+    """Compare a sharded module's gradients with those of plain parameters.
+
+    Then free the parameters between forward and backward and return the error's message.
+    """
     holder = Holder(case(name))
     x = holder.x.requires_grad_()
     expected = torch.autograd.grad(holder(x), [x, *holder.parameters()])

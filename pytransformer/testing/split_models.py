@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are trained on several processes: what each rank does in the tests of tensor_parallel_plan() and FSDP2."""
+"""Models trained on several processes, for the tests of tensor_parallel_plan() and FSDP2."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def make(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """The same model in every process."""
+    """Return the same model in every process."""
     torch.manual_seed(0)
     kind = getattr(models, name)
     return kind(kind.Config(**config)).to(dtype).train()
 
 
 def train(model: nn.Module, batches: Sequence[Batch], seed: int = 1, clip: float | None = 0.5) -> list[torch.Tensor]:
-    """The loss of each step of AdamW."""
+    """Return the loss of each AdamW step."""
     torch.manual_seed(seed)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for batch in batches:
@@ -67,7 +67,7 @@ def trained(
     sizes: tuple[int, int],
     fault: str | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """(losses of the whole batch, the trained parameters) with ``sizes`` = (ranks of the data, ranks of the heads)."""
+    """Return losses and trained parameters; ``sizes`` = (data ranks, head ranks)."""
     ranks = sizes[0] * sizes[1]
     data: DeviceMesh | None
     tensor: DeviceMesh | None
@@ -91,7 +91,7 @@ def trained(
 
 
 class Given(TorchDispatchMode):
-    """The bytes that this process gives to collectives, by kind."""
+    """A counter of the bytes that this process passes to collectives, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,8 @@ class Given(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it calls the collectives on its parts, and those come here
+            # The DTensor op calls the collectives on its parts, which come here.
+            return NotImplemented
         kind = func.name().split("::")[1].strip("_").removesuffix("_into_tensor").replace("all_gather", "allgather")
         if "c10d" in func.name() and kind in ("all_reduce", "allgather", "broadcast", "all_to_all_single", "reduce_scatter"):
             first = args[1] if func.name() == "c10d::allgather_" else args[0]
@@ -110,7 +111,7 @@ class Given(TorchDispatchMode):
 def bytes_given(
     rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], batch: Batch
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Of a forward and a backward under a plan."""
+    """Return the bytes passed to collectives, forward and backward, under a plan."""
     model = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),)))
     torch.manual_seed(0)
     with Given() as forward:
@@ -123,7 +124,7 @@ def bytes_given(
 def sizes(
     rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], by_data: int
 ) -> dict[str, tuple[int, int]]:
-    """Of each parameter how many numbers this rank has, and how many there are."""
+    """Return each parameter's local and total number of elements."""
     tensor = dist.get_world_size(group) // by_data
     both = mesh_of(group, (by_data, tensor))
     model = split(make(*made), both["data"], both["tensor"])
@@ -135,7 +136,7 @@ def sizes(
 
 
 def small(name: str) -> nn.Module:
-    """A small model in float64, dropout in its blocks too, without the experts that a plan refuses."""
+    """Return a small float64 model with dropout and without experts, which plans refuse."""
     wanted: dict[str, Any] = {"attention_dropout": 0.1, "activation_dropout": 0.1, "experts": None}
     fields = {f.name for f in dataclasses.fields(small_models.CONFIGS[name])}
     model: nn.Module = small_models.build(name, **{n: v for n, v in wanted.items() if n in fields})
@@ -143,7 +144,7 @@ def small(name: str) -> nn.Module:
 
 
 def loss_and_gradients(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    """Of inputs with padding."""
+    """Return loss and gradients for padded inputs."""
     given = {n: t.double() if t.is_floating_point() else t for n, t in small_models.inputs(name).items()}
     torch.manual_seed(5)
     loss = model(**given).loss
@@ -158,7 +159,7 @@ def split_gradients(rank: int, group: dist.ProcessGroup, name: str) -> dict[str,
 def refusal(
     rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], seeds: bool, **batch: Any
 ) -> str:
-    """The error of a plan, or of a call in training; ``seeds``: whether the ranks' generators differ."""
+    """Return the error of a plan or of a training call; ``seeds`` makes the ranks' RNGs differ."""
     try:
         model = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),)))
         torch.manual_seed(rank if seeds else 0)
@@ -171,7 +172,7 @@ def refusal(
 def saved_and_back(
     rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], folder: str
 ) -> tuple[str, bool]:
-    """(the error of saving a split model, whether a whole one takes its gathered state back)."""
+    """Return the error of saving a split model, and whether its gathered state loads again."""
     model, refused = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),))), ""
     assert isinstance(model, models.GPT)
     try:
@@ -188,7 +189,7 @@ def saved_and_back(
 
 
 def converted(rank: int, group: dist.ProcessGroup, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """Losses of a Hugging Face model whose modules are ours, under FSDP2: of the whole batch."""
+    """Return losses of a converted Hugging Face model under FSDP2, for the full batch."""
     model = hugging_face_model()
     data = mesh_of(group, (dist.get_world_size(group),))
     for layer in model.bert.encoder.layer:
@@ -202,7 +203,7 @@ def converted(rank: int, group: dist.ProcessGroup, batches: Sequence[Batch]) -> 
 
 
 def hugging_face_model() -> Any:
-    """A small BERT with a classifier, converted."""
+    """Return a small converted BERT with a classifier."""
     import transformers
 
     from ..integrations.convert import convert

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer on a mesh: what each rank does in its tests, and the same run in one process."""
+"""The trainer on a mesh: per-rank test functions, and the same run in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Job(NamedTuple):
-    """A training run, wherever it is computed. ``a_step``: batches a step, of all replicas together."""
+    """A training run; ``a_step`` is the number of batches per step over all replicas."""
 
     model: str
     steps: int = 50
@@ -74,14 +74,14 @@ class Job(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The loss of each step, known to the first rank, and the trained weights."""
+    """The loss of each step, on the first rank only, and the trained weights."""
 
     losses: list[float]
     state: dict[str, torch.Tensor]
 
 
 def _batches(model: str) -> Batches:
-    """Sequences of different lengths, so that some of every batch is padding, and batches have different numbers of labels."""
+    """Return batches of varied lengths, so that padding and label counts vary."""
     generator = torch.Generator().manual_seed(1)
 
     def sequence() -> list[int]:
@@ -97,7 +97,7 @@ def _batches(model: str) -> Batches:
 
 @functools.cache
 def world_of(sizes: tuple[tuple[str, int], ...], shard: bool) -> World:
-    """All processes of the default group as a mesh."""
+    """Return all processes of the default group as a mesh."""
     ranks = dist.get_world_size()
     mesh = Mesh(make_mesh(dict(sizes), ranks, "cpu"), shard=shard)
     return World(dist.get_rank(), ranks, torch.device("cpu"), mesh)
@@ -108,7 +108,7 @@ def on_a_mesh(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str,
 
 
 def refusal_to_resume(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int]) -> str:
-    """The error of a checkpoint that is not this run's."""
+    """Return the error of resuming from another run's checkpoint."""
     try:
         job.trainer(world_of(tuple(sizes.items()), False)).resume()
     except ValueError as error:
@@ -117,7 +117,7 @@ def refusal_to_resume(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapp
 
 
 def held(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool) -> tuple[int, int]:
-    """(bytes of parameters and optimizer state of this rank, of the whole model)."""
+    """Return the bytes of parameters and optimizer state on this rank and of the full model."""
     trainer = job.trainer(world_of(tuple(sizes.items()), shard))
     trainer.fit(until=1)
     tensors = [*trainer.model.parameters(), *(t for entries in trainer.optimizer.state.values() for t in entries.values())]
@@ -126,16 +126,17 @@ def held(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int]
 
 
 def difference(found: Ran, want: Ran) -> float:
-    """The largest of losses and weights, relative to the largest of each."""
+    """Return the max difference of losses and weights, relative to the max of each."""
     assert found.state.keys() == want.state.keys()
-    losses = [(torch.tensor(found.losses), torch.tensor(want.losses))] if found.losses else []  # of the first rank
+    # The first rank only.
+    losses = [(torch.tensor(found.losses), torch.tensor(want.losses))] if found.losses else []
     assert not losses or losses[0][0].shape == losses[0][1].shape, "as many steps"
     pairs = [*losses, *((found.state[name], t) for name, t in want.state.items())]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
 
 
 def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
-    """The error of a mesh, or of a trainer on one."""
+    """Return the error of a mesh or of a trainer on one."""
     sizes = (("data", 2), ("tensor", 2))
     recipe, schedule = Recipe(steps=1), warmup_cosine(0.01, 0, 1)
     try:
@@ -165,9 +166,10 @@ def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
 
 
 def small_run(name: str, world: World | None = None) -> Ran:
-    """Three steps of a small model of whatever kind, two batches a step, of the rows of its inputs; buffers are not compared.
+    """Train any kind of small model for three steps, two batches each; buffers are not compared.
 
-    Not by Adam: of a gradient that is zero, as that of a bias before a batch norm, it makes a step of the rounding.
+    Adam would amplify rounding in gradients that are zero, such as a bias before a batch norm, to
+    full steps.
     """
     given = small_models.inputs(name)
     rows = len(given["labels"])
@@ -203,7 +205,7 @@ def loss_and_gradients(model: Any, given: Mapping[str, Any]) -> dict[str, torch.
 def in_context(
     rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], given: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The loss of sequences that the ranks of the group share, and the sum of their gradients."""
+    """Return the loss of sequences shared by the group's ranks, and the sum of their gradients."""
     model = make(*made)
     with context_parallel(model, group):
         found = loss_and_gradients(model, given)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by tests of verification results: an empty cache, files of results, the backend of a
-call."""
+"""Shared by verification tests: an empty cache, result files, the backend of a call."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def line(outcome: str, *, size: int = 64, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An empty cache whose results take part."""
+    """Set up an empty cache and enable its results."""
     monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
     monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")
     verification.forget()

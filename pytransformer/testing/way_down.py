@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must come of a backend that fails before its kernel runs: a right result and one message, by every way to it."""
+"""Checks the fallback of a backend that fails before its kernel runs, on every dispatch path.
+
+The result must be correct and there must be one message.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from ..ops._core import registry as _registry
 from .hugging_face import FAMILIES, distance, flat, inputs_of, model_distance_limit, run
 from .models import random_sum
 
-# Of the CUDA driver and runtime, that a launch was refused; and that a kernel ran and failed, or that memory is short.
+# CUDA driver and runtime errors of a refused launch, and errors of a kernel that ran or of low
+# memory.
 REFUSED = (
     "invalid argument",
     "no kernel image is available for execution on the device",
@@ -36,7 +40,7 @@ FAULTS = (
 
 
 def _differentiated(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """The output for random query, key and value, and their gradients."""
+    """Return the output for random query, key and value, and their gradients."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3))
     out = call(query, key, value)
@@ -64,7 +68,7 @@ WAYS = {way.__name__: way for way in (attention, activated, hugging_face)}
 
 
 def failing(error: Callable[[], Exception]) -> Callable[..., NoReturn]:
-    """To put in place of what launches kernels: raises the error, or what making it raises."""
+    """Return a launch replacement that raises the error, or the error of building it."""
 
     def fail(*_: object, **__: object) -> NoReturn:
         raise error()
@@ -74,9 +78,9 @@ def failing(error: Callable[[], Exception]) -> Callable[..., NoReturn]:
 
 @contextlib.contextmanager
 def preferred(backend: str, *, then: str = "cpu", only_backward: Exception | None = None) -> Iterator[None]:
-    """Leave attention two backends: this one, as if it were at home on the CPU, and the one that is to step in.
+    """Give attention two backends: `backend`, as if native on the CPU, and its fallback `then`.
 
-    With an error only this one's backward fails.
+    With `only_backward`, only its backward fails.
     """
     op = _registry.OPS["attention"]
     saved, first = op.backends, op.backends[backend]
@@ -95,9 +99,9 @@ def preferred(backend: str, *, then: str = "cpu", only_backward: Exception | Non
 
 
 def check(way: str, want: list[torch.Tensor], backend: str, says: str, fails: str = "attention_fwd") -> None:
-    """Check that two calls on a backend that fails are right: one warning with ``says``, and no second try.
+    """Assert that two calls on a failing backend are right, with one warning and no second try.
 
-    Under activate() PyTorch's kernel computes, never the reference.
+    Under activate(), PyTorch's kernel computes, never the reference.
     """
     with warnings.catch_warnings(record=True) as told, _registry.trace() as ran:
         warnings.simplefilter("always")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: corpora, tokenizers, batches, masks, schedules, one trainer, checkpoints that resume bit for bit.
+"""Training: corpora, tokenizers, batches, masks, schedules, one trainer, bit-exact resuming.
 
-`pytransformer train` is made of these; see docs/training.md. Optional libraries are imported only where they are used.
+`pytransformer train` uses these parts; see docs/training.md. Optional libraries are imported only
+when used.
 """
 
 from .batching import IGNORED, Batches, causal_collate, pad, translation_collate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simple things that a model has to beat: counts of words and of neighbouring tokens, the most frequent answer."""
+"""Simple baselines for a model: counts of words and adjacent tokens, the most frequent answer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ K = TypeVar("K")
 
 
 def majority(labels: Sequence[T]) -> T:
-    """The most frequent label; the first of those that are equally frequent."""
+    """Return the most frequent label; on a tie the first."""
     return Counter(labels).most_common(1)[0][0]
 
 
 def share_right(said: Sequence[object], wanted: Sequence[object]) -> float:
-    """Accuracy."""
+    """Return the accuracy."""
     return sum(a == b for a, b in zip(said, wanted, strict=True)) / max(1, len(wanted))
 
 
 class MostFrequent(Generic[K, T]):
-    """Answers each key with what it had most often in training, an unknown one with the most frequent answer of all."""
+    """The most frequent training answer per key, and overall for an unknown key."""
 
     def __init__(self, seen: Iterable[tuple[K, T]]) -> None:
         counts: dict[K, Counter[T]] = defaultdict(Counter)
@@ -40,8 +40,9 @@ class MostFrequent(Generic[K, T]):
 
 
 def label_scores(texts: Sequence[str], labels: Sequence[str], asked: Sequence[str]) -> list[dict[str, float]]:
-    """The probability of each label for the texts `asked`, by logistic regression on the texts' words, weighed by tf-idf (scikit-learn's
-    defaults, C = 10).
+    """Return each label's probability for the texts `asked`.
+
+    The model is logistic regression on tf-idf word weights (scikit-learn's defaults, C = 10).
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -55,9 +56,10 @@ def label_scores(texts: Sequence[str], labels: Sequence[str], asked: Sequence[st
 
 
 class Bigrams:
-    """Next tokens by counts of two in a row, smoothed by those of one, these by 1 / vocabulary.
+    """A bigram model, smoothed by unigram counts, which are smoothed by 1 / vocabulary.
 
-    p(b | a) = (c(a b) + t(a) p(b)) / (c(a) + t(a)) with t(a) the number of different tokens after a, and p(b) alike.
+    p(b | a) = (c(a b) + t(a) p(b)) / (c(a) + t(a)), where t(a) is the number of different tokens
+    after a; p(b) has the same form.
 
     Source: Witten and Bell, "The zero-frequency problem" (1991), method C.
     """
@@ -81,6 +83,6 @@ class Bigrams:
         return (after[b] + len(after) * alone) / (self._totals[a] + len(after))
 
     def loss(self, sequences: Iterable[Sequence[int]]) -> float:
-        """The mean of -log p of each token but the first of a sequence, in nats."""
+        """Return the mean of -log p over each sequence's tokens but the first, in nats."""
         logs = [-math.log(self.probability(a, b)) for sequence in sequences for a, b in itertools.pairwise(sequence)]
         return sum(logs) / max(1, len(logs))

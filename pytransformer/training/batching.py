@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of sequences of like length, in an order that is a function of the seed and the epoch alone."""
+"""Batches of sequences of similar length, ordered by a function of seed and epoch only."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import torch
 
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any], torch.Generator], Batch]
-IGNORED = -100  # a label that no loss counts: the default of linear_cross_entropy and of PyTorch
+IGNORED = -100  # a label that losses skip: the default of linear_cross_entropy and PyTorch
 
 
 class Batches:
-    """What a trainer reads: the examples in batches, another order each epoch.
+    """The examples in batches, in another order each epoch.
 
-    The batches of an epoch depend on the seed and the epoch only, and each batch's generator on its place too. So training
-    resumes in the middle of an epoch with the very batches it would have seen, masked the very same way.
+    The batches of an epoch depend only on the seed and the epoch, and each batch's generator also
+    on its position. Training can therefore resume in the middle of an epoch with the same batches
+    and the same masks.
 
     Args:
         examples: anything indexable.
-        batch_size: examples in a batch; the last ones of an epoch that fill no batch are left to the next epoch's shuffle.
-            With fewer examples than that, one batch of all.
-        collate: makes a batch of a list of examples, drawing what it draws from the generator it gets.
-        lengths: of each example; examples of like length share a batch, so that little is padding. None: all alike.
-        seed: of the order and of what collate draws.
+        batch_size: examples per batch. An incomplete last batch is dropped; its examples return in
+            the next epoch's shuffle. With fewer examples, one batch has all of them.
+        collate: builds a batch from a list of examples; random choices use the generator it gets.
+        lengths: the length of each example. Examples of similar length share a batch, which saves
+            padding. None: all equal.
+        seed: seeds the order and collate's generator.
     """
 
     def __init__(
@@ -48,24 +50,25 @@ class Batches:
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.examples) // self.batch_size
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """The examples of each batch of an epoch."""
+        """Return the examples of each batch of an epoch."""
         draw = _generator(self.seed, epoch)
         order = torch.randperm(len(self.examples), generator=draw)
         if self.lengths is not None:
-            # Sorting by length within 50 batches' worth keeps lengths alike and batches different from epoch to epoch.
+            # Sorting by length within pools of 50 batches groups similar lengths and still varies
+            # the batches between epochs.
             pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(50 * self.batch_size)]
             order = torch.cat(pools)
         batches = order[: len(self) * self.batch_size].view(len(self), self.batch_size)
         return batches[torch.randperm(len(self), generator=draw)].tolist()
 
     def epoch(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on: of every `world` in a row, the one of number `rank`.
+        """Yield the batches of an epoch from number `start`: every `world`-th, offset by `rank`.
 
-        The last ones that do not suffice for all processes are left out.
+        The last batches are dropped if they do not suffice for all processes.
         """
         plan = self.plan(epoch)
         for first in range(start, len(plan) - world + 1, world):
@@ -76,12 +79,12 @@ class Batches:
 
 
 def _generator(*numbers: int) -> torch.Generator:
-    """A generator whose state is a function of the numbers, different for different ones."""
+    """Return a generator whose state is a function of the numbers."""
     return torch.Generator().manual_seed(mix(*numbers))
 
 
 def mix(*numbers: int) -> int:
-    """One seed from several numbers, such that neighbours have nothing in common."""
+    """Return one seed from several numbers; adjacent numbers give unrelated seeds."""
     import hashlib
 
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
@@ -89,21 +92,22 @@ def mix(*numbers: int) -> int:
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, *, left: bool = False) -> torch.Tensor:
-    """(B, longest) int64, the shorter ones filled up with `value` at the end, or at the start with `left`."""
+    """Return (B, longest) int64; pad with `value` at the end, or at the start with `left`."""
     width = max(map(len, sequences))
     fill = [[value] * (width - len(s)) for s in sequences]
     return torch.tensor([[*f, *s] if left else [*s, *f] for s, f in zip(sequences, fill)], dtype=torch.int64)
 
 
 def attention_mask(sequences: Sequence[Sequence[int]], *, left: bool = False) -> torch.Tensor:
-    """(B, longest) int64: 1 at tokens, 0 at padding."""
+    """Return (B, longest) int64: 1 at tokens, 0 at padding."""
     return pad([[1] * len(s) for s in sequences], 0, left=left)
 
 
 def translation_collate(pad_id: int, start_id: int, end_id: int) -> Collate:
-    """Collates (source ids, target ids) for an encoder-decoder with teacher forcing.
+    """Return a collate of (source ids, target ids) for teacher forcing.
 
-    The source ends with `</s>`; the decoder reads `<s>` and the target, and is to say the target and `</s>`.
+    The source ends with `</s>`. The decoder's input is `<s>` and the target; its labels are the
+    target and `</s>`.
     """
 
     def collate(examples: list[tuple[list[int], list[int]]], generator: torch.Generator) -> Batch:
@@ -121,9 +125,10 @@ def translation_collate(pad_id: int, start_id: int, end_id: int) -> Collate:
 
 
 def causal_collate(pad_id: int, *, delimiter: int | None = None) -> Collate:
-    """Collates token sequences for a decoder that says each next token; labels stand where their tokens do, as in Hugging Face.
+    """Return a collate for a decoder; labels align with their tokens, as in Hugging Face.
 
-    With a delimiter (article, delimiter, summary in one sequence), only what follows it is learned.
+    With a delimiter (article, delimiter, summary in one sequence), only the part after it has
+    labels.
     """
 
     def collate(examples: list[list[int]], generator: torch.Generator) -> Batch:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Human translations that installed packages bring with them: gettext catalogues, read where pip has put them.
+"""Human translations from installed packages: gettext catalogs, read in place.
 
-A catalogue is a file `<language>/LC_MESSAGES/<domain>.mo` (or `.po`); its message ids are the English texts. Nothing is copied: what
-is read is what the package's own record of files names. Its licence goes on holding, and is told.
+A catalog is a file `<language>/LC_MESSAGES/<domain>.mo` (or `.po`); its message ids are the English
+texts. The reader uses only files in the package's record and copies nothing. Each package's license
+still applies and is reported.
 
-Source of the formats: the manual of GNU gettext, "The Format of GNU MO Files" and "The Format of PO Files".
+Source of the formats: the GNU gettext manual, "The Format of GNU MO Files" and "The Format of PO
+Files".
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from .text import Pair
 
 ENGLISH = "en"
 _MAGIC = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
-_SYMBOLIC = re.compile(r"[a-z0-9]+(?:[_.:][a-z0-9]+)+", re.IGNORECASE)  # stands for a text: label_title, batch.next
+# An id such as label_title or batch.next.
+_SYMBOLIC = re.compile(r"[a-z0-9]+(?:[_.:][a-z0-9]+)+", re.IGNORECASE)
 _DEFAULT = re.compile(r'Default: "(.*)"', re.DOTALL)
 
 
 class Key(NamedTuple):
-    """Which message: the same in every language of a catalogue. form: 0, or 1 for the plural."""
+    """A message's key, equal in every language of a catalog; form is 0, or 1 for the plural."""
 
     context: str
     id: str
@@ -41,7 +44,7 @@ class Message(NamedTuple):
 
 
 class Catalogues(NamedTuple):
-    """The catalogues of one package: (folder, domain) -> language -> file."""
+    """The catalogs of one package: (folder, domain) -> language -> file."""
 
     package: str  # with its version
     licence: str
@@ -49,7 +52,7 @@ class Catalogues(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Sentence pairs, what they are from, and what the cleaning left out, by reason."""
+    """Sentence pairs, their sources, and the counts of pairs that cleaning removed, by reason."""
 
     pairs: list[Pair]
     packages: list[str]  # "Django 5.2.19, licence BSD-3-Clause: 1091 pairs"
@@ -57,23 +60,24 @@ class Corpus(NamedTuple):
 
 
 def language_tag(name: str) -> str:
-    """ "pt-BR" and "pt_br" are "pt_br"."""
+    """Return a language tag in lower case with "_": "pt-BR" and "pt_br" give "pt_br"."""
     return name.replace("-", "_").lower()
 
 
 def speaks(language: str, wanted: str) -> bool:
-    """Whether a catalogue's language is the wanted one: "pt" takes "pt", "pt_BR" and "pt_PT"; "pt_BR" takes itself alone."""
+    """Return True if the language matches: "pt" matches "pt_BR"; "pt_BR" only itself."""
     return language_tag(language) == language_tag(wanted) or language_tag(language).startswith(language_tag(wanted) + "_")
 
 
 def find_catalogues(package: str) -> Catalogues:
-    """The catalogues of an installed package, by the name that pip knows it by.
+    """Return the catalogs of an installed package, given its pip name.
 
-    Where a catalogue lies as `.po` too, that is read if `polib` is installed: it tells the English of ids that are no text.
+    If a catalog also exists as `.po` and `polib` is installed, the `.po` file is read, because it
+    has the English text of symbolic ids.
 
     Raises:
-        ValueError: the package is not installed, has no record of its files, or no catalogue.
-        ImportError: its catalogues are `.po` files alone, and polib is not installed.
+        ValueError: the package is not installed, has no record of its files, or no catalog.
+        ImportError: its catalogs are `.po` files only, and polib is not installed.
     """
     try:
         found = importlib.metadata.distribution(package)
@@ -83,7 +87,8 @@ def find_catalogues(package: str) -> Catalogues:
         raise ValueError(f"gettext:{package}: its installation has no record of its files; install it from a wheel")
     with_polib = _has_polib()
     files: dict[tuple[Path, str], dict[str, Path]] = defaultdict(dict)
-    for file in sorted(found.files, key=lambda f: (f.suffix == ".po") == with_polib):  # what is preferred comes last
+    # The preferred kind comes last.
+    for file in sorted(found.files, key=lambda f: (f.suffix == ".po") == with_polib):
         if file.suffix in (".mo", ".po") and file.parent.name == "LC_MESSAGES":
             path = Path(str(found.locate_file(file)))
             files[path.parents[2], path.stem][path.parents[1].name] = path
@@ -95,23 +100,29 @@ def find_catalogues(package: str) -> Catalogues:
 
 
 def licence_of(metadata: Any) -> str:
-    """The licence that a package's metadata name, in short; "not named" if they do not. (The field License may be a whole text.)"""
+    """Return the license from a package's metadata, shortened, or "not named".
+
+    The field License may contain a full text.
+    """
     classifiers = [c.rpartition(" :: ")[2] for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
     text = (metadata.get("License") or "").strip()
     return metadata.get("License-Expression") or (text if "\n" not in text else "") or ", ".join(classifiers) or "not named"
 
 
 def catalogue_pairs(packages: Iterable[str], source: str, target: str) -> Corpus:
-    """Every message that is translated into both languages, cleaned (:mod:`.cleaning`), each pair once.
+    """Return each message translated into both languages, cleaned (:mod:`.cleaning`), once.
 
-    English is the message itself (or, for an id such as "label_title", what the `en` catalogue or the .po file's comment gives).
+    English is the message itself or, for an id such as "label_title", the text in the `en` catalog
+    or in the .po file's comment.
 
     Args:
-        packages: names as pip knows them.
-        source, target: languages as catalogues name them, "pt", "de", "pt_BR"; "pt" stands for its variants too.
+        packages: pip names.
+        source, target: languages as catalogs name them: "pt", "de", "pt_BR". "pt" includes its
+            variants.
 
     Raises:
-        ValueError: no package, or none with such a pair; the languages are the same; see :func:`find_catalogues`.
+        ValueError: there is no package or no such pair, the languages are equal, or
+            :func:`find_catalogues` fails.
     """
     if language_tag(source) == language_tag(target):
         raise ValueError(f"gettext: --from and --to are both {source!r}; wanted two languages")
@@ -136,7 +147,7 @@ def catalogue_pairs(packages: Iterable[str], source: str, target: str) -> Corpus
 
 
 def _aligned(languages: dict[str, Path], source: str, target: str) -> Iterator[tuple[str, str]]:
-    """(source text, target text) of each message that both have, for every variant of the one with every variant of the other."""
+    """Yield (source text, target text) of each common message, for every pair of variants."""
     wanted = (source, target)
     read = {
         name: read_catalogue(path)
@@ -154,15 +165,18 @@ def _variants(read: dict[str, dict[Key, Message]], language: str) -> list[dict[K
 
 
 def _english(read: dict[str, dict[Key, Message]]) -> dict[Key, str]:
-    """The English text of every message, without those of which nothing but an id is known."""
+    """Return the English text of every message, except those known only by an id."""
     texts = {key: message.english for messages in read.values() for key, message in messages.items()}
     texts |= {key: message.text for key, message in read.get(ENGLISH, {}).items()}
     return {key: text for key, text in texts.items() if text != key.id or not _SYMBOLIC.fullmatch(key.id)}
 
 
 def english_messages(found: Catalogues) -> Iterator[str]:
-    """Every English text of a package's catalogues, as programs have them. Read are `en` and the three largest files of each domain:
-    a .mo file has the messages that are translated."""
+    """Yield every English text of a package's catalogs.
+
+    A .mo file has only translated messages, so `en` and the three largest files of each domain are
+    read.
+    """
     for languages in found.files.values():
         large = sorted(languages, key=lambda name: -languages[name].stat().st_size)[:3]
         read = {name: read_catalogue(languages[name]) for name in sorted({*large, ENGLISH} & languages.keys())}
@@ -170,11 +184,13 @@ def english_messages(found: Catalogues) -> Iterator[str]:
 
 
 def read_catalogue(path: Path) -> dict[Key, Message]:
-    """The translated messages of a file, fuzzy and obsolete ones left out; plurals where the language has two forms.
+    """Return a file's translated messages, without fuzzy and obsolete ones.
+
+    Plurals are included if the language has two forms.
 
     Raises:
         ValueError: the file is damaged.
-        ImportError: a .po file without polib.
+        ImportError: the file is .po and polib is not installed.
     """
     entries = _read_mo(path) if path.suffix == ".mo" else _read_po(path)
     return {key: message for key, message in entries if message.text and key.id}
@@ -218,7 +234,10 @@ def _read_po(path: Path) -> Iterator[tuple[Key, Message]]:
 
 
 def _forms(context: str, ids: list[str], texts: list[str]) -> Iterator[tuple[Key, Message]]:
-    """A message; with a plural singular and plural, if the language has as many forms as English. (Of others none can be said to be it.)"""
+    """Yield a message and, if the language has as many forms as English, its plural.
+
+    With another number of forms, none corresponds to the English plural.
+    """
     if len(ids) == len(texts):
         for form, (english, text) in enumerate(zip(ids, texts)):
             yield Key(context, ids[0], form), Message(english, text)

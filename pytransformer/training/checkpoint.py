@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: one safetensors file each, written whole or not at all.
+"""Checkpoints: one safetensors file each, written atomically.
 
-Tensors are the model's and the optimizer's; everything else is JSON in the file's header. Nothing in it can run when it is
-read. A file is written under another name, flushed to disk and then renamed, which the file system does at once: whatever
-interrupts the writing leaves the checkpoints of before as they were.
+Tensors belong to the model and the optimizer; the file's header holds the rest as JSON. Reading a
+file executes nothing from it. A file is written under another name, flushed to disk and then
+renamed, which is atomic. An interrupted write leaves earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _held: set[Path] = set()  # folders that this process has locked
 
 class Checkpoint(NamedTuple):
     tensors: dict[str, torch.Tensor]
-    facts: dict[str, Any]  # what JSON can hold
+    facts: dict[str, Any]  # JSON values
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes the file whole or not at all. Tensors that share memory (tied weights) are written once for each name."""
+    """Write the file atomically; tensors that share memory (tied weights) appear once per name."""
     require("safetensors.torch", "models", "writing a checkpoint")
     tensors, seen = {}, set()
     for name, tensor in checkpoint.tensors.items():
@@ -44,10 +44,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads what `write_checkpoint` wrote, onto the CPU.
+    """Read the output of `write_checkpoint` onto the CPU.
 
     Raises:
-        ValueError: the file is damaged, or is something else.
+        ValueError: the file is damaged or not a checkpoint.
     """
     tensors, header = _files.tensors(path)
     if _HEADER not in header:
@@ -60,14 +60,15 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The finished checkpoints of a folder, oldest first."""
+    """Return the finished checkpoints of a folder, oldest first."""
     found = {path: match for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
     return sorted(found, key=lambda path: int(found[path][1]))
 
 
 def newest_whole(folder: Path) -> tuple[Path, Checkpoint, list[str]] | None:
-    """Return the newest checkpoint that can be read, and what is wrong with each newer one; None if
-    the folder holds no checkpoint.
+    """Return the newest readable checkpoint and the faults of newer ones, or None.
+
+    None means that the folder holds no checkpoint.
 
     Raises:
         ValueError: all are damaged.
@@ -85,13 +86,13 @@ def newest_whole(folder: Path) -> tuple[Path, Checkpoint, list[str]] | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of the folder. The lock ends with the process, however that ends.
+    """Lock the folder against other runs; the lock ends with the process, even after a crash.
 
     Raises:
         ValueError: another run holds the lock.
     """
     folder = folder.resolve()
-    if folder in _held:  # the command's, around the trainer's
+    if folder in _held:  # the command's lock, around the trainer's
         yield
         return
     created = not folder.exists()
@@ -107,17 +108,17 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
         if created:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # only if nothing was written
+                folder.rmdir()  # succeeds only if nothing was written
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what an interrupted writing left."""
+    """Remove all but the newest `keep` checkpoints, and the files of interrupted writes."""
     for path in [*checkpoints(folder)[:-keep], *folder.glob(".checkpoint-*")]:
         path.unlink(missing_ok=True)
 
 
 def pack_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors named "<parameter>.<entry>", the rest) of an optimizer's state_dict."""
+    """Return an optimizer's state_dict as tensors named "<parameter>.<entry>", and the rest."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
@@ -127,7 +128,7 @@ def pack_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], d
 
 
 def unpack_optimizer(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """The reverse of `pack_optimizer`."""
+    """Reverse `pack_optimizer`."""
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *rest["numbers"].items()]:
         index, _, entry = name.partition(".")

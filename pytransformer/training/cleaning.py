@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program's messages must lose to be sentences: markup, placeholders, shortcuts; and which pairs are no translations."""
+"""Cleans a program's messages into sentences and rejects pairs that are no translations.
+
+Cleaning removes markup, placeholder names and shortcut marks.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,24 @@ from collections.abc import Sequence
 
 from .text import Pair
 
-LONGEST = 60  # words of a text; longer ones are paragraphs of help
-# %(name)s, %(n).1f, %s, %1$d, {name}, {0:.2f}, {}, ${name}, {{ name }}; and %%, which is no placeholder
+LONGEST = 60  # max words of a text; longer ones are help paragraphs
+# %(name)s, %(n).1f, %s, %1$d, {name}, {0:.2f}, {}, ${name}, {{ name }}; and %%, which is not a
+# placeholder
 _PLACEHOLDER = re.compile(r"%%|%(?:\(\w*\)|\d+\$)?[-+#0]*\d*(?:\.\d+)?[sdifrxgu]|\$?\{+[^{}]*\}+")
 _PERCENT = "%%"
 _TAG = re.compile(r"</?\s*([a-zA-Z][a-zA-Z0-9]*)(?:\s[^<>]*)?/?>")
 
 
 def clean_pair(source: str, target: str) -> Pair | str:
-    """The pair as sentences, or why it is left out.
+    """Return the pair as sentences, or the reason to drop it.
 
-    - Tags are taken out, where both sides have the same ones, and character references resolved.
-    - Placeholders become {0}, {1}, ... in the order of the source, the same on both sides.
-    - White space, line breaks too, is one space.
+    - Tags are removed if both sides have the same ones, and character references are resolved.
+    - Placeholders become {0}, {1}, ... in the order of the source, equal on both sides.
+    - White space, including line breaks, becomes one space.
 
     Returns:
-        The pair, or the reason: "other placeholders", "other markup", "untranslated", "no word", "too long".
+        The pair, or the reason: "other placeholders", "other markup", "untranslated", "no word",
+            "too long".
     """
     tags = [Counter(name.lower() for name in _TAG.findall(text)) for text in (source, target)]
     if tags[0] != tags[1]:
@@ -45,13 +50,13 @@ def clean_pair(source: str, target: str) -> Pair | str:
 
 
 def clean_text(text: str) -> str:
-    """One text as :func:`clean_pair` leaves them: no tags, numbered placeholders, single spaces."""
+    """Return one text cleaned like :func:`clean_pair`: no tags, numbered placeholders."""
     bare = _without_tags(text)
     return _numbered(bare, _placeholders(bare))
 
 
 def _without_tags(text: str) -> str:
-    """A tag may hold placeholders (href="%(url)s"): they go with it."""
+    """Remove tags together with placeholders inside them (href="%(url)s")."""
     return html.unescape(_TAG.sub("", text))
 
 
@@ -60,13 +65,13 @@ def _placeholders(text: str) -> list[str]:
 
 
 def _numbered(text: str, names: Sequence[str]) -> str:
-    """The text with {0}, {1}, ... for the placeholders, in the order of `names`, and single spaces."""
+    """Replace placeholders by {0}, {1}, ... in the order of `names`, and collapse spaces."""
     number = {name: f"{{{i}}}" for i, name in enumerate(dict.fromkeys(names))} | {_PERCENT: "%"}
     return " ".join(_PLACEHOLDER.sub(lambda match: number[match[0]], text).split())
 
 
 def has_word(text: str) -> bool:
-    """At least two letters in a row, placeholders aside."""
+    """Return True if there are two letters in a row outside placeholders."""
     return (
         re.search(r"[^\W\d_]{2}", _PLACEHOLDER.sub("", text)) is not None
         or re.search(r"[\u3040-\u9fff\uac00-\ud7af]", text) is not None
@@ -74,5 +79,5 @@ def has_word(text: str) -> bool:
 
 
 def sentence_key(text: str) -> str:
-    """The letters of a text alone, in one case: what is the same but for punctuation, spacing and placeholders shares it."""
+    """Return the text's letters in one case; punctuation, spaces and placeholders do not count."""
     return "".join(re.findall(r"[^\W\d_]+", _PLACEHOLDER.sub("", text).casefold()))

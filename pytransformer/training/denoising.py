@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a text-to-text model learns from: spans left out and to be filled in, and several tasks mixed by their size."""
+"""Training data of a text-to-text model: span corruption, and tasks mixed by size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class TextToText(NamedTuple):
-    """Token ids of what is read, and of what is to be said; None: the text itself is to be filled in, spans left out anew each time."""
+    """Token ids of source and target; with target None, spans of the source are drawn each time."""
 
     source: list[int]
     target: list[int] | None = None
@@ -24,13 +24,15 @@ class TextToText(NamedTuple):
 def corrupt_spans(
     ids: Sequence[int], sentinels: Sequence[int], generator: torch.Generator, share: float = 0.15, mean_length: float = 3.0
 ) -> tuple[list[int], list[int]]:
-    """(what is read, what is to be said) of T5's span corruption (Raffel et al. 2020, section 3.1.4).
+    """Return (source, target) of T5's span corruption (Raffel et al. 2020, section 3.1.4).
 
-    round(share n) tokens, at least one, are left out, in round(that / mean_length) spans of random lengths; a sentinel stands for each.
-    Between two spans at least one token is kept. A span may stand anywhere; in the authors' code one always ends the text, which of texts
-    as short as a sentence, with a single span, would make nothing but completion.
-    What is to be said is each sentinel with the tokens it stands for, and one sentinel more. "Thank you for inviting me" may be read as
-    "Thank X for inviting me", to which "X you Y" is the answer.
+    round(share n) tokens, at least one, are left out in round(count / mean_length) spans of random
+    lengths. A sentinel replaces each span, and at least one token separates two spans. A span may
+    be anywhere. In the authors' code a span always ends the text, which would turn short texts with
+    a single span into pure completion.
+
+    The target is each sentinel followed by its tokens, and a final sentinel. "Thank you for
+    inviting me" may become "Thank X for inviting me" with the target "X you Y".
 
     Raises:
         ValueError: fewer than two tokens, or too few sentinels.
@@ -42,7 +44,7 @@ def corrupt_spans(
     if spans + 1 > len(sentinels):
         raise ValueError(f"corrupt_spans: {spans} spans want {spans + 1} sentinels, got {len(sentinels)}")
     kept = _partition(len(ids) - hidden + 2, spans + 1, generator)
-    kept[0] -= 1  # nothing need stand before the first span, nor, in the last part, after the last one
+    kept[0] -= 1  # the parts before the first span and after the last may be empty
     left_out = _partition(hidden, spans, generator)
     read: list[int] = []
     said: list[int] = []
@@ -57,13 +59,13 @@ def corrupt_spans(
 
 
 def _partition(total: int, parts: int, generator: torch.Generator) -> list[int]:
-    """`total` in `parts` positive numbers, every way equally likely."""
+    """Return a uniformly random composition of `total` into `parts` positive numbers."""
     cuts = sorted((torch.randperm(total - 1, generator=generator)[: parts - 1] + 1).tolist())
     return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
 
 
 def text_to_text_collate(pad_id: int, start_id: int, end_id: int, sentinels: Sequence[int]) -> Collate:
-    """Collates :class:`TextToText` of any tasks in one batch, for an encoder-decoder with teacher forcing."""
+    """Return a collate of :class:`TextToText` of any tasks, with teacher forcing."""
     plain = translation_collate(pad_id, start_id, end_id)
 
     def collate(examples: list[TextToText], generator: torch.Generator) -> Batch:
@@ -80,9 +82,9 @@ def text_to_text_collate(pad_id: int, start_id: int, end_id: int, sentinels: Seq
 
 
 def sampling_rates(sizes: Mapping[str, int], temperature: float = 1.0, limit: int | None = None) -> dict[str, float]:
-    """How much of a mixture each task is: min(size, limit)^(1 / temperature), as a share of all.
+    """Return each task's share: min(size, limit)^(1 / temperature), normalized.
 
-    Temperature 1 is in proportion to the sizes, infinity equal (Raffel et al. 2020, section 3.5.2).
+    Temperature 1 is proportional to size; infinity is uniform (Raffel et al. 2020, section 3.5.2).
 
     Raises:
         ValueError: a temperature below 1, or a size below 1.
@@ -94,8 +96,10 @@ def sampling_rates(sizes: Mapping[str, int], temperature: float = 1.0, limit: in
 
 
 def mixed(tasks: Mapping[str, Sequence[T]], temperature: float = 1.0, limit: int | None = None) -> list[T]:
-    """The examples of all tasks, small tasks' several times, in the proportions of :func:`sampling_rates`: the task that is drawn least
-    for its size stands in it once."""
+    """Return the examples of all tasks in the proportions of :func:`sampling_rates`.
+
+    Small tasks repeat. The task with the lowest rate relative to its size occurs once.
+    """
     rates = sampling_rates({name: len(examples) for name, examples in tasks.items()}, temperature, limit)
     total = max(len(examples) / rates[name] for name, examples in tasks.items())
     out: list[T] = []

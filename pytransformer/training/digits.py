@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handwritten digits that people drew, from the package scikit-learn: as images, as sequences of grey levels, as strips to be read.
+"""Handwritten digits from scikit-learn, as images, gray-level sequences and strips.
 
-1,797 images of 8 x 8 pixels with grey levels 0 to 16, the test half of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak,
-1998; UCI repository, CC BY 4.0). The last third is held out: a random one is easier, 0.970 for logistic regression instead of 0.923, as if
-writers stood together.
+1,797 images of 8 x 8 pixels with gray levels 0 to 16, the test half of "Optical Recognition of
+Handwritten Digits" (Alpaydin and Kaynak, 1998; UCI repository, CC BY 4.0). The last third is held
+out. A random third is easier (0.970 instead of 0.923 for logistic regression), probably because
+writers are grouped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ CLASSES, SIDE, LEVELS, HELD_OUT = 10, 8, 17, 597
 
 @dataclass(frozen=True)
 class Digits:
-    """images: (n, 1, height, width) float32 in [-1, 1]. labels: (n,) int64, 0 to 9. An element is an image with its label."""
+    """Images (n, 1, height, width), float32 in [-1, 1], and labels (n,), int64, 0 to 9.
+
+    An element is an image with its label.
+    """
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -39,10 +43,10 @@ class Digits:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """(1,200 to learn from, 597 held out).
+    """Return 1,200 training digits and 597 held-out ones.
 
     Raises:
-        ImportError: without scikit-learn (extra ``corpora``).
+        ImportError: scikit-learn is not installed (extra ``corpora``).
     """
     found = require("sklearn.datasets", "corpora", "the handwritten digits").load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 8.0 - 1.0
@@ -52,14 +56,14 @@ def load_digits() -> tuple[Digits, Digits]:
 
 
 def logistic_regression(train: Digits, held_out: Digits) -> float:
-    """The share of held-out digits that scikit-learn's LogisticRegression on the pixels tells right."""
+    """Return the held-out accuracy of scikit-learn's LogisticRegression on the pixels."""
     linear = require("sklearn.linear_model", "corpora", "logistic regression").LogisticRegression(max_iter=2000)
     linear.fit(train.images.flatten(1).numpy(), train.labels.numpy())
     return float(linear.score(held_out.images.flatten(1).numpy(), held_out.labels.numpy()))
 
 
 def drawn_at(digits: Digits, size: ImageSize) -> Digits:
-    """The same digits with more pixels (bicubic), rectangular ones too."""
+    """Return the same digits resized (bicubic); `size` may be rectangular."""
     size = height_and_width(size)
     if size == tuple(digits.images.shape[2:]):
         return digits
@@ -68,7 +72,10 @@ def drawn_at(digits: Digits, size: ImageSize) -> Digits:
 
 
 def image_collate(shift: int = 0) -> Collate:
-    """{"pixel_values": (B, 1, H, W), "labels": (B,)}, each image moved by up to ``shift`` pixels to any side."""
+    """Return a collate of images that shifts each by up to ``shift`` pixels in any direction.
+
+    The batch is {"pixel_values": (B, 1, H, W), "labels": (B,)}.
+    """
 
     def collate(examples: list[tuple[torch.Tensor, int]], generator: torch.Generator) -> Batch:
         images = torch.stack([image for image, _ in examples])
@@ -83,7 +90,11 @@ def image_collate(shift: int = 0) -> Collate:
 
 
 def level_collate(shift: int = 0) -> Collate:
-    """{"input_ids": (B, 1 + 64), "labels": (B,)}: a start token, 17, and the grey level of each pixel, row by row; padded images."""
+    """Return a collate of gray-level sequences, shifted like :func:`image_collate`.
+
+    The batch is {"input_ids": (B, 1 + 64), "labels": (B,)}: a start token, 17, and the gray level
+    of each pixel, row by row.
+    """
     moved = image_collate(shift)
 
     def collate(examples: list[tuple[torch.Tensor, int]], generator: torch.Generator) -> Batch:
@@ -95,7 +106,7 @@ def level_collate(shift: int = 0) -> Collate:
 
 
 class Strip(NamedTuple):
-    """Digits written one after the other. features: (L, rows), a column of pixels a frame. digits: what it says."""
+    """A row of digits: features (L, rows), one pixel column per frame, and the digits."""
 
     features: torch.Tensor
     digits: list[int]
@@ -104,7 +115,10 @@ class Strip(NamedTuple):
 def make_strips(
     digits: Digits, count: int, generator: torch.Generator, *, longest: int = 6, rows: int = 16, noise: float = 0.2
 ) -> list[Strip]:
-    """Strips of 2 to ``longest`` digits, each 12 to 20 columns wide, 0 to 6 columns of paper between, with normal noise on all."""
+    """Return strips of 2 to ``longest`` digits with normal noise.
+
+    Each digit is 12 to 20 columns wide, and 0 to 6 blank columns separate digits.
+    """
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -124,7 +138,10 @@ def make_strips(
 
 
 def strip_collate() -> Collate:
-    """{"input_features": (B, L, rows), "attention_mask": (B,) lengths, "labels": (B, S)}: digits are classes 1 to 10, 0 is CTC's blank."""
+    """Return a collate of strips; digits are classes 1 to 10, and 0 is CTC's blank.
+
+    The batch is {"input_features": (B, L, rows), "attention_mask": (B,) lengths, "labels": (B, S)}.
+    """
 
     def collate(examples: list[Strip], generator: torch.Generator) -> Batch:
         return {
@@ -137,7 +154,7 @@ def strip_collate() -> Collate:
 
 
 def edits(said: Sequence[int], wanted: Sequence[int]) -> int:
-    """Insertions, deletions and replacements that make one sequence the other, the fewest (Levenshtein 1966)."""
+    """Return the edit distance of two sequences (Levenshtein 1966)."""
     row = list(range(len(wanted) + 1))
     for i, one in enumerate(said, 1):
         before, row[0] = row[0], i
@@ -147,7 +164,7 @@ def edits(said: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def reading_errors(model: Any, batches: Sequence[Batch]) -> dict[str, float]:
-    """Of what ``model.read`` says: edits a digit (``digit_errors``), and the share of strips read without any (``exact``)."""
+    """Return ``digit_errors``, edits per digit, and ``exact``, the share of strips without any."""
     wrong = digits = right = strips = 0
     for batch in batches:
         said = model.read(batch["input_features"], batch["attention_mask"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a training run among others: started by `torchrun`, alone otherwise."""
+"""This process of a training run: one of several under `torchrun`, single otherwise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class LostProcess(RuntimeError):
 
 
 class World(NamedTuple):
-    """This process among others. With a mesh some of them share a batch; without, each has its own."""
+    """This process and its peers.
+
+    With a mesh, some processes share a batch; without, each has a different one.
+    """
 
     rank: int = 0
     size: int = 1
@@ -35,46 +38,47 @@ class World(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """The one process that writes files and prints."""
+        """Return True in the one process that writes files and prints."""
         return self.rank == 0
 
     @property
     def parts(self) -> int:
-        """How many batches are computed at a time."""
+        """Return the number of batches computed at a time."""
         return self.size if self.mesh is None else self.mesh.data
 
     @property
     def part(self) -> int:
-        """Which of them is this process's."""
+        """Return the index of this process's batch among them."""
         return self.rank if self.mesh is None else self.mesh.part
 
     @property
     def replicas(self) -> int:
-        """How many gradients DDP and FSDP take the mean of."""
+        """Return the number of gradients that DDP and FSDP average."""
         return self.size if self.mesh is None else self.mesh.replicas
 
     @property
     def splits(self) -> bool:
-        """Whether processes have parts of parameters."""
+        """Return True if processes hold parts of parameters."""
         return self.mesh is not None and self.mesh.splits
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Which rows of a batch's sequences are this process's, if they are split and these are not the first."""
+        """Return (place,) if sequences are split and this process lacks the first rows, else ()."""
         return () if self.mesh is None or self.mesh.place == 0 else (self.mesh.place,)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over the processes with other batches, which `value` becomes."""
+        """Sum `value` in place over the processes with other batches."""
         if self.parts > 1:
             _all_reduce(value, None if self.mesh is None else self.mesh.data_group)
         return value
 
 
 def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, seconds: float = 10.0) -> None:
-    """The sum over the group, in place; returns when gloo has let go of `value` too.
+    """Sum over the group in place; return once gloo has released `value` too.
 
-    Its threads let go of a tensor after the collective has ended, and take the interpreter's lock for it: an interpreter that ends
-    in between aborts the process (pytorch/pytorch#190489), which for torchrun is a failed run.
+    gloo's threads release a tensor after the collective has ended and take the GIL for it. If the
+    interpreter exits in between, the process aborts (pytorch/pytorch#190489) and torchrun reports a
+    failed run.
     """
     references = sys.getrefcount(value)
     dist.all_reduce(value, group=group)
@@ -87,16 +91,19 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, seconds: f
 def distributed(
     device: str | None = None, *, mesh: Mapping[str, int] | None = None, shard: bool = False, timeout: float | None = None
 ) -> Iterator[World]:
-    """Joins the processes that `torchrun` started, with NCCL on GPUs and gloo on CPUs; leaves them at the end.
+    """Join the processes that `torchrun` started, with NCCL on GPUs and gloo on CPUs.
 
     Args:
-        device: "cpu" or "cuda"; None: a GPU if there is one. With several processes each takes the GPU of its local rank.
-        mesh: how many processes in each dimension, among `data`, `context` and `tensor`; None: all have other batches.
-        shard: split parameters and optimizer state over the data too.
-        timeout: seconds that a process waits for another; longer than the longest evaluation and writing of a checkpoint.
+        device: "cpu" or "cuda"; None: a GPU if available. With several processes, each uses the GPU
+            of its local rank.
+        mesh: processes per dimension, among `data`, `context` and `tensor`; None: each has other
+            batches.
+        shard: split parameters and optimizer state over the data dimension too.
+        timeout: seconds to wait for another process; longer than the longest evaluation and
+            checkpoint write.
 
     Raises:
-        ValueError: sizes that do not multiply to the number of processes.
+        ValueError: the sizes do not multiply to the number of processes.
         LostProcess: another process ended, or did not answer in time.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts and summaries that people wrote: the docstrings of installed packages, read where pip has put them.
+"""Texts and summaries from the docstrings of installed packages, read in place.
 
-The first line of a docstring sums up what follows (PEP 257, "Multi-line Docstrings"). So a pair is the prose that follows, as the source,
-and the first line, as the target. Files are parsed, never imported. Nothing is copied; the packages' licences go on holding, and are told.
+A docstring's first line summarizes the rest (PEP 257, "Multi-line Docstrings"). A pair has the
+following prose as source and the first line as target. Files are parsed, never imported, and
+nothing is copied. Each package's license still applies and is reported.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from .catalogues import Corpus, licence_of
 from .cleaning import LONGEST, clean_text, has_word, sentence_key
 from .text import Pair
 
-_SHORTEST = 12  # words of what is summed up
-_FEWEST, _MOST = 3, 24  # words of a summary
+_SHORTEST = 12  # min words of a source
+_FEWEST, _MOST = 3, 24  # min and max words of a summary
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Where prose ends: a section's name alone on its line, a field, a directive, an example, a heading's rule.
+# Prose ends at a section name alone on its line, a field, a directive, an example or an underline.
 _END = re.compile(r"^(?:[A-Z][\w ]{2,24}:?$|:\w+|\.\. |>>>|[-=~*]{3,}|@\w+|[-*] )")
 _ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)(?: <[^`]*>)?`")  # :class:`~torch.Tensor`
 
 
 def docstring_pairs(packages: Iterable[str]) -> Corpus:
-    """(prose, summary) of every docstring with both, each prose once, of the packages by the names that pip knows them by.
+    """Return (prose, summary) of each docstring that has both, given packages' pip names.
 
-    Left out, and counted by reason: docstrings of a line, texts and summaries that are too short or too long, summaries that stand in
-    their text, duplicates.
+    Each prose occurs once. The result counts by reason what is left out: one-line docstrings, texts
+    and summaries of unsuitable length, summaries contained in their text, and duplicates.
 
     Raises:
-        ValueError: a package is not installed, has no record of its files or no such docstring.
+        ValueError: a package is not installed, has no record of its files, or has no such
+            docstring.
     """
     kept: dict[str, Pair] = {}
     left_out: Counter[str] = Counter()
@@ -66,7 +68,7 @@ def docstring_pairs(packages: Iterable[str]) -> Corpus:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a file's module, classes and functions; of a file that is no Python none."""
+    """Yield the docstrings of a file's module, classes and functions; none if it does not parse."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -77,7 +79,10 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def summed_up(docstring: str) -> Pair | str:
-    """What follows the first paragraph, up to the first section, field or example, and that paragraph; or why there is no pair."""
+    """Return (prose after the first paragraph, first paragraph), or why there is no pair.
+
+    The prose ends at the first section, field or example.
+    """
     paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(docstring))
     summary, prose = _plain(paragraphs[0]), []
     if _END.match(paragraphs[0]) or not has_word(summary):
@@ -96,5 +101,5 @@ def summed_up(docstring: str) -> Pair | str:
 
 
 def _plain(text: str) -> str:
-    """Without marks of code and of references, single spaces."""
+    """Return the text without markup of code and references, with single spaces."""
     return clean_text(_ROLE.sub(r"\1", text).replace("`", ""))

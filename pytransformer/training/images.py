@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled images from folders: one folder a class, as people keep them."""
+"""Labeled images from folders, one folder per class."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def read_image(path: str | Path, size: ImageSize, channels: int = 3) -> torch.Tensor:
-    """(channels, height, width) float32 in [-1, 1], resized.
+    """Return a resized image as (channels, height, width), float32 in [-1, 1].
 
     Raises:
         ValueError: not an image, or a wrong number of channels.
-        ImportError: without Pillow.
+        ImportError: Pillow is not installed.
     """
     if channels not in (1, 3):
         raise ValueError(f"an image has 3 channels (colour) or 1 (grey), got {channels}")
@@ -33,7 +33,12 @@ def read_image(path: str | Path, size: ImageSize, channels: int = 3) -> torch.Te
 
 
 def image_shape(path: str | Path) -> tuple[int, int]:
-    """(height, width) of an image file. ValueError if it is none; ImportError without Pillow."""
+    """Return (height, width) of an image file.
+
+    Raises:
+        ValueError: not an image.
+        ImportError: Pillow is not installed.
+    """
     try:
         with require("PIL.Image", "viz", "reading images").open(path) as image:
             return image.height, image.width
@@ -42,16 +47,16 @@ def image_shape(path: str | Path) -> tuple[int, int]:
 
 
 class ImageFolder:
-    """Images of `root/<class>/<name>.png` through :func:`read_image`.
+    """Images of `root/<class>/<name>.png`, read by :func:`read_image`.
 
     Args:
-        root: a folder with one folder for each class; classes are numbered in alphabetical order.
+        root: a folder with one folder per class; class numbers follow alphabetical order.
         size: height and width in pixels, or one number for both.
-        channels: 3 for colour, 1 for grey.
+        channels: 3 for color, 1 for gray.
 
     Raises:
         ValueError: no class folder, no image in it, or a wrong number of channels.
-        ImportError: without Pillow.
+        ImportError: Pillow is not installed.
     """
 
     def __init__(self, root: str | Path, size: ImageSize, channels: int = 3) -> None:
@@ -80,7 +85,7 @@ class ImageFolder:
 
 
 def collate_images(examples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-    """{"pixel_values": (B, C, H, W), "labels": (B,)}."""
+    """Return {"pixel_values": (B, C, H, W), "labels": (B,)}."""
     return {
         "pixel_values": torch.stack([pixels for pixels, _ in examples]),
         "labels": torch.tensor([label for _, label in examples]),

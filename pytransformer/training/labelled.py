@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single texts with a label: which program a message is of, or what the columns of a file say."""
+"""Single texts with a label: the program of a message, or a column of a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Labelled(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Texts, what they are from, and what was left out, by reason."""
+    """Texts, their sources, and the counts of removed texts, by reason."""
 
     texts: list[Labelled]
     described: list[str]
@@ -30,10 +30,10 @@ class Texts(NamedTuple):
 
 
 def catalogue_texts(packages: Iterable[str]) -> Texts:
-    """The English messages of installed packages, cleaned, each text once; the label is the package.
+    """Return the English messages of installed packages, cleaned, once each, labeled by package.
 
     Raises:
-        ValueError: see :func:`find_catalogues`; no text at all.
+        ValueError: there is no text, or :func:`find_catalogues` fails.
     """
     kept: dict[str, Labelled] = {}
     left_out: Counter[str] = Counter()
@@ -55,10 +55,11 @@ def catalogue_texts(packages: Iterable[str]) -> Texts:
 
 
 def read_labelled(path: str | Path) -> Texts:
-    """The lines of a file, each a text, or a label, a tab and a text.
+    """Return the lines of a file; each is a text, or a label, a tab and a text.
 
     Raises:
-        ValueError: no line, or not UTF-8. OSError: the file cannot be read.
+        ValueError: no line, or not UTF-8.
+        OSError: the file cannot be read.
     """
     texts = []
     for line in read_texts(path):
@@ -68,8 +69,11 @@ def read_labelled(path: str | Path) -> Texts:
 
 
 def split_texts(texts: Sequence[Labelled], seed: int = 0, every: int = 20) -> tuple[list[Labelled], list[Labelled]]:
-    """(training, held-out) texts: one in `every` is held out, by a hash of its letters and the seed, so that a text which differs in
-    case, punctuation or placeholders alone is on the same side."""
+    """Return (training, held-out) texts; one in `every` is held out.
+
+    The choice is a hash of the seed and the text's letters, so that texts which differ only in
+    case, punctuation or placeholders are on the same side.
+    """
     train: list[Labelled] = []
     held_out: list[Labelled] = []
     for text in texts:
@@ -79,9 +83,10 @@ def split_texts(texts: Sequence[Labelled], seed: int = 0, every: int = 20) -> tu
 
 
 def halves(text: str, least: int = 5) -> list[str]:
-    """The text in two: where a sentence ends, nearest the middle, or else in the middle; as it is if it has fewer words than `least`.
+    """Split the text at the sentence end nearest the middle, or else in the middle.
 
-    What BERT calls two sentences are any two spans of text that follow each other (Devlin et al. 2019, section 3).
+    A text with fewer than `least` words stays in one piece. BERT's "sentences" are any two adjacent
+    spans of text (Devlin et al. 2019, section 3).
     """
     words = text.split()
     if len(words) < least:

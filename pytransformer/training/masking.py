@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a masked language model learns from: masked tokens, masked spans, pairs of sentences."""
+"""Training data of a masked language model: masked tokens, masked spans, sentence pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .batching import IGNORED, Batch, attention_mask, pad
 
 
 class Masked(NamedTuple):
-    """One sequence made ready: the ids that the model reads, and the labels, IGNORED where nothing is asked."""
+    """One sequence: the input ids, and the labels, IGNORED where there is no prediction."""
 
     ids: list[int]
     labels: list[int]
@@ -21,7 +21,7 @@ class Masked(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """The ids that masking needs to know."""
+    """The token ids that masking needs."""
 
     size: int
     mask_id: int
@@ -29,10 +29,10 @@ class Vocabulary(NamedTuple):
 
 
 def mask_tokens(ids: Sequence[int], vocabulary: Vocabulary, generator: torch.Generator, share: float = 0.15) -> Masked:
-    """BERT's masked tokens (Devlin et al. 2019, section 3.1): `share` of them are asked for; of these 80 % are replaced by the
-    mask, 10 % by a random token, 10 % kept.
+    """Mask tokens as BERT does (Devlin et al. 2019, section 3.1).
 
-    At least one token is asked for, if the sequence has any that is not special.
+    A `share` of the tokens gets labels. 80 % of these become the mask token, 10 % a random token,
+    and 10 % stay. At least one token gets a label if the sequence has any that is not special.
     """
     free = [i for i, token in enumerate(ids) if token not in vocabulary.special]
     count = min(len(free), max(1, _round_at_random(share * len(free), generator)))
@@ -48,10 +48,11 @@ def mask_spans(
     success: float = 0.2,
     longest: int = 10,
 ) -> Masked:
-    """SpanBERT's masked spans (Joshi et al. 2020, section 3.1): geometric lengths, cut off at `longest` (mean 3.8), until `share`
-    of the tokens are asked for; 80 : 10 : 10 is drawn for a span as a whole.
+    """Mask spans as SpanBERT does (Joshi et al. 2020, section 3.1).
 
-    Spans hold no special token, and between two there is at least one token that is not masked: the boundary objective reads it.
+    Lengths are geometric, truncated at `longest` (mean 3.8), until `share` of the tokens are
+    masked; 80 : 10 : 10 is drawn once per span. A span contains no special token. At least one
+    unmasked token separates two spans, because the boundary objective reads it.
     """
     free = [token not in vocabulary.special for token in ids]
     budget = min(sum(free), max(1, _round_at_random(share * sum(free), generator)))
@@ -61,7 +62,7 @@ def mask_spans(
         starts = [i for i in range(len(ids) - length + 1) if all(free[i : i + length])]
         if not starts and length == 1:
             break
-        if not starts:  # no gap as long as that is left: shorter ones then
+        if not starts:  # no gap of this length is left, so try shorter ones
             longest = length - 1
             continue
         start = starts[int(torch.randint(len(starts), (), generator=generator))]
@@ -73,24 +74,26 @@ def mask_spans(
 
 
 def span_length_probabilities(success: float = 0.2, longest: int = 10) -> list[float]:
-    """P(length = 1), …, P(length = longest) of the geometric distribution cut off at `longest`."""
+    """Return P(length = 1), ..., P(length = longest) of the truncated geometric distribution."""
     weights = [success * (1 - success) ** (length - 1) for length in range(1, longest + 1)]
     return [weight / sum(weights) for weight in weights]
 
 
 class SentencePair(NamedTuple):
-    """`<s> first </s> second </s>` with the segment of each token, and whether the second followed the first."""
+    """`<s> first </s> second </s>` with segment ids and the next-sentence label."""
 
     ids: list[int]
     segments: list[int]
-    label: int  # as in Hugging Face: 0 it is the next sentence, 1 it is a random one
+    label: int  # as in Hugging Face: 0 is the next sentence, 1 a random one
 
 
 def masked_collate(
     pad_id: int, vocabulary: Vocabulary, mask: Callable[[Sequence[int], Vocabulary, torch.Generator], Masked] = mask_tokens
 ) -> Callable[[list[Any], torch.Generator], Batch]:
-    """Collates for a masked language model, masked anew each time they are drawn: token sequences, or :class:`SentencePair`, which
-    bring "token_type_ids" and "next_sentence_label". Masked spans bring "span_bounds" (B, L, 2), the tokens around each.
+    """Return a collate that draws masks anew for each batch.
+
+    Examples are token sequences or :class:`SentencePair`, which adds "token_type_ids" and
+    "next_sentence_label". Masked spans add "span_bounds" (B, L, 2), the tokens around each.
     """
 
     def collate(examples: list[Any], generator: torch.Generator) -> Batch:
@@ -117,14 +120,16 @@ def masked_collate(
 def next_sentence_pairs(
     documents: Sequence[Sequence[Sequence[int]]], start_id: int, end_id: int, generator: torch.Generator
 ) -> list[SentencePair]:
-    """BERT's pairs (Devlin et al. 2019, section 3.1): each sentence with its next one, or, half of the time, with a random one of
+    """Return BERT's pairs (Devlin et al. 2019, section 3.1).
+
+    Each sentence is paired with its successor or, half of the time, with a random sentence of
     another document.
 
     Args:
-        documents: of each document the sentences, as token ids.
+        documents: the sentences of each document, as token ids.
 
     Raises:
-        ValueError: fewer than two documents with a sentence, so that no other one is there to draw from.
+        ValueError: fewer than two documents have a sentence, so there is none to draw from.
     """
     documents = [document for document in documents if document]
     if len(documents) < 2:
@@ -143,7 +148,7 @@ def next_sentence_pairs(
 
 
 def _round_at_random(x: float, generator: torch.Generator) -> int:
-    """`x` rounded down or up, such that its mean is x: else short sequences would be masked too little."""
+    """Round `x` randomly with mean x; otherwise short sequences would have too few masks."""
     return int(x + torch.rand((), generator=generator).item())
 
 
@@ -153,7 +158,7 @@ def _span_length(generator: torch.Generator, success: float, longest: int) -> in
 
 
 def _replace(ids: Sequence[int], spans: list[list[int]], vocabulary: Vocabulary, generator: torch.Generator) -> Masked:
-    """Masks, replaces or keeps each span as a whole, and asks for all its tokens."""
+    """Replace each span by masks or random tokens, or leave it, and set labels for its tokens."""
     read, labels = list(ids), [IGNORED] * len(ids)
     for span in spans:
         fate = torch.rand((), generator=generator).item()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a training run: which ranks have other batches, other rows of one sequence, or other heads.
+"""The mesh of a training run: which ranks have other batches, other rows, or other heads.
 
-Loaded on first use, as torch.distributed.device_mesh is: a process that trains alone needs neither.
+This module and torch.distributed.device_mesh load on first use, because a single process needs
+neither.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("data", "context", "tensor")  # neighbouring ranks share a batch: tensor parallel sends most
+# Adjacent ranks share a batch, because tensor parallelism communicates most.
+AXES = ("data", "context", "tensor")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The sizes of ``data=2,tensor=2``.
+    """Parse sizes such as ``data=2,tensor=2``.
 
     Raises:
-        ValueError: another form, an unknown or repeated name, a size below 1.
+        ValueError: another form, an unknown or repeated name, or a size below 1.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -35,7 +37,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int], ranks: int, device: str) -> DeviceMesh:
-    """A device mesh of all ranks with a dimension for each of AXES; `data`, if it has no size, takes the ranks that are left.
+    """Return a device mesh of all ranks with a dimension for each of AXES.
+
+    If `data` has no size, it gets the remaining ranks.
 
     Raises:
         ValueError: an unknown name, or sizes that do not multiply to the number of ranks.
@@ -54,26 +58,30 @@ def make_mesh(sizes: Mapping[str, int], ranks: int, device: str) -> DeviceMesh:
 
 
 class Mesh:
-    """What training needs of a device mesh.
+    """A device mesh for training.
 
-    A *replica* is a group of ranks with the whole model. Each has a gradient of its own, of another batch or of other rows of one;
-    they are summed.
+    A *replica* is a group of ranks with a full model. Each replica computes its gradient from
+    another batch or from other rows of one, and the gradients are summed.
 
     Args:
-        mesh: its dimensions are named, among AXES, in any order; it has all ranks. One that is missing has size 1.
-        shard: parameters, their gradients and the optimizer's state are split over the replicas (FSDP2), rather than whole on each.
-        timeout: seconds that a rank waits for another; None: torch's default, half an hour, which a mesh's own groups always have.
+        mesh: has all ranks and dimensions named after AXES, in any order. A missing dimension has
+            size 1.
+        shard: split parameters, gradients and optimizer state over the replicas (FSDP2) instead of
+            storing them in each.
+        timeout: seconds to wait for another rank; None: torch's default, half an hour, which a
+            mesh's built-in groups always have.
 
     Attributes:
         data, context, tensor: the sizes.
-        part, place: this rank's number in the dimensions data and context.
+        part, place: this rank's index in the dimensions data and context.
         data_group: the ranks with other batches, the same rows and the same part of the model.
         context_group: the ranks with other rows of the same batch.
-        replica_group: both: those with the same part of the model.
-        wrapping: the same ranks by ("replica", "shard", "tensor"), as `fully_shard` and `parallelize_module` take them.
+        replica_group: both, the ranks with the same part of the model.
+        wrapping: the same ranks by ("replica", "shard", "tensor"), for `fully_shard` and
+            `parallelize_module`.
 
     Raises:
-        ValueError: dimensions of other names, or not all ranks; context and tensor at once.
+        ValueError: unknown dimensions, missing ranks, or both context and tensor.
     """
 
     def __init__(self, mesh: DeviceMesh, *, shard: bool = False, timeout: float | None = None) -> None:
@@ -107,7 +115,7 @@ class Mesh:
 
     @property
     def splits(self) -> bool:
-        """Whether a rank has less than the whole of some parameter."""
+        """Return True if a rank has less than a full copy of some parameter."""
         return self.tensor > 1 or (self.shard and self.replicas > 1)
 
     def __str__(self) -> str:
@@ -116,16 +124,17 @@ class Mesh:
 
 
 def _mesh_with_timeout(device: str, ranks: torch.Tensor, names: tuple[str, ...], timeout: float | None) -> DeviceMesh:
-    """A device mesh of groups whose collectives give up after a time."""
+    """Return a device mesh with groups whose collectives have a timeout."""
     return DeviceMesh.from_group(_groups(ranks, timeout), device, mesh=ranks, mesh_dim_names=names)
 
 
 def _groups(ranks: torch.Tensor, timeout: float | None) -> list[dist.ProcessGroup]:
-    """This rank's group in each dimension."""
+    """Return this rank's group in each dimension."""
     wait = None if timeout is None else datetime.timedelta(seconds=timeout)
     own = []
     for dim in range(ranks.dim()):
         lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-        made = [dist.new_group(line, timeout=wait) for line in lines]  # every rank makes all of them, in this order
+        # Every rank must create all groups in this order.
+        made = [dist.new_group(line, timeout=wait) for line in lines]
         own.append(next(group for group, line in zip(made, lines) if dist.get_rank() in line))
     return own

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run tells: one JSON object a line, and a picture of the losses."""
+"""The metrics of a training run: JSON lines and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """The rows of a run, in `path` too unless that is None: {"step": 50, "loss": 4.2, ...}, in order of their steps."""
+    """The rows of a run, such as {"step": 50, "loss": 4.2}, in order; also written to `path`."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.rows: list[Row] = []
 
     def resume(self, step: int) -> None:
-        """Keeps what is written up to `step`: what came after is going to be computed, and written, again."""
+        """Drop rows after `step`, which the resumed run computes and writes again."""
         if self.path is None:
             return
         self.rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else []
@@ -38,10 +38,10 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a file; a last line that was cut off in the middle is left out.
+    """Return the rows of a file without an incomplete last line.
 
     Raises:
-        ValueError: another line that is no JSON object, named by its number.
+        ValueError: another line is not a JSON object; the message has its number.
     """
     lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
@@ -49,16 +49,16 @@ def read_metrics(path: Path) -> list[Row]:
         try:
             rows += [parse(line, "the line")] if line else []
         except ValueError as error:
-            if number < len(lines):  # the last one lacks its line break
+            if number < len(lines):  # the last line lacks its line break
                 raise ValueError(f"{path}, line {number}: no JSON object: {line[:60]!r}") from error
     return rows
 
 
 def plot_losses(rows: Sequence[Row], path: Path, title: str = "") -> Path:
-    """Draws every "…loss" of the rows over the steps.
+    """Draw every "...loss" of the rows over the steps.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     from ..viz import figure, save
 
@@ -78,12 +78,14 @@ def plot_losses(rows: Sequence[Row], path: Path, title: str = "") -> Path:
 
 
 def plot_epochs(rows: Sequence[Row], path: Path, title: str = "") -> Path:
-    """Draws the epochs that `Recipe.epoch_steps` made rows of: the losses on the left, the masked accuracies on the right.
+    """Draw the epochs that `Recipe.epoch_steps` recorded: losses left, masked accuracies right.
 
-    Masked accuracy is the share of tokens, padding aside, that the likeliest token gets right with the words before it given.
+    Masked accuracy is the share of tokens, without padding, that the likeliest token matches under
+    teacher forcing.
 
     Raises:
-        ValueError: no row is an epoch's. ImportError: without matplotlib.
+        ValueError: no row is an epoch's.
+        ImportError: matplotlib is not installed.
     """
     from ..viz import figure, save
 
@@ -110,10 +112,10 @@ def plot_epochs(rows: Sequence[Row], path: Path, title: str = "") -> Path:
 
 
 def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") -> Path:
-    """Draws several runs' losses over the steps on the left, and on the right what `evaluate` found besides: a line for each run and name.
+    """Draw several runs: losses left, other results of `evaluate` right, a line per run and name.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     from ..viz import figure, save
 
@@ -122,7 +124,8 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") ->
     for axis, loss in zip(fig.subplots(1, 2), (True, False)):
         for run, rows in runs.items():
             told = dict.fromkeys(name for row in rows for name in row if name not in passed and name.endswith("loss") == loss)
-            names = [name for name in told if not name.startswith("distance")]  # of another scale: viz draws them
+            # Distances have another scale; viz draws them.
+            names = [name for name in told if not name.startswith("distance")]
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if name in row]
                 shown = f"{run}: {name.replace('_', ' ')}" if run else name.replace("_", " ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is minimised: the loss that a model of `pytransformer.models` computes of a batch, and how well it does on held-out ones."""
+"""The training objective of `pytransformer.models`, and its held-out metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .batching import IGNORED, Batch
 
 
 def of_model(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-    """(the model's mean loss, over how many labels): `model(**batch).loss`, label smoothing included if its config says so."""
+    """Return the mean of `model(**batch).loss` and its label count; label smoothing included."""
     return model(**batch).loss, int((batch["labels"] != IGNORED).sum())
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """The mean loss and the share of labels that the likeliest token gets right, teacher-forced. For encoder-decoders."""
+    """Return the mean loss and the teacher-forced top-1 accuracy of an encoder-decoder."""
     loss_sum, right, count = 0.0, 0, 0
     for batch in batches:
         out = model(**batch)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is split over the ranks of a mesh, and its state as one process has it.
+"""A model split over the ranks of a mesh, and its state as a single process has it.
 
-Splitting is torch.distributed's: `parallelize_module` with the model's plan, and FSDP2's `fully_shard`, which also adds gradients up over
-the data where parameters stay whole (a mesh of (replicas, 1)): DDP takes no DTensors.
+torch.distributed does the splitting: `parallelize_module` with the model's plan, and FSDP2's
+`fully_shard`. `fully_shard` also reduces gradients over the data if parameters stay unsplit (a mesh
+of (replicas, 1)), because DDP does not support DTensors.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from ..nn.blocks import Block
 from ..nn.parallel import gathered, names_before, parted
 from .mesh import Mesh
 
-# Whose step of a number depends on others of the same matrix: of a part of it another step would come out.
+# An optimizer whose step on an element depends on the rest of the matrix is wrong on a part.
 BY_MATRIX = ("Adafactor", "Muon", "LBFGS")
 
 
 class SplitModel:
-    """The part of a model that this rank has.
+    """The part of a model on this rank.
 
     Args:
-        whole: the model, the same on all ranks. It gives its parameters away, and gets them back by :meth:`give_back`.
-        mesh: over whose ranks it is split.
-        device: where the part goes.
+        whole: the model, equal on all ranks. It loses its parameters until :meth:`give_back`.
+        mesh: the mesh to split the model over.
+        device: the device of the part.
 
     Attributes:
-        model: the part, to be trained.
+        model: the part, ready for training.
 
     Raises:
         ValueError: the model has no plan, or its plan does not fit the mesh.
@@ -44,7 +45,7 @@ class SplitModel:
         self.whole, self.mesh = whole, mesh
         self._shapes = {name: t.shape for name, t in whole.state_dict().items()}
         self._order = [name for name, _ in whole.named_parameters()]
-        # The copy has the very tensors of the model, so that no rank ever holds two models.
+        # The copy shares the model's tensors, so that no rank holds two models.
         shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in whole.parameters()}
         self.model = copy.deepcopy(whole, shared).to(device)
         _split(self.model, mesh)
@@ -53,10 +54,13 @@ class SplitModel:
         self._parameters = dict(self.model.named_parameters())
 
     def make_optimizer(self, make: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Of the part's parameters, those of one kind in a group: one kernel call takes parameters of one mesh only.
+        """Return an optimizer of the part's parameters, grouped by mesh.
+
+        A fused optimizer kernel accepts parameters of one mesh only.
 
         Raises:
-            ValueError: an optimizer rather than what makes one; or one whose step of a part is not the part of its step.
+            ValueError: `make` is an optimizer instead of a factory, or its step depends on a full
+                matrix.
         """
         if isinstance(make, torch.optim.Optimizer):
             raise ValueError(
@@ -72,11 +76,11 @@ class SplitModel:
         return optimizer
 
     def state(self, keep: bool) -> dict[str, torch.Tensor]:
-        """The state_dict of the whole model, on the CPU. Every rank must call; one that does not keep it gets {}."""
+        """Return the full model's state_dict on the CPU, {} unless `keep`; every rank calls it."""
         return gathered(self.model, self.model.state_dict(), keep=keep, device=torch.device("cpu"))
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes this rank's part of a whole model's state_dict.
+        """Load this rank's part of a full model's state_dict.
 
         Raises:
             ValueError: other names or shapes.
@@ -95,7 +99,10 @@ class SplitModel:
                 local(t).copy_(local(like(parts[name], t)))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
-        """The state_dict of an optimizer of the whole model, on the CPU. Every rank must call; one that does not keep it gets {}."""
+        """Return the full optimizer's state_dict on the CPU, or {} unless `keep`.
+
+        Every rank must call.
+        """
         state = optimizer.state_dict()
         by_name = {name: state["state"].get(i, {}) for i, name in enumerate(self._names(optimizer))}
         entries = dict.fromkeys(entry for found in by_name.values() for entry in found)
@@ -104,7 +111,8 @@ class SplitModel:
             values = {name: by_name[name][entry] for name in self._parameters if entry in by_name[name]}
             tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and t.dim()}
             before = names_before(self.model, values)
-            whole = {before[name]: value for name, value in values.items() if name not in tensors}  # as the count of steps
+            # Entries such as the step count.
+            whole = {before[name]: value for name, value in values.items() if name not in tensors}
             whole |= gathered(self.model, tensors, keep=keep, device=torch.device("cpu"))
             for name, value in whole.items():
                 found.setdefault(self._order.index(name), {})[entry] = value
@@ -112,7 +120,7 @@ class SplitModel:
         return {"state": found, "param_groups": [group | {"params": list(range(len(self._order)))}]} if keep else {}
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the state_dict of an optimizer of the whole model."""
+        """Load this rank's part of the full optimizer's state_dict."""
         entries = dict.fromkeys(entry for found in state["state"].values() for entry in found)
         found: dict[int, dict[str, Any]] = {}
         for entry in entries:
@@ -121,7 +129,8 @@ class SplitModel:
             for i, name in enumerate(self._names(optimizer)):
                 if name in parts:
                     value = parts[name]
-                    if isinstance(value, torch.Tensor):  # parts of a matrix count their steps apart
+                    # Parts of a matrix have separate step counts.
+                    if isinstance(value, torch.Tensor):
                         value = like(value, self._parameters[name]) if value.dim() else value.clone()
                     found.setdefault(i, {})[entry] = value
         own = optimizer.state_dict()["param_groups"]
@@ -129,17 +138,17 @@ class SplitModel:
         optimizer.load_state_dict({"state": found, "param_groups": groups})
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Of the optimizer's parameters, in its order."""
+        """Return the names of the optimizer's parameters in its order."""
         names = {id(p): name for name, p in self._parameters.items()}
         return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
     def sync_gradients(self, now: bool) -> None:
-        """Whether the next backward adds gradients up over the data."""
+        """Set whether the next backward reduces gradients over the data."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(now)
 
     def finish_gradients(self, parameters: Iterable[torch.Tensor], factor: float, clip: float | None) -> float:
-        """Times a factor, and clipped to a norm of the whole gradient, which is returned."""
+        """Scale gradients by a factor, clip them to a global norm, and return that norm."""
         kinds = list(by_mesh(parameters).values())
         gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
         for kind in gradients:
@@ -151,7 +160,10 @@ class SplitModel:
         return total.item()
 
     def give_back(self) -> None:
-        """The whole model has its parameters and buffers again, trained. Every rank must call, and has memory for all of them."""
+        """Return the trained parameters and buffers to the full model.
+
+        Every rank must call and needs memory for all of them.
+        """
         state, own = self.state(keep=True), self.whole.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, t in state.items():
@@ -175,19 +187,19 @@ def _split(model: nn.Module, mesh: Mesh) -> None:
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """Return this rank's part of a tensor."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def like(whole: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, split as `t` is, without a message: every rank has it."""
+    """Return the full tensor split like `t`, without communication, because every rank has it."""
     if not isinstance(t, DTensor):
         return whole.to(t.device)
     return distribute_tensor(whole.to(t.device), t.device_mesh, t.placements, src_data_rank=None)
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
-    """The tensors that one call on many may take together: those of one mesh; plain ones."""
+    """Return the tensors grouped by mesh, for multi-tensor calls; plain tensors form one group."""
     found: dict[Any, list[torch.Tensor]] = {}
     for t in tensors:
         found.setdefault(t.device_mesh if isinstance(t, DTensor) else None, []).append(t)

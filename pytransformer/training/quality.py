@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good translations are beside those of people: BLEU and chrF, by sacrebleu (the extra `corpora`)."""
+"""Translation quality: BLEU and chrF by sacrebleu (the extra `corpora`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from .text import Pair
 
 
 def translation_scores(said: Sequence[str], wanted: Sequence[str]) -> dict[str, Any]:
-    """Corpus BLEU and chrF (0 to 100) of translations with one reference each, and sacrebleu's signatures, by which they compare.
+    """Return corpus BLEU and chrF (0 to 100) against one reference each, with signatures.
 
-    Sources: Papineni et al. 2002, Popović 2015; Post, "A Call for Clarity in Reporting BLEU Scores" (2018).
+    sacrebleu's signatures make scores comparable. Sources: Papineni et al. 2002, Popović 2015;
+    Post, "A Call for Clarity in Reporting BLEU Scores" (2018).
 
     Raises:
-        ImportError: sacrebleu is not installed. ValueError: no translation, or not as many as references.
+        ImportError: sacrebleu is not installed.
+        ValueError: no translation, or another number than references.
     """
     sacrebleu = require("sacrebleu", "corpora", "BLEU and chrF")
     if not said or len(said) != len(wanted):
@@ -33,23 +35,24 @@ def translation_scores(said: Sequence[str], wanted: Sequence[str]) -> dict[str, 
 
 
 def from_memory(memory: Sequence[Pair], texts: Sequence[str]) -> list[str]:
-    """The simple translator to beat: for each text the target of the source in `memory` that is most like it, no network at all.
+    """Return, for each text, the target of the most similar source in `memory`, as a baseline.
 
-    Ties: the first pair. A text without a known word is answered with itself.
+    The first pair wins a tie. A text without a known word is returned unchanged.
     """
     found = most_alike([pair.source for pair in memory], texts, 1)
     return [memory[best[0]].target if best else text for text, best in zip(texts, found)]
 
 
 def most_alike(memory: Sequence[str], texts: Sequence[str], count: int, look_at: int | None = None) -> list[list[int]]:
-    """For each text the indices of the `count` texts of the memory that are most like it, the best first; fewer, where fewer have a word
-    in common.
+    """Return, for each text, the indices of the `count` most similar memory texts, best first.
 
-    Likeness is the cosine of word counts weighed by log(number of texts / texts with the word). Ties: the first.
+    The list is shorter if fewer texts share a word. Similarity is the cosine of word counts
+    weighted by log(number of texts / texts with the word). The first text wins a tie.
 
     Args:
-        look_at: a text's words count from the rarest on, until so many texts of the memory have been met; None: all words. With 25,000
-            texts on each side 1,000 takes 20 seconds, and all an hour: what most texts have says little.
+        look_at: count words from the rarest on until this many memory texts have matched; None: all
+            words. With 25,000 texts on each side, 1,000 takes 20 seconds and None an hour; frequent
+            words add little.
     """
     words = [Counter(_words(text)) for text in memory]
     holders: dict[str, list[int]] = defaultdict(list)

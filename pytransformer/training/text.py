@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts from files: sentence pairs from two columns, one text a line."""
+"""Texts from files: sentence pairs from two columns, or one text per line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Pair(NamedTuple):
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
-    """Sentence pairs of a UTF-8 file with two columns, a tab between them. Empty lines are passed over.
+    """Return the sentence pairs of a UTF-8 file with two tab-separated columns; skip empty lines.
 
     Raises:
-        ValueError: a line that is not two texts with a tab between, named by its number; no pair at all; not UTF-8.
+        ValueError: a line is not two texts with a tab between them (the message has its number),
+            there is no pair, or the file is not UTF-8.
         OSError: the file cannot be read.
     """
     pairs = []
@@ -33,7 +34,7 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file that are not empty.
+    """Return the nonempty lines of a UTF-8 file.
 
     Raises:
         ValueError: no line, or not UTF-8.
@@ -46,10 +47,10 @@ def read_texts(path: str | Path) -> list[str]:
 
 
 def write_pairs(path: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
-    """Writes what :func:`read_pairs` reads.
+    """Write a file for :func:`read_pairs`.
 
     Raises:
-        ValueError: a text with a tab or a line break in it, or an empty one.
+        ValueError: a text is empty or contains a tab or a line break.
     """
     lines = []
     for pair in pairs:
@@ -60,13 +61,14 @@ def write_pairs(path: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def split_pairs(pairs: list[Pair], every: int = 20, key: Callable[[str], str] | None = None) -> tuple[list[Pair], list[Pair]]:
-    """(training, held-out) pairs: one source sentence in `every` is held out, with all its translations.
+    """Return (training, held-out) pairs; one source in `every` is held out with all translations.
 
-    The choice hangs on the sentence alone, so a pair that occurs twice is never on both sides.
+    The choice depends on the sentence only, so equal pairs are on the same side.
 
     Args:
-        key: sentences with the same key are one sentence; then a held-out pair's target is no target of training either. Of the pairs
-            that sources or targets connect, directly or through others, all are held out or none.
+        key: sentences with the same key count as one, and no held-out target is a training target.
+            Pairs connected by sources or targets, directly or indirectly, are held out together or
+            not at all.
     """
     import zlib
 
@@ -79,7 +81,7 @@ def split_pairs(pairs: list[Pair], every: int = 20, key: Callable[[str], str] | 
 
 
 def _connected(pairs: list[Pair], key: Callable[[str], str]) -> list[str]:
-    """For each pair the least key of the group that it belongs to: pairs with a source or a target in common (union-find)."""
+    """Return the min key of each pair's group, connected by sources or targets (union-find)."""
     parent: dict[tuple[int, str], tuple[int, str]] = {}
 
     def root(node: tuple[int, str]) -> tuple[int, str]:
@@ -95,7 +97,7 @@ def _connected(pairs: list[Pair], key: Callable[[str], str]) -> list[str]:
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """(number, line) of the lines that are not blank."""
+    """Return (number, line) of the lines that are not blank."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte-pair tokenizers, trained on one's own texts with the `tokenizers` library (the extra `models`)."""
+"""Byte-pair tokenizers, trained with the `tokenizers` library (the extra `models`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PURPOSE = "training and loading tokenizers"
 
 
 class Tokenizer:
-    """Text to token ids and back. `<s>` and `</s>` enclose a sequence, and are BERT's [CLS] and [SEP]."""
+    """A map from text to token ids and back; `<s>` and `</s>` are also BERT's [CLS] and [SEP]."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -28,13 +28,15 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int, *, special: Sequence[str] = ()) -> Tokenizer:
-        """Learns byte-pair merges (Sennrich et al. 2016, section 3.2) until there are `vocabulary` tokens or nothing to merge.
+        """Train byte-pair merges (Sennrich et al. 2016, section 3.2) up to `vocabulary` tokens.
 
-        Numbers and punctuation are never joined with letters; spaces are kept as "▁", so that decoding restores the text.
+        Numbers and punctuation never merge with letters. Spaces become "▁", so that decoding
+        restores the text.
 
         Args:
-            texts: what to learn from.
-            vocabulary: the number of tokens at most, with the special ones and every character of the texts.
+            texts: the training texts.
+            vocabulary: max number of tokens, including the special ones and every character of the
+                texts.
             special: further tokens that are never split, such as a delimiter.
         """
         tokenizers = require("tokenizers", "models", _PURPOSE)
@@ -52,7 +54,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Reads what `save` wrote.
+        """Read the output of `save`.
 
         Raises:
             ValueError: the file is not a tokenizer.
@@ -72,16 +74,19 @@ class Tokenizer:
         _files.write_text(Path(path), self._inner.to_str())
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return self._inner.get_vocab_size()
 
     @property
     def fingerprint(self) -> str:
-        """The same for tokenizers that encode alike: a model is only good with the tokenizer that it was trained with."""
+        """Return a hash that is equal for tokenizers with equal encodings.
+
+        A model works only with the tokenizer it was trained with.
+        """
         return hashlib.sha256(self._inner.to_str().encode()).hexdigest()[:16]
 
     def id(self, token: str) -> int:
-        """The id of one token.
+        """Return the id of one token.
 
         Raises:
             ValueError: there is no such token.
@@ -92,26 +97,26 @@ class Tokenizer:
         return number
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text's tokens, without `<s>` and `</s>`."""
+        """Return the ids of the text's tokens, without `<s>` and `</s>`."""
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids; special tokens are left out."""
+        """Return the text of the ids, without special tokens."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each token as it is written in the vocabulary: the labels of an attention map."""
+        """Return each token as written in the vocabulary, for the labels of an attention map."""
         return [self._inner.id_to_token(int(i)) for i in ids]
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, vocabulary: int, fingerprint: str | None = None) -> None:
-    """Whether a tokenizer and a model belong together.
+    """Raise unless the tokenizer and the model belong together.
 
     Raises:
-        ValueError: another number of tokens than the model embeds, or another tokenizer than it was trained with.
+        ValueError: the sizes differ, or the model was trained with another tokenizer.
     """
     if len(tokenizer) != vocabulary:
         raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} tokens, and the model was trained with {vocabulary}")

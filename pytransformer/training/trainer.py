@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trainer for every model: accumulation, autocast, DDP, metrics, and checkpoints that resume bit for bit."""
+"""One trainer for every model: accumulation, autocast, DDP, metrics, bit-exact resuming."""
 
 from __future__ import annotations
 
@@ -38,26 +38,28 @@ from .schedule import Schedule
 if TYPE_CHECKING:
     from .parallel import SplitModel
 
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of parameters, or of groups of them
-# (model, batch) -> (the mean loss over what the batch asks for, of how many tokens or examples that is the mean)
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of parameters or groups of them
+# (model, batch) -> (mean loss, number of tokens or examples in that mean)
 Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 Evaluate = Callable[[nn.Module], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. A step uses `accumulate` batches of every process, and weighs all their tokens alike."""
+    """Training settings; a step weights all tokens of its `accumulate` batches equally."""
 
     steps: int
     accumulate: int = 1
-    autocast: torch.dtype | None = None  # torch.bfloat16: matrix products and attention in bf16, parameters as they are
-    clip: float | None = None  # of the gradient's norm
+    # torch.bfloat16: matmuls and attention in bf16, parameters unchanged
+    autocast: torch.dtype | None = None
+    clip: float | None = None  # max gradient norm
     log_every: int = 50
     evaluate_every: int = 0  # 0: at the end only
-    epoch_steps: int = 0  # after each so many an epoch is told: its mean loss, and what evaluate finds; 0: never
+    # Steps after which an epoch's mean loss and evaluation are logged; 0: never.
+    epoch_steps: int = 0
     save_every: int = 0  # 0: at the end only
-    keep: int = 2  # checkpoints
-    seed: int = 0  # of dropout
+    keep: int = 2  # number of checkpoints
+    seed: int = 0  # for dropout
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "log_every", "keep"):
@@ -66,14 +68,14 @@ class Recipe:
 
 
 class Diverged(RuntimeError):
-    """The loss, the gradient or a parameter is no longer a finite number."""
+    """The loss, the gradient or a parameter is not finite."""
 
 
 _ADAM = partial(torch.optim.Adam, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
 class _Step(nn.Module):
-    """The model with its objective: what DDP wraps, because its hooks hang on one forward call."""
+    """The model with its objective, wrapped by DDP, whose hooks need one forward call."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
@@ -84,25 +86,29 @@ class _Step(nn.Module):
 
 
 class Trainer:
-    """Trains a model and keeps in `out` its metrics (metrics.jsonl) and checkpoints.
+    """A training run that writes metrics (metrics.jsonl) and checkpoints to `out`.
 
-    Every random number of a step hangs on the seed, the step and the rank alone, and every batch on the seed and its place. So a
-    checkpoint needs no generator's state, and a run that resumes ends with the very bits of one that was never interrupted.
+    Each random number of a step depends only on the seed, the step and the rank; each batch depends
+    on the seed and its position. A checkpoint needs no generator state, and a resumed run is
+    bit-identical to an uninterrupted one.
 
     Args:
-        model: any module; it is moved to the world's device.
-        objective: (model, batch) -> (mean loss, count). Gradients are those of the mean over the counts of all processes and
-            accumulated batches together, so that accumulation and DDP change the result by rounding only.
-        batches: what to learn from.
-        recipe: how.
+        model: any module; it moves to the world's device.
+        objective: (model, batch) -> (mean loss, count). Gradients belong to the mean over the
+            counts of all processes and accumulated batches, so accumulation and DDP change the
+            result by rounding only.
+        batches: the training data.
+        recipe: the settings.
         schedule: the learning rate of each step, counted from 1.
-        out: folder for metrics and checkpoints; None keeps none.
-        optimizer: one of the model's parameters, or what makes one of parameters, as `partial(torch.optim.AdamW, lr=0.0)`: a mesh that
-            splits them needs that. Default: Adam with betas (0.9, 0.98) and eps 1e-9 (Vaswani et al. 2017, section 5.3).
+        out: folder for metrics and checkpoints; None writes none.
+        optimizer: an optimizer of the model's parameters or a factory such as
+            `partial(torch.optim.AdamW, lr=0.0)`, which a mesh that splits parameters requires.
+            Default: Adam with betas (0.9, 0.98) and eps 1e-9 (Vaswani et al. 2017, section 5.3).
         evaluate: model (in eval mode, without gradients) -> figures for the metrics.
-        world: from `distributed()`; None: this process alone, on the model's device. Where its mesh splits parameters over processes,
-            `trainer.model` is this process's part, and `model` has no parameters until :meth:`gather` gives them back.
-        console: where progress goes; None: nowhere.
+        world: from `distributed()`; None: this process alone, on the model's device. If its mesh
+            splits parameters, `trainer.model` is this process's part, and `model` has no parameters
+            until :meth:`gather`.
+        console: the output for progress; None: no output.
     """
 
     def __init__(
@@ -126,7 +132,7 @@ class Trainer:
         self.evaluate, self.console = evaluate, console if self.world.first else None
         self.split: SplitModel | None = None
         if self.world.splits:
-            from .parallel import SplitModel  # torch.distributed.tensor takes longer to import than all of this package
+            from .parallel import SplitModel  # imports slower than all of this package
 
             assert self.world.mesh is not None
             self.split = SplitModel(model, self.world.mesh, self.world.device)
@@ -143,14 +149,15 @@ class Trainer:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         self.metrics = Metrics(out / "metrics.jsonl" if out is not None and self.world.first else None)
-        self.step, self.epoch, self.position = 0, 0, 0  # position: batches of this epoch that are used up
+        self.step, self.epoch, self.position = 0, 0, 0  # position: batches used in this epoch
         self.last_loss = math.nan
-        self.epoch_sums = [0.0, 0.0]  # loss times labels and labels, of this process, since the last epoch was told
-        self.log_sums = [0.0, 0.0]  # the same since the last row of the metrics
+        # Loss * labels and labels of this process since the last epoch row.
+        self.epoch_sums = [0.0, 0.0]
+        self.log_sums = [0.0, 0.0]  # the same since the last metrics row
         self._damaged: list[Path] = []
 
     def fit(self, until: int | None = None) -> None:
-        """Trains up to step `until`, or to the recipe's last one, from where the trainer stands. Writes a checkpoint at the end.
+        """Train up to step `until`, or the recipe's last step; write a checkpoint at the end.
 
         Raises:
             Diverged: the loss or the gradient is not finite.
@@ -187,14 +194,17 @@ class Trainer:
                     self.save()
 
     def gather(self) -> None:
-        """Gives the model that the trainer was made with its trained parameters back, where they were split over processes. Every process
-        must call, and has memory for all of them."""
+        """Return the trained parameters to the original model if they were split.
+
+        Every process must call and needs memory for all of them.
+        """
         if self.split is not None:
             self.split.give_back()
 
     def save(self) -> Path | None:
-        """Writes a checkpoint of this step and removes all but the newest `recipe.keep`. Returns its path. Every process calls it, and the
-        first one writes: of a model that is split it gathers the whole, on the CPU.
+        """Write a checkpoint of this step, prune older ones to `recipe.keep`, and return its path.
+
+        Every process must call; the first one writes. A split model is gathered on the CPU.
 
         Raises:
             Diverged: a parameter is not finite. Nothing is written.
@@ -217,7 +227,7 @@ class Trainer:
         facts |= {"epoch_sums": self.epoch_sums, "log_sums": self.log_sums}
         path = checkpoint_path(self.out, self.step)
         write_checkpoint(path, Checkpoint(named, facts))
-        for damaged in self._damaged:  # else it would count as one of the newest
+        for damaged in self._damaged:  # otherwise it would count as one of the newest
             if damaged != path:
                 damaged.unlink(missing_ok=True)
         self._damaged = []
@@ -225,12 +235,14 @@ class Trainer:
         return path
 
     def resume(self, path: Path | None = None) -> bool:
-        """Goes back to a checkpoint, by default the newest one of `out` that can be read, and warns of
-        damaged ones. Returns False if there is none.
+        """Load a checkpoint, by default the newest readable one of `out`; return False without one.
+
+        Damaged checkpoints give a warning.
 
         Raises:
-            ValueError: the checkpoint is damaged, of another model, or of a run with other batches or seeds, which could not go on. With
-                as many batches a step on another mesh the run goes on equal but for rounding, on the same one bit for bit.
+            ValueError: the checkpoint is damaged or belongs to another model, or to a run with
+                other batches or seeds. With the same number of batches per step, another mesh
+                continues up to rounding, and the same mesh bit for bit.
         """
         if path is None:
             result = newest_whole(self.out) if self.out is not None else None
@@ -265,7 +277,10 @@ class Trainer:
         return True
 
     def _run(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to go on; the number of steps may change, and which process computes which batch."""
+        """Return the settings that a resumed run must share.
+
+        The number of steps and the assignment of batches to processes may change.
+        """
         recipe = {k: str(v) for k, v in asdict(self.recipe).items() if k in ("autocast", "clip", "seed")}
         batches = {"examples": len(self.batches.examples), "batch_size": self.batches.batch_size, "order": self.batches.seed}
         parts = self.world.parts
@@ -286,14 +301,15 @@ class Trainer:
             self.epoch, self.position = self.epoch + 1, 0
 
     def _train_step(self, stream: Iterator[Batch]) -> tuple[float, int]:
-        """One step of the optimizer: (mean loss of this process's batches, their count)."""
+        """Take one optimizer step; return this process's mean loss and count."""
         recipe, device = self.recipe, self.world.device
         self.step += 1
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = torch.zeros((), device=device, dtype=torch.float64), 0
         for number in range(recipe.accumulate):
             batch = next(stream)
-            # By the batch's place in the step, whichever process has it: the masks of dropout are the same on every mesh.
+            # Seed by the batch's position in the step, so that dropout masks are equal on every
+            # mesh.
             torch.manual_seed(mix(recipe.seed, self.step, number * self.world.parts + self.world.part, *self.world.rows))
             with self._no_sync(number), self._context():
                 with torch.autocast(device.type, dtype=recipe.autocast, enabled=recipe.autocast is not None):
@@ -305,12 +321,13 @@ class Trainer:
         total_loss, total = self.world.total(sums).tolist()
         rate = self.schedule(self.step)
         self.last_loss = loss_sum.item() / count_sum
-        if not math.isfinite(total_loss):  # on every process, so that none waits for one that has given up
+        if not math.isfinite(total_loss):  # on every process, so that none waits for a failed one
             raise Diverged(
                 f"the loss is {total_loss / total} at step {self.step} (learning rate {rate:.3g}): a lower rate, a longer warm-up or "
                 "a bound of the gradient's norm may help; the checkpoints of before are as they were"
             )
-        norm = self._finish_gradients(self.world.replicas / total)  # DDP has divided by the number of replicas already
+        # DDP has already divided by the number of replicas
+        norm = self._finish_gradients(self.world.replicas / total)
         if not math.isfinite(norm):
             raise Diverged(
                 f"the gradient's norm is {norm} at step {self.step} (loss {total_loss / total:.4g}); the parameters and the "
@@ -322,7 +339,7 @@ class Trainer:
         return self.last_loss, count_sum
 
     def _no_sync(self, number: int) -> AbstractContextManager[Any]:
-        """Gradients are added up over the processes once a step, with the last batch."""
+        """Skip the gradient reduction for all but the step's last batch."""
         if self.split is not None:
             self.split.sync_gradients(number == self.recipe.accumulate - 1)
         if isinstance(self._step, nn.parallel.DistributedDataParallel) and number < self.recipe.accumulate - 1:
@@ -330,7 +347,7 @@ class Trainer:
         return nullcontext()
 
     def _context(self) -> AbstractContextManager[None]:
-        """Within it a batch's sequences are split over the processes that share it."""
+        """Split a batch's sequences over the processes that share it."""
         mesh = self.world.mesh
         if mesh is None or mesh.context_group is None:
             return nullcontext()
@@ -339,7 +356,7 @@ class Trainer:
         return context_parallel(self.model, mesh.context_group)
 
     def _finish_gradients(self, factor: float) -> float:
-        """Times a factor, and clipped. Returns the norm before clipping."""
+        """Scale and clip the gradients; return the norm before clipping."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.split is not None:
             return self.split.finish_gradients(parameters, factor, self.recipe.clip)
@@ -352,7 +369,8 @@ class Trainer:
 
     def _log(self, steps: int, tokens: int, seconds: float) -> None:
         sums = self._over_processes([*self.log_sums, tokens])
-        if self.step % self.recipe.log_every == 0 or self.step == self.recipe.steps:  # else fit(until=...) ends here
+        # Else fit(until=...) ends here.
+        if self.step % self.recipe.log_every == 0 or self.step == self.recipe.steps:
             self.log_sums = [0.0, 0.0]
         row = {
             "step": self.step,
@@ -365,11 +383,11 @@ class Trainer:
         self._tell(row, f"loss {row['loss']:.4f}  {row['milliseconds_a_step']:.0f} ms a step")
 
     def _over_processes(self, numbers: list[float]) -> list[float]:
-        """The sums over all processes."""
+        """Return the sums over all processes."""
         return self.world.total(torch.tensor(numbers, dtype=torch.float64, device=self.world.device)).tolist()
 
     def _figures(self) -> dict[str, float]:
-        """What `evaluate` finds."""
+        """Return the results of `evaluate`."""
         if self.evaluate is None:
             return {}
         with evaluation(self.model), torch.no_grad():
@@ -383,12 +401,12 @@ class Trainer:
         self._tell({"step": self.step} | figures, told)
 
     def _gather_sums(self) -> None:
-        """Give the first process, which writes the checkpoint, the sums of all."""
+        """Send the sums of all processes to the first one, which writes the checkpoint."""
         sums = self._over_processes([*self.epoch_sums, *self.log_sums])
         self.epoch_sums, self.log_sums = (sums[:2], sums[2:]) if self.world.first else ([0.0, 0.0], [0.0, 0.0])
 
     def _trained(self, state: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of parameters in a state dict; a buffer may hold an infinite value."""
+        """Return the names of parameters in a state dict; a buffer may be infinite."""
         buffers = {name for name, _ in self.model.named_buffers()}
         return [name for name, t in state.items() if name not in buffers and t.is_floating_point()]
 
@@ -404,7 +422,7 @@ class Trainer:
         self._tell({"step": self.step, "epochs": number} | figures, f"epoch {number}: {told}", always=True)
 
     def _tell(self, row: dict[str, Any], text: str, always: bool = False) -> None:
-        """Writes a row, and prints it where no progress bar stands (`always`: above the bar too)."""
+        """Write a row; print it without a progress bar, or `always` above the bar."""
         if self.world.first:
             self.metrics.add(row)
         if self.console is not None and (always or not self.console.terminal):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A translator: an encoder-decoder with the tokenizers of its two languages, trained, saved, used and looked into."""
+"""A translator: an encoder-decoder with two tokenizers; train, save, translate, inspect."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FACTS = "translator.json"
 
 
 class Alignment(NamedTuple):
-    """A translation and what each of its tokens attended to."""
+    """A translation and the attention of each of its tokens."""
 
     text: str
     source_tokens: list[str]
-    target_tokens: list[str]  # with </s>, whose query says that the sentence is over
+    target_tokens: list[str]  # with </s>, whose query predicts the end
     weights: torch.Tensor  # (layers, heads, target tokens, source tokens)
 
 
@@ -43,11 +43,11 @@ class Translator:
     target: Tokenizer
 
     def translate(self, texts: Sequence[str], *, beams: int = 1, max_new_tokens: int | None = None) -> list[str]:
-        """The translations; at most `max_new_tokens` tokens each (None: twice the source's and 20)."""
+        """Return translations of up to `max_new_tokens` tokens (None: twice the source plus 20)."""
         return [self.target.decode(ids) for ids in self._translate_ids(texts, beams, max_new_tokens)[1]]
 
     def align(self, text: str, *, beams: int = 1) -> Alignment:
-        """Translates one sentence, and computes its cross-attention from what the fused kernels kept."""
+        """Translate one sentence and recompute its cross-attention from the saved lse."""
         (source,), (ids,) = self._translate_ids([text], beams, None)
         device = next(self.model.parameters()).device
         with evaluation(self.model), torch.no_grad(), taps(self.model, "decoder.*.cross_attention") as seen:
@@ -80,7 +80,7 @@ class Translator:
         return sources, made.lists()
 
     def save(self, folder: str | Path) -> None:
-        """Writes model, config and tokenizers."""
+        """Write model, config and tokenizers."""
         folder = Path(folder)
         self.model.save(folder)
         facts = {}
@@ -92,11 +92,11 @@ class Translator:
 
     @classmethod
     def load(cls, folder: str | Path) -> Translator:
-        """Reads what `save` wrote.
+        """Read the output of `save`.
 
         Raises:
-            FileNotFoundError: nothing is there.
-            ValueError: a file is damaged, or a tokenizer is not the one that the model was trained with.
+            FileNotFoundError: the folder has no translator.
+            ValueError: a file is damaged, or a tokenizer does not belong to the model.
         """
         folder = Path(folder)
         model = Transformer.load(folder).eval()
@@ -112,23 +112,23 @@ class Translator:
 
 @dataclass(frozen=True)
 class TranslationPlan:
-    """What `pytransformer train translate` trains, and how."""
+    """The settings of `pytransformer train translate`."""
 
     preset: str = "notes-small"
-    layers: int = 2  # of encoder and decoder each
-    epochs: int = 0  # told one by one, instead of steps; 0: none
+    layers: int = 2  # in the encoder and in the decoder
+    epochs: int = 0  # logged one by one, replaces steps; 0: unused
     d_model: int = 128
-    vocabulary: int = 7000  # tokens of each language at most
+    vocabulary: int = 7000  # max tokens of each language
     batch_size: int = 64
     steps: int = 1500
     warmup: int = 300
-    rate: float = 0.7  # times the paper's
+    rate: float = 0.7  # factor on the paper's rate
     dropout: float = 0.1
     seed: int = 0
 
 
 def new_translator(pairs: Sequence[Pair], plan: TranslationPlan) -> Translator:
-    """Untrained: tokenizers learned from the pairs, and a model with as many embeddings."""
+    """Return an untrained model with tokenizers trained on the pairs."""
     source, target = (Tokenizer.train([pair[side] for pair in pairs], plan.vocabulary) for side in (0, 1))
     torch.manual_seed(plan.seed)
     model = Transformer.from_preset(
@@ -147,7 +147,7 @@ def new_translator(pairs: Sequence[Pair], plan: TranslationPlan) -> Translator:
 
 
 def translation_batches(translator: Translator, pairs: Sequence[Pair], batch_size: int, seed: int = 0) -> Batches:
-    """The pairs in ids, batched by length; pairs longer than the model's positions are left out."""
+    """Return the pairs as ids, batched by length, without those beyond the model's positions."""
     source, target = translator.source, translator.target
     sides = zip(source.encode_all([p.source for p in pairs]), target.encode_all([p.target for p in pairs]))
     limit = translator.model.config.max_length
@@ -159,7 +159,7 @@ def translation_batches(translator: Translator, pairs: Sequence[Pair], batch_siz
 def translation_trainer(
     translator: Translator, train: Sequence[Pair], held_out: Sequence[Pair], plan: TranslationPlan, recipe: Recipe, **more: Any
 ) -> Trainer:
-    """A trainer of the translator; `more`: out, world and console of :class:`Trainer`."""
+    """Return a trainer of the translator; `more`: out, world and console of :class:`Trainer`."""
     batches = translation_batches(translator, train, plan.batch_size, plan.seed)
     checked = translation_batches(translator, held_out, plan.batch_size)
     sample = (
@@ -179,11 +179,11 @@ def translation_trainer(
 
 
 class Exactness(NamedTuple):
-    """How many held-out sentences are translated word for word."""
+    """The number of held-out sentences translated exactly."""
 
     right: int
     total: int
-    wrong: list[tuple[str, str, str]]  # source, what was said, what was wanted
+    wrong: list[tuple[str, str, str]]  # source, output, target
 
     @property
     def share(self) -> float:
@@ -191,7 +191,7 @@ class Exactness(NamedTuple):
 
 
 def translate_all(translator: Translator, texts: Sequence[str], *, beams: int = 1, batch_size: int = 100) -> list[str]:
-    """The translations in the order of the texts, made in batches of texts of like length."""
+    """Return the translations in the order of the texts; batches have texts of similar length."""
     said, order = [""] * len(texts), sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for first in range(0, len(order), batch_size):
         part = order[first : first + batch_size]
@@ -201,6 +201,6 @@ def translate_all(translator: Translator, texts: Sequence[str], *, beams: int = 
 
 
 def exactness(pairs: Sequence[Pair], said: Sequence[str]) -> Exactness:
-    """How many of the translations `said` are the pairs' targets, spaces aside."""
+    """Count the outputs that equal the pairs' targets, ignoring spaces."""
     wrong = [(p.source, s, p.target) for p, s in zip(pairs, said) if s.split() != p.target.split()]
     return Exactness(len(pairs) - len(wrong), len(pairs), wrong)

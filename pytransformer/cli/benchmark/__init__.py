@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer bench`: every op, on every backend that works here, checked and then timed beside other
-code.
+"""`pytransformer bench`: check and time every op on every working backend.
 
-command.py reads the command line; plan.py says which problems; runner.py takes one problem through check,
-clock and memory; results.py is the file format; report.py and plots.py are what people read. Who computes an
-op, and how, is in pytransformer.cli.providers.
+command.py reads the command line, plan.py selects the problems, and runner.py checks, times and
+measures the memory of one problem. results.py defines the file format; report.py and plots.py
+produce the output. pytransformer.cli.providers has the implementations that compute an op.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correctness before speed: nothing is timed that is not inside its bound against float64.
+"""Correctness before speed: time only results inside their float64 error bound.
 
-Our backends are held to the bound of `pytransformer.testing`, element by element. Naive code and PyTorch are
-peers, not kernels under test, and naive code rounds every intermediate result: they are held to PEER_EPS
-roundings of their dtype in the norm of each tensor, or to the bound where that is wider, which a wrong mask
-or a lost gradient misses by far.
+Our backends must meet the elementwise bound of `pytransformer.testing`. Naive code and PyTorch are
+peers, not kernels under test, and naive code rounds every intermediate result. Each of their
+tensors must be within PEER_EPS roundings of its dtype in the norm, or within the bound if that is
+wider. A wrong mask or a lost gradient exceeds this limit by far.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PEER_EPS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """`errors`: ||error|| / ||exact|| of each tensor. `error`, `bound`: of the tensor nearest to its bound in
-    that norm.
+    """The errors of one implementation.
 
-    `bound_used`: the largest elementwise error as a share of what is allowed. `wrong`: what is wrong, or
-    None.
+    `errors` is ||error|| / ||exact|| per tensor. `error` and `bound` belong to the tensor nearest
+    to its bound in that norm. `bound_used` is the largest elementwise error as a share of its
+    bound. `wrong` is the fault, or None.
     """
 
     errors: Mapping[str, float]
@@ -40,14 +40,17 @@ class Verdict:
 
 
 def upstream(problem: Problem, seed: int, on_device: bool = False) -> list[torch.Tensor]:
-    """Gradients to send back through the outputs of the op, the same for every provider; drawn on the device or, by default, the CPU."""
+    """Return the upstream gradients of the op's outputs, equal for every implementation.
+
+    They are drawn on the CPU by default, or on the device.
+    """
     generator = torch.Generator(problem.device if on_device else "cpu").manual_seed(seed)
     drawn = (torch.randn(shape, generator=generator, device=generator.device) for shape in output_shapes(problem))
     return [t.to(device=problem.device, dtype=problem.dtype) for t in drawn]
 
 
 def output_shapes(problem: Problem) -> list[tuple[int, ...]]:
-    """The shapes of the outputs of the op, as its fake kernel has them."""
+    """Return the output shapes of the op from its fake kernel."""
     op = OPS[problem.case.op]
     with torch.no_grad():
         a, _, _ = op.prepare(*problem.args, **problem.kwargs)
@@ -57,13 +60,13 @@ def output_shapes(problem: Problem) -> list[tuple[int, ...]]:
 def gradients(
     problem: Problem, outputs: Outputs, grads: list[torch.Tensor], **keywords: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of every leaf. An output may have a wider dtype than the inputs (a loss), and then so has its gradient."""
+    """Return every leaf's gradient; it has the outputs' dtype if that is wider (a loss)."""
     sent = [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
     return torch.autograd.grad(outputs, list(problem.leaves.values()), sent, allow_unused=True, **keywords)
 
 
 def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | None) -> dict[str, torch.Tensor | None]:
-    """Outputs, what was written into arguments and, given upstream `grads`, gradients of one provider, by name."""
+    """Return outputs, written arguments and, given upstream `grads`, gradients, by name."""
     found: dict[str, torch.Tensor | None] = {}
     grads = None if problem.case.forward_only else grads
     with prepared.context(), torch.set_grad_enabled(grads is not None):
@@ -75,9 +78,7 @@ def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | No
 
 
 def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: oracle.Solution, *, peer: bool) -> Verdict:
-    """Compares one provider's tensors with the exact `solution` of pytransformer.testing; see the module's
-    docstring.
-    """
+    """Compare one implementation's tensors with the exact `solution`; see the module docstring."""
     if peer:  # a peer may return a loss in a narrower dtype than ours
         found = {name: t if t is None else t.to(solution.results[name].dtype) for name, t in found.items()}
     checks = bounds.check(solution, dict(found), problem.dtype, limits=kit_of(problem.case.op).limits)
@@ -91,7 +92,7 @@ def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: 
         size = float(result.value.norm())
         if peer:
             allowed = max(allowed, PEER_EPS * torch.finfo(unit).eps * size)
-        scale = size or 1.0  # an exact result of zero: the error itself, and it must be zero too
+        scale = size or 1.0  # for an exact zero the error itself, which must be zero
         error = float((ours.detach().cpu().double() - result.value).norm()) / scale
         errors[check.name] = error
         shares[check.name] = (_share(error, allowed / scale), error, allowed / scale)

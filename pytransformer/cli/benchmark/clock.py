@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved timing: every contender takes one sample in each round, so that a noisy machine is noisy for
-all alike.
+"""Interleaved timing: every contender takes one sample in each round.
 
-One sample is `repeats` calls, enough to last SAMPLE_SECONDS, and gives one figure (seconds a call); the
-figures of a contender are summed up by their median and their 20 % and 80 % quantiles. Before the first sample a contender is called until
-it gets no faster, and before every sample once more, so that caches and allocator are as its own calls leave them, not as its
-neighbour's do; calls that take long enough to bring their own state are spared that. On CUDA the calls of a
-sample are enclosed by events, and a buffer larger than the L2 cache is overwritten before each, so that no
-contender finds its inputs there; `kernel_ms` tells the kernels' own time beside it. On the CPU the tensors are as
-warm as a loop leaves them, unless the caches are asked to be `cold`: then a buffer larger than the last of them
-is overwritten before each call.
+Noise from a busy machine therefore affects all contenders. One sample is `repeats` calls, enough to
+last SAMPLE_SECONDS, and gives seconds per call. The result of a contender is the median and the 20
+% and 80 % quantiles.
+
+Each contender is called until it stops getting faster, and once more before every sample, so that
+caches and allocator are in the state of its own calls. Long calls reach that state by themselves
+and skip this. On CUDA, events enclose each sample and a buffer larger than L2 is overwritten before
+it, so inputs start uncached; `kernel_ms` measures the kernels alone. On the CPU the caches stay
+warm. With `cold`, a buffer larger than the last-level cache is overwritten before each call.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from pathlib import Path
 import torch
 
 SAMPLE_SECONDS = 2e-3
-SLOW_SECONDS = 0.05  # a call this long needs no second one to warm up, and none before its samples
-SHORT_SECONDS, SHORT_ROUNDS = 0.01, 15  # a call this short gets so many samples: fresh pages come and go
-WARM_UP_CALLS, SETTLED = 8, 0.9  # at most so many, until one takes more than this share of the fastest before it
+SLOW_SECONDS = 0.05  # a call this long needs one warm-up call, and none before its samples
+# A call this short gets this many samples, because page faults come and go.
+SHORT_SECONDS, SHORT_ROUNDS = 0.01, 15
+# Max warm-up calls; stop if one takes more than this share of the fastest.
+WARM_UP_CALLS, SETTLED = 8, 0.9
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
-PATIENCE = 20.0  # seconds after which a contender has been timed enough, however few its samples
-HOPELESS = 5.0  # times the fastest: one sample says enough of calls that are long. PyTorch's bf16 products without AVX-512 are 100 times
-REST_SECONDS, BURSTS = 0.1, 5  # before each call of a burst; how many
+PATIENCE = 20.0  # stop timing a contender after this many seconds, however few its samples
+# Multiple of the fastest: one sample is enough for long calls. PyTorch's bf16 products without
+# AVX-512 are 100 times slower.
+HOPELESS = 5.0
+REST_SECONDS, BURSTS = 0.1, 5  # rest before each call of a burst; number of bursts
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`call` does the whole work once; `context()` is entered around each sample, outside the clock."""
+    """A contender: `call` does all the work once, `context()` wraps each sample off the clock."""
 
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager[object]]
@@ -47,28 +51,30 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call."""
+    """Milliseconds per call."""
 
     median_ms: float
     p20_ms: float
     p80_ms: float
     samples: int
-    rounds: Mapping[int, float] = field(default_factory=dict, repr=False)  # the samples by round, in seconds
+    # Samples by round, in seconds.
+    rounds: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     def figures(self) -> dict[str, float | int]:
-        """What a row of results holds."""
+        """Return the fields of a results row."""
         return {"median_ms": self.median_ms, "p20_ms": self.p20_ms, "p80_ms": self.p80_ms, "samples": self.samples}
 
     def over(self, peer: Timing) -> list[float] | None:
-        """Our time over the peer's, round by round: [p20, median, p80]; None without three rounds in common.
+        """Return [p20, median, p80] of our time over the peer's by round; None below three rounds.
 
-        What slows a whole round down, slows both: these quantiles are closer together than those of the times."""
+        A slow round slows both, so these quantiles are closer together than those of the times.
+        """
         ratios = sorted(ours / peer.rounds[turn] for turn, ours in self.rounds.items() if turn in peer.rounds)
         return [quantile(ratios, q) for q in (0.2, 0.5, 0.8)] if len(ratios) >= 3 else None
 
 
 def quantile(sorted_values: list[float], q: float) -> float:
-    """Linear interpolation between the two nearest of `sorted_values`."""
+    """Interpolate linearly between the two nearest of `sorted_values`."""
     at = q * (len(sorted_values) - 1)
     low = math.floor(at)
     high = min(low + 1, len(sorted_values) - 1)
@@ -81,7 +87,7 @@ class _CpuClock:
 
     def sample(self, call: Callable[[], object], repeats: int) -> float:
         if self.flush is not None:
-            repeats = 1  # more would find what the first has brought
+            repeats = 1  # further calls would find the caches filled by the first
             self.flush.add_(1)
         start = time.perf_counter()
         for _ in range(repeats):
@@ -91,7 +97,7 @@ class _CpuClock:
 
 @functools.cache
 def evicting_bytes() -> int:
-    """Bytes enough to push everything else out of the largest cache of this machine's first core."""
+    """Return a buffer size that evicts the largest cache of this machine's first core."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     found = [int(text[:-1]) * units[text[-1]] for path in sizes if (text := path.read_text().strip())[-1:] in units]
@@ -126,15 +132,17 @@ def interleaved(
     cold: bool = False,
     patient: bool | None = None,
 ) -> dict[str, Timing]:
-    """Times all contenders; each is called for about `min_time` seconds in all, and in at least `min_rounds`
-    samples, unless these take longer than PATIENCE, or one call does than HOPELESS times the fastest contender's (PyTorch's bf16
-    products held to AVX2: half a minute a call).
+    """Time all contenders, each for about `min_time` seconds and at least `min_rounds` samples.
 
-    Where the clock is `patient`, by default unless `min_rounds` asks for less than MIN_ROUNDS, calls of the CPU under SLOW_SECONDS get
-    MIN_ROUNDS samples all the same, and those under SHORT_SECONDS SHORT_ROUNDS: they cost a fraction of a second.
+    Sampling stops early after PATIENCE seconds, or if one call takes more than HOPELESS times the
+    fastest contender's (PyTorch's bf16 products on AVX2: half a minute per call).
 
-    The order changes from round to round (it rotates, and every other round runs backwards), because a
-    contender that always follows the same neighbour inherits that neighbour's caches and clock frequency.
+    If the clock is `patient` (the default unless `min_rounds` is below MIN_ROUNDS), CPU calls under
+    SLOW_SECONDS still get MIN_ROUNDS samples and those under SHORT_SECONDS get SHORT_ROUNDS, which
+    cost a fraction of a second.
+
+    The order rotates, and every other round runs backwards, because a contender that always follows
+    the same neighbor inherits its caches and clock frequency.
     """
     clock = _clock(device, cold)
     settles = device == "cpu" and not cold
@@ -152,7 +160,7 @@ def interleaved(
         if seconds > max(SLOW_SECONDS, HOPELESS * min(warm.values())):
             least[name] = 1
     rounds = min(rounds, MAX_COLD_ROUNDS if cold else MAX_ROUNDS)
-    # The slowest contender needs the fewest rounds to fill its time; it need not take part in all of them.
+    # The slowest contender needs the fewest rounds to fill its time, so it skips some.
     names = list(contenders)
     samples: dict[str, dict[int, float]] = {name: {} for name in names}
     spent = dict.fromkeys(names, 0.0)
@@ -177,7 +185,10 @@ def interleaved(
 
 
 def _warmed_up(clock: _CpuClock | _CudaClock, call: Callable[[], object]) -> float:
-    """Seconds of the last of some calls: the first of a shape pays for lazy set-up, the next for what the allocator does not hold yet."""
+    """Return the seconds of the last warm-up call.
+
+    The first call of a shape pays for lazy setup and the next for allocator growth.
+    """
     seconds = clock.sample(call, 1)
     for _ in range(WARM_UP_CALLS if seconds < SLOW_SECONDS else 0):
         last, seconds = seconds, max(clock.sample(call, 1), 1e-7)
@@ -192,7 +203,7 @@ def _summary(rounds: dict[int, float]) -> Timing:
 
 
 def kernel_ms(contender: Contender, calls: int = 5) -> float:
-    """Milliseconds that a call's kernels run on the GPU, by torch's profiler: without launches and the gaps between them."""
+    """Return the kernels' milliseconds per call from torch's profiler, without launch gaps."""
     with contender.context():
         contender.call()
         torch.cuda.synchronize()
@@ -204,9 +215,10 @@ def kernel_ms(contender: Contender, calls: int = 5) -> float:
 
 
 def regimes(contender: Contender, seconds: float, device: str = "cpu") -> tuple[float, float]:
-    """Milliseconds a call (in a burst: each after a rest; sustained: the later half of `seconds` of calls without one).
+    """Return milliseconds per call in a burst (after a rest) and sustained.
 
-    Processors and GPUs run faster after a rest than under a load that lasts: clock frequencies and power limits follow it.
+    Sustained is the later half of `seconds` of calls without a rest. CPUs and GPUs run faster after
+    a rest, because clock frequency and power limits adapt to the load.
     """
     clock = _clock(device, False)
     bursts: list[float] = []

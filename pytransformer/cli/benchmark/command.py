@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times every op on every backend that works here, beside naive code and PyTorch's own op.
+"""Time every op on every working backend, beside naive code and PyTorch's op.
 
-Each contender is first checked against float64; a wrong one is shown with its error and never timed. The
-result is a table, and a folder with results.json, results.csv, report.md and plots.
+Each contender is first checked against float64; a wrong one is listed with its
+error and not timed. The output is a table and a folder with results.json,
+results.csv, report.md and plots.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.providers import PEERS
 from pytransformer.console import EXTRA_HINT, Console, have_rich
 
-QUICK_SECONDS = 46.0  # for the steps; starting up, probing memory and drawing take the rest of the minute
-QUICK_ROUNDS = 3  # samples at least
+QUICK_SECONDS = 46.0  # for the steps; startup, memory probe and plots take the rest of the minute
+QUICK_ROUNDS = 3  # min samples
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,14 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _peaks(arguments: argparse.Namespace, steps: list[plan.Step]) -> dict[str, object] | None:
-    """For the roofline; not in the minute of --quick."""
+    """Return the measured peaks for the roofline; None with --quick."""
     if arguments.quick or not arguments.peaks:
         return None
     return peaks.measure(arguments.device, list(dict.fromkeys(step.dtype for step in steps)), min(0.15, arguments.min_time))
 
 
 def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:
-    """Runs the steps; Ctrl-C ends them early and keeps what is done."""
+    """Run the steps; Ctrl-C ends them early and the finished results remain."""
     start = time.monotonic()
     with memory.MemoryProbe() as probe:
         runner = Runner(options, probe, backward=any(step.mode != "fwd" for step in steps))
@@ -115,11 +116,11 @@ def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tupl
     return runner, True
 
 
-# ---- what was asked for
+# ---- options
 
 
 def held_to(isa: str) -> dict[str, str]:
-    """The variables that have to be set for a process to stay with an instruction set; empty if they are."""
+    """Return the variables that pin a process to an instruction set; empty if already set."""
     ours, mkl, onednn = ISAS[isa]
     wanted = {"PYTRANSFORMER_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": ours}
     wanted |= {"MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
@@ -182,7 +183,7 @@ def _command_line(arguments: argparse.Namespace) -> str:
     return " ".join(["pytransformer", *arguments.argv])
 
 
-# ---- what is said
+# ---- output
 
 
 def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> None:
@@ -215,7 +216,7 @@ def _show(console: Console, document: dict[str, Any]) -> None:
 
 
 def _grouped(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """One line for each op, backend and reason, with what it applies to; wrong results come first."""
+    """Return one line per op, backend and reason, with its cases; wrong results come first."""
     groups: dict[tuple[str, str, str], list[list[str]]] = {}
     for entry in sorted(entries, key=lambda e: results.STATUSES.index(e["status"]), reverse=True):
         groups.setdefault((entry["op"], entry["backend"], report.verdict(entry)), []).append(report.refusal_row(entry))

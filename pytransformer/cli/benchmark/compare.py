@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer bench compare A.json B.json`: what changed from A to B beyond noise.
+"""`pytransformer bench compare A.json B.json`: significant changes from A to B.
 
-Times of two runs cannot be compared as they are: machines are busy, hot and different. What is compared is the time relative to
-PyTorch's own op in the same line-up of the same run, taken round by round; where PyTorch took no part, to naive code's; and as it is
-where that did not either. A row is slower if that figure grew by more than the threshold and if the intervals from p20 to p80 of the
-two runs do not meet either. A row is less exact if its error, relative to its bound, grew to more than twice. Rows that A has and B
-has not, though B ran the line-up, are lost. Speed is not judged by fewer than five samples, nor that of the reference, which is there
-to be read.
+Absolute times of two runs are not comparable, because machine load and
+temperature differ. The comparison uses the time relative to PyTorch's op in the
+same line-up, round by round; without PyTorch, relative to naive code; without
+both, the time itself. A row is slower if that ratio grew by more than the
+threshold and the p20 to p80 intervals of the two runs do not overlap. A row is
+less exact if its error relative to its bound more than doubled. A row of A that
+B lacks, although B ran the line-up, is lost. Rows with fewer than five samples
+and rows of the reference are not compared for speed.
 
-How far two runs differ when nothing changed is taken from the code that did not change: naive code and the other peers, whose times
-relative to PyTorch's should be the same in both. What 19 of 20 of their rows stay within is the noise of this pair of runs, and
-our rows have to leave it too. A peer may be the one that changed: naive code's time doubles with the pages that the allocator happens to
-hold. So on one device a row also has to leave it by its own time, relative to the median of all peers' times.
+The noise of a pair of runs comes from code that did not change: 19 of 20 rows
+of naive code and other peers stay within it, relative to PyTorch. Our rows must
+exceed it too. A peer itself may change; naive code's time doubles with the
+pages that the allocator holds. On one device, a row must therefore also exceed
+the noise by its time relative to the median of all peers' times.
 
-A and B may be folders of several runs each, best taken in turns (bench/tools/ab.py): then the median counts, and the intervals are as
-wide as all runs together. What one run cannot know, how far a process differs from the next, is in them.
+A and B may be folders of several runs each, ideally taken in turns
+(bench/tools/ab.py). The comparison then uses the median and the union of the
+intervals, which covers the variation between processes.
 
 Exit code 0: nothing got worse; 1: something did.
 """
@@ -38,12 +42,15 @@ from pytransformer.console import Console
 Row = dict[str, Any]
 Rows = dict[tuple[str, ...], Row]  # by results.row_key
 ERROR_GROWTH = 2.0
-LEAST_ERROR = 0.05  # of the bound: below that errors are a matter of luck
+LEAST_ERROR = 0.05  # share of the bound; smaller errors vary by chance
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row that differs. ``kind``: slower, faster, less exact, lost, wrong; ``ratio``: new over old, where there is one."""
+    """One row that differs.
+
+    ``kind`` is slower, faster, less exact, lost or wrong; ``ratio`` is new over old, if defined.
+    """
 
     kind: str
     row: Row
@@ -56,7 +63,7 @@ class Change:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) -> list[Change]:
-    """The changes of our own backends from one results document to another, the worst first."""
+    """Return the changes of our backends between two results documents, the worst first."""
     before, after = (_by_key(document) for document in (old, new))
     threshold, pace = max(threshold, noise(old, new) - 1), drift(old, new)
     line_ups = {results.step_key(row) for row in new["rows"]}
@@ -81,7 +88,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) ->
 
 
 def noise(old: dict[str, Any], new: dict[str, Any]) -> float:
-    """The factor that 19 of 20 of the peers' rows stay within from one run to the other; 1 without such rows."""
+    """Return the factor that 19 of 20 peer rows stay within; 1 without such rows."""
     before, after = (_by_key(document) for document in (old, new))
     factors = [1.0]
     for key, row in before.items():
@@ -93,8 +100,11 @@ def noise(old: dict[str, Any], new: dict[str, Any]) -> float:
 
 
 def drift(old: dict[str, Any], new: dict[str, Any]) -> float | None:
-    """How much longer the peers took in the second run, by the median row; None on another device, where each op has its own answer, or
-    without peers."""
+    """Return the peers' median slowdown in the second run.
+
+    It is None without peers, and on different devices, because ops then differ by their own
+    factors.
+    """
     before, after = (_by_key(document) for document in (old, new))
     times = [
         after[key]["median_ms"] / row["median_ms"] for key, row in before.items() if row["backend"] in PEERS and key in after
@@ -110,7 +120,7 @@ def _by_key(document: dict[str, Any]) -> Rows:
 def _yardsticks(
     before: Rows, after: Rows, key: tuple[str, ...], peers: Sequence[str] = (TORCH, NAIVE)
 ) -> tuple[Row, Row] | None:
-    """What a row's time is relative to in each run: the first of `peers` that took part in its line-up in both."""
+    """Return each row's baseline in each run: the first of `peers` in its line-up in both."""
     line_ups = ((*key[:-1], peer) for peer in peers)
     return next(((before[k], after[k]) for k in line_ups if k in before and k in after), None)
 
@@ -144,15 +154,15 @@ def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, pace: float | No
 
 
 def _judged(old: Row, new: Row, peers: tuple[Row, Row] | None) -> bool:
-    """Whether the rows say anything about speed."""
+    """Return True if the rows support a comparison of speed."""
     return old["backend"] != REFERENCE and min(r["samples"] for r in (old, new, *(peers or ()))) >= clock.MIN_ROUNDS
 
 
 def _quantiles(row: Row, peer: Row | None) -> tuple[float, float, float]:
-    """p20, median and p80 of the time relative to the peer's: of each round's quotient where the file has them.
+    """Return p20, median and p80 of the time relative to the peer, per round if recorded.
 
-    p20 and p80 of n samples are not known better than to about 1.4 sigma / sqrt(n), the standard error of such a quantile of normal
-    samples; it is 0.84 sigma away from the median. So both are moved outwards by that share of their distance.
+    The standard error of p20 and p80 of n normal samples is about 1.4 sigma / sqrt(n), and both are
+    0.84 sigma away from the median. Both move outwards by that share of their distance.
     """
     unit = 1.0 if peer is None else peer["median_ms"]
     low, middle, high = (row[name] / unit for name in ("p20_ms", "median_ms", "p80_ms"))
@@ -163,7 +173,7 @@ def _quantiles(row: Row, peer: Row | None) -> tuple[float, float, float]:
 
 
 def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of the same problems as one: of each figure the median, of each interval the union, of errors the largest."""
+    """Merge runs of the same problems: median of figures, union of intervals, max of errors."""
     rows: dict[tuple[str, ...], list[Row]] = {}
     for document in documents:
         for row in document["rows"]:

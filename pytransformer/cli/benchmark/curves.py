@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a sweep: speed and memory against the dimension that varies, one line per provider; and the roofline.
+"""Plots of a sweep, one line per implementation, and the roofline.
 
-speed_by_<x>.png    TFLOP/s against the size, one panel per case, dtype and mode; with many, a file for each dtype and mode
+speed_by_<x>.png    TFLOP/s by size, one panel per case, dtype and mode; one file
+                    per dtype and mode if there are many
 memory_by_<x>.png   peak memory, likewise
-roofline.png        TFLOP/s against operations per byte, under the machine's measured peaks
+roofline.png        TFLOP/s by operations per byte, under the measured peaks
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_PANELS = 12
 
 
 def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
-    """Draws what the rows allow and returns the names of the files."""
+    """Draw what the rows allow and return the file names."""
     rows, drawn = document["rows"], []
     for name, swept in sweeps(rows).items():
         for ending, groups in _figures(swept).items():
@@ -45,9 +46,10 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
 
 
 def sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
-    """Rows of one case, dtype and mode that differ in one dimension (L: Lq and Lk together), by its name.
+    """Return rows that differ in one dimension (L: Lq and Lk together), by its name.
 
-    Where several dimensions vary, those in which at least three sizes follow one another with the rest of the shape the same."""
+    If several dimensions vary, a sweep needs at least three sizes with the rest of the shape equal.
+    """
     cases: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["op"], row["case"], row["dtype"], row["mode"], row.get("cache", "warm")), []).append(row)
@@ -76,7 +78,7 @@ def _rest(row: Row, name: str) -> tuple[tuple[str, int], ...]:
 
 
 def _figures(groups: list[list[Row]]) -> dict[str, list[list[Row]]]:
-    """By the end of a figure's name: the panels of each, as many as can be read; one figure for each dtype and mode if need be."""
+    """Return figure suffix -> readable number of panels, split by dtype and mode if needed."""
     if len(groups) <= MOST_PANELS:
         return {"": groups}
     found: dict[str, list[list[Row]]] = {}
@@ -87,7 +89,7 @@ def _figures(groups: list[list[Row]]) -> dict[str, list[list[Row]]]:
 
 
 def _many(groups: list[list[Row]]) -> bool:
-    """Whether some case has several panels, so that their titles have to tell the shape."""
+    """Return True if some case has several panels, whose titles then need the shape."""
     names = [(group[0]["case"], group[0]["dtype"], group[0]["mode"]) for group in groups]
     return len(set(names)) < len(names)
 
@@ -137,7 +139,7 @@ def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit:
 
 
 def _roofline(path: Path, document: Row) -> None:
-    """Operations per byte that must move at least, against speed; the roofs are what this machine was measured to do."""
+    """Draw speed by operations per byte of compulsory traffic, under the measured peaks."""
     rows, peaks = document["rows"], document["peaks"]
     dtypes = [d for d in dict.fromkeys(row["dtype"] for row in rows) if d in peaks["tflops"]]
     figure = figure_of(1.0 + 5.0 * len(dtypes), 4.8)

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What limits a row: its time, taken apart by what was measured in the same run.
+"""The limit of a row: its time split by costs measured in the same run.
 
-    product     useful operations at the rate of a large matrix product of the dtype
-    bandwidth   every input read and every output written once, at the rate of a copy with about that traffic
+    product     useful operations at the rate of a large matmul of the dtype
+    bandwidth   each input read and output written once, at the rate of a copy
+                with similar traffic
     call        the same call at a tiny shape: checks, dispatch, threads
-    allocator   the call above its kernels alone, which write into tensors that are already there, and above the tiny call: fresh pages
-    kernel      what is left: the kernels are slower than both roofs
-    rest        the same of contenders whose kernels cannot be called alone, the peers: kernel or allocator
+    allocator   the call minus its kernels writing to existing tensors and minus
+                the tiny call: page faults
+    kernel      the remainder: kernels are slower than both roofs
+    rest        kernel and allocator together, for peers whose kernels cannot be
+                called alone
 
-Products and memory traffic go on at once, so the slower of the two counts, and with the others it makes up the whole time. The largest
-share is the row's limit. Shares of a roof can exceed 1: a cache that holds the inputs is faster than the copy.
+Products and memory traffic overlap, so the slower of the two counts; with the rest it adds up to
+the full time. The largest share is the row's limit. A share of a roof can exceed 1, because a cache
+that holds the inputs beats the copy.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ NATIVE = "pytransformer_C"
 
 
 def of(row: Mapping[str, Any], peaks: Mapping[str, Any] | None) -> tuple[str, dict[str, float]] | None:
-    """(the limit's name, the share of the row's time that each of LIMITS takes, as far as it can be told); None where nothing tells."""
+    """Return the limit's name and each LIMITS share of the row's time; None if unknown."""
     if not peaks or row.get("floor_ms") is None or "copy_gbps" not in peaks or row["dtype"] not in peaks["tflops"]:
         return None
     median, floor, alone = row["median_ms"], min(row["floor_ms"], row["median_ms"]), row.get("alone_ms")
@@ -48,7 +52,7 @@ def of(row: Mapping[str, Any], peaks: Mapping[str, Any] | None) -> tuple[str, di
 
 
 def bandwidth(traffic: float, peaks: Mapping[str, Any], cold: bool) -> float:
-    """GB/s of the copy whose traffic in bytes is nearest; of what caches do not hold, reading alone may be faster."""
+    """Return GB/s of the copy with the nearest traffic; out of cache, reads count if faster."""
     rates: Mapping[str, float] = peaks["copy_gbps"]
     largest = max(rates, key=int)
     nearest = largest if cold else min(rates, key=lambda size: abs(math.log(int(size) / max(traffic, 1.0))))
@@ -56,7 +60,7 @@ def bandwidth(traffic: float, peaks: Mapping[str, Any], cold: bool) -> float:
 
 
 def label(rows: list[dict[str, Any]], peaks: Mapping[str, Any] | None) -> None:
-    """Writes `limit` and `limit_shares` into the rows."""
+    """Write `limit` and `limit_shares` into the rows."""
     for row in rows:
         row["limit"], row["limit_shares"] = of(row, peaks) or (None, None)
 
@@ -65,7 +69,7 @@ def label(rows: list[dict[str, Any]], peaks: Mapping[str, Any] | None) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the native calls that write into tensors, and the tensors."""
+    """Recorder of the native calls that write into tensors, and of the tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +83,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _recording(op: str, backend: str, recorder: _Recorder) -> Iterator[None]:
-    """Inside, the op's backend runs under the recorder. The C++ fast path stays away from backends that were replaced."""
+    """Run the op's backend under the recorder; the C++ fast path skips replaced backends."""
 
     def under(function: Any) -> Any:
         def recorded(*args: Any) -> Any:
@@ -104,7 +108,7 @@ def _recording(op: str, backend: str, recorder: _Recorder) -> Iterator[None]:
 
 
 def native_calls(op: str, backend: str, call: Callable[[], object]) -> list[partial[object]]:
-    """The native calls of `call`, one of our ops on `backend`, with the tensors that it allocated for them."""
+    """Return the native calls that `call` makes on `backend`, with their allocated tensors."""
     recorder = _Recorder()
     with _recording(op, backend, recorder):
         call()
@@ -112,7 +116,7 @@ def native_calls(op: str, backend: str, call: Callable[[], object]) -> list[part
 
 
 def kernels_alone(op: str, backend: str, call: Callable[[], object]) -> Callable[[], object] | None:
-    """`native_calls` once more, one after the other; None where there are none."""
+    """Return a function that replays `native_calls` in order; None if there are none."""
     calls = native_calls(op, backend, call)
 
     def again() -> None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of one call, measured in a process that has done nothing else.
+"""Peak memory of one call, measured in a fresh process.
 
-A helper process imports torch and the package and then only forks: each measurement is one child, which makes
-the inputs, runs the same code once at a tiny shape (so that library code is loaded), resets the kernel's
-high-water mark of its resident memory and makes the call. The figure is what the mark rose by: outputs, saved
-tensors, gradients and workspace, but not the inputs. The allocator of the helper gives large blocks back at
-once (MALLOC_* below), so that no block freed earlier hides a new one. Resolution: about a quarter of a
-megabyte.
+A helper process imports torch and the package and then only forks. Each measurement is one child.
+It creates the inputs, runs the same code once at a tiny shape to load library code, resets the
+kernel's high-water mark of resident memory, and makes the call. The result is the rise of that
+mark: outputs, saved tensors, gradients and workspace, without the inputs. The helper's allocator
+returns large blocks at once (MALLOC_* below), so no freed block hides a new one. The resolution is
+about a quarter of a megabyte.
 
-On CUDA the figure is torch's own high-water mark of allocated memory, less what was allocated before.
+On CUDA the result is torch's high-water mark of allocated memory, minus the memory allocated
+before.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Blocks of 64 KiB and more come from mmap and return to the system when freed; fixing the thresholds also
-# turns off glibc's habit of raising them.
+# Blocks of 64 KiB and more come from mmap and return to the system when freed. Fixed thresholds
+# also disable glibc's dynamic adjustment.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _RESET_PEAK = "5"  # written to /proc/self/clear_refs: VmHWM = VmRSS (Linux, proc(5))
 
 
 class Unmeasured(RuntimeError):
-    """The peak could not be measured; the message says why."""
+    """The peak could not be measured; the message has the reason."""
 
 
 def why_not() -> str | None:
-    """Why peak memory cannot be measured on this system, or None."""
+    """Return why peak memory cannot be measured on this system, or None."""
     if not hasattr(os, "fork"):
         return "peak memory needs fork, which this system lacks"
     if not os.access("/proc/self/clear_refs", os.W_OK):
@@ -43,14 +44,14 @@ def why_not() -> str | None:
 
 
 class MemoryProbe:
-    """The helper process. A context manager; `measure` may be called any number of times."""
+    """The helper process, a context manager; `measure` may be called repeatedly."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> MemoryProbe:
         if why_not() is None:
-            # The child gets this process's sys.path as it is, so that it imports the same copy of everything.
+            # The child inherits this process's sys.path, so that it imports the same copies.
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.benchmark.memory_helper import serve; serve()"
             )
@@ -60,7 +61,8 @@ class MemoryProbe:
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,  # Ctrl-C in the terminal is for the parent, which then ends this one
+                # Ctrl-C in the terminal reaches the parent only, which then ends this process
+                start_new_session=True,
             )
         return self
 
@@ -72,7 +74,7 @@ class MemoryProbe:
             self._process = None
 
     def measure(self, request: dict[str, Any]) -> int:
-        """Peak bytes of one request (see `runner.memory_request`); raises Unmeasured."""
+        """Return the peak bytes of one request (`runner.memory_request`) or raise Unmeasured."""
         reason = why_not()
         if reason is not None:
             raise Unmeasured(reason)
@@ -93,8 +95,8 @@ class MemoryProbe:
 
 
 def measure_rise(call: Callable[[], object]) -> int:
-    """Bytes by which the resident memory of this process was higher, at its peak, while `call` ran."""
-    with contextlib.suppress(AttributeError):  # musl has no malloc_trim, and needs none
+    """Return the rise of this process's resident memory at its peak while `call` ran, in bytes."""
+    with contextlib.suppress(AttributeError):  # musl has no malloc_trim and needs none
         ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as marks:
         marks.write(_RESET_PEAK)

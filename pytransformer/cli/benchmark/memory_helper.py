@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helper process of :mod:`memory`: torch and the package are imported before its first fork, and start no thread."""
+"""The helper process of :mod:`memory`: imports all before its first fork, without threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pytransformer.cli.benchmark.memory import measure_rise
 
 
 def serve() -> None:
-    """The helper's loop: one line of JSON in, one forked child, one line of JSON out."""
-    answers = os.dup(1)  # what the measured code prints must not get between the answers
+    """Run the helper's loop: read one line of JSON, fork one child, write one line of JSON."""
+    answers = os.dup(1)  # keep output of the measured code away from the answers
     os.dup2(2, 1)
     for line in sys.stdin:
         receive, send = os.pipe()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer bench models`: whole Hugging Face models, forward and training step: ours, PyTorch's sdpa, eager code.
+"""`pytransformer bench models`: Hugging Face models beside sdpa and eager code.
 
-Base-size models with random weights, at realistic lengths and padding. "pytransformer" is the model after
-`integrations.transformers.register()`, `integrations.transformers.switch(model)` and `integrations.convert(model)`. A training step
-is forward and backward with dropout on, without the optimizer, which is the same for all. Before it is timed, each variant's logits
-and gradients (dropout off) are compared with the same model's eager code in float64: ours may be off by at most twice what eager
-code in the same dtype is.
+Base-size models with random weights run at realistic lengths and padding.
+"pytransformer" is the model after `integrations.transformers.register()`,
+`integrations.transformers.switch(model)` and `integrations.convert(model)`. A
+training step is forward and backward with dropout on; the optimizer, equal for
+all variants, is left out. Before timing, the logits and gradients (dropout off)
+of each variant are compared with the model's eager code in float64. The error
+of ours may be at most twice that of eager code in the same dtype.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ MODES = ("forward", "training_step")
 ALLOWED = 2.0  # times the error of eager code
 
 
-# ---- the models. Each gives (model, inputs, labels, which outputs are real, what the batch is)
+# ---- the models; each returns (model, inputs, labels, mask of real outputs, batch description)
 
 Parts = tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor, str]
 
 
 def _tokens(batch: int, length: int, words: int, *, min_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and their mask: lengths spread evenly from `min_length` to `length`, padded on the right."""
+    """Return token ids and mask; lengths spread evenly from `min_length` to `length`."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, words, (batch, length), generator=generator)
     lengths = torch.linspace(min_length, length, batch).round().long()
@@ -105,7 +107,7 @@ MODELS: dict[str, tuple[str, Callable[[int | None], Parts]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One line-up, as text that another process understands."""
+    """One line-up, with a text form for other processes."""
 
     model: str
     dtype: str
@@ -126,7 +128,7 @@ class Ask:
 
 
 def build(text: str) -> Subject:
-    """The subject of an :class:`Ask`, with the same random weights at every call."""
+    """Build the subject of an :class:`Ask`, with the same random weights each time."""
     ask = Ask.parse(text)
     pt.integrations.transformers.register()
     torch.manual_seed(0)
@@ -152,11 +154,11 @@ def build(text: str) -> Subject:
     return Subject(ask.title, batch, model, VARIANTS, select, call, ())
 
 
-# ---- measuring
+# ---- measurement
 
 
 def measure(ask: Ask, seconds: float, with_memory: bool) -> list[dict[str, Any]]:
-    """Rows of one model in one dtype."""
+    """Return the rows of one model in one dtype."""
     exact = _results(build(str(dataclasses.replace(ask, dtype="float64"))), EAGER)
     subject = build(str(ask))
     pt.clear_fallbacks()
@@ -192,7 +194,7 @@ def _results(subject: Subject, variant: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _errors(exact: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Relative 2-norms."""
+    """Return the relative 2-norm of each error."""
     return {
         what: ((a - e).norm() / e.norm()).item() for what, e, a in zip(("outputs", "gradients"), exact, found, strict=True)
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `pytransformer bench`, and how their values are read."""
+"""The options of `pytransformer bench` and their parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from pytransformer.cli.benchmark import plan, results, suites
 from pytransformer.cli.providers import ON_REQUEST, PEERS, VARIANTS
 
-# What holds PyTorch's own kernels, MKL's and oneDNN's to an instruction set.
+# The settings that pin PyTorch's kernels, MKL and oneDNN to an instruction set.
 ISAS = {
     "avx512": ("avx512", "AVX512", "AVX512_CORE"),
     "avx2": ("avx2", "AVX2", "AVX2"),
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _problems(parser: argparse.ArgumentParser) -> None:
-    """What is computed."""
+    """Add the options that select the problems."""
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=f"ops to run (default all): {', '.join(plan.OPS)}")
     add("--quick", action="store_true", help="every op at small shapes, in about a minute")
@@ -74,7 +74,7 @@ def _problems(parser: argparse.ArgumentParser) -> None:
 
 
 def _contenders(parser: argparse.ArgumentParser) -> None:
-    """Who computes it, and on what."""
+    """Add the options that select implementations and devices."""
     add = parser.add_argument
     add(
         "--providers",
@@ -103,7 +103,7 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
 
 
 def _measurement(parser: argparse.ArgumentParser) -> None:
-    """How it is timed and checked."""
+    """Add the options for timing and checks."""
     add = parser.add_argument
     add(
         "--min-time",
@@ -146,7 +146,7 @@ def _measurement(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
-    """What is left of it."""
+    """Add the options for output files."""
     add = parser.add_argument
     add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw plots (default on)")
     add(
@@ -192,7 +192,7 @@ def _shape(text: str) -> dict[str, int]:
 
 
 def _sweep(text: str) -> list[dict[str, int]]:
-    """`L=512:4096` (doubling) or `L=512,1000,2048`: one shape for each size."""
+    """Parse `L=512:4096` (doubling) or `L=512,1000,2048` into one shape per size."""
     name, _, sizes = text.partition("=")
     first, colon, last = sizes.partition(":")
     if not colon:

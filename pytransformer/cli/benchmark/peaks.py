@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can do, measured: the roofs of the roofline.
+"""Measured peaks of this machine: the roofs of the roofline.
 
-The arithmetic peak is the best rate over a few sizes of torch.mm and, on a CPU, of this package's own product: MKL refuses AVX-512 to
-AMD's processors, whose float32 cores it shows as half of what they are. The bandwidth that of a copy between buffers that fit no cache, its
-reads and writes counted, and of a sum over one of them, which only reads; that of a copy between buffers of the size of 8192 x
-1024 floats, which large caches hold, and of smaller ones. All are what a library reaches here, now, with the threads in use; a
-processor's nominal figures are not asked.
+The arithmetic peak is the best rate over a few sizes of torch.mm and, on a CPU, of this package's
+matmul, because MKL runs no AVX-512 on AMD processors and then reaches half of their float32 peak.
+The bandwidths are those of a copy between buffers beyond every cache (reads plus writes), of a sum
+over one of them (reads only), of a copy of 8192 x 1024 floats, which fit large caches, and of
+smaller copies. All are rates that a library reaches here with the current threads, not nominal
+figures.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as o
 
 SIZES = (1024, 2048)
 WARM_BYTES = 8192 * 1024 * 4
-COPY_BYTES = (1 << 16, 1 << 19, 1 << 22)  # of smaller buffers
+COPY_BYTES = (1 << 16, 1 << 19, 1 << 22)  # smaller buffers
 Fastest = Callable[[Callable[[], object]], float]
 
 
 def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str, object]:
-    """{"tflops": {dtype name: rate}, "gbps": rate, "read_gbps": rate, "warm_gbps": rate, "copy_gbps": {bytes of traffic: rate}}, each from
-    `seconds` of calls, five at least."""
+    """Return measured rates by name, each from `seconds` of calls, five at least.
+
+    The keys are "tflops" (by dtype name), "gbps", "read_gbps", "warm_gbps" and "copy_gbps" (by
+    bytes of traffic).
+    """
     fastest = partial(_fastest, device, seconds)
     memory, warm = (_copy(device, fastest, size) for size in (clock.evicting_bytes(), WARM_BYTES))
     smaller = {str(2 * size): _copy(device, fastest, size) for size in COPY_BYTES}
@@ -41,7 +45,11 @@ def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str,
 
 
 def _product(device: str, dtype: torch.dtype, fastest: Fastest) -> float:
-    """FLOP/s of the best; who is hopeless at one size is not asked at the next: torch's of bf16 takes a minute there without AVX-512."""
+    """Return the best FLOP/s.
+
+    An implementation that is hopeless at one size skips the next; torch's bf16 takes a minute there
+    without AVX-512.
+    """
     best, rates = 0.0, dict[str, float]()
     for n in SIZES:
         a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
@@ -66,5 +74,5 @@ def _read(device: str, fastest: Fastest, size: int) -> float:
 
 
 def _fastest(device: str, seconds: float, call: Callable[[], object]) -> float:
-    """Seconds of a fast one among some calls: the 20 % quantile, which a busy machine moves least."""
+    """Return the 20 % quantile of call seconds, which a busy machine disturbs least."""
     return clock.interleaved({"": clock.Contender(call, nullcontext)}, min_time=seconds, device=device)[""].p20_ms * 1e-3

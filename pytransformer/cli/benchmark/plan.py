@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which problems a benchmark runs: the named cases of pytransformer.testing, at the size asked for; suites.py has fixed lists."""
+"""Selects the benchmark problems: named cases of pytransformer.testing at a given size.
+
+suites.py has the fixed lists.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ OPS = all_ops()
 
 @dataclass(frozen=True)
 class Step:
-    """One line-up: the same problem, given to every provider. `left_out`: who is not, and why."""
+    """One problem for every implementation; `left_out` maps absent ones to reasons."""
 
     case: Case
     dtype: torch.dtype
     mode: str
-    cold: bool = False  # caches emptied before each call
-    sustained: float = 0.0  # seconds of calls without a rest, after those of bursts
+    cold: bool = False  # empty the caches before each call
+    sustained: float = 0.0  # seconds of calls without a rest, after the bursts
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -43,7 +46,7 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """Roughly what it takes, in units of the smallest step: for the time left."""
+        """Return the approximate cost in units of the smallest step, for time budgeting."""
         return 1.0 + self.case.flops({"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[self.mode]) / 1e10 + self.sustained
 
 
@@ -55,8 +58,11 @@ QUICK_MODES = MODES
 
 
 def quick(ops: Sequence[str], modes: Sequence[str]) -> list[Step]:
-    """The steps of `bench --quick`, of all ops or those named: every kind of mask and bias, small enough for a minute on two cores, long
-    enough that a quadratic cost shows, short enough that naive code's backward takes some tens of milliseconds."""
+    """Return the steps of `bench --quick`, for all ops or those named.
+
+    They cover every kind of mask and bias. The sizes fit a minute on two cores, are long enough to
+    show a quadratic cost, and keep naive code's backward to some tens of milliseconds.
+    """
     rows = [row for family in kits() for row in of_family(family, "QUICK", ())]
     return [
         Step(found, DTYPES[dtype], mode)
@@ -76,7 +82,7 @@ def chosen(
     dtypes: Sequence[str],
     modes: Sequence[str],
 ) -> list[Step]:
-    """The steps of `bench OP... --case ... --size ... --shape ...`; without names, each op's core cases."""
+    """Return the steps of the named cases; without names, each op's core cases."""
     everything = [c for op in ops for c in (*cases(op, size), *cases(op, size, {APART}))]
     known = {c.name for c in everything}
     unknown = [name for name in names if name not in known]
@@ -96,11 +102,11 @@ def chosen(
 
 
 def resized(found: Case, shape: dict[str, int]) -> Case:
-    """The case at another shape; dimensions that it does not have are left out."""
+    """Return the case at another shape; dimensions that it lacks are ignored."""
     return found.resize(**{name: size for name, size in shape.items() if name in found.shape or name == "Dv"})
 
 
 def tiny(found: Case) -> Case:
-    """The same problem, small enough to cost nothing: what loads the code before memory is measured."""
+    """Return a tiny version of the problem, which loads the code before memory is measured."""
     limits = {"B": 1, "Lq": 16, "Lk": 16, "D": 32, "rows": 8, "d": 64, "hidden": 64, "classes": 64}
     return found.resize(**{name: min(size, limits[name]) for name, size in found.shape.items() if name in limits})

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three pictures from the rows of a results.json; needs matplotlib.
+"""Three plots from the rows of a results.json; needs matplotlib.
 
-speed.png    time of each case, one mark per provider, bars from p20 to p80; one panel per mode
+speed.png    time per case, one mark per implementation, bars from p20 to p80;
+             one panel per mode
 memory.png   peak memory above the inputs, likewise
-accuracy.png error against speed, both relative to PyTorch: good is low and right
+accuracy.png error by speed, both relative to PyTorch: good is low and right
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from pytransformer.console import EXTRA_HINT, escape_plot
 
 Row = dict[str, Any]
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision; a mark of its own for each as
-# well.
+# Okabe and Ito's colors, distinct for every kind of color vision, each with a distinct marker.
 STYLES = {
     "naive": ("#999999", "s"),
     "torch": ("#E69F00", "D"),
@@ -42,14 +42,14 @@ STYLES = {
 
 
 def why_not() -> str | None:
-    """Why no plot can be drawn, with what to do about it; or None."""
+    """Return why plots cannot be drawn and the remedy, or None."""
     if importlib.util.find_spec("matplotlib") is None:
         return f"no plots: matplotlib is not installed. {EXTRA_HINT}"
     return None
 
 
 def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
-    """Draws what the rows allow and returns the names of the files."""
+    """Draw what the rows allow and return the file names."""
     rows = one_shape_each(document["rows"])
     drawn = []
     if rows:
@@ -81,9 +81,11 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
 
 
 def one_shape_each(rows: list[Row]) -> list[Row]:
-    """Of a case that was run at several shapes, the rows of one: where most contenders took part, and there the most work.
+    """Return, for each case with several shapes, the rows of one shape.
 
-    The others are in the tables, and against the length in curves.py's plots."""
+    The shape is the one with the most contenders and, among those, the most work. The tables and
+    the plots of curves.py have the rest.
+    """
     shapes: dict[tuple[str, ...], dict[tuple[tuple[str, int], ...], list[Row]]] = {}
     for row in rows:
         key = (row["op"], row["case"], row["dtype"])
@@ -110,8 +112,7 @@ def _speed(row: Row) -> tuple[float, float, float]:
 
 
 def _memory(row: Row) -> tuple[float, float, float]:
-    # The resolution of the measurement, so that a call which needs nothing still has a place on the
-    # logarithmic axis.
+    # Clamp to the resolution, so that a call which needs no memory shows on the log axis.
     value = max(row["peak_bytes"] / 1e6, 0.1)
     return value, value, value
 
@@ -140,7 +141,7 @@ def _by_case(
         for turn, backend in enumerate(backends):
             colour, mark = STYLES[backend]
             members = [row for row in rows if row["mode"] == mode and row["backend"] == backend]
-            # Side by side within the line of a case, so that equal values do not hide each other.
+            # Offset marks within a case's line, so that equal values do not hide each other.
             ys = [place[_label(row)] + 0.55 * ((turn + 0.5) / len(backends) - 0.5) for row in members]
             triples = [value(row) for row in members]
             spread = [
@@ -167,7 +168,7 @@ def _by_case(
 
 
 def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
-    # A row with a note was checked on another problem (without dropout): its error is no yardstick.
+    # A row with a note was checked without dropout, so its error is no baseline.
     torch_error = {_key(row): row["error"] for row in rows if row["backend"] == "torch" and not row["note"]}
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     backends = [name for name in STYLES if name != "torch" and any(row["backend"] == name for row in rows)]
@@ -204,7 +205,7 @@ def plain_ticks(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
-    # Few decades: label 1, 2 and 5 of each; many: the decades alone. Never "10^-1".
+    # Few decades: label 1, 2 and 5 of each. Many decades: label the decades only, never as "10^-1".
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high / max(low, 1e-30) < 300 else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

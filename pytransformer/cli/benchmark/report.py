@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people and other programs read: the table on screen, report.md, results.csv, results.json."""
+"""The output of a benchmark: table on screen, report.md, results.csv, results.json."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ COLUMNS = (
 )
 RIGHT = COLUMNS[5:-1]
 
-# Liger-Kernel's benchmark columns, in its order, so that tools made for its results read ours; the last one
-# holds our version.
+# Liger-Kernel's benchmark columns in its order, so that its tools read our results; the last holds
+# our version.
 LIGER_COLUMNS = (
     "kernel_name", "kernel_provider", "kernel_operation_mode", "metric_name", "metric_unit", "x_name",
     "x_label", "x_value", "y_value_50", "y_value_20", "y_value_80", "extra_benchmark_config_str", "gpu_name",
@@ -49,7 +49,7 @@ _LIGER_MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "full"}
 
 
 def shape_text(shape: Mapping[str, int]) -> str:
-    """The shape in one short word: B2 H8/2 L512x512 D64, or 1024x512x2048 for row-wise ops."""
+    """Return the shape in one word: B2 H8/2 L512x512 D64, or 1024x512x2048 for row-wise ops."""
     if "Lq" not in shape:
         return "x".join(str(n) for n in shape.values())
     heads = str(shape["Hq"]) if shape["Hq"] == shape["Hkv"] else f"{shape['Hq']}/{shape['Hkv']}"
@@ -59,9 +59,7 @@ def shape_text(shape: Mapping[str, int]) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """`value` with `digits` significant digits and no exponent where a person would write none; "-" if there
-    is none.
-    """
+    """Format `value` with `digits` significant digits, in plain form if readable, or as "-"."""
     if value is None:
         return "-"
     if value == 0:
@@ -77,12 +75,12 @@ def megabytes(value: int | None) -> str:
 
 
 def mode_text(row: Row) -> str:
-    """The mode, and whether the caches were emptied on a CPU, where they are warm unless asked for."""
+    """Return the mode, marked if the CPU caches were emptied; they are warm by default."""
     return row["mode"] + (" cold" if row.get("cache") == "cold" and row["device"] == "cpu" else "")
 
 
 def table_row(row: Row) -> list[str]:
-    """The cells of COLUMNS."""
+    """Return the cells of COLUMNS."""
     return [
         row["case"], shape_text(row["shape"]), SHORT[row["dtype"]], mode_text(row), row["backend"],
         figure(row["median_ms"]), f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}",
@@ -93,12 +91,12 @@ def table_row(row: Row) -> list[str]:
 
 
 def limit_text(row: Row) -> str:
-    """What limits the row, and the share of its time that it explains."""
+    """Return the row's limit and the share of its time that it explains."""
     return f"{row['limit']} {row['limit_shares'][row['limit']]:.0%}" if row.get("limit") else "-"
 
 
 def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], list[list[str]]]:
-    """(columns, rows) of table rows without the columns that a terminal of `width` characters has least room for."""
+    """Return (columns, rows) without the least important columns that exceed `width` characters."""
     left = list(COLUMNS)
     for column in ("", "p20-p80", "saved MB", "GB/s", "/naive", "limit", "shape", "TFLOP/s", "x naive"):
         if column:
@@ -111,7 +109,7 @@ def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], 
 
 
 def refusal_row(entry: Row) -> list[str]:
-    """One line of what was not timed: case, dtype, mode, backend, and why."""
+    """Return one line for an entry that was not timed: case, dtype, mode, backend, reason."""
     return [entry["case"], SHORT[entry["dtype"]], entry["mode"], entry["backend"], verdict(entry)]
 
 
@@ -119,7 +117,7 @@ REGIME_COLUMNS = ("case", "shape", "dtype", "mode", "backend", "ms", "burst ms",
 
 
 def regime_rows(rows: Iterable[Row]) -> list[list[str]]:
-    """Where it was measured: a call after a rest beside one of many without any."""
+    """Return burst time beside sustained time, if measured."""
     return [
         [
             *table_row(row)[:6],
@@ -136,7 +134,7 @@ KERNEL_COLUMNS = ("case", "shape", "dtype", "mode", "backend", "ms", "kernel ms"
 
 
 def kernel_rows(rows: Iterable[Row]) -> list[list[str]]:
-    """On GPUs: the time of the kernels alone beside that of the call."""
+    """Return kernel time beside call time, on GPUs."""
     return [
         [*table_row(row)[:6], figure(row["kernel_ms"]), figure(row["kernel_ms"] / row["median_ms"])]
         for row in rows
@@ -162,7 +160,7 @@ def geomean(values: list[float]) -> float:
 
 
 def summary(rows: list[Row]) -> list[list[str]]:
-    """One line for each of our backends and modes: how many rows, and how they compare; the worst is named."""
+    """Return one line per backend of ours and mode: row count, comparison and the worst row."""
     lines = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -198,7 +196,7 @@ SUMMARY_COLUMNS = (
 
 
 def write_all(folder: Path, document: dict[str, Any], plots: list[str]) -> list[Path]:
-    """Writes results.json, results.csv and report.md; `plots` are the names of the images beside them."""
+    """Write results.json, results.csv and report.md; `plots` names the images beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "results.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
@@ -211,9 +209,7 @@ def write_all(folder: Path, document: dict[str, Any], plots: list[str]) -> list[
 
 
 def csv_text(document: dict[str, Any]) -> str:
-    """The rows in LIGER_COLUMNS: one line of speed and one of memory each. x is the length, or the number of
-    rows.
-    """
+    """Return the rows in LIGER_COLUMNS, one line each for speed and memory; x is length or rows."""
     where = document["environment"]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -246,7 +242,7 @@ def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], right:
 
 
 def markdown(document: dict[str, Any], plots: list[str]) -> str:
-    """The whole report as Markdown."""
+    """Return the whole report as Markdown."""
     where, rows = document["environment"], document["rows"]
     parts = ["# pytransformer benchmark", environment_text(where, escape_markdown)]
     if not document["complete"]:
@@ -279,7 +275,7 @@ rest, which is one of the last two."""
 
 
 def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
-    """One paragraph: machine, versions, commit, date."""
+    """Return one paragraph: machine, versions, commit, date."""
     threads = f"{where['threads']} thread{'s' if where['threads'] != 1 else ''}"
     words = [
         f"{where['device_name']}, {where['cores']} cores, {threads}",
@@ -296,7 +292,7 @@ def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A results.json, checked; raises ValueError naming what is wrong with it."""
+    """Return a checked results.json; raise ValueError naming the fault."""
     document = json.loads(path.read_text(encoding="utf-8"))
     problems = results.validate(document)
     if problems:

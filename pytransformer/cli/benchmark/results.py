@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of results.json, and the facts about the machine that go with every figure.
+"""The format of results.json and the machine facts stored with it.
 
     {"schema_version": 1,
-     "environment": {...},       where, when and with what
-     "peaks": {...},             measured: "tflops" by dtype, "gbps" and others of peaks.py; null if they were not
-     "complete": true,           false: stopped before the end; what is there is good
-     "rows": [...],              one per op, case, dtype, mode and backend that was checked and timed
-     "not_run": [...]}           those that were not, and why: status "skipped", "unsupported", "wrong" or "failed"
+     "environment": {...},    place, time and versions
+     "peaks": {...},          measured: "tflops" by dtype, "gbps" and other keys
+                              of peaks.py; null if not measured
+     "complete": true,        false: stopped early; the rows present are valid
+     "rows": [...],           one per op, case, dtype, mode and backend that was
+                              checked and timed
+     "not_run": [...]}        the rest with reasons: status "skipped",
+                              "unsupported", "wrong" or "failed"
 
-ROW and NOT_RUN say what each entry holds; docs/benchmarks.md explains each figure.
+ROW and NOT_RUN list the fields of an entry; docs/benchmarks.md explains each.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ from pytransformer.cli.benchmark import limits
 
 SCHEMA_VERSION = 1
 MODES = ("fwd", "bwd", "fwd+bwd")
-BINDERS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # variables that bind OpenMP's threads
+# Variables that bind OpenMP's threads.
+BINDERS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 _NUMBER = (int, float)
-_Field = tuple[type | tuple[type, ...], bool]  # type, may be null
+_Field = tuple[type | tuple[type, ...], bool]  # (type, may be null)
 
 ROW: dict[str, _Field] = {
     "op": (str, False),
     "backend": (str, False),  # reference | cpu | triton | cuda | naive | torch
-    "provider": (str, False),  # what ran, in words
+    "provider": (str, False),  # a description of the code that ran
     "case": (str, False),
     "shape": (dict, False),
     "dtype": (str, False),
@@ -58,19 +62,20 @@ ROW: dict[str, _Field] = {
     "speedup_torch": (_NUMBER, True),
     "note": (str, False),
 }
-# Not in files that are older than the field.
+# Older files lack these fields.
 ROW_LATER: dict[str, _Field] = {
     "cache": (str, False),  # warm | cold
-    "time_over_torch": (list, True),  # [p20, median, p80] of our time over PyTorch's, round by round
-    "saved_bytes": (int, True),  # tensors kept from forward to backward beyond the inputs; null without a gradient
-    "kernel_ms": (_NUMBER, True),  # of the kernels alone, on GPUs
+    "time_over_torch": (list, True),  # [p20, median, p80] of time over PyTorch's, by round
+    # Tensors saved for backward beyond the inputs; null without a gradient.
+    "saved_bytes": (int, True),
+    "kernel_ms": (_NUMBER, True),  # the kernels alone, on GPUs
     "floor_ms": (_NUMBER, True),  # the same call at a tiny shape
-    "alone_ms": (_NUMBER, True),  # of our kernels alone on the CPU, into tensors that are there already
+    "alone_ms": (_NUMBER, True),  # our kernels alone on the CPU, writing to existing tensors
     "limit": (str, True),  # one of limits.LIMITS; null without peaks
-    "limit_shares": (dict, True),  # of the row's time, by limits.LIMITS
+    "limit_shares": (dict, True),  # shares of the row's time, by limits.LIMITS
     "burst_ms": (_NUMBER, True),  # a call after a rest
-    "sustained_ms": (_NUMBER, True),  # a call of many without one
-    "share": (_NUMBER, True),  # of a block mask, the blocks that run; null without one
+    "sustained_ms": (_NUMBER, True),  # a call without a rest
+    "share": (_NUMBER, True),  # share of a block mask's blocks that run; null without one
 }
 NOT_RUN: dict[str, _Field] = {
     "op": (str, False),
@@ -107,18 +112,18 @@ STATUSES = ("skipped", "unsupported", "wrong", "failed")
 
 
 def step_key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the contenders of one line-up share: op, case, shape, dtype, mode, device, state of the caches."""
+    """Return a line-up's key: op, case, shape, dtype, mode, device, cache state."""
     shape = " ".join(f"{name}={size}" for name, size in sorted(row["shape"].items()))
     return row["op"], row["case"], shape, row["dtype"], row["mode"], row["device"], row.get("cache", "warm")
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What tells a row from every other of its document."""
+    """Return the key that identifies a row within its document."""
     return (*step_key(row), row["backend"])
 
 
 def validate(document: Any) -> list[str]:
-    """What is wrong with `document` as the content of results.json; an empty list if nothing is."""
+    """Return the faults of `document` as the content of results.json; empty if valid."""
     if not isinstance(document, dict):
         return [f"the document is a {type(document).__name__}, not an object"]
     problems = []
@@ -162,7 +167,7 @@ def _check(where: str, entry: Any, fields: Mapping[str, _Field], later: Mapping[
 
 
 def _check_peaks(peaks: Any) -> list[str]:
-    """Absent from files written before there were any."""
+    """Check the peaks; older files have none."""
     if peaks is None:
         return []
     if not isinstance(peaks, dict):
@@ -199,7 +204,7 @@ def _check_meaning(document: dict[str, Any]) -> list[str]:
 
 
 def environment(device: str, command: str) -> dict[str, Any]:
-    """Everything a reader needs to know beside a figure; ENVIRONMENT has the fields."""
+    """Return the environment of a measurement; ENVIRONMENT lists the fields."""
     from pytransformer import __version__
     from pytransformer.cli.machine import active_isa, cpu_name, triton_version, usable_cores
 
@@ -227,7 +232,7 @@ def environment(device: str, command: str) -> dict[str, Any]:
 
 
 def pinning() -> str:
-    """The cores that threads may run on, and whether something binds each thread to one of them."""
+    """Return the cores that threads may use, and what binds each thread to a core."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     bound = [f"{name}={os.environ[name]}" for name in BINDERS if os.environ.get(name)]
     where = f"cores {cores[0]}-{cores[-1]}" if cores and cores[-1] - cores[0] == len(cores) - 1 else f"cores {cores}"
@@ -235,9 +240,7 @@ def pinning() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, with "+changes" if it has any; None outside a
-    checkout.
-    """
+    """Return the checkout's commit, with "+changes" if modified; None outside a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

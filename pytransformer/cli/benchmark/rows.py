@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the lists of problems that `bench --quick` and the suites run; the files of `cli/providers/` hold the lists."""
+"""Rows of the problem lists of `bench --quick` and the suites.
+
+The files of `cli/providers/` hold the lists.
+"""
 
 from __future__ import annotations
 
@@ -18,5 +21,5 @@ class Row:
     shape: Mapping[str, int]
     dtypes: tuple[str, ...] = BOTH
     modes: tuple[str, ...] = MODES
-    cold: bool = False  # caches emptied before each call
-    sustained: float = 0.0  # seconds of forward calls without a rest, after those of bursts
+    cold: bool = False  # empty the caches before each call
+    sustained: float = 0.0  # seconds of forward calls without a rest, after the bursts

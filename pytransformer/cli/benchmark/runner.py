@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes one problem through the check, the clock and the memory probe, and makes rows of it."""
+"""Runs the check, the clock and the memory probe on a problem and builds its rows."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from pytransformer.cli.providers import NAIVE, ON_REQUEST, PEERS, TORCH, Prepare
 
 SEED = 20
 REFERENCE, CPU = "reference", "cpu"
-ALONE = "kernels alone of "  # a contender that makes a row's native calls and nothing else
+ALONE = "kernels alone of "  # a contender that makes only a row's native calls
 FLOOR_ROUNDS = 4
-WARM_FORWARDS = 2  # before the graph that is timed: of a GPU's calls the first is Python's, the second recorded, and backward goes likewise
+# Before the timed graph: on a GPU the first call runs from Python and the second records, likewise
+# for backward.
+WARM_FORWARDS = 2
 LONGEST_REASON = 300  # characters
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure and how long."""
+    """Settings of a measurement."""
 
     device: str = "cpu"
-    backends: tuple[str, ...] | None = None  # None: everyone but those on request
+    backends: tuple[str, ...] | None = None  # None: all except those on request
     verify: bool = True
     memory: bool = True
-    min_time: float = 0.3  # seconds of timing for each contender
-    budget: float | None = None  # seconds for the whole run; shortens min_time as it runs out
+    min_time: float = 0.3  # seconds of timing per contender
+    budget: float | None = None  # seconds for the full run; shortens min_time as it runs out
     min_rounds: int = clock.MIN_ROUNDS
     sustained: float = 0.0  # seconds of calls without a rest, for every contender of every step
-    cold: bool = False  # caches emptied before each call, in every step
-    limits: bool = False  # measure on the CPU what tells a row's limit: the call's floor, and our kernels alone
+    cold: bool = False  # empty the caches before each call, in every step
+    # Measure on the CPU what determines a row's limit: call floor and kernels alone.
+    limits: bool = False
 
 
 @dataclass
 class _Entry:
-    """One provider at one step."""
+    """One implementation at one step."""
 
     provider: Provider
     prepared: Prepared
@@ -49,19 +52,19 @@ class _Entry:
 
 @dataclass
 class Runner:
-    """Runs steps one by one; `rows` and `not_run` fill as it goes, so that a stop leaves what was done."""
+    """A run of steps, one by one, that fills `rows` and `not_run`, which survive an early stop."""
 
     options: Options
     probe: memory.MemoryProbe
     find: Callable[[str], Sequence[Provider]] = providers
-    backward: bool = True  # some step has gradients, so the exact answer is made with them at once
+    backward: bool = True  # some step has gradients, so solve for them at once
     rows: list[dict[str, Any]] = field(default_factory=list)
     not_run: list[dict[str, Any]] = field(default_factory=list)
-    _memory_seconds: float = 0.3  # what one measurement has taken so far, on average
+    _memory_seconds: float = 0.3  # average time of one measurement so far
     _exact: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, step: Step, seconds: float | None = None) -> None:
-        """Checks, times and records every provider of one step, in about `seconds` if given."""
+        """Check, time and record every implementation of one step, in about `seconds` if given."""
         start = time.monotonic()
         late = seconds is not None and seconds <= 0
         device, checked = self.options.device, self.options.verify
@@ -80,7 +83,7 @@ class Runner:
         alone = {ALONE + name: c for name in contenders if limited and (c := self._alone(step, name, contenders[name]))}
         min_time, min_rounds, with_memory = self.options.min_time, self.options.min_rounds, self.options.memory
         if seconds is not None:
-            # When the time is gone every op is still seen, long calls once each, and without the memory.
+            # Late in the run every op still runs: long calls once each, without the memory probe.
             min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
             left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
             min_time = min(min_time, max(0.0, left / (len(contenders) + len(alone))))
@@ -104,7 +107,7 @@ class Runner:
             row |= {"share": getattr(problem.named.get("attn_mask"), "share", None)}
             self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
 
-    # ---- what tells the limit
+    # ---- the limit
 
     def _alone(self, step: Step, name: str, contender: clock.Contender) -> clock.Contender | None:
         if name != CPU:
@@ -114,7 +117,7 @@ class Runner:
         return call and clock.Contender(call, contender.context)
 
     def _floors(self, step: Step, entries: list[_Entry]) -> dict[str, float]:
-        """Milliseconds of a call at a tiny shape, of each who can compute it."""
+        """Return milliseconds of a call at a tiny shape, per implementation."""
         problem = Problem.make(plan.tiny(step.case), step.dtype, self.options.device, seed=SEED, grad=step.mode != "fwd")
         contenders = {}
         for entry in entries:
@@ -147,7 +150,7 @@ class Runner:
         return name not in ON_REQUEST if self.options.backends is None else name in self.options.backends
 
     def _without_reference(self, step: Step, entries: list[_Entry]) -> list[_Entry]:
-        """The reference takes most of a step's time; where a fused backend does the same, it is the first to be left out."""
+        """Drop the slow reference if a fused backend supports the problem."""
         if all(e.provider.name in (REFERENCE, *PEERS) for e in entries):
             return entries
         if any(e.provider.name == REFERENCE for e in entries):
@@ -157,14 +160,14 @@ class Runner:
     def _verified(self, step: Step, problem: Problem, entries: list[_Entry]) -> list[_Entry]:
         right = []
         for entry in entries:
-            # A provider that draws its own dropout mask cannot be compared; what it does apart from that can.
+            # An implementation with its own dropout mask is checked without dropout.
             checked, prepared = problem, entry.prepared
             try:
                 if prepared.own_dropout:
                     checked = problem.without_dropout()
                     prepared = entry.provider.prepare(checked)
                 entry.verdict = self._judge(step, checked, prepared, peer=entry.provider.name in PEERS)
-            except Exception as error:  # one provider's crash is a finding about it, not the end of the benchmark
+            except Exception as error:  # report a crash of one implementation and go on
                 self._refuse(step, entry.provider.name, "failed", f"{type(error).__name__}: {error}")
                 continue
             if entry.verdict.wrong is None:
@@ -177,7 +180,7 @@ class Runner:
         rows = exact.rows_of(problem)
         grads = exact.upstream_of(rows, check.upstream(problem, SEED))
         found = exact.excerpt(problem, rows, check.compute(problem, prepared, grads if problem.grad else None))
-        # The exact answer is the slowest part, and the same for every provider and mode.
+        # The exact result is the slowest part and is shared by every implementation and mode.
         key = (step.case.name, tuple(step.case.shape.items()), step.dtype, problem.dropout)
         if key not in self._exact:
             for old in [k for k in self._exact if k[:3] != key[:3]]:
@@ -192,14 +195,14 @@ class Runner:
             "error": verdict and _finite(verdict.error), "error_bound": verdict and _finite(verdict.bound),
         })  # fmt: skip
 
-    # ---- after it
+    # ---- after the clock
 
     def _kernel_ms(self, step: Step, name: str, contender: clock.Contender) -> float | None:
         if self.options.device != "cuda":
             return None
         try:
             return clock.kernel_ms(contender)
-        except RuntimeError as error:  # a profiler that may not count on this machine
+        except RuntimeError as error:  # the profiler may lack permission on this machine
             self._refuse(step, name, "failed", f"kernel time: {error}")
             return None
 
@@ -221,7 +224,7 @@ class Runner:
         direction = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[step.mode]
         naive = next((e for e in entries if e.provider.name == NAIVE), None)
         ratio = None
-        # Errors with and without dropout are not of the same problem: no ratio.
+        # Errors with and without dropout belong to different problems, so no ratio.
         if verdict and naive and naive.verdict and naive.prepared.own_dropout == entry.prepared.own_dropout:
             ratio = _ratio(verdict, naive.verdict)
         return {
@@ -249,9 +252,7 @@ class Runner:
 
 
 def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object]:
-    """One call of `mode`, with everything that is not part of it done here. `prepared.context` is active
-    around it.
-    """
+    """Return one call of `mode` with all setup done; `prepared.context` is active around it."""
     forward = prepared.forward
     if mode == "fwd":
 
@@ -270,9 +271,9 @@ def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object
 
 
 def saved_bytes(problem: Problem, prepared: Prepared) -> int:
-    """Bytes that the forward keeps for the backward and that are no inputs: activations."""
+    """Return the bytes of activations: saved for backward and not inputs."""
     given = {t.untyped_storage().data_ptr() for t in (*problem.named.values(), *problem.leaves.values()) if torch.is_tensor(t)}
-    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+    kept: dict[int, torch.UntypedStorage] = {}  # holds references, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -291,13 +292,13 @@ def _speedup(timings: Any, peer: str, timing: clock.Timing) -> float | None:
 
 
 def _ratio(ours: check.Verdict, naive: check.Verdict) -> float | None:
-    """The worst tensor of one over the worst tensor of the other; null where naive code happens to be exact."""
+    """Return the worst tensor's error over naive code's; None if naive code is exact."""
     theirs = max(naive.errors.values())
     return max(ours.errors.values()) / theirs if theirs else None
 
 
 def _short(reason: str) -> str:
-    """A compiler's error can have pages."""
+    """Shorten a reason, because a compiler's error can have pages."""
     first = reason.strip().split("\n", 1)[0]
     return first if len(first) <= LONGEST_REASON else f"{first[:LONGEST_REASON]} ..."
 
@@ -306,11 +307,11 @@ def _finite(value: float) -> float | None:
     return value if value - value == 0 else None
 
 
-# ---- the memory probe's side
+# ---- in the memory probe's process
 
 
 def memory_request(step: Step, backend: str, device: str) -> dict[str, Any]:
-    """What the probe's process needs to make the same call."""
+    """Return the request from which the probe's process makes the same call."""
     return {
         "case": step.case.name,
         "shape": dict(step.case.shape),
@@ -323,7 +324,7 @@ def memory_request(step: Step, backend: str, device: str) -> dict[str, Any]:
 
 
 def memory_calls(request: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
-    """(the call at a tiny shape, the call), both with their inputs made."""
+    """Return the call at a tiny shape and the call, with their inputs created."""
     torch.set_num_threads(request["threads"])
     case = plan.case(request["case"]).resize(**request["shape"])
     return _memory_call(plan.tiny(case), request), _memory_call(case, request)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed lists of problems: what `pytransformer bench --suite NAME` runs, and `pytransformer bench` alone.
+"""Fixed problem lists of `pytransformer bench --suite NAME` and `pytransformer bench`.
 
-aims      every case for which the project has set itself an aim on CPUs, and the other ops beside them, in under 15 minutes on two
-          cores; docs/performance.md is made of its results
-patterns  attention by length, 1,024 to 65,536 tokens, through block masks; `--providers` adds FlexAttention
-isa       a few of them, for comparing instruction sets: with `--isa avx2`, PyTorch held to the same set
+aims      every case with a performance target on CPUs, and the other ops beside
+          them, in under 15 minutes on two cores; docs/performance.md shows its
+          results
+patterns  attention by length, 1,024 to 65,536 tokens, through block masks;
+          `--providers` adds FlexAttention
+isa       a subset for comparing instruction sets: `--isa avx2` pins PyTorch too
 
-The reference takes no part: it is the oracle, not a contender. Naive code takes none where its (Lq, Lk) tensors alone would take the
-time of everything else.
+The reference is the oracle, not a contender. Naive code is left out if its (Lq, Lk) tensors alone
+would dominate the time.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from pytransformer.cli.providers import NAIVE, TORCH, of_family
 from pytransformer.testing.cases import Case, case
 from pytransformer.testing.kits import kits
 
-SUITE_SECONDS = 780.0  # for the steps; peaks, drawing and starting up take the rest of 15 minutes
+SUITE_SECONDS = 780.0  # for the steps; peaks, plots and startup take the rest of 15 minutes
 MIN_TIME = 0.2
-MOST_PAIRS = 1 << 24  # of B * Hq * Lq * Lk, for naive code
+MOST_PAIRS = 1 << 24  # B * Hq * Lq * Lk, for naive code
 DENSE = (NAIVE, TORCH)
-LONGEST_DENSE = 4096  # tokens of a pattern as a dense mask, in which peers skip nothing
+LONGEST_DENSE = 4096  # tokens of a pattern as a dense mask, which peers do not skip
 REFERENCE = "reference"
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pytransformer explain` knows of a family, in the file of its name, found by it: `SHAPES`, what --shape means to each op;
-`call(arguments, tensor)`, the (args, kwargs) of the public op that the command line describes; perhaps `add_arguments(group)`.
+"""The op families of `pytransformer explain`, one file each, loaded by name.
 
-A family without a file is explained by its first named case, whose dimensions --shape then gives in their order.
+A file has `SHAPES`, the meaning of --shape for each op; `call(arguments, tensor)`, which returns
+the (args, kwargs) of the public op; and optionally `add_arguments(group)`. For a family without a
+file, the first named case gives the call, and --shape sets its dimensions in order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def family_file(family: str) -> ModuleType | None:
 
 
 def shapes() -> dict[str, str]:
-    """What --shape means to each op."""
+    """Return the meaning of --shape for each op."""
     found = {}
     for op in OPS:
         file = family_file(SPECS[op].family)
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> Arguments:
-    """(args, kwargs) of the public op that the command line describes, with undefined contents."""
+    """Return (args, kwargs) of the public op for the command line, with undefined contents."""
     dtype = DTYPES[arguments.dtype]
 
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -62,7 +63,7 @@ def call(arguments: argparse.Namespace) -> Arguments:
 
 
 def check_length(arguments: argparse.Namespace, *lengths: int) -> None:
-    """UsageError unless --shape has so many numbers."""
+    """Raise UsageError unless --shape has one of these lengths."""
     if len(arguments.shape) not in lengths:
         got = ",".join(map(str, arguments.shape))
         raise UsageError(f"--shape of {arguments.op} is {shapes()[arguments.op]}, got {got}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of attention and attention_varlen that `pytransformer explain` describes."""
+"""The calls of attention and attention_varlen for `pytransformer explain`."""
 
 from __future__ import annotations
 

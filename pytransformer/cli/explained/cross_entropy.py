@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of linear_cross_entropy that `pytransformer explain` describes."""
+"""The calls of linear_cross_entropy for `pytransformer explain`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the norms that `pytransformer explain` describes."""
+"""The calls of the norms for `pytransformer explain`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes an op in a benchmark: our backends, naive code, PyTorch's own op, and other peers where they are asked for.
+"""The implementations of an op in a benchmark: our backends and their peers.
 
-A `Provider` prepares one problem: it says what it will run, or raises `Unsupported` with the reason, and
-gives back the forward as a function without arguments. All that a program would keep from call to call (a
-mask from lengths, the integer buckets of a relative bias) is made while preparing, outside the clock:
-generous to the others, who need more of it. What a training step computes anew (gathering a bias from its
-table) is inside.
+The peers are naive code, PyTorch's op and, on request, others. A `Provider` prepares one problem:
+it returns a description and the forward as a function without arguments, or raises `Unsupported`
+with the reason. Data that a program would store between calls (a mask from lengths, the integer
+buckets of a relative bias) is built during preparation, outside the clock, which favors the peers.
+Work that a training step repeats (gathering a bias from its table) is timed.
 
-The file of a family, found by its name, may have `PROVIDERS`, the peers of each of its ops; `QUICK`, the rows of `bench --quick`;
-`SUITES`, those of each suite (cli/benchmark/rows.py).
+The file of a family, loaded by name, may have `PROVIDERS`, the peers of each op; `QUICK`, the rows
+of `bench --quick`; and `SUITES`, the rows of each suite (cli/benchmark/rows.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.case import Case, leaves, named
 
 NAIVE, TORCH = "naive", "torch"
-VARIANTS = {"cuda_any_order": "the backend cuda with deterministic=False"}  # ours, with other arguments
-# These take part only where --providers names them: they take long to prepare, or repeat what "torch" shows.
+# Variants of our backends.
+VARIANTS = {"cuda_any_order": "the backend cuda with deterministic=False"}
+# Only --providers enables these: they take long to prepare or repeat what "torch" shows.
 ON_REQUEST = {
     "torch_flash": "scaled_dot_product_attention, flash kernel",
     "torch_efficient": "scaled_dot_product_attention, memory-efficient kernel",
@@ -50,12 +51,12 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 class Unsupported(Exception):
-    """This provider does not compute this problem; the message says why."""
+    """The implementation does not support the problem; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One case with its tensors. With `grad`, every leaf requires a gradient."""
+    """One case with its tensors; with `grad`, every leaf requires a gradient."""
 
     case: Case
     dtype: torch.dtype
@@ -67,18 +68,18 @@ class Problem:
 
     @staticmethod
     def make(case: Case, dtype: torch.dtype, device: str, *, seed: int, grad: bool, on_device: bool = False) -> Problem:
-        """``on_device``: its numbers are drawn there, and are others on the CPU."""
+        """Build a problem; numbers drawn ``on_device`` differ from the CPU's."""
         args, kwargs = case.make(device, dtype, seed, requires_grad=grad, on_device=on_device)
         return Problem(case, dtype, device, args, kwargs, grad, seed)
 
     @cached_property
     def named(self) -> dict[str, Any]:
-        """Every argument by its name."""
+        """Return every argument by name."""
         return named(self.case.op, self.args, self.kwargs)
 
     @cached_property
     def leaves(self) -> dict[str, torch.Tensor]:
-        """The tensors that take a gradient, by name."""
+        """Return the tensors that receive a gradient, by name."""
         return {} if self.case.forward_only else leaves(self.case.op, self.args, self.kwargs)
 
     @property
@@ -90,7 +91,7 @@ class Problem:
         return dataclasses.replace(self, kwargs=kwargs)
 
     def on_cpu(self) -> Problem:
-        """The same values on the CPU."""
+        """Return the same values on the CPU."""
         if self.device == "cpu":
             return self
         there = Problem.make(self.case, self.dtype, "cpu", seed=self.seed, grad=self.grad)
@@ -99,9 +100,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`forward()` computes the outputs of the public op. `context()` is active around forward and backward.
+    """A prepared problem.
 
-    `own_dropout`: draws a dropout mask of its own, so it can only be compared with the oracle without
+    `forward()` computes the outputs of the public op. `context()` is active around forward and
+    backward. `own_dropout` marks a private dropout mask; the oracle then checks the problem without
     dropout.
     """
 
@@ -113,7 +115,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Provider:
-    """`prepare(problem)` gives a `Prepared` or raises `Unsupported`."""
+    """An implementation: `prepare(problem)` returns a `Prepared` or raises `Unsupported`."""
 
     name: str
     prepare: Callable[[Problem], Prepared]
@@ -124,7 +126,10 @@ def as_outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Outputs:
 
 
 def prepare_ours(backend: str, problem: Problem) -> Prepared:
-    """One of our backends, by its keyword: under `use_backend` a call leaves the C++ fast path, which costs 20 µs that no user pays."""
+    """Prepare one of our backends by its keyword.
+
+    `use_backend` would leave the C++ fast path and add 20 µs that no user pays.
+    """
     import pytransformer as pt
 
     op = problem.case.op
@@ -139,18 +144,19 @@ def prepare_ours(backend: str, problem: Problem) -> Prepared:
 
 
 def ours(op: str) -> tuple[Provider, ...]:
-    """The backends that the op has, whether or not they work here, best first."""
+    """Return the op's backends, working here or not, best first."""
     return tuple(Provider(name, partial(prepare_ours, name)) for name in OPS[op].backends)
 
 
 def compiled(naive: Callable[[Problem], Prepared]) -> Provider:
-    """The provider "compile": what torch.compile makes of the naive code."""
+    """Return the implementation "compile": torch.compile of the naive code."""
 
     def prepare(problem: Problem) -> Prepared:
         if why := _no_compiler(problem.device):
             raise Unsupported(why)
         prepared = naive(problem)
-        torch._dynamo.reset()  # each problem has its own code, and old code would count as recompilations
+        # Each problem has its own code, and old code would count as recompilations.
+        torch._dynamo.reset()
         return dataclasses.replace(prepared, label=f"torch.compile: {prepared.label}", forward=torch.compile(prepared.forward))
 
     return Provider("compile", prepare)
@@ -158,14 +164,14 @@ def compiled(naive: Callable[[Problem], Prepared]) -> Provider:
 
 @functools.cache
 def _no_compiler(device: str) -> str | None:
-    """Why torch.compile cannot make code for the device here, or None."""
+    """Return why torch.compile cannot generate code for the device here, or None."""
     if device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
         return "torch.compile needs a C++ compiler, and there is none"
     return None
 
 
 def installed(package: str, module: str) -> Any:
-    """An optional peer's module, or Unsupported with what to install."""
+    """Return an optional peer's module; raise Unsupported with the package to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -173,14 +179,14 @@ def installed(package: str, module: str) -> Any:
 
 
 def providers(op: str) -> tuple[Provider, ...]:
-    """Everyone who may compute `op`: our backends best first, then naive code, PyTorch, and the other peers."""
+    """Return all implementations of `op`: our backends, best first, then the peers."""
     peers = of_family(OPS[op].family, "PROVIDERS", {}).get(op, ())
     theirs = {peer.name for peer in peers}
-    # The backend torch is what PyTorch's own function runs: in a benchmark that function stands for both.
+    # The backend torch runs PyTorch's function, so the peer represents both.
     return tuple(provider for provider in ours(op) if provider.name not in theirs) + peers
 
 
 def of_family(family: str, name: str, default: Any) -> Any:
-    """What the family's file has by this name, if there is one."""
+    """Return the attribute of the family's file, or the default."""
     path = f"{__name__}.{family}"
     return getattr(importlib.import_module(path), name, default) if importlib.util.find_spec(path) else default

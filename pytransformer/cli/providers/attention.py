@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `attention` and `attention_varlen`: the textbook formula, and PyTorch's op with its backend pinned.
+"""Peers of `attention` and `attention_varlen`: the formula, and PyTorch's op.
 
-Packed sequences have no counterpart in either, so both run them one after the other, without padding.
+PyTorch's op has its backend pinned. Neither supports packed sequences, so both run them one after
+the other, without padding.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Terms"], torch.Ten
 
 @dataclass(frozen=True)
 class Terms:
-    """What a program without our op keeps beside q, k and v. `additive()` is computed anew in each call."""
+    """Masks and biases of a program without our op; each call recomputes `additive()`."""
 
-    visible: torch.Tensor | None  # bool, broadcastable to (B, Hq, Lq, Lk); None: everything is visible
+    visible: torch.Tensor | None  # bool, broadcastable to (B, Hq, Lq, Lk); None: all visible
     triangle: bool  # exactly the top-left causal mask
-    blind_rows: bool  # some row sees no key
+    blind_rows: bool  # some row has no visible key
     additive: Callable[[], torch.Tensor | None]
     scale: float
     softcap: float
@@ -79,7 +80,7 @@ def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords
 
 
 def _smallest(visible: torch.Tensor) -> torch.Tensor | None:
-    """The mask as small as broadcasting lets it be; None if it hides nothing."""
+    """Return the mask without broadcast dimensions; None if it hides nothing."""
     if visible.all():
         return None
     for dim in range(3):
@@ -133,7 +134,7 @@ def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Te
 
 
 def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], float]:
-    """The forward of a padded or packed problem through `kernel`, and the largest softcap in it."""
+    """Return the forward of a padded or packed problem through `kernel`, and its max softcap."""
     named = dict(problem.named)
     query, key, value = (named.pop(name) for name in ("query", "key", "value"))
     if (table := named.pop("page_table", None)) is not None:
@@ -171,7 +172,7 @@ def prepare_naive(problem: Problem) -> Prepared:
     return Prepared("softmax(q k^T) v, in the inputs' dtype", forward, own_dropout=problem.dropout > 0)
 
 
-# In the order of preference of PyTorch itself; the first that computes the problem is pinned.
+# PyTorch's order of preference; the first that supports the problem is pinned.
 _SDP_BACKENDS = {
     "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
     "cuda": (
@@ -188,7 +189,7 @@ def prepare_torch(problem: Problem) -> Prepared:
 
 
 def _prepare_sdpa(problem: Problem, backends: Sequence[SDPBackend]) -> Prepared:
-    """PyTorch's op pinned to the first of `backends` that computes the problem."""
+    """Prepare PyTorch's op, pinned to the first of `backends` that supports the problem."""
     forward, softcap = _forward(problem, _sdpa)
     if softcap:
         raise Unsupported("scaled_dot_product_attention has no softcap")
@@ -212,7 +213,10 @@ def _prepare_pinned(backend: SDPBackend, problem: Problem) -> Prepared:
 
 
 def prepare_flash_attn(problem: Problem) -> Prepared:
-    """The flash-attn package: no masks but causality (bottom right) and windows, no bias but ALiBi, half precision, a GPU."""
+    """Prepare the flash-attn package.
+
+    It supports causal masks (bottom right), windows and ALiBi, in half precision on a GPU.
+    """
     if problem.device != "cuda":
         raise Unsupported("flash-attn runs on CUDA GPUs only")
     flash_attn = installed("flash-attn", "flash_attn")
@@ -249,7 +253,8 @@ def _computes(problem: Problem, forward: Callable[[], Outputs], backend: SDPBack
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of each reason for which a pinned backend cannot run
+        # PyTorch warns of each reason why a pinned backend cannot run
+        warnings.simplefilter("ignore")
         try:
             with _pinned(backend):
                 outputs = forward()
@@ -274,7 +279,7 @@ _PINNED = tuple(
 
 
 def prepare_any_order(problem: Problem) -> Prepared:
-    """Our backend "cuda" with deterministic=False, which changes its backward where it has kernels for that."""
+    """Prepare "cuda" with deterministic=False, if that selects other backward kernels."""
     prepared = prepare_ours("cuda", replace(problem, kwargs={**problem.kwargs, "deterministic": False}))
     return replace(prepared, label=f"{prepared.label}, deterministic=False")
 
@@ -314,7 +319,7 @@ QUICK = (
 )
 _MASKED = ("key_padding", "window", "dropout", "bias", "t5_bias", "alibi", "segments", "bool_mask", "softcap")
 _MASKS = _square(1024, 64, 2, 2)
-_SUSTAINED = _square(2048, 64, 2, 4)  # where burst and sustained speed are measured
+_SUSTAINED = _square(2048, 64, 2, 4)  # for burst and sustained speed
 _GRID = [_square(length, d, *size) for length in (512, 1024, 2048, 4096) for d in (64, 128) for size in ((1, 1), (2, 4))]
 SUITES = {
     "aims": (

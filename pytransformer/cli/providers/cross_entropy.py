@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `linear_cross_entropy`: the formula written out, and `F.cross_entropy` of `F.linear`."""
+"""Peers of `linear_cross_entropy`: the formula, and `F.cross_entropy` of `F.linear`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `feed_forward`: its matrix products written out, and `F.linear` with PyTorch's activations.
+"""Peers of `feed_forward`: plain matrix products, and `F.linear` with activations.
 
-Where ours keeps nothing but x for backward (``recompute``), they are checkpointed.
+With ``recompute``, our op saves only x for backward; the peers use checkpoints.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _prepare(problem: Problem, linear: Linear, activations: dict[str, Activation
         hidden = act(hidden) if gate_weight is None else act(linear(x, gate_weight, gate_bias)) * hidden
         return linear(F.dropout(hidden, dropout) if dropout else hidden, w2, b2)
 
-    def recomputing() -> Outputs:  # as ours, which keeps x alone for backward
+    def recomputing() -> Outputs:  # like ours, saves only x for backward
         return (checkpoint(network, x, use_reentrant=False, preserve_rng_state=dropout > 0),)
 
     if named.get("recompute"):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peer of `attention`: FlexAttention, compiled, with the case's masks and biases written as its mask_mod and score_mod."""
+"""Peer of `attention`: compiled FlexAttention.
+
+The case's masks and biases become its mask_mod and score_mod.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def prepare(problem: Problem) -> Prepared:
 
 
 def _pattern_mod(problem: Problem) -> Mod | None:
-    """What FlexAttention is told of the case's block mask: a pattern's own formula."""
+    """Return the mask_mod of the case's block mask: a pattern's formula."""
     mask = problem.named.get("attn_mask")
     if not isinstance(mask, BlockMask):
         return None
@@ -57,7 +60,7 @@ def _pattern_mod(problem: Problem) -> Mod | None:
 
 
 def _mask_mod(a: Any, pattern: Mod | None) -> Mod | None:
-    """Visibility by the same rules as ours, a term for each that the case has."""
+    """Return visibility by the same rules as ours, one term per mask of the case."""
     lengths_q, lengths_k = a.query_lengths, a.key_lengths
     device = a.query.device
     full_q = torch.full((a.query.shape[0],), a.query.shape[2], device=device)
@@ -92,7 +95,7 @@ def _mask_mod(a: Any, pattern: Mod | None) -> Mod | None:
 
 
 def _score_mod(a: Any) -> Mod | None:
-    """Softcap, then what is added to the scores."""
+    """Return a score_mod with the softcap, then the additive terms."""
     if a.sinks is not None:
         raise Unsupported("flex_attention has no sinks but by its lse")
     if a.causal == "bottom_right" and (a.slopes is not None or a.table is not None):

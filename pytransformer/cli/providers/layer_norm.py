@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `layer_norm`, `rms_norm` and `add_norm`: the formula written out, and torch.nn.functional."""
+"""Peers of `layer_norm`, `rms_norm` and `add_norm`: the formula, and torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def prepare_torch(problem: Problem) -> Prepared:
 
 
 def prepare_liger(problem: Problem) -> Prepared:
-    """Liger's functions for norms with a weight and without dropout."""
+    """Prepare Liger's norms; they need a weight and have no dropout."""
     if problem.device != "cuda":
         raise Unsupported("Liger-Kernel runs on GPUs only")
     functional = installed("liger-kernel", "liger_kernel.transformers.functional")
@@ -82,7 +82,7 @@ def prepare_liger(problem: Problem) -> Prepared:
 
 
 def prepare_quack(problem: Problem) -> Prepared:
-    """quack's RMS norm."""
+    """Prepare quack's RMS norm."""
     if problem.device != "cuda":
         raise Unsupported("quack runs on Hopper GPUs and later only")
     quack = installed("quack-kernels", "quack")

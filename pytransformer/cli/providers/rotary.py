@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `rotary` and `append_kv`: the ops in plain PyTorch that a model of transformers has in their place."""
+"""Peers of `rotary` and `append_kv`: plain PyTorch code as in transformers' models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Ten
 
 
 def _tables(positions: torch.Tensor, turning: RotaryPositions, dtype: torch.dtype) -> Tables:
-    """Rounded to the model's dtype. Angles are ours: the float32 product of a model's own code leaves the bound at position 1,000."""
+    """Return cos and sin rounded to the model's dtype, from our angles.
+
+    The float32 angle product in model code exceeds the bound at position 1,000.
+    """
     cos, sin = turning.tables(positions, dtype=dtype)
     return (cos[None], sin[None]) if cos.dim() == 2 else (cos, sin)
 

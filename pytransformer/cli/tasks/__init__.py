@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pytransformer train` can learn: a task is a file of this folder, found by being here.
+"""The tasks of `pytransformer train`: each file of this folder is a task.
 
-A task's module has a docstring, whose first line is its summary and whose whole is its help, and two functions:
+A task's module has a docstring and two functions. The docstring's first line is the summary and its
+full text is the help.
 
-    add_arguments(parser)        its own options; those of every task are added by cli/train.py
-    train(run)                   makes data and models, trains them with `run.fit`, and ends with `run.report`
+    add_arguments(parser)    adds its options; cli/train.py adds the common ones
+    train(run)               builds data and models, trains them with `run.fit`
+                             and ends with `run.report`
 
-`run` is a :class:`pytransformer.cli.training_run.Run`. Modules import torch's slow companions inside functions only: `--help` reads
-every task.
+`run` is a :class:`pytransformer.cli.training_run.Run`. Import slow modules inside functions only,
+because `--help` imports every task.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from types import ModuleType
 
 
 def names() -> list[str]:
-    """The tasks, in alphabetical order."""
+    """Return the tasks in alphabetical order."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def module(name: str) -> ModuleType:
-    """The task's module."""
+    """Return the task's module."""
     return importlib.import_module(f"{__name__}.{name}")

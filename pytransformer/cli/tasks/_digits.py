@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks on handwritten digits share: their options, and one classifier trained and measured."""
+"""Shared code of the tasks on handwritten digits: options and one classifier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_shift(parser: argparse.ArgumentParser, default: int) -> None:
 
 
 def image_collates(run: Run) -> tuple[Any, Any]:
-    """To learn with, and to measure with."""
+    """Return the collate functions for training and for evaluation."""
     from ...training.digits import image_collate
 
     if run.arguments.shift < 0:
@@ -39,7 +39,7 @@ def image_collates(run: Run) -> tuple[Any, Any]:
 
 
 def digits(run: Run) -> tuple[Any, Any]:
-    """Those to learn from and those held out; where they are from is told in the report."""
+    """Return training and held-out digits; the report names their source."""
     from ...training.digits import load_digits
 
     found = load_digits()
@@ -60,7 +60,7 @@ def on_device(run: Run, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def held_out_batch(run: Run, held_out: Any, collate: Any) -> list[dict[str, Any]]:
-    """All of them together."""
+    """Return all held-out digits as one batch."""
     return on_device(run, [collate([held_out[i] for i in range(len(held_out))], None)])
 
 
@@ -74,8 +74,11 @@ def classify(
     steps: int | None = None,
     also: Callable[[Any, Any], dict[str, float]] = lambda model, batch: {},
 ) -> float:
-    """Trains a classifier of digits; the share of held-out ones that it tells right. collates: to learn with, and to measure with. also:
-    what else is measured on the way, of the model and all held-out digits."""
+    """Train a digit classifier and return its held-out accuracy.
+
+    `collates` are for training and evaluation. `also` computes further metrics during training from
+    the model and all held-out digits.
+    """
     from ...training import Batches
     from ...training.objective import held_out_loss
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three ways in which BERT is fine-tuned, each on a question that the texts answer by themselves, beside a simple baseline.
+"""The three fine-tuning questions of BERT, each beside a simple baseline.
 
-classification      [CLS] says which label a text has (of gettext: which package it is of)
-answer              a label and three texts with different labels are read; the start and end of the text with that label are said
-tagging             each word, read in lower case, is said to have been in lower case, with a capital, or in capitals
+The labels come from the texts themselves.
+
+classification  [CLS] predicts a text's label (for gettext: its package)
+answer          the input is a label and three texts with different labels; the
+                output is the start and end of the text with that label
+tagging         for each lowercased word, predict its case: lower, capitalized or
+                capitals
 """
 
 from __future__ import annotations
@@ -24,18 +28,18 @@ from ..training_run import Figure, Run
 from ._masked import LENGTH, Texts
 from ._text import FEWEST, baseline_or_none, each_batch, in_batches, rate
 
-PASSAGES = 3  # texts among which an answer is
+PASSAGES = 3  # candidate texts per question
 CASES = ("lower case", "capital", "capitals")
 
 
 class Example(NamedTuple):
     ids: list[int]
     segments: list[int]
-    labels: Any  # a class, two ends, or a class a token
+    labels: Any  # a class, two ends, or a class per token
 
 
 class Question(NamedTuple):
-    """A head, what it learns from and is checked with, and what it has to beat."""
+    """A head, its training and test data, and its baseline."""
 
     head: str
     what: str
@@ -48,7 +52,10 @@ class Question(NamedTuple):
 
 
 def fine_tune(run: Run, model: BERT, question: Question, steps: int, pad_id: int) -> Figure | None:
-    """Trains the head on the pre-trained trunk; the share of held-out examples that it gets right. None: too few, which is said."""
+    """Train the head on the pre-trained trunk; return its held-out accuracy.
+
+    Print a message and return None if there are too few examples.
+    """
     if min(len(question.held_out), len(question.train)) < FEWEST or question.num_labels < 2:
         run.say(
             f"{question.head} is left out: {len(question.train)} examples to learn from, {len(question.held_out)} held out and "
@@ -62,7 +69,7 @@ def fine_tune(run: Run, model: BERT, question: Question, steps: int, pad_id: int
     run.seed(question.head)
     tuned = model.with_heads(question.head, num_labels=question.num_labels)
     if question.head != "classification" and tuned.pooler is not None:
-        tuned.pooler.requires_grad_(False)  # nothing reads it: DDP would wait for its gradient
+        tuned.pooler.requires_grad_(False)  # nothing reads it, and DDP would wait for its gradient
 
     def evaluate(model: torch.nn.Module) -> dict[str, float]:
         return {"accuracy": share(right_answers(model, checked, question.head))}
@@ -74,7 +81,7 @@ def fine_tune(run: Run, model: BERT, question: Question, steps: int, pad_id: int
 
 
 def right_answers(model: torch.nn.Module, batches: Sequence[Batch], head: str) -> list[bool]:
-    """Whether each is right: a text's class, both ends of an answer, a word's tag."""
+    """Return whether each text's class, answer's ends or word's tag is right."""
     right: list[bool] = []
     for batch, out in each_batch(model, batches):
         labels = batch["labels"]
@@ -104,7 +111,7 @@ def _collate(pad_id: int, per_token: bool) -> Callable[[list[Example], torch.Gen
     return collate
 
 
-# ---- which label
+# ---- classification
 
 
 def classification(texts: Texts) -> Question:
@@ -132,11 +139,11 @@ def classification(texts: Texts) -> Question:
     )  # fmt: skip
 
 
-# ---- where the answer is
+# ---- answers
 
 
 class Passages(NamedTuple):
-    """A label, texts with different labels, and which of them has it."""
+    """A label, texts with different labels, and the index of the match."""
 
     asked: str
     texts: list[Labelled]
@@ -144,7 +151,7 @@ class Passages(NamedTuple):
 
 
 def passages(part: Sequence[Labelled], chance: random.Random) -> list[Passages]:
-    """Every text once as the answer, beside texts with other labels."""
+    """Return every text once as the answer, beside texts with other labels."""
     by_label: dict[str, list[Labelled]] = {}
     for text in part:
         by_label.setdefault(text.label, []).append(text)
@@ -161,9 +168,7 @@ def passages(part: Sequence[Labelled], chance: random.Random) -> list[Passages]:
 
 def answers(run: Run, texts: Texts) -> Question:
     tokenizer, seed = texts.words.tokenizer, run.arguments.seed
-    room = (
-        LENGTH - 14
-    ) // PASSAGES - 1  # beside the question, at most 12 tokens with one on each side, and the end of each text
+    room = (LENGTH - 14) // PASSAGES - 1  # minus the question (at most 12 tokens) and text ends
 
     def example(p: Passages) -> Example:
         question = tokenizer.encode(p.asked.lower())[:12]
@@ -191,17 +196,17 @@ def answers(run: Run, texts: Texts) -> Question:
     )  # fmt: skip
 
 
-# ---- which case
+# ---- tagging
 
 
 def case_of(word: str) -> int:
-    """Of CASES: capitals if there are two or more letters, all large."""
+    """Return the index in CASES; capitals need two or more letters, all uppercase."""
     letters = [c for c in word if c.isalpha()]
     return 0 if not letters or not letters[0].isupper() else 2 if len(letters) > 1 and all(c.isupper() for c in letters) else 1
 
 
 def _cased(text: str) -> Iterator[tuple[str, int, bool]]:
-    """(word in lower case, its case, whether it is the text's first) of each piece of the text with a letter in it."""
+    """Yield (lowercased word, its case, is first) for each piece of the text with a letter."""
     for number, word in enumerate(re.findall(r"\S+", text)):
         yield word.lower(), case_of(word), number == 0
 
@@ -227,7 +232,7 @@ def tagging(texts: Texts) -> Question:
 
 
 def _tagged(tokenizer: Tokenizer, text: str) -> Example:
-    """A word's tag stands at its first token; the others are not asked for."""
+    """Return a tagged example; a word's tag is at its first token, other tokens have none."""
     ids, tags = [tokenizer.start_id], [IGNORED]
     for word, case, _ in _cased(text):
         tokens = tokenizer.encode(word)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks of decoders share: sequences, a small GPT, its loss on held-out ones, and endings chosen by their likelihood."""
+"""Shared code of the decoder tasks: data, a small GPT, held-out loss, multiple choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def by_length(sequences: Sequence[list[int]], collate: Any, run: Run) -> Batches
 
 
 def next_token_figures(model: torch.nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
-    """The mean loss of a token in nats, without the balance loss of experts, and how often the likeliest token is the next one."""
+    """Return the mean token loss in nats, without the experts' balance loss, and top-1 accuracy."""
     loss, right, count = 0.0, 0, 0
     for batch, out in each_batch(model, batches):
         wanted = batch["labels"][:, 1:]
@@ -54,7 +54,7 @@ def bigram_loss(train: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]
 
 
 class Choice(NamedTuple):
-    """A prompt and endings, of which one is the true one."""
+    """A prompt and candidate endings, one of them true."""
 
     prompt: str
     endings: list[str]
@@ -62,7 +62,10 @@ class Choice(NamedTuple):
 
 
 def choices(prompts: Sequence[str], endings: Sequence[str], chance: random.Random, most: int = 200) -> list[Choice]:
-    """Of each prompt its own ending beside those of CHOICES - 1 others, of like length, so that length tells nothing."""
+    """Return each prompt's ending beside CHOICES - 1 others of similar length.
+
+    Similar lengths keep the length from giving the answer away.
+    """
     if len(set(endings)) < 2 * CHOICES:
         return []
     order = sorted(range(len(endings)), key=lambda i: (len(endings[i]), i))
@@ -81,7 +84,10 @@ def choices(prompts: Sequence[str], endings: Sequence[str], chance: random.Rando
 def log_likelihoods(
     model: GPT, asked: Sequence[tuple[list[int], list[int]]], pad_id: int, batch_size: int = 32
 ) -> list[float]:
-    """Of each (prompt, ending) the mean log-probability of the ending's tokens. Prompts lose their beginning to what is too long."""
+    """Return each (prompt, ending)'s mean log-probability of the ending's tokens.
+
+    Long prompts lose their beginning.
+    """
     device = next(model.parameters()).device
     model.eval()
     likelihoods = []
@@ -96,13 +102,13 @@ def log_likelihoods(
 
 
 def chosen_right(likelihoods: Sequence[float], asked: Sequence[Choice]) -> float:
-    """The share of choices whose likeliest ending is the true one; the likelihoods lie one after the other."""
+    """Return the share of choices whose likeliest ending is true; likelihoods are flattened."""
     rows = [likelihoods[i : i + CHOICES] for i in range(0, len(likelihoods), CHOICES)]
     return sum(row.index(max(row)) == c.answer for row, c in zip(rows, asked, strict=True)) / max(1, len(asked))
 
 
 def by_letters_in_common(asked: Sequence[Choice]) -> float:
-    """Accuracy of the ending that has the largest share of its letter trigrams in common with the prompt."""
+    """Return the accuracy of the ending that shares most letter trigrams with its prompt."""
 
     def trigrams(text: str) -> set[str]:
         letters = " ".join(re.findall(r"\w+", text.casefold()))
@@ -117,5 +123,5 @@ def by_letters_in_common(asked: Sequence[Choice]) -> float:
 
 
 def text_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """`<s> text </s>` of each, cut to the model's positions."""
+    """Return `<s> text </s>` of each text, truncated to the model's positions."""
     return [[tokenizer.start_id, *ids[: LENGTH - 2], tokenizer.end_id] for ids in tokenizer.encode_all(texts)]

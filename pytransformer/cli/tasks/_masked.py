@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What BERT and SpanBERT share: pre-training on masked texts, or pairs of text spans, and what it reaches beside counts of tokens."""
+"""Shared code of BERT and SpanBERT: pre-training on masked texts, beside token counts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def new_bert(run: Run, words: Words, heads: tuple[str, ...]) -> BERT:
 
 
 def span_pairs(run: Run, texts: Texts) -> tuple[list[Any], list[Any]]:
-    """(training, held-out) pairs of text spans: the two halves of a text, or, half of the time, halves of two texts."""
+    """Return (training, held-out) pairs: halves of one text or, half of the time, of two."""
     made = []
     tokenizer = texts.words.tokenizer
     for part, name in ((texts.train, "pairs"), (texts.held_out, "held-out pairs")):
@@ -56,7 +56,10 @@ def span_pairs(run: Run, texts: Texts) -> tuple[list[Any], list[Any]]:
 
 
 def pre_train(run: Run, texts: Texts, heads: tuple[str, ...], mask: Callable[..., Any]) -> tuple[BERT, list[Any], list[Batch]]:
-    """(the pre-trained model, what is held out, the same in batches). Without the head nsp the model reads whole texts, one at a time."""
+    """Return the pre-trained model, the held-out data, and its batches.
+
+    Without the head nsp, the model reads whole texts, one at a time.
+    """
     tokenizer = texts.words.tokenizer
     if "nsp" in heads:
         train, held_out = span_pairs(run, texts)
@@ -85,7 +88,7 @@ def pre_train(run: Run, texts: Texts, heads: tuple[str, ...], mask: Callable[...
 
 
 def masked_figures(model: torch.nn.Module, batches: list[Batch]) -> dict[str, float]:
-    """The loss, and how many masked tokens and next sentences are told right."""
+    """Return the loss and the accuracy of masked tokens and next sentences."""
     loss, right, asked, next_right, pairs, count = 0.0, 0, 0, 0, 0, 0
     for batch, out in each_batch(model, batches):
         wanted = batch["labels"] != IGNORED
@@ -99,7 +102,7 @@ def masked_figures(model: torch.nn.Module, batches: list[Batch]) -> dict[str, fl
 
 
 def by_neighbour(texts: Texts, batches: list[Batch]) -> float:
-    """Accuracy of the token that most often follows the token before, if one knew that."""
+    """Return the accuracy of the most frequent successor of the token before, if known."""
     ids = texts.words.tokenizer.encode_all([t.text.lower() for t in texts.train])
     follows = MostFrequent(pair for text in ids for pair in itertools.pairwise(text))
     right = asked = 0
@@ -111,7 +114,7 @@ def by_neighbour(texts: Texts, batches: list[Batch]) -> float:
 
 
 def by_words_in_common(pairs: Sequence[SentencePair]) -> float:
-    """Accuracy of "it is the next one" where the two have a token in common."""
+    """Return the accuracy of predicting "next" if the two spans share a token."""
     right = 0
     for pair in pairs:
         one, other = ({t for t, s in zip(pair.ids, pair.segments) if s == side} for side in (0, 1))
@@ -122,7 +125,7 @@ def by_words_in_common(pairs: Sequence[SentencePair]) -> float:
 
 @torch.no_grad()
 def boundary_accuracy(model: BERT, batches: Sequence[Batch]) -> float:
-    """How many tokens of masked spans the boundary head tells right."""
+    """Return the boundary head's accuracy on the tokens of masked spans."""
     head = model.boundary
     assert head is not None
     right = count = 0

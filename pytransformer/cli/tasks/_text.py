@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks on text share: their options, their data, a tokenizer, held-out figures."""
+"""Shared code of the text tasks: options, data, a tokenizer, held-out figures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...training.schedule import Schedule
 from .. import UsageError
 from ..training_run import Run
 
-FEWEST = 20  # held-out examples that a figure is told of
+FEWEST = 20  # min held-out examples for a figure
 _SUCH_AS = {"gettext": "gettext:Django,Sphinx", "docstrings": "docstrings:torch,numpy"}
 
 
 def add_texts(parser: argparse.ArgumentParser, vocabulary: int = 4000) -> None:
-    """--data of single texts, and the size of a small model."""
+    """Add --data for single texts and the sizes of a small model."""
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
@@ -35,7 +35,7 @@ def add_texts(parser: argparse.ArgumentParser, vocabulary: int = 4000) -> None:
 
 
 def add_pairs(parser: argparse.ArgumentParser) -> None:
-    """--data of sentence pairs."""
+    """Add --data for sentence pairs."""
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
@@ -59,7 +59,10 @@ def add_model(parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: i
 
 
 def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **stages: int) -> None:
-    """An option for each highest learning rate and each stage's steps: `--steps` for `steps`, `--tag-steps` for `tag_steps`."""
+    """Add an option per peak learning rate and per stage's steps.
+
+    The option is `--steps` for `steps` and `--tag-steps` for `tag_steps`.
+    """
     group = parser.add_argument_group("training")
     for name, steps in stages.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=int, default=steps, metavar="N", help="default %(default)s")
@@ -74,7 +77,7 @@ def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **sta
 
 
 def package_names(data: str, kind: str = "gettext") -> list[str] | None:
-    """The packages of gettext:PACKAGE[,PACKAGE], or of another kind; None for anything else."""
+    """Return the packages of gettext:PACKAGE[,PACKAGE] or another kind; None for other data."""
     found, colon, names = data.partition(":")
     if not colon or found != kind:
         return None
@@ -85,7 +88,7 @@ def package_names(data: str, kind: str = "gettext") -> list[str] | None:
 
 
 def texts_of(run: Run) -> tuple[list[Labelled], list[Labelled]]:
-    """(training, held-out) texts of --data, said where they are from."""
+    """Return (training, held-out) texts of --data; print their source."""
     data = run.arguments.data
     packages = package_names(data)
     found = read_labelled(data) if packages is None else catalogue_texts(packages)
@@ -107,7 +110,7 @@ def tell_source(run: Run, described: Sequence[str], left_out: dict[str, int]) ->
 
 
 def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
-    """(training, held-out) pairs of --data, said where they are from."""
+    """Return (training, held-out) pairs of --data; print their source."""
     arguments = run.arguments
     packages, documented, key = package_names(arguments.data), package_names(arguments.data, "docstrings"), None
     if packages is not None:
@@ -135,7 +138,7 @@ def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
 
 
 class Words(NamedTuple):
-    """A tokenizer, and what masking needs to know of it."""
+    """A tokenizer and the data that masking needs from it."""
 
     tokenizer: Tokenizer
     vocabulary: Vocabulary
@@ -146,19 +149,19 @@ class Words(NamedTuple):
 
 
 def words_of(texts: Sequence[str], size: int, special: Sequence[str] = ()) -> Words:
-    """A tokenizer learned from the texts."""
+    """Train a tokenizer on the texts."""
     tokenizer = Tokenizer.train(texts, size, special=special)
     ids = {tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id}
     return Words(tokenizer, Vocabulary(len(tokenizer), tokenizer.mask_id, frozenset(ids | {tokenizer.id(s) for s in special})))
 
 
 def rate(peak: float, steps: int) -> Schedule:
-    """A tenth of the steps up to `peak`, then half a cosine down to 0."""
+    """Return the schedule: warm up to `peak` for a tenth of the steps, then half a cosine to 0."""
     return warmup_cosine(peak, steps // 10, steps)
 
 
 def baseline_or_none(run: Run, compute: Callable[[], float]) -> float | None:
-    """A baseline's figure; None, and why, without the library that it needs."""
+    """Return a baseline's figure; print why and return None without the library it needs."""
     try:
         return compute()
     except ImportError as error:
@@ -167,14 +170,17 @@ def baseline_or_none(run: Run, compute: Callable[[], float]) -> float | None:
 
 
 def in_batches(examples: Sequence[Any], size: int, collate: Collate, seed: int = 0) -> list[Batch]:
-    """Every example in batches of at most `size`; what is drawn, masks say, is drawn once, so that a figure is of the same questions."""
+    """Return every example in batches of at most `size`.
+
+    Random choices such as masks are drawn once, so that each figure uses the same questions.
+    """
     generator = torch.Generator().manual_seed(seed)
     return [collate(list(examples[i : i + size]), generator) for i in range(0, len(examples), size)]
 
 
 @torch.no_grad()
 def each_batch(model: torch.nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[Batch, Any]]:
-    """(batch, output) of every batch, the model in eval mode, on its device."""
+    """Yield (batch, output) of every batch, with the model in eval mode on its device."""
     device = next(model.parameters()).device
     model.eval()
     for batch in batches:

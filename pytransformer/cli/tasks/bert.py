@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT: masked tokens and next sentences, then fine-tuned to classify, to find answers and to tag.
+"""BERT: pre-trained on masked tokens and next sentences, then fine-tuned.
 
-Texts are read in lower case. Two sentences are the halves of a text, or, half of the time, halves of two texts; 15 % of the tokens are
-asked for (80 % masked, 10 % random, 10 % kept). On the trained trunk it then learns a text's label from [CLS], the start and end of the
-text with a given label among three, and which case each word had. Each is told for held-out texts beside a simple baseline.
+Texts are lowercased. A sentence pair is the two halves of a text or, half of
+the time, halves of two texts. 15 % of the tokens are predicted (80 % masked, 10
+% random, 10 % unchanged). Fine-tuning then learns a text's label from [CLS],
+the start and end of the text with a given label among three, and the case of
+each word. Held-out accuracy is shown beside a simple baseline.
 
     pytransformer train bert --data gettext:Django,Sphinx,wagtail
 """

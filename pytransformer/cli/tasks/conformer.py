@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Conformer that reads strips of handwritten digits from left to right.
 
-A strip is 2 to 6 of scikit-learn's digits (extra corpora), stretched by chance, some paper between, noise on all; a frame is one
-column of 16 pixels. The model is told what a strip says, not where: it learns by CTC, on a quarter of the frames. Strips to measure with
-have digits that are in no other strip. Beside it: the same subsampling with a linear layer and no blocks, and the same Conformer without
-relative positions.
+A strip has 2 to 6 of scikit-learn's digits (extra corpora), randomly stretched,
+with gaps between them and noise everywhere. A frame is one column of 16 pixels.
+The target is the digit sequence without positions, learned by CTC on a quarter
+of the frames. Evaluation strips have digits that occur in no training strip.
+The baselines are the same subsampling with a linear layer and no blocks, and
+the same Conformer without relative positions.
 """
 
 from __future__ import annotations

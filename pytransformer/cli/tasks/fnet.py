@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FNet, which mixes tokens by Fourier transforms, reads handwritten digits as sequences of grey levels.
+"""FNet: classify handwritten digits from sequences of gray levels.
 
-A digit of scikit-learn (extra corpora) is 64 tokens, row by row, and a start token in front, from which it is told: the model does not
-know that they are an image. Beside a BERT of the same size and steps, and logistic regression on the pixels.
+FNet mixes tokens by Fourier transforms. A digit of scikit-learn (extra corpora)
+is 64 tokens, row by row, after a start token that predicts the class; the model
+has no notion of an image. The baselines are a BERT of the same size and steps,
+and logistic regression on the pixels.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: next tokens, then completion, translation or summaries by prompts alone, with and without examples.
+"""GPT: learn next tokens, then complete, translate or summarize from prompts.
 
-One causal model reads pairs of texts, `source <to> target`, each after none to four of the pairs most like it, and learns every next token.
-Nothing else is trained. It then says what follows a source and the delimiter, chooses the true one of four targets or of four second halves
-of a text by their likelihood, and completes texts; with none, one and four pairs of the training corpus before it in the prompt.
+One causal model reads pairs of texts, `source <to> target`, each after zero to
+four similar pairs, and learns every next token; there is no other training. It
+then answers a source and the delimiter, chooses the true one of four targets or
+of four second halves of a text by likelihood, and completes texts, with zero,
+one and four training pairs in the prompt.
 
     pytransformer train gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
-    pytransformer train gpt --data docstrings:torch,numpy,scipy        # the target is the summary
+    pytransformer train gpt --data docstrings:torch,numpy,scipy   # target: summary
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from ..training_run import Figure, Run
 from ._text import add_model, add_pairs, add_steps, package_names, pairs_of
 
 SHOTS = (0, 1, 4)
-SAID = 200  # held-out sources that are answered
-LOOKED_AT = 1000  # texts of which the most alike ones are chosen
+SAID = 200  # held-out sources to answer
+LOOKED_AT = 1000  # candidate texts for the most similar ones
 DELIMITER = "<to>"
 
 
@@ -70,15 +72,17 @@ def _uniform(vocabulary: int) -> float:
 
 
 def encoded(tokenizer: Any, pairs: Sequence[Any]) -> list[list[int]]:
-    """`source <to> target </s>` of each pair; a side has 60 tokens at most."""
+    """Return `source <to> target </s>` of each pair; a side has at most 60 tokens."""
     delimiter = tokenizer.id(DELIMITER)
     sources, targets = (tokenizer.encode_all([pair[side] for pair in pairs]) for side in (0, 1))
     return [[*s[:60], delimiter, *t[:60], tokenizer.end_id] for s, t in zip(sources, targets)]
 
 
 def neighbours(pairs: Sequence[Any]) -> list[list[int]]:
-    """For each pair those whose sources are most like its own, the best first; not those that say the same on a side, which no held-out
-    pair has in training either."""
+    """Return, for each pair, the pairs with the most similar sources, best first.
+
+    Pairs with an equal side are excluded, because no held-out pair has one in training either.
+    """
     from ...training.cleaning import sentence_key
     from ...training.quality import most_alike
 
@@ -92,9 +96,10 @@ def neighbours(pairs: Sequence[Any]) -> list[list[int]]:
 
 
 def with_examples(sequences: Sequence[list[int]], alike: Sequence[Sequence[int]], chance: random.Random) -> list[list[int]]:
-    """Each sequence `<s> …` once, as prompts have it: after `<s>` none to four of those that are like it, the most alike one last.
+    """Return each sequence `<s> ...` once, after zero to four similar ones, most similar last.
 
-    So examples in the prompt are worth looking at (Shi et al., "In-Context Pretraining", 2023).
+    Prompts have the same form, so examples in a prompt are worth attending to (Shi et al.,
+    "In-Context Pretraining", 2023).
     """
     rows = []
     for (start, *ids), near in zip(sequences, alike, strict=True):
@@ -104,7 +109,7 @@ def with_examples(sequences: Sequence[list[int]], alike: Sequence[Sequence[int]]
 
 
 def _examples(sequences: Sequence[list[int]], taken: int) -> list[int]:
-    """The sequences that there is room for beside `taken` tokens; the first one, the most alike, stands last."""
+    """Return the sequences that fit beside `taken` tokens, the most similar last."""
     from ._language_model import LENGTH
 
     before: list[int] = []
@@ -115,23 +120,23 @@ def _examples(sequences: Sequence[list[int]], taken: int) -> list[int]:
 
 
 class Prompted(NamedTuple):
-    """A trained model, asked by prompts."""
+    """A trained model that answers prompts."""
 
     run: Run
     model: Any
     tokenizer: Any
-    shots: dict[str, list[Any]]  # of a held-out source the training pairs that may stand before it
-    what: str  # a target is: "translation", "summary"
+    shots: dict[str, list[Any]]  # held-out source -> training pairs that may precede it
+    what: str  # kind of target: "translation", "summary"
 
     def prompt(self, source: str, shots: int) -> list[int]:
-        """`<s>`, so many pairs, the source and the delimiter; fewer pairs where there is no room."""
+        """Return `<s>`, `shots` pairs or as many as fit, the source and the delimiter."""
         tail = [*self.tokenizer.encode(source)[:60], self.tokenizer.id(DELIMITER)]
         before = _examples(encoded(self.tokenizer, self.shots[source][:shots]), len(tail) + 62)
         return [self.tokenizer.start_id, *before, *tail]
 
 
 def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]]:
-    """For each held-out source the training pairs whose sources have the most words in common with it: the best first."""
+    """Return, per held-out source, the training pairs that share most words with it, best first."""
     from ...training.quality import most_alike
 
     sources = [pair.source for pair in held_out]
@@ -141,7 +146,7 @@ def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]
 
 
 def _answers(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Figure]:
-    """chrF of greedy answers, beside that of the most similar training text's."""
+    """Return chrF of greedy answers, beside that of the most similar training text."""
     from ...models import generate
     from ...training import pad, translation_scores
     from ...training.batching import attention_mask
@@ -172,7 +177,10 @@ def _answers(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) 
 
 
 def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
-    """Accuracy of the likeliest target, with examples and without, and of the likeliest second half of a text."""
+    """Return the accuracy of the likeliest target and of a text's likeliest second half.
+
+    Targets are scored with and without examples.
+    """
     from ...training.labelled import halves
     from ._language_model import CHOICES, by_letters_in_common, choices, chosen_right, log_likelihoods
 
@@ -199,7 +207,7 @@ def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
 
 
 def _complete(prompted: Prompted, held_out: Sequence[Any]) -> None:
-    """Prints what the model makes of three beginnings, by the likeliest tokens and drawn."""
+    """Print the model's completions of three beginnings, greedy and sampled."""
     import torch
 
     from ...models import generate

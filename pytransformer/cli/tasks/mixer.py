@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP-Mixer that tells handwritten digits, and one that mixes patches by separable convolutions.
+"""MLP-Mixer: classify handwritten digits, with MLPs or separable convolutions.
 
-Both learn from scikit-learn's 1,200 digits of 8 x 8 pixels (extra corpora); beside logistic regression on the same images.
+One model mixes patches by MLPs and one by separable convolutions. Both learn
+from scikit-learn's 1,200 digits of 8 x 8 pixels (extra corpora), beside
+logistic regression on the same images.
 """
 
 from __future__ import annotations

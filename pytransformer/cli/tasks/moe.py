@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE: a GPT with experts beside the dense one that costs as much a token.
+"""MoE: a GPT with experts beside a dense one of the same cost per token.
 
-Every second block has a mixture of experts in place of its feed-forward network; a token goes to the one it fits best (--choices 1), so
-that it meets as many parameters as in the dense model, the router aside. Both read the same batches. Told are the loss of a held-out
-token, the share of tokens that each expert got, and how many found no room.
+Every second block replaces its feed-forward network by a mixture of experts. A
+token goes to its best expert (--choices 1), so that it uses as many parameters
+as in the dense model, plus the router. Both models read the same batches. The
+report has the held-out loss per token, the share of tokens of each expert, and
+the share dropped at capacity.
 
     pytransformer train moe --data gettext:Django,Sphinx,wagtail
 """
@@ -50,7 +52,8 @@ def train(run: Run) -> int:
     found: dict[str, dict[str, float]] = {}
     sizes: dict[str, list[int]] = {}
     use: list[dict[str, Any]] = []
-    models = {"dense": new_gpt(run, words.known), "experts": new_gpt(run, words.known, experts=options)}  # else refused here
+    # Invalid options fail here.
+    models = {"dense": new_gpt(run, words.known), "experts": new_gpt(run, words.known, experts=options)}
     for name, model in models.items():
 
         def evaluate(model: Any, mixtures: bool = name == "experts") -> dict[str, float]:
@@ -82,7 +85,7 @@ def _tell(run: Run, sizes: dict[str, list[int]], use: Sequence[dict[str, Any]]) 
 
 
 def active_parameters(model: Any) -> int:
-    """The parameters that one token meets: of each mixture `choices` experts and the router."""
+    """Return the parameter count per token: `choices` experts per mixture, plus routers."""
     from ...nn.experts import MixtureOfExperts
 
     idle = 0
@@ -94,7 +97,7 @@ def active_parameters(model: Any) -> int:
 
 
 def expert_use(model: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of each mixture the share of the tokens' choices that went to each expert, and the share that found no room there."""
+    """Return, per mixture, each expert's share of the routed tokens and the dropped share."""
     import torch
 
     from ...nn.experts import MixtureOfExperts

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpanBERT: masked spans with the boundary loss, then fine-tuned to find answers.
+"""SpanBERT: pre-trained on masked spans, then fine-tuned to find answers.
 
-Whole texts are read in lower case, one at a time, without next sentences. Spans of geometric length, at most 10 tokens, are asked for until
-15 % are; each masked token is told from itself and, in the boundary loss, from the two tokens around its span and its place in it. Then the
-start and end of the text with a given label among three are learned, as of `train bert`.
+Texts are lowercased and read one at a time, without next-sentence prediction.
+Spans of geometric length, at most 10 tokens, are masked until they cover 15 %.
+Each masked token is predicted from itself and, in the boundary loss, from the
+two tokens around its span and its position in the span. Fine-tuning then learns
+the start and end of the text with a given label among three, as `train bert`
+does.
 
     pytransformer train spanbert --data gettext:Django,Sphinx,wagtail
 """

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5: several tasks in one text-to-text model, told apart by a prefix, with span corruption among them.
+"""T5: several tasks in one text-to-text model, selected by a prefix.
 
-"translate pt to en: ..." is answered with the translation (of docstrings, "summarize: ..." with their first line), "which program: ..."
-with the package that a message is of (of gettext with two packages or more), "restore case: ..." with a text that is read in lower
-case, and "fill in: ..." with the spans that were left out.
-A task's share of the batches goes by its size, evened out by --temperature.
+    "translate pt to en: ..."  the translation ("summarize: ..." for docstrings:
+                               their first line)
+    "which program: ..."       the package of a message (gettext with two packages
+                               or more)
+    "restore case: ..."        the original of a lowercased text
+    "fill in: ..."             the spans that were left out
+
+A task's share of the batches follows its size, smoothed by --temperature.
 
     pytransformer train t5 --data gettext:Django,Sphinx,wagtail --from pt --to en
 """
@@ -30,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=2.0, help="1: tasks by their size; more: more alike (default %(default)s)"
     )
     add_model(parser, vocabulary=6000, layers=2)
-    # The authors' optimizer: its steps are in proportion to each matrix's own size, and T5's embedding is ten times as large as the rest.
+    # The authors' optimizer. Its steps are relative to each matrix's magnitude, and T5's embedding
+    # is ten times larger than the rest.
     parser.add_argument(
         "--optimizer", choices=["adafactor", "adamw"], default="adafactor",
         help="adafactor looks at whole matrices: a mesh that splits them wants adamw, with a --rate of about 2e-3 (default %(default)s)",
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Task(NamedTuple):
-    """Texts to read and to say, the latter None where spans are to be filled in."""
+    """Source and target texts; a target is None if its spans are to be filled in."""
 
     prefix: str
     train: list[tuple[str, str | None]]
@@ -99,7 +104,7 @@ def _new_t5(run: Run, words: Any) -> Any:
 
 
 def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task]:
-    """The tasks of --data; a text that is held out of one is held out of all."""
+    """Return the tasks of --data; a text held out of one task is held out of all."""
     from ...training.cleaning import sentence_key
     from ...training.labelled import catalogue_texts, split_texts
 
@@ -131,11 +136,12 @@ def _encoded(tokenizer: Any, prefix: str, part: Sequence[tuple[str, str | None]]
         TextToText([*begin, *s[:LENGTH]], None if target is None else t[:LENGTH], len(begin))
         for s, t, (_, target) in zip(sources, targets, part)
     ]
-    return [e for e in made if e.target is not None or len(e.source) >= len(begin) + 4]  # shorter ones leave nothing to read
+    # Shorter texts leave nothing to read.
+    return [e for e in made if e.target is not None or len(e.source) >= len(begin) + 4]
 
 
 def _said(model: Any, tokenizer: Any, task: Task) -> tuple[list[str], list[str], list[str]]:
-    """(read, said, wanted) of held-out examples, said greedily."""
+    """Return (source, greedy output, target) of held-out examples."""
     from ...models import generate
     from ...training import pad
     from ...training.batching import attention_mask
@@ -155,7 +161,7 @@ def _said(model: Any, tokenizer: Any, task: Task) -> tuple[list[str], list[str],
 
 
 def _figures(run: Run, model: Any, tokenizer: Any, tasks: Sequence[Task]) -> list[Figure]:
-    """What each task's answers are worth, beside a simple way of finding them."""
+    """Return the score of each task's answers beside a simple baseline."""
     figures = []
     for task in tasks:
         if task.prefix == "fill in:":
@@ -216,7 +222,7 @@ def _shaped(word: str, shape: str) -> str:
 
 
 def _filled_in(model: Any, tokenizer: Any, task: Task, batches: Sequence[Any]) -> Figure:
-    """The tokens of left-out spans, those before them given; sentinels are not counted."""
+    """Return the accuracy of the tokens of left-out spans, teacher-forced, without sentinels."""
     import itertools
 
     from ...training import IGNORED

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An encoder-decoder that translates sentences.
 
-It learns from any file with two columns and a tab between them. `python examples/portuguese.py`, in a clone, writes such a file. Or from
-the translations of programs that pip has installed here: --data gettext:Django,Sphinx --from pt --to en.
+It learns from any file with two tab-separated columns, such as the one that
+`python examples/portuguese.py` in a clone writes, or from the translations of
+installed packages: --data gettext:Django,Sphinx --from pt --to en.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[Any, Any]:
-    """(what is trained, how). An epoch's steps are rounded down: what is left over belongs to the next."""
+    """Return the model's and the trainer's settings; an epoch's steps are rounded down."""
     from ...models import Transformer
     from ...training import Recipe
     from ...training.translation import TranslationPlan
@@ -101,7 +102,7 @@ def train(run: Run) -> int:
 
 
 def _report(translator: Any, pairs: tuple[list[Any], list[Any]], plan: Any, out: Path, started: float, say: Any) -> None:
-    """Translates the held-out sentences, says how well, and how well a memory of the training pairs would; writes report.json."""
+    """Score held-out translations beside a memory of the training pairs; write report.json."""
     from ...training import translation_scores
     from ...training.quality import from_memory
     from ...training.translation import exactness, translate_all

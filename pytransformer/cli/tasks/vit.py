@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Vision Transformer that tells handwritten digits.
+"""A Vision Transformer that classifies handwritten digits.
 
-It learns from growing shares of scikit-learn's 8 x 8 digits (extra corpora), each time from nothing, beside logistic regression on the
-same images; then it is fine-tuned at another size, rectangular by default, with its positions interpolated, beside a model that begins
-there from nothing. accuracy.png has the accuracy by share, distance.png how far each head looks,
-distance-over-training.png how that came to be.
+It learns from growing shares of scikit-learn's 8 x 8 digits (extra corpora),
+each time from scratch, beside logistic regression on the same images. It is
+then fine-tuned at another size, rectangular by default, with interpolated
+positions, beside a model trained from scratch at that size. accuracy.png shows
+the accuracy by share, distance.png the attention distance of each head, and
+distance-over-training.png its development.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def train(run: Run) -> int:
 
 
 def _resized(run: Run, model: Any, learned: Any, held_out: Any) -> list[Figure]:
-    """Fine-tuning at another size: with interpolated positions, before and after, and from nothing in as many steps."""
+    """Fine-tune at another size with interpolated positions, beside as many steps from scratch."""
     from ...training.digits import CLASSES
     from ...training.objective import held_out_loss
 
@@ -106,7 +108,7 @@ def _resized(run: Run, model: Any, learned: Any, held_out: Any) -> list[Figure]:
 
 
 def _distances(model: Any, batch: Any) -> dict[str, float]:
-    """How far the heads of each layer look, in pixels, on average."""
+    """Return each layer's mean attention distance in pixels."""
     from ... import viz
 
     found = viz.attention_of(model, {"pixel_values": batch["pixel_values"][:64]}).patch_distances(model).mean(1)
@@ -114,7 +116,7 @@ def _distances(model: Any, batch: Any) -> dict[str, float]:
 
 
 def _draw(run: Run, model: Any, held_out: Any, curve: dict[str, list[tuple[float, float]]]) -> list[list[float]]:
-    """accuracy.png, distance.png and distance-over-training.png; returns the distances of the last share's model, (layers, heads)."""
+    """Draw the three pictures; return the last share's attention distances, (layers, heads)."""
     from ... import viz
 
     pixels = held_out.images[:64].to(run.world.device)

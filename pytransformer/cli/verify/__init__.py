@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every backend on this machine against float64, times those that are right, and stores the results.
+"""Check every backend on this machine against float64, time those that pass.
 
-Each op, dtype and case, forward and backward, runs in a child process with a time limit: a backend that hangs
-or crashes stops only its own checks. The results go into the user's cache directory, for this device, driver,
-torch, Triton and build, and decide from then on which backend a call uses. Exit code 1 if one is wrong.
+Each op, dtype and case, forward and backward, runs in a child process with a
+time limit. A backend that hangs or crashes loses only its own checks. The
+results are stored in the user's cache directory for this device, driver, torch,
+Triton and build. From then on they decide which backend a call uses. The exit
+code is 1 if a backend is wrong.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from pytransformer.ops._core import checking, verification, verification_file
 from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import BACKENDS, OPS
 
-DEVICE_SECONDS = 120.0  # on an idle machine of nominal speed: see deadline.py
-JOB_SECONDS = 30.0  # a kernel or two to compile, a small problem to compute
-CHECKS_SHARE = 0.75  # of the time; the rest is for times
+DEVICE_SECONDS = 120.0  # for an idle machine of nominal speed: see deadline.py
+JOB_SECONDS = 30.0  # one or two kernel compilations and a small problem
+CHECKS_SHARE = 0.75  # share of the time; the rest is for timing
 CORES_A_PROCESS = 4
 
 Line = dict[str, Any]
@@ -83,8 +85,11 @@ def bad(line: Line) -> bool:
 
 
 def examine(kind: str, ops: list[str], backends: list[str], seconds: float | None) -> Line:
-    """Check and time on the current device of this type, write the results, and return them with their
-    path. If the time is up, the next run continues: what was right or declined stays checked."""
+    """Check and time on the current device of this type; store and return the results.
+
+    The results hold their path. If the time runs out, the next run continues: cases that passed or
+    were declined stay checked.
+    """
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     began, until = time.monotonic(), Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None))
     all_jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
@@ -108,7 +113,7 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
 
 
 def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Line]:
-    """The results. On a GPU, where compilers take the time, backends are checked side by side, by several processes each."""
+    """Return the results; on a GPU, where compiling dominates, backends run in parallel."""
     apart = max(1, machine.usable_cores() // CORES_A_PROCESS) if kind == "cuda" else 1
     parts = [(backend, own[i::apart]) for i in range(apart) for backend, own in jobs.items() if own[i::apart]]
     lock, results, seconds = threading.Lock(), list[Line](), CHECKS_SHARE * whole.seconds
@@ -135,7 +140,7 @@ def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Li
 
 
 def merged(before: Line | None, checks: list[Line], times: list[Line]) -> Line:
-    """Return the new results, with the earlier ones of ops and backends that this run left out."""
+    """Return the new results plus the earlier ones of ops and backends that this run skipped."""
     ran = {(line["op"], line["backend"]) for line in checks}
     kept = [line for line in (before or {}).get("checks", []) if (line["op"], line["backend"]) not in ran]
     complete = [c for c in (before or {}).get("complete", []) if (c[0], c[1]) not in ran]

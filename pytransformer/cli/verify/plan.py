@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pytransformer verify` checks and times, and what follows from it. Ops and cases are the registry's and pytransformer.testing's."""
+"""The checks and timings of `pytransformer verify`, and how their results rank backends.
+
+Ops and cases come from the registry and pytransformer.testing.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,27 @@ from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
 from pytransformer.ops._core.verification import DECLINED, RIGHT, UNCHECKED, size_class
 from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
 
-DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
-WIDE = (128, 256)  # head sizes beside the cases' own: other kernels
-LARGE = "large"  # in place of a last dimension: cases tagged so, at a size from which kernels go another way
+# Most used first, because the time may run out.
+DTYPES = ("bfloat16", "float32", "float16", "float64")
+WIDE = (128, 256)  # head sizes beyond the cases' own that select other kernels
+# Replaces a last dimension: cases with this tag, at a size that selects other kernels.
+LARGE = "large"
 LARGE_SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024}
 TIMED = ("bfloat16", "float32")
-# Of the medium cases, to be timed: small enough for a second each.
+# Medium cases to time, each small enough for a second.
 SHAPES = {
     "cpu": {"B": 1, "Hq": 4, "Hkv": 4, "Lq": 512, "Lk": 512, "rows": 512},
     "cuda": {"B": 4, "Hq": 16, "Hkv": 16, "Lq": 2048, "Lk": 2048, "rows": 8192},
 }
-MARGIN = 1.1  # a backend goes before another if it is faster by this in the mean, and in no case slower by it
+# A backend precedes another if its mean is faster by this factor and no case is slower by it.
+MARGIN = 1.1
 FIELDS = ("op", "backend", "dtype", "case", "last", "size", "outcome", "detail", "bound_used")
 
 Line = dict[str, Any]
 
 
 def is_for(backend: str, kind: str) -> bool:
-    """Whether the backend computes what lies on this type of device, at home or interpreted or emulated."""
+    """Return True if the backend supports this device type, natively, interpreted or emulated."""
     if HOME.get(backend, kind) == kind:
         return True
     return kind == "cpu" and (
@@ -43,7 +49,7 @@ def is_for(backend: str, kind: str) -> bool:
 
 
 def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
-    """A job for each op, dtype and case, the cases tagged core first."""
+    """Return a job for each op, dtype and case; cases tagged core come first."""
     found: list[tuple[Any, Line]] = []
     for op in ops:
         if backend not in OPS[op].backends:
@@ -62,7 +68,8 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
 def _sized(op: str, kind: str) -> list[tuple[Case, int | str | None]]:
     own = cases_of(op)
     wide = [c for c in own if "core" in c.tags and "D" in c.shape]
-    large = [c for c in own if LARGE in c.tags and kind == "cuda"]  # an interpreter takes minutes for one
+    # The interpreter takes minutes per case.
+    large = [c for c in own if LARGE in c.tags and kind == "cuda"]
     return [*((c, None) for c in own), *((c, LARGE) for c in large), *itertools.product(wide, WIDE)]
 
 
@@ -71,17 +78,20 @@ def cases_of(op: str) -> list[Case]:
         *cases(op),
         *cases(op, tags={APART, LARGE}),
         *cases(op, tags={APART, FORWARD_ONLY}),
-    ]  # one block mask: patterns of them differ in nothing that a kernel sees
+    ]  # one block mask is enough, because kernels treat all patterns alike
 
 
 def checked(line: Line) -> Line:
-    """What is kept of a check."""
+    """Return the stored part of a check."""
     return {name: line.get(name) for name in FIELDS}
 
 
 def continued(before: Line | None, jobs: dict[str, list[Line]]) -> tuple[list[Line], dict[str, list[Line]]]:
-    """(what stays checked, the jobs of each backend that are left). After a run that left some of them unchecked those are left, and what
-    was not right; otherwise, nothing being unfinished, all are."""
+    """Return the results that stay valid and the remaining jobs of each backend.
+
+    After an unfinished run, the remaining jobs are the unchecked and the failed ones; otherwise
+    they are all jobs.
+    """
     ours = {_name_of(job): backend for backend, own in jobs.items() for job in own}
     known = {_name_of(line): line for line in (before or {}).get("checks", []) if "last" in line and _name_of(line) in ours}
     unfinished = {ours[name] for name, line in known.items() if line["outcome"] == UNCHECKED}
@@ -95,7 +105,7 @@ def _name_of(line: Line) -> tuple[Any, ...]:
 
 
 def complete(found: Iterable[Line]) -> list[list[str]]:
-    """Return (op, backend, dtype) of which every case was checked: sizes without a check count as right."""
+    """Return each (op, backend, dtype) with every case checked; an unchecked size counts."""
     outcomes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for line in found:
         outcomes[line["op"], line["backend"], line["dtype"]].append(line["outcome"])
@@ -103,7 +113,7 @@ def complete(found: Iterable[Line]) -> list[list[str]]:
 
 
 def timings(found: Iterable[Line], kind: str, ops: Iterable[str]) -> list[Line]:
-    """A job for each core case and dtype that two backends are right in."""
+    """Return a job for each core case and dtype in which two backends are right."""
     right = {(line["op"], line["case"], line["dtype"], line["backend"]) for line in found if line["outcome"] == RIGHT}
     jobs = []
     for dtype, op in itertools.product(TIMED, ops):
@@ -119,33 +129,36 @@ def timings(found: Iterable[Line], kind: str, ops: Iterable[str]) -> list[Line]:
 
 
 def sized(case: Case, last: int | str) -> Case:
-    """The case with this last dimension of its first tensor, or LARGE."""
+    """Return the case with this last dimension of its first tensor, or LARGE."""
     if last == LARGE:
         return case.resize(**LARGE_SHAPE)
     return case.resize(**{name: int(last) for name in ("D", "d") if name in case.shape})
 
 
 def size_of(case: Case) -> int:
-    """Return the size class of the case's call, the same for every dtype and device."""
+    """Return the size class of the case's call, equal for every dtype and device."""
     args, kwargs = case.make("cpu", torch.float32, seed=1)
     return size_class(OPS[case.op].prepare(*args, **kwargs)[0])
 
 
 def first_checks(op: str, last: int) -> list[Case]:
-    """Return what a check at first use runs, at the call's last dimension: the case with every feature at
-    once, then the core cases. The time limit decides how many of them run."""
+    """Return the checks at first use for the call's last dimension.
+
+    The case with every feature at once comes first, then the core cases. The time limit decides how
+    many of them run.
+    """
     chosen = [c for c in cases(op) if "self_check" in c.tags] + [c for c in cases(op) if "core" in c.tags]
     return [sized(c, last) for c in {c.name: c for c in chosen}.values()]
 
 
 def _special(case: Case, name: str) -> bool:
-    """Whether the case's own size is what it is about: few queries, fewer key heads."""
+    """Return True if the size is the point of the case: few queries, fewer key heads."""
     plain = cases(case.op, "medium")[0].shape
     return case.shape[name] != plain.get(name)
 
 
 def order(times: Iterable[Line]) -> dict[str, list[str]]:
-    """By op, the backends that were timed in an order that the times ask for; ops that keep their own order are left out."""
+    """Return, by op, the backends ordered by their times; ops with the default order are absent."""
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for line in times:
         if line.get("ms"):

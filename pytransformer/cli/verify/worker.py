@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that checks and times backends: jobs as one JSON list on stdin, one JSON line for each on stdout, in order.
+"""The process that checks and times backends.
 
-It may hang, crash or lose its CUDA context: pytransformer/ops/_core/checking.py then takes what came before for the result.
+It reads one JSON list of jobs from stdin and writes one JSON line per job to stdout, in order. If
+it hangs, crashes or loses its CUDA context, pytransformer/ops/_core/checking.py uses the lines
+written so far.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ MIN_TIME, MIN_ROUNDS = 0.02, 5
 
 
 def main() -> None:
-    """Answers on the stdout that it was given; what libraries print goes to stderr."""
+    """Write answers to the original stdout; output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    torch.set_num_threads(1)  # checks are small: handing them out to threads is what takes long
+    torch.set_num_threads(1)  # checks are small, and starting threads would dominate
     print(json.dumps("ready"), file=answers, flush=True)
     for job in json.loads(sys.stdin.readline()):
         line = _DO[job["do"]](job)
@@ -41,7 +43,7 @@ def main() -> None:
 
 
 def _lost_context(job: Line) -> str | None:
-    """Errors of a kernel come late: what CUDA says once everything has ended."""
+    """Return a late CUDA error after all work has ended, or None."""
     if job["device"] != "cuda":
         return None
     try:
@@ -52,7 +54,7 @@ def _lost_context(job: Line) -> str | None:
 
 
 def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Line:
-    """Forward and, where it has one, backward of one case on one backend against float64, within the bounds of pytransformer.testing."""
+    """Check forward and backward of one case on one backend against float64 and its bounds."""
     problem = providers.Problem.make(found, dtype, device, seed=1, grad=True)
     line: Line = {
         "op": found.op, "backend": backend, "dtype": str(dtype)[6:], "case": found.name,
@@ -64,7 +66,7 @@ def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Li
         judged = check.judge(problem, results, exact.solve(problem, grads), peer=False)
     except providers.Unsupported as reason:
         return line | {"outcome": DECLINED, "detail": str(reason)}
-    except Exception as error:  # an error of any sort is the finding
+    except Exception as error:  # report any error as the result
         cause = error.__cause__ or error
         return line | {"outcome": "failed", "detail": f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"}
     used = judged.bound_used
@@ -98,7 +100,7 @@ def _check_first(job: Line) -> Line:
 
 
 def _time(job: Line) -> Line:
-    """Milliseconds of forward and backward together, on each backend of the job, interleaved."""
+    """Return interleaved milliseconds of forward plus backward on each backend of the job."""
     torch.set_num_threads(job["threads"])
     found = case(job["case"], "medium").resize(**job["shape"])
     problem = providers.Problem.make(found, DTYPES[job["dtype"]], job["device"], seed=1, grad=True)
@@ -116,7 +118,7 @@ def _time(job: Line) -> Line:
         contenders[backend] = clock.Contender(step, prepared.context)
     try:
         times = clock.interleaved(contenders, min_time=MIN_TIME, min_rounds=MIN_ROUNDS, device=job["device"])
-    except Exception as error:  # too little memory, say: no times, and no order from them
+    except Exception as error:  # out of memory, for example: no times, no order
         return job | {"outcome": "failed", "detail": f"{type(error).__name__}: {error}"[:300], "ms": {}}
     return job | {"outcome": RIGHT, "detail": None, "ms": {name: t.median_ms for name, t in times.items()}}
 

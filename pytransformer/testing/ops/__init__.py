@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests and benchmarks need of each family, a file each: `KIT`."""
+"""Test and benchmark support of each op family, one file each: `KIT`."""

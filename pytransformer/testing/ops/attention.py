@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: its named cases, and where its oracle, fuzzer, mutants and calibration are."""
+"""Attention: named cases, and its oracle, fuzzer, mutants and calibration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _qkv(d: Draw) -> dict[str, Any]:
 
 
 def _attention(**fixed: Any) -> Builder:
-    """q, k, v and keywords; a keyword given as a function is called with the Draw."""
+    """Return a builder of q, k, v and keywords; a function as keyword gets the Draw."""
     return lambda d: {**_qkv(d), **{k: v(d) if callable(v) else v for k, v in fixed.items()}}
 
 
@@ -49,7 +49,7 @@ def _t5(bidirectional: bool) -> Callable[[Draw], Any]:
 
 
 def _spread(length: int, batch: int) -> list[int]:
-    """Lengths of a padded batch: from all of it down to half, evenly."""
+    """Return lengths of a padded batch, evenly spaced from full down to half."""
     return [length - (length // 2) * b // max(batch - 1, 1) for b in range(batch)]
 
 
@@ -58,7 +58,7 @@ def _lengths(name: str) -> Callable[[Draw], torch.Tensor]:
 
 
 def _segments(name: str) -> Callable[[Draw], torch.Tensor]:
-    """Four documents of about equal size; equal lengths of query and key give equal boundaries."""
+    """Return four documents of about equal size; equal lengths give equal boundaries."""
     return lambda d: (torch.arange(d[name], device=d.device) * 4 // max(d[name], 1)).repeat(d["B"], 1)
 
 
@@ -69,7 +69,10 @@ def _random_mask(d: Draw) -> torch.Tensor:
 
 
 def _blocks(d: Draw) -> Any:
-    """Full, partial and empty blocks, others for each head; of 32, which tails and small tiles have several of, or with room of 128."""
+    """Return full, partial and empty blocks that differ by head.
+
+    The block size is 32, so that tails and small tiles have several, or 128.
+    """
     from pytransformer import BlockMask
 
     size = 128 if d["Lq"] >= 512 else 32
@@ -86,7 +89,10 @@ def _left_padding(d: Draw) -> torch.Tensor:
 
 
 def _pages(d: Draw) -> dict[str, Any]:
-    """Keys and values of a padded batch in shuffled pages. Rows of nobody are zeros: peers gather them."""
+    """Return a padded batch's KV in shuffled pages.
+
+    Unused rows are zero, because peers gather them.
+    """
     named, lengths = _qkv(d), _lengths("Lk")(d)
     pools = in_pages(named["key"], named["value"], lengths, d["page_size"], hostile=False)
     key, value = pools.tensors
@@ -96,8 +102,10 @@ def _pages(d: Draw) -> dict[str, Any]:
 
 
 def _offsets(length: int, batch: int) -> list[int]:
-    """Row offsets of `batch` packed sequences, each longer than the one before, of batch * length rows
-    together."""
+    """Return row offsets of `batch` packed sequences of increasing length.
+
+    They have batch * length rows in total.
+    """
     total, parts = batch * length, batch * (batch + 1) // 2
     return [total * (i * (i + 1) // 2) // parts for i in range(batch + 1)]
 
@@ -127,10 +135,10 @@ def _dense(*dims: str | int) -> Callable[[Draw], torch.Tensor]:
     return lambda d: d.normal(*(d[n] if isinstance(n, str) else n for n in dims))
 
 
-WINDOW = 32  # keys on each side of the diagonal that the window cases see
+WINDOW = 32  # visible keys on each side of the diagonal in the window cases
 
 
-# Shares of the Lq * Lk pairs, for Case.flops.
+# Share of the Lq * Lk pairs, for Case.flops.
 Share = Callable[[Mapping[str, int]], float]
 
 
@@ -155,7 +163,7 @@ def _padded_share(*names: str) -> Share:
 
 
 def _packed_share(s: Mapping[str, int]) -> float:
-    """Of B * Lq * Lk, the pairs of the unequal sequences."""
+    """Return the share of B * Lq * Lk that the unequal sequences cover."""
     q, k = _offsets(s["Lq"], s["B"]), _offsets(s["Lk"], s["B"])
     pairs = sum((q[i + 1] - q[i]) * (k[i + 1] - k[i]) for i in range(s["B"]))
     return pairs / max(s["B"] * s["Lq"] * s["Lk"], 1)
@@ -229,7 +237,7 @@ VARLEN: dict[str, tuple[Builder, str, Share]] = {
 
 
 def _pattern(pattern: Pattern) -> tuple[Builder, str, Share]:
-    """Of as many queries as keys. The share is that of the blocks that run."""
+    """Return a pattern's builder, dims with Lq = Lk, and share of running blocks."""
     return _attention(attn_mask=lambda d: pattern.make(d["Lk"], d.device)), "apart pattern", lambda s: pattern.share(s["Lk"])
 
 
@@ -237,7 +245,7 @@ DIMS = "B Hq Hkv Lq Lk D"
 
 
 def _work(share: Share, s: Mapping[str, int]) -> Work:
-    """4 B H Lq Lk D forward for the share of pairs that the usual count takes as computed, backward 2.5 times that."""
+    """Return 4 B H Lq Lk D times the share forward, and 2.5 times that backward."""
     dv = s.get("Dv", s["D"])
     flops = 2.0 * s["B"] * s["Hq"] * s["Lq"] * s["Lk"] * (s["D"] + dv) * share(s)
     q, out = s["B"] * s["Hq"] * s["Lq"] * s["D"], s["B"] * s["Hq"] * s["Lq"] * dv
@@ -267,7 +275,7 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
         yield _shaped(size, name, build, tags, share, op="attention_varlen")
 
 
-# ---- what else is needed of the family
+# ---- other parts of the family
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy: named cases, exact answers, the fuzzer's features, PyTorch's kernels beside ours."""
+"""linear_cross_entropy: named cases, exact solutions, fuzzer features, calibration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _work(s: Mapping[str, int]) -> Work:
 def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[Tensor]:
     """Return loss, dx, dweight and dbias of logits that share ``offset``.
 
-    All logits are multiples of 1/4 below 2^22, so float32 holds them exactly and the offset must not change one bit of a result.
+    All logits are multiples of 1/4 below 2^22, so float32 holds them exactly and the offset must
+    not change a single bit.
     """
     draw = torch.Generator().manual_seed(0)
     integers = lambda *shape: torch.randint(-2, 3, shape, generator=draw)
@@ -72,7 +73,7 @@ def _plain(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor]) -> Tensor:
     logits = F.linear(t["x"], t["weight"], t.get("bias")).reshape(-1, t["weight"].shape[0])
     losses = F.cross_entropy(logits, t["target"].reshape(-1), **p.keywords)
     losses = losses.view(t["target"].shape) if p.keywords["reduction"] == "none" else losses
-    # PyTorch's loss has the dtype of its logits, and is judged in its eps
+    # PyTorch's loss has its logits' dtype and is compared in that dtype's eps.
     return losses.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
 
 
@@ -110,7 +111,7 @@ KIT = Kit(
     mutants=Mutants(
         ("linear_cross_entropy",),
         FAULTS,
-        {n: f for n, f in BACKWARD_FAULTS.items() if "dropout" not in n},  # it has none
+        {n: f for n, f in BACKWARD_FAULTS.items() if "dropout" not in n},  # this op has no dropout
     ),
     calibration=plain_calibration(
         _problem,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward: named cases, exact answers, the fuzzer's features, PyTorch's kernels beside ours."""
+"""feed_forward: named cases, exact solutions, fuzzer features, calibration."""
 
 from __future__ import annotations
 

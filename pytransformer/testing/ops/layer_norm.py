@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm: named cases, exact answers, the fuzzer's features, PyTorch's kernels beside ours."""
+"""layer_norm, rms_norm and add_norm: named cases, exact solutions, fuzzer, calibration."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
 
 
 def _normed(s: Mapping[str, int], operands: int = 2) -> Work:
-    """5 operations an element forward and 10 backward: no product dominates."""
+    """Return 5 operations per element forward and 10 backward, without a matrix product."""
     elements = s["rows"] * s["d"]
     return Work((5.0 * elements, 10.0 * elements), (operands * elements, (operands + 1) * elements))
 
@@ -73,7 +73,7 @@ def _added(s: Mapping[str, int]) -> Work:
 
 
 def constant_rows_off_their_bias(backend: str, columns: int) -> list[str]:
-    """Return the constant rows whose layer norm is not the bias, exactly: such a row has no deviation."""
+    """Return the constant rows whose layer norm differs from the bias; they have no deviation."""
     wrong = []
     bias = torch.linspace(-2, 2, columns)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -95,7 +95,7 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
     drawn = fuzz_layer_norm.Problem(op, named["x"].dtype, 1, "zero_mean", tensors, {}, keywords, [])
     stored = None
     if op == ADD_NORM:
-        # The norm is that of the sum as it is stored, rounded once.
+        # The norm's input is the stored sum, rounded once.
         kept = fuzz_layer_norm.keep_factor(drawn)
         stored = (named["x"].double() * kept + named["residual"].double()).to(named["residual"].dtype)
     return exact(fuzz_layer_norm.solve(drawn, stored))
@@ -114,7 +114,7 @@ def _ours(p: fuzz_layer_norm.Problem, t: Mapping[str, Tensor], backend: str) -> 
 
 def _problem(seed: int, case: int) -> fuzz_layer_norm.Problem | None:
     p = usual(fuzz_layer_norm.draw(seed, case))
-    return None if p is None or p.op == ADD_NORM else p  # the norm of a sum as stored: nothing new
+    return None if p is None or p.op == ADD_NORM else p  # the norm of a stored sum adds nothing
 
 
 KIT = Kit(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv: named cases, exact answers, the fuzzer's features, plain PyTorch beside ours."""
+"""rotary and append_kv: named cases, exact solutions, fuzzer features, calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..judge import exact
 from ..kit import Fuzzer, Kit, Mutants
 from ..mutants_rotary import BACKWARD_FAULTS, FAULTS
 
-LLAMA = ("llama3", 8.0, 32)  # of lengths as short as the cases'
+LLAMA = ("llama3", 8.0, 32)  # matches the cases' short lengths
 
 
 def _rotary(norm: bool = False, part: int = 1, scaling: tuple[Any, ...] | None = None, **fixed: Any) -> Builder:
@@ -40,7 +40,7 @@ def _rotary(norm: bool = False, part: int = 1, scaling: tuple[Any, ...] | None =
 
 
 def _append(page_size: int | None = None, norm: bool = False) -> Builder:
-    """The second half of each sequence, its last key padding."""
+    """Return a builder that appends the second half of each sequence; its last key is padding."""
 
     def build(d: Draw) -> dict[str, Any]:
         import pytransformer as pt
@@ -84,7 +84,7 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
 
 
 def _turned(s: Mapping[str, int]) -> Work:
-    """3 operations an element, 4 with the norm's backward: no product dominates."""
+    """Return 3 operations per element, 4 with the norm's backward, without a matrix product."""
     elements = s["B"] * s["Hq"] * s["Lq"] * s["D"]
     return Work((3.0 * elements, 4.0 * elements), (2 * elements, 3 * elements))
 
@@ -111,7 +111,7 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
 
 
 def _problem(seed: int, case: int) -> fuzz_rotary.Problem | None:
-    """Tables of x's dtype would round in PyTorch's way: float32 ones."""
+    """Return a problem with float32 tables, because PyTorch rounds narrower ones differently."""
     p = fuzz_rotary.draw(seed, case)
     if p.op == APPEND or not p.wanted or not p.tensors["x"].numel():
         return None
@@ -120,7 +120,7 @@ def _problem(seed: int, case: int) -> fuzz_rotary.Problem | None:
 
 
 def _plain(p: fuzz_rotary.Problem, t: Mapping[str, Tensor]) -> Tensor:
-    """As transformers' models have it: a norm in float32, products and sum in x's dtype."""
+    """Compute like transformers' models: norm in float32, products and sum in x's dtype."""
     x = t["x"]
     if "weight" in t:
         wide = x.to(torch.float64 if p.dtype == torch.float64 else torch.float32)

@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def put(path: Path, text: str) -> None:
-    """Whole or not at all: a run that is cut leaves the rows before it."""
+    """Write atomically, so that an interrupted run preserves earlier rows."""
     whole = path.with_name(path.name + ".part")
     whole.write_text(text)
     whole.replace(path)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model type tried and judged: outputs, gradients and tokens of ours and of sdpa against eager code's.
+"""Tests one model type: outputs, gradients and tokens of ours and sdpa against eager code.
 
-A cell is one comparison: "same", "as sdpa" (eager code and sdpa differ where they may, and ours agrees with sdpa), "refused: " and the
-sentence, "differs: " and by how much, "fails: " and an error that is not ours, or "–" where eager code itself does not run.
+A cell is one comparison. "same" means agreement. "as sdpa" means that eager code and sdpa may
+differ and ours agrees with sdpa. "refused: " precedes the reason, "differs: " the difference, and
+"fails: " an error of other code. "–" means that eager code itself does not run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Noise = Callable[[], dict[str, float]]
 
 @dataclass
 class Outcome:
-    """What a model made of its inputs, or the error it raised; and how its attention ran."""
+    """A model's outputs or the error it raised, and how its attention ran."""
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Outcome:
 
 
 def leaves(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The floating tensors of an output, by path."""
+    """Yield the floating tensors of an output, by path."""
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel():
             yield name, output
@@ -62,14 +63,15 @@ def leaves(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def real(tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """The part of an output that does not stand at padding."""
+    """Return the part of an output outside padding."""
     for name in ("attention_mask", "decoder_attention_mask", "padding_mask"):
         mask = inputs.get(name)
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             continue
         if tensor.shape[:2] == mask.shape:
             return tensor[mask.bool()]
-        if tensor.shape[:2] == (mask.shape[0], mask.shape[1] + 1):  # a class token before or after: real under both readings
+        # A class token before or after: real under both readings.
+        if tensor.shape[:2] == (mask.shape[0], mask.shape[1] + 1):
             before, after = (torch.nn.functional.pad(mask, pad, value=1).bool() for pad in ((1, 0), (0, 1)))
             return tensor[before & after]
         if tensor.shape[0] == mask.numel():
@@ -78,7 +80,7 @@ def real(tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def loss(outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """One number in which every output weighs alike, infinities left out."""
+    """Return one number in which every output has equal weight, without infinities."""
     parts = []
     for output in outputs.values():
         if output.requires_grad and output.numel():
@@ -88,7 +90,7 @@ def loss(outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def run(model: Any, inputs: Inputs, by_itself: frozenset[Any] = BY_ITSELF) -> Outcome:
-    """Outputs at real positions, and the gradients of every parameter; which modules called functions of `by_itself`."""
+    """Return outputs at real positions, all gradients, and the modules that called `by_itself`."""
     found = Outcome()
     model.zero_grad()
     torch.manual_seed(0)
@@ -109,7 +111,7 @@ def run(model: Any, inputs: Inputs, by_itself: frozenset[Any] = BY_ITSELF) -> Ou
 
 
 def generated(model: Any, inputs: Inputs) -> Outcome:
-    """The logits of every greedy step. Tokens alone would hide what does not change the largest."""
+    """Return the logits of every greedy step; tokens alone would hide small changes."""
     prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     found = Outcome()
     torch.manual_seed(0)
@@ -127,11 +129,11 @@ def generated(model: Any, inputs: Inputs) -> Outcome:
     return found
 
 
-# ---- judging what it made
+# ---- checking the results
 
 
 def off(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """How far outputs and gradients are apart: relative 2-norms, infinite where one has what the other has not."""
+    """Return relative 2-norm differences of outputs and gradients; infinite for missing ones."""
     if ours.outputs.keys() != theirs.outputs.keys() or ours.grads.keys() != theirs.grads.keys():
         return {"outputs": float("inf")}
     apart = {"outputs": max((difference(ours.outputs[n], t) for n, t in theirs.outputs.items()), default=0.0)}
@@ -150,10 +152,11 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def mended(sdpa: Outcome, ours: Outcome, eager: Outcome) -> Outcome:
-    """sdpa's outcome, but eager code's values where ours are finite and sdpa's are not.
+    """Return sdpa's outcome with eager code's values where only sdpa's are not finite.
 
-    Rows of zeros, from queries that see nothing, make gradients that are not finite (Gemma 3n takes the square root of their mean
-    square). sdpa's backward pass spreads them to every key, ours does not: what ours spares has to be eager code's.
+    Rows of zeros, from queries without a visible key, give non-finite gradients (Gemma 3n takes the
+    square root of their mean square). sdpa's backward spreads them to every key and ours does not;
+    our finite values must equal eager code's.
     """
     better = Outcome(outputs=sdpa.outputs, grads=dict(sdpa.grads))
     for name in ours.grads.keys() & sdpa.grads.keys() & eager.grads.keys():
@@ -163,7 +166,7 @@ def mended(sdpa: Outcome, ours: Outcome, eager: Outcome) -> Outcome:
 
 
 def within(apart: dict[str, float], noise: Noise = dict) -> bool:
-    """Whether two results are the same; the model's own noise is asked for only where that matters."""
+    """Return True if two results agree; the model's noise is computed only when it matters."""
     if all(value < LIMIT for value in apart.values()):
         return True
     if max(apart.values()) > conditioned_limit(torch.float32, float("inf")):
@@ -177,7 +180,7 @@ def sentence(error: Exception) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the error says whose it is and why."""
+    """Return True if the error names its owner and the reason."""
     return isinstance(error, (ValueError, TypeError, NotImplementedError, RuntimeError)) and OURS in sentence(error)[:40]
 
 
@@ -186,11 +189,12 @@ def failed(error: Exception) -> str:
 
 
 def judge(ours: Outcome, eager: Outcome, sdpa: Callable[[], Outcome], noise: Noise, padded: bool) -> str:
-    """The cell of one comparison; sdpa runs only where it is asked.
+    """Return the cell of one comparison; run sdpa only if needed.
 
-    That is where it may be right and eager code not: `padded`, a query can see nothing, which is zeros in one and a mean in the other;
-    and where eager code is not finite. Elsewhere a difference of sdpa's is its fault, and ours must not share it: that of transformers
-    5.17 drops the softcap of Gemma 2 and the causality of UMT5.
+    sdpa may be right and eager code wrong if `padded` (a query without visible keys gives zeros in
+    one and a mean in the other) or if eager code is not finite. Otherwise a difference of sdpa is
+    its fault, and ours must agree with eager code. In transformers 5.17, sdpa drops Gemma 2's
+    softcap and UMT5's causality.
     """
     if eager.error is not None:
         return NOTHING
@@ -214,7 +218,7 @@ class NotBuilt(Exception):
 
 
 def inputs_for(eager: Any) -> tuple[dict[str, Inputs], dict[str, Outcome]]:
-    """The inputs by padding, and what eager code makes of them. Raises :class:`NotBuilt` with the last error."""
+    """Return the inputs by padding and eager code's outcome; raise :class:`NotBuilt` on failure."""
     if type(eager).forward is torch.nn.Module.forward:
         raise NotBuilt("it has no forward of its own")
     error: Exception | None = None
@@ -242,7 +246,7 @@ def shapes(a: Inputs, b: Inputs) -> bool:
 
 
 class Trial:
-    """One class in its three implementations, and what it makes of its inputs."""
+    """One class in its three implementations, with outcomes."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -264,7 +268,7 @@ class Trial:
         return Outcome(error=self.sdpa_error) if self.sdpa is None else run(self.sdpa, self.inputs[side])
 
     def _noise(self, side: str) -> dict[str, float]:
-        """How far eager code moves when each weight is moved by a rounding."""
+        """Return eager code's change if each weight changes by one rounding."""
         moved, generator = self.subject.build("eager"), make.generator()
         with torch.no_grad():
             for p in {id(p): p for p in moved.parameters()}.values():
@@ -277,14 +281,14 @@ class Trial:
         return judge(ours, self.theirs[side], lambda: self.by_sdpa(side), lambda: self.noise(side), side != "none")
 
     def tokens(self, side: str) -> str:
-        """The limit is that of the forward pass."""
+        """Compare the logits of greedy steps, with the forward pass's limit."""
         prompt, ours = self.inputs[side], generated(self.ours, self.inputs[side])
         self.ran.append(ours)
         sdpa = lambda: Outcome(error=self.sdpa_error) if self.sdpa is None else generated(self.sdpa, prompt)
         return judge(ours, generated(self.eager, prompt), sdpa, lambda: self.noise(side), side != "none")
 
     def converted(self, side: str) -> tuple[int, str]:
-        """How many modules `convert` took, and the cell of the model after it."""
+        """Return the number of converted modules, and the cell of the converted model."""
         model = self.eager if self.ours is None else self.ours
         try:
             done = len(pt.integrations.convert(model).converted)
@@ -293,13 +297,14 @@ class Trial:
         if not done:
             return done, NOTHING
         said = [self.cell(model, side)]
-        if self.ours is None and self.ran[-1].ours:  # attention that only `convert` reaches: with every padding
+        # Only `convert` reaches this attention: test every padding.
+        if self.ours is None and self.ran[-1].ours:
             said += [self.cell(model, other) for other in self.inputs if other != side]
         return done, next((cell for cell in said if cell != SAME), SAME)
 
 
 def row(subject: Subject) -> dict[str, Any]:
-    """Everything that is known of one class after trying it."""
+    """Return all results of one class."""
     trial = Trial(subject)
     try:
         trial.prepare()
@@ -335,7 +340,7 @@ def built(subject: Subject, implementation: str) -> tuple[Any, Exception | None]
 
 
 def compared(trial: Trial, side: str) -> str:
-    """How sdpa does beside eager code."""
+    """Return sdpa's comparison with eager code."""
     sdpa, eager = trial.by_sdpa(side), trial.theirs[side]
     if sdpa.error is not None:
         said = sentence(sdpa.error)
@@ -349,7 +354,7 @@ def compared(trial: Trial, side: str) -> str:
 
 
 def verdict(cells: Cells, ran: list[Outcome], by_itself: list[str]) -> str:
-    """One of the words of :data:`.report.VERDICTS`."""
+    """Return one of :data:`.report.VERDICTS`."""
     if any(cell.startswith(("differs", "fails")) for cell in cells.values()):
         return "wrong"
     if "build" in cells and any(outcome.ours for outcome in ran) and not by_itself:
@@ -362,7 +367,7 @@ def verdict(cells: Cells, ran: list[Outcome], by_itself: list[str]) -> str:
 
 
 def rows(model_type: str) -> dict[str, dict[str, Any]]:
-    """The rows of a model type by the subject's name."""
+    """Return the rows of a model type by the subject's name."""
     try:
         found = subjects(model_type)
     except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny config of any model type: the default one with its sizes replaced, field by field, by what the field's name says."""
+"""A tiny config of any model type: sizes replaced according to the fields' names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH, HEADS, VOCABULARY, IMAGE, PATCH = 64, 4, 64, 32, 8
 PAD, BOS, EOS = 0, 1, 2
 TEXT_IDS = (3, 40)  # ordinary tokens; special ones of a modality come after
 
-# The first pattern that matches a field's whole name gives the value of an integer field.
+# The first pattern that matches a field's full name gives the value of an integer field.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"pad_token_id", PAD),
     (r"bos_token_id", BOS),
@@ -52,14 +52,14 @@ RULES = tuple((re.compile(pattern), value) for pattern, value in SIZES)
 
 
 def size(name: str, default: Any) -> Any:
-    """What stands in a tiny config for the default value of the field called `name`."""
+    """Return the tiny value of the field called `name`."""
     if isinstance(default, bool) or not isinstance(default, int):
         return default
     return next((value for rule, value in RULES if rule.fullmatch(name)), default)
 
 
 def layers(default: Any) -> dict[str, Any]:
-    """Each kind of layer once, two layers at least, where the config lists its layers by kind."""
+    """Return each kind of layer once, at least two layers, if the config lists layers by kind."""
     given: dict[str, Any] = {}
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         kinds = read(default, name)
@@ -74,19 +74,20 @@ def layers(default: Any) -> dict[str, Any]:
 
 
 def numbers(name: str, default: list[int]) -> list[int]:
-    """A list of sizes, as of stages: as long as it was."""
+    """Return a list of sizes, such as those of stages, with its original length."""
     if re.search(r"depths|layers|num_blocks", name):
         return [min(n, 2) for n in default]
     if re.search(r"heads", name):
         return [HEADS] * len(default)
     if re.search(r"hidden_sizes|channels|dims|embed_dim|hidden_size|conv_dim|widths", name):
         small = [16 * 2 ** min(i, 2) if len(set(default)) > 1 else 32 for i in range(len(default))]
-        return [3, *small[1:]] if default[0] == 3 else small  # a stem that starts at colours
+        # A first stage that starts from color channels.
+        return [3, *small[1:]] if default[0] == 3 else small
     return default
 
 
 def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
-    """A tiny config of `config_class`, and of the configs in it; `default` is one with the sizes of a real model."""
+    """Return a tiny `config_class`, nested configs included; `default` has a real model's sizes."""
     model_type = config_class.model_type
     corrected = {name: value() if callable(value) else value for name, value in FIELDS.get(model_type, {}).items()}
     made = corrected.pop("default", {})
@@ -113,7 +114,7 @@ def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
 
 
 def read(config: Any, name: str) -> Any:
-    """A field's own value: getattr refuses those that differ from layer to layer."""
+    """Return a field's stored value; getattr refuses fields that differ by layer."""
     return vars(config).get(name)
 
 
@@ -128,7 +129,10 @@ def PretrainedConfig() -> Any:
 
 
 def rotary(parameters: Any, sections: bool = False) -> Any:
-    """Rotary settings for tiny heads: the `sections` of multimodal ones add up to half of what is rotated."""
+    """Return rotary settings for tiny heads.
+
+    Multimodal `sections` sum to half of the rotated size.
+    """
     if not isinstance(parameters, dict) or not parameters:
         return parameters
     if parameters and all(isinstance(value, dict) for value in parameters.values()):

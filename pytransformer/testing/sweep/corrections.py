@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the general rules of :mod:`.configs` get wrong, by model type: classes, and fields of tiny configs."""
+"""Exceptions to the rules of :mod:`.configs` by model type: classes, and fields of tiny configs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def resnet() -> Any:
-    """A backbone that needs no other library."""
+    """Return a backbone that needs no other library."""
     from transformers import ResNetConfig
 
     return ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"])
@@ -17,7 +17,7 @@ def with_resnet() -> dict[str, Any]:
     return {"backbone_config": resnet(), "use_timm_backbone": False, "backbone": None}
 
 
-# Which class to try where the first one wants what is no mere input.
+# The class to test if the first one needs more than inputs.
 CLASSES = {
     "splinter": "SplinterModel",
     "videomae": "VideoMAEModel",
@@ -34,7 +34,8 @@ SHIFTED_WINDOWS = {  # windows smaller than the grid of patches, which the next 
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
-# Convolutions whose sizes hang together, at most 15 million parameters as they are, and models without a size.
+# Unchanged configs: convolutions with dependent sizes (at most 15 million parameters), and models
+# without a size.
 KEPT = frozenset({
     "pp_lcnet_v4", "pp_ocrv5_mobile_det", "pp_ocrv5_mobile_rec", "pp_ocrv6_small_det", "pp_ocrv6_small_rec", "pp_ocrv6_tiny_rec",
     "superpoint", "textnet", "univnet", "uvdoc", "lightglue",
@@ -113,7 +114,7 @@ HIERA = {
     "window_positional_embedding_background_size": [4, 4],
 }  # fmt: skip
 
-# By field; "default" makes the arguments of the config that the tiny one is shrunk from. What can be called makes the value.
+# By field. "default" builds the arguments of the config to shrink. A callable returns the value.
 FIELDS: dict[str, dict[str, Any]] = {
     "hgnet_v2": HGNET,
     "maskformer": {"backbone_config": swin},
@@ -123,7 +124,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "backbone_config": hgnet,
         **DETECTOR,
         "num_queries": 2,
-    },  # the third and fourth scores are a rounding apart
+    },  # the third and fourth scores differ by a rounding
     "pp_doclayout_v3": {"backbone_config": hgnet_from_the_first_stage, **DETECTOR, "x4_feat_dim": 16},
     **{name: {"backbone_config": dinov2, **DEPTH} for name in ("depth_anything", "prompt_depth_anything")},
     **dict.fromkeys(("align_vision_model", "efficientnet"), EFFICIENT),
@@ -231,7 +232,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": DEFAULT_ROPE}},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "step3p5": {"sliding_window": 4},
-    "minimax_m3_vl_text": {  # a sparse layer after a full one, which the default config has not
+    "minimax_m3_vl_text": {  # a sparse layer after a full one, which the default config lacks
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_n_heads": 2,
         "index_head_dim": 16,
@@ -277,7 +278,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "vitpose_backbone": {"num_experts": 1},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "wav2vec2-bert": {"vocab_size": 64, "feature_projection_input_dim": 80},
-    "xclip_vision_model": {"num_frames": 3},  # the batch, which is one video then
+    "xclip_vision_model": {"num_frames": 3},  # the batch, which is then one video
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of diffusers: settings and inputs, one for each way in which it does attention."""
+"""Small models of diffusers: settings and inputs, one for each kind of attention code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the general rules of :mod:`.inputs` get wrong, by model type: what ``forward`` is given beside text."""
+"""Exceptions to the rules of :mod:`.inputs` by model type: non-text inputs of ``forward``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def time_series(model: Any) -> dict[str, torch.Tensor]:
 
 
 def grid() -> torch.Tensor:
-    """(3, 16, 2): where the patches of a 4 x 4 image stand."""
+    """Return (3, 16, 2): the positions of the patches of a 4 x 4 image."""
     return torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2)
 
 
@@ -38,7 +38,7 @@ def numbered_patches(model: Any) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-# By model type; beside what `forward` takes of text.
+# By model type, in addition to the text inputs of `forward`.
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lxmert": lambda model: {"visual_feats": noise(5, model.config.visual_feat_dim), "visual_pos": noise(5, 4)},
     "visual_bert": lambda model: {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for a model by the names in its ``forward``: candidates, of which the first that eager code takes counts."""
+"""Inputs of a model by its ``forward`` parameters: the first candidate that eager code accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parameters(model: Any) -> dict[str, inspect.Parameter]:
 
 
 def search(config: Any, *names: str) -> Any:
-    """The first value of these names in the config or in one inside it."""
+    """Return the first value of these names in the config or in a nested one."""
     parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None)]
     for name in names:
         for part in parts:
@@ -40,7 +40,7 @@ def width(config: Any) -> int:
 
 
 def text(padding: str, length: int = LENGTH, padded: tuple[int, ...] = (0, 4, 7)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their mask; ``padding`` is "left", "right" or "none"."""
+    """Return tokens and their mask; ``padding`` is "left", "right" or "none"."""
     ids = torch.randint(*TEXT_IDS, (BATCH, length), generator=generator())
     mask = torch.ones_like(ids)
     if padding != "none":
@@ -63,7 +63,10 @@ GRID, MERGE = 4, 2  # patches on a side of an image, which models merge two by t
 
 
 def patches(names: Any, config: Any) -> Iterator[Inputs]:
-    """Images as rows of patches, one image after the other, with the grid of each (frames, rows, columns), in the layouts that occur."""
+    """Yield images as consecutive rows of patches, with each grid (frames, rows, columns).
+
+    The layouts are those that occur in models.
+    """
     patch, channels = search(config, "patch_size") or PATCH, search(config, "in_channels", "in_chans", "num_channels") or 3
     count, whole = BATCH * GRID**2, "image_grid_thw" in names
     features = channels * (search(config, "temporal_patch_size") or 1) * patch**2
@@ -95,7 +98,7 @@ def boxes(ids: torch.Tensor) -> torch.Tensor:
 
 
 def text_part(model: Any, padding: str) -> Inputs:
-    """What `forward` takes of a source and a target text."""
+    """Return the inputs of `forward` for a source and a target text."""
     names = parameters(model)
     given: Inputs = {}
     ids, mask = text(padding)
@@ -116,7 +119,7 @@ def text_part(model: Any, padding: str) -> Inputs:
 
 
 def other_parts(model: Any) -> Iterator[Inputs]:
-    """What `forward` takes of images, videos and sound, in the shapes that models take."""
+    """Return the inputs of `forward` for images, videos and sound, in the models' shapes."""
     names, config = parameters(model), model.config
     if "grid_thw" in names or "image_grid_thw" in names:
         yield from patches(names, config)
@@ -148,7 +151,7 @@ def other_parts(model: Any) -> Iterator[Inputs]:
 
 
 def candidates(model: Any, padding: str) -> Iterator[Inputs]:
-    """From most to least of what `forward` takes. Nothing but text can be padded."""
+    """Yield candidates from most to fewest parameters of `forward`; only text can be padded."""
     words = text_part(model, padding)
     made = INPUTS.get(model.config.model_type)
     if made is not None:
@@ -170,7 +173,7 @@ def candidates(model: Any, padding: str) -> Iterator[Inputs]:
 
 
 def with_placeholders(model: Any, words: Inputs, part: Inputs) -> Inputs | None:
-    """`words` after as many image tokens as the model makes features of `part`; None where it has no such thing."""
+    """Return `words` with one image token per feature of `part`, or None if unsupported."""
     token = search(model.config, "image_token_id", "image_token_index")
     features_of = getattr(model, "get_image_features", None)
     if token is None or features_of is None or "input_ids" not in words or "pixel_values" not in part:
@@ -178,7 +181,7 @@ def with_placeholders(model: Any, words: Inputs, part: Inputs) -> Inputs | None:
     with torch.no_grad():
         try:
             found = features_of(**part)
-        except Exception:  # whatever it misses: the next candidate does without
+        except Exception:  # whatever is missing, the next candidate does without it
             return None
     found = getattr(found, "pooler_output", found)
     found = torch.cat([f.flatten(0, -2) for f in found]) if isinstance(found, (list, tuple)) else found

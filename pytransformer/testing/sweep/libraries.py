@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""timm's families and diffusers' models, small and with random weights: their own code against ours.
+"""timm's families and diffusers' models, small, with random weights: their code against ours.
 
-    python -m pytransformer.testing.sweep.libraries            # a table of verdicts
-    python -m pytransformer.testing.sweep.libraries --write    # into the results file and docs/other-libraries.md
+    python -m pytransformer.testing.sweep.libraries            # print a table
+    python -m pytransformer.testing.sweep.libraries --write    # write the results file and
+                                                               # docs/other-libraries.md
 
-Each model runs by itself, under ``activate()``, and after ``convert`` under ``activate()``: outputs and the gradients of all
-parameters. The judgement is the sweep's (:mod:`.compare`). Needs timm and diffusers, and torchvision, which timm imports.
+Each model runs unchanged, under ``activate()``, and after ``convert`` under ``activate()``. The
+comparison covers outputs and all parameter gradients, with the rules of :mod:`.compare`. Needs timm
+and diffusers, and torchvision, which timm imports.
 """
 
 from __future__ import annotations
@@ -59,8 +61,11 @@ SIDES = (64, 128, 224, 256)
 
 
 def load(name: str) -> Any:
-    """The library; raises ImportError or RuntimeError. Operators of torchvision are declared first: without its C++ library, which
-    the wheels have for CUDA only, it can then be imported."""
+    """Return the library; raise ImportError or RuntimeError.
+
+    torchvision's operators are declared first, so that it imports without its C++ library, which
+    only its CUDA wheels have.
+    """
     global _library
     _library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
@@ -73,7 +78,7 @@ _library: Any = None
 
 
 def subjects() -> list[str]:
-    """Every file of timm's models with attention in it, and every model of :data:`.diffusion.MODELS`."""
+    """Return timm's model files with attention, and the models of :data:`.diffusion.MODELS`."""
     attends = [m for m in load("timm").list_modules() if ATTENDS.search(inspect.getsource(load(f"timm.models.{m}")))]
     return [f"timm/{module}" for module in attends] + [f"diffusers/{name}" for name in MODELS]
 
@@ -82,7 +87,7 @@ def subjects() -> list[str]:
 
 
 def families(module: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Models of a file of timm's, the likely smallest first, each in the smallest form that it takes."""
+    """Yield models of a timm file in their smallest form, the likely smallest first."""
     timm = load("timm")
     names = timm.list_models(module=module)
     for name in sorted(names, key=lambda n: (not SMALLEST.search(n), len(n)))[:4]:
@@ -106,16 +111,16 @@ def attempts(subject: str) -> Iterator[tuple[str, Callable[[], Any], Inputs]]:
 
 
 def parameters(build: Callable[[], Any]) -> int:
-    """How many, without making them where the model allows that."""
+    """Return the parameter count, without building the parameters if the model allows it."""
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in build().parameters())
-    except (NotImplementedError, RuntimeError):  # it computes when it is built
+    except (NotImplementedError, RuntimeError):  # the model computes during construction
         return sum(p.numel() for p in build().parameters())
 
 
 def built(subject: str) -> tuple[str, Any, Inputs, Outcome]:
-    """The first model of the subject that can be built and run. Raises :class:`NotBuilt` with the last error."""
+    """Return the subject's first model that builds and runs; raise :class:`NotBuilt` on failure."""
     error: Exception | None = None
     models: dict[Any, Any] = {}
     for name, build, inputs in attempts(subject):
@@ -146,11 +151,17 @@ def as_double(value: Any) -> Any:
 
 
 def row(model: Any, inputs: Inputs, theirs: Outcome) -> dict[str, Any]:
-    """Everything that is known of a model. Each run has its own copy: some of timm's keep a bias with its graph in eval mode."""
+    """Return all results of a model.
+
+    Each run uses a copy, because some timm models store a bias with its graph in eval mode.
+    """
 
     def noise() -> dict[str, float]:
-        """How far the library's code is from itself, moved by a rounding or in float64: of two numbers that are nearly as large a pooling
-        may take either (hieradet_sam2: 1.9e-4 of the gradients, in one of four draws)."""
+        """Return the change of the library's code under one rounding of weights, or in float64.
+
+        Pooling may select either of two nearly equal numbers (hieradet_sam2: 1.9e-4 of the
+        gradients in one of four draws).
+        """
         moved, draw = copy.deepcopy(model), generator()
         with torch.no_grad():
             for p in moved.parameters():
@@ -185,7 +196,7 @@ def row(model: Any, inputs: Inputs, theirs: Outcome) -> dict[str, Any]:
 
 
 def rows(subject: str) -> Rows:
-    """The row of a subject, named after the model that stands for it."""
+    """Return the subject's row, named after the model that represents it."""
     try:
         name, model, inputs, theirs = built(subject)
         if subject.startswith("timm/"):
@@ -206,7 +217,7 @@ def load_results() -> dict[str, Any]:
 
 
 def save(found: Rows) -> None:
-    """One row a line."""
+    """Write one row per line."""
     versions = {name: load(name).__version__ for name in ("timm", "diffusers")}
     head = json.dumps({**versions, "torch": torch.__version__.split("+")[0]})
     lines = [f"  {json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}" for name, row in sorted(clean(found).items())]
@@ -289,7 +300,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """Imports what the children share; a call that our op would not take is an error."""
+    """Import shared modules for the children; a call that our op would decline is an error."""
     os.environ["PYTRANSFORMER_STRICT"] = "1"
     load("timm")
     diffusers = load("diffusers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed results of the sweep, the file of all classes and the table of docs/compatibility.md."""
+"""The committed sweep results, the file of all classes, and the table of docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytransformer.console import escape_markdown
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "tests" / "integrations" / "architectures.json"
 DOC, COMPATIBILITY = RESULTS.with_suffix(".md"), ROOT / "docs" / "compatibility.md"
-OLDER = RESULTS.with_name("architectures-older.json")  # the same of the oldest transformers that we take
+OLDER = RESULTS.with_name("architectures-older.json")  # for the oldest supported transformers
 VERDICTS = {
     "ours": "every attention runs on our op and agrees with eager code",
     "ours in part": "the same, but the classes named compute attention themselves",
@@ -40,7 +40,7 @@ FAMILIES = (
 
 
 def clean(rows: Rows) -> Rows:
-    """Without what names a machine or an object's address."""
+    """Remove machine names and object addresses."""
     text = re.sub(r"0x[0-9a-f]+|(?<=\W)/(?:\w[\w.+-]*/)+\w[\w.+-]*", "…", json.dumps(rows, ensure_ascii=False))
     return json.loads(text)
 
@@ -51,7 +51,7 @@ def load(path: Path = RESULTS) -> dict[str, Any]:
 
 
 def place(version: str) -> Path:
-    """Where the results of this version of transformers stand: those older than what stands in :data:`RESULTS` in :data:`OLDER`."""
+    """Return the results file of this version: :data:`OLDER` if older than :data:`RESULTS`."""
     return OLDER if number(version) < number(load()["transformers"]) else RESULTS
 
 
@@ -60,12 +60,12 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def kinds(row: dict[str, Any]) -> dict[str, str]:
-    """Verdict and cells without the figures, which differ from machine to machine."""
+    """Return verdict and cells without the figures, which differ by machine."""
     return {"verdict": row["verdict"]} | {name: cell.partition(":")[0] for name, cell in row.get("cells", {}).items()}
 
 
 def save(rows: Rows, path: Path) -> None:
-    """One row a line, so that a change of one shows as one."""
+    """Write one row per line, so that a change affects one line."""
     import torch
     import transformers
 
@@ -80,7 +80,7 @@ def counts(rows: Rows) -> dict[str, int]:
 
 
 class Notes:
-    """Sentences by number, each told once."""
+    """Numbered sentences, each listed once."""
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
@@ -97,7 +97,7 @@ def short(cell: str, notes: Notes) -> str:
 
 
 def sdpa(row: dict[str, Any]) -> str:
-    """How sdpa does beside eager code: the worst of its cells."""
+    """Return sdpa's worst cell against eager code."""
     said = list(row.get("sdpa", {}).values())
     other = next((s for s in said if not s.startswith("differs")), None)
     return escape_markdown(other) if other else max(said, key=lambda s: float(s.split()[-1]), default="same")
@@ -112,7 +112,7 @@ def line(name: str, row: dict[str, Any], notes: Notes) -> str:
 
 
 def differences(rows: Rows, older: Rows) -> list[str]:
-    """What another version says otherwise of a class that both have, and that both could build."""
+    """Return the differences of another version, for classes that both versions could build."""
     told = []
     for name in rows.keys() & older.keys():
         pair = (kinds(rows[name]), kinds(older[name]))
@@ -163,7 +163,7 @@ def table_of(columns: Iterable[str], rows: list[str]) -> str:
 
 
 def compatibility(rows: Rows) -> str:
-    """Return the tables of docs/compatibility.md: each class of :data:`FAMILIES`, and the counts of all."""
+    """Return the tables of docs/compatibility.md: classes of :data:`FAMILIES` and total counts."""
     lines = [
         compatible(name, row)
         for family in FAMILIES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many model types, each tried in a child process with a limit on its time and memory."""
+"""Many model types, each in a child process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-CPU_SECONDS, SECONDS, BYTES = 30, 600, 6 << 30  # other work may have the CPU, hence two limits on time
+CPU_SECONDS, SECONDS, BYTES = 30, 600, 6 << 30  # other work may use the CPU, hence two time limits
 Rows = dict[str, dict[str, Any]]
 
 
@@ -30,7 +30,7 @@ def child(model_type: str, rows: Callable[[str], Rows], answer: Connection) -> N
 
 
 def quiet() -> None:
-    """Nothing of what transformers says about the tiny configs."""
+    """Silence transformers' messages about the tiny configs."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -38,7 +38,7 @@ def quiet() -> None:
 
 
 def prepare() -> None:
-    """Imports all that the children share, and registers; before any thread has started."""
+    """Import shared modules and register, before any thread starts."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
@@ -57,7 +57,7 @@ def start(model_type: str, rows: Callable[[str], Rows]) -> Child:
 
 
 def finish(running: Child) -> Rows:
-    """What the child found; a row that says so where it died or was too slow."""
+    """Return the child's rows, or a row with the reason if it died or timed out."""
     reason = f"took longer than {SECONDS} s"
     try:
         if running.answer.poll():
@@ -73,7 +73,10 @@ def finish(running: Child) -> Rows:
 
 
 def sweep(model_types: Sequence[str], jobs: int = 1, rows: Callable[[str], Rows] | None = None) -> Iterator[tuple[str, Rows]]:
-    """(model type, its rows) in order, `jobs` at a time; those of `rows`, or of transformers' model types."""
+    """Yield (model type, its rows) in order, `jobs` at a time.
+
+    `rows` replaces the rows of transformers' model types.
+    """
     prepare()
     from . import compare
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model classes of a model type, and how one is built: random weights under which attention matters."""
+"""The model classes of a model type, built with random weights under which attention matters."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Subject:
         return f"{self.config.model_type}/{self.model_class.__name__}" + (", decoder" if is_decoder(self) else "")
 
     def parameters(self) -> int:
-        """How many, without making them: a config that the rules do not shrink has billions."""
+        """Return the parameter count without building; an unshrunk config has billions."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.model_class(copy.deepcopy(self.config)).parameters())
 
     def build(self, implementation: str) -> Any:
-        """The model in eval mode; the same weights at every call.
+        """Return the model in eval mode, with the same weights each time.
 
-        Weights as small as 0.02, of which attention's scores hardly depend, are tripled; zeros, which hide what they multiply, are filled,
-        and so is what the model leaves as it found it (the experts of Qwen3-Omni's talker).
+        Weights near 0.02, which barely affect attention scores, are tripled. Zeros, which hide
+        their factors, and uninitialized parameters (the experts of Qwen3-Omni's talker) are filled.
         """
         torch.manual_seed(7)
         with nan_where_uninitialised():
@@ -55,7 +55,7 @@ class Subject:
 
 
 def stirred(model: Any) -> Any:
-    """In float32 and eval mode, with weights under which attention matters; the same at every call."""
+    """Return the model in float32 and eval mode, with fixed weights that make attention matter."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for p in {id(p): p for p in model.parameters()}.values():
@@ -73,9 +73,10 @@ def stirred(model: Any) -> Any:
 
 @contextmanager
 def nan_where_uninitialised() -> Iterator[None]:
-    """Memory that torch.empty hands out is NaN, not whatever stood there."""
+    """Fill memory from torch.empty with NaN."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # with fill_uninitialized_memory, which is on by default
+    # With fill_uninitialized_memory, which is on by default.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
@@ -87,7 +88,7 @@ def is_decoder(subject: Subject) -> bool:
 
 
 def model_types() -> list[str]:
-    """Those of the installed transformers, sorted."""
+    """Return the sorted model types of the installed transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return sorted(CONFIG_MAPPING_NAMES)
@@ -100,7 +101,7 @@ def config_class_of(model_type: str) -> Any:
 
 
 def classes_of(config_class: Any) -> list[Any]:
-    """The public model classes of a config, the one that shows most first."""
+    """Return the public model classes of a config, the most informative first."""
     from transformers.models.auto import modeling_auto
 
     found = []
@@ -125,7 +126,7 @@ def public_classes(config_class: Any) -> Iterator[Any]:
 
 
 def subjects(model_type: str) -> list[Subject]:
-    """The first class of the model type; the same as a decoder, where an encoder can be one."""
+    """Return the model type's first class, and the same as a decoder if an encoder supports it."""
     config_class = config_class_of(model_type)
     classes = classes_of(config_class)
     if not classes:

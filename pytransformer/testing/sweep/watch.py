@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules do attention by themselves, past the interface: seen from inside their ``forward``."""
+"""Detects modules that compute attention themselves and bypass the interface.
+
+The observer runs inside their ``forward``.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 
 @contextmanager
 def watch(functions: frozenset[Any] = BY_ITSELF) -> Iterator[set[str]]:
-    """The classes of attention modules that call one of `functions` inside the block: softmax or PyTorch's attention. Under
-    ``activate()`` only :data:`SOFTMAXES` are their own."""
+    """Yield the attention module classes that call one of `functions` inside the block.
+
+    The functions are softmax and PyTorch's attention. Under ``activate()`` only :data:`SOFTMAXES`
+    bypass us.
+    """
     stack: list[torch.nn.Module] = []
     seen: set[str] = set()
 
@@ -41,7 +47,8 @@ def watch(functions: frozenset[Any] = BY_ITSELF) -> Iterator[set[str]]:
         finally:
             stack.pop()
 
-    # Global forward hooks would do the same, but a converted module runs its original code while one is set.
+    # Global forward hooks would have the same effect, but a converted module runs its original code
+    # while one is set.
     torch.nn.Module.__call__ = tracked  # type: ignore[method-assign]
     try:
         with Mode():
