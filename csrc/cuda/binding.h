@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings of the CUDA kernels share: which raw ops they register, and how they read tensors.
+// Helpers of the CUDA bindings: the names of raw ops, and checked access to tensors.
 //
-// A binding is compiled twice: for libpytransformer_cuda.so, and with PT_EMULATE, where the same ops take CPU tensors and run in the
-// emulator.
+// A binding is compiled twice: for libpytransformer_cuda.so, and with PT_EMULATE, where the same
+// ops accept CPU tensors and run in the emulator.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -39,7 +39,7 @@ inline EightBits eight_bits_of(const Tensor& t) {
   }
 }
 
-// The tensor's memory, which kernels may reach from now on: to read, or to write.
+// Return the tensor's memory and register it as readable (or writable) by the next kernels.
 inline const void* read_from(const char* op, const Tensor& t, const char* name, Reachable& reachable) {
   const void* data = read_address(op, t, name);
   reachable.add(data, size_t(extent_of(t)), name);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CUDA library offers beside the ops: whether its kernels can run. Each op registers itself in its own binding.
+// Reports if the CUDA kernels can run on a device. Each op registers itself in its binding.
 #include "cuda/device.h"
 
 #include <torch/csrc/stable/library.h>

@@ -10,7 +10,7 @@
 
 namespace pt::cuda {
 
-constexpr int kMaxDevices = 64;  // of which numbers are kept
+constexpr int kMaxDevices = 64;  // devices with cached attributes
 
 static void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
@@ -19,9 +19,10 @@ static void check(CUresult result, const char* what) {
   if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed: CUDA error " + std::to_string(int(result)));
 }
 
-// The device's primary context, which PyTorch's runtime uses too. Kept for ever.
+// Return the device's primary context, which PyTorch's runtime also uses. Retained forever.
 static CUcontext primary_context(int device) {
-  static std::atomic<CUcontext> contexts[kMaxDevices];  // two threads that ask at once get the same
+  // concurrent first calls store the same value
+  static std::atomic<CUcontext> contexts[kMaxDevices];
   if (device < 0 || device >= kMaxDevices) throw std::runtime_error("no device " + std::to_string(device));
   if (CUcontext known = contexts[device]) return known;
   static const auto get = driver_function<decltype(&cuDeviceGet)>("cuDeviceGet", 2000);
@@ -38,8 +39,9 @@ static CUresult set_context(CUcontext context) {
   return set(context);
 }
 
-// A thread that has made no CUDA call yet, as one of autograd's, has no context, without which the driver encodes no tensor map. Not by
-// cudaSetDevice: to set back what such a thread had, it would make a context on GPU 0. A capture of a graph minds neither.
+// A thread without an earlier CUDA call (an autograd thread, for example) has no context, and the
+// driver encodes no tensor map without one. cudaSetDevice is unsuitable: restoring such a thread's
+// device would create a context on GPU 0. Graph capture allows both driver calls.
 DeviceGuard::DeviceGuard(int64_t device) {
   static const auto current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent", 4000);
   const CUcontext wanted = primary_context(int(device));
@@ -61,7 +63,7 @@ static std::string version_text(int version) { return std::to_string(version / 1
 std::string why_not_device(int64_t device) {
   int driver = 0, runtime = 0;
   cudaRuntimeGetVersion(&runtime);
-  // Of some older drivers the runtime tells no version, only that they are too old, as where there is none.
+  // The runtime returns no version for some outdated drivers and for a missing driver.
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
     return "there is no NVIDIA driver, or one too old for CUDA " + version_text(runtime) +
            ", which the CUDA library was built with: update it";
@@ -73,16 +75,16 @@ std::string why_not_device(int64_t device) {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(probe_kernel)));
   } catch (const std::exception& error) {
-    cudaGetLastError();  // told here, not by the next launch
+    cudaGetLastError();  // reported here, not by the next launch
     return std::string("the CUDA library's kernels do not load: ") + error.what();
   }
   return "";
 }
 
-// Of the current device; positive.
+// Return a positive attribute of the current device.
 template <cudaDeviceAttr Attribute>
 static int attribute() {
-  static int values[kMaxDevices];  // 0: not asked yet; two threads that ask at once write the same number
+  static int values[kMaxDevices];  // 0: not queried; concurrent first calls store the same value
   int device, value;
   check(cudaGetDevice(&device));
   if (device < kMaxDevices && values[device]) return values[device];
@@ -97,7 +99,7 @@ bool runs_sm90a() {
 #if defined(PT_BUILT_SM90A)
   const char* path = std::getenv("PYTRANSFORMER_CUDA_PATH");
   if (path && std::string(path) == "portable") return false;
-  return attribute<cudaDevAttrComputeCapabilityMajor>() == 9;  // there is no 9.x but 9.0
+  return attribute<cudaDevAttrComputeCapabilityMajor>() == 9;  // 9.0 is the only 9.x
 #else
   return false;
 #endif

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings need of the device. No CUDA header: bindings are plain C++. Implemented by device.cu, and for the emulator by
-// csrc/emulator/host.cpp.
+// Device queries for the bindings, which are plain C++ and include no CUDA header. Implemented by
+// device.cu and, for the emulator, by csrc/emulator/host.cpp.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace pt::cuda {
 
-// Makes a device current while it lives, and its context that of the thread.
+// Makes a device and its primary context current in this thread for the guard's lifetime.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int64_t device);
@@ -17,22 +17,24 @@ class DeviceGuard {
   ~DeviceGuard();
 
  private:
-  void* previous_;  // context; null: the thread had none, and shall have none again
+  void* previous_;  // context to restore; may be null
   bool changed_;
 };
 
-// Why kernels of this library cannot run on the device, or nothing. Asks for the driver's version and a small kernel's attributes: a driver
-// may be older than the CUDA runtime that is part of the library.
+// Return why this library's kernels cannot run on the device, or "". Queries the driver's version
+// and a small kernel's attributes, because a driver may be older than the library's CUDA runtime.
 std::string why_not_device(int64_t device);
 
-// Of the current device.
+// Return the number of SMs of the current device.
 int multiprocessors();
 
-// Whether the current device runs the kernels for sm_90a, and this library has them. PYTRANSFORMER_CUDA_PATH=portable says no; the emulator
-// says yes to PYTRANSFORMER_CUDA_PATH=sm90 only.
+// Return true if the current device runs the sm_90a kernels and this library contains them.
+// PYTRANSFORMER_CUDA_PATH=portable disables them; the emulator enables them only with
+// PYTRANSFORMER_CUDA_PATH=sm90.
 bool runs_sm90a();
 
-// Memory that the next launches may reach, for the emulator; nothing on a GPU. Holds until the object's end.
+// Registers memory that the next launches may access, for the emulator's checks, until the object
+// is destroyed. Does nothing on a GPU.
 class Reachable {
  public:
   Reachable();

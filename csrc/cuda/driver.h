@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of the CUDA driver, asked for by name: the library does not link to libcuda, so that it loads where there is none.
+// Looks up functions of the CUDA driver by name. The library does not link to libcuda, so it also
+// loads on machines without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +11,7 @@
 
 namespace pt::cuda {
 
-// As CUDA `version` has it, 12000 for 12.0. Throws std::runtime_error.
+// Return the function as of CUDA `version` (12000 for 12.0). Throws std::runtime_error.
 template <class F>
 F driver_function(const char* name, unsigned version) {
   void* entry = nullptr;

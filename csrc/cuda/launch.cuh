@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of kernels, on a GPU and in the emulator. Never synchronises.
+// Launches kernels on a GPU or in the emulator, without synchronization.
 #pragma once
 
 #include <map>
@@ -17,11 +17,13 @@
 namespace pt::cuda {
 
 #if !defined(PT_EMULATE)
-// Let a kernel have so much dynamic shared memory on the current device. CUDA keeps the attribute, so the
-// largest request of each kernel and device suffices: cudaFuncSetAttribute costs 0.5 us of every launch.
+// Allow a kernel this much dynamic shared memory on the current device. CUDA stores the attribute,
+// so each kernel and device needs only its largest request: cudaFuncSetAttribute costs 0.5 us per
+// launch.
 inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   static std::mutex mutex;
-  static auto* const allowed = new std::map<std::pair<const void*, int>, uint32_t>;  // outlives every thread
+  // never destroyed: outlives every thread
+  static auto* const allowed = new std::map<std::pair<const void*, int>, uint32_t>;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -34,15 +36,16 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
 }
 #endif
 
-// Runs kernel(arguments...) on the current device, in order with the stream. Throws std::runtime_error with CUDA's message, or, emulated,
-// with that of the emulator.
+// Run kernel(arguments...) on the current device in stream order. Throws std::runtime_error with
+// the message of CUDA or of the emulator.
 template <class... P>
 void launch(void (*kernel)(P...), dim3 grid, int threads, uint32_t smem_bytes, [[maybe_unused]] void* stream, const P&... arguments) {
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;  // no sequences, say: nothing to do, which CUDA takes for an error
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;  // CUDA rejects an empty grid
 #if defined(PT_EMULATE)
   emu::run(grid, threads, smem_bytes, [&] { kernel(arguments...); });
 #else
-  constexpr uint32_t kWithoutAsking = 48 * 1024;  // of dynamic shared memory
+  // bytes of dynamic shared memory available by default
+  constexpr uint32_t kWithoutAsking = 48 * 1024;
   cudaError_t error = cudaSuccess;
   if (smem_bytes > kWithoutAsking) error = allow_shared_memory(reinterpret_cast<const void*>(kernel), smem_bytes);
   if (error == cudaSuccess) {

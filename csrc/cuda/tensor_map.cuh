@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How TMA is told where a tensor lies: host code, for a GPU and for the emulator.
+// Creates TMA tensor maps on the host, for a GPU and for the emulator.
 #pragma once
 
 #include <stdexcept>
@@ -15,9 +15,9 @@
 namespace pt::cuda {
 
 constexpr int kMaxMapRank = 5;
-constexpr int kMapColumns = 64;  // of a box: 128 bytes of 16-bit elements, the width of the swizzle
+constexpr int kMapColumns = 64;  // box width: 128 bytes, the swizzle's row
 
-// A tensor of 16-bit elements, innermost dimension first; strides in elements, that of dimension 0 is 1.
+// A tensor of 16-bit elements, innermost dimension first. Strides are in elements; stride[0] is 1.
 struct MappedTensor {
   const void* data;
   DType dtype;
@@ -27,7 +27,7 @@ struct MappedTensor {
 
 constexpr uint32_t kMaxBoxRows = 256;
 
-// Why TMA cannot read the tensor, or null. "cuTensorMapEncodeTiled" of the CUDA driver API.
+// Return why TMA cannot read the tensor, or null. Source: CUDA driver API, cuTensorMapEncodeTiled.
 inline const char* why_not_mapped(const MappedTensor& t) {
   if (t.rank < 2 || t.rank > kMaxMapRank) return "it has not 2 to 5 dimensions";
   if (size_of(t.dtype) != 2) return "its elements have not 16 bits";
@@ -40,12 +40,12 @@ inline const char* why_not_mapped(const MappedTensor& t) {
   return nullptr;
 }
 
-// Boxes are 64 elements by `rows` of dimension 1, in shared memory rows of 128 bytes, swizzled; what lies outside the tensor is zero.
-// Throws std::runtime_error.
+// Encode boxes of 64 elements by `rows` of dimension 1. In shared memory they are rows of 128
+// bytes, swizzled; elements outside the tensor are zero. Throws std::runtime_error.
 inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows) {
   if (rows == 0 || rows > kMaxBoxRows) throw std::runtime_error("no box of a tensor map has " + std::to_string(rows) + " rows");
   if (const char* reason = why_not_mapped(t)) throw std::runtime_error(std::string("no tensor map can be made of a tensor: ") + reason);
-  uint64_t bytes[kMaxMapRank] = {};  // from one element of a dimension to the next
+  uint64_t bytes[kMaxMapRank] = {};  // byte strides
   uint32_t box[kMaxMapRank];
   for (int i = 0; i < t.rank; ++i) {
     bytes[i] = i && t.dim[i] > 1 ? t.stride[i] * 2 : 16;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear map and cross entropy on a GPU, binding: checks what the kernels rely on, fills in the problems, launches. Matrices as
-// csrc/cuda/matmul/binding.h has them: see pytransformer/ops/_backends/cuda/cross_entropy.py.
+// Binding of fused linear + cross entropy on a GPU: checks the arguments, fills in the problems and
+// launches. csrc/cuda/matmul/binding.h defines the matrices' format; see
+// pytransformer/ops/_backends/cuda/cross_entropy.py.
 #include "cuda/cross_entropy/kernels.h"
 #include "cuda/matmul/binding.h"
 
@@ -10,7 +11,7 @@ using namespace pt::cuda;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-// The product of the logits: x and, transposed, weight (d, classes).
+// Return the gemm of the logits: x times weight transposed, (d, classes).
 Product logits_of(const Tensor& x, const Tensor& weight, Reachable& reachable) {
   Product p{};
   p.dtype = dtype_of(x, "x"), p.rows = x.size(0), p.columns = weight.size(1);
@@ -38,7 +39,7 @@ Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, i
   return {static_cast<const int64_t*>(read_from(kOp, target, "target", reachable)), ignore_index, float(1 - smoothing), float(smoothing)};
 }
 
-// parts, picked: room for what tiles leave.
+// partials, picked: scratch for the tiles' results.
 void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials, Tensor picked, Tensor loss,
                        Tensor row_max, Tensor log_sum, int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
   Reachable reachable;
@@ -82,7 +83,7 @@ void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   sm90_d_logits(f, planned(f.product), reinterpret_cast<void*>(stream));
 }
 
-// Numbers that forward's tiles leave of a row.
+// Return the number of partial results per row in forward.
 int64_t cross_entropy_partials(int64_t classes, bool smooth) { return plan_cross_entropy(1, classes, smooth).partials; }
 
 }  // namespace

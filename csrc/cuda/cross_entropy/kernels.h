@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers; products are such as `plan_matmul` took. They run on the current device, in order with the stream, and throw
-// std::runtime_error.
+// The launchers, for gemms that `plan_matmul` supports. They run on the current device in stream
+// order and throw std::runtime_error.
 #pragma once
 
 #include "cuda/cross_entropy/problem.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward on a GPU, binding: the products that have more to do than multiply. Checks what the kernels rely on, fills in the
-// problems, launches. Matrices as csrc/cuda/matmul/binding.h has them: see pytransformer/ops/_backends/cuda/feed_forward.py.
+// Binding of the feed-forward gemms with fused epilogues: checks the arguments, fills in the
+// problems and launches. csrc/cuda/matmul/binding.h defines the matrices' format; see
+// pytransformer/ops/_backends/cuda/feed_forward.py.
 #include <cmath>
 #include <string>
 #include <vector>
@@ -29,13 +30,13 @@ HiddenDropout dropout_of(const MaybeTensor& seed, int64_t row_start, int64_t col
   return {static_cast<const uint64_t*>(read_from(kOp, *seed, "dropout_seed", reachable)), threshold, uint32_t(column_start), row_start};
 }
 
-// An operand, of the product's dtype.
+// Return an operand with the gemm's dtype.
 Matrix operand(const Tensor& t, const char* name, const Product& p, Reachable& reachable) {
   STD_TORCH_CHECK(dtype_of(t, name) == p.dtype, "feed_forward: ", name, " must have the dtype of x");
   return matrix_of(t, name, reachable);
 }
 
-// w1 and gate_weight transposed: (d, hidden).
+// w1 and gate_weight are transposed: (d, hidden).
 void hidden_fwd(Tensor x, Tensor w1, MaybeTensor gate_weight, MaybeTensor b1, MaybeTensor gate_bias, MaybeTensor dropout_seed,
                 MaybeTensor hidden, MaybeTensor pre, MaybeTensor gate, int64_t activation, int64_t row_start, int64_t column_start,
                 double dropout_p, int64_t device, int64_t stream) {
@@ -54,7 +55,7 @@ void hidden_fwd(Tensor x, Tensor w1, MaybeTensor gate_weight, MaybeTensor b1, Ma
   sm90_hidden(f, planned(p), reinterpret_cast<void*>(stream));
 }
 
-// (ceil(rows / 64), columns) float32.
+// Return the address of (ceil(rows / 64), columns) float32 partials, or null.
 float* parts_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable) {
   if (!t) return nullptr;
   const int64_t rows = (p.rows + kRowsOfAPart - 1) / kRowsOfAPart;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers, of products that `plan` took. They run on the current device, in order with the stream, and throw std::runtime_error.
+// The launchers, for gemms that `plan_matmul` supports. They run on the current device in stream
+// order and throw std::runtime_error.
 #pragma once
 
 #include "cuda/feed_forward/problem.h"

@@ -21,7 +21,7 @@ void layer_norm_backward(const LayerNormBackward& f, const LayerNormPlan& plan, 
       return float_residual_out ? backward_typed<ptx::bf16, float>(f, plan, stream) : backward_typed<ptx::bf16, ptx::bf16>(f, plan, stream);
     case DType::f16:
       return float_residual_out ? backward_typed<ptx::f16, float>(f, plan, stream) : backward_typed<ptx::f16, ptx::f16>(f, plan, stream);
-    case DType::f64: return;  // refused at the binding
+    case DType::f64: return;  // rejected by the binding
   }
 }
 

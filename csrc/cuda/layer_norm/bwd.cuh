@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms, backward: the formulas are in problem.h. A block goes over many rows and sums dweight and dbias of those; a second kernel adds the
-// blocks' sums in order. No atomics, so the result is the same at every run.
+// Norms, backward; problem.h has the formulas. A block processes many rows and sums their dweight
+// and dbias; a second kernel adds the blocks' sums in order. No atomics, so the result is
+// deterministic.
 #pragma once
 
 #include "cuda/layer_norm/row.cuh"
@@ -8,7 +9,7 @@
 
 namespace pt::cuda {
 
-// What a team reads of a row.
+// The inputs of a team's row.
 template <class T, class S, int V>
 struct GivenRow {
   Raw<T> d_out[V];
@@ -29,7 +30,7 @@ struct GivenRow {
   PT_DEVICE float centered(int v, int i) const { return h[v][i] - mean; }
 };
 
-// Adds the row to the thread's sums of dweight and dbias; returns mean(g) and mean(g xhat).
+// Add the row to the thread's dweight and dbias sums; return mean(g) and mean(g xhat).
 template <class T, class S, int V, class Team>
 PT_DEVICE Sum2 sum_row(float (&dweight)[V][kVector], float (&dbias)[V][kVector], const GivenRow<T, S, V>& given,
                        const SharedColumns& weight, Team& team, const MyColumns<Team>& mine, float per_column) {
@@ -52,12 +53,12 @@ PT_DEVICE Sum2 sum_row(float (&dweight)[V][kVector], float (&dbias)[V][kVector],
   return {sums.a * per_column, sums.b * per_column};
 }
 
-// One team for a row, kept in registers; where they hold another, the team's next row is asked for before the sums of this one. d_out and
-// dx have dtype T, h and the gradients of the residual stream S.
+// One team per row, held in registers. If registers allow, the team loads its next row before this
+// row's reductions. d_out and dx have dtype T; h and the gradients of the residual stream have S.
 template <class T, class S, class K>
 __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(const __grid_constant__ LayerNormBackward f) {
   constexpr int V = K::backward.vectors;
-  constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for another
+  constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for the next row
   const LayerNormProblem& p = f.p;
   TeamOf<K> team(p.lanes);
   const MyColumns<TeamOf<K>> mine{team, p.columns};
@@ -114,14 +115,16 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(con
   if (f.dbias_partials) store_part(team, dbias, place, f.dbias_partials, p.columns);
 }
 
-// One block for each row, read twice: any dtypes, any alignment, any width. The block's sums lie in memory.
+// One block per row, read twice, for any dtype, alignment and width. The block's sums are in
+// memory.
 template <class K>
 __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel(const __grid_constant__ LayerNormBackward f) {
   const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);
   const float n = float(p.columns);
-  const int vectors = (p.columns + kVector * team.size() - 1) / (kVector * team.size());  // the same for every thread
+  // uniform across threads
+  const int vectors = (p.columns + kVector * team.size() - 1) / (kVector * team.size());
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const RowAt at(p, row);
     const float mean = f.mean ? load_one(f.mean + row) : 0.0f, rstd = load_one(f.rstd + row);
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel
 
 constexpr int kReduceWarps = 16;
 
-// 32 columns a block: warp w adds the blocks w, w + 16, ..., then the first warp adds the warps.
+// 32 columns per block: warp w adds the blocks w, w + 16, ..., then the first warp adds the warps.
 __global__ void __launch_bounds__(32 * kReduceWarps) layer_norm_reduce_kernel(const __grid_constant__ LayerNormReduce r) {
   if (!r.sums[blockIdx.y]) return;
   const int warp = threadIdx.x / 32, column = blockIdx.x * 32 + threadIdx.x % 32;

@@ -21,7 +21,7 @@ void layer_norm_forward(const LayerNormForward& f, const LayerNormPlan& plan, vo
       return float_residual_out ? forward_typed<ptx::bf16, float>(f, plan, stream) : forward_typed<ptx::bf16, ptx::bf16>(f, plan, stream);
     case DType::f16:
       return float_residual_out ? forward_typed<ptx::f16, float>(f, plan, stream) : forward_typed<ptx::f16, ptx::f16>(f, plan, stream);
-    case DType::f64: return;  // refused at the binding
+    case DType::f64: return;  // rejected by the binding
   }
 }
 

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Norms, forward: out = (h - mean) rstd weight + bias with h = residual + dropout(x).
 //
-// The mean is taken first and the variance about it, in float32; the sum of the deviations then says by how much the mean was rounded,
-// which takes that rounding out of the variance and of the result.
+// Two passes in float32: the mean, then the variance about it. The sum of the deviations estimates
+// the mean's rounding error, which is removed from the variance and the result.
 #pragma once
 
 #include "cuda/layer_norm/row.cuh"
 
 namespace pt::cuda {
 
-// h of a row from what was loaded, and residual_out where it is wanted: h as that rounds it.
+// Compute a row's h from the loaded vectors. Store residual_out if requested; h is then rounded to
+// its dtype.
 template <class T, class S, int V, class Mine>
 PT_DEVICE void take_row(float (&h)[V][kVector], const Raw<T> (&x)[V], const Raw<S> (&residual)[V], const LayerNormForward& f,
                         const ColumnDropout& dropout, const TeamRow& at, const Mine& mine) {
@@ -45,7 +46,7 @@ struct RowMoments {
   float mean, shift, rstd;  // the row's mean is mean + shift
 };
 
-// Takes the mean off the row. Vectors that the thread has not are zeros, and stay so.
+// Subtract the mean from the row. Vectors past the thread's columns are and stay zero.
 template <int V, class Team>
 PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColumns<Team>& mine, bool rms, float eps) {
   const float per_column = 1.0f / float(mine.columns);
@@ -67,12 +68,12 @@ PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColu
   return {mean, shift, rstd_of(deviation.b * per_column - shift * shift, eps)};
 }
 
-// One team for a row, kept in registers, and the team's next row asked for before the sums of this one, so that a multiprocessor always
-// has loads in flight. x and out have dtype T, residual and residual_out S.
+// One team per row, held in registers. The team loads its next row before this row's reductions, so
+// an SM always has loads in flight. x and out have dtype T; residual and residual_out have S.
 template <class T, class S, class K>
 __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(const __grid_constant__ LayerNormForward f) {
   constexpr int V = K::forward.vectors;
-  constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for another
+  constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for the next row
   const LayerNormProblem& p = f.p;
   TeamOf<K> team(p.lanes);
   const MyColumns<TeamOf<K>> mine{team, p.columns};
@@ -117,17 +118,18 @@ __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(cons
   }
 }
 
-// One block for each row, read three times: any dtypes, any alignment, any width.
+// One block per row, read three times, for any dtype, alignment and width.
 template <class K>
 __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_any_kernel(const __grid_constant__ LayerNormForward f) {
   const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);
   const float n = float(p.columns);
-  const int vectors = (p.columns + kVector * team.size() - 1) / (kVector * team.size());  // the same for every thread
+  // uniform across threads
+  const int vectors = (p.columns + kVector * team.size() - 1) / (kVector * team.size());
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const RowAt at(p, row);
-    // h, which a thread writes and reads again itself.
+    // h; each thread reads back only its writes.
     const void* stored = f.residual_out.data ? at.begin(f.residual_out) : at.begin(f.x);
     const DType stored_dtype = f.residual_out.data ? f.residual_out.dtype : f.x.dtype;
     float h[kVector], sum = 0.0f;

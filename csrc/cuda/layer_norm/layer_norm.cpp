@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms on a GPU, binding: checks what the kernels rely on, fills in the problem, allocates the partial sums, launches.
+// Binding of the norms on a GPU: checks the arguments, fills in the problem, allocates the partial
+// sums and launches.
 //
-// A tensor of rows arrives contiguous, of any shape, or as a view (outer, inner, columns) with contiguous columns; never empty: see
-// pytransformer/ops/_backends/cuda/layer_norm.py.
+// A tensor of rows is contiguous of any shape, or a view (outer, inner, columns) with contiguous
+// columns. It is not empty: see pytransformer/ops/_backends/cuda/layer_norm.py.
 #include "cuda/binding.h"
 #include "cuda/layer_norm/kernels.h"
 
@@ -12,7 +13,7 @@ using namespace pt::cuda;
 
 constexpr const char* kOp = "layer_norm";
 
-// Fills in the parts of a problem from tensors; what it finds about alignment decides between the kernels.
+// Fills in a problem from tensors. The tensors' alignment decides between the kernels.
 class Builder {
  public:
   Builder(const Tensor& x, int64_t outer, int64_t columns) : outer_(outer), columns_(columns), aligned_(columns % kVectorColumns == 0) {
@@ -67,7 +68,7 @@ class Builder {
     return c;
   }
 
-  // (rows,) float32, or null.
+  // Return the address of (rows,) float32, or null.
   float* per_row(const MaybeTensor& t, const char* name) {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == rows() && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "layer_norm: ", name,
@@ -137,7 +138,7 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
   const LayerNormShape shape = b.shape(f.d_out.dtype, f.h.dtype);
   const LayerNormPlan plan = plan_backward(shape, multiprocessors());
   f.p.aligned = shape.aligned, f.p.lanes = plan.lanes;
-  // Dropped when this returns; torch's allocator gives the memory to later work of the same stream only.
+  // Freed on return; torch's allocator gives the memory only to later work of the same stream.
   std::optional<Tensor> partials;
   LayerNormReduce r{{nullptr, nullptr}, {nullptr, nullptr}, {}, int(plan.blocks), b.columns()};
   if (dweight || dbias) {

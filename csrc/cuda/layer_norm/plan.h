@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel computes a norm, with how many threads: pure functions of the problem, reachable from Python as
-// pytransformer._C.cuda_layer_norm_plan.
+// Choice of a norm's kernel and number of threads. Pure functions of the problem, reachable from
+// Python as pytransformer._C.cuda_layer_norm_plan.
 #pragma once
 
 #include <algorithm>
@@ -14,21 +14,21 @@ namespace pt::cuda {
 struct LayerNormShape {
   int64_t rows;
   int columns;
-  DType x, residual_out;  // of residual_out: x's dtype in a plain norm
-  bool aligned;           // as LayerNormProblem's
+  DType x, residual_out;  // residual_out's dtype: x's dtype in a plain norm
+  bool aligned;           // as in LayerNormProblem
 };
 
 struct LayerNormPlan {
   LayerNormKernel kernel;
-  int lanes;    // that share a row; a block's threads unless kernel is Lanes
-  int threads;  // of a block
+  int lanes;    // lanes per row; a block's threads unless kernel is Lanes
+  int threads;  // threads per block
   int64_t blocks;
   uint32_t smem_bytes;
 
   int rows_per_block() const { return threads / lanes; }
 };
 
-// Pairs of dtypes that have kernels of their own; others go to the kernel for any.
+// Return true if the pair of dtypes has a typed kernel; other pairs use the kernel for any dtype.
 inline bool has_typed_kernel(DType x, DType residual_out) { return x == residual_out || residual_out == DType::f32; }
 
 inline const LayerNormConfig& config_of(LayerNormKernel kernel, const LayerNormConfigs& configs) {
@@ -43,7 +43,7 @@ inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormCon
   LayerNormPlan plan{};
   const bool typed = s.aligned && has_typed_kernel(s.x, s.residual_out);
   if (typed && s.columns <= configs.lanes.max_columns()) {
-    // Short rows share a warp: fewer lanes for a row need fewer steps for its sums.
+    // Short rows share a warp, because fewer lanes per row need fewer reduction steps.
     plan.kernel = LayerNormKernel::Lanes;
     plan.lanes = s.columns <= 128 ? 8 : s.columns <= 256 ? 16 : 32;
     plan.threads = configs.lanes.max_threads;
@@ -52,12 +52,13 @@ inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormCon
     plan.threads = plan.lanes = threads_for(config_of(plan.kernel, configs));
     plan.smem_bytes = uint32_t(up(plan.threads / 32 * 8, 16)) * 2;  // the two buffers of BlockTeam
   }
-  // Weight, and forward bias, as float32; or, at the end of a backward, a row of partial sums of each team.
+  // Float32 weight and, forward, bias; or one row of partial sums per team at the end of backward.
   const LayerNormConfig& config = config_of(plan.kernel, configs);
   const int rows_of_floats = plan.kernel == LayerNormKernel::Any ? 0 : backward ? plan.rows_per_block() : 2;
   plan.smem_bytes += uint32_t(rows_of_floats * config.max_columns(plan.lanes)) * 4;
-  // As many blocks as run at once: each goes on to further rows, asks for the next before it sums one, and leaves partial sums. Forward,
-  // the kernel for any asks for nothing ahead: a block for each row, as many as a grid may have.
+  // The grid is as large as fits on the GPU at once: each block loops over rows, loads the next
+  // before this row's reductions, and writes partial sums. The kernel for any dtype loads nothing
+  // ahead in forward, so it has one block per row, up to the grid's limit.
   const int64_t needed = (s.rows + plan.rows_per_block() - 1) / plan.rows_per_block();
   const int64_t at_once = int64_t(multiprocessors) * std::max(1, config.at_once / plan.threads);
   plan.blocks = std::min<int64_t>(needed, plan.kernel == LayerNormKernel::Any && !backward ? int64_t(1) << 30 : at_once);

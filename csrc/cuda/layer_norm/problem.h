@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layer norm, RMS norm and residual + dropout + norm on a GPU: the problem as plain data. No torch and no CUDA header here.
+// Problem of layer norm, RMS norm and residual + dropout + norm on a GPU, as plain data without
+// torch and CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@ namespace pt::cuda {
 using pt::Rows;
 using pt::RowsOut;
 
-// (columns,) contiguous numbers, or data null.
+// (columns,) contiguous values; data may be null.
 struct Columns {
   const void* data = nullptr;
   DType dtype = DType::f32;
@@ -20,12 +21,13 @@ struct Columns {
 struct LayerNormProblem {
   int64_t rows, inner;  // row r is (r / inner, r % inner) of the grid
   int columns;
-  bool rms, aligned;        // aligned: every row, and weight and bias, begin at multiples of 16 bytes; columns % 8 == 0
-  int lanes;                // that share a row in the kernel of lanes
+  // aligned: every row, weight and bias start at multiples of 16 bytes; columns % 8 == 0
+  bool rms, aligned;
+  int lanes;                // lanes per row in the Lanes kernel
   Columns weight;           // data null: ones
   const uint64_t* seed;     // of dropout
-  int64_t row_start;        // of its mask, whose rows count from there
-  uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+  int64_t row_start;        // offset of the mask's rows
+  uint32_t drop_threshold;  // rint(65536 p); 0: no dropout, 65536: drops everything
 };
 
 // h = residual + dropout(x), rounded to residual_out's dtype; out = norm(h) in x's dtype.
@@ -39,20 +41,24 @@ struct LayerNormForward {
 };
 
 // With xhat = (h - mean) rstd and g = d_out weight:
-//   dh = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out, without mean(g) for RMS; dresidual = dh, dx = dropout(dh);
-//   dweight = sum over the rows of d_out xhat, dbias = sum of d_out.
+//   dh = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out, without mean(g) for RMS
+//   dresidual = dh, dx = dropout(dh)
+//   dweight = sum over the rows of d_out xhat, dbias = sum of d_out
 struct LayerNormBackward {
   LayerNormProblem p;
-  Rows d_out, d_residual_out, h;  // d_residual_out.data null = zero; h = residual_out, or x in a plain norm
+  // d_residual_out.data null: zero; h = residual_out, or x in a plain norm
+  Rows d_out, d_residual_out, h;
   const float *mean, *rstd;
-  RowsOut dx, dresidual;                     // data null where not wanted
-  float *dweight_partials, *dbias_partials;  // (blocks, columns): each block's sum over its rows; null where not wanted
+  RowsOut dx, dresidual;  // data null: not computed
+  // (blocks, columns): each block's sum over its rows; may be null
+  float *dweight_partials, *dbias_partials;
 };
 
-// The second stage: dweight[c] = the sum over the blocks, in order, of dweight_partials[:, c]; so too dbias.
+// The second stage: dweight[c] = sum over the blocks, in order, of dweight_partials[:, c]; dbias
+// likewise.
 struct LayerNormReduce {
   const float* partials[2];
-  void* sums[2];  // null where not wanted
+  void* sums[2];  // may be null
   DType dtype[2];
   int blocks, columns;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the norm kernels share: where a row lies, which of its columns a thread has, weight and bias, and dropout.
+// Shared by the norm kernels: addresses of rows, a thread's columns, weight and bias, and dropout.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ namespace pt::cuda {
 template <class K>
 using TeamOf = std::conditional_t<K::kernel == LayerNormKernel::Lanes, LaneTeam, BlockTeam>;
 
-// A row's place in each tensor.
+// A row's offset in each tensor.
 struct RowAt {
   int64_t outer, inner;
 
@@ -28,7 +28,7 @@ struct RowAt {
   PT_DEVICE T* of(const RowsOut& t) const {
     return static_cast<T*>(t.data) + outer * t.outer + inner * t.inner;
   }
-  // The same where the dtype is known only at run time.
+  // Return the row's address if the dtype is known only at run time.
   PT_DEVICE const void* begin(const Rows& t) const {
     return static_cast<const uint8_t*>(t.data) + (outer * t.outer + inner * t.inner) * size_of(t.dtype);
   }
@@ -37,8 +37,9 @@ struct RowAt {
   }
 };
 
-// A team's row, and how it gets to its next one, a grid of rows on. It divides once for the first row and once for the step: a division of
-// 64 bits is some 70 instructions, beside the 525 that a warp takes for a row of 1024 columns.
+// A team's row. next() moves by one grid of rows. The constructor divides once for the row and once
+// for the step, because a 64-bit division is some 70 instructions; a warp needs 525 for a row of
+// 1024 columns.
 class TeamRow : public RowAt {
  public:
   template <class Team>
@@ -47,7 +48,7 @@ class TeamRow : public RowAt {
         step_(int64_t(gridDim.x) * team.teams()), by_(p, step_), team_(team.team()) {}
 
   PT_DEVICE int64_t row() const { return first_ + team_; }
-  PT_DEVICE bool here() const { return row() < p_.rows; }  // the others of the warp may have a row
+  PT_DEVICE bool here() const { return row() < p_.rows; }  // false for a team past the last row
   PT_DEVICE bool any_of_block() const { return first_ < p_.rows; }
   PT_DEVICE void next() {
     first_ += step_;
@@ -57,18 +58,18 @@ class TeamRow : public RowAt {
 
  private:
   const LayerNormProblem& p_;
-  int64_t first_, step_;  // of the block: the same for all its threads
+  int64_t first_, step_;  // per block: uniform across its threads
   RowAt by_;
   int team_;
 };
 
-// The first of the eight columns that are a thread's vector number v.
+// Return the first of the eight columns of a thread's vector v.
 template <class Team>
 PT_DEVICE int column_of(const Team& team, int v) {
   return kVector * (v * team.size() + team.rank());
 }
 
-// A thread's columns, the same in every row.
+// A thread's columns, equal in every row.
 template <class Team>
 struct MyColumns {
   const Team& team;
@@ -78,22 +79,24 @@ struct MyColumns {
   PT_DEVICE bool has(int v) const { return column(v) < columns; }
 };
 
-// Zeros where the thread has no column, or the team no row.
+// Load a row; zeros for vectors without columns and teams without a row.
 template <class T, int V, class Mine>
 PT_DEVICE void load_row(Raw<T> (&raw)[V], const T* row, const Mine& mine, bool here) {
   PT_UNROLL
   for (int v = 0; v < V; ++v) raw[v].load_where(row + mine.column(v), here && mine.has(v));
 }
 
-// Weight or bias as float32 in shared memory, where a block finds it for all its rows: their dtype is known only at run time. The first
-// four of eight columns lie in one half and the others in the other, so that lanes read neighbouring 16 bytes. It has all columns of a
-// team's vectors, past the row's end too, so that no one asks whether it may read.
+// Weight or bias as float32 in shared memory, loaded once per block, because their dtype is known
+// only at run time. The first four of each eight columns are in one half and the rest in the other,
+// so lanes read neighboring 16 bytes. It contains every column of a team's vectors, including those
+// past the row's end, so reads need no check.
 class SharedColumns {
  public:
   PT_DEVICE SharedColumns(uint32_t begin, int slots) : begin_(begin), half_(2 * slots) {}
   PT_DEVICE uint32_t end() const { return begin_ + 2 * half_; }
 
-  // The whole block, at most V vectors of a thread; a barrier lies between this and get(). All loads first: a block waits for memory once.
+  // Fill with the full block, at most V vectors per thread; a barrier separates this from get().
+  // All loads are issued first, so the block waits for memory once.
   template <int V>
   PT_DEVICE void fill(const Columns& from, int columns, float without) const {
     const auto column = [](int v) { return kVector * int(v * blockDim.x + threadIdx.x); };
@@ -127,7 +130,8 @@ PT_DEVICE ColumnDropout dropout_of(const LayerNormProblem& p) {
   return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0, p.drop_threshold, kTagAddNorm, p.row_start};
 }
 
-// Bit 8 v + i: element i of the thread's vector v is kept. The whole warp calls it. A loop, so that the generator's code is there once.
+// Return a mask with bit 8 v + i set if dropout keeps element i of the thread's vector v. The full
+// warp calls it. A loop keeps one copy of the generator's code.
 template <int V, class Mine>
 PT_DEVICE uint32_t kept_of_row(const ColumnDropout& dropout, int64_t row, const Mine& mine) {
   static_assert(V * kVector <= 32);
@@ -139,13 +143,14 @@ PT_DEVICE uint32_t kept_of_row(const ColumnDropout& dropout, int64_t row, const 
 
 PT_DEVICE void drop(float (&v)[kVector], uint32_t keep, float scale) {
   PT_UNROLL
-  for (int i = 0; i < kVector; ++i) v[i] = keep >> i & 1 ? v[i] * scale : 0.0f;  // select: a dropped NaN is gone
+  // a select, so a dropped NaN becomes 0
+  for (int i = 0; i < kVector; ++i) v[i] = keep >> i & 1 ? v[i] * scale : 0.0f;
 }
 
-// In pairs, which do not wait for each other as a chain of eight would.
+// Sum in pairs, which are independent of each other, unlike a chain of eight.
 PT_DEVICE float sum_of(const float (&v)[kVector]) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
 
-// 1 / sqrt(variance + eps); a variance below zero is the rounding of one that is zero.
+// Return 1 / sqrt(variance + eps); a negative variance is a rounded zero.
 PT_DEVICE float rstd_of(float variance, float eps) { return ptx::div_rn(1.0f, ptx::sqrt_rn((variance < 0.0f ? 0.0f : variance) + eps)); }
 
 }  // namespace pt::cuda

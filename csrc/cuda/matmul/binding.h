@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings of the products by warpgroups share: matrices from tensors. For bindings only.
+// Conversion of tensors to matrices for the bindings of warpgroup gemms.
 #pragma once
 
 #include "cuda/binding.h"
@@ -7,7 +7,8 @@
 
 namespace pt::cuda {
 
-// An operand (height, width): one of its dimensions contiguous, the other's stride a multiple of 16 bytes. Its memory may be reached.
+// Return an operand (height, width). One dimension is contiguous, the other's stride is a multiple
+// of 16 bytes. Registers its memory as readable.
 inline Matrix matrix_of(const Tensor& t, const char* name, Reachable& reachable) {
   STD_TORCH_CHECK(t.dim() == 2, "products: ", name, " must be a matrix");
   const bool transposed = t.stride(1) != 1 && t.stride(0) == 1;
@@ -16,7 +17,8 @@ inline Matrix matrix_of(const Tensor& t, const char* name, Reachable& reachable)
   return {read_from("products", t, name, reachable), t.size(rows), t.size(1 - rows), t.stride(rows), transposed};
 }
 
-// A result of so many rows and columns, of the operands' dtype or float32; its rows hold a multiple of eight columns.
+// Return a result of the gemm's shape, in the operands' dtype or float32. Its rows have a multiple
+// of eight columns in memory.
 inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable, bool sums = false) {
   if (!t) return {};
   const int64_t width = (p.columns + 7) / 8 * 8;
@@ -30,7 +32,7 @@ inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product
   return out;
 }
 
-// Of so many columns, in memory a multiple of eight.
+// Return a bias of `columns` values, padded to an even number in memory.
 inline Bias bias_of(const MaybeTensor& t, const char* name, int64_t columns, Reachable& reachable) {
   if (!t) return {};
   const Bias bias{read_from("products", *t, name, reachable), dtype_of(*t, name)};
@@ -40,7 +42,7 @@ inline Bias bias_of(const MaybeTensor& t, const char* name, int64_t columns, Rea
   return bias;
 }
 
-// The kernels' plan; an error where they do not take the problem, which Python asks beforehand.
+// Return the plan. Throws if the kernels do not support the problem; Python checks that first.
 inline MatmulPlan planned(const Product& p) {
   const MatmulPlan plan = plan_matmul(p, multiprocessors());
   STD_TORCH_CHECK(!plan.why_not, "products: ", plan.why_not);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers of plain products for sm_90a, of problems that `plan` took. They run on the current device, in order with the stream, and
-// throw std::runtime_error.
+// The launchers of sm_90a gemms without a fused op, for problems that `plan_matmul` supports. They
+// run on the current device in stream order and throw std::runtime_error.
 #pragma once
 
 #include "cuda/matmul/sm90/plan.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plain products by warpgroups, binding.
+// Binding of the warpgroup gemms without a fused op.
 #include "cuda/matmul/binding.h"
 #include "cuda/matmul/kernels.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 using namespace pt::cuda;
 
-// Of operands (rows, k) and (k, columns), of one dtype; see binding.h.
+// Return the gemm of operands (rows, k) and (k, columns) of one dtype; see binding.h.
 Product product_of(const MaybeTensor (&operands)[4], Reachable& reachable) {
   static const char* const kNames[] = {"a", "b", "a2", "b2"};
   Product p{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of matrices of 16-bit elements on sm_90a: the problem as plain data. No torch and no CUDA header here.
+// Problem of a gemm of 16-bit elements on sm_90a, as plain data without torch and CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 
 namespace pt::cuda {
 
-// A matrix whose rows lie in memory: row r begins `stride` elements behind row r - 1, its columns are contiguous. Rows begin at multiples
-// of 16 bytes. An operand with `transposed` is read with rows and columns exchanged.
+// A matrix in memory: row r starts `stride` elements after row r - 1, at a multiple of 16 bytes;
+// columns are contiguous. The kernels read an operand with `transposed` with rows and columns
+// exchanged.
 struct Matrix {
   const void* data = nullptr;
   int64_t rows = 0, columns = 0, stride = 0;
@@ -19,26 +20,27 @@ struct Matrix {
   int64_t width() const { return transposed ? rows : columns; }
 };
 
-// Of a result: rows hold a multiple of eight columns in memory, and what is behind `columns` is written too.
+// A result. Its rows have a multiple of eight columns in memory; the padding is written too.
 struct MatrixOut {
-  void* data = nullptr;  // null where not wanted
+  void* data = nullptr;  // null: not stored
   int64_t stride = 0;
 };
 
-// A bias: `columns` contiguous numbers from a multiple of 16 bytes on, an even number of them in memory; or data null.
+// A bias: `columns` contiguous values from a multiple of 16 bytes on, padded to an even number;
+// data may be null.
 struct Bias {
   const void* data = nullptr;
   DType dtype = DType::f32;
 };
 
-constexpr int kRowsOfAPart = 64;  // of a result, that a line of partial sums of a bias's gradient covers
+constexpr int kRowsOfAPart = 64;  // rows per line of partial bias gradients
 
-// (rows, columns) float32 sums of one or two products: a[0] b[0] (+ a[1] b[1]), whose result an epilogue makes. Or, gated, of two products
-// side by side: a[0] b[0] and a[0] b[1].
+// (rows, columns) float32 sums of one or two products, a[0] b[0] (+ a[1] b[1]), that an epilogue
+// turns into results. Gated: two products side by side, a[0] b[0] and a[0] b[1].
 struct Product {
   DType dtype;
   int64_t rows, columns;  // of one product
-  Matrix a[2], b[2];      // data null where there is no second
+  Matrix a[2], b[2];      // data null: no second product
   bool gated = false;
 
   bool two_loops() const { return !gated && a[1].data; }
@@ -51,7 +53,7 @@ struct LinearProblem {
   MatrixOut out;
 };
 
-// out = a b (+ a' b'), or, with add, out += it: float32.
+// out = a b (+ a' b'), or out += the same with `add`: float32.
 struct SumsProblem {
   Product product;
   MatrixOut out;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Floating point instructions and conversions.
+// Floating-point instructions and conversions.
 #pragma once
 
 #include "cuda/ptx/platform.cuh"
@@ -17,7 +17,8 @@ PT_DEVICE float exp2(float x) {
 #endif
 }
 
-// "Floating-Point Instructions: lg2". log2(x) within 2^-22.6 absolute or 2 ulp; subnormal x counts as 0.
+// "Floating-Point Instructions: lg2". log2(x) within 2^-22.6 absolute or 2 ulp; subnormal x counts
+// as 0.
 PT_DEVICE float log2(float x) {
 #if defined(PT_EMULATE)
   return ::log2f(emu::flush(x));
@@ -50,7 +51,8 @@ PT_DEVICE float div_rn(float a, float b) {
 #endif
 }
 
-// "Floating-Point Instructions: rcp". 1 / x within 1 ulp; subnormal x counts as 0, and subnormal results are flushed.
+// "Floating-Point Instructions: rcp". 1 / x within 1 ulp; subnormal x counts as 0, and subnormal
+// results are flushed.
 PT_DEVICE float rcp(float x) {
 #if defined(PT_EMULATE)
   return emu::flush(1.0f / emu::flush(x));
@@ -72,7 +74,8 @@ PT_DEVICE float fma_rn(float a, float b, float c) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: cvt", to nearest even; `low` goes to the low half, and every NaN becomes 0x7fff.
+// "Data Movement and Conversion Instructions: cvt", round to nearest even. `low` becomes the low
+// half; every NaN becomes 0x7fff.
 PT_DEVICE uint32_t pack_bf16(float low, float high) {
 #if defined(PT_EMULATE)
   return emu::to_bf16(low) | uint32_t(emu::to_bf16(high)) << 16;
@@ -83,7 +86,8 @@ PT_DEVICE uint32_t pack_bf16(float low, float high) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: cvt", to nearest even; every NaN becomes 0x7fff.
+// "Data Movement and Conversion Instructions: cvt", round to nearest even; every NaN becomes
+// 0x7fff.
 PT_DEVICE uint32_t pack_f16(float low, float high) {
 #if defined(PT_EMULATE)
   return emu::to_f16(low) | uint32_t(emu::to_f16(high)) << 16;
@@ -94,7 +98,7 @@ PT_DEVICE uint32_t pack_f16(float low, float high) {
 #endif
 }
 
-// The same, but what is larger than float16's largest number becomes that one; a NaN stays one.
+// As pack_f16, but saturates to float16's largest finite value; a NaN stays NaN.
 PT_DEVICE uint32_t pack_f16_finite(float low, float high) {
 #if defined(PT_EMULATE)
   return emu::to_f16(emu::saturate_f16(low)) | uint32_t(emu::to_f16(emu::saturate_f16(high))) << 16;

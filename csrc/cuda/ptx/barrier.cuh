@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// How threads meet: warps, named barriers, mbarriers, fences; and the registers a warpgroup has.
+// Synchronization: warps, named barriers, mbarriers, fences and setmaxnreg.
 #pragma once
 
 #include "cuda/ptx/platform.cuh"
 
 namespace pt::ptx {
 
-// ---- warps; every lane of a warp takes part
-// Where CUDA has a function for the instruction it is used: the compiler knows that such a call must not be moved into a branch.
+// Warps: every lane takes part. These functions use CUDA's intrinsics where they exist, because the
+// compiler knows that it must not move such a call into a branch.
 
 // "Parallel Synchronization and Communication Instructions: bar.warp.sync".
 PT_DEVICE void syncwarp(PT_ONLY_SITE) {
@@ -18,7 +18,8 @@ PT_DEVICE void syncwarp(PT_ONLY_SITE) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: shfl.sync", mode bfly. Orders no memory accesses.
+// "Data Movement and Conversion Instructions: shfl.sync", mode bfly. Does not order memory
+// accesses.
 PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask PT_SITE) {
 #if defined(PT_EMULATE)
   return emu::shfl_xor(value, lane_mask, site);
@@ -26,7 +27,7 @@ PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask PT_SITE) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 #endif
 }
-// The same, mode idx: the value of lane `lane`.
+// "Data Movement and Conversion Instructions: shfl.sync", mode idx: returns the value of `lane`.
 PT_DEVICE uint32_t shfl_u32(uint32_t value, int lane PT_SITE) {
 #if defined(PT_EMULATE)
   return emu::shfl(value, lane, site);
@@ -41,8 +42,8 @@ PT_DEVICE const T* shfl(const T* p, int lane PT_SITE) {
   const uint64_t low = shfl_u32(uint32_t(bits), lane PT_HERE), high = shfl_u32(uint32_t(bits >> 32), lane PT_HERE);
   return reinterpret_cast<const T*>(uintptr_t(high << 32 | low));
 }
-// A number that all lanes have, so that the compiler knows it, and what is made of it is computed once for a warp. The products'
-// descriptors are read from such registers.
+// Mark a value that is equal in all lanes as warp-uniform. The compiler computes expressions of it
+// once per warp, and wgmma reads descriptors from uniform registers.
 PT_DEVICE uint32_t uniform(uint32_t value) {
 #if defined(PT_EMULATE)
   return value;
@@ -52,9 +53,8 @@ PT_DEVICE uint32_t uniform(uint32_t value) {
 }
 PT_DEVICE float shfl_xor(float value, int lane_mask PT_SITE) { return bits_float(shfl_xor_u32(float_bits(value), lane_mask PT_HERE)); }
 
-// ---- barriers of the block
-
-// "Parallel Synchronization and Communication Instructions: bar", number 0, all threads of the block.
+// "Parallel Synchronization and Communication Instructions: bar", number 0, all threads of the
+// block.
 PT_DEVICE void syncthreads(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
   emu::bar_sync(0, int(blockDim.x), site);
@@ -63,8 +63,8 @@ PT_DEVICE void syncthreads(PT_ONLY_SITE) {
 #endif
 }
 
-// "Parallel Synchronization and Communication Instructions: bar", numbers 1 to 15. The number should be a constant: with one in a
-// register ptxas reserves all 16.
+// "Parallel Synchronization and Communication Instructions: bar", numbers 1 to 15. Pass a constant
+// number: with a number in a register, ptxas reserves all 16 barriers.
 PT_DEVICE void bar_sync(int id, int threads PT_SITE) {
 #if defined(PT_EMULATE)
   emu::bar_sync(id, threads, site);
@@ -80,9 +80,9 @@ PT_DEVICE void bar_arrive(int id, int threads PT_SITE) {
 #endif
 }
 
-// ---- mbarriers: 8 bytes of shared memory each
+// Mbarriers: 8 bytes of shared memory each.
 
-// A name for the emulator's messages; nothing on a GPU.
+// Name a barrier in the emulator's messages; does nothing on a GPU.
 PT_DEVICE void mbarrier_name([[maybe_unused]] uint32_t bar, [[maybe_unused]] const char* name, [[maybe_unused]] int index) {
 #if defined(PT_EMULATE)
   emu::name_barrier(bar, name, index);
@@ -116,8 +116,9 @@ PT_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes PT_SITE) {
 #endif
 }
 
-// "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait". True once the phase of the given
-// parity is complete; may be false early, so loop.
+// "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait".
+// Returns true once the phase of the given parity is complete; may return false early, so call it
+// in a loop.
 PT_DEVICE bool mbarrier_try_wait(uint32_t bar, uint32_t parity PT_SITE) {
 #if defined(PT_EMULATE)
   return emu::mbarrier_try_wait(bar, parity, site);
@@ -136,9 +137,8 @@ PT_DEVICE bool mbarrier_try_wait(uint32_t bar, uint32_t parity PT_SITE) {
 #endif
 }
 
-// ---- fences
-
-// "Parallel Synchronization and Communication Instructions: membar / fence". Makes mbarrier initialisations visible to the async proxy.
+// "Parallel Synchronization and Communication Instructions: membar / fence". Makes mbarrier
+// initializations visible to the async proxy.
 PT_DEVICE void fence_mbarrier_init(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
   emu::fence_mbarrier_init(site);
@@ -147,8 +147,8 @@ PT_DEVICE void fence_mbarrier_init(PT_ONLY_SITE) {
 #endif
 }
 
-// "Parallel Synchronization and Communication Instructions: membar / fence". Orders this thread's ordinary accesses to shared memory
-// before later TMA or wgmma accesses.
+// "Parallel Synchronization and Communication Instructions: membar / fence". Orders this thread's
+// generic accesses to shared memory before later TMA or wgmma accesses.
 PT_DEVICE void fence_proxy_async(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
   emu::fence_proxy_async(site);
@@ -157,9 +157,8 @@ PT_DEVICE void fence_proxy_async(PT_ONLY_SITE) {
 #endif
 }
 
-// ---- registers
-
-// "Miscellaneous Instructions: setmaxnreg". A multiple of 8 from 24 to 256; every warp of the warpgroup executes it.
+// "Miscellaneous Instructions: setmaxnreg". The count is a multiple of 8 from 24 to 256; every warp
+// of the warpgroup executes it.
 template <int Registers>
 PT_DEVICE void setmaxnreg_inc(PT_ONLY_SITE) {
   static_assert(Registers % 8 == 0 && Registers >= 24 && Registers <= 256);

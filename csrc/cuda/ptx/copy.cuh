@@ -6,9 +6,10 @@
 
 namespace pt::ptx {
 
-// ---- by the thread itself: sm_80 and later, generic proxy
+// Copies by the thread itself: sm_80 and later, generic proxy.
 
-// "Data Movement and Conversion Instructions: cp.async", 16 bytes past L1: `bytes` (0 to 16) of them from src, zeros behind.
+// "Data Movement and Conversion Instructions: cp.async", 16 bytes, bypassing L1. Copies `bytes` (0
+// to 16) from src and fills the rest with zeros.
 PT_DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
   emu::cp_async(dst, src, bytes, site);
@@ -26,8 +27,9 @@ PT_DEVICE void cp_async_commit(PT_ONLY_SITE) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: cp.async.wait_group". All but the last `Pending` groups of this thread are complete and
-// visible to it; others see them after a barrier.
+// "Data Movement and Conversion Instructions: cp.async.wait_group". Waits until all but the last
+// `Pending` groups of this thread are complete and visible to it; other threads see them after a
+// barrier.
 template <int Pending>
 PT_DEVICE void cp_async_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
@@ -37,7 +39,7 @@ PT_DEVICE void cp_async_wait(PT_ONLY_SITE) {
 #endif
 }
 
-// ---- by the tensor memory accelerator: sm_90 and later, async proxy
+// Copies by the tensor memory accelerator (TMA): sm_90 and later, async proxy.
 
 // "Data Movement and Conversion Instructions: prefetch, prefetchu".
 PT_DEVICE void prefetch_tensor_map([[maybe_unused]] const TensorMap& map) {
@@ -84,7 +86,8 @@ PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int
 #endif
 }
 
-// "Data Movement and Conversion Instructions: cp.async.bulk". Addresses and sizes are multiples of 16 bytes.
+// "Data Movement and Conversion Instructions: cp.async.bulk". Addresses and sizes are multiples of
+// 16 bytes.
 PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar PT_SITE) {
 #if defined(PT_EMULATE)
   emu::bulk_load(dst, src, bytes, bar, site);
@@ -104,7 +107,8 @@ PT_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes PT_SITE) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: cp.reduce.async.bulk". global[i] += shared[i], each element atomically, in no order.
+// "Data Movement and Conversion Instructions: cp.reduce.async.bulk". global[i] += shared[i], each
+// element atomically, in no order.
 PT_DEVICE void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
   emu::bulk_reduce_add_f32(dst, src, bytes, site);
@@ -122,8 +126,8 @@ PT_DEVICE void bulk_commit(PT_ONLY_SITE) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: cp.async.bulk.wait_group". All but the last `Pending` groups of this thread no longer read
-// shared memory.
+// "Data Movement and Conversion Instructions: cp.async.bulk.wait_group". Waits until all but the
+// last `Pending` groups of this thread have finished reading shared memory.
 template <int Pending>
 PT_DEVICE void bulk_wait_read(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
@@ -133,7 +137,7 @@ PT_DEVICE void bulk_wait_read(PT_ONLY_SITE) {
 #endif
 }
 
-// The same: their results are in global memory.
+// As bulk_wait_read, but waits until their results are in global memory.
 template <int Pending>
 PT_DEVICE void bulk_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices of a warp: loads and stores of 8 x 8 pieces, and mma.sync. Every lane of the warp takes part.
+// Warp-level matrices: loads and stores of 8 x 8 matrices, and mma.sync. Every lane takes part.
 #pragma once
 
 #include "cuda/ptx/platform.cuh"
 
 namespace pt::ptx {
 
-// "Warp Level Matrix Multiply-Accumulate Instructions: ldmatrix". Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row
-// l % 8 of matrix l / 8 (16 bytes); its register m gets elements 2 (l % 4) + {0, 1} of row l / 4 of matrix m.
+// "Warp Level Matrix Multiply-Accumulate Instructions: ldmatrix". Loads four 8 x 8 matrices of
+// 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8 (16 bytes); its register
+// m receives elements 2 (l % 4) + {0, 1} of row l / 4 of matrix m.
 PT_DEVICE void ldmatrix_x4(uint32_t row_addr, uint32_t (&m)[4] PT_SITE) {
 #if defined(PT_EMULATE)
   emu::ldmatrix_x4(row_addr, m, false, site);
@@ -30,7 +31,8 @@ PT_DEVICE void ldmatrix_x4_trans(uint32_t row_addr, uint32_t (&m)[4] PT_SITE) {
 #endif
 }
 
-// "Warp Level Matrix Multiply-Accumulate Instructions: stmatrix", sm_90 and later: the reverse of ldmatrix_x4.
+// "Warp Level Matrix Multiply-Accumulate Instructions: stmatrix", sm_90 and later: the inverse of
+// ldmatrix_x4.
 PT_DEVICE void stmatrix_x4(uint32_t row_addr, const uint32_t (&m)[4] PT_SITE) {
 #if defined(PT_EMULATE)
   emu::stmatrix_x4(row_addr, m, site);
@@ -41,9 +43,12 @@ PT_DEVICE void stmatrix_x4(uint32_t row_addr, const uint32_t (&m)[4] PT_SITE) {
 #endif
 }
 
-// "Warp Level Matrix Multiply-Accumulate Instructions: mma", m16n8k16. d[16][8] += A[16][16] B[16][8]; with g = lane / 4, q = lane % 4:
+// "Warp Level Matrix Multiply-Accumulate Instructions: mma", m16n8k16.
+// d[16][8] += A[16][16] B[16][8]; with g = lane / 4, q = lane % 4:
 //
-//   a[r]  A[g + 8 (r % 2)][2 q + 8 (r / 2) + {0, 1}]      b[r]  B[2 q + 8 r + {0, 1}][g]      d[i]  D[g + 8 (i / 2)][2 q + i % 2]
+//   a[r]  A[g + 8 (r % 2)][2 q + 8 (r / 2) + {0, 1}]
+//   b[r]  B[2 q + 8 r + {0, 1}][g]
+//   d[i]  D[g + 8 (i / 2)][2 q + i % 2]
 #if defined(PT_EMULATE)
 PT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bf16 PT_SITE) {
   emu::mma_m16n8k16(d, a, b, false, site);

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads and stores, of global and of shared memory, and atomics. An access is aligned to its size.
+// Loads and stores of global and shared memory, and atomics. An access is aligned to its size.
 #pragma once
 
 #include "cuda/ptx/platform.cuh"
 
 namespace pt::ptx {
 
-// ---- global memory
+// Global memory.
 
-// "Data Movement and Conversion Instructions: ld.global.nc", past L1: read once, and not written while the kernel runs.
+// "Data Movement and Conversion Instructions: ld.global.nc", bypassing L1, for memory that is read
+// once and not written while the kernel runs.
 PT_DEVICE Words4 ld_global_once(const void* p PT_SITE) {
   Words4 v;
 #if defined(PT_EMULATE)
@@ -19,8 +20,8 @@ PT_DEVICE Words4 ld_global_once(const void* p PT_SITE) {
   return v;
 }
 
-// The same where `wanted`, elsewhere zeros: a predicate, so that no branch lies between loads. Asked for where the source says so,
-// volatile: the compiler would move a load ahead of a row's sums to where its words are used.
+// As ld_global_once if `wanted`, else zeros. A predicate avoids a branch between loads. Volatile:
+// the compiler would move a load past a row's reductions to its first use.
 PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted PT_SITE) {
   Words4 v{};
 #if defined(PT_EMULATE)
@@ -90,7 +91,7 @@ PT_DEVICE void st_global_v4(void* p, const Words4& v PT_SITE) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 #endif
 }
-// The same where `wanted`, by a predicate.
+// As st_global_v4 if `wanted`, by a predicate.
 PT_DEVICE void st_global_v4_where(void* p, const Words4& v, bool wanted PT_SITE) {
 #if defined(PT_EMULATE)
   if (wanted) emu::st_global(p, v.w, 16, site);
@@ -129,7 +130,7 @@ PT_DEVICE void st_global_u8(void* p, uint8_t v PT_SITE) {
 #endif
 }
 
-// ---- global memory shared by blocks
+// Global memory shared by blocks.
 
 // "Parallel Synchronization and Communication Instructions: red", four additions, sm_90 and later.
 PT_DEVICE void red_add_v4_f32(float* dst, float a, float b, float c, float d PT_SITE) {
@@ -152,8 +153,8 @@ PT_DEVICE uint32_t atomic_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #endif
 }
 
-// "Parallel Synchronization and Communication Instructions: red", release. Publishes what this thread did before, also by bulk
-// operations that it has waited for: hence the proxy fence.
+// "Parallel Synchronization and Communication Instructions: red", release. Publishes this thread's
+// earlier writes. The proxy fence includes bulk operations that the thread waited for.
 PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
   emu::atomic_add(p, value, true, site);
@@ -162,8 +163,8 @@ PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #endif
 }
 
-// "Data Movement and Conversion Instructions: ld", acquire, until the value is there. A block may wait only for blocks that are certain
-// to have started.
+// "Data Movement and Conversion Instructions: ld", acquire; loops until *p == value. A block may
+// wait only for blocks that have certainly started.
 PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
   emu::wait_equal(p, value, site);
@@ -175,7 +176,7 @@ PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value PT_SITE) {
 #endif
 }
 
-// ---- shared memory
+// Shared memory.
 
 // "Data Movement and Conversion Instructions: st".
 PT_DEVICE void st_shared_u32(uint32_t addr, uint32_t value PT_SITE) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel's source needs so that two compilers take it unchanged:
+// Lets two compilers build the same kernel source:
 //
 //   nvcc                       inline PTX
 //   g++ with -DPT_EMULATE      calls into csrc/emulator, where threads are fibers on the CPU
 //
-// The headers beside this one have one function per PTX instruction, each with its chapter and instruction in NVIDIA's "Parallel Thread
-// Execution ISA" (version 9.0). A kernel touches memory and synchronises through them only: what bypasses them, the emulator cannot check.
+// The headers of this folder have one function per PTX instruction, each with its chapter and
+// instruction in NVIDIA's "Parallel Thread Execution ISA" (version 9.0). Kernels access memory and
+// synchronize only through these functions, because the emulator cannot check other accesses.
 // Shared memory is addressed by its 32-bit address in the shared window.
 #pragma once
 
@@ -36,14 +37,16 @@
 #define PT_UNROLL _Pragma("unroll")
 #define PT_UNROLL_BY_TWO _Pragma("unroll 2")
 #define PT_NO_UNROLL _Pragma("unroll 1")
-// The last parameter of a ptx function: the place of its call. It exists in the emulator alone, which plants faults by place.
+// The last parameter of a ptx function is its call site. Only the emulator has it, to plant faults
+// by site.
 #define PT_SITE
 #define PT_ONLY_SITE
 #define PT_HERE
 #define PT_ONLY_HERE
 #endif
 
-// 1 where wgmma and setmaxnreg exist. A kernel that needs them has an empty body elsewhere; it is never launched there.
+// 1 if wgmma and setmaxnreg exist. For other targets a kernel that needs them has an empty body and
+// is never launched.
 #if defined(PT_EMULATE) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define PT_SM90A 1
 #else
@@ -66,12 +69,12 @@ struct f16 {
   uint16_t bits;
 };
 
-// What a 16-byte access moves.
+// The unit of a 16-byte access.
 struct Words4 {
   uint32_t w[4];
 };
 
-// The first byte of the block's dynamic shared memory, aligned to 16 bytes (no more: CUDA promises no more).
+// Return the start of the block's dynamic shared memory. CUDA aligns it to 16 bytes only.
 PT_DEVICE uint32_t dynamic_smem() {
 #if defined(PT_EMULATE)
   return emu::dynamic_smem();
@@ -81,7 +84,8 @@ PT_DEVICE uint32_t dynamic_smem() {
 #endif
 }
 
-// The same number, which the compiler does not know: what is computed from it is computed again rather than kept in registers.
+// Return x as a value unknown to the compiler, which then recomputes expressions of it instead of
+// holding them in registers.
 PT_DEVICE int opaque(int x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+r"(x));
@@ -89,7 +93,8 @@ PT_DEVICE int opaque(int x) {
   return x;
 }
 
-// "Special Registers: %nctaid". gridDim.x would be kept in a register, or spilled, for as long as a block lives.
+// "Special Registers: %nctaid". The compiler would hold gridDim.x in a register, or spill it, for a
+// block's lifetime.
 PT_DEVICE int grid_size() {
 #if defined(PT_EMULATE)
   return int(gridDim.x);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products of a warpgroup, 128 threads: sm_90a only.
+// Matrix products of a warpgroup (128 threads): sm_90a only.
 #pragma once
 
 #include <type_traits>
@@ -10,15 +10,16 @@ namespace pt::ptx {
 
 enum class SmemLayout : uint64_t { None = 0, Swizzle128 = 1, Swizzle64 = 2, Swizzle32 = 3 };
 
-// "Asynchronous Warpgroup Level Matrix Instructions: matrix descriptor format". Offsets are in bytes.
-//   K-major,  Swizzle128: sbo = distance between groups of 8 rows; lbo is not used.
+// "Asynchronous Warpgroup Level Matrix Instructions: matrix descriptor format". In bytes:
+//   K-major,  Swizzle128: sbo = distance between groups of 8 rows; lbo is unused.
 //   MN-major, Swizzle128: sbo = distance between groups of 8 k; lbo = between 64-wide panels.
 PT_DEVICE constexpr uint64_t smem_descriptor(uint32_t addr, uint32_t lbo, uint32_t sbo, SmemLayout layout) {
   return uint64_t((addr & 0x3ffff) >> 4) | uint64_t((lbo & 0x3ffff) >> 4) << 16 | uint64_t((sbo & 0x3ffff) >> 4) << 32 |
          uint64_t(layout) << 62;
 }
 
-// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.fence". Before the first wgmma, and whenever its registers were touched.
+// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.fence". Required before the first wgmma
+// and after other accesses to its registers.
 PT_DEVICE void wgmma_fence(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
   emu::wgmma_fence(site);
@@ -36,22 +37,23 @@ PT_DEVICE void wgmma_commit(PT_ONLY_SITE) {
 #endif
 }
 
-// Makes x a value of its own, computed here. An accumulator whose initial value the compiler
-// shares with another, or copies late, would be written after wgmma.fence (ptxas: C7517).
+// Give x a register of its own here. If the compiler shares an accumulator's initial value with
+// another, or copies it late, it writes the register after wgmma.fence (ptxas: C7517).
 PT_DEVICE void fence_operand([[maybe_unused]] float& x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+f"(x)::"memory");
 #endif
 }
 
-// For what is an operand in registers too: while the product runs, nobody else may touch those.
+// As above, for an operand in registers: no other code may use them while the product runs.
 PT_DEVICE void fence_operand([[maybe_unused]] uint32_t& x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+r"(x)::"memory");
 #endif
 }
 
-// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.wait_group". All but the last `Pending` groups are complete.
+// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.wait_group". Waits until all but the
+// last `Pending` groups are complete.
 template <int Pending>
 PT_DEVICE void wgmma_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)
@@ -62,10 +64,10 @@ PT_DEVICE void wgmma_wait(PT_ONLY_SITE) {
 }
 
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
-// d[64][N] (+)= A[64][16] B[16][N], operands of type T (bf16 or f16), f32 accumulators. A is in shared memory (SS),
-// K-major or, with TransA, M-major, or in registers (RS); B is K-major, or N-major with TransB.
-// accumulate = false overwrites d.
-// Register i of thread t holds row 16 (t/32) + t%32/4 + 8 (i/2%2), column 8 (i/4) + 2 (t%4) + i%2.
+// d[64][N] (+)= A[64][16] B[16][N], operands of type T (bf16 or f16), f32 accumulators. A is in
+// shared memory (SS), K-major or, with TransA, M-major, or in registers (RS). B is K-major or, with
+// TransB, N-major. accumulate = false overwrites d.
+// Register i of thread t is row 16 (t/32) + t%32/4 + 8 (i/2%2), column 8 (i/4) + 2 (t%4) + i%2.
 #if defined(PT_EMULATE)
 
 template <class T, int N, bool TransB, bool TransA = false>
@@ -109,8 +111,8 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
 #define PT_R128 PT_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
                 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// R is the number of accumulators, TA and TB are 0 or 1; P0.. are the numbers of the operands that
-// follow the accumulators.
+// R is the number of accumulators; TA and TB are 0 or 1; P0... are the numbers of the operands
+// after the accumulators.
 #define PT_WGMMA_SS(T, N, TA, TB, R, P0, P1, P2)                                                                     \
   template <>                                                                                                         \
   PT_DEVICE void wgmma_ss<T, N, TB, TA>(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {         \

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// append_kv in one launch: the first blocks turn queries, the next keys, which go to their places in the cache, the last copy values.
+// append_kv in one launch: the first blocks rotate queries, the next rotate keys and write them to
+// the cache, the last copy values.
 #pragma once
 
 #include "cuda/rotary/fwd.cuh"
@@ -7,7 +8,8 @@
 
 namespace pt::cuda {
 
-// A key's place: row `row` of sequence or page `first`. What is outside of the cache is written by nobody.
+// Position of a key: row `row` of sequence or page `first`. Positions outside the cache are not
+// written.
 struct Slot {
   int64_t first;
   int row;
@@ -34,8 +36,8 @@ struct Slot {
   PT_DEVICE int64_t offset(const Strides& s, const HeadAt& at) const { return first * s.b + at.h * s.h + row * s.l; }
 };
 
-// A row of a cache in eight bits. First all lanes of its team show what they have of it, rounded to the dtype that a cache of theirs would
-// hold, and then store it.
+// A row of an eight-bit cache. Every lane of its team first passes its values, rounded to the
+// problem's dtype, to find the row's scale, then stores them.
 template <class K>
 class EightBitRow {
  public:
@@ -46,12 +48,13 @@ class EightBitRow {
       PT_UNROLL
       for (int i = 0; i < kVector; ++i) {
         if (sizeof t == 2) v[i] = rounded(v[i], t);
-        const uint32_t size = ptx::float_bits(v[i]) & 0x7fffffffu;  // as integers sizes are in order, then Inf, then NaN
+        // as integers, sizes are ordered, then Inf, then NaN
+        const uint32_t size = ptx::float_bits(v[i]) & 0x7fffffffu;
         largest_ = size > largest_ ? size : largest_;
       }
     });
   }
-  // Every lane of the warp calls it, once.
+  // Every lane of the warp calls this once.
   PT_DEVICE void end_of_row(LaneTeam& team, const Slot& slot, const HeadsOut& scales, const HeadAt& at) {
     scale_ = scale_of_row(team.max(largest_), dtype_);
     if (slot.there && team.rank() == 0) store_one(static_cast<float*>(scales.data) + slot.offset(scales.strides, at), scale_);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions, backward: the formulas are in problem.h. Where dweight is wanted a fixed number of blocks share the rows, each with its
-// part of the sum; the norms' second kernel adds the parts in order. No atomics, so the result is the same at every run.
+// Rotary positions, backward; problem.h has the formulas. For dweight, a fixed number of blocks
+// share the rows and write partial sums; the norms' second kernel adds them in order. No atomics,
+// so the result is deterministic.
 #pragma once
 
 #include "cuda/rotary/plan.h"
@@ -29,7 +30,8 @@ struct BackwardChunk {
   }
 };
 
-// One row: dx, and its part of dweight, add(s, chunk, dy xhat of the chunk's vector s). The whole warp calls it.
+// Compute one row's dx, and its part of dweight by add(s, chunk, dy xhat of the chunk's vector s).
+// The full warp calls it.
 template <class K, class Add>
 PT_DEVICE void backward_row(const RotaryProblem& p, const RotaryBackward& f, LaneTeam& team, const HeadAt& at, bool here, Add add) {
   BackwardChunk v;
@@ -65,7 +67,7 @@ PT_DEVICE void backward_row(const RotaryProblem& p, const RotaryBackward& f, Lan
   });
 }
 
-// f(place, whether there is one) for the rows that a team has. Every lane calls f as often.
+// Call f(row position, row exists) for a team's rows. Every lane calls f equally often.
 template <class F>
 PT_DEVICE void each_row(const RotaryProblem& p, int64_t heads, const LaneTeam& team, F f) {
   const uint32_t rows = uint32_t(p.batch) * uint32_t(heads) * uint32_t(p.length), step = gridDim.x * team.teams();
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kRotaryThreads, 4)
   store_part(team, dweight, [&](int s) { return c.has(s) ? c.column[s] : p.dim; }, f.dweight_partials, p.dim);
 }
 
-// A warp for each row, read twice: any dtypes, alignment and width. Its sums lie in memory.
+// One warp per row, read twice, for any dtype, alignment and width. The dweight sums are in memory.
 template <class K>
 __global__ void __launch_bounds__(kRotaryThreads, 2)
     rotary_bwd_any_kernel(const __grid_constant__ RotaryProblem p, const __grid_constant__ RotaryBackward f) {

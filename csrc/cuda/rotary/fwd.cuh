@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions, forward: some lanes of a warp for each row, which they read once, norm if there is a weight, turn and write.
+// Rotary positions, forward: some lanes of a warp per row read it once, normalize it if there is a
+// weight, rotate and write it.
 #pragma once
 
 #include "cuda/rotary/plan.h"
@@ -7,7 +8,7 @@
 
 namespace pt::cuda {
 
-// What is asked of a row and its tables, before the sum is waited for.
+// Loads that are issued before the wait for the row's sum.
 struct ForwardChunk {
   Numbers x, weight;
   Angles angles;
@@ -20,7 +21,8 @@ struct ForwardChunk {
   }
 };
 
-// One row, normalised and turned. The whole warp makes it; `here` false: there is none, or nobody wants it.
+// One row, normalized and rotated, by the full warp. `here` is false without a row or if its result
+// is unused.
 template <class K>
 class TurnedRow {
  public:
@@ -35,7 +37,8 @@ class TurnedRow {
     if (here && f.rstd && team.rank() == 0) store_one(f.rstd + at.flat(p, f.x.heads), rstd_);
   }
 
-  // apply(chunk, its numbers) for the lane's chunks. Of whole rows once, since they are turned where they are; then again().
+  // Call apply(chunk, values) for the lane's chunks. Call each() once for full rows, which rotate
+  // in place; after it, again().
   template <class F>
   PT_DEVICE void each(F apply) {
     load_each([&](const Chunk& c) {
@@ -68,14 +71,14 @@ class TurnedRow {
   ForwardChunk v_;
 };
 
-// To `out`.
+// Write the row to `out`.
 template <class K>
 PT_DEVICE void forward_row(const RotaryProblem& p, const RotaryForward& f, LaneTeam& team, const HeadAt& at, void* out, bool here) {
   TurnedRow<K> turned(p, f, team, at, here);
   if (here) turned.each([&](const Chunk& c, const Numbers& x) { store_chunk<K>(x, out, p.dtype, c); });
 }
 
-// The rows of x from a block's first one, each to its place in out.
+// Rotate a block's rows of x into out.
 template <class K>
 PT_DEVICE void forward_rows(const RotaryProblem& p, const RotaryForward& f, uint32_t block) {
   LaneTeam team(p.lanes);

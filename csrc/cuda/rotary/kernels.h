@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers, called by the binding. They run on the current device, in order with the stream, and throw std::runtime_error.
+// The launchers for the binding. They run on the current device in stream order and throw
+// std::runtime_error.
 #pragma once
 
 #include "cuda/rotary/plan.h"

@@ -7,14 +7,14 @@
 
 namespace pt::cuda {
 
-// Calls f(T{}) for the type of whole rows.
+// Call f(T{}) for the element type of full rows.
 template <class F>
 void with_rows(DType dtype, const F& f) {
   switch (dtype) {
     case DType::f32: return f(float{});
     case DType::bf16: return f(ptx::bf16{});
     case DType::f16: return f(ptx::f16{});
-    case DType::f64: return;  // refused at the binding
+    case DType::f64: return;  // rejected by the binding
   }
 }
 

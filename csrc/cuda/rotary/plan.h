@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel turns rows, with how many lanes a row: pure functions of the problem, reachable from Python as
-// pytransformer._C.cuda_rotary_plan.
+// Choice of the rotary kernel and its lanes per row. Pure functions of the problem, reachable from
+// Python as pytransformer._C.cuda_rotary_plan.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,25 @@
 namespace pt::cuda {
 
 constexpr int kRotaryThreads = 128, kChunkColumns = 16;
-constexpr int64_t kMaxRotaryRows = (int64_t(1) << 31) - (1 << 14);  // counted in 32 bits, a block's beyond the last one too
-constexpr int kMaxRotaryColumns = 4096;                             // of which a lane adds up to 128 squares one after the other
+// 32-bit row indices, including those of a block past the last row
+constexpr int64_t kMaxRotaryRows = (int64_t(1) << 31) - (1 << 14);
+constexpr int kMaxRotaryColumns = 4096;  // a lane adds up to 128 squares sequentially
 
 struct RotaryShape {
   int64_t rows;
   int dim, turned;
-  bool interleaved, aligned;  // aligned: all rows, of tables and weights too, begin at multiples of 16 bytes
+  // aligned: all rows, of tables and weights too, start at multiples of 16 bytes
+  bool interleaved, aligned;
 };
 
-// A row is cut into chunks of 16 columns, two vectors of eight, so that a pair is within one: first those of pairs, then the others.
+// A row is divided into chunks of 16 columns, two vectors of eight, so that a pair is within one
+// chunk: first the chunks with pairs, then the rest.
 struct RotaryPlan {
-  bool whole;  // a lane has one chunk at most and keeps it in registers, 16 bytes at a time; else any alignment and width, read twice
+  // True: a lane has at most one chunk, held in registers and loaded 16 bytes at a time. False: any
+  // alignment and width, read twice.
+  bool whole;
   int pair_chunks, chunks;
-  int lanes;  // that share a row: 4, 8, 16 or 32
+  int lanes;  // lanes per row: 4, 8, 16 or 32
   int64_t blocks;
   uint32_t smem_bytes;
 
@@ -38,7 +43,8 @@ inline int lanes_of(int chunks) {
   return lanes;
 }
 
-// The sums of dweight take as many blocks as run at once, 16 warps on a multiprocessor, since each leaves partial sums.
+// For dweight sums the grid is as large as runs at once, 16 warps per SM, because each block writes
+// partial sums.
 inline RotaryPlan plan_rotary(const RotaryShape& s, bool sums, int multiprocessors) {
   RotaryPlan plan{};
   plan.pair_chunks = chunks_of(s.turned), plan.chunks = plan.pair_chunks + chunks_of(s.dim - s.turned);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary positions on a GPU, binding: checks what the kernels rely on, fills in the problems, allocates the partial sums, launches.
-// Tensors of rows have a contiguous last dimension; x, d_out and key are not empty: see pytransformer/ops/_backends/cuda/rotary.py.
+// Binding of rotary positions on a GPU: checks the arguments, fills in the problems, allocates the
+// partial sums and launches. Tensors of rows have a contiguous last dimension; x, d_out and key are
+// not empty: see pytransformer/ops/_backends/cuda/rotary.py.
 #include "cuda/binding.h"
 #include "cuda/layer_norm/kernels.h"
 #include "cuda/rotary/kernels.h"
@@ -11,7 +12,7 @@ using namespace pt::cuda;
 
 constexpr const char* kAppend = "append_kv";
 
-// Fills in the parts of a problem from tensors; what it finds about alignment decides between the kernels.
+// Fills in a problem from tensors. The tensors' alignment decides between the kernels.
 class Builder {
  public:
   Builder(const char* op, const Tensor& x, const MaybeTensor& cos, const MaybeTensor& sin, bool interleaved) : op_(op) {
@@ -27,7 +28,8 @@ class Builder {
     p.cos = angles_of(*cos, "cos"), p.sin = angles_of(*sin, "sin");
   }
 
-  // Rows (batch, heads, length, columns) of x's dtype; `pages`: of a cache, whose first and third dimension are its own.
+  // Return rows (batch, heads, length, columns) of x's dtype. `pages`: a cache, which has its own
+  // first and third dimension.
   template <class R>
   R heads_of(const MaybeTensor& t, const char* name, int64_t columns, bool pages = false) {
     R r;
@@ -53,7 +55,7 @@ class Builder {
     return c;
   }
 
-  // (batch, heads, length) float32, or null.
+  // Return the address of (batch, heads, length) float32, or null.
   float* per_row(const MaybeTensor& t, int64_t heads) {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == rows_of(heads) && t->is_contiguous() && t->scalar_type() == ScalarType::Float, op_,
@@ -61,7 +63,7 @@ class Builder {
     return static_cast<float*>(write_to(op_, *t, "rstd", reachable));
   }
 
-  // What of the plan kernels know too.
+  // Plan, and copy the parts that kernels read to the problem.
   RotaryPlan plan(int64_t heads, bool sums, bool also_aligned = true) {
     const RotaryShape shape{rows_of(heads), p.dim, p.turned, p.interleaved, aligned_ && also_aligned};
     const RotaryPlan plan = plan_rotary(shape, sums, multiprocessors());
@@ -88,10 +90,10 @@ class Builder {
     return table;
   }
 
-  // Rows that do not begin at multiples of 16 bytes, or in eight bits of 8.
+  // Record if the rows start at multiples of 16 bytes (8 for eight-bit values).
   void see(const Tensor& t, const void* data) {
     if (t.numel() == 0) return;
-    const int64_t piece = t.element_size() == 1 ? 8 : 16;  // eight numbers of eight bits
+    const int64_t piece = t.element_size() == 1 ? 8 : 16;  // eight values of eight bits
     bool aligned = int64_t(reinterpret_cast<uintptr_t>(data)) % piece == 0;
     for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= t.size(d) == 1 || t.stride(d) * int64_t(t.element_size()) % piece == 0;
     aligned_ &= aligned;
@@ -129,7 +131,7 @@ void rotary_bwd(Tensor d_out, Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeT
                   "rotary: weight and rstd come together");
   const DeviceGuard guard(device);
   const RotaryPlan plan = b.plan(f.x.heads, bool(dweight));
-  // Dropped when this returns; torch's allocator gives the memory to later work of the same stream only.
+  // Freed on return; torch's allocator gives the memory only to later work of the same stream.
   std::optional<Tensor> partials;
   LayerNormReduce r{};
   if (dweight) {
@@ -145,7 +147,7 @@ void rotary_bwd(Tensor d_out, Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeT
   if (dweight) layer_norm_reduce(r, reinterpret_cast<void*>(stream));
 }
 
-// The scales of caches in eight bits.
+// Fill in the scales of eight-bit caches.
 void fill_scales(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& value_cache, const MaybeTensor& key_scale,
                  const MaybeTensor& value_scale) {
   f.eight_bits = eight_bits_of(key_cache);
@@ -162,7 +164,7 @@ void fill_scales(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor&
   if (wanted) f.key_scales = scales(*key_scale, key_cache, "key_scale"), f.value_scales = scales(*value_scale, value_cache, "value_scale");
 }
 
-// Where keys go; the caches are checked as the kernels rely on them.
+// Fill in the destinations of keys, and check the caches.
 void fill_cache(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& value_cache, const MaybeTensor& page_table,
                 const Tensor& positions) {
   const int64_t rows = key_cache.size(2), pages = page_table ? page_table->size(1) : 1;
@@ -193,7 +195,8 @@ void fill_cache(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& 
 void append_kv_op(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table,
                   MaybeTensor key_scale, MaybeTensor value_scale, Tensor positions, MaybeTensor cos, MaybeTensor sin, MaybeTensor q_norm,
                   MaybeTensor k_norm, Tensor out, bool interleaved, double eps, double weight_offset, int64_t device, int64_t stream) {
-  // Of the key, which is of the query's batch, length and dimension: a query may have no heads, where only a cache is written.
+  // Built from the key, which has the query's batch, length and dimension, because the query has no
+  // heads if only a cache is written.
   Builder b(kAppend, key, cos, sin, interleaved);
   b.p.eps = float(eps), b.p.weight_offset = float(weight_offset);
   AppendKV f{};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rotary kernels share: where a row lies, which of its columns a lane has, how they are read, and how pairs turn.
+// Shared by the rotary kernels: addresses of rows, a lane's columns, loads, and the rotation of
+// pairs.
 #pragma once
 
 #include "cuda/rotary/problem.h"
@@ -8,7 +9,7 @@
 
 namespace pt::cuda {
 
-// Row r of (batch, length, heads): neighbours share a row of the tables.
+// Row r of (batch, length, heads): neighboring rows share a row of the tables.
 struct HeadAt {
   int b, h, l;
 
@@ -21,7 +22,8 @@ struct HeadAt {
   PT_DEVICE int64_t flat(const RotaryProblem& p, int64_t heads) const { return (b * heads + h) * p.length + l; }
 };
 
-// The 16 columns of a chunk, as two vectors of eight: numbers i of both are a pair, or with neighbours 2i and 2i + 1 of each.
+// The 16 columns of a chunk, as two vectors of eight. Values i of both are a pair or, interleaved,
+// 2i and 2i + 1 of each.
 using Numbers = float[2][kVector];
 
 template <class F>
@@ -34,7 +36,7 @@ PT_DEVICE void each_number(F f) {
 }
 
 struct Chunk {
-  int column[2], end[2];  // a vector has those of its columns that lie before its end
+  int column[2], end[2];  // a vector has the columns before its end
   bool turned;
 
   PT_DEVICE Chunk(const RotaryProblem& p, int n) : turned(n < p.pair_chunks) {
@@ -47,7 +49,7 @@ struct Chunk {
   PT_DEVICE bool has(int v) const { return column[v] < end[v]; }
 };
 
-// Rows of dtype T, aligned: a lane has one chunk, read 16 bytes at a time and kept.
+// Aligned rows of dtype T: a lane loads one chunk, 16 bytes at a time, and holds it in registers.
 template <class T>
 struct WholeRows {
   static constexpr bool whole = true;
@@ -64,7 +66,7 @@ struct WholeRows {
     raw.set(v);
     raw.store(static_cast<T*>(row) + column);
   }
-  // Bit for bit.
+  // Copy bit for bit.
   static PT_DEVICE void copy(const void* from, void* to, DType, int column, int) {
     Raw<T> raw;
     raw.template load<true>(static_cast<const T*>(from) + column);
@@ -72,7 +74,7 @@ struct WholeRows {
   }
 };
 
-// Any dtype, alignment and width: an element at a time.
+// Any dtype, alignment and width: one element at a time.
 struct AnyRows {
   static constexpr bool whole = false;
   static PT_DEVICE const void* at(const void* data, DType dtype, int64_t offset) {
@@ -94,7 +96,7 @@ struct AnyRows {
   }
 };
 
-// f(chunk) for the lane's chunks of a row.
+// Call f(chunk) for the lane's chunks of a row.
 template <class K, class F>
 PT_DEVICE void each_chunk(const RotaryProblem& p, const LaneTeam& team, F f) {
   if constexpr (K::whole) {
@@ -104,7 +106,7 @@ PT_DEVICE void each_chunk(const RotaryProblem& p, const LaneTeam& team, F f) {
   }
 }
 
-// Zero where there is nothing.
+// Load a chunk; zeros without a row and past its end.
 template <class K>
 PT_DEVICE void load_chunk(Numbers& v, const void* row, DType dtype, const Chunk& c, bool here) {
   each_number([&](int s, int i) { v[s][i] = 0.0f; });
@@ -119,7 +121,7 @@ PT_DEVICE void store_chunk(const Numbers& v, void* row, DType dtype, const Chunk
     if (c.has(s)) K::store(v[s], row, dtype, c.column[s], c.end[s]);
 }
 
-// Of a table or a weight, of any dtype, which many rows share.
+// Load a chunk of a table or a weight of any dtype, which many rows share.
 template <class K>
 PT_DEVICE void load_shared_chunk(Numbers& v, const void* data, DType dtype, int64_t offset, const Chunk& c) {
   const void* row = AnyRows::at(data, dtype, offset);
@@ -139,7 +141,8 @@ struct Angles {
     load_shared_chunk<K>(sin, p.sin.data, p.sin.dtype, at.in(p.sin), c);
   }
 
-  // Each product is rounded but the last: the same bits whether or not a compiler contracts, and those of the CPU's kernels.
+  // Each product but the last is rounded, so that contraction does not change bits and they equal
+  // those of the CPU kernels.
   template <bool Back>
   PT_DEVICE void turn(const RotaryProblem& p, const Chunk& c, Numbers& y) const {
     if (!c.turned) return;
@@ -162,7 +165,7 @@ struct Angles {
   }
 };
 
-// weight + weight_offset of the chunk's columns.
+// Load weight + weight_offset of the chunk's columns.
 template <class K>
 PT_DEVICE void load_weight(Numbers& w, const RotaryProblem& p, const Columns& weight, const Chunk& c) {
   load_shared_chunk<K>(w, weight.data, weight.dtype, 0, c);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers of eight bits, int8 and float8_e4m3fn: widened exactly, since bf16, f16 and f32 hold them all, and rounded to.
+// Eight-bit values, int8 and float8_e4m3fn: exact conversion to bf16, f16 and f32, and rounding.
 #pragma once
 
 #include "common/dtype.h"
@@ -8,14 +8,16 @@
 
 namespace pt::cuda {
 
-// The four int8 of a word. With its sign bit turned over a byte counts from -128: as the last bits of 2^23 it is a float.
+// Widen the four int8 of a word. With its sign bit flipped, a byte is biased by 128; as the last
+// bits of 2^23 it is a float.
 PT_DEVICE void widen_int8(float (&v)[4], uint32_t word) {
   PT_UNROLL
   for (int i = 0; i < 4; ++i) v[i] = ptx::bits_float(0x4b000000u | ((word ^ 0x80808080u) >> 8 * i & 0xff)) - 8388736.0f;
 }
 
-// The four float8_e4m3fn of a word, by their bits, since sm_80 has no instruction for them: shifted to their places in a float32 they are
-// 2^-120 of the number, subnormals too. 0x7f would be 480, and is NaN.
+// Widen the four float8_e4m3fn of a word with integer operations, because sm_80 has no instruction
+// for it. Shifted to float32 positions, the bits are 2^-120 of the value, subnormals included. 0x7f
+// would be 480 and is NaN.
 PT_DEVICE void widen_e4m3(float (&v)[4], uint32_t word) {
   PT_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -25,8 +27,8 @@ PT_DEVICE void widen_e4m3(float (&v)[4], uint32_t word) {
   }
 }
 
-// The nearest of either dtype, ties to even, of a number whose size is at most its largest one's. Added to 1.5 * 2^23 a float32 is rounded
-// to a whole number, and to 2^14 to a multiple of 2^-9, the least float8_e4m3fn.
+// Round to nearest even. |x| is at most the dtype's largest value. Adding 1.5 * 2^23 rounds a
+// float32 to an integer; adding 2^14 rounds it to a multiple of 2^-9, the smallest float8_e4m3fn.
 PT_DEVICE uint32_t to_int8(float x) { return ptx::float_bits(x + 12582912.0f) & 0xff; }
 PT_DEVICE uint32_t to_e4m3(float x) {
   const uint32_t bits = ptx::float_bits(x), size = bits & 0x7fffffffu;
@@ -36,23 +38,25 @@ PT_DEVICE uint32_t to_e4m3(float x) {
   return (size < 0x3c800000u ? small : normal) | (bits >> 24 & 0x80);
 }
 
-// By what the numbers of a row are divided: its largest size, as the bits of a float32, over the dtype's largest number, and no subnormal
-// one. NaN for a row that is not finite.
+// Return a row's scale: its largest absolute value (as float32 bits) over the dtype's largest
+// value, and at least the smallest normal number. NaN for a row that is not finite.
 PT_DEVICE float scale_of_row(uint32_t largest, EightBits dtype) {
   if (largest >= 0x7f800000u) return ptx::bits_float(0x7fc00000u);
   return fmaxf(ptx::div_rn(ptx::bits_float(largest), dtype == EightBits::e4m3 ? 448.0f : 127.0f), 0x1p-126f);
 }
 
-// Rows of Bytes in shared memory, of numbers of eight bits, widened to rows of E. A thread widens the 16 bytes that it has copied there
-// itself (copy_rows_at), and needs no barrier before.
+// Widen rows of Bytes eight-bit values in shared memory to rows of E. A thread widens the 16 bytes
+// that it copied (copy_rows_at), so no barrier is needed before.
 template <class E, int Rows, int Bytes, int RowBytes>
 PT_DEVICE void widen_rows(SmemTile<Bytes> from, SmemTile<RowBytes> to, int used, bool e4m3) {
-  constexpr int C = SmemTile<Bytes>::kChunks, kPieces = int(sizeof(E)), kWords = 4 / kPieces;  // 16 bytes of E: of so many words
+  // 16 bytes become kPieces pieces of kWords words
+  constexpr int C = SmemTile<Bytes>::kChunks, kPieces = int(sizeof(E)), kWords = 4 / kPieces;
   for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
     const int row = x / C, chunk = x % C;
     if (chunk >= used) continue;
     const ptx::Words4 bits = ptx::ld_shared_v4(from.at(row, chunk));
-    // Of 16 bits, threads of chunks 4 to 7 write their second piece first: eight threads then use all banks.
+    // With 16-bit E, threads of chunks 4 to 7 write their second piece first, so that eight threads
+    // use all banks.
     const int turned = kPieces == 2 ? chunk >> 2 & 1 : 0;
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i) {

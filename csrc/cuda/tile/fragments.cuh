@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where an accumulator's elements are. m16n8 (mma.sync) and m64nNk16 (wgmma, 16 rows a warp) agree: register i of a lane is element
-//   (lane / 4 + 8 (i / 2 % 2), 8 (i / 4) + 2 (lane % 4) + i % 2),
-// so two neighbouring n8 pieces, packed to pairs, are the A fragment of the next product's k16 step.
+// Positions of an accumulator's elements. m16n8 (mma.sync) and m64nNk16 (wgmma, 16 rows per warp)
+// agree: register i of a lane is element
+//   (lane / 4 + 8 (i / 2 % 2), 8 (i / 4) + 2 (lane % 4) + i % 2).
+// Two neighboring n8 pieces, packed to pairs, are the A fragment of the next product's k16 step.
 #pragma once
 
 #include "cuda/ptx/platform.cuh"

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of rows in shared memory, and the products of a warp with them: 16 rows times rows, and 16 rows of weights times a tile.
+// Row tiles in shared memory, and a warp's gemms: 16 rows times rows, and 16 rows of weights times
+// a tile.
 //
-// Every product has its sums in the m16n8 layout (fragments.cuh) whatever the dtype: bf16 and f16 by mma.sync; f32 by fused
-// multiply-adds, each in true float32.
+// Every accumulator has the m16n8 layout (fragments.cuh). bf16 and f16 use mma.sync; f32 uses fused
+// multiply-adds in true float32.
 #pragma once
 
 #include "cuda/ptx/arithmetic.cuh"
@@ -15,7 +16,8 @@
 
 namespace pt::cuda {
 
-// Rows of RowBytes; the 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that eight rows of one chunk use all banks.
+// Rows of RowBytes. The 16-byte chunk c of row r is stored at chunk c ^ (r % 8), so eight rows of
+// one chunk use all banks.
 template <int RowBytes>
 struct SmemTile {
   static_assert(RowBytes % 128 == 0);
@@ -24,16 +26,17 @@ struct SmemTile {
   PT_DEVICE uint32_t at(int row, int chunk) const { return base + uint32_t(row * RowBytes + ((chunk ^ (row & 7)) << 4)); }
 };
 
-// Starts copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes), row r from at(r). Rows outside [lo, hi) are not
-// read, nor is at() asked where they are: zeros. So are columns past `columns`, up to `used` chunks. some: an address that may be named.
-// Threads: of the block, 0 where the compiler does not know.
+// Start copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes); at(r) is
+// the address of row r. Rows outside [lo, hi) and columns past `columns`, up to `used` chunks,
+// become zeros and are not read; at() is not called for such rows. `some` is any valid address.
+// Threads is the block's size, or 0 if unknown at compile time.
 template <int Rows, int Threads = 0, int RowBytes, class T, class At>
 PT_DEVICE void copy_rows_at(SmemTile<RowBytes> tile, const T* some, At at, int first, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
   const auto copy = [&](auto x) {
     const int row = int(x / C), chunk = int(x % C), r = first + row;
     if (chunk >= used) return;
-    const bool there = r >= lo && r < hi &&  // others are zeros
+    const bool there = r >= lo && r < hi &&  // otherwise zeros
                        chunk * kPer < columns;
     ptx::cp_async_16(tile.at(row, chunk), there ? at(r) + chunk * kPer : some, there ? 16 : 0);
   };
@@ -41,18 +44,19 @@ PT_DEVICE void copy_rows_at(SmemTile<RowBytes> tile, const T* some, At at, int f
     for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) copy(x);
   } else {
     static_assert(Rows * C % Threads == 0);
-    const int thread = ptx::opaque(int(threadIdx.x));  // so that nothing of it is done before a loop that it is in
-    PT_NO_UNROLL                                       // for the code's size
+    const int thread = ptx::opaque(int(threadIdx.x));  // prevents hoisting out of an enclosing loop
+    PT_NO_UNROLL                                       // limits code size
     for (int x = 0; x < Rows * C; x += Threads) copy(uint32_t(x + thread));
   }
 }
-// Rows at `head`, `stride` apart.
+// Copy rows `stride` apart, the first at `head`.
 template <int Rows, int RowBytes, class T>
 PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride, int first, int lo, int hi, int columns, int used) {
   copy_rows_at<Rows>(tile, head, [&](int r) { return head + r * stride; }, first, lo, hi, columns, used);
 }
 
-// By one warp, 32 rows at `head`, `stride` apart; those outside [lo, hi), lo <= hi, are zeros, and not read.
+// Copy 32 rows at `head`, `stride` apart, with one warp. Rows outside [lo, hi), lo <= hi, become
+// zeros and are not read.
 template <int RowBytes, class T>
 PT_DEVICE void copy_rows_by_warp(SmemTile<RowBytes> tile, const T* head, int64_t stride, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C;
@@ -60,7 +64,7 @@ PT_DEVICE void copy_rows_by_warp(SmemTile<RowBytes> tile, const T* head, int64_t
   if (chunk >= used) return;
   const T* from = head + own * stride + chunk * kPer;
   const auto there = uint32_t(chunk * kPer < columns ? hi - lo : 0);
-  PT_NO_UNROLL  // for the code's size
+  PT_NO_UNROLL  // limits code size
   for (int first = 0; first < 32; first += 8, from += 8 * stride) {
     PT_UNROLL
     for (int row = 0; row < 8; row += kRows) {
@@ -70,14 +74,14 @@ PT_DEVICE void copy_rows_by_warp(SmemTile<RowBytes> tile, const T* head, int64_t
   }
 }
 
-// The same of rows that lie anywhere: `mine` is where the row of the lane's number is, if that lies in [lo, hi), and else an address that
-// may be named. So a row is looked up once, and not for each 16 bytes.
+// As copy_rows_by_warp, for rows at any address: `mine` is the address of row lane_id() if it is in
+// [lo, hi), else any valid address. So each row's address is computed once, not per 16 bytes.
 template <int RowBytes, class T>
 PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C, kAtOnce = 4;
   const int chunk = lane_id() % C;
-  const bool there = chunk * kPer < columns;  // others are zeros
-  PT_NO_UNROLL                                // all at once took registers that scores need
+  const bool there = chunk * kPer < columns;  // otherwise zeros
+  PT_NO_UNROLL                                // full unrolling used registers that scores need
   for (int first = 0; first < 32; first += kAtOnce * kRows) {
     PT_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
@@ -94,24 +98,24 @@ PT_DEVICE void clear(float (&sums)[N][4]) {
   for (int n = 0; n < N; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
 }
 
-// Which of a lane's columns of a tile take part: bit 2 n + e for its column e of the eight columns n.
+// Bit 2 n + e is set if column e of a lane's columns of n-block n takes part.
 constexpr uint32_t kAllColumns = 0xffffffffu;
 
 template <class T>
 struct Products {
-  static constexpr int kStep = 16;  // columns a step of a product takes
-  // Chunks and steps that `columns` columns need.
+  static constexpr int kStep = 16;  // columns per step of a gemm
+  // Steps and chunks that cover `columns` columns.
   static PT_DEVICE int steps(int columns) { return (columns + 15) / 16; }
   static PT_DEVICE int chunks(int columns) { return 2 * steps(columns); }
 
-  // A fragment: rows [row, row + 16), columns of one step.
+  // Load the A fragment: rows [row, row + 16), columns of one step.
   template <int RowBytes>
   static PT_DEVICE void load_a(uint32_t (&a)[4], SmemTile<RowBytes> tile, int row, int step) {
     const int lane = lane_id();
     ptx::ldmatrix_x4(tile.at(row + lane % 16, 2 * step + lane / 16), a);
   }
 
-  // acc += A times 8 NB rows of `b`, transposed; one step.
+  // acc += A times 8 NB rows of `b`, transposed, for one step.
   template <int NB, int RowBytes>
   static PT_DEVICE void step(float (&acc)[NB][4], const uint32_t (&a)[4], SmemTile<RowBytes> b, int step) {
     const int lane = lane_id();
@@ -136,8 +140,8 @@ struct Products {
     }
   }
 
-  // acc += weights (16 x 8 NB, as sums lie, rounded to T) times `b`, its columns from 8 first on; `columns` in all. `visible`: rows of b
-  // whose bit is not set count as zero.
+  // acc += P (16 x 8 NB, in accumulator layout, rounded to T) times `b`, from column 8 first on,
+  // `columns` in all. Rows of b whose `visible` bit is 0 count as zero.
   template <int NB, int DB, int RowBytes>
   static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns,
                                 uint32_t visible) {
@@ -191,12 +195,12 @@ struct Products<float> {
     }
   }
 
-  // A lane has two of eight weights of a row; the four lanes of the row pass theirs around.
+  // A lane holds two of a row's eight weights; the row's four lanes exchange them.
   template <int NB, int DB, int RowBytes>
   static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns,
                                 uint32_t visible) {
     const int q = lane_id() % 4;
-    PT_NO_UNROLL  // all at once would take more registers than there are
+    PT_NO_UNROLL  // full unrolling needs too many registers
     for (int x = 0; x < 4; ++x) {
       const uint32_t theirs = ptx::shfl_xor_u32(visible, x);
       PT_UNROLL
@@ -220,13 +224,13 @@ struct Products<float> {
   }
 };
 
-// Rows of eight bits are no operand: they are widened first.
+// Eight-bit rows are not operands: kernels widen them first.
 template <>
 struct Products<uint8_t> {
   static PT_DEVICE int chunks(int columns) { return (columns + 15) / 16; }
 };
 
-// The largest, and the sum, of a number of the four lanes that have a row.
+// Reduce over the four lanes that share a row.
 PT_DEVICE float max_of_quad(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));
   return fmaxf(x, ptx::shfl_xor(x, 2));

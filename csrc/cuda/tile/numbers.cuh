@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers that kernels with exponentials share.
+// Constants of kernels with exponentials.
 #pragma once
 
 #include "cuda/ptx/platform.cuh"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Orders in which blocks go through tiles: pure functions, checked by the compiler.
+// Compile-time check of the orders in which blocks process tiles.
 #pragma once
 
 namespace pt::cuda {
 
-// Whether place(0), ..., place(count - 1) are 0, ..., count - 1 in some order.
+// Return true if place(0), ..., place(count - 1) is a permutation of 0, ..., count - 1.
 template <class F>
 constexpr bool each_once(int count, F place) {
   for (int wanted = 0; wanted < count; ++wanted) {

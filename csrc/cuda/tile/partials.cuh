@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of columns over the rows that a block goes over, which a second kernel adds in order. No atomics: equal bits at every run.
+// Column sums over a block's rows, which a second kernel adds in order. No atomics, so results are
+// deterministic.
 #pragma once
 
 #include "cuda/tile/reduce.cuh"
@@ -7,8 +8,8 @@
 
 namespace pt::cuda {
 
-// Adds the teams' sums of a column, in order, and leaves the block's. A thread's vector v begins at column place(v), past the row's end
-// where it has none. Every thread calls it.
+// Add the teams' sums of each column in order and write the block's sum. A thread's vector v starts
+// at column place(v), which is past the row's end if it has none. Every thread calls this.
 template <int V, class Place>
 PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], Place place, float* partials, int columns) {
   const uint32_t shared = ptx::dynamic_smem();
@@ -29,7 +30,7 @@ PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector],
   }
 }
 
-// The only team of its block.
+// The block's only team.
 template <int V, class Place>
 PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector], Place place, float* partials, int columns) {
   PT_UNROLL
@@ -42,7 +43,7 @@ PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector]
   }
 }
 
-// parts[column + i] += v[i], or = at the block's first row; only this thread touches them.
+// partials[column + i] += v[i], or = v[i] at the block's first row. Only this thread accesses them.
 PT_DEVICE void add_to_part(float* partials, const float (&v)[kVector], int column, int columns, bool first) {
   PT_UNROLL
   for (int i = 0; i < kVector; ++i)

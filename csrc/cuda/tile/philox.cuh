@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout of rows of columns: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), laid out as
-// pytransformer/reference/philox.py says.
+// Dropout of rows of columns: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1,
+// 2, 3"). pytransformer/reference/philox.py defines the layout.
 #pragma once
 
 #include "cuda/tile/quad.cuh"
@@ -25,29 +25,31 @@ PT_DEVICE Draws philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint6
   return {{c0, c1, c2, c3}};
 }
 
-// Which of eight neighbouring columns of a row are kept.
+// Computes the keep mask of eight neighboring columns of a row.
 class ColumnDropout {
  public:
-  // threshold: rint(65536 p), 1 to 65536. The starts are added to every row and column; column_start is a multiple of 32.
+  // threshold = rint(65536 p), 1 to 65536. The starts are offsets of every row and column;
+  // column_start is a multiple of 32.
   PT_DEVICE ColumnDropout(uint64_t seed, uint32_t threshold, uint32_t tag, int64_t row_start, uint32_t column_start = 0)
       : seed_(seed), row_start_(row_start), threshold_(threshold), tag_(tag), column_start_(column_start) {}
 
-  // Bit i: column + i is kept. Every lane of the warp calls it; four lanes whose numbers differ in the last two bits are on the same row
-  // and have the four eights of 32 columns, in order. A generator call decides the same pair of columns of all four, so each lane makes
-  // one call and they trade words: a transposition of 4 x 4 words.
+  // Return a mask with bit i set if column + i is kept. Every lane of the warp calls it. The four
+  // lanes of a quad (numbers equal but for the last two bits) hold the four eights of 32 columns of
+  // one row, in order. One Philox call decides the same pair of columns of all four eights, so each
+  // lane makes one call and the quad transposes 4 x 4 words.
   PT_DEVICE uint32_t keep(int64_t row, int column) const {
     if (threshold_ >= 65536) return 0;
     Draws d = draws(row, uint32_t(column), threadIdx.x % 4);
     transpose_quad(d.w);
     return kept(d);
   }
-  // Of the lane's eight of the 32 columns from `column` on, where an accumulator has them (fragments.cuh): bit i is column
-  // column + 8 (i / 2) + 2 (lane % 4) + i % 2. No other lane is needed.
+  // As keep, for a lane's eight of the 32 columns from `column` on in accumulator layout
+  // (fragments.cuh): bit i is column + 8 (i / 2) + 2 (lane % 4) + i % 2. Needs no other lane.
   PT_DEVICE uint32_t keep_fragment(int64_t row, uint32_t column) const {
     if (threshold_ >= 65536) return 0;
     return kept(draws(row, column, threadIdx.x % 4));
   }
-  // What a kept value is multiplied by.
+  // Return the factor of kept values.
   PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
 
  private:

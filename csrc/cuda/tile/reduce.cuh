@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on a row together, and their sums. Every member of a team gets the same sum, added in the same order at every run.
+// Teams of threads that share a row, and their sums. Every member gets the same sum, added in a
+// fixed order.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -19,17 +20,18 @@ PT_DEVICE void st_shared_sum(uint32_t addr, Sum2 x) { ptx::st_shared_v2_f32(addr
 PT_DEVICE void ld_shared_sum(uint32_t addr, float& x) { x = ptx::ld_shared_f32(addr); }
 PT_DEVICE void ld_shared_sum(uint32_t addr, Sum2& x) { ptx::ld_shared_v2_f32(addr, x.a, x.b); }
 
-// `lanes` (4, 8, 16 or 32) neighbouring lanes of a warp. Every lane of the warp calls sum().
+// `lanes` (4, 8, 16 or 32) neighboring lanes of a warp. Every lane of the warp calls sum().
 struct LaneTeam {
   int lanes;
 
   PT_DEVICE explicit LaneTeam(int lanes_) : lanes(lanes_) {}
   PT_DEVICE int size() const { return lanes; }
   PT_DEVICE int rank() const { return int(threadIdx.x) % lanes; }
-  PT_DEVICE int team() const { return int(threadIdx.x) / lanes; }  // within the block
+  PT_DEVICE int team() const { return int(threadIdx.x) / lanes; }  // index within the block
   PT_DEVICE int teams() const { return int(blockDim.x) / lanes; }
   PT_DEVICE int first_of_warp() const { return int(threadIdx.x) / 32 * 32 / lanes; }
-  PT_DEVICE uint32_t smem_bytes() const { return 0; }  // at the start of the dynamic shared memory, taken by its sums
+  // dynamic shared memory used by sums, from its start
+  PT_DEVICE uint32_t smem_bytes() const { return 0; }
 
   PT_DEVICE float sum(float x) { return sum_of(x); }
   PT_DEVICE Sum2 sum(Sum2 x) { return sum_of(x); }
@@ -52,12 +54,13 @@ struct LaneTeam {
   }
 };
 
-// The whole block, at most 32 warps. Two buffers take turns, so one barrier a sum is enough: who writes a buffer again has passed the
-// barrier of the sum between, which nobody reaches before having read.
+// The full block, at most 32 warps. Two alternating buffers need only one barrier per sum: a thread
+// that rewrites a buffer has passed the barrier of the sum in between, which no thread reaches
+// before its reads.
 struct BlockTeam {
   uint32_t buffer;
   int turn = 0;
-  // Of one buffer: whole pieces of 16 bytes, by which the emulator tells accesses apart.
+  // Size of one buffer: full 16-byte pieces, the granularity of the emulator's checks.
   static constexpr uint32_t buffer_bytes(int threads) { return (threads / 32 * sizeof(Sum2) + 15) / 16 * 16; }
 
   PT_DEVICE explicit BlockTeam(int) : buffer(ptx::dynamic_smem()) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rings of buffers in shared memory that one thread fills by TMA and warpgroups empty.
+// Rings of buffers in shared memory: one thread fills them by TMA, and warpgroups consume them.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -11,7 +11,8 @@ PT_DEVICE void mbarrier_wait(uint32_t bar, uint32_t parity PT_SITE) {
   while (!ptx::mbarrier_try_wait(bar, parity PT_HERE)) {}
 }
 
-// Uses are numbered from 0 on by both sides; use n takes buffer n % Stages, of `Bytes`, each with a barrier "full" and one "empty".
+// Both sides number uses from 0. Use n occupies buffer n % Stages of `Bytes`, which has a "full"
+// and an "empty" barrier.
 template <int Stages, uint32_t Bytes>
 class Buffers {
  public:
@@ -19,7 +20,8 @@ class Buffers {
 
   PT_DEVICE Buffers(uint32_t buffers, uint32_t barriers) : buffers_(buffers), barriers_(barriers) {}
 
-  // By one thread of the block, before a fence and a barrier. Of each use: `writers` announce it, and `readers` call release().
+  // One thread of the block calls this before a fence and a barrier. Per use, `writers` commits and
+  // `readers` releases complete a phase.
   PT_DEVICE void init(int writers, int readers, const char* name_full, const char* name_empty PT_SITE) const {
     PT_UNROLL
     for (int s = 0; s < Stages; ++s) {
@@ -33,7 +35,7 @@ class Buffers {
   PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(n % Stages) * kBytes; }
   PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
 
-  // A writer announces so many bytes, which copies that name full(n) bring, or what it wrote itself.
+  // Arrive at the full barrier; the first form also expects `bytes` of copies that signal full(n).
   PT_DEVICE void producer_commit(int n, uint32_t bytes PT_SITE) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes PT_HERE); }
   PT_DEVICE void producer_commit(int n PT_SITE) const { ptx::mbarrier_arrive(full(n) PT_HERE); }
   PT_DEVICE void producer_acquire(int n PT_SITE) const { mbarrier_wait(empty(n), parity(n) ^ 1 PT_HERE); }
@@ -47,8 +49,9 @@ class Buffers {
   uint32_t buffers_, barriers_;
 };
 
-// Each buffer is `Panels` panels of `Rows` rows of 128 bytes, swizzled, of a tensor with 64 columns a panel, and begins at a multiple of
-// 1024. Of a tensor with fewer columns the other panels are boxes wholly outside: TMA writes zeros, and counts their bytes.
+// Each buffer has `Panels` panels of `Rows` rows of 128 bytes, swizzled, 64 columns per panel, and
+// starts at a multiple of 1024. For a tensor with fewer columns, TMA writes zeros to the panels
+// outside and counts their bytes.
 template <int Stages, int Rows, int Panels>
 class Ring : public Buffers<Stages, Panels * Rows * 128> {
   using Base = Buffers<Stages, Panels * Rows * 128>;
@@ -58,7 +61,8 @@ class Ring : public Buffers<Stages, Panels * Rows * 128> {
   static constexpr uint32_t kPanelBytes = Rows * 128;
   using Base::producer_commit, Base::producer_acquire, Base::Base, Base::buffer, Base::full, Base::kBytes;
 
-  // The producing thread, one of the writers: waits for the buffer, then loads rows [row, row + Rows) of a head.
+  // Called by the producer thread, one of the writers: wait for the buffer, then load rows [row,
+  // row + Rows) of a head.
   PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch PT_SITE) const {
     producer_acquire(n PT_HERE);
     producer_commit(n, kBytes PT_HERE);

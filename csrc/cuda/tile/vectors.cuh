@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight neighbouring elements of a tensor: 16 bytes of bf16 and f16, 32 of f32, read and written 16 bytes at a time.
+// Eight neighboring elements of a tensor: 16 bytes of bf16 and f16, 32 of f32, accessed 16 bytes at
+// a time.
 #pragma once
 
 #include "common/dtype.h"
@@ -27,20 +28,20 @@ struct Element<ptx::f16> {
   static PT_DEVICE uint32_t pack(float low, float high) { return ptx::pack_f16(low, high); }
 };
 
-// Eight elements as they lie in memory.
+// Eight elements in memory format.
 template <class T>
 struct Raw {
   static constexpr int kPieces = kVector * sizeof(T) / 16;
   ptx::Words4 piece[kPieces];
 
-  // Once: memory that this kernel reads once and nobody writes meanwhile.
+  // Once: the kernel reads this memory once, and nothing writes it meanwhile.
   template <bool Once>
   PT_DEVICE void load(const T* p) {
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i)
       piece[i] = Once ? ptx::ld_global_once(p + i * (16 / sizeof(T))) : ptx::ld_global_v4(p + i * (16 / sizeof(T)));
   }
-  // Zeros where not `wanted`. Memory as of load<true>.
+  // Load as load<true> if `wanted`, else zeros.
   PT_DEVICE void load_where(const T* p, bool wanted) {
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i) piece[i] = ptx::ld_global_once_where(p + i * (16 / sizeof(T)), wanted);
@@ -53,7 +54,8 @@ struct Raw {
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i) ptx::st_global_v4_where(p + i * (16 / sizeof(T)), piece[i], wanted);
   }
-  // From here on its elements are widened again, rather than kept from before, in twice the registers.
+  // Make the compiler widen the elements again from here on, instead of holding the widened values
+  // in twice the registers.
   PT_DEVICE void forget_widened() {
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i) {
@@ -68,7 +70,7 @@ struct Raw {
       return ptx::widen(T{uint16_t(piece[0].w[i / 2] >> 16 * (i % 2))});
     }
   }
-  // Rounds.
+  // Round to T.
   PT_DEVICE void set(const float (&v)[kVector]) {
     PT_UNROLL
     for (int i = 0; i < kVector; i += 2) {
@@ -82,7 +84,7 @@ struct Raw {
   }
 };
 
-// Calls f(T{}) for the type that `dtype` names; the same for all threads.
+// Call f(T{}) for the type of `dtype`, which is uniform across threads.
 template <class F>
 PT_DEVICE void with_type(DType dtype, F f) {
   if (dtype == DType::f32) {
@@ -110,7 +112,7 @@ PT_DEVICE void store_one(T* p, float v) {
     ptx::st_global_u16(p, uint16_t(Element<T>::pack(v, v)));
   }
 }
-// Two neighbours, of which the first is aligned to the size of both.
+// Store two neighbors; the address is aligned to the pair.
 template <class T>
 PT_DEVICE void store_pair(T* p, float low, float high) {
   if constexpr (sizeof(T) == 4) {
@@ -120,8 +122,8 @@ PT_DEVICE void store_pair(T* p, float low, float high) {
   }
 }
 
-// Elements [column, column + 8) of a row of `columns`, zero past its end; 16 bytes at a time where `aligned`: the row begins at a multiple
-// of 16 bytes and `columns` is a multiple of 8.
+// Load elements [column, column + 8) of a row of `columns`; zeros past its end. `aligned`: the row
+// starts at a multiple of 16 bytes and `columns` is a multiple of 8; then loads have 16 bytes.
 PT_DEVICE void load_any(float (&v)[kVector], const void* row, DType dtype, int column, int columns, bool aligned) {
   with_type(dtype, [&](auto t) {
     using T = decltype(t);
@@ -137,7 +139,7 @@ PT_DEVICE void load_any(float (&v)[kVector], const void* row, DType dtype, int c
     }
   });
 }
-// Rounds to `dtype`; writes nothing past the row's end.
+// Round to `dtype` and store; writes nothing past the row's end.
 PT_DEVICE void store_any(const float (&v)[kVector], void* row, DType dtype, int column, int columns, bool aligned) {
   with_type(dtype, [&](auto t) {
     using T = decltype(t);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels of warpgroups share: a producer and consumers, and operands of wgmma in shared memory.
+// Shared parts of warpgroup kernels: the producer/consumer structure, and wgmma operands in shared
+// memory.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -9,13 +10,13 @@
 
 namespace pt::cuda {
 
-// Of a consumer: its warpgroup's number, its warp's first row in the tile, and the lane's two.
+// A consumer's warpgroup index, its warp's first row in the tile, and the lane's two rows.
 PT_DEVICE int consumer() { return int(threadIdx.x) / 128 - 1; }
 PT_DEVICE int warp_row() { return consumer() * 64 + int(threadIdx.x) % 128 / 32 * 16; }
 PT_DEVICE int own_row(int r) { return warp_row() + lane_id() / 4 + 8 * r; }
 
-// A block's life. `block` has begin(), which makes its barriers, by one thread; produce(), by the first warpgroup; consume(), by the
-// others.
+// Run a block: one thread calls begin(), which initializes the barriers; the first warpgroup calls
+// produce(), the rest consume().
 template <class B>
 PT_DEVICE void run_block(const B& block) {
   if (threadIdx.x == 0) {
@@ -32,29 +33,32 @@ PT_DEVICE void run_block(const B& block) {
   }
 }
 
-// One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
+// Release with one thread per warpgroup, which has waited for its products; only products read the
+// buffer.
 template <class R>
 PT_DEVICE void consumer_release_warpgroup(const R& ring, int n PT_SITE) {
   if (threadIdx.x % 128 == 0) ring.consumer_release(n PT_HERE);
 }
-// A warp speaks for its lanes, whose reads of the buffer or products with it are done.
+// Release with one lane per warp, after all lanes' reads of the buffer or products with it.
 template <class R>
 PT_DEVICE void consumer_release_warp(const R& ring, int n PT_SITE) {
   ptx::syncwarp(PT_ONLY_HERE);
   if (lane_id() == 0) ring.consumer_release(n PT_HERE);
 }
 
-// The threads of this consumer, of at most two. Constants: see bar_sync.
+// Synchronize the threads of this consumer (at most two consumers). The ids are constants: see
+// bar_sync.
 PT_DEVICE void sync_consumer(PT_ONLY_SITE) {
   if (consumer() == 0) ptx::bar_sync(1, 128 PT_HERE);
   else ptx::bar_sync(2, 128 PT_HERE);
 }
 
-// A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
+// Return a descriptor of 128-byte rows in consecutive groups of eight. N-major operands have panels
+// of 64 columns.
 PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
   return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
 }
-// The same so many bytes further on, in the same block's shared memory.
+// Return the descriptor moved by `bytes`, within the block's shared memory.
 PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return (descriptor >> 32 << 32) | (uint32_t(descriptor) + bytes / 16); }
 
 }  // namespace pt::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross entropy, backward: the logits again, and from each what its gradient is.
+// Cross entropy, backward: recomputes the logits and turns each into its gradient.
 #pragma once
 
 #include "cuda/cross_entropy/sm90/labels.cuh"
@@ -18,11 +18,11 @@ struct DLogits {
   float* bias_partials;
   float share;  // on_each / classes
 
-  // A lane's row. One without gradient has no other number: what it holds may be NaN.
+  // Row stats of a lane's row. Without gradient they are not read, because they may be NaN.
   struct Row {
     bool counts;
     float row_max, log_sum, g;
-    int64_t target;  // from the lane's first column on
+    int64_t target;  // relative to the lane's first column
   };
   PT_DEVICE Row row_of(const MatmulPlace& place, int r) const {
     if (place.own(r) >= place.rows) return {false, 0.0f, 0.0f, 0.0f, -1};
@@ -54,7 +54,7 @@ struct DLogits {
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
-    const TileBias<1> biases(place);  // and the sums of the half before have been read
+    const TileBias<1> biases(place);  // also: the previous half's sums have been read
     const Row rows[2] = {row_of(place, 0), row_of(place, 1)};
     const StripRows<T> d_rows(d_logits, place);
     const BiasSums sums{place.scratch + TileBias<1>::kBytes};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross entropy, forward. First stage: what a product's epilogue leaves of each row's logits in a tile of classes; no logit is stored.
-// Second: the parts of a row, in order, to lse and loss.
+// Cross entropy, forward. The first kernel is a gemm whose epilogue reduces each row's logits in a
+// class tile; it stores no logits. The second merges a row's partials in order to lse and loss.
 #pragma once
 
 #include "cuda/cross_entropy/sm90/labels.cuh"
@@ -8,11 +8,11 @@
 
 namespace pt::cuda {
 
-// Of a row's logits: the maximum, and the sum of exponentials about it.
+// Online softmax of a row's logits: the maximum, and the sum of exp(logit - maximum).
 struct Exponentials {
   float row_max, sum;
 
-  // What to subtract before exponentials: without any logit but -inf, nothing.
+  // Return the value to subtract before exponentials: 0 if every logit is -inf.
   static PT_DEVICE float safe(float row_max) { return row_max == minus_infinity() ? 0.0f : row_max; }
   PT_DEVICE void add(const Exponentials& b) {
     const float larger = fmaxf(row_max, b.row_max), base = safe(larger);
@@ -22,7 +22,7 @@ struct Exponentials {
   }
 };
 
-// Of the four lanes that have a row.
+// Reduce over the four lanes that share a row.
 PT_DEVICE float sum_over_quad(float x) {
   x += ptx::shfl_xor(x, 1);
   return x + ptx::shfl_xor(x, 2);
@@ -39,12 +39,12 @@ struct RowPartials {
   Bias bias[1];
   Labels labels;
   float *partials, *picked;
-  int64_t tiles;  // of classes
+  int64_t tiles;  // number of class tiles
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
     uint32_t target = 0;
     RowStats::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
-    if (bias[0].data) TileBias<1>::bring(bias, place);  // models of language seldom have one
+    if (bias[0].data) TileBias<1>::bring(bias, place);  // language models seldom have one
     else sync_consumer();                               // targets of the tile before have been read
     RowStats::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
   }
@@ -53,10 +53,11 @@ struct RowPartials {
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     const TileBias<1> biases(place);
     const int64_t left = place.columns - place.column;
-    const int end = int(left < 2 * R ? left : 2 * R) - 2 * (lane_id() % 4);  // of the classes, from the lane's first column on
+    // classes, from the lane's first column on
+    const int end = int(left < 2 * R ? left : 2 * R) - 2 * (lane_id() % 4);
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float z[R / 2];  // in the registers of the sums
+      float z[R / 2];  // in the registers of the accumulators
       PT_UNROLL
       for (int strip = 0; strip < R / 16; ++strip) {
         PT_UNROLL
@@ -77,7 +78,7 @@ struct RowPartials {
 
  private:
   static PT_DEVICE RowStats targets(const MatmulPlace& place) { return {place.scratch + TileBias<1>::kBytes}; }
-  // The column of the lane's element i, from its first on.
+  // Column of the lane's element i, relative to its first column.
   static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
 
   template <int N>
@@ -89,7 +90,7 @@ struct RowPartials {
       PT_UNROLL
       for (int i = 0; i < N; ++i) total += column_of(i) < end ? z[i] : 0.0f;
     }
-    if (end < 4 * N - 6) {  // some column is no class
+    if (end < 4 * N - 6) {  // some columns are past the last class
       PT_UNROLL
       for (int i = 0; i < N; ++i) z[i] = column_of(i) < end ? z[i] : minus_infinity();
     }
@@ -102,7 +103,7 @@ struct RowPartials {
     for (int i = 0; i < N; ++i) sum += ptx::exp2((z[i] - base) * kLog2e);
     sum = sum_over_quad(sum);
     if (labels.on_each > 0.0f) total = sum_over_quad(total);
-    // Each number by a lane of its own.
+    // Store each partial with a different lane.
     const int kind = lane_id() % 4;
     if (row < place.rows && kind < (labels.on_each > 0.0f ? 3 : 2)) {
       float* const part = partials + (kind * tiles + place.column / kClassTile) * place.rows;
@@ -110,7 +111,7 @@ struct RowPartials {
     }
   }
 
-  // Few rows have their target in a tile.
+  // Store the target's logit. Few rows have their target in this tile.
   template <int N>
   PT_DEVICE void pick(const MatmulPlace& place, const float (&z)[N], int r) const {
     const int64_t at = int64_t(targets(place).get(r)) - place.column - 2 * (lane_id() % 4);
@@ -123,7 +124,7 @@ struct RowPartials {
   }
 };
 
-// 32 rows a block: warp w adds the tiles w, w + 8, ..., then the first warp adds the warps.
+// 32 rows per block: warp w merges the tiles w, w + 8, ..., then the first warp merges the warps.
 __global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(const __grid_constant__ LossProblem f) {
   const int warp = int(threadIdx.x) / 32;
   const int64_t row = int64_t(blockIdx.x) * 32 + lane_id();

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// How forward's second stage shares the rows, and how large its parts are: pure functions, reachable from Python as
-// pytransformer._C.cuda_cross_entropy_plan.
+// Work split of forward's second kernel and the size of its partials. Pure functions, reachable
+// from Python as pytransformer._C.cuda_cross_entropy_plan.
 #pragma once
 
 #include "cuda/matmul/sm90/plan.h"
 
 namespace pt::cuda {
 
-constexpr int kClassTile = kHalfColumns;  // classes of which a product's epilogue leaves the parts of a row
-constexpr int kLossWarps = 8;             // of a block, which share the tiles of 32 rows
+constexpr int kClassTile = kHalfColumns;  // classes per partial of a row
+constexpr int kLossWarps = 8;             // warps per block, which share the tiles of 32 rows
 
 struct CrossEntropyPlan {
-  int64_t tiles;     // of classes
-  int64_t partials;  // float32 numbers that tiles leave
-  int64_t blocks;    // of the second stage
+  int64_t tiles;     // class tiles
+  int64_t partials;  // float32 partials per row
+  int64_t blocks;    // blocks of the second kernel
   uint32_t smem_bytes;
 };
 

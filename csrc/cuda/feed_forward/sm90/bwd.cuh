@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward, backward: from the sums of d_out w2 to d_pre, d_gate, hidden again, and the biases' gradients.
+// Feed-forward, backward: an epilogue on d_out w2 that writes d_pre, d_gate, recomputed hidden and
+// partial bias gradients.
 //
-// pre and gate come as panels by the ring of the product (matmul.cuh), loaded under it. The biases' gradients are added up over 64
-// rows in a fixed order, one row of partial sums for each consumer's rows, which the caller adds up: no atomics, equal bits at every run.
+// The gemm's ring (matmul.cuh) loads pre and gate as panels during the gemm. Bias gradients are
+// summed over 64 rows in a fixed order, one row of partials per consumer, which the caller adds. No
+// atomics, so results are deterministic.
 #pragma once
 
 #include "cuda/feed_forward/sm90/activations.cuh"
@@ -11,7 +13,7 @@
 
 namespace pt::cuda {
 
-// An epilogue. The activation and its slope are taken from pre and gate as stored.
+// An epilogue. The activation and its derivative use pre and gate as stored.
 template <Activation A, bool Gated>
 struct DHidden {
   static constexpr int kPanels = Gated ? 2 : 1;  // pre, gate

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout of hidden where its sums are.
+// Dropout of hidden in accumulator layout.
 #pragma once
 
 #include "cuda/feed_forward/problem.h"
@@ -14,7 +14,8 @@ class StripDropout {
       : drops_(drop.threshold > 0),
         columns_(drops_ ? seed_of(drop) : 0, drop.threshold, kTagFeedForward, drop.row_start, drop.column_start) {}
 
-  // The lane's eight columns of a strip in its row r: dropped ones become 0 (a NaN too), others are scaled.
+  // Apply to the lane's eight columns of a strip in its row r: dropped values become 0 (NaN too),
+  // kept values are scaled.
   PT_DEVICE void apply(float (&v)[8], const MatmulPlace& place, int strip, int r) const {
     if (!drops_) return;
     const int64_t row = place.own(r);

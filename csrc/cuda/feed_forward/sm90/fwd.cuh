@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward, forward: hidden from the sums of x w1^T, and x gate_weight^T beside them.
+// Feed-forward, forward: hidden from x w1^T and, gated, x gate_weight^T in the same tile.
 #pragma once
 
 #include "cuda/feed_forward/sm90/activations.cuh"
@@ -8,7 +8,7 @@
 
 namespace pt::cuda {
 
-// An epilogue (matmul.cuh). The activation is taken from the unrounded sums.
+// An epilogue (matmul.cuh). The activation uses the unrounded sums.
 template <Activation A, bool Gated>
 struct Hidden {
   static constexpr int kProducts = Gated ? 2 : 1;
@@ -22,7 +22,7 @@ struct Hidden {
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
-    constexpr int kOf = R / kProducts;  // sums of one product
+    constexpr int kOf = R / kProducts;  // accumulators of one product
     const StripDropout dropout(drop);
     const TileBias<kProducts> biases(place);
     const StripRows<T> hidden_rows(hidden, place), pre_rows(pre, place), gate_rows(gate, place);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the launchers share.
+// Dispatch of the launchers on dtype and activation.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ namespace pt::cuda {
 template <Activation A>
 using ActivationTag = std::integral_constant<Activation, A>;
 
-// Calls run(T{}, tag) for the type of the product's elements and the activation.
+// Call run(T{}, tag) for the element type and the activation.
 template <class F>
 void with_kind(const Product& p, Activation activation, F run) {
   with_half(p.dtype, [&](auto t) {

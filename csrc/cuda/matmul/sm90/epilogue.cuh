@@ -1,26 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// What epilogues share: columns of numbers, and results 16 bytes at a time.
+// Shared parts of epilogues: bias columns, and 16-byte stores of results.
 #pragma once
 
 #include "cuda/matmul/sm90/matmul.cuh"
 
 namespace pt::cuda {
 
-constexpr int kStripColumns = 32;  // at a time: four lanes that share a row then write 64 bytes of it
+// columns at a time: the four lanes of a row write 64 bytes of it
+constexpr int kStripColumns = 32;
 
-// Which of a lane's sums is column 8 (c / 2) + 2 (lane % 4) + c % 2 of a strip in its row r.
+// Index of a lane's accumulator for column 8 (c / 2) + 2 (lane % 4) + c % 2 of a strip in its row
+// r.
 PT_HOST_DEVICE constexpr int sum_at(int strip, int r, int c) { return 16 * strip + c / 2 * 4 + 2 * r + c % 2; }
 
-// A tile's biases, of each product in turn for each half, or zeros: in a consumer's scratch since the tile's first products.
+// A tile's biases (or zeros) of each product, per half, in a consumer's scratch from the tile's
+// first gemms on.
 template <int Products>
 class TileBias {
  public:
-  static constexpr int kColumns = kHalfColumns / Products;  // of a product, in a half
+  static constexpr int kColumns = kHalfColumns / Products;  // columns of a product per half
   static constexpr uint32_t kBytes = 2 * kHalfColumns * sizeof(float);
 
-  // By an epilogue's begin(). Every thread of the consumer.
+  // Called by an epilogue's begin(), in every thread of the consumer.
   static PT_DEVICE void bring(const Bias (&biases)[Products], const MatmulPlace& place) {
-    static_assert(kHalfColumns == 128);  // a thread has one of each half
+    static_assert(kHalfColumns == 128);  // one column per half and thread
     const int mine = int(threadIdx.x) % 128;
     const Bias& bias = biases[mine / kColumns];
     float v[2] = {};
@@ -36,14 +39,14 @@ class TileBias {
     for (int h = 0; h < 2; ++h) ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
   }
 
-  // Every thread of the consumer.
+  // Every thread of the consumer calls this.
   PT_DEVICE explicit TileBias(const MatmulPlace& place) {
     const int half = place.half;
     at_ = place.scratch + 4 * uint32_t(half * kHalfColumns);
     sync_consumer();
   }
 
-  // Of the lane's eight columns of a strip: v[2 c + e] is column first(4 strip + c) + e.
+  // Load the lane's eight columns of a strip: v[2 c + e] is column first(4 strip + c) + e.
   PT_DEVICE void load(float (&v)[8], int product, int strip) const {
     const int column = product * kColumns + strip * kStripColumns + 2 * (lane_id() % 4);
     PT_UNROLL
@@ -54,8 +57,8 @@ class TileBias {
   uint32_t at_;
 };
 
-// Where the lane writes a result: of each row of a strip, after an exchange in the quad, eight columns in a row. What it needs of that is
-// made once for half a tile.
+// Addresses of a lane's stores. After an exchange in the quad, a lane has eight consecutive columns
+// of each row of a strip. Computed once per half tile.
 template <class T>
 class StripRows {
  public:
@@ -70,7 +73,8 @@ class StripRows {
   PT_DEVICE bool has(int strip, int r) const { return strip * kStripColumns < left_[r]; }
   PT_DEVICE T* at(int strip, int r) const { return reinterpret_cast<T*>(at_[r]) + strip * kStripColumns; }
 
-  // Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
+  // Round and store the lane's eight columns of a strip in its row r. Every lane of the warp calls
+  // it.
   PT_DEVICE void store(int strip, int r, const float (&v)[8]) const {
     uint32_t words[4];
     PT_UNROLL
@@ -134,7 +138,7 @@ struct Sums {
  private:
   template <int R>
   PT_DEVICE void store(const StripRows<float>& rows, int strip, int r, const float (&x)[R]) const {
-    uint32_t even[4], odd[4];  // columns; after the exchange eight neighbouring ones
+    uint32_t even[4], odd[4];  // columns; the exchange makes them eight consecutive ones
     PT_UNROLL
     for (int c = 0; c < 4; ++c) {
       even[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c)]);

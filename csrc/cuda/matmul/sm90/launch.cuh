@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of products by warpgroups, of problems that `plan` took.
+// Launches of warpgroup gemms for problems that `plan_matmul` supports.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -8,12 +8,12 @@
 
 namespace pt::cuda {
 
-// Boxes of 64 columns of `rows` rows.
+// Map boxes of `rows` rows and 64 columns.
 inline ptx::TensorMap map_matrix(const Matrix& m, DType dtype, int rows) {
   return tensor_map({m.data, dtype, 2, {uint64_t(m.columns), uint64_t(m.rows)}, {1, uint64_t(m.stride)}}, uint32_t(rows));
 }
 
-// panels: those that the epilogue reads, (rows, columns) of the product.
+// panels: the matrices (rows, columns) that the epilogue reads.
 template <class T, class K, class E>
 void launch_matmul(const Product& p, const E& epilogue, const MatmulPlan& plan, void* stream, const Matrix* panels = nullptr) {
   constexpr int kStep = kMatmulTile.step;
@@ -30,14 +30,14 @@ void launch_matmul(const Product& p, const E& epilogue, const MatmulPlan& plan, 
          args);
 }
 
-// Calls run(T{}) for the type of the problem's elements, which have 16 bits.
+// Call run(T{}) for the problem's 16-bit element type.
 template <class F>
 void with_half(DType dtype, F run) {
   if (dtype == DType::bf16) run(ptx::bf16{});
   else run(ptx::f16{});
 }
 
-// A product that nothing but its epilogue knows: as its operands lie.
+// Launch a gemm without a fused op, by the layouts of its operands.
 template <class E>
 void launch_plain(const Product& p, const E& epilogue, const MatmulPlan& plan, void* stream) {
   with_half(p.dtype, [&](auto t) {

@@ -1,22 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products by warpgroups on sm_90a: out = epilogue(A B), float32 sums of 16-bit elements.
+// Warpgroup gemms on sm_90a: out = epilogue(A B), with float32 sums of 16-bit elements.
 //
-// Persistent blocks take tiles of 128 rows and 256 columns, or 128 where those would be too few. One thread loads steps of 64 along k into
-// a ring; two consumer warpgroups multiply 64 rows each, one step's products in flight while the next step's begin, and hand their sums to
-// the epilogue, under which the ring fills with the next tile's steps. The first consumer leads by a few steps, so that it has its epilogue
-// under the other's last products, and the other has its own under the first products of the next tile.
+// Persistent blocks process tiles of 128 rows and 256 columns, or 128 columns if wide tiles would
+// be too few. One thread loads steps of 64 along k into a ring. Two consumer warpgroups multiply 64
+// rows each, with one step's wgmmas in flight while the next step's start, and pass their
+// accumulators to the epilogue; the ring meanwhile fills with the next tile's steps. The first
+// consumer leads by a few steps, so its epilogue overlaps the second consumer's last gemms, and the
+// second's epilogue overlaps the next tile's first gemms.
 //
-// Gated, a half of a tile is 64 columns of each of two products that share A: a stage of B has, for each half, 64 columns of one operand
-// and then 64 of the other, one wgmma multiplies with all, and lane and element i of a half hold a sum of the first product, i + 32 that of
-// the second at the same place. Two tiles in turn would read A twice; accumulators of their own would read it twice from shared memory;
-// interleaved weights would have to be copied.
+// Gated: a half tile has 64 columns of each of two products that share A. Per half, a stage of B
+// has 64 columns of one operand, then 64 of the other, and one wgmma multiplies with all of them.
+// Elements i and i + 32 of a lane are the sums of the first and the second product at the same
+// place. Two tiles in turn would read A twice from global memory, separate accumulators would read
+// it twice from shared memory, and interleaved weights would need a copy.
 //
 // An epilogue E is a struct, part of the kernel's parameters, with
-//   kScratch   bytes of shared memory that a consumer has for itself
-//   kPanels    how many matrices of T, of the result's shape, it reads: they come by the same ring, 64 columns at a time
-//   begin(place) const                  what can be done under a tile's products: the place is that of its first half
-//   finish<T>(place, x, panels) const   what becomes of a consumer's sums of half a tile. Every thread of the consumer calls it. With
-//              kPanels > 0 it calls panels.visit once for each panel that place.has_panel, in order.
+//   kScratch   bytes of shared memory per consumer
+//   kPanels    number of matrices of T with the result's shape that it reads: they come
+//              through the same ring, 64 columns at a time
+//   begin(place) const                  work that overlaps a tile's gemms; place is the
+//                                       tile's first half
+//   finish<T>(place, x, panels) const   processes a consumer's accumulators of half a tile.
+//                                       Every thread of the consumer calls it. With kPanels > 0
+//                                       it calls panels.visit once, in order, for each panel
+//                                       that place.has_panel reports.
 #pragma once
 
 #include "cuda/matmul/sm90/plan.h"
@@ -34,30 +41,33 @@ struct MatmulArgs {
   ptx::TensorMap a[2], b[2], panels[2];
   E epilogue;
   TileGrid grid;
-  int halves;             // of a tile
+  int halves;             // halves per tile
   int64_t rows, columns;  // of the result
-  int steps[2];           // along k, of the first and the second pair of operands
+  int steps[2];           // steps along k of the first and the second pair of operands
 };
 
 using MatmulRing = Buffers<kMatmulTile.stages, kMatmulTile.stage_bytes()>;
 
-// Where a consumer's sums of half a tile are in the result. Of a lane's, element i is row own(i / 2 % 2), column first(i / 4) + i % 2.
+// Position of a consumer's accumulators of half a tile in the result. A lane's element i is row
+// own(i / 2 % 2), column first(i / 4) + i % 2.
 struct MatmulPlace {
-  int64_t row, column, rows, columns;  // the consumer's first row, the half's first column; the result's size
+  // the consumer's first row, the half's first column; the result's size
+  int64_t row, column, rows, columns;
   int half;
   uint32_t scratch;
 
   PT_DEVICE int64_t own(int r) const { return row + warp_row() % 64 + lane_id() / 4 + 8 * r; }
   PT_DEVICE int64_t first(int eight) const { return column + 8 * eight + 2 * (lane_id() % 4); }
-  // Whether any of the half's 64 columns from 64 `panel` on is there.
+  // Return true if any of the half's 64 columns from 64 `panel` on is in the result.
   PT_DEVICE bool has_panel(int panel) const { return column + kPanelColumns * panel < columns; }
 };
 
-// 64 columns of a matrix at the places of the lane's sums.
+// Reads 64 columns of a matrix in accumulator layout.
 struct PanelReader {
   uint32_t address;  // of the consumer's rows
 
-  // words[2 c + r]: a pair of the lane's row r, of the eight columns number eight + c of the panel. Every lane of the warp calls it.
+  // words[2 c + r]: a pair of columns of the lane's row r in the panel's n-block eight + c. Every
+  // lane of the warp calls it.
   PT_DEVICE void load(uint32_t (&words)[4], int eight) const {
     const int matrix = lane_id() / 8;
     const int row = warp_row() % 64 + lane_id() % 8 + 8 * (matrix % 2), chunk = eight + matrix / 2;
@@ -65,13 +75,13 @@ struct PanelReader {
   }
 };
 
-// A tile's panels, which come by the ring behind its steps: for each 64 columns one of each matrix.
+// A tile's panels, which follow its steps in the ring: one per matrix for each 64 columns.
 struct MatmulPanels {
   static constexpr uint32_t kBytes = uint32_t(kMatmulTile.rows()) * kSwizzleRow;
   const MatmulRing& ring;
   int& use;
 
-  // f(readers) with those of the next 64 columns.
+  // Call f(readers) with the panels of the next 64 columns.
   template <int Count, class F>
   PT_DEVICE void visit(F f) const {
     PanelReader readers[Count];
@@ -88,16 +98,17 @@ struct MatmulPanels {
 template <class T, class K, class E>
 struct Sm90Matmul {
   static constexpr MatmulTile kTile = kMatmulTile;
-  static constexpr int kHalf = kHalfColumns / K::products;                                // columns of a product
+  static constexpr int kHalf = kHalfColumns / K::products;                                // columns
   static constexpr int kHalfSums = kHalfColumns / 2, kConsumers = 128 * kTile.consumers;  // threads
-  static constexpr uint32_t kHalfBytes = uint32_t(kHalfColumns * kTile.step * 2);         // of a stage of B
+  // bytes of half of B per stage
+  static constexpr uint32_t kHalfBytes = uint32_t(kHalfColumns * kTile.step * 2);
   static_assert(E::kScratch <= kMatmulMaxScratch && E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
 
   const MatmulArgs<E>& args;
   MatmulRing ring;
   uint32_t scratch;
 
-  // f(the tile's first row, its first column).
+  // Call f(first row, first column) for each tile of this block.
   template <class F>
   PT_DEVICE void for_each_tile(F f) const {
     for (int n = int(blockIdx.x); n < args.grid.tiles(); n += int(gridDim.x)) {
@@ -106,7 +117,7 @@ struct Sm90Matmul {
     }
   }
   PT_DEVICE int steps() const { return args.steps[0] + args.steps[1]; }
-  // Of each of the epilogue's matrices.
+  // Return the number of panels per matrix of the epilogue.
   PT_DEVICE int panels(int column) const {
     const int64_t left = args.columns - column, wide = args.halves * kHalf;
     return E::kPanels > 0 ? int(((left < wide ? left : wide) + kPanelColumns - 1) / kPanelColumns) : 0;
@@ -133,11 +144,13 @@ struct Sm90Matmul {
     });
   }
 
-  // 64 columns of A and of B from k on. A panel that would lie wholly outside is another once more: its sums go nowhere.
+  // Load 64 columns of A and B from k on. For a panel fully outside, load another panel instead:
+  // its sums are not stored.
   PT_DEVICE void load_step(int use, int pair, int k, int row, int column) const {
     const uint32_t bar = ring.full(use), a = ring.buffer(use), b = a + kTile.a_bytes();
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
-    constexpr int kPartials = K::b_by_k ? kHalf / kPanelColumns : K::products;  // boxes of half of B
+    // boxes per half of B
+    constexpr int kPartials = K::b_by_k ? kHalf / kPanelColumns : K::products;
     const auto inside = [](int first, int64_t size) { return first < size ? first : int(size - 1) / kPanelColumns * kPanelColumns; };
     ring.producer_acquire(use);
     ring.producer_commit(use, kTile.a_bytes() + uint32_t(args.halves) * kHalfBytes);
@@ -174,7 +187,7 @@ struct Sm90Matmul {
     }
   }
 
-  // Apart for each width: where paths met, ptxas would copy sums in flight.
+  // Separate code per width: where the two paths merge, ptxas would copy accumulators in flight.
   PT_DEVICE void consume() const {
     if (args.halves == 2) consume_tiles<2>();
     else consume_tiles<1>();
@@ -198,11 +211,13 @@ struct Sm90Matmul {
     });
   }
 
-  // All steps of a tile. The first consumer leads the other by kTile.lead steps, but not where it could be two tiles ahead.
+  // Run all steps of a tile. The first consumer leads the second by kTile.lead steps, but never by
+  // two tiles.
   template <int N, class F>
   PT_DEVICE void make_sums(float (&x)[N], int& use, F begin) const {
     const bool leads = kTile.lead > 0 && steps() >= kTile.stages, first = consumer() == 0;
-    const int last_led = leads && first ? kTile.lead - 1 : -1;  // the step behind which the other begins
+    // the step after which the second consumer starts
+    const int last_led = leads && first ? kTile.lead - 1 : -1;
     if (leads && !first) ptx::bar_sync(3, kConsumers);
     for (int s = 0; s < steps(); ++s, ++use) {
       ring.consumer_wait(use);
@@ -216,15 +231,16 @@ struct Sm90Matmul {
     consumer_release_warp(ring, use - 1);
   }
 
-  // x (+)= the consumer's 64 rows of a step of A, times a step of B. 16 along k are 32 bytes inside the swizzle's rows, or two groups of
-  // eight rows.
+  // x (+)= the consumer's 64 rows of a step of A, times a step of B. 16 elements along k are 32
+  // bytes within the swizzle's rows, or two groups of eight rows.
   template <int N>
   PT_DEVICE void multiply(float (&x)[N], int use, bool accumulate) const {
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
     constexpr uint32_t kInside = 32, kGroups = 2 * kSwizzleAtom;
     const uint32_t a = ring.buffer(use) + uint32_t(consumer() * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
     static_assert(conforms(product_of_tiles(2 * N, K::a_by_k, K::b_by_k, kPanel)));
-    static_assert(kPanel == 64 * kSwizzleRow);  // so that a consumer's rows begin alike, however A lies
+    // a consumer's rows start at one offset in both layouts of A
+    static_assert(kPanel == 64 * kSwizzleRow);
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < kTile.step / 16; ++i)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which products the kernels for sm_90a take, and in what order their blocks go through the tiles: pure functions of the problem.
+// Support check of the sm_90a gemms and the order of their tiles. Pure functions of the problem.
 #pragma once
 
 #include <initializer_list>
@@ -10,8 +10,8 @@
 
 namespace pt::cuda {
 
-// Tiles in groups of some rows of tiles, a group column by column: blocks that run at once share rows of A and columns of B, which the L2
-// cache then holds.
+// Orders tiles in groups of some tile rows, a group column by column. Concurrent blocks then share
+// rows of A and columns of B, which the L2 cache holds.
 struct TileGrid {
   int down, across, group;
 
@@ -21,7 +21,8 @@ struct TileAt {
   int row, column;
 };
 constexpr TileAt tile_at(const TileGrid& grid, int n) {
-  const int first = n / (grid.group * grid.across) * grid.group, left = grid.down - first;  // the group's first row
+  // the group's first row
+  const int first = n / (grid.group * grid.across) * grid.group, left = grid.down - first;
   const int height = left < grid.group ? left : grid.group, rest = n - first * grid.across;
   return {first + rest % height, rest / height};
 }
@@ -31,17 +32,19 @@ constexpr bool makes_each_tile_once(const TileGrid& grid) {
 static_assert(makes_each_tile_once({5, 3, 2}) && makes_each_tile_once({4, 3, 16}) && makes_each_tile_once({1, 7, 1}));
 
 struct MatmulPlan {
-  const char* why_not;  // null: the kernels take the problem
+  const char* why_not;  // null: supported
   TileGrid grid;
-  int halves;  // of a tile: of kHalfColumns, or in a gated product half as many of each
+  int halves;  // halves per tile, each of kHalfColumns; gated, half as many of each product
   int64_t blocks;
 };
 
-// 16 rows of wide tiles by the 8 columns that are then on 132 multiprocessors: 2048 x 2048, of which least must be read.
+// 16 rows of wide tiles by the 8 columns that 132 SMs then process: 2048 x 2048, which minimizes
+// reads.
 constexpr int kGroupedRows = 2048;
 
-// Whether tiles of one half are expected to be done sooner than of two: where the wide ones leave multiprocessors idle in the last of one
-// or two rounds. A narrow tile takes five eighths of a wide one's time: half the products, which read a quarter more for each.
+// Return true if narrow tiles (one half) should finish sooner than wide tiles: when wide tiles
+// leave SMs idle in the last of one or two waves. A narrow tile takes 5/8 of a wide one's time,
+// because it has half the gemm and reads a quarter more per column.
 constexpr bool narrow_is_faster(int64_t wide, int64_t narrow, int multiprocessors) {
   const auto rounds = [&](int64_t tiles) { return (tiles + multiprocessors - 1) / multiprocessors; };
   return 5 * rounds(narrow) < 8 * rounds(wide);
@@ -50,7 +53,8 @@ static_assert(narrow_is_faster(66, 132, 132) && !narrow_is_faster(67, 134, 132) 
 static_assert(narrow_is_faster(133, 266, 132) && narrow_is_faster(198, 396, 132) && !narrow_is_faster(199, 398, 132));
 static_assert(narrow_is_faster(500, 500, 132) && !narrow_is_faster(300, 600, 132));
 
-constexpr int64_t kLargestSide = (int64_t(1) << 31) - 1024;  // of a matrix: TMA's coordinates have 32 bits
+// of a matrix: TMA has 32-bit coordinates
+constexpr int64_t kLargestSide = (int64_t(1) << 31) - 1024;
 
 inline const char* matmul_why_not(const Product& p) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
@@ -89,8 +93,9 @@ inline MatmulPlan plan_matmul(const Product& p, int multiprocessors) {
   return plan;
 }
 
-// Whether a product with nothing behind it is left to cuBLAS. Until a run on a GPU shows these kernels ahead of it: always, but where
-// `ours` are asked for (PYTRANSFORMER_CUDA_PATH=sm90, which tests and comparisons set).
+// Return true if cuBLAS computes a gemm without a fused op: always, until a GPU run shows that
+// these kernels are faster. `ours` (PYTRANSFORMER_CUDA_PATH=sm90, set by tests and comparisons)
+// overrides it.
 constexpr bool kPlainGemmsAreOurs = false;
 inline bool use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) {
   const bool fills = rows >= kMatmulTile.rows() && columns >= kMatmulTile.columns && depth >= kMatmulTile.step;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over the rows of what an epilogue makes, for the gradients of biases: of 64 rows each, in a fixed order.
+// Column sums of an epilogue's results, for bias gradients: over 64 rows each, in a fixed order.
 #pragma once
 
 #include "cuda/matmul/sm90/epilogue.cuh"
 
 namespace pt::cuda {
 
-// The lane's sums over its warp's 16 rows, of its column 8 (k / 2) + 2 (lane % 4) + k % 2 of 32, k = lane / 4: at each step half of the
-// columns go to the lane that has the other rows.
+// Return the sum over the warp's 16 rows of column 8 (k / 2) + 2 (lane % 4) + k % 2 of 32, k = lane
+// / 4. At each step a lane sends half of its columns to the lane with the other rows.
 PT_DEVICE float sum_over_rows(const float (&v)[8]) {
   const bool upper = lane_id() & 16, middle = lane_id() & 8, odd = lane_id() & 4;
   float four[4], two[2];
@@ -18,7 +18,7 @@ PT_DEVICE float sum_over_rows(const float (&v)[8]) {
   return (odd ? two[1] : two[0]) + ptx::shfl_xor(odd ? two[0] : two[1], 4);
 }
 
-// Of one bias, for a consumer: its warps' sums in shared memory, (4, 128), then their sum.
+// Sums of one bias per consumer: per warp in shared memory, (4, 128), then their total.
 struct BiasSums {
   static constexpr int kColumns = kHalfColumns;
   static constexpr uint32_t kBytes = 4 * kColumns * sizeof(float);
@@ -28,10 +28,10 @@ struct BiasSums {
     const int k = lane_id() / 4, column = strip * kStripColumns + 8 * (k / 2) + 2 * (lane_id() % 4) + k % 2;
     ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column), sum_over_rows(v));
   }
-  // After a barrier of the consumer.
+  // Called after a barrier of the consumer.
   PT_DEVICE void store(float* partials, const MatmulPlace& place) const {
     if (!partials || place.row >= place.rows) return;
-    static_assert(kColumns == 128);  // a thread has one
+    static_assert(kColumns == 128);  // one column per thread
     const int column = int(threadIdx.x) % 128;
     if (place.column + column >= place.columns) return;
     float sum = 0.0f;
