@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-full wheel bench verify try performance golden inspect tune check format clean
+.PHONY: help install build demo test test-full wheel bench verify try performance golden inspect tune docs check format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ inspect: install  ## what the GPU kernels take (registers, spills, shared memory
 
 tune: install  ## on a GPU: measure the Triton kernels' configurations, write kernels/tuned/<gpu>/
 	$(BIN)/python bench/tools/tune.py
+
+docs:  ## the documentation site, with an API reference and search, into build/site
+	@$(PYTHON) bench/tools/install.py --extras docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check:  ## formatting, lint, types and layout
 	@$(PYTHON) bench/tools/install.py --extras test,dev
