@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention on a GPU, binding: reads the problem, plans it, allocates what the passes share, launches.
+// Binding of attention on a GPU: reads the problem, plans it, allocates shared scratch and
+// launches.
 #include <string>
 
 #include "cuda/attention/binding.h"
@@ -9,7 +10,7 @@ namespace {
 
 using namespace pt::cuda;
 
-// Of the current device.
+// Return the properties of the current device.
 Gpu current_gpu() { return {runs_sm90a(), multiprocessors()}; }
 
 void pack_key_padding(AttentionBinding& e, const Tensor& like, void* stream) {
@@ -20,7 +21,8 @@ void pack_key_padding(AttentionBinding& e, const Tensor& like, void* stream) {
   e.p.key_padding.data = f.bits;
 }
 
-// Lists the blocks of a dense boolean mask in which something is visible, for kernels that walk blocks of keys, and of queries.
+// Build lists of the blocks of a dense boolean mask that have a visible pair, for kernels that
+// iterate over KV tiles (of_queries) or Q tiles (of_keys).
 void list_blocks(AttentionBinding& e, bool of_queries, bool of_keys, const Tensor& like, void* stream) {
   AttentionMaskLists f = e.take_mask_lists();
   if (!f.masks || !(of_queries || of_keys)) return;
@@ -35,7 +37,8 @@ void list_blocks(AttentionBinding& e, bool of_queries, bool of_keys, const Tenso
   e.p.blocks.places = 1;
 }
 
-// Bits of pairs for the kernels of sm_90a, by queries or by keys: of a dense boolean mask, and of dropout.
+// Pack bits per pair for the sm_90a kernels, by queries or by keys: of a dense boolean mask, and of
+// dropout.
 void pack_pair_bits(AttentionBinding& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
   AttentionProblem& p = e.p;
   if (!(by_queries || by_keys)) return;
@@ -71,7 +74,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
-  // With score_mod forward draws for itself.
+  // With score_mod, the forward kernel draws dropout itself.
   pack_pair_bits(e, plan.on_sm90(), false, !plan.sm90.has_score_mod, lse, stream);
   f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
@@ -84,7 +87,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   attention_forward(f, plan, stream);
 }
 
-// What backward passes read of each query: delta, and lse as they want it.
+// Compute the row stats of backward: delta, and row_max from lse.
 AttentionPreprocess preprocess(AttentionBinding& e, const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& out,
                                const Tensor& lse, void* stream) {
   AttentionPreprocess r{};
@@ -97,7 +100,7 @@ AttentionPreprocess preprocess(AttentionBinding& e, const Tensor& grad_out, cons
   return r;
 }
 
-// The log2 of each query's sum, where lse has lost it; row_max then holds no more than the maximum.
+// Recompute log2 of each row's sum if lse lost it; row_max then holds the maximum alone.
 const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess& r, const Tensor& lse, void* stream) {
   AttentionForward f{};
   f.p = e.p, f.at = r.at, f.lse = const_cast<float*>(r.lse);
@@ -106,7 +109,7 @@ const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess&
   return f.log2_sum;
 }
 
-// d_query, d_key and d_value, those that are wanted, and partial sums.
+// Compute the requested ones of d_query, d_key and d_value, and partial sums.
 void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& plan, const Tensor& lse, void* stream) {
   if (plan.is_fused()) {
     g.dq_accum = plan.turns ? e.floats_like(lse, "dq_accum", plan.dq_accum) : e.zeros_like(lse, "dq_accum", plan.dq_accum);
@@ -123,7 +126,7 @@ void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& p
   }
 }
 
-// The gradients of slopes and T5's table: sums of what the tiles of queries left.
+// Reduce the Q tiles' partial sums to the gradients of slopes and T5's table.
 void reduce_partials(AttentionBinding& e, const AttentionBackward& g, int tiles, const MaybeTensor& dslopes, const MaybeTensor& dtable,
                      const MaybeTensor& bucket_ranges, void* stream) {
   AttentionReducePartials sums{nullptr, nullptr, nullptr, e.p.sequences, e.p.heads, tiles, 1, 1, {}};
@@ -186,8 +189,9 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   }
 }
 
-// What a call would run if all gradients were wanted, as JSON: of each pass why not by the kernels for sm_90a, or null; the float32 numbers
-// to which blocks would add d_query; the queries and keys that a block of a block mask must have; and whether a dense mask is listed.
+// Return a call's plan with all gradients as JSON: per pass the reason why the sm_90a kernels do
+// not run it, or null; the number of float32 values in dq_accum; the minimum queries and keys of a
+// block of a block mask; and if a dense mask gets block lists.
 std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
                            int64_t) {
   AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)}, AttentionBinding::Purpose::plan);
@@ -215,7 +219,7 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
   };
   const PassPlan forward = plan_attention_forward(f, current_gpu());
   tell("forward", forward.sm90);
-  if (page_table || key_scale) {  // without gradients
+  if (page_table || key_scale) {  // forward only
   } else if (plan.is_fused()) tell("bwd_fused", plan.fused);
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
   for (int i = 0; i < 2; ++i)

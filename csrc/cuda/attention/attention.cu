@@ -12,18 +12,19 @@ namespace pt::cuda {
 
 namespace {
 
-// Calls run(T{}) for the type of the problem's elements.
+// Call run(T{}) for the problem's element type.
 template <class F>
 void with_dtype(const AttentionProblem& p, F run) {
   switch (p.dtype) {
     case DType::f32: return run(float{});
     case DType::bf16: return run(ptx::bf16{});
     case DType::f16: return run(ptx::f16{});
-    case DType::f64: return;  // refused at the binding
+    case DType::f64: return;  // rejected by the binding
   }
 }
 
-// The kernels for sm_90a if the plan says so; then the portable ones: alone, or for the tiles that those flagged.
+// Launch the sm_90a kernels if planned. Then launch the portable kernels, either alone or for the
+// tiles that the sm_90a kernels flagged.
 template <class F, class G>
 void run_pass(const AttentionProblem& p, const PassPlan& plan, bool flagged, F sm90, G sm80) {
   if (plan.on_sm90()) with_half(p, sm90);
@@ -77,7 +78,7 @@ void attention_backward_preprocess(const AttentionPreprocess& r, void* stream) {
 
 void attention_backward_dq(const AttentionBackward& g, const PassPlan& plan, void* stream) {
   AttentionBackward portable = g;
-  // What hidden rows hold reaches no sum of dS.
+  // Values of hidden rows do not reach the sums of dS.
   if (plan.on_sm90()) portable.slope_partials = portable.diagonal_partials = nullptr;
   run_pass(
       g.p, plan, g.recompute.flags, [&](auto t) { sm90_attention_bwd_dq_as<decltype(t)>(g, plan.sm90, stream); },

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The binding of attention: the arguments that its raw ops share, and the problem that they make. For bindings only.
+// Builds an attention problem from the arguments that its raw ops share. For bindings only.
 //
-// query, key, value and grad_out arrive with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes long, widened
-// by zeros if need be; results have their own head sizes. Lq and Lk are not zero: see pytransformer/ops/_backends/cuda/attention.py.
+// Rows of query, key, value and grad_out start at multiples of 16 bytes and have a multiple of 16
+// bytes, zero-padded by the caller if necessary; results have the original head sizes. Lq and Lk
+// are not zero: see pytransformer/ops/_backends/cuda/attention.py.
 #pragma once
 
 #include <vector>
@@ -12,7 +13,7 @@
 
 namespace pt::cuda {
 
-// What all raw ops of attention take: X(type, name, its type in the schema).
+// Arguments of every raw attention op: X(type, name, its type in the schema).
 #define PT_ATTENTION_ARGUMENTS(X)              \
   X(MaybeTensor, mask, "Tensor?")              \
   X(MaybeTensor, bias, "Tensor?")              \
@@ -61,8 +62,8 @@ struct AttentionArguments {
   PT_ATTENTION_ARGUMENTS(PT_MEMBER)
 };
 
-// Makes a problem of tensors, and holds what it reaches. A call that is only planned launches nothing and has no results yet: tensors that
-// it would copy or make stand there as if they were.
+// Builds a problem from tensors and owns its scratch. With Purpose::plan nothing is launched and
+// results do not exist yet: placeholders replace tensors that the call would copy or create.
 class AttentionBinding {
  public:
   enum class Purpose { call, plan };
@@ -79,7 +80,7 @@ class AttentionBinding {
     lists_mask_ = a.list_mask && p.mask.data && p.mask.type == DenseType::boolean && !packed_ && p.key_start % 32 == 0;
   }
 
-  // Rows that kernels copy 16 bytes at a time.
+  // Return rows that kernels copy 16 bytes at a time.
   In rows_of(const Tensor& t, const char* name, bool whole = true) {
     check_dtype(t, name);
     return rows_in_pieces(t, name, whole);
@@ -99,7 +100,7 @@ class AttentionBinding {
     return out;
   }
 
-  // A number for each query: contiguous float32.
+  // Return the address of contiguous values, one per query.
   template <class T>
   T* per_query(const Tensor& t, const char* name) {
     STD_TORCH_CHECK(t.dim() == dims() - 1, "attention: ", name, " must have ", dims() - 1, " dimensions");
@@ -110,7 +111,7 @@ class AttentionBinding {
     return {int64_t(p.heads) * p.num_queries, p.num_queries, 1};
   }
 
-  // A mask's or bias's gradient, data null where none is wanted; without the call's other scratch.
+  // Return the gradient of a mask or bias, without scratch; data is null if it is not requested.
   AttentionDbias dense_gradient(const MaybeTensor& t, const char* name, const MaybeTensor& of) {
     AttentionDbias f{};
     if (!t) return f;
@@ -128,8 +129,8 @@ class AttentionBinding {
     return f;
   }
 
-  // Key padding (a boolean mask that is alike for all queries and heads) as it stands in the problem, without its bits: none if there is no
-  // such mask.
+  // Take key padding (a boolean mask that is equal for all queries and heads) out of the problem,
+  // without its bitmap. Returns no masks if there is none.
   AttentionKeyPadding take_key_padding() {
     AttentionKeyPadding f{};
     if (!p.mask.data || packed_ || p.mask.type != DenseType::boolean || p.mask.head || p.mask.query) return f;
@@ -140,7 +141,7 @@ class AttentionBinding {
     return f;
   }
 
-  // The boolean mask whose blocks are to be listed, without memory; no masks if there is none.
+  // Return the boolean mask that gets block lists, without memory; no masks if there is none.
   AttentionMaskLists take_mask_lists() const {
     AttentionMaskLists f{};
     if (!lists_mask_ || !p.mask.data) return f;
@@ -150,7 +151,7 @@ class AttentionBinding {
     STD_TORCH_CHECK(f.blocks() < 1 << 30, "attention: ", f.blocks(), " blocks of a mask; fewer than 2^30 can be listed");
     return f;
   }
-  // Lists of those blocks in memory of their own, which f gets too.
+  // Allocate the lists of those blocks; f gets them too.
   BlockLists lists_like(const Tensor& like, AttentionMaskLists& f, bool by_keys) {
     f.by_keys = by_keys;
     const int64_t lists = int64_t(f.masks) * f.lists(), of_sequence = 2 * int64_t(f.lists()) * f.heads;
@@ -163,8 +164,8 @@ class AttentionBinding {
     return l;
   }
 
-  // Scratch: float32 numbers, or zeros; for flags, if any are wanted. Dropped with this: torch's allocator gives the memory to later work
-  // of the same stream only.
+  // Allocate scratch: float32 values, zeros, or flags if there are any. Freed with this object;
+  // torch's allocator gives the memory only to later work of the same stream.
   float* floats_like(const Tensor& like, const char* name, int64_t n) { return scratch<float>(like, name, {n}, ScalarType::Float, false); }
   float* zeros_like(const Tensor& like, const char* name, int64_t n) { return scratch<float>(like, name, {n}, ScalarType::Float, true); }
   uint32_t* zero_words_like(const Tensor& like, const char* name, int64_t n) {
@@ -234,7 +235,8 @@ class AttentionBinding {
     if (!read_eight_bits(key, value, a)) p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
   }
 
-  // Keys and values in eight bits, if they are, and their scales. Rows are of 16 columns or a multiple, so that a piece has 16 of them.
+  // Read eight-bit keys and values and their scales. Rows have a multiple of 16 columns, so 16
+  // bytes hold 16 of them.
   bool read_eight_bits(const Tensor& key, const Tensor& value, const AttentionArguments& a) {
     p.eight_bits = eight_bits_of(key);
     STD_TORCH_CHECK(bool(a.key_scale) == p.in_eight_bits() && bool(a.value_scale) == p.in_eight_bits(),
@@ -253,7 +255,7 @@ class AttentionBinding {
     return true;
   }
 
-  // Key and value are pools then. Entries are clamped by the kernels.
+  // Read pages: key and value are pools. Kernels clamp the table's entries.
   void read_pages(const Tensor& table, const Tensor& key, const AttentionArguments& a) {
     const ScalarType type = table.scalar_type();
     STD_TORCH_CHECK(!packed_ && a.key_lengths, "attention: page_table needs key_lengths, and no packed sequences");
@@ -313,7 +315,7 @@ class AttentionBinding {
     }
   }
 
-  // Shapes are looked at here, and the numbers in lists clamped by the kernels.
+  // Read a block mask. Checks shapes here; kernels clamp the lists' values.
   void read_blocks(const AttentionArguments& a) {
     const Tensor& bits = *a.block_bits;
     STD_TORCH_CHECK(a.block_offsets && a.block_entries && a.key_block_offsets && a.key_block_entries && bits.dim() == 3,
@@ -350,7 +352,8 @@ class AttentionBinding {
     p.blocks.keys = lists(*a.key_block_offsets, *a.key_block_entries, p.num_keys, keys, p.num_queries, queries);
     p.blocks.places = int(bits.size(0));
     const int32_t* words = integers_of(bits, "block bits");
-    p.blocks.bits = static_cast<const uint32_t*>(bits.size(0) ? static_cast<const void*>(words) : kPlanned);  // without bits none are read
+    // without partial blocks no bits are read
+    p.blocks.bits = static_cast<const uint32_t*>(bits.size(0) ? static_cast<const void*>(words) : kPlanned);
   }
   static int log2_of(int64_t n) { return __builtin_ctzll(uint64_t(n)); }
 

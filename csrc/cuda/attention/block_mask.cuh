@@ -1,47 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block masks: the tiles that a list of blocks leaves of a range, and the pairs of a block of which only some are visible.
+// Block masks: the tiles of a range that a block list contains, and the visible pairs of a partial
+// block.
 //
-// As in FlexAttention (Dong et al., 2024) a kernel's tile lies within one block: a block of threads has one list for its rows, and a tile
-// of columns one entry. What is out of the range of the rows' bounds is skipped. Numbers from memory are clamped: lists that are wrong give
-// wrong results, and no address outside the tensors.
+// As in FlexAttention (Dong et al., 2024), a kernel's tile lies within one block, so a thread block
+// has one list for its rows, and a tile of columns has one entry. Tiles outside the rows' bounds
+// are skipped. Values from memory are clamped: wrong lists give wrong results but no address
+// outside the tensors.
 #pragma once
 
 #include "cuda/attention/score_mod.cuh"
 
 namespace pt::cuda {
 
-constexpr int kNoTile = 1 << 30;  // behind the last of any range
+constexpr int kNoTile = 1 << 30;  // past every range
 
-// The tiles of `Streamed` columns that rows see, in order: of a range, those in the blocks of a list, but for those in a gap.
+// Iterates in order over the tiles of `Streamed` columns that are in a range and in the blocks of a
+// list, but not in the gap.
 //
 //   TileList<true, 32> tiles(lists, ...);
 //   for (int t = tiles.first(range); t < range.last; t = tiles.leave(t)) ...
 //
-// Listed: there may be a block mask or a gap; where there is no mask, one block holds all tiles.
+// Listed: there may be a block mask or a gap. Without a mask, one block holds all tiles.
 template <bool Listed, int Streamed>
 class TileList {
  public:
-  // Of sequence b, head h and the rows from `row` on.
+  // For sequence b, head h and the rows from `row` on.
   PT_DEVICE TileList(const BlockLists& lists, int b, int h, int row, Range gap = {0, 0}) : lists_(lists), gap_(gap) {
     if (!Listed || !lists.offsets) return;
     const int32_t* const at = lists.offsets + b * lists.batch + h * lists.head + (row >> lists.row_bits) * lists.list;
     entry_ = max(0, min(int(ptx::ld_global_u32(at)), lists.num_entries)), end_ = min(int(ptx::ld_global_u32(at + 1)), lists.num_entries);
   }
 
-  // Where another one stands: at its entry(), before its end().
+  // Resume at another list's entry() and end().
   PT_DEVICE TileList(const BlockLists& lists, int entry, int end) : lists_(lists), entry_(entry), end_(end) {}
   PT_DEVICE int entry() const { return entry_; }
   PT_DEVICE int end() const { return end_; }
 
-  // The first tile of the range.
+  // Return the range's first tile.
   PT_DEVICE int first(const Tiles& range) {
     if (!Listed || range.count() <= 0) return range.first;
     const int t = seek(range.first);
     return gap_.has(t) ? seek(gap_.hi) : t;
   }
-  // The one after tile t of the current block.
+  // Return the tile after tile t of the current block.
   PT_DEVICE int after(int t) const { return TileList(*this).leave(t); }
-  // The same, and goes on to it.
+  // As after(), and advance to that tile.
   PT_DEVICE int leave(int t) {
     if (!Listed) return t + 1;
     int next = t + 1;
@@ -49,7 +52,8 @@ class TileList {
     if (!gap_.has(next)) return next;
     return seek(gap_.hi);
   }
-  // Where the bits of the current block are, or 0 where a dense mask is asked; negative: the mask hides no pair of it.
+  // Return the index of the current block's bits, 0 if the dense mask is read instead, or a
+  // negative number if the mask hides no pair of the block.
   PT_DEVICE int place(const AttentionProblem& p) const {
     if (!Listed) return -1;
     if (!lists_.offsets) return p.mask.data ? 0 : -1;
@@ -57,10 +61,10 @@ class TileList {
   }
 
  protected:
-  // The first tile from t on that the list has; goes on to its block.
+  // Return the list's first tile from t on; advance to its block.
   PT_DEVICE int seek(int t) {
     if (!lists_.offsets) return t;
-    for (int end = end_; entry_ < end;) {  // the first block that ends behind t
+    for (int end = end_; entry_ < end;) {  // binary search for the first block that ends after t
       const int middle = (entry_ + end) / 2;
       if ((block(middle) + 1) * tiles_of_block() > t) end = middle;
       else entry_ = middle + 1;
@@ -79,7 +83,7 @@ class TileList {
   int entry_ = 0, end_ = 0;
 };
 
-// The pairs that do not lie in the gap between the global keys and a query's window, of those that bounds leave visible.
+// Return the pairs of `visible` outside the gap between the global keys and a query's window.
 template <int NB, class P>
 PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const P& at, uint32_t visible) {
   if (!p.global_keys) return visible;
@@ -91,12 +95,13 @@ PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, co
   return visible & outside;
 }
 
-// The pairs of a fragment that are visible in the block whose bits are at `place`; 16 or 32 keys from a multiple of as many on.
+// Return the visible pairs of a fragment in the partial block with bits at `place`; 16 or 32 keys,
+// starting at a multiple of their number.
 template <bool Transposed, int NB>
 PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Place& at) {
   const int query_bits = mask.queries.row_bits, key_bits = mask.queries.column_bits;
   const int i = (Transposed ? at.column : at.row) & ((1 << query_bits) - 1), j = (Transposed ? at.row : at.column) & ((1 << key_bits) - 1);
-  const int to_next_query = key_bits - 5;  // words, as bits of a shift
+  const int to_next_query = key_bits - 5;  // in words, as a shift
   const uint32_t* const first = mask.bits + (((int64_t(place) << query_bits) + i) << to_next_query) + j / 32;
   uint32_t visible = 0;
   if constexpr (Transposed) {
@@ -105,7 +110,7 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
       PT_UNROLL
       for (int e = 0; e < 2; ++e) {
         const uint32_t word = ptx::ld_global_u32(first + ((8 * n + e) << to_next_query)) >> j % 32;
-        visible |= ((word & 1) | (word >> 8 & 1) << 2) << (4 * n + e);  // of keys 8 apart
+        visible |= ((word & 1) | (word >> 8 & 1) << 2) << (4 * n + e);  // two keys, 8 apart
       }
     }
   } else {
@@ -122,7 +127,8 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
   return visible;
 }
 
-// The pairs of a tile that bounds and global keys leave visible, if they cut it, padding gaps, whose keys are columns, and its block.
+// Return a tile's visible mask: bounds and global keys (if `cut`), padding gaps (keys are columns),
+// and its block.
 template <class K, bool Transposed, int NB, class P>
 PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const P& at, const Range (&bounds)[2], bool cut,
                                    int place) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward, what comes before all passes: D and lse of each query.
+// Attention backward, bwd_preprocess: delta and lse of each query.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -10,7 +10,7 @@
 
 namespace pt::cuda {
 
-// Eight lanes for each query: they read 16 bytes at a time, without waiting for lse.
+// Eight lanes per query: they read 16 bytes at a time and do not wait for lse.
 constexpr int kRowLanes = 8, kRowsOfABlock = 128 / kRowLanes;
 
 template <class K>
@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(128) attention_bwd_preprocess_kernel(const __g
   const AttentionProblem& p = r.p;
   LaneTeam team(kRowLanes);
   const int64_t row = int64_t(blockIdx.x) * kRowsOfABlock + team.team(), per_sequence = int64_t(p.heads) * p.num_queries;
-  if (row - team.team() % (32 / kRowLanes) >= p.sequences * per_sequence) return;  // none of the warp's rows is there
+  // the warp has no rows
+  if (row - team.team() % (32 / kRowLanes) >= p.sequences * per_sequence) return;
   const bool exists = row < p.sequences * per_sequence;
   const int b = exists ? int(row / per_sequence) : 0, h = int(row % per_sequence / p.num_queries), i = int(row % p.num_queries);
   const Sequence s(p, b);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward, sums that no pass owns: the gradients of ALiBi's slopes and of T5's table, from what the pass for d_query left, and
-// of sinks, from row stats.
+// Attention backward, final reductions: the gradients of ALiBi's slopes and of T5's table from
+// bwd_dq's partials, and of sinks from row stats.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -10,7 +10,7 @@
 
 namespace pt::cuda {
 
-// A block for each head, in a fixed order.
+// One block per head, in a fixed order.
 PT_DEVICE void sum_over_queries(const AttentionDsinks& f) {
   const AttentionProblem& p = f.p;
   const int h = int(blockIdx.x);
@@ -35,7 +35,7 @@ PT_DEVICE void sum_over_queries(const AttentionDsinks& f) {
   if (threadIdx.x == 0) store_one(f.sums + h, sink == minus_infinity() ? 0.0f : sum);
 }
 
-// A warp for each number.
+// One warp per output.
 template <class K>
 __global__ void __launch_bounds__(kReduceThreads) attention_bwd_reduce_partials_kernel(const __grid_constant__ AttentionReducePartials f) {
   if (f.sinks.sums) return sum_over_queries(f.sinks);

@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward: what its passes share. Each sum belongs to one block, which adds in a fixed order: no atomics.
+// Attention backward, shared by its kernels. One block owns each sum and adds in a fixed order: no
+// atomics.
 //
-//   P = e^(s - lse),  D = rows of (out * d_out) - d_lse,  dP = keep * keep_scale * (d_out @ value^T)
-//   dS = P * (dP - D);  d_value = (keep * keep_scale * P)^T @ d_out;  dX = dS * (1 - tanh^2) with softcap, else dS
-//   d_query = scale * dX @ key;  d_key = scale * dX^T @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
+//   P = e^(s - lse),  D = rows of (out * d_out) - d_lse
+//   dP = keep * keep_scale * (d_out @ value^T),  dS = P * (dP - D)
+//   dX = dS * (1 - tanh^2) with softcap, else dS
+//   d_value = (keep * keep_scale * P)^T @ d_out
+//   d_query = scale * dX @ key;  d_key = scale * dX^T @ query
+//   d_mask, d_bias, d_slopes, d_table: sums of dS
 #pragma once
 
 #include "cuda/attention/block_mask.cuh"
 
 namespace pt::cuda {
 
-// Of a query: its maximum in natural units (or lse; +inf if it sees nothing), log2 of the sum, and D.
+// Row stats: the maximum in natural units (or lse; +inf for a row without visible keys), log2 of
+// the sum, and delta.
 struct RowStats {
   float row_max, log2_sum, delta;
 };
@@ -19,15 +24,16 @@ PT_DEVICE RowStats read_row_stats(const AttentionBackward& g, int64_t at, bool h
           here ? load_one(g.delta + at) : 0.0f};
 }
 
-// Stores the sums of dS of the distances to where T5's bias begins to change, and from where it ends.
+// Store the sums of dS for distances before the range of T5's table and after it.
 PT_DEVICE void store_far(float* sums, const AttentionProblem& p, float below, float above) {
   store_one(sums, below);
   if (p.before + p.after > 0) store_one(sums + p.before + p.after, above);
   else store_one(sums, below + above);
 }
 
-// Turns x, products q.k, into dX, and dp, products d_out.v, into dS; weights becomes P after dropout, not scaled. row_stats(n, r): of the
-// query of an element; ask_mask() as ScoreMod has it. Returns the pairs that are visible.
+// Compute dX from x (= q.k) and dS from dp (= d_out.v), in place; weights becomes P after dropout,
+// unscaled. row_stats(n, r) returns the stats of an element's query; ask_mask() is as in ScoreMod.
+// Returns the visible mask.
 template <class K, bool Transposed, int NB, class A, class F>
 PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transposed>& score_mod, float (&x)[NB][4], float (&dp)[NB][4],
                              float (&weights)[NB][4], const Place& at, uint32_t visible, bool cut, A ask_mask, F row_stats) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward of few queries: the splits of each row put together, in order.
+// Split KV, second kernel: merges the splits' partials of each row, in order.
 //
-//   m = max_s m_s;  l = sum_s l_s e^(m_s - m);  out = sum_s o_s e^(m_s - m) / l * keep_scale;  lse = m + ln l
+//   m = max_s m_s;  l = sum_s l_s e^(m_s - m);  out = sum_s o_s e^(m_s - m) / l * keep_scale
+//   lse = m + ln l
 //
-// A block has a row, each of its warps the splits of one remainder, and a lane four neighbouring columns of every 128: all that a row needs
-// is on its way after two waits, one for statistics and one for values. A split in which the row saw nothing has l_s = 0
-// and no values: it is not added, whatever stands there.
+// One block per row. Each warp takes every kMergeWarps-th split, and a lane four neighboring
+// columns of every 128, so a row waits for memory only twice: for stats and for values. A split
+// without visible keys has l_s = 0 and no values; its memory is not used.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -15,10 +16,11 @@
 
 namespace pt::cuda {
 
-// The weights of a row's splits, and its maximum and sum; in every warp, a lane those of splits lane and lane + 32.
+// The weights of a row's splits, and its maximum and sum. Every warp has them; a lane holds splits
+// lane and lane + 32.
 struct SplitWeights {
   static constexpr int kPerLane = kMostSplits / 32;
-  static constexpr float kNone = -1.0f;  // of a split without values; a weight of 0 may be one of NaN
+  static constexpr float kNone = -1.0f;  // split without values; a weight of 0 may belong to a NaN
   float weight[kPerLane], row_max = minus_infinity(), sum = 0.0f;
 
   PT_DEVICE SplitWeights(const float* stats, int splits) {
@@ -39,7 +41,7 @@ struct SplitWeights {
     }
     sum = LaneTeam(32).sum({sum, 0.0f}).a;
   }
-  // By all lanes.
+  // Return a split's weight; every lane calls this.
   PT_DEVICE float of(int split) const {
     float x = weight[0];
     PT_UNROLL
@@ -48,7 +50,7 @@ struct SplitWeights {
   }
 };
 
-// x[n] += the values of splits first, first + kMergeWarps and so on times their weights, of columns 128 n + 4 lane to + 3.
+// x[n] += weight * values of splits first, first + kMergeWarps, ..., columns 128 n + 4 lane to + 3.
 constexpr int kMergeWarps = kMergeThreads / 32, kSplitsAtOnce = 8;
 template <int N>
 PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeights& weights, int first, int splits, int columns) {
@@ -64,7 +66,8 @@ PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeig
         const int split = group + kMergeWarps * i;
         weight[i] = weights.of(split % kMostSplits);
         if (split >= splits || column >= columns) weight[i] = SplitWeights::kNone;
-        more[i] = ptx::ld_global_v4(values + (weight[i] < 0.0f ? 0 : split * columns + column));  // without a branch, which would wait
+        // A select, because a branch would wait for the weight.
+        more[i] = ptx::ld_global_v4(values + (weight[i] < 0.0f ? 0 : split * columns + column));
       }
       PT_UNROLL
       for (int i = 0; i < kSplitsAtOnce; ++i) {

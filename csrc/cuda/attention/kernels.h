@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers, called by the binding, each with its pass's plan. They run on the current device, in order with the stream, and throw
-// std::runtime_error.
+// The launchers for the binding, each with its pass's plan. They run on the current device in
+// stream order and throw std::runtime_error.
 #pragma once
 
 #include "cuda/attention/plan.h"
@@ -9,15 +9,16 @@ namespace pt::cuda {
 
 void attention_key_padding(const AttentionKeyPadding& f, void* stream);
 void attention_pair_bits(const AttentionPairBits& f, void* stream);
-// States of blocks, or lists of them: see AttentionMaskLists.
+// Compute block states, or block lists: see AttentionMaskLists.
 void attention_mask_lists(const AttentionMaskLists& f, void* stream);
 // f.recompute is the plan's, with flags.
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream);
 void attention_backward_preprocess(const AttentionPreprocess& r, void* stream);
 void attention_backward_dq(const AttentionBackward& g, const PassPlan& plan, void* stream);
 void attention_backward_dkdv(const AttentionBackward& g, const PassPlan& plan, void* stream);
-// d_query, d_key and d_value at once, the first added across blocks: to g.dq_accum, of as many numbers as the plan says. In order, by
-// `turns`, as many zeros as the plan says; or, if that is null, in any order, and then the numbers are zeros.
+// Compute d_query, d_key and d_value at once. Blocks add d_query to g.dq_accum, whose size is in
+// the plan: in the order given by `turns` (zeros, size in the plan), or in any order if `turns` is
+// null, and then g.dq_accum contains zeros.
 void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns, void* stream);
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream);
 void attention_backward_dsinks(const AttentionDsinks& f, void* stream);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Key padding: a boolean mask that is alike for all queries and heads, as bits and bounds. See KeyPadding in problem.h.
+// Key padding, a boolean mask that is equal for all queries and heads, as a bitmap and bounds. See
+// KeyPadding in problem.h.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -8,7 +9,7 @@
 
 namespace pt::cuda {
 
-// Of one mask, by a block of threads: a thread makes a word of 32 keys at a time.
+// Pack one mask with one block: a thread packs a word of 32 keys at a time.
 PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
   const int count = KeyPadding::words(f.num_keys, f.before);
   const uint8_t* const mask = static_cast<const uint8_t*>(f.mask.data) + blockIdx.x * f.mask.batch;
@@ -18,7 +19,7 @@ PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
     uint8_t bytes[32];
     uint32_t word = 0;
     PT_UNROLL
-    for (int i = 0; i < 32; ++i) {  // apart from their use: all in flight at once
+    for (int i = 0; i < 32; ++i) {  // separate from their use, so all loads are in flight at once
       const int key = 32 * w + i - f.before;
       bytes[i] = key >= 0 && key < f.num_keys ? ptx::ld_global_u8(mask + key * f.mask.key) : 0;
     }
@@ -37,7 +38,7 @@ PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
   const auto across = [](int x, int d) { return int(ptx::shfl_xor_u32(uint32_t(x), d)); };
   for (int d = 1; d < 32; d *= 2) take(across(first, d), across(end, d), across(visible, d));
 
-  const uint32_t found = ptx::dynamic_smem();  // 16 bytes a warp
+  const uint32_t found = ptx::dynamic_smem();  // 16 bytes per warp
   const auto word_of = [&](int warp, int i) { return found + warp * 16 + i * 4; };
   const int own = int(threadIdx.x) / 32;
   if (lane_id() == 0) {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which blocks of a dense boolean mask have a visible pair, and lists of them, which the kernels walk as those of a block mask.
+// States of the blocks of a dense boolean mask, and lists of its non-empty blocks, which kernels
+// use like those of a block mask.
 //
-// One pass reads the mask at the strides that it has, a broadcast dimension once: a block of threads says of kListedBlock x kListedBlock
-// pairs whether none, some or all are visible. A second one, of 1/16384 of the size, writes lists. The pass goes by the mask alone, never
-// by lengths or causality, which cut the lists as they cut ranges of tiles.
+// The first pass reads the mask with its strides, a broadcast dimension once: one thread block
+// reports if none, some or all of kListedBlock x kListedBlock pairs are visible. The second pass,
+// on 1/16384 of the data, writes lists. Both use the mask alone; lengths and causality bound the
+// lists later, as they bound ranges of tiles.
 #pragma once
 
 #include "cuda/attention/key_padding.cuh"
@@ -15,10 +17,12 @@ struct Visible {
   bool some = false, all = true;
   PT_DEVICE void take(bool theirs_some, bool theirs_all) { some |= theirs_some, all &= theirs_all; }
   PT_DEVICE void take(uint8_t pair) { take(pair != 0, pair != 0); }
-  PT_DEVICE void take(uint32_t four) { take(four != 0, ((four - 0x01010101u) & ~four & 0x80808080u) == 0); }  // no byte is zero
+  // all: no byte is zero
+  PT_DEVICE void take(uint32_t four) { take(four != 0, ((four - 0x01010101u) & ~four & 0x80808080u) == 0); }
 };
 
-// This thread's share of the block of pairs from (i0, j0) on: 16 keys of every 32nd query, aligned.
+// Reduce this thread's share of the block of pairs from (i0, j0) on: 16 aligned keys of every 32nd
+// query.
 PT_DEVICE Visible visible_by_sixteens(const AttentionMaskLists& f, const uint8_t* mask, int i0, int j0) {
   constexpr int kChunks = kListedBlock / 16, kRows = kMaskThreads / kChunks;
   Visible found;
@@ -27,14 +31,16 @@ PT_DEVICE Visible visible_by_sixteens(const AttentionMaskLists& f, const uint8_t
   const int last = min(f.num_queries - i0, kListedBlock) - 1;
   ptx::Words4 keys[kListedBlock / kRows];
   PT_UNROLL
-  for (int n = 0; n < kListedBlock / kRows; ++n)  // apart from their use: all in flight at once; of rows that are not there the last again
+  // Load separately from the use, so all loads are in flight at once; past the last row, load it
+  // again.
+  for (int n = 0; n < kListedBlock / kRows; ++n)
     keys[n] = ptx::ld_global_v4(mask + (i0 + min(x / kChunks + n * kRows, last)) * f.mask.query + j);
   PT_UNROLL
   for (int n = 0; n < 4 * (kListedBlock / kRows); ++n) found.take(keys[n / 4].w[n % 4]);
   return found;
 }
 
-// The same pair by pair: threads go along keys, or along queries where these lie side by side.
+// As above, pair by pair: threads run along keys, or along queries if these are contiguous.
 PT_DEVICE Visible visible_by_pairs(const AttentionMaskLists& f, const uint8_t* mask, int i0, int j0) {
   constexpr int kAbreast = kMaskThreads / kListedBlock, kInFlight = 16;
   const bool by_queries = f.mask.query == 1 && f.mask.key != 1;
@@ -55,7 +61,7 @@ PT_DEVICE Visible visible_by_pairs(const AttentionMaskLists& f, const uint8_t* m
   return found;
 }
 
-// The state of block blockIdx.x of all masks.
+// Compute the state of block blockIdx.x of all masks.
 PT_DEVICE void make_block_state(const AttentionMaskLists& f) {
   const int of_mask = f.down() * f.across(), n = int(blockIdx.x), m = n / of_mask, block = n % of_mask;
   const int i0 = block / f.across() * kListedBlock, j0 = block % f.across() * kListedBlock;
@@ -64,10 +70,11 @@ PT_DEVICE void make_block_state(const AttentionMaskLists& f) {
   const bool wide = f.mask.vector_width == 16 && f.mask.key == 1;
   const Visible own = wide ? visible_by_sixteens(f, mask, i0, j0) : visible_by_pairs(f, mask, i0, j0);
 
-  uint32_t bits = uint32_t(own.some) | uint32_t(!own.all) << 1;  // some are visible; some are hidden
+  // bit 0: some are visible; bit 1: some are hidden
+  uint32_t bits = uint32_t(own.some) | uint32_t(!own.all) << 1;
   PT_UNROLL
   for (int d = 1; d < 32; d *= 2) bits |= ptx::shfl_xor_u32(bits, d);
-  const uint32_t found = ptx::dynamic_smem();  // a word a warp
+  const uint32_t found = ptx::dynamic_smem();  // one word per warp
   if (lane_id() == 0) ptx::st_shared_u32(found + int(threadIdx.x) / 32 * 4, bits);
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
@@ -75,7 +82,8 @@ PT_DEVICE void make_block_state(const AttentionMaskLists& f) {
   ptx::st_global_u32(f.states + n, !(bits & 1) ? kNonePairs : bits & 2 ? kSomePairs : kAllPairs);
 }
 
-// This thread's list: its blocks, rising, and where it starts and ends. It has room for all blocks.
+// Write this thread's list: its blocks in ascending order, its start and its end. It has space for
+// all blocks.
 PT_DEVICE void make_list(const AttentionMaskLists& f) {
   constexpr int kInFlight = 16;
   const int64_t n = int64_t(blockIdx.x) * kMaskThreads + threadIdx.x;
@@ -102,7 +110,7 @@ PT_DEVICE void make_list(const AttentionMaskLists& f) {
   ptx::st_global_u32(f.offsets + 2 * n + 1, uint32_t(end));
 }
 
-// One kernel for all: docs/design/cuda.md limits their number.
+// One kernel for all, because docs/design/cuda.md limits the number of kernels.
 template <class K>
 __global__ void __launch_bounds__(kMaskThreads) attention_mask_kernel(const __grid_constant__ AttentionMask f) {
   if (f.padding.mask.data) make_key_padding(f.padding);

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which pairs a dense boolean mask shows, or dropout keeps, as bits, by queries and by keys: see PairBits in problem.h.
+// Bits per pair of a dense boolean mask or of dropout's keep mask, by queries and by keys: see
+// PairBits in problem.h.
 //
-// The kernels of sm_90a asked each pair's byte in each head, and drew each pair's number in each pass. On an H100, with 2 x 16 heads of 64
-// columns and 2,048 keys, the backward's passes so took 270 + 545 us of a mask, 372 + 465 of dropout; they take 166 + 216 and 198 + 269.
+// Without them the sm_90a kernels read each pair's byte per head and draw each pair's random number
+// per pass. On an H100 (2 x 16 heads of 64 columns, 2,048 keys) backward then took 270 + 545 us
+// with a mask and 372 + 465 us with dropout; with bits it takes 166 + 216 and 198 + 269.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -12,7 +14,7 @@
 
 namespace pt::cuda {
 
-// A bit for each byte, which is 0 or 1.
+// Return one bit per byte, each 0 or 1.
 PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
   uint32_t bits = 0;
   PT_UNROLL
@@ -20,7 +22,8 @@ PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
   return bits;
 }
 
-// Lane i has row i of 32 x 32 bits; afterwards column i. Each step exchanges quarters of squares (Warren, "Hacker's Delight", 7-3).
+// Transpose 32 x 32 bits: lane i passes row i and receives column i. Each step exchanges quarters
+// of squares (Warren, "Hacker's Delight", 7-3).
 PT_DEVICE uint32_t transpose_bits(uint32_t row) {
   constexpr uint32_t kLow[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
   PT_UNROLL
@@ -32,7 +35,7 @@ PT_DEVICE uint32_t transpose_bits(uint32_t row) {
   return row;
 }
 
-// Of one query: which of the 32 keys from `key` on are visible. Keys that are not there are not.
+// Return the visible mask of one query and the 32 keys from `key` on. Keys outside are not visible.
 PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query, int key) {
   const auto there = [&](int j) { return uint32_t(j) < uint32_t(f.num_keys); };
   if (f.mask.vector_width == 16) {
@@ -43,14 +46,15 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
   }
   uint32_t visible = 0, bytes[32];
   PT_UNROLL
-  for (int c = 0; c < 32; ++c) bytes[c] = there(key + c) ? ptx::ld_global_u8(query + (key + c) * f.mask.key) : 0;  // all in flight at once
+  // all loads in flight at once
+  for (int c = 0; c < 32; ++c) bytes[c] = there(key + c) ? ptx::ld_global_u8(query + (key + c) * f.mask.key) : 0;
   PT_UNROLL
   for (int c = 0; c < 32; ++c) visible |= uint32_t(bytes[c] != 0) << c;
   return visible;
 }
 
-// Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh). Numbers
-// of 16 bits are compared where they lie, as the upper halves of words.
+// Return the keep mask of query i of head h for a group of 32 keys. One Philox call decides two of
+// each eight (score_mod.cuh). 16-bit draws are compared in place, as the upper halves of words.
 PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i, uint32_t group, uint64_t seed) {
   const uint32_t threshold = f.threshold << 16, head = f.head_start + uint32_t(h);
   const uint32_t sequence = f.batch_start + uint32_t(b);
@@ -67,7 +71,7 @@ PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, 
   return f.threshold < 65536 ? kept : 0;
 }
 
-// A warp's 32 queries and 128 keys: a lane has a query, then a key of each 32.
+// Pack a warp's 32 queries and 128 keys: a lane packs a query, then one key of each 32.
 PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
   const int64_t n = int64_t(blockIdx.x) * (kMaskThreads / 32) + int(threadIdx.x) / 32;
   if (n >= f.tiles()) return;
@@ -96,12 +100,12 @@ PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
   }
 }
 
-// The words of a row of sequence b and head h: of query or key i, from the first on.
+// Return the words of query or key i of sequence b and head h, from the first on.
 PT_DEVICE const uint32_t* words_of(const PairBits::Rows& rows, int b, int h, int i) {
   return rows.data + b * rows.batch + h * rows.head + i * rows.row;
 }
 
-// The 32 bits of a row from column `at` on; whole: a word's.
+// Return the 32 bits of a row from column `at` on. Whole: `at` is a multiple of 32.
 template <bool Whole>
 PT_DEVICE uint32_t word_from(const uint32_t* row, int at) {
   const uint32_t word = ptx::ld_global_u32(row + at / 32);
@@ -114,7 +118,8 @@ PT_DEVICE uint32_t word_from(const uint32_t* row, int at) {
   }
 }
 
-// Of 32 columns of a row, those of a lane, as accumulators have them (fragments.cuh): bits 8 m + 2 (lane % 4) + e become 4 m + e.
+// Select a lane's bits of 32 columns in accumulator layout (fragments.cuh): bit 8 m + 2 (lane % 4)
+// + e becomes 4 m + e.
 PT_DEVICE uint32_t lanes_bits(uint32_t word) {
   word = word >> lane_id() % 4 * 2 & 0x03030303u;
   word = (word | word >> 4) & 0x00ff00ffu;

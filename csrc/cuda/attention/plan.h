@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call of attention runs: for each pass the kernels of sm_90a or the portable ones, which results are recomputed, and how much
-// scratch there is. Pure functions of the problem and the GPU, computed once a call: the binding allocates by a plan, the launchers follow
-// it, and explain shows it (the raw op attention_plan).
+// Plan of an attention call: per pass the sm_90a or the portable kernels, which results are
+// recomputed, and scratch sizes. Pure functions of the problem and the GPU, computed once per call:
+// the binding allocates by the plan, the launchers follow it, and explain shows it (raw op
+// attention_plan).
 #pragma once
 
 #include "cuda/attention/sm80/plan.h"
@@ -9,26 +10,26 @@
 
 namespace pt::cuda {
 
-// A tensor that a call would make stands in its plan as memory that is aligned, and that nobody touches.
+// Placeholder for a tensor that a planned call would create: aligned memory that nothing accesses.
 inline void* const kPlanned = reinterpret_cast<void*>(16);
 constexpr HeadRows kPlannedStrides{8, 8, 8};
 inline Out planned_out(int columns) { return {kPlanned, kPlannedStrides, columns, true}; }
 
 struct Gpu {
-  bool sm90a;  // runs the kernels for sm_90a
+  bool sm90a;  // supports the sm_90a kernels
   int multiprocessors;
 };
 
 struct PassPlan {
-  Sm90Plan sm90;         // why_not null: its kernels run
-  Sm80Plan sm80;         // its kernels run where those do not, and recompute the tiles that those flag
-  Recompute recompute;   // without flags; no tiles: nothing is flagged
-  SplitPlan split = {};  // its kernels run, and no others, if it has splits
+  Sm90Plan sm90;         // why_not null: the sm_90a kernels run
+  Sm80Plan sm80;         // runs otherwise, and recomputes flagged tiles
+  Recompute recompute;   // without flags; tiles 0: nothing is flagged
+  SplitPlan split = {};  // if it has splits, only its kernels run
 
   bool on_sm90() const { return !sm90.why_not; }
 };
 
-// What backward is asked for. `g` and `dbias` without scratch; null data: a gradient that is not wanted.
+// The gradients that backward computes. `g` and `dbias` have no scratch; null data: not requested.
 struct BackwardRequest {
   AttentionBackward g;
   AttentionDbias dbias[2];                       // of the mask, of the bias
@@ -36,21 +37,21 @@ struct BackwardRequest {
 };
 
 struct BackwardPlan {
-  Sm90Plan fused;                            // why_not null: its kernel makes d_query, d_key and d_value at once
-  int64_t dq_accum = 0, dq_accum_tiles = 0;  // float32 numbers to which its blocks add d_query; tiles of a head
-  int64_t turns = 0;                         // words by which they add in order; 0: in any order
+  Sm90Plan fused;                            // why_not null: fused backward
+  int64_t dq_accum = 0, dq_accum_tiles = 0;  // float32 values in dq_accum; tiles per head
+  int64_t turns = 0;                         // words that order the additions; 0: any order
   PassPlan dq, dkdv, dbias[2];
-  int partial_tiles = 0;  // tiles of queries, each with partial sums for slopes and diagonals
+  int partial_tiles = 0;  // Q tiles, each with partial sums for slopes and diagonals
 
   bool is_fused() const { return !fused.why_not; }
-  // Whether portable kernels go along keys, as those of row stats do; and along queries.
+  // Return true if portable kernels (or the row stats) iterate over KV tiles.
   bool walks_keys(const BackwardRequest& r) const {
     const AttentionBackward& g = r.g;
     const bool dq_wanted = !is_fused() && (g.dq.data || r.diagonals || g.p.slopes);
     return g.p.split_lse() || (dq_wanted && !dq.on_sm90()) || (r.dbias[0].data && !dbias[0].on_sm90()) ||
            (r.dbias[1].data && !dbias[1].on_sm90());
   }
-  // Whether kernels for sm_90a ask a dense mask query by query, and key by key.
+  // Return true if sm_90a kernels read a dense mask by queries; the next function, by keys.
   bool asks_queries(const BackwardRequest& r) const {
     const AttentionBackward& g = r.g;
     const bool dq_wanted = !is_fused() && (g.dq.data || r.diagonals || g.p.slopes);
@@ -60,7 +61,7 @@ struct BackwardPlan {
   bool walks_queries(const BackwardRequest& r) const { return !is_fused() && (r.g.dk.data || r.g.dv.data) && !dkdv.on_sm90(); }
 };
 
-// plan() where the GPU runs the kernels for sm_90a.
+// Return plan() if the GPU supports the sm_90a kernels.
 template <class F>
 Sm90Plan on_sm90(const Gpu& gpu, F plan) {
   if (gpu.sm90a) return plan(gpu.multiprocessors);
@@ -79,7 +80,7 @@ inline PassPlan plan_attention_forward(const AttentionForward& f, const Gpu& gpu
 
 inline PassPlan plan_backward_pass(const AttentionBackward& g, Pass pass, bool diagonals, const Gpu& gpu) {
   PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_backward(g, pass, n); }), {}, {}};
-  // What hidden rows hold reaches no sum of dS: tiles are recomputed without sums by diagonals.
+  // Values of hidden rows do not reach sums of dS: tiles are recomputed without sums by diagonals.
   plan.sm80 = plan_sm80(pass, g.p, diagonals && !plan.on_sm90());
   const bool padding_gaps = g.p.key_padding.data && pass == Pass::BwdDq;
   if (plan.on_sm90() && (plan.sm90.elementwise_mask || padding_gaps))

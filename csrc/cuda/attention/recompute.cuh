@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Results computed twice where the first time was too optimistic: see Recompute in problem.h. Exact, and the same at every run.
+// Recomputes results of kernels that do not mask hidden rows: see Recompute in problem.h. Exact and
+// deterministic.
 #pragma once
 
 #include "cuda/attention/work.cuh"
@@ -7,20 +8,21 @@
 
 namespace pt::cuda {
 
-// By the optimistic kernel: what holds row `row` of head h of sequence b must be recomputed.
+// Flag the tile of row `row` of a head (b * heads + h) for recomputation.
 PT_DEVICE void flag_nonfinite(const Recompute& recompute, int64_t head, int row) {
   ptx::st_global_u32(recompute.flags + head * recompute.tiles + row / recompute.rows, 1);
 }
 
-// Whether rows [first, end) of a head (b * heads + h) must be recomputed.
+// Return true if rows [first, end) of a head (b * heads + h) must be recomputed.
 PT_DEVICE bool is_flagged(const Recompute& recompute, int64_t head, int first, int end) {
   for (int tile = max(first, 0) / recompute.rows; tile < recompute.tiles && tile * recompute.rows < end; ++tile)
     if (ptx::ld_global_u32(recompute.flags + head * recompute.tiles + tile)) return true;
   return false;
 }
 
-// What a block of a careful kernel does: calls make for its tile, a Work, or, where there are flags, for those of tiles blockIdx.x,
-// blockIdx.x + gridDim.x, ... that must be recomputed. There each lane asks for one: few blocks see to all, and wait once for 32 of them.
+// Call make for this block's tile, a Work; or, if there are flags, for the flagged ones of tiles
+// blockIdx.x, blockIdx.x + gridDim.x, ... Each lane reads the flags of one tile, so few blocks
+// cover all tiles and wait once per 32 of them.
 template <class Work, class K, class Make>
 PT_DEVICE void recompute_tiles(const AttentionProblem& p, const Recompute& recompute, Make make) {
   const auto make_one = [&](uint32_t n) { make(Work(p, Work::place(p, n))); };
@@ -49,7 +51,8 @@ PT_DEVICE void recompute_tiles(const AttentionProblem& p, const Recompute& recom
   }
 }
 
-// Whether some of the sums of a lane's two rows, laid out as accumulators, are NaN or infinite; rows whose factor is zero do not count.
+// Return true if an accumulator of the lane's two rows is NaN or infinite; rows with factor 0 do
+// not count.
 template <int N>
 PT_DEVICE bool not_finite(const float (&x)[N], const float (&factor)[2]) {
   float zero = 0.0f;

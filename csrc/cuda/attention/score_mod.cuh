@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands between q.k and the softmax, on the fragments of one tile: softcap, segments, masks, biases, ALiBi, T5, dropout.
+// score_mod on the fragments of one tile, between q.k and the softmax: softcap, segments, masks,
+// biases, ALiBi, T5, dropout.
 //
-// A fragment's rows are queries and its columns keys, or, Transposed, the other way. Bit 4 n + r of a set stands for element r of the
-// eight columns n.
+// A fragment's rows are queries and its columns are keys; Transposed, the reverse. Bit 4 n + r of a
+// mask belongs to element r of n-block n.
 #pragma once
 
 #include "cuda/attention/pair_bits.cuh"
@@ -11,7 +12,7 @@
 
 namespace pt::cuda {
 
-// To 2e-7 relative: an odd polynomial below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above.
+// tanh to 2e-7 relative: a fitted odd polynomial below 0.6, 1 - 2 / (1 + e^2x) above.
 PT_DEVICE float tanh_of(float x) {
   const float z = x * x, size = x < 0 ? -x : x;
   float p = ptx::fma_rn(z, -0.005894480914075617f, 0.020795446692862346f);
@@ -22,7 +23,7 @@ PT_DEVICE float tanh_of(float x) {
   return size < 0.6f ? ptx::fma_rn(x * z, p, x) : x < 0 ? -large : large;
 }
 
-// Where a fragment lies: the lane's rows are row and row + 8, its columns column + 8 n + {0, 1}.
+// Position of a fragment: the lane's rows are row and row + 8, its columns column + 8 n + {0, 1}.
 struct Place {
   int row, column;
   PT_DEVICE Place(int first_row, int first_column, int lane = lane_id())
@@ -36,7 +37,7 @@ struct Place {
   }
 };
 
-// The same where the rows are those of a GroupTile, `group` heads of each query.
+// As Place, for the rows of a GroupTile, with `group` heads per query.
 struct GroupPlace : Place {
   int query[2];
   PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group) : Place(first_row, first_column) {
@@ -50,7 +51,7 @@ struct GroupPlace : Place {
   }
 };
 
-// The heads of a fragment's rows, and ALiBi's slopes: one of all; or those of the rows of a GroupTile.
+// The head and ALiBi slope of a fragment's rows: one for all rows, or one per row of a GroupTile.
 struct OneHead {
   int head;
   float slope;
@@ -73,7 +74,7 @@ struct HeadsOfGroup {
   PT_DEVICE float slope_of(int r) const { return slope[r / 2]; }
 };
 
-// For f(n, r, bit) of a fragment of 8 NB columns.
+// Call f(n, r, bit) for each element of a fragment of 8 NB columns.
 template <int NB, class F>
 PT_DEVICE void each(F f) {
   PT_UNROLL
@@ -83,7 +84,7 @@ PT_DEVICE void each(F f) {
   }
 }
 
-// The pairs that the rows' bounds leave visible.
+// Return the pairs within the rows' bounds.
 template <int NB>
 PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
   uint32_t visible = 0;
@@ -91,7 +92,8 @@ PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
   return visible;
 }
 
-// The pairs whose keys, the columns, are not hidden; 16 or 32 of them from a multiple of as many on, or more from a multiple of 32 on.
+// Return the pairs whose keys (columns) are not padding. The columns start at a multiple of 32, or
+// of 16 if there are 16.
 template <int NB>
 PT_DEVICE uint32_t visible_columns(const Place& at, const KeyPaddingBitmap& keys) {
   uint32_t visible = 0;
@@ -101,13 +103,13 @@ PT_DEVICE uint32_t visible_columns(const Place& at, const KeyPaddingBitmap& keys
     PT_UNROLL
     for (int m = n; m < min(n + 4, NB); ++m) {
       const uint32_t two = word >> 8 * (m - n) & 3;
-      visible |= two * 5 << 4 * m;  // of two rows
+      visible |= two * 5 << 4 * m;  // two rows
     }
   }
   return visible;
 }
 
-// A finite number stays finite: float64's finfo.min is data for float32 scores too.
+// A finite value stays finite: float64's finfo.min is valid data for float32 scores.
 PT_DEVICE float narrow_f64(uint64_t bits) {
 #if defined(PT_EMULATE)
   double x;
@@ -120,7 +122,7 @@ PT_DEVICE float narrow_f64(uint64_t bits) {
   return finite && y > kFloatMax ? kFloatMax : finite && y < -kFloatMax ? -kFloatMax : y;
 }
 
-// Calls f with a function that reads element `at` of a floating mask or bias.
+// Call f with a function that reads element `at` of a floating-point mask or bias.
 template <class F>
 PT_DEVICE void with_reader(const Dense& d, F f) {
   switch (d.type) {
@@ -131,16 +133,17 @@ PT_DEVICE void with_reader(const Dense& d, F f) {
   }
 }
 
-// Of one sequence, and of one head or, from row `row` of a GroupTile on, those of its rows. ElementwiseMask: masks, dense biases and
-// segments may be among them.
+// score_mod of one sequence and one head or, from row `row` of a GroupTile on, the heads of its
+// rows. ElementwiseMask: masks, dense biases and segments are possible.
 template <bool Transposed, bool ElementwiseMask = true, class Heads = OneHead>
 class ScoreMod {
  public:
   PT_DEVICE ScoreMod(const AttentionProblem& p, const Sequence& s, int b, int h, int row = 0)
       : p_(p), s_(s), b_(b), heads_(p, h, row), seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
 
-  // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what stays visible of `visible`. With softcap, slope
-  // gets the derivative 1 - tanh^2. ask_mask(): whether the mask may hide some, asked where it is read: kept from before it cost registers.
+  // Turn s (= q.k) into scores in natural units, -inf if not visible; return the pairs of `visible`
+  // that stay visible. With softcap, slope receives the derivative 1 - tanh^2. ask_mask() returns
+  // if the mask may hide pairs; it is called at the read, because an earlier result cost registers.
   template <int NB, class P, class F>
   PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at, uint32_t visible, F ask_mask) const {
     if (p_.softcap != 0.0f) {
@@ -164,7 +167,7 @@ class ScoreMod {
     if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= heads_.slope_of(r) * distance(at, n, r); });
     if (p_.diagonals) {
       const auto row = [&](int r) { return p_.diagonals + int64_t(heads_.of(r)) * (p_.before + p_.after + 1); };
-      // Wholly beyond where it changes, the bias is one number.
+      // A tile fully beyond the range of the table has one bias.
       const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
       const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
       if (!ElementwiseMask && (lowest >= p_.after || highest <= -p_.before)) {
@@ -183,7 +186,7 @@ class ScoreMod {
     return apply(s, slope, at, visible, [] { return true; });
   }
 
-  // The pairs that dropout keeps.
+  // Return dropout's keep mask.
   template <int NB, class P>
   PT_DEVICE uint32_t keep_mask(const P& at) const {
     if (p_.drop_threshold >= 65536) return 0;
@@ -191,8 +194,8 @@ class ScoreMod {
     else return keep_mask_rows<NB>(at);
   }
 
-  // The same as bits that were made before, if they were: those of 32 columns from the place's column + `ahead` on, as an accumulator has
-  // them.
+  // As keep_mask, from precomputed bits if there are any: the 32 columns from at.column + `ahead`
+  // on, in accumulator layout.
   PT_DEVICE bool has_keep_bits() const { return keep_rows().data; }
   template <bool Whole>
   PT_DEVICE uint32_t keep_bits(const Place& at, int ahead) const {
@@ -218,12 +221,12 @@ class ScoreMod {
       const int d = relative(at, n, r);
       return float(d < 0 ? -d : d);
     } else {
-      // Conversions are slow: one for each of the lane's rows. Exact to 2^24.
+      // Convert once per row, because conversions are slow. Exact to 2^24.
       const float d = float(relative(at, 0, r / 2 * 2)) + float((8 * n + r % 2) * (Transposed ? -1 : 1));
       return d < 0 ? -d : d;
     }
   }
-  // Where T5's value for this j - i - offset is.
+  // Return the index of T5's bias for j - i - offset.
   PT_DEVICE int cell(int relative) const { return max(-p_.before, min(relative, p_.after)) + p_.before; }
 
  private:
@@ -238,7 +241,7 @@ class ScoreMod {
     return Transposed ? at.row_of(r) : at.column_of(n, r);
   }
 
-  // Takes in a mask or bias; hidden pairs are not read.
+  // Apply a mask or bias; hidden pairs are not read.
   template <int NB, class P>
   PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const P& at, uint32_t& visible) const {
     const auto head = [&](int r) { return b_ * d.batch + heads_.of(r) * d.head; };
@@ -254,12 +257,13 @@ class ScoreMod {
         if (!(visible & bit)) return;
         const float term = read(index(n, r)), sum = s[n][r] + term;
         if (term == minus_infinity()) visible &= ~bit;
-        s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // -finfo.max twice is still a number
+        s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // a sum of two finfo.min stays finite
       });
     });
   }
 
-  PT_DEVICE Draws draws(int h, int i, int j) const {  // those of key j's group for query i of head h
+  // draws of key j's group for query i of head h
+  PT_DEVICE Draws draws(int h, int i, int j) const {
     const uint32_t key = uint32_t(p_.key_start + j);
     const uint32_t head = p_.head_start + uint32_t(h);
     const uint32_t batch = p_.batch_start + uint32_t(b_);
@@ -267,7 +271,7 @@ class ScoreMod {
   }
   PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
 
-  // A call decides the eight keys that a lane has of 32 in a row.
+  // One Philox call decides a lane's eight keys of each 32.
   template <int NB, class P>
   PT_DEVICE uint32_t keep_mask_rows(const P& at) const {
     static_assert(NB % 4 == 0);
@@ -287,8 +291,8 @@ class ScoreMod {
     return bits;
   }
 
-  // Keys j and j + 8 of a lane are in one group, and so are those of the lane four further, whose key is j ^ 1: the two make a call for one
-  // of their two queries each, and trade words.
+  // Keys j and j + 8 of a lane are in one group, as are those of the lane 4 further, whose key is j
+  // ^ 1. Each of both lanes makes the call for one of their two queries, and they exchange words.
   template <int NB>
   PT_DEVICE uint32_t keep_mask_transposed(const Place& at) const {
     const uint32_t key = uint32_t(p_.key_start + at.row);
@@ -316,12 +320,12 @@ class ScoreMod {
   uint64_t seed_;
 };
 
-// Of a kernel that has bounds alone.
+// score_mod of a bounds-only kernel.
 struct NoScoreMod {
   PT_DEVICE NoScoreMod(const AttentionProblem&, const Sequence&, int, int, int) {}
 };
 
-// Bits 2 n + e of the columns that some row of the warp's 16 sees.
+// Return bits 2 n + e of the columns that some row of the warp's 16 attends to.
 template <int NB>
 PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
   uint32_t columns = 0;
@@ -330,7 +334,7 @@ PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
   return columns;
 }
 
-// Writes two columns of a row of a result, if it has them.
+// Store two columns of a result's row, if they exist.
 template <class T>
 PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
   if constexpr (sizeof(T) == 2) {
@@ -340,7 +344,8 @@ PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
   if (column + 1 < out.columns) store_one(row + column + 1, y);
 }
 
-// Writes the warp's 16 rows of a result times `factor[half]`, columns 8 first on, to rows row_index[half] of the tensor, if not negative.
+// Store the warp's 16 rows of a result times `factor[half]`, columns from 8 first on, to the
+// tensor's rows row_index[half], if not negative.
 template <class T, int DB>
 PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4], const float (&factor)[2], const int64_t (&row_index)[2],
                           int first) {
@@ -351,7 +356,7 @@ PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4
     PT_UNROLL
     for (int d = 0; d < DB; ++d) {
       const int column = 8 * (first + d) + 2 * (lane_id() % 4);
-      // A factor of zero is for rows that see nothing, whatever their sums hold.
+      // A factor of 0 marks a row without visible keys; its sums are ignored.
       const float x = factor[half] == 0.0f ? 0.0f : acc[d][2 * half] * factor[half];
       const float y = factor[half] == 0.0f ? 0.0f : acc[d][2 * half + 1] * factor[half];
       store_two(out, row, column, x, y);

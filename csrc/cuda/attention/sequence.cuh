@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a sequence lies, and which pairs its bounds leave visible. Positions are local to the sequence: query i sits on the diagonal of key
-// i + diagonal_offset.
+// A sequence's location and its bounds. Positions are local to the sequence: query i is on the
+// diagonal of key i + diagonal_offset.
 #pragma once
 
 #include "cuda/attention/problem.h"
@@ -22,10 +22,11 @@ struct Range {
 struct Sequence {
   int64_t row_q = 0, row_k = 0;  // first rows in the tensors
   int num_q, num_k, diagonal_offset, prefix;
-  int first_k = 0;            // keys before it are visible to no query
-  bool padding_gaps = false;  // nor are some from there to num_k: see KeyPaddingBitmap
+  int first_k = 0;  // earlier keys are visible to no query
+  // some keys between first_k and num_k are hidden: see KeyPaddingBitmap
+  bool padding_gaps = false;
 
-  // Lengths are clamped to the tensors.
+  // Clamps lengths to the tensors.
   PT_DEVICE Sequence(const AttentionProblem& p, int b) {
     int64_t end_q = p.query_start + p.num_queries, end_k = p.key_start + p.num_keys;
     if (p.cu_queries) {
@@ -49,8 +50,8 @@ struct Sequence {
     }
   }
 
-  // The keys that query i may see. Both ends rise with i. Global: there may be global keys, and then the range has a gap, from their end to
-  // where the query's window begins.
+  // Return the key range of query i. Both ends increase with i. Global: there may be global keys;
+  // the range then has a gap from their end to the start of the query's window.
   template <bool Global = false>
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
     Range r{max(first_k, i + diagonal_offset - p.left), min(num_k, i + diagonal_offset + p.right + 1)};
@@ -58,7 +59,7 @@ struct Sequence {
     if (p.causal) r.hi = min(r.hi, max(i + diagonal_offset + 1, prefix));
     return r;
   }
-  // The queries that may see key j: the same read the other way. Here global keys leave no gap.
+  // Return the query range of key j. Global keys leave no gap here.
   template <bool Global = false>
   PT_DEVICE Range queries_of(const AttentionProblem& p, int j) const {
     Range r{max(0, j - diagonal_offset - p.right), min(num_q, j - diagonal_offset + p.left + 1)};
@@ -68,13 +69,14 @@ struct Sequence {
   }
 };
 
-// Tiles of `size` columns from `origin` on: [first, last) have a visible pair, all pairs of [whole, whole_end) are visible. Columns outside
-// [start, end) are visible to no row.
+// Tiles of `size` columns from `origin` on: tiles [first, last) have a visible pair, and tiles
+// [whole, whole_end) are full. Columns outside [start, end) are visible to no row.
 struct Tiles {
   int first = 0, whole = 0, whole_end = 0, last = 0, start = 0, end = 0;
 
   Tiles() = default;
-  // Of the rows from r0 to r1 - 1, whose bounds are these; both ends rise from row to row.
+  // For `rows` rows with the bounds of the first and the last row; both ends increase from row to
+  // row.
   PT_DEVICE Tiles(int rows, Range of_first, Range of_last, int origin, int size) {
     start = of_first.lo, end = of_last.hi;
     if (rows <= 0 || start >= end) {
@@ -89,10 +91,11 @@ struct Tiles {
   PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end; }
 };
 
-// Where the first key tile starts: at or before key 0, at an absolute multiple of 32, the size of dropout's groups.
+// Return the start of the first KV tile: at or before key 0, at an absolute multiple of 32, the
+// size of dropout's groups.
 PT_DEVICE int key_origin(const AttentionProblem& p) { return -int(p.key_start % 32); }
 
-// Which keys of sequence b are visible.
+// Bitmap of the visible keys of sequence b.
 struct KeyPaddingBitmap {
   const uint32_t* words;
   int origin;
@@ -100,13 +103,13 @@ struct KeyPaddingBitmap {
   PT_DEVICE KeyPaddingBitmap(const AttentionProblem& p, int b)
       : words(p.key_padding.data + b * p.key_padding.batch + KeyPadding::kHead), origin(key_origin(p)) {}
 
-  // Bit i: key `key` + i, of the 32 keys among which key is, counted from where tiles begin.
+  // Return the bits from `key` to the end of its word of 32 keys; bit i is `key` + i.
   PT_DEVICE uint32_t from(int key) const {
     const auto at = uint32_t(key - origin);
     const uint32_t word = ptx::ld_global_u32(words + at / 32);
     return word >> at % 32;
   }
-  // And of all 32 keys.
+  // Return the bits of 32 keys from `key` on.
   PT_DEVICE uint32_t across(int key) const {
     const int ahead = int(uint32_t(key - origin) % 32);
     return from(key) | (ahead ? from(key - ahead + 32) << (32 - ahead) : 0);
@@ -118,7 +121,8 @@ template <class T>
 PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {
   return static_cast<const T*>(t.data) + b * t.stride.batch + h * t.stride.head + row * t.stride.row;
 }
-// Row j of a key head of sequence b that lies in pages, the first of which has the head at `pool`. In 64 bits: a pool may be of any size.
+// Return row j of a key head of sequence b in a paged pool; `pool` is the head's address in the
+// first page. Uses 64-bit offsets, because pools have any size.
 template <class T>
 PT_DEVICE const T* row_in_pages(const Pages& pages, const T* pool, const HeadRows& stride, int b, int j) {
   const auto before = [&](int k) { return int(pages.shift >= 0 ? uint32_t(k) >> pages.shift : uint32_t(k) / uint32_t(pages.size)); };

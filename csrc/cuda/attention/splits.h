@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the keys of few queries are split over blocks of threads: pure functions of lengths.
+// Split sizes of split KV. Pure functions of lengths.
 #pragma once
 
 #include <cstdint>
 
 namespace pt::cuda {
 
-// A split has at least so many keys for each tile of 16 rows: in bf16, with equal head sizes, what a split leaves is then a sixteenth of
-// the keys and values that it reads. There are so many splits at most, of so many rows.
+// kSplitKeys is a split's minimum number of keys per tile of 16 rows: in bf16, with equal head
+// sizes, its partials are then 1/16 of the keys and values that it reads. The rest are upper
+// limits.
 constexpr int kSplitKeys = 256, kMostSplits = 64, kMostSplitRows = 32;
 
-// What numbers below 2^31 are divided by in three instructions, of some 20 that a division takes: by Granlund and Montgomery, "Division by
-// invariant integers using multiplication" (1994).
+// Divides numbers below 2^31 in three instructions; a division takes some 20. Granlund and
+// Montgomery, "Division by invariant integers using multiplication" (1994).
 struct Divisor {
   uint32_t by, factor, shift = 0;
 
@@ -24,20 +25,21 @@ struct Divisor {
 static_assert(Divisor(1).quotient(0x7fffffff) == 0x7fffffff && Divisor(7).quotient(0x7fffffff) == 0x7fffffff / 7 &&
               Divisor(7).quotient(48) == 6 && Divisor(64).quotient(127) == 1);
 
-// How a launch numbers its blocks; row_tiles: 1 or 2.
+// Numbering of a launch's blocks; row_tiles is 1 or 2.
 struct SplitGrid {
   int row_tiles;
   Divisor splits, key_heads, group;
 };
 
-// Tiles of keys in a split, where the rows see so many: twice as many as often as there would be too many splits. By what the sequence
-// itself shows, and by nothing else of the batch.
+// Return the number of KV tiles per split: doubled until there are at most kMostSplits. Depends
+// only on the sequence's visible tiles, not on the rest of the batch.
 constexpr int tiles_of_split(int tiles, int columns, int row_tiles) {
   int of_split = kSplitKeys / columns * row_tiles;
   while (tiles > kMostSplits * of_split) of_split *= 2;
   return of_split;
 }
-// The most splits of a sequence that shows up to so many tiles: one that shows all may have fewer.
+// Return the maximum number of splits of a sequence with up to `tiles` visible tiles; a sequence
+// with all of them may have fewer.
 constexpr int most_splits(int tiles, int columns, int row_tiles) {
   const int of_split = kSplitKeys / columns * row_tiles, most = (tiles + of_split - 1) / of_split;
   return most < kMostSplits ? most : kMostSplits;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block works on: a tile of queries and the tiles of keys that they see, or the other way round.
+// A block's work: a Q tile and the KV tiles that it sees, or a KV tile and its Q tiles.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -8,13 +8,13 @@
 
 namespace pt::cuda {
 
-// `Rows` queries of one head, and the tiles of `Streamed` keys that some of them see. Global: there may be global keys, and then some of
-// the range's tiles are seen by none: see gap.
+// `Rows` queries of one head, and the tiles of `Streamed` keys that some of them see. Global: there
+// may be global keys; some of the range's tiles are then empty: see gap.
 template <int Rows, int Streamed, bool Global = false>
 struct QueryTile {
   static constexpr int kRows = Rows;
 
-  int b, h, i0, origin;  // i0: the first query; origin: where the tiles of keys begin
+  int b, h, i0, origin;  // i0: first query; origin: start of the KV tiles
   Sequence s;
   Tiles range;
 
@@ -26,17 +26,19 @@ struct QueryTile {
   static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads; }
   static PT_DEVICE int tiles(const AttentionProblem& p) { return (p.num_queries + Rows - 1) / Rows; }
   static PT_DEVICE int first_row(const AttentionProblem&, int tile) { return tile * Rows; }
-  // Number n of all sequences, heads and tiles. With causality tiles with the most keys come first.
+  // Return work item n of all sequences, heads and tiles. With causality, tiles with the most keys
+  // come first.
   static PT_DEVICE TilePlace place(const AttentionProblem& p, uint32_t n) {
     const int of_head = tiles(p), tile = int(n) % of_head;
     return {int(n) / of_head, p.causal ? of_head - 1 - tile : tile};
   }
 
-  // The keys that query i may see: none if it is not there. With global keys, but for those in its gap: see outside_gaps.
+  // Return the key range of query i, empty past the last query. With global keys it includes the
+  // gap: see outside_gaps.
   PT_DEVICE Range bounds(const AttentionProblem& p, int i) const { return i < s.num_q ? keys_of(p, i) : Range{0, 0}; }
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const { return s.template keys_of<Global>(p, i); }
-  // Tiles that no query sees, behind the global keys and before the first window; in groups of `Stages`, so that tiles before and behind
-  // go on taking turns in stages.
+  // Return the empty tiles between the global keys and the first window, rounded to groups of
+  // `Stages`, so that the tiles before and after alternate stages.
   template <int Stages>
   PT_DEVICE Range gap(const AttentionProblem& p) const {
     if (!Global || !p.global_keys) return {0, 0};
@@ -46,10 +48,12 @@ struct QueryTile {
     return {end_of_global * Stages, max(0, window - origin) / size * Stages};
   }
 
-  // Whether pairs of tile t may lie in a gap: a key of it that is no query's is not zero.
+  // Return true if pairs of tile t may be in a gap; tile t must be partial, because keys past the
+  // range are not zeros.
   PT_DEVICE bool may_have_gaps(const AttentionProblem& p, int t) const { return Global && p.global_keys && range.cut(t); }
 
-  // Start to copy the queries' rows of a tensor that has `columns`, and those of tile t of keys: zeros where nothing is visible.
+  // Start to copy the queries' rows of a tensor of `columns`, and the rows of KV tile t; rows
+  // without a visible pair become zeros.
   template <class T, int RowBytes>
   PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns) const {
     copy_rows<Rows>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, i0, 0, s.num_q, columns, Products<T>::chunks(columns));
@@ -59,7 +63,7 @@ struct QueryTile {
     copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end,
                         columns, Products<T>::chunks(columns));
   }
-  // The same where keys may lie in pages: in forward.
+  // As copy_keys, for keys that may be paged (forward only).
   template <class T, int RowBytes>
   PT_DEVICE void copy_any_keys(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
     if (!p.pages.table) return copy_keys<T>(to, from, columns, t, p.group);
@@ -68,7 +72,7 @@ struct QueryTile {
     copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
   }
 
-  // The scale of key j's row: 0 where nothing is visible, and nobody reads.
+  // Return the scale of key j's row; 0 without visible pairs, where it is not read.
   PT_DEVICE float scale_of(const AttentionProblem& p, const In& from, int j) const {
     if (j < range.start || j >= range.end) return 0.0f;
     return load_one(row_of_key<float>(p, from, h / p.group, j));
@@ -80,17 +84,19 @@ struct QueryTile {
     if (!p.pages.table) return head_of<T>(from, b, key_head, s.row_k) + j * from.stride.row;
     return row_in_pages(p.pages, static_cast<const T*>(from.data) + key_head * from.stride.head, from.stride, b, j);
   }
-  // Of so many queries from i0 on.
+  // `queries` queries from i0 on.
   PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int i0, int queries)
       : b(b), h(h), i0(i0), origin(key_origin(p)), s(s),
         range(min(queries, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
 
  private:
-  // keys_of, from where the query's window begins: all queries see what is behind the last one's.
+  // As keys_of, from the start of the query's window: all queries see the keys after the last
+  // query's start.
   PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
 };
 
-// Which rows and which split of their keys: numbers with tiles of rows fastest, so that those that read the same keys run side by side.
+// Position of a block in split KV: row tiles vary fastest, so blocks that read the same keys run
+// concurrently.
 struct SplitPlace {
   int b, key_head, split, tile;
 
@@ -101,16 +107,16 @@ struct SplitPlace {
   }
 };
 
-// `Rows` rows of the heads that share a key head, row r being query r / group of the group's head r % group: keys are read once for all. Of
-// the tiles of keys that some of them see, those of one split, and of these the thread's stream: a part of as many as the block has; h: the
-// first head. Global: there may be global keys.
+// `Rows` rows of the heads that share a key head: row r is query r / group of the group's head r %
+// group, so keys are read once for all heads. Covers one split of the visible KV tiles and, of
+// these, this thread's stream. h is the first head. Global: there may be global keys.
 template <int Rows, int Streamed, bool Global>
 struct GroupTile : QueryTile<Rows, Streamed, Global> {
   using Queries = QueryTile<Rows, Streamed, Global>;
   static_assert(kMostSplitRows <= 2 * Rows);
   const SplitGrid& grid;
   int r0, key_head;
-  bool empty;  // the whole split
+  bool empty;  // the full split is empty
 
   PT_DEVICE GroupTile(const AttentionProblem& p, const SplitGrid& grid, const SplitPlace& at, int stream = 0, int streams = 1)
       : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group, grid.group.quotient(at.tile * Rows),
@@ -127,7 +133,7 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
 
   PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, grid.group.quotient(row)); }
 
-  // By 128 threads.
+  // Copy with 128 threads.
   template <class T, int RowBytes>
   PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns) const {
     const int group = int(grid.group.by);
@@ -139,13 +145,13 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
     copy_rows_at<Rows, 128>(to, first, row, r0, 0, this->s.num_q * group, columns, Products<T>::chunks(columns));
   }
 
-  // By one warp; in pages a lane finds the row of one key.
+  // Copy with one warp; with pages, each lane looks up the row of one key.
   template <class T, int RowBytes>
   PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
     static_assert(Streamed == 32);
     const Tiles& range = this->range;
     const int first = this->origin + t * Streamed, lo = range.start - first, hi = range.end - first, used = Products<T>::chunks(columns);
-    if (!Global && !p.pages.table) {  // with score_mod its addresses spilled
+    if (!Global && !p.pages.table) {  // with score_mod the addresses spilled
       const T* const head = head_of<T>(from, this->b, key_head, this->s.row_k);
       return copy_rows_by_warp(to, head + first * from.stride.row, from.stride.row, lo, hi, columns, used);
     }
@@ -155,8 +161,9 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
   }
 };
 
-// `Rows` keys from j0 on of one head of keys, and the tiles of `Streamed` queries, in each of its query heads, that see some of them. j0 is
-// negative where dropout's groups begin before the first key. Global: there may be global keys.
+// `Rows` keys from j0 on of one key head, and the tiles of `Streamed` queries, in each of its query
+// heads, that see some of them. j0 is negative if dropout's groups start before the first key.
+// Global: there may be global keys.
 template <int Rows, int Streamed, bool Global = false>
 struct KeyTile {
   static constexpr int kRows = Rows;
@@ -171,21 +178,22 @@ struct KeyTile {
   PT_DEVICE KeyTile(const AttentionProblem& p, const TilePlace& at)
       : KeyTile(p, at.head / heads(p), at.head % heads(p), key_origin(p) + at.tile * Rows) {}
 
-  // Divisors are recomputed for each tile: kept from one to the next they spilled, in the kernel with score_mod.
+  // Divisors are recomputed per tile: held across tiles, they spilled in the kernel with score_mod.
   static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads / ptx::opaque(p.group); }
   static PT_DEVICE int tiles(const AttentionProblem& p) { return (ptx::opaque(p.num_keys) - key_origin(p) + Rows - 1) / Rows; }
-  // Of a tile, as Recompute counts: from where these begin, or, where nothing is dropped, from the first key.
+  // Return a tile's first row as Recompute counts: from the tiles' start or, without score_mod,
+  // from the first key.
   static PT_DEVICE int first_row(const AttentionProblem& p, int tile) { return tile * Rows + (p.has_score_mod() ? 0 : key_origin(p)); }
   static PT_DEVICE TilePlace place(const AttentionProblem& p, uint32_t n) {
     const int of_head = tiles(p);
     return {int(n) / of_head, int(n) % of_head};
   }
 
-  // The queries that may see key j: none if it is not there, or hidden from all.
+  // Return the query range of key j; empty if the key is absent or padding.
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
     return j >= s.first_k && (!s.padding_gaps || j >= s.num_k || KeyPaddingBitmap(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
   }
-  // The same but for padding: what a hidden row makes stays in it.
+  // As bounds, without key padding: results of a hidden row stay in that row.
   PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
     return j >= 0 && j < s.num_k ? s.template queries_of<Global>(p, j) : Range{0, 0};
   }
@@ -201,10 +209,11 @@ struct KeyTile {
   }
 
  private:
-  // Of queries, those in which some sees one of the keys first .. end - 1.
+  // Return the Q tiles in which some query sees one of the keys first .. end - 1.
   PT_DEVICE Tiles tiles_seeing(const AttentionProblem& p, int first, int end) const {
     Range of_first = s.template queries_of<Global>(p, first), of_last = s.template queries_of<Global>(p, end - 1);
-    if (Global && first < p.global_keys) {  // whose queries end last, and those of the first key of a window first
+    // global keys have the last query ends; the first key of a window has the first
+    if (Global && first < p.global_keys) {
       of_last.hi = of_first.hi;
       of_first.hi = s.template queries_of<Global>(p, min(p.global_keys, end - 1)).hi;
     }
@@ -212,8 +221,9 @@ struct KeyTile {
   }
 };
 
-// A part of a mask's or bias's gradient: which sequences, heads, tiles of queries and of keys it is the sum over, all of them in dimensions
-// that the mask or bias does not have. Parts are numbered with keys fastest.
+// One element group of a mask's or bias's gradient: the range of sequences, heads, Q tiles and KV
+// tiles that it sums over, in dimensions that the mask or bias broadcasts. Numbered with keys
+// fastest.
 struct DbiasPart {
   Range of[4];
 
@@ -226,7 +236,7 @@ struct DbiasPart {
       if (!shared) n /= all[d];
     }
   }
-  // Where the gradient's element of query i and key j is.
+  // Return the offset of the gradient's element of query i and key j.
   PT_DEVICE int64_t at(const AttentionDbias& f, int i, int j) const {
     return of[0].lo * f.batch + of[1].lo * f.head + i * f.query + j * f.key;
   }

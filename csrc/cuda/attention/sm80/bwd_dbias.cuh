@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward, masks and biases: a block computes one tile of the gradient in the tensor's own shape, and so goes over all
-// sequences, heads, queries and keys that share it, in order.
+// Attention backward, masks and biases: a block computes one tile of the gradient in the tensor's
+// shape, looping in order over the sequences, heads, queries and keys that share it.
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
     }
   }
 
-  // Sum what is shared within the tile, and write the tile, a row, a column or one number.
+  // Sum over the tile's broadcast dimensions, then write the tile, a row, a column or one number.
   const uint32_t tile = ptx::dynamic_smem();
   ptx::syncthreads();
   const Place at(own, 0);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward, bwd_dkdv: d_key and d_value of a tile of keys, summed over the query heads that share them, in order.
+// Attention backward, bwd_dkdv: d_key and d_value of a KV tile, summed in order over the query
+// heads that share it.
 //
-// Rows are keys here: scores are k.q, so that weights and dX lie as the next products' operands, and nothing goes through shared memory.
+// Rows are keys: scores are k.q, so weights and dX are already the next gemms' operands and bypass
+// shared memory.
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
@@ -16,13 +18,14 @@ constexpr AttentionTile kBwdDkdvTile = attention_tile(Pass::BwdDkdv, K::head_dim
 template <class T, class K>
 using BwdDkdvWork = KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns, K::has_score_mod>;
 
-// The steps of a tile of keys: the tiles of queries that see it, of each query head of the group in order. The current step, the next and
-// the range stand in shared memory, from step to step: there are no registers for them.
+// Iterates over the Q tiles that see a KV tile, for each query head of the group in order. The
+// current step, the next one and the range are in shared memory, because registers are short.
 template <class Work, bool Listed, int Streamed>
 class GroupSteps {
  public:
   struct Step {
-    int head = -1, tile = kNoTile, entry = 0, end = 0;  // head: of the group; entry, end: where the tile's list of blocks stands
+    // head: in the group; entry, end: position in the tile's block list
+    int head = -1, tile = kNoTile, entry = 0, end = 0;
   };
   using List = TileList<Listed, Streamed>;
 
@@ -45,7 +48,7 @@ class GroupSteps {
   PT_DEVICE bool none(const Step& s) const { return s.head >= p_.group; }
 
   static PT_DEVICE Step nothing() { return {}; }
-  // Finds step n, after the one before it, or after nothing.
+  // Find step n, after step n - 1 or, for the first, after nothing().
   PT_DEVICE Step find(int n, const Tiles& range, Step s) const {
     if (s.head >= 0) {
       List list(lists(), s.entry, s.end);
@@ -89,8 +92,9 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   const GroupSteps<BwdDkdvWork<T, K>, K::has_score_mod, BN> steps(p, w, streamed + kTile.stages * kStage);
   const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (n % kTile.stages) * kStage}; };
   const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
-  const auto row_stats_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // row_max, log2_sum, delta: BN words each
-  // Of the step after `before`, with the keys before the first.
+  // row_max, log2_sum, delta: BN words each
+  const auto row_stats_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };
+  // Copy the tiles of the step after `before`; the first copy includes K and V.
   const auto copy_step = [&](int n, const Tiles& range, const auto& before) {
     const auto step = steps.find(n, range, before);
     if (steps.none(step)) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward, bwd_dq: d_query of a tile of queries, and their part of the gradients of ALiBi's slopes and of T5's
-// table.
+// Attention backward, bwd_dq: d_query of a Q tile, and its partial gradients of ALiBi's slopes and
+// T5's table.
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
@@ -10,13 +10,14 @@
 
 namespace pt::cuda {
 
-// Adds a tile of dS, rows of `stride` words at `tile`, into this block's sums by diagonal. A thread adds a diagonal; those beyond where the
-// bias changes belong to the first or last sum, and are kept in the thread until the end.
+// Adds a tile of dS, rows of `stride` words at `tile`, to this block's sums by diagonal. One thread
+// adds one diagonal; diagonals outside the table's range go to the first or last sum, held in the
+// thread until the end.
 template <int BM, int BN>
 struct DiagonalSums {
   static constexpr int kStride = BN + kDiagonalPad;
   uint32_t tile;
-  float* sums;  // this block's, before + after + 1
+  float* sums;  // this block's sums, before + after + 1
   float below = 0.0f, above = 0.0f;
 
   template <int NB>
@@ -61,7 +62,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
   const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
   if (g.diagonal_partials) diagonals.sums = g.diagonal_partials + block * (p.before + p.after + 1);
-  // Even and odd tiles take turns: lists of blocks have whole pairs of them.
+  // Even and odd tiles alternate stages: block lists contain pairs of them.
   const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + t % kTile.stages * kStage}; };
   const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
   const auto copy_tile = [&](int t) {
@@ -102,7 +103,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     M::scores(x, q, own, k_tile(t), p.head_dim);
     M::scores(dp, d_out, own, v_tile(t), p.value_dim);
     const Place at(w.i0 + own, w.origin + t * BN);
-    // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
+    // Rows past the last query also add to sums of dS, so full tiles may have hidden pairs too.
     const int place = tiles.place(p);
     const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t));
     const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward kernels of one dtype: included by the files that compile them.
+// The backward kernels of one dtype, included by the files that compile them.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace pt::cuda {
 
-// Calls run(kind) for the plan's kernel; see plan_attention.
+// Call run(kind) for the plan's kernel; see plan_sm80.
 template <class T, Pass pass, class F>
 void with_kind(const Sm80Plan& plan, F run) {
   if constexpr (std::is_same_v<T, ptx::bf16>) {

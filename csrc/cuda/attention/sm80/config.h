@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every compile-time choice of the attention kernels.
+// Compile-time choices of the portable attention kernels.
 #pragma once
 
 #include "cuda/attention/problem.h"
 
 namespace pt::cuda {
 
-// A block keeps `16 * row_warps` rows (queries; keys in bwd_dkdv) and streams tiles of `columns`. Warps that share rows split
-// the columns of the sums: `splits`; or the tiles: `streams`.
+// A block holds `16 * row_warps` rows (queries; keys in bwd_dkdv) and streams tiles of `columns`.
+// Warps that share rows divide the accumulators' columns (`splits`) or the tiles (`streams`).
 struct AttentionTile {
-  int head_dim;  // the class: D and Dv are at most that
+  int head_dim;  // the class: D and Dv are at most this
   int row_warps, splits, columns, stages, streams = 1;
 
   constexpr int rows() const { return 16 * row_warps; }
   constexpr int threads() const { return 32 * row_warps * splits * streams; }
 };
 
-// bytes: of an element. With score_mod there is less room: fewer scores at a time, or fewer columns of the sums in a warp. Rows of eight
-// bits take shared memory twice: wide float32 heads leave it to fewer queries.
+// bytes: of an element. Kernels with score_mod have fewer registers left, so they compute fewer
+// scores at a time or fewer accumulator columns per warp. Eight-bit rows occupy shared memory
+// twice, so wide float32 heads have fewer queries.
 constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool has_score_mod, bool eight_bits = false) {
   switch (pass) {
     case Pass::Forward:
@@ -42,39 +43,45 @@ constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool 
   }
 }
 
-// Rows of shared memory hold a class's columns.
+// Rows of shared memory have the class's number of columns.
 constexpr int row_bytes(const AttentionTile& t, int bytes) { return t.head_dim * bytes; }
-constexpr int kDiagonalPad = 4;       // words behind each row of a tile of dS in shared memory: its rows then begin in different banks
+// Padding words after each row of a dS tile in shared memory, so rows start in different banks.
+constexpr int kDiagonalPad = 4;
 constexpr int kGroupStepsBytes = 64;  // of GroupSteps in bwd_dkdv.cuh
 constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t.columns + kDiagonalPad) * 4; }
 
-constexpr int staged_bytes(const AttentionTile& t) { return t.columns * (t.head_dim + 4); }  // rows of eight bits as they are, and scales
+// eight-bit rows before widening, and scales
+constexpr int staged_bytes(const AttentionTile& t) { return t.columns * (t.head_dim + 4); }
 
 constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals, bool eight_bits = false) {
   const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
     case Pass::Forward:
-    case Pass::ForwardSplit: return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);  // Q; K, V
-    case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);    // Q, dO; K, V; dS
-    case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;  // K, V; Q, dO, row stats
-    default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS takes their place
+    // Q; K, V
+    case Pass::ForwardSplit: return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);
+    // Q, dO; K, V; dS
+    case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);
+    // K, V; Q, dO, row stats
+    case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;
+    default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS reuses their space
   }
 }
 
-// What a kernel is instantiated with, and what its name shows. HasScoreMod: with softcap, biases and dropout; else only bounds.
+// Template argument of a kernel, which its name shows. HasScoreMod: softcap, biases and dropout;
+// else bounds only.
 template <int HeadDim, bool HasScoreMod>
 struct Kind {
   static constexpr int head_dim = HeadDim;
   static constexpr bool has_score_mod = HasScoreMod, has_blocks = true, eight_bits = false;
   static constexpr Pass forward = Pass::Forward;
 };
-// The same of the forward that splits keys, for all but block masks.
+// As Kind, for the split KV forward, which supports everything but block masks.
 template <int HeadDim, bool HasScoreMod>
 struct SplitKind : Kind<HeadDim, HasScoreMod> {
   static constexpr bool has_blocks = false;
   static constexpr Pass forward = Pass::ForwardSplit;
 };
-// Both for keys and values in eight bits.
+// Both for eight-bit keys and values.
 template <int HeadDim>
 struct EightBitKind : Kind<HeadDim, true> {
   static constexpr bool eight_bits = true;
@@ -84,13 +91,14 @@ struct EightBitSplitKind : SplitKind<HeadDim, true> {
   static constexpr bool eight_bits = true;
 };
 
-constexpr int kSmemOfEveryGpu = 99 * 1024;  // that a block may have on sm_86, sm_89 and sm_120
+constexpr int kSmemOfEveryGpu = 99 * 1024;  // shared memory per block on sm_86, sm_89 and sm_120
 constexpr bool attention_fits(int head_dim, int bytes) {
   constexpr Pass kPasses[] = {Pass::Forward, Pass::ForwardSplit, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias};
   for (Pass pass : kPasses) {
     const AttentionTile t = attention_tile(pass, head_dim, bytes, pass != Pass::Forward);
     if (attention_smem(pass, t, bytes, true) > kSmemOfEveryGpu) return false;
-    if (t.threads() < 32 || t.threads() > 256 || t.columns % 16 || (pass != Pass::BwdDkdv && t.columns % 32)) return false;  // 32: dropout
+    // 32: dropout
+    if (t.threads() < 32 || t.threads() > 256 || t.columns % 16 || (pass != Pass::BwdDkdv && t.columns % 32)) return false;
   }
   for (Pass pass : {Pass::Forward, Pass::ForwardSplit})
     if (attention_smem(pass, attention_tile(pass, head_dim, bytes, true, true), bytes, false, true) > kSmemOfEveryGpu) return false;

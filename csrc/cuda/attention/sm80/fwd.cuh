@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward: online softmax over tiles of keys, 16 queries a warp.
+// Attention forward: online softmax over KV tiles, 16 queries per warp.
 //
-//   m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m');  o = o e^(m - m') + sum_j drop(e^(s - m')) v_j
+//   m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m')
+//   o = o e^(m - m') + sum_j drop(e^(s - m')) v_j
 //   out = o / l * keep_scale;  lse = m + ln l
 //
-// Tiling by Dao, "FlashAttention-2" (2023): scores and sums stay in registers, weights become the next product's operand there, and the
-// copy of K or V that comes next runs under the product with the other. A row that sees nothing has l = 0 and gives 0 and -inf.
+// Tiling as in Dao, "FlashAttention-2" (2023): scores and sums stay in registers, weights become
+// the next gemm's operand there, and the next copy of K or V overlaps the gemm with the other. A
+// row without visible keys has l = 0 and gives 0 and -inf.
 #pragma once
 
 #include "cuda/attention/block_mask.cuh"
@@ -16,10 +18,11 @@
 
 namespace pt::cuda {
 
-// Beyond it lse, rounded, loses digits of the log2 of the sum.
+// Above this, a rounded lse loses digits of log2 of the sum.
 constexpr float kLargeLse = 1024.0f;
 
-// Statistics are wanted only where the lse of some row of the block is large; elsewhere they are lse and 0. True if nothing is left to do.
+// Write lse and 0 as row stats if no lse of the block's rows is large. Returns true if the block is
+// done.
 PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s, int b, int h, int first, int rows) {
   float large = 0.0f;
   const int i = first + int(threadIdx.x);
@@ -43,8 +46,8 @@ constexpr AttentionTile kForwardTile = attention_tile(K::forward, K::head_dim, s
 template <class T, class K>
 using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
 
-// What a warp has of its rows so far: maxima, of products where the kernel has no score_mod, sums, and sums of values, in 8 DB columns from
-// 8 part on.
+// A warp's running state of its rows: maxima (of q.k in bounds-only kernels), sums, and
+// unnormalized outputs in 8 DB columns from 8 part on.
 template <int Pieces>
 struct RowSums {
   static constexpr int DB = Pieces;
@@ -54,7 +57,7 @@ struct RowSums {
   PT_DEVICE explicit RowSums(int part) : part(part) { clear(o); }
 };
 
-// The same of a warp's part of a tile; own: its first row there.
+// As RowSums, for a warp's part of a tile; own: its first row in the tile.
 template <class T, class K>
 struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
   using Sums = RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits>;
@@ -66,10 +69,10 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
       : Sums(int(threadIdx.x) / 32 % kSplits * DB),
         own(kForwardTile<T, K>.row_warps == 1 ? 0 : int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
 
-  // In natural units.
+  // Return the maximum in natural units.
   PT_DEVICE float maximum(int half, float scale) const { return K::has_score_mod ? m[half] : m[half] * scale; }
 
-  // Takes in the scores of one more tile, and turns them into weights.
+  // Update the online softmax with one tile's scores, and turn them into weights.
   template <int NB>
   PT_DEVICE void add(float (&x)[NB][4], float scale_log2, [[maybe_unused]] uint32_t drops) {
     PT_UNROLL
@@ -87,7 +90,8 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
           float& weight = x[n][2 * half + e];
-          // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
+          // Folding the scale saves one instruction; with biases as large as finfo.max, subtract
+          // first.
           weight = ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2 : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
           l[half] += weight;
         }
@@ -98,7 +102,8 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
   }
 };
 
-// Goes over a range's tiles: score(x, whether it is the first) where a tile's keys are there, take_in(x, t) where its values are.
+// Iterate over a range's tiles: score(x, is first) once a tile's keys are in shared memory,
+// take_in(x, t) once its values are.
 template <int NB, class Keys, class List, class Q, class F, class G>
 PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {
   const int first = tiles.first(range);
@@ -115,8 +120,8 @@ PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy
   }
 }
 
-// The same of a warp's stream, with WarpKeyTiles; it may have no tile. One loop, with one copy of the code of each step: of few keys most
-// of a call's time is that in which code comes from memory.
+// As go_over_tiles, for a warp's stream with WarpKeyTiles; it may have no tile. One loop with one
+// copy of each step's code: with few keys, most of a call's time is instruction fetch.
 template <int NB, class Keys, class List, class Q, class F, class G>
 PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {
   float x[NB][4];
@@ -140,14 +145,16 @@ PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range,
   }
 }
 
-// Goes over the tiles of keys of w.range. rows_at: where the warp's rows lie, bounds: the keys that they may see.
+// Process the KV tiles of w.range. rows_at: the positions of the warp's rows; bounds: their key
+// ranges.
 template <class T, class K, class Work, class P, class S>
 PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at, const Range (&bounds)[2], const S& score_mod,
                       WarpRows<T, K>& rows) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
   constexpr bool kStreams = kTile.streams > 1;
-  constexpr bool kKeepQ = sizeof(T) == 2 && !kStreams && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
+  // Hold the fragments of Q in registers.
+  constexpr bool kKeepQ = sizeof(T) == 2 && !kStreams && K::head_dim <= (K::has_score_mod ? 64 : 128);
   using M = Products<T>;
   const AttentionProblem& p = f.p;
   const Sequence& s = w.s;
@@ -157,7 +164,8 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
   using OneStream = std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>>;
   std::conditional_t<kStreams, WarpKeyTiles<T, K, Work, BN>, OneStream> keys(f, w, q.base + BM * kRow);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
-  const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
+  // multiplies scores for exp2
+  const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;
 
   const BlockLists none;
   TileList<K::has_score_mod, BN> tiles(K::has_blocks ? p.blocks.queries : none, w.b, w.h, w.i0, w.template gap<1>(p));
@@ -172,7 +180,7 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
       }
     } else if constexpr (kStreams) {
       clear(x);
-      PT_UNROLL_BY_TWO  // of 16 bits; by eight the code of this alone was 4 KB
+      PT_UNROLL_BY_TWO  // for 16 bits; unrolled by eight, this loop had 4 KB of code
           for (int step = 0; step < M::steps(p.head_dim); ++step) {
         M::load_a(fragments[0], q, rows.own, step);
         M::step(x, fragments[0], keys.k, step);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernels over keys and values in eight bits, of queries of one dtype: included by the files that compile them.
+// The forward kernels for eight-bit keys and values and one query dtype, included by the files that
+// compile them.
 #pragma once
 
 #include "cuda/attention/sm80/fwd_split.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernels of one dtype: included by the files that compile them.
+// The forward kernels of one dtype, included by the files that compile them.
 #pragma once
 
 #include "cuda/attention/sm80/fwd_split.cuh"

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward of few queries: a block has the rows of all heads that share a key head, and of their keys one split. What it leaves,
-// each row's maximum, sum and values so far, fwd_merge.cuh puts together.
+// Split KV forward: a block has the rows of all heads that share a key head, and one split of their
+// keys. fwd_merge.cuh merges the partials (maximum, sum and unnormalized output of each row).
 //
-// Splitting by Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are those of fwd.cuh. In 16 bits and head sizes up
-// to 128 each warp streams a part of the split's tiles (WarpKeyTiles). A block whose split is empty leaves a sum of 0, and reads no key:
-// the grid is of the longest sequence that there may be, so that nobody reads lengths on the host.
+// Splitting as in Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are
+// those of fwd.cuh. In 16 bits and head sizes up to 128 each warp streams a part of the split's
+// tiles (WarpKeyTiles). A block with an empty split writes a sum of 0 and reads no key: the grid is
+// sized for the longest possible sequence, so the host never reads lengths.
 #pragma once
 
 #include "cuda/attention/sm80/fwd.cuh"
@@ -20,8 +21,8 @@ PT_DEVICE void load_shared(float (&x)[4], uint32_t from) {
   for (int i = 0; i < 4; ++i) x[i] = ptx::bits_float(words.w[i]);
 }
 
-// Where a row's values go: to what its split leaves; or, where there is one split of all keys, to the output, with the bits that a merge
-// gives. Nowhere if neither is set.
+// Destination of a row's values: the split's partials or, with a single split, the output, with the
+// same bits as a merge. If neither is set, nothing is stored.
 template <class T>
 struct RowTarget {
   const AttentionForward& f;
@@ -29,7 +30,7 @@ struct RowTarget {
   T* out = nullptr;
   float factor = 0.0f;
 
-  // Writes the row's maximum and sum, or its lse, by one thread of all that have a part of it.
+  // Write the row's maximum and sum, or its lse, by one of the threads that hold a part of the row.
   template <class Work>
   PT_DEVICE RowTarget(const AttentionForward& f, const Work& w, const SplitPlace& at, int row, float row_max, float sum, bool leader)
       : f(f) {
@@ -73,10 +74,11 @@ struct RowTarget {
   }
 };
 
-// Writes what warps have that share the columns of the rows.
+// Store the rows of warps that share the rows' columns.
 template <class T, class K, class Work>
 PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRows<T, K>& rows, const SplitPlace& at) {
-  const auto thread = uint32_t(ptx::opaque(int(threadIdx.x))), lane = thread % 32;  // kept over the loop its parts spilled
+  // held across the loop, its parts spilled
+  const auto thread = uint32_t(ptx::opaque(int(threadIdx.x))), lane = thread % 32;
   const int part = int(thread / 32 % rows.kSplits) * rows.DB;
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
@@ -89,9 +91,9 @@ PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRo
   }
 }
 
-// What the warps of a block have of its rows after streams of tiles, each of a part of the keys: they leave it where their tiles were, and
-// then a warp puts a row together, in the order of warps: few rows are the rule. Behind a row's values are its maximum and sum; rows begin
-// eight banks apart.
+// Merges a block's rows after streams of tiles, each over a part of the keys. Warps store their
+// partials where their tiles were; then one warp merges one row, in the order of warps, because few
+// rows are the rule. A row's maximum and sum follow its values; rows start eight banks apart.
 template <class T, class K>
 struct LeftRow {
   static constexpr AttentionTile kTile = kForwardTile<T, K>;
@@ -102,11 +104,12 @@ struct LeftRow {
   int row;
   float row_max = minus_infinity(), sum = 0.0f, weight[kStreams] = {};
 
-  // Of rows() rows.
+  // Store up to rows() rows of partials.
   template <class F>
   static PT_DEVICE void leave(const WarpRows<T, K>& mine, F rows, float scale) {
     const float sums[2] = {sum_of_quad(mine.l[0]), sum_of_quad(mine.l[1])};
-    const uint32_t thread = uint32_t(ptx::opaque(int(threadIdx.x)));  // kept over the loop its parts spilled
+    // held across the loop, its parts spilled
+    const uint32_t thread = uint32_t(ptx::opaque(int(threadIdx.x)));
     const int warp = int(thread / 32), quad = int(thread % 32 / 4), lane = int(thread % 4);
     ptx::syncwarp();  // nobody reads its tiles any more
     PT_UNROLL
@@ -135,12 +138,12 @@ struct LeftRow {
       sum = ptx::fma_rn(stats[w][1], weight[w], sum);
     }
   }
-  // Four columns.
+  // Store four columns.
   PT_DEVICE void write(const RowTarget<T>& target, int column) const {
     float x[4] = {};
     PT_UNROLL
     for (int w = 0; w < kStreams; ++w) {
-      if (sum == 0.0f) continue;  // nor is anything left
+      if (sum == 0.0f) continue;  // no partials either
       float more[4];
       load_shared(more, place(w, row, column));
       PT_UNROLL
@@ -155,7 +158,7 @@ struct LeftRow {
   }
 };
 
-// attended(): the warp's rows, of its stream; place(): of the block.
+// attended() returns the warp's rows of its stream; place() returns the block's position.
 template <class T, class K, class Work, class F, class G>
 PT_DEVICE void put_streams_together(const AttentionForward& f, const Work& w, F attended, G place) {
   constexpr int kRows = kForwardTile<T, K>.rows();
@@ -172,8 +175,9 @@ PT_DEVICE void put_streams_together(const AttentionForward& f, const Work& w, F 
   }
 }
 
-// Blocks of a multiprocessor: as many as their registers let without a spill; of streams of head size 128, which take 68 KB, as shared
-// memory lets. Three of them have 96 to 192 KB on their way, where an H100 needs some 20.
+// Blocks per SM: as many as registers allow without spills; for streams of head size 128, which use
+// 68 KB, as many as shared memory allows. Three of them have 96 to 192 KB in flight; an H100 needs
+// some 20.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 constexpr int kWideStreamsBlocks = 3;
 #else
@@ -191,7 +195,7 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, 
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   static_assert(kSplitKeys / kTile.columns % kTile.streams == 0 && kTile.threads() == 128);
   const AttentionProblem& p = f.p;
-  // Computed again for what is left: kept over the loop with score_mod its numbers spilled.
+  // Recomputed for the partials: held across the loop with score_mod, its values spilled.
   const auto place_of_block = [&] { return SplitPlace(grid, K::has_score_mod ? ptx::opaque(int(blockIdx.x)) : int(blockIdx.x)); };
   const GroupTile<kTile.rows(), kTile.columns, K::has_score_mod> w(p, grid, place_of_block(), int(threadIdx.x) / 32 % kTile.streams,
                                                                    kTile.streams);

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// How keys and values come to shared memory, tile by tile, for forward:
+// Copies KV tiles to shared memory for forward:
 //
 //   tiles.begin(first);
-//   for each tile t:  tiles.await_keys(t, after);  x = q . k;  tiles.await_values(after);  o += weights . v
+//   for each tile t:
+//     tiles.await_keys(t, after);  x = q . k;  tiles.await_values(after);  o += weights . v
 //
-// after(): the tile behind t, or one that is none. Where a call returns, its tile is there for all threads, and nobody reads the other.
-// WarpKeyTiles have a loop of their own, go_over_stream.
+// after() returns the tile after t, or a tile past the range. When a call returns, its tile is
+// visible to all threads and no thread reads the other tile. WarpKeyTiles have a separate loop,
+// go_over_stream.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +18,7 @@
 
 namespace pt::cuda {
 
-// In the dtype of the query: products take tiles as they are.
+// Keys and values in the query's dtype, which gemms use without conversion.
 template <class T, class K, class Work, int Columns>
 struct TilesOfQuerysDtype {
   static constexpr int kRow = K::head_dim * int(sizeof(T)), kBytes = 2 * Columns * kRow;
@@ -34,14 +36,14 @@ struct TilesOfQuerysDtype {
   template <int DB, int NB>
   PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first, uint32_t columns) const {
     const int all = f.p.value_dim;
-    // Without a question for each 16 columns: 100 instructions for 190.
+    // One call without a check per 16 columns: 100 instructions instead of 190.
     if (K::forward == Pass::ForwardSplit && !K::has_score_mod && all == K::head_dim)
       return Products<T>::product(o, x, v, first, K::head_dim, columns);
     Products<T>::product(o, x, v, first, all, columns);
   }
 };
 
-// Of a block: the copy of one runs under the product with the other.
+// Tiles of a block: the copy of K or V overlaps the gemm with the other.
 template <class T, class K, class Work, int Columns>
 struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   using Tiles = TilesOfQuerysDtype<T, K, Work, Columns>;
@@ -72,8 +74,9 @@ struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   }
 };
 
-// Of a warp, which streams tiles of its own and waits for no other warp: the keys of a tile and its values in turns, each copied as soon as
-// what lies in its place was read, so that one or two of a warp are on their way all the time.
+// Tiles of a warp, which streams independently of other warps: a tile's keys and values alternate,
+// and each copy starts as soon as the previous content has been read, so one or two copies per warp
+// are always in flight.
 template <class T, class K, class Work, int Columns>
 struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   using Tiles = TilesOfQuerysDtype<T, K, Work, Columns>;
@@ -82,13 +85,13 @@ struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   PT_DEVICE WarpKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
       : Tiles(f, w, base + int(threadIdx.x) / 32 * Tiles::kBytes) {}
 
-  // Starts the copy of a tile's keys or values, if there is such a tile.
+  // Start the copy of tile t's keys or values, if the tile exists.
   PT_DEVICE void copy(bool values, int t) const {
     if (t >= w.range.last) return;
     const AttentionProblem& p = f.p;
     w.template copy_keys_by_warp<T>(p, values ? v : k, values ? p.v : p.k, values ? p.value_dim : p.head_dim, t);
   }
-  // All groups of copies but the last one; with_queries: of which each warp has copied a part.
+  // Wait for all copy groups but the last; with_queries: every warp has copied a part of them.
   PT_DEVICE void await(bool with_queries) const {
     ptx::cp_async_wait<1>();
     if (with_queries) ptx::syncthreads();
@@ -96,10 +99,11 @@ struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   }
 };
 
-// In eight bits: copied as they are, and widened to T on their way from there to the tile, each 16 bytes by the thread that copied them. So
-// the copy of a tile runs under all that is done with the one before. Scores are multiplied by the keys' scales, which are zeros where
-// nothing is visible, and weights, before they are rounded, by those of the values. Such a weight may be too small for float16: it is then
-// the sum of two bfloat16, which keep 16 of its bits.
+// Eight-bit keys and values: copied unchanged to a staging buffer, then widened to T in the tile,
+// each 16 bytes by the thread that copied them. So a tile's copy overlaps all work on the previous
+// tile. Scores are multiplied by the keys' scales (zeros without visible pairs), and weights,
+// before rounding, by the values' scales. Such a weight may be too small for float16, so it is
+// split into two bfloat16, which hold 16 of its bits.
 template <class T, class K, class Work, int Columns>
 struct EightBitKeyTiles {
   using V = std::conditional_t<std::is_same_v<T, ptx::f16>, ptx::bf16, T>;
@@ -109,7 +113,7 @@ struct EightBitKeyTiles {
   SmemTile<kRow> k, v;
   SmemTile<K::head_dim> staged_k, staged_v;
   uint32_t key_scales, value_scales;
-  float key_scale = 0.0f, value_scale = 0.0f;  // on their way: of the row that is this thread's
+  float key_scale = 0.0f, value_scale = 0.0f;  // in flight: scales of this thread's row
 
   PT_DEVICE EightBitKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
       : f(f), w(w), k{base}, v{k.base + Columns * kRow}, staged_k{v.base + Columns * kRow}, staged_v{staged_k.base + Columns * K::head_dim},
@@ -122,7 +126,7 @@ struct EightBitKeyTiles {
 
   template <class After>
   PT_DEVICE void await_keys(int, After after) {
-    widen<T>(staged_k, k, key_scales, key_scale, f.p.head_dim);  // nobody reads K any more
+    widen<T>(staged_k, k, key_scales, key_scale, f.p.head_dim);  // no thread reads K any more
     copy(staged_k, key_scale, f.p.k, f.p.key_scale, f.p.head_dim, after());
     ptx::syncthreads();  // K is there, and nobody reads V any more
   }
@@ -137,7 +141,7 @@ struct EightBitKeyTiles {
   PT_DEVICE void scale_scores(float (&x)[NB][4]) const {
     times_scales(x, key_scales, kAllBits);
   }
-  // What a row does not see adds nothing, whatever its scale is.
+  // Scale weights; hidden pairs add nothing, whatever their scale.
   template <int NB>
   PT_DEVICE void scale_weights(float (&x)[NB][4], uint32_t visible) const {
     times_scales(x, value_scales, visible);
@@ -154,7 +158,8 @@ struct EightBitKeyTiles {
  private:
   static constexpr uint32_t kAllBits = 0xffffffffu;
 
-  // Starts the copy of a tile's rows, and reads their scales; a group of copies also where there is no such tile.
+  // Start the copy of a tile's rows and load their scales; commits a copy group even without a
+  // tile.
   PT_DEVICE void copy(SmemTile<K::head_dim> to, float& scale, const In& rows, const In& scales, int columns, int t) const {
     if (t < w.range.last) {
       w.template copy_any_keys<uint8_t>(f.p, to, rows, columns, t);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of the portable kernels a pass takes: pure functions of the problem, also pytransformer._C.cuda_sm80_attention_plan.
+// Choice of the portable kernel for a pass. Pure functions of the problem, also
+// pytransformer._C.cuda_sm80_attention_plan.
 #pragma once
 
 #include <stdexcept>
@@ -10,8 +11,9 @@
 
 namespace pt::cuda {
 
-// The smallest class that holds both head sizes. f32 has two, of the split forward and over eight bits one, and bwd_dbias has one. Over
-// eight bits a class of 64 would be a kernel more for each of four: small heads take that of 128.
+// Return the smallest class with room for both head sizes. f32 has two classes, but one in split KV
+// and with eight bits; bwd_dbias has one. With eight bits a class of 64 would add a kernel for each
+// of four: small heads use class 128.
 inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim, bool eight_bits = false) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
   if (pass == Pass::BwdDbias || (dtype == DType::f32 && (pass == Pass::ForwardSplit || eight_bits))) return 256;
@@ -30,7 +32,7 @@ struct Sm80Plan {
 inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only, bool diagonals, bool eight_bits = false) {
   Sm80Plan plan{};
   plan.head_class = sm80_class(pass, dtype, head_dim, value_dim, eight_bits);
-  // Kernels without score_mod: forward, for 16 bits; backward, for bf16, where it saves registers.
+  // Bounds-only kernels: in forward for 16 bits; in backward for bf16, where they save registers.
   const bool forward = pass == Pass::Forward || pass == Pass::ForwardSplit;
   const int widest_bounds_only = pass == Pass::Forward ? 256 : forward || pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
   const bool has_bounds_only = plan.head_class <= widest_bounds_only && (forward ? dtype != DType::f32 : dtype == DType::bf16);
@@ -43,19 +45,22 @@ inline Sm80Plan plan_sm80(Pass pass, const AttentionProblem& p, bool diagonals) 
   return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals, p.in_eight_bits());
 }
 
-// Whether keys are split over blocks: where the queries of the heads that share a key head are two tiles of rows at most. By shapes alone,
-// the number of keys apart: a sequence gives the same bits in any batch. Block masks have a list for a head and a block of queries, where a
-// tile of rows may have several.
+// Return true if keys are split over blocks: if the queries of the heads that share a key head fill
+// at most two row tiles. Depends only on shapes other than the number of keys, so a sequence gives
+// the same bits in any batch. Block masks have one list per head and block of queries, while a row
+// tile may need several.
 inline bool splits_keys(const AttentionProblem& p) {
   return int64_t(p.group) * p.num_queries <= kMostSplitRows && !p.blocks.queries.offsets;
 }
 struct SplitPlan {
   int splits = 0, row_tiles = 0;  // 0: not split
   Sm80Plan kernel{};
-  int64_t rows = 0;  // of all sequences and heads: that many statistics and values of each split
+  // Rows over all sequences and heads: the number of stats and values per split.
+  int64_t rows = 0;
 
   bool merges() const { return splits > 1; }
-  int64_t floats(int value_dim) const { return merges() ? rows * splits * (value_dim + 2) : 0; }  // of the workspace
+  // size of the workspace
+  int64_t floats(int value_dim) const { return merges() ? rows * splits * (value_dim + 2) : 0; }
 };
 inline SplitPlan plan_split(const AttentionProblem& p) {
   SplitPlan plan;
@@ -73,8 +78,8 @@ inline SplitGrid split_grid(const AttentionProblem& p, const SplitPlan& plan) {
   return {plan.row_tiles, Divisor(plan.splits), Divisor(p.heads / p.group), Divisor(p.group)};
 }
 
-// What a block of a block mask has at least, both powers of two: so a tile of any pass lies within one. With two stages even and odd tiles
-// take turns, so that there is a block for each two.
+// Minimum block of a block mask, both powers of two, so that a tile of any pass lies within one
+// block. With two stages, even and odd tiles alternate, so a block covers two tiles.
 struct LeastBlock {
   int queries, keys;
 };
@@ -90,7 +95,7 @@ inline LeastBlock least_block(DType dtype, int head_dim, int value_dim) {
   return least;
 }
 
-// Blocks of one flat dimension, which may exceed 65,535.
+// Return the number of blocks in one flat dimension, which may exceed 65,535.
 inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles) {
   const int64_t blocks = sequences * heads * tiles;
   if (blocks >= int64_t(1) << 31)
@@ -98,7 +103,7 @@ inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles
   return unsigned(blocks);
 }
 
-// Of `all`, as many as run at once where few of them have anything to do: two on a multiprocessor.
+// Return the grid for recomputation: at most two blocks per SM, because few blocks have work.
 inline unsigned recompute_blocks(const Recompute& recompute, unsigned all, int multiprocessors) {
   const unsigned few = 2 * unsigned(multiprocessors);
   return recompute.flags && all > few ? few : all;
