@@ -2,10 +2,10 @@
 // Block masks: the tiles of a range that a block list contains, and the visible pairs of a partial
 // block.
 //
-// As in FlexAttention (Dong et al., 2024), a kernel's tile lies within one block, so a thread block
-// has one list for its rows, and a tile of columns has one entry. Tiles outside the rows' bounds
-// are skipped. Values from memory are clamped: wrong lists give wrong results but no address
-// outside the tensors.
+// A kernel's tile lies within one block, as in FlexAttention (Dong et al., 2024), so a thread block
+// has one list for its rows, and a tile of columns has one entry. Tiles outside the rows' bounds are
+// skipped. Values from memory are clamped: wrong lists give wrong results but no address outside
+// the tensors.
 #pragma once
 
 #include "cuda/attention/score_mod.cuh"
@@ -44,7 +44,7 @@ class TileList {
   }
   // Return the tile after tile t of the current block.
   PT_DEVICE int after(int t) const { return TileList(*this).leave(t); }
-  // As after(), and advance to that tile.
+  // Like after(), and advance to that tile.
   PT_DEVICE int leave(int t) {
     if (!Listed) return t + 1;
     int next = t + 1;

@@ -40,7 +40,7 @@ PT_DEVICE Visible visible_by_sixteens(const AttentionMaskLists& f, const uint8_t
   return found;
 }
 
-// As above, pair by pair: threads run along keys, or along queries if these are contiguous.
+// Like above, pair by pair: threads run along keys, or along queries if these are contiguous.
 PT_DEVICE Visible visible_by_pairs(const AttentionMaskLists& f, const uint8_t* mask, int i0, int j0) {
   constexpr int kAbreast = kMaskThreads / kListedBlock, kInFlight = 16;
   const bool by_queries = f.mask.query == 1 && f.mask.key != 1;

@@ -47,7 +47,7 @@ PT_DEVICE void recompute_tiles(const AttentionProblem& p, const Recompute& recom
     n = found < all ? found + gridDim.x : n + 32 * gridDim.x;
     if (found == all) continue;
     make_one(found);
-    ptx::syncthreads();  // nobody reads its rows in shared memory any more
+    ptx::syncthreads();  // all reads of its shared memory are done
   }
 }
 

@@ -37,7 +37,7 @@ struct Place {
   }
 };
 
-// As Place, for the rows of a GroupTile, with `group` heads per query.
+// Like Place, for the rows of a GroupTile, with `group` heads per query.
 struct GroupPlace : Place {
   int query[2];
   PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group) : Place(first_row, first_column) {
@@ -194,7 +194,7 @@ class ScoreMod {
     else return keep_mask_rows<NB>(at);
   }
 
-  // As keep_mask, from precomputed bits if there are any: the 32 columns from at.column + `ahead`
+  // Like keep_mask, from precomputed bits if there are any: the 32 columns from at.column + `ahead`
   // on, in accumulator layout.
   PT_DEVICE bool has_keep_bits() const { return keep_rows().data; }
   template <bool Whole>

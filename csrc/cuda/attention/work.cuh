@@ -63,7 +63,7 @@ struct QueryTile {
     copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end,
                         columns, Products<T>::chunks(columns));
   }
-  // As copy_keys, for keys that may be paged (forward only).
+  // Like copy_keys, for keys that may be paged (forward only).
   template <class T, int RowBytes>
   PT_DEVICE void copy_any_keys(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
     if (!p.pages.table) return copy_keys<T>(to, from, columns, t, p.group);
@@ -90,7 +90,7 @@ struct QueryTile {
         range(min(queries, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
 
  private:
-  // As keys_of, from the start of the query's window: all queries see the keys after the last
+  // Like keys_of, from the start of the query's window: all queries see the keys after the last
   // query's start.
   PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
 };
@@ -193,7 +193,7 @@ struct KeyTile {
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
     return j >= s.first_k && (!s.padding_gaps || j >= s.num_k || KeyPaddingBitmap(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
   }
-  // As bounds, without key padding: results of a hidden row stay in that row.
+  // Like bounds, without key padding: results of a hidden row stay in that row.
   PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
     return j >= 0 && j < s.num_k ? s.template queries_of<Global>(p, j) : Range{0, 0};
   }

@@ -98,7 +98,7 @@ PT_DEVICE uint32_t pack_f16(float low, float high) {
 #endif
 }
 
-// As pack_f16, but saturates to float16's largest finite value; a NaN stays NaN.
+// Like pack_f16, but saturates to float16's largest finite value; a NaN stays NaN.
 PT_DEVICE uint32_t pack_f16_finite(float low, float high) {
 #if defined(PT_EMULATE)
   return emu::to_f16(emu::saturate_f16(low)) | uint32_t(emu::to_f16(emu::saturate_f16(high))) << 16;

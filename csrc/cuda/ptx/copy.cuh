@@ -137,7 +137,7 @@ PT_DEVICE void bulk_wait_read(PT_ONLY_SITE) {
 #endif
 }
 
-// As bulk_wait_read, but waits until their results are in global memory.
+// Like bulk_wait_read, but waits until their results are in global memory.
 template <int Pending>
 PT_DEVICE void bulk_wait(PT_ONLY_SITE) {
 #if defined(PT_EMULATE)

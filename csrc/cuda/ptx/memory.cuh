@@ -20,7 +20,7 @@ PT_DEVICE Words4 ld_global_once(const void* p PT_SITE) {
   return v;
 }
 
-// As ld_global_once if `wanted`, else zeros. A predicate avoids a branch between loads. Volatile:
+// Like ld_global_once if `wanted`, else zeros. A predicate avoids a branch between loads. Volatile:
 // the compiler would move a load past a row's reductions to its first use.
 PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted PT_SITE) {
   Words4 v{};
@@ -91,7 +91,7 @@ PT_DEVICE void st_global_v4(void* p, const Words4& v PT_SITE) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 #endif
 }
-// As st_global_v4 if `wanted`, by a predicate.
+// Like st_global_v4 if `wanted`, by a predicate.
 PT_DEVICE void st_global_v4_where(void* p, const Words4& v, bool wanted PT_SITE) {
 #if defined(PT_EMULATE)
   if (wanted) emu::st_global(p, v.w, 16, site);

@@ -45,7 +45,7 @@ PT_DEVICE void fence_operand([[maybe_unused]] float& x) {
 #endif
 }
 
-// As above, for an operand in registers: no other code may use them while the product runs.
+// Like above, for an operand in registers: no other code may use them while the product runs.
 PT_DEVICE void fence_operand([[maybe_unused]] uint32_t& x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+r"(x)::"memory");

@@ -13,7 +13,7 @@ namespace pt::cuda {
 template <int V, class Place>
 PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], Place place, float* partials, int columns) {
   const uint32_t shared = ptx::dynamic_smem();
-  ptx::syncthreads();  // an earlier use of the memory is over
+  ptx::syncthreads();  // earlier uses of the memory are over
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     const int column = place(v);

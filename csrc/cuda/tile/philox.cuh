@@ -43,7 +43,7 @@ class ColumnDropout {
     transpose_quad(d.w);
     return kept(d);
   }
-  // As keep, for a lane's eight of the 32 columns from `column` on in accumulator layout
+  // Like keep, for a lane's eight of the 32 columns from `column` on in accumulator layout
   // (fragments.cuh): bit i is column + 8 (i / 2) + 2 (lane % 4) + i % 2. Needs no other lane.
   PT_DEVICE uint32_t keep_fragment(int64_t row, uint32_t column) const {
     if (threshold_ >= 65536) return 0;

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
           row_stats[half] = read_row_stats(g, row_stat_at(g.at, b, h, s.row_q + i), i < s.num_q);
           bounds[half] = w.bounds(p, i);
         }
-        ptx::syncthreads();  // nobody reads the tiles before any more
+        ptx::syncthreads();  // all reads of the previous tiles are done
         w.template copy_queries<T>(q, p.q, p.head_dim);
         w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
         for (int t = first; t < last; t = tiles.leave(t)) {

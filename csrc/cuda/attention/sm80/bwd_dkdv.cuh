@@ -125,7 +125,7 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   copy_step(0, w.range, steps.nothing());
   for (int n = 0;; ++n) {
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    ptx::syncthreads();  // this tile is complete, and all reads of the previous one are done
     if (steps.none(steps.step(n))) break;
     if (kTile.stages == 2) copy_next(n);
 

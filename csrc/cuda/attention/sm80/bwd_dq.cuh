@@ -95,7 +95,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   }
   for (; t < range.last; t = tiles.leave(t)) {
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    ptx::syncthreads();  // this tile is complete, and all reads of the previous one are done
     const int next = tiles.after(t);
     if (kTile.stages == 2 && next < range.last) copy_tile(next);
 
@@ -127,7 +127,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   }
 
   if (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) {
-    ptx::syncthreads();  // the sums' buffers are where tiles were
+    ptx::syncthreads();  // the sums reuse the tiles' memory
     BlockTeam team(0);
     if (g.slope_partials) {
       const float sum = team.sum({slope_sum, 0.0f}).a;

@@ -75,7 +75,7 @@ struct Kind {
   static constexpr bool has_score_mod = HasScoreMod, has_blocks = true, eight_bits = false;
   static constexpr Pass forward = Pass::Forward;
 };
-// As Kind, for the split KV forward, which supports everything but block masks.
+// Like Kind, for the split KV forward, which supports everything but block masks.
 template <int HeadDim, bool HasScoreMod>
 struct SplitKind : Kind<HeadDim, HasScoreMod> {
   static constexpr bool has_blocks = false;

@@ -32,7 +32,7 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
   if (lse > kLargeLse || (lse < -kLargeLse && lse != minus_infinity())) large = 1.0f;
   BlockTeam team(0);
   large = team.sum({large, 0.0f}).a;
-  ptx::syncthreads();  // its buffers are where tiles go
+  ptx::syncthreads();  // the tiles reuse its buffers
   if (large != 0.0f) return false;
   if (here) {
     store_one(f.row_max + at, lse <= sink_of(f.p, h) ? infinity() : lse);
@@ -57,7 +57,7 @@ struct RowSums {
   PT_DEVICE explicit RowSums(int part) : part(part) { clear(o); }
 };
 
-// As RowSums, for a warp's part of a tile; own: its first row in the tile.
+// Like RowSums, for a warp's part of a tile; own: its first row in the tile.
 template <class T, class K>
 struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
   using Sums = RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits>;
@@ -120,7 +120,7 @@ PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy
   }
 }
 
-// As go_over_tiles, for a warp's stream with WarpKeyTiles; it may have no tile. One loop with one
+// Like go_over_tiles, for a warp's stream with WarpKeyTiles; it may have no tile. One loop with one
 // copy of each step's code: with few keys, most of a call's time is instruction fetch.
 template <int NB, class Keys, class List, class Q, class F, class G>
 PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {

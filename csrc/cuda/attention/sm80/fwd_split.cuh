@@ -111,7 +111,7 @@ struct LeftRow {
     // held across the loop, its parts spilled
     const uint32_t thread = uint32_t(ptx::opaque(int(threadIdx.x)));
     const int warp = int(thread / 32), quad = int(thread % 32 / 4), lane = int(thread % 4);
-    ptx::syncwarp();  // nobody reads its tiles any more
+    ptx::syncwarp();  // all reads of its tiles are done
     PT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int row = quad + 8 * half;

@@ -54,7 +54,7 @@ struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   template <class After>
   PT_DEVICE void await_keys(int t, After) const {
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // K is there, and nobody reads V any more
+    ptx::syncthreads();  // K is complete, and all reads of V are done
     if (!K::has_score_mod || f.out.data) {
       w.template copy_any_keys<T>(f.p, v, f.p.v, f.p.value_dim, t);
       ptx::cp_async_commit();
@@ -63,7 +63,7 @@ struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   template <class After>
   PT_DEVICE void await_values(After after) const {
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // V is there, and nobody reads K any more
+    ptx::syncthreads();  // V is complete, and all reads of K are done
     if (const int next = after(); next < w.range.last) copy_keys(next);
   }
 
@@ -126,15 +126,15 @@ struct EightBitKeyTiles {
 
   template <class After>
   PT_DEVICE void await_keys(int, After after) {
-    widen<T>(staged_k, k, key_scales, key_scale, f.p.head_dim);  // no thread reads K any more
+    widen<T>(staged_k, k, key_scales, key_scale, f.p.head_dim);  // all reads of K are done
     copy(staged_k, key_scale, f.p.k, f.p.key_scale, f.p.head_dim, after());
-    ptx::syncthreads();  // K is there, and nobody reads V any more
+    ptx::syncthreads();  // K is complete, and all reads of V are done
   }
   template <class After>
   PT_DEVICE void await_values(After after) {
     widen<V>(staged_v, v, value_scales, value_scale, f.p.value_dim);
     copy(staged_v, value_scale, f.p.v, f.p.value_scale, f.p.value_dim, after());
-    ptx::syncthreads();  // V is there, and nobody reads K any more
+    ptx::syncthreads();  // V is complete, and all reads of K are done
   }
 
   template <int NB>
@@ -169,7 +169,7 @@ struct EightBitKeyTiles {
   }
   template <class E>
   PT_DEVICE void widen(SmemTile<K::head_dim> from, SmemTile<kRow> to, uint32_t scales, float scale, int columns) const {
-    ptx::cp_async_wait<1>();  // but for the other's, which came after
+    ptx::cp_async_wait<1>();  // all but the other operand's, which started later
     widen_rows<E, Columns>(from, to, Products<uint8_t>::chunks(columns), f.p.eight_bits == EightBits::e4m3);
     if (const int row = int(threadIdx.x); row < Columns) ptx::st_shared_f32(scales + 4 * row, scale);
   }

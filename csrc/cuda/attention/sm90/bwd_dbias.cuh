@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a, masks and biases: as bwd_dbias.cuh, with products by warpgroups and copies by TMA, where no sum over
-// queries or keys is wanted.
+// Attention backward on sm_90a, masks and biases: as sm80/bwd_dbias.cuh with wgmma and TMA, if the
+// gradient is not summed over queries or keys.
 //
-// Scores and dP are recomputed, two products beside the seven of the other passes. bwd_dq has dS too, but to sum it over
-// sequences and heads it would read and write a float32 tile in every iteration, 64 KB beside 32 KB of operands at head size 64, in an
-// order between blocks.
+// Recomputes scores and dP, two gemms more than the seven of the other kernels. bwd_dq also has dS,
+// but to sum it over sequences and heads it would read and write a float32 tile per iteration (64
+// KB, next to 32 KB of operands at head size 64), in an order between blocks.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_tile.cuh"
@@ -14,7 +14,7 @@ namespace pt::cuda {
 
 struct Sm90Dbias : Sm90Operands {
   AttentionDbias f;
-  TileOrder order;  // of the gradient's parts, one after the other
+  TileOrder order;  // order of the gradient's parts
 };
 
 template <class T, class K>
@@ -25,7 +25,7 @@ struct Sm90BwdDbiasBlock {
   using RingOwn = Ring<sm90_bwd_dbias_own_stages(D), BM, kTile.panels()>;
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
   using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
-  using Found = MaskLoader<64, BN>;  // no sums of head size D take registers here
+  using Found = MaskLoader<64, BN>;  // free registers: no accumulators of head size D here
   using Sums = float[kSpan][BN / 2];
 
   const Sm90Dbias& args;
@@ -50,8 +50,8 @@ struct Sm90BwdDbiasBlock {
     return DbiasPart(args.f, (p.num_queries + BM - 1) / BM, (p.num_keys - key_origin(p) + kSpan * BN - 1) / (kSpan * BN), n);
   }
 
-  // For f(w, tiles): the part's queries in each sequence and head that it is the sum over, and which of the part's tiles of keys they see.
-  // None of them: not called.
+  // Call f(w, tiles) for the part's queries in each sequence and head that it sums over, with the
+  // part's KV tiles that they see. Not called if there are none.
   template <class F>
   PT_DEVICE void for_each_head(const DbiasPart& part, F f) const {
     const AttentionProblem& p = problem();
@@ -107,7 +107,7 @@ struct Sm90BwdDbiasBlock {
     });
   }
 
-  // So that the next tile's sums are the first: an index that is no constant would put them into memory.
+  // Move the next tile's sums to index 0: a variable index would put them into local memory.
   static PT_DEVICE void turn_around(Sums& sums) {
     PT_UNROLL
     for (int i = 0; i < BN / 2; ++i) {
@@ -118,7 +118,7 @@ struct Sm90BwdDbiasBlock {
     }
   }
 
-  // Kept in registers from iteration to iteration, descriptors of all steps would not leave enough.
+  // Recompute descriptors: held across iterations, those of all steps would use too many registers.
   static PT_DEVICE RingOwn own(const RingOwn& ring) { return RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0); }
 
   // sum += dS of the keys from `first` on.
@@ -143,7 +143,7 @@ struct Sm90BwdDbiasBlock {
       found.add(w, x, first, c);
     });
     found.hide(s);
-    // Weights, and -1 where a pair is hidden.
+    // Weights, and -1 for hidden pairs.
     each_element(
         s, 0, [&](float& x, int r, int) { x = x == minus_infinity() ? -1.0f : weight_of(x, row_stats[r].row_max, row_stats[r].log2_sum); });
     ptx::wgmma_wait<0>();

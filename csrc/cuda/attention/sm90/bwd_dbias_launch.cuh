@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels for sm_90a of masks' and biases' gradients, of one dtype: included by the files that compile them.
+// The sm_90a kernels of mask and bias gradients for one dtype, included by the files that compile
+// them.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_dbias.cuh"

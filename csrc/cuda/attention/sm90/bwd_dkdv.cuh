@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a, bwd_dkdv: d_key and d_value of a tile of keys, summed over the query heads that share them, in
-// order. As bwd_dkdv.cuh, with products by warpgroups and copies by TMA.
+// Attention backward on sm_90a, bwd_dkdv: d_key and d_value of a KV tile, summed in order over the
+// query heads that share it. Like sm80/bwd_dkdv.cuh with wgmma and TMA.
 //
-// Consumers have 64 keys each. Scores are k.q, so that weights and dS leave the accumulators as operands of the next products.
+// Consumers have 64 keys each. Scores are k.q, so weights and dS leave the accumulators as operands
+// of the next gemms.
 #pragma once
 
 #include "cuda/attention/recompute.cuh"
@@ -15,8 +16,8 @@ template <class T, class K>
 struct Sm90BwdDkdvBlock {
   static constexpr Sm90Tile kTile = K::bwd_dkdv_tile;
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
-  static constexpr int kConsumers = kTile.consumers, kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 *
-                                                                      BN;  // bytes of a stage's row_max, delta, log2_sum
+  static constexpr int kConsumers = kTile.consumers,
+                       kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 * BN;  // bytes per stage
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
@@ -29,16 +30,17 @@ struct Sm90BwdDkdvBlock {
   RingStream d_out;
   uint32_t row_stats;
   MaskLoader mask_loader{};
-  uint32_t ticket = 0;  // where the block's number is, if it took one
+  uint32_t ticket = 0;  // address of the block's number, if it has one
 
-  // A tile of keys as consumers see it.
+  // A KV tile from the consumers' view.
   struct Work : KeyTile<BM, BN> {
     using Base = KeyTile<BM, BN>;
     using Base::hk, Base::j0, Base::s, Base::range;
 
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
-    // The queries of the lane's row r, where padding does not hide it: what hidden rows make stays in them. Those that some key of the
-    // sequence is seen by, or TMA leaves as zeros; and those that see all 64 keys of this consumer.
+    // own_bounds: the query range of the lane's row r, without padding, because results of hidden
+    // rows stay in them. rows_to_keep: queries that see some key of the sequence, or that TMA loads
+    // as zeros. whole(): queries that see all 64 keys of this consumer.
     PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::unhidden_bounds(p, j0 + key_row(r)); }
     PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const {
       const Range visible{s.queries_of(p, s.first_k).lo, s.queries_of(p, s.num_k - 1).hi};
@@ -48,11 +50,11 @@ struct Sm90BwdDkdvBlock {
       const int first = j0 + key_row(0) / 64 * 64;
       return {s.queries_of(p, first + 63).lo, s.queries_of(p, first).hi};
     }
-    // The first of a head's tiles: the last, or the one of the last K::spread that this block's number says. They are visited downwards,
-    // the last after the first.
+    // Return the first tile per head: the last one, or one of the last K::spread, chosen by the
+    // block. Iteration is downwards and wraps from the first tile to the last.
     PT_DEVICE int begin() const { return range.last - 1 - j0 / BM % min(max(range.count(), 1), K::spread); }
     PT_DEVICE int next(int t) const { return t == range.first ? range.last - 1 : t - 1; }
-    // For f(query head, tile).
+    // Call f(query head, tile) for each iteration.
     template <class F>
     PT_DEVICE void for_each_stream_iter(const AttentionProblem& p, F f) const {
       int t = begin();
@@ -67,14 +69,15 @@ struct Sm90BwdDkdvBlock {
         : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
   };
 
-  // The lane's row r of the tile: consumers may share its 64.
+  // Return the lane's row r of the tile; with split, consumers share the 64 rows.
   static PT_DEVICE int key_row(int r) { return kTile.split ? own_row(r) % 64 : own_row(r); }
 
   PT_DEVICE void begin() const {
     args.prefetch();
     k.init(1, kConsumers, "k_full", "k_empty");
     v.init(1, kConsumers, "v_full", "v_empty");
-    q.init(2 + MaskLoader::kWriters, 4 * kConsumers, "q_full", "q_empty");  // loads by TMA, row stats, what the mask loader loads
+    // Writers: TMA, row stats, mask loader.
+    q.init(2 + MaskLoader::kWriters, 4 * kConsumers, "q_full", "q_empty");
     d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
   }
 
@@ -114,7 +117,8 @@ struct Sm90BwdDkdvBlock {
     });
   }
 
-  // A warp: each query's maximum, in base 2 without score_mod, +inf for one that is not there, and -D.
+  // Load row stats with one warp: each query's maximum (in base 2 without score_mod; +inf if
+  // absent) and -delta.
   PT_DEVICE void load_row_stats() const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
@@ -145,7 +149,8 @@ struct Sm90BwdDkdvBlock {
 
   PT_DEVICE uint32_t own_row_stats(int stream_iter) const { return row_stats_of(stream_iter) + 4 * 2 * (lane_id() % 4); }
 
-  // Calls f(x[i], number) with each element's query's number, of which a lane has two in eight columns, from `at` on.
+  // Call f(x[i], stat) with the stat of each element's query, from `at` on; a lane has two queries
+  // per n-block.
   template <int R, class F>
   PT_DEVICE void each_row_stat(float (&x)[R], uint32_t at, F f) const {
     PT_UNROLL
@@ -157,7 +162,7 @@ struct Sm90BwdDkdvBlock {
     }
   }
 
-  // dP of what dropout leaves, and less D, which without dropout is there before dP is added.
+  // Apply dropout to dP and subtract delta. Without dropout, dP's accumulators start at -delta.
   PT_DEVICE void take_dropout(float (&dp)[BN / 2], const Pairs<BN / 2>& keep_mask, int stream_iter) const {
     drop(dp, keep_mask, args.g.p.keep_scale);
     each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x += delta; });
@@ -168,7 +173,7 @@ struct Sm90BwdDkdvBlock {
     const float scale_log2 = p.scale * kLog2e;
     int stream_iter = 0, tile_iter = 0;
     for_each_tile<kPersists>(args.order, [&](int n) {
-      // Registers are scarce: what only cut tiles need is recomputed there.
+      // Registers are scarce: values that only partial tiles need are recomputed there.
       const Work w(p, args.order, n);
       const auto once_more = [&] { return Work(p, args.order, ptx::opaque(n)); };
       const Range whole = w.whole(p);
@@ -189,14 +194,16 @@ struct Sm90BwdDkdvBlock {
           clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
         }
         const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
-        const bool hides = K::elementwise_mask || cut;  // with an elementwise mask any tile may
+        // Any tile may hide pairs with an elementwise mask.
+        const bool hides = K::elementwise_mask || cut;
         const auto hide = [&](float (&x)[BN / 2]) {
           if (!cut) return;
           const Work fresh = once_more();
           const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         };
-        // Descriptors of what stays are recomputed in every iteration: kept, they would take 32 registers.
+        // Recompute descriptors of the stationary operands per iteration: held, they would use 32
+        // registers.
         const auto own = [&](const RingOwn& ring) {
           return K::elementwise_mask ? RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring;
         };
@@ -205,7 +212,8 @@ struct Sm90BwdDkdvBlock {
         const bool drops = K::drops_by_bits && p.keep_bits.keys.data;
         k.consumer_wait(tile_iter);
         q.consumer_wait(stream_iter);
-        // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).
+        // Initialize before S: written while S is in flight, these accumulators would make ptxas
+        // wait for S first (C7517).
         if constexpr (!K::has_score_mod)
           each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [&](float& x, float delta) {
             x = drops ? 0.0f : delta;
@@ -252,7 +260,7 @@ struct Sm90BwdDkdvBlock {
               const auto bits = visible.opaque();
               each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
             }
-            // P times softcap's slope, which dS is made from, and P as dropout leaves it.
+            // Pack P times softcap's derivative, the factor of dS, and P after dropout.
             if (p.softcap != 0.0f) each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
             else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
             pack_piece<T>(ds[c / kPiece], slope);
@@ -276,12 +284,13 @@ struct Sm90BwdDkdvBlock {
             keep_visible(s, visible.opaque());
           }
           pack_recomputed<T>(weights, s);
-          // Not earlier: the scores' registers are free now.
+          // Read the keep mask only here, where the scores' registers are free.
           Pairs<BN / 2> keep_mask;
           if (drops) keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h), place_again(w.j0, t * BN));
           ptx::wgmma_wait<0>();
           if (drops) take_dropout(dp, keep_mask, stream_iter);
-          // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
+          // Without this mask, dP of hidden pairs meets weights of zero; if not finite, it would
+          // set a flag.
           if constexpr (K::elementwise_mask) {
             if (cut) keep_visible(dp, visible.opaque());
           } else {
@@ -294,7 +303,7 @@ struct Sm90BwdDkdvBlock {
         multiply_weights<T>(dv, weights, d_out, stream_iter);
         multiply_weights<T>(dk, ds, q, stream_iter);
         ptx::wgmma_wait<0>();
-        // A lane speaks for its warp's loads of row stats too.
+        // A lane releases for its warp's reads of row stats too.
         ptx::syncwarp();
         if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
       }
@@ -306,7 +315,7 @@ struct Sm90BwdDkdvBlock {
     });
   }
 
-  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  // Recompute the sequence's properties: held across the loop, they would use registers.
   PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2], bool keys = true, bool values = true) const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;

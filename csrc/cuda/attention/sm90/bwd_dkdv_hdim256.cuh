@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a, bwd_dkdv for wide heads: d_key and d_value of 64 keys take all registers of a consumer each.
+// Attention backward on sm_90a, bwd_dkdv for head sizes up to 256, where d_key and d_value of 64
+// keys each fill a consumer's registers.
 //
-// So the two consumers have the same keys, and one result each. The first makes S and P, of P dO the sums d_value, and leaves P in shared
-// memory; the second makes dP, with P dS, and of dS Q the sums d_key. No product is computed twice. A thread has the same places of the
-// accumulators in both, so P goes from thread to thread as the operand that it is, 16 bytes at a time.
+// The two consumers have the same keys and one result each. The first computes S, P and d_value = P
+// dO, and writes P to shared memory. The second computes dP, then dS with P, and d_key = dS Q. No
+// gemm is computed twice. A thread has the same accumulator positions in both, so P passes between
+// threads as an operand, 16 bytes at a time.
 //
-// Either one's loop is forward's: scores (dP) of the next iteration are issued before the product with this one's weights, and what becomes
-// of them is computed under that.
+// Each loop is forward's: scores (or dP) of the next iteration are issued before the gemm with this
+// iteration's weights, which overlaps their softmax.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_dkdv.cuh"
@@ -20,8 +22,9 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers, Dkdv::kPersists;
   using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream;
   static constexpr int kSteps = BN / 16;  // operands of an iteration's weights
-  // One for each stage of Q, and never awaited empty: who has Q of the iteration that takes a buffer again knows that the other has
-  // released the one before, after it had read the buffer.
+  // One buffer per stage of Q, without a wait on "empty": if a consumer has Q of the iteration that
+  // reuses a buffer, the other has released the previous Q, which it does after it reads the
+  // buffer.
   using Exchange = Buffers<kTile.stages, BM * BN * 2>;
   static_assert(kConsumers == 2 && BM == 64 && !(K::has_score_mod && K::elementwise_mask) && 8 * kPiece == 16);
 
@@ -37,14 +40,14 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     else sum<true>(v, d_out, q);
   }
 
-  // As consumer_release_warp.
+  // Like consumer_release_warp.
   template <class R>
   static PT_DEVICE void consumer_release(const R& ring, int stream_iter) {
     ptx::syncwarp();
     if (lane_id() == 0) ring.consumer_release(stream_iter);
   }
 
-  // Where this thread, or in the other consumer the one like it, has operand i.
+  // Return the address of operand i of this thread, or of its counterpart in the other consumer.
   PT_DEVICE uint32_t place(int stream_iter, int i) const {
     return exchange.buffer(stream_iter) + uint32_t(i * 128 + ptx::opaque(int(threadIdx.x)) % 128) * 16;
   }
@@ -65,7 +68,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     producer_commit(stream_iter);
   }
 
-  // x becomes P x.
+  // x *= P.
   PT_DEVICE void multiply_received(int stream_iter, float (&x)[BN / 2]) const {
     exchange.consumer_wait(stream_iter);
     PT_UNROLL
@@ -76,11 +79,11 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     }
   }
 
-  // What bounds leave of the tile's elements, and what dropout does.
+  // Visible mask by bounds, and dropout's keep mask.
   struct Bits {
     Pairs<BN / 2> visible, keep_mask;
   };
-  // The lane's first element of the tile of queries from i0 on.
+  // Return the position of the lane's first element in the Q tile from i0 on.
   static PT_DEVICE Place at(const Work& w, int i0) { return place_again(w.j0 - consumer() * 64, i0); }
   template <class F>
   PT_DEVICE Bits decide(const Work& w, int h, int i0, bool cut, F once_more) const {
@@ -99,7 +102,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     return bits;
   }
 
-  // With score_mod: x, scores, becomes P as dropout leaves it; the other consumer gets P times softcap's slope, of which dS is made.
+  // Turn x (scores) into P after dropout. Send P times softcap's derivative, the factor of dS, to
+  // the other consumer.
   PT_DEVICE void weigh_score_mod(const Work& w, int h, int i0, int stream_iter, float (&x)[BN / 2], const Bits& bits, bool cut) const {
     const AttentionProblem& p = args.g.p;
     const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
@@ -122,7 +126,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     });
   }
 
-  // And x, dP, becomes dS.
+  // Turn x (dP) into dS.
   PT_DEVICE void differentiate_score_mod(int stream_iter, float (&x)[BN / 2], const Bits& bits, bool cut) const {
     const AttentionProblem& p = args.g.p;
     if (p.drop_threshold) {
@@ -134,7 +138,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     multiply_received(stream_iter, x);
   }
 
-  // d_value's sums from S = K Q^T and dO, or d_key's from dP = V dO^T and Q: sums of W `right`, with W made from x = `own` `left`^T.
+  // Compute d_value from S = K Q^T and dO, or d_key from dP = V dO^T and Q: accumulate W `right`,
+  // where W comes from x = `own` `left`^T.
   template <bool OfKeys, class Left, class Right>
   PT_DEVICE void sum(const RingOwn& own, const Left& left, const Right& right) const {
     const AttentionProblem& p = args.g.p;
@@ -162,10 +167,11 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
           clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
         }
         left.consumer_wait(stream_iter);
-        // Kept in registers from iteration to iteration, descriptors of all steps would not leave enough.
+        // Recompute descriptors: held across iterations, those of all steps would use too many
+        // registers.
         multiply_rows<T, D>(x, RingOwn(uint32_t(ptx::opaque(int(own.buffer(0)))), 0), 0, left, stream_iter, false);
       };
-      // P or dS, of which P is the other consumer's.
+      // Compute P, or dS with P from the other consumer.
       const auto weigh = [&] {
         if constexpr (K::has_score_mod) {
           const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
@@ -190,7 +196,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
                         [&](float& e, float row_max) { e = ptx::exp2(ptx::fma_rn(e, scale_log2, -row_max)); });
         }
         if constexpr (K::elementwise_mask) {
-          keep_visible(x, mask_loader.visible(stream_iter).opaque());  // bounds are among the bits
+          keep_visible(x, mask_loader.visible(stream_iter).opaque());  // bits include bounds
         } else if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work fresh = once_more();
           const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
@@ -202,7 +208,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         }
       };
 
-      // Sent words are made while the product before may read its own: as operands they come back, or ptxas takes them for those (C7513).
+      // The packed words are computed while the previous gemm may read its operands. They pass
+      // through `opaque`, or ptxas takes them for those operands (C7513).
       const auto take = [&] {
         if constexpr (OfKeys || K::has_score_mod) {
           pack_weights<T>(weights, x);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a, bwd_dq: d_query of a tile of queries. As bwd_dq.cuh, with products by warpgroups and
-// copies by TMA.
+// Attention backward on sm_90a, bwd_dq: d_query of a Q tile. Like sm80/bwd_dq.cuh with wgmma and TMA.
 //
-// Scores and dP are computed a second time, seven GEMMs instead of five, but nothing is added up across blocks: the result is
-// reproducible without any order between them. The two products with the next keys start behind dQ += dS K of these.
+// Two-pass backward: scores and dP are computed twice (seven gemms instead of five), but nothing is
+// summed across blocks, so results are deterministic without an order between blocks. Both gemms
+// with the next keys start after dQ += dS K of this tile.
 #pragma once
 
 #include "cuda/attention/recompute.cuh"
@@ -23,7 +23,7 @@ struct Sm90BwdDqBlock {
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
   using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
   using MaskLoader = std::conditional_t<K::elementwise_mask, BackwardMaskLoader<K, false>, NoBackwardMaskLoader>;
-  // What the mask loader loads comes and goes with tiles of values; of keys where values have one stage.
+  // The mask loader's buffers follow the V tiles, or the K tiles if V has one stage.
   static constexpr bool kWithKeys = K::elementwise_mask && kTile.fewer > 0, kWithValues = K::elementwise_mask && !kWithKeys;
 
   const Sm90Backward& args;
@@ -78,13 +78,13 @@ struct Sm90BwdDqBlock {
     });
   }
 
-  // Kept in registers from iteration to iteration, descriptors of all steps of wide heads would not leave enough, nor with an elementwise
-  // mask.
+  // Recompute descriptors with wide heads or an elementwise mask: held across iterations, those of
+  // all steps would use too many registers.
   static PT_DEVICE RingOwn own(const RingOwn& ring) {
     return D > 128 || K::elementwise_mask ? RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring;
   }
 
-  // With an elementwise mask a lane speaks for its warp's loads too.
+  // With an elementwise mask, a lane releases for its warp's loads too.
   PT_DEVICE void release_keys(int stream_iter) const {
     if constexpr (kWithKeys) {
       ptx::syncwarp();
@@ -111,10 +111,10 @@ struct Sm90BwdDqBlock {
       const Work w(p, args.order, n);
       const Range keep = w.rows_to_keep(p);
       Range whole = w.whole(p);
-      // Sums of dS must not take in rows behind the last query.
+      // Sums of dS must not include rows past the last query.
       if (K::has_score_mod && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
-      // Keys between the bounds that padding hides, as in forward; but there are no registers to clear their rows: what met
-      // NaN is recomputed.
+      // Padding gaps as in forward, but no registers are left to clear their rows: tiles that
+      // contain NaN are recomputed.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
       const auto key_padding_bitmap = [&] { return KeyPaddingBitmap(p, place_of(args.order, ptx::opaque(n)).head / p.heads); };
       float row_max[2], delta[2];
@@ -169,7 +169,7 @@ struct Sm90BwdDqBlock {
           }
         }
       };
-      // s becomes softcap's slopes.
+      // Weights; s becomes softcap's derivative.
       const auto weigh = [&](int first) {
         if constexpr (K::has_score_mod) {
           const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
@@ -194,7 +194,7 @@ struct Sm90BwdDqBlock {
           if constexpr (!K::elementwise_mask) hide(s, first);
           else keep_visible(s, visible.opaque());
           pack_recomputed<T>(weights, s);
-          if (K::drops_by_bits && p.keep_bits.queries.data)  // not earlier: the scores' registers are free now
+          if (K::drops_by_bits && p.keep_bits.queries.data)  // here the scores' registers are free
             keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h), place_again(w.i0, first));
         }
       };
@@ -215,7 +215,8 @@ struct Sm90BwdDqBlock {
           const bool drops = K::drops_by_bits && p.keep_bits.queries.data;
           if (drops) drop(dp, keep_mask, p.keep_scale);
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
-          // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
+          // Without this mask, dP of hidden pairs meets weights of zero; if not finite, it would
+          // set a flag.
           if constexpr (K::elementwise_mask) {
             if (cut(first)) keep_visible(dp, visible.opaque());
           } else {
@@ -260,7 +261,7 @@ struct Sm90BwdDqBlock {
     });
   }
 
-  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  // Recompute the sequence's properties: held across the loop, they would use registers.
   PT_DEVICE void finish(int n, const float (&dq)[D / 2]) const {
     const AttentionProblem& p = args.g.p;
     const Work w(p, args.order, ptx::opaque(n));

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a in five GEMMs instead of seven: bwd_dkdv, of whose dS each block also makes its keys' part of
-// d_query, and adds it to a float32 copy. After FlashAttention-3 (Shah et al., 2024) and its bulk reductions.
+// Fused backward on sm_90a, five gemms instead of seven: bwd_dkdv that also computes its keys' part
+// of d_query from dS and adds it to a float32 copy. After FlashAttention-3 (Shah et al., 2024) and
+// its bulk reductions.
 //
-// d_key and d_value are sums of one block. To a tile of d_query blocks add in the order of their keys, the first of them storing: equal
-// bits at every run. A block takes its number as it begins, and waits for lower ones alone. All visit tiles downwards, so that one that is
-// behind another stays behind. With deterministic=False they add in any order, to zeros.
+// One block owns d_key and d_value of a KV tile. Blocks add to a tile of d_query in the order of
+// their keys, and the first one stores, so results are deterministic. A block takes its number when
+// it starts and waits only for lower numbers. All blocks iterate over tiles downwards, so their
+// order stays the same on every tile. With deterministic=False they add in any order, to zeros.
 //
-// Two consumers of 64 keys each. dS goes to shared memory once, where both read it as an operand of dS K: of that a consumer makes 64
-// queries, or at 128 columns half the columns, 64 x 64 in any case. A warp of the producers, one for each consumer, adds what that consumer
-// leaves in shared memory to the copy, which has the accumulators' order: one bulk reduction of 16 KB, contiguous.
+// Two consumers have 64 keys each. dS is written to shared memory once, and both consumers read it
+// as an operand of dS K: one consumer computes 64 queries, or at head size 128 half of the columns,
+// 64 x 64 in either case. One producer warp per consumer adds that part from shared memory to the
+// copy, which has the accumulators' order: one contiguous bulk reduction of 16 KB.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_dkdv.cuh"
@@ -17,19 +20,20 @@
 namespace pt::cuda {
 
 struct Sm90Fused : Sm90Backward {
-  // How many blocks have begun, then of each consumer's part of a tile of queries how many have added to it: zeros. Null: in any order.
+  // ^ Number of started blocks; then, per consumer's part of a Q tile, the number of blocks that
+  // have added to it. Initially zeros; null: any order.
   uint32_t* turns;
 };
 
-// The number of a tile of queries among all heads'.
+// Return the index of a Q tile over all heads.
 template <int D>
 PT_DEVICE int64_t number_of_tile(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
   constexpr int kRows = sm90_fused_tile(D).streamed;
   const int64_t first = g.p.cu_queries ? h * g.dq_accum_tiles + s.row_q / kRows + b : (int64_t(b) * g.p.heads + h) * g.dq_accum_tiles;
   return first + tile;
 }
-// Where its sums begin. A tile is pieces of 64 queries, each as 128 threads have it in registers: their first four elements one thread
-// after the other, then their next four.
+// Return the address of a tile's sums. A tile has pieces of 64 queries in register order of 128
+// threads: the first four elements of each thread, then the next four.
 template <int D>
 PT_DEVICE float* dq_accum(const AttentionBackward& g, int64_t number) {
   return g.dq_accum + number * sm90_fused_tile(D).streamed * D;
@@ -41,11 +45,11 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   using Dkdv::args, Dkdv::block_number, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats, Dkdv::each_row_stat;
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers;
   using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream, typename Dkdv::RingQueries;
-  static constexpr int kPart = 64 * 64;            // elements of d_query that a consumer makes of a tile
-  static constexpr int kStored = 4;                // the named barrier of dS
-  static constexpr bool kUnderProducts = D == 64;  // whether there are registers to keep d_query's part under dP
+  static constexpr int kPart = 64 * 64;            // elements of d_query per consumer and tile
+  static constexpr int kStored = 4;                // named barrier: dS is stored
+  static constexpr bool kUnderProducts = D == 64;  // registers allow d_query's part during dP
   static constexpr uint32_t kNotes = kSm90Notes / (128 * kConsumers);
-  using RingGradients = Ring<2, BM, BN / 64>;  // dS, rows of keys: without barriers of its own
+  using RingGradients = Ring<2, BM, BN / 64>;  // dS, rows of keys; without barriers
   using RingPart = Ring<1, kPart * 4 / kSwizzleRow, 1>;
   static_assert(kPart * kConsumers == BN * D && 2 + kConsumers == 4);
 
@@ -72,7 +76,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     }
   }
 
-  // One thread: adds what a consumer has left in shared memory.
+  // Add a consumer's parts from shared memory to the copy, with one thread.
   PT_DEVICE void add_parts(int consumer) const {
     const AttentionProblem& p = args.g.p;
     const RingPart part = part_of(consumer);
@@ -82,7 +86,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       const int64_t tile = number_of_tile<D>(args.g, w.s, w.b, h, t);
       float* const sums = dq_accum<D>(args.g, tile) + consumer * kPart;
       uint32_t* const turn = turns + 1 + tile * kConsumers + consumer;
-      // The tiles of keys that these queries see are neighbours: so many come before this one.
+      // The KV tiles that these queries see are consecutive: `before` of them precede this one.
       const int before = w.j0 / BM - w.s.keys_of(p, t * BN).lo / BM;
       if (K::in_order) ptx::acquire_equal_u32(turn, uint32_t(before));
       part.consumer_wait(stream_iter);
@@ -98,16 +102,16 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     });
   }
 
-  // Registers are scarce: what is seldom needed lies in shared memory, of each thread in a place of its own. The queries that see the
-  // lane's two keys, those that are kept, those that see all keys of the consumer; the tiles to be visited; how many iterations, and a
-  // zero.
+  // Per-thread notes in shared memory, because registers are scarce: the query ranges of the lane's
+  // two keys, the rows to keep, the queries that see all keys of the consumer, the range of tiles,
+  // the number of iterations, and a zero.
   PT_DEVICE uint32_t notes_of_thread() const { return notes + uint32_t(ptx::opaque(int(threadIdx.x)) - 128) * kNotes; }
   PT_DEVICE void note_bounds(const Work& w) const {
     const AttentionProblem& p = args.g.p;
     const Range own[2] = {w.bounds(p, w.j0 + own_row(0)), w.bounds(p, w.j0 + own_row(1))}, keep = w.rows_to_keep(p);
     const auto note = [](int x) { return ptx::bits_float(uint32_t(x)); };
     ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo), note(own[1].hi));
-    // Keys that are not there, or hidden, would weigh something too, and dS K adds them up.
+    // Absent or hidden keys would have weights too, and dS K adds them up.
     const int first = w.j0 + consumer() * 64;
     const bool there = first >= w.s.first_k && first + 64 <= w.s.num_k;
     const Range whole = there && !w.s.padding_gaps ? w.whole(p) : Range{0, 0};
@@ -118,7 +122,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     return {int(ptx::ld_shared_u32(notes_of_thread() + 8 * i)), int(ptx::ld_shared_u32(notes_of_thread() + 8 * i + 4))};
   }
 
-  // This consumer's rows of dS; the swizzle being an exclusive or, two chunks on are 32 bytes away by that.
+  // Store this consumer's rows of dS. The swizzle is an exclusive or, so moving by two chunks is an
+  // xor with 32 bytes.
   PT_DEVICE void store_gradients(int stream_iter, const uint32_t (&ds)[BN / 16][4]) const {
     const int thread = ptx::opaque(int(threadIdx.x)) - 128;
     const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
@@ -128,8 +133,9 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     ptx::fence_proxy_async();
   }
 
-  // This consumer's part of dS K, once both have stored their dS. Two buffers of that make one barrier enough: who stores again has passed
-  // the barrier that the other reaches after the product before. Rows of both operands are keys, so that both are read across them.
+  // Compute this consumer's part of dS K after both have stored dS. With two buffers of dS one
+  // barrier suffices: a consumer that stores again has passed the barrier that the other reaches
+  // after the previous gemm. Rows of both operands are keys, so both are read transposed.
   PT_DEVICE void multiply_part(float (&x)[kPart / 128], int stream_iter, const RingOwn& k) const {
     static_assert(conforms(product_of_tiles(64, true, true)));
     ptx::bar_sync(kStored, 128 * kConsumers);
@@ -142,7 +148,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     ptx::wgmma_commit();
   }
 
-  // Leaves it for the thread that adds it; its buffer has been awaited.
+  // Write the part to its buffer, which is empty, for the thread that adds it.
   PT_DEVICE void hand_over(int stream_iter, const float (&x)[kPart / 128]) const {
     const int thread = ptx::opaque(int(threadIdx.x)) - 128;
     const RingPart part = part_of(thread / 128);
@@ -154,12 +160,12 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     if (lane_id() == 0) part.producer_commit(stream_iter);
   }
 
-  // The products of an iteration, and what is computed under each:
+  // Gemms of an iteration, and the work that overlaps each:
   //
-  //   S          | dS K of the iteration before | dP            | P dO | dS Q
-  //   a barrier  | exp2                     | dS K is added | dS   | dS is stored
+  //   S          | dS K of the previous iteration | dP            | P dO | dS Q
+  //   a barrier  | exp2                           | dS K is added | dS   | dS is stored
   //
-  // Nothing is in flight between iterations, nor where paths meet: ptxas would wait there.
+  // No gemm is in flight between iterations or where paths merge: ptxas would wait there.
   PT_DEVICE void consume() const {
     const AttentionProblem& p = args.g.p;
     const float scale_log2 = p.scale * kLog2e;
@@ -170,12 +176,13 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.0f;
 
     int stream_iter = 0, t = w.begin();
-    // Of a tile of queries: whether bounds cut it, and whether it is the block's first.
+    // Process one Q tile. cut: bounds make it partial; first: it is the block's first.
     const auto take = [&](auto cut, auto first) {
-      // Kept in registers from iteration to iteration, descriptors of all steps of K and V would not leave enough.
+      // Recompute descriptors: held across iterations, those of all steps of K and V would use too
+      // many registers.
       const RingOwn own_k(uint32_t(ptx::opaque(int(k.buffer(0)))), 0), own_v(uint32_t(ptx::opaque(int(v.buffer(0)))), 0);
       if (cut) {
-        // A tile that is whole has no such rows, for either consumer.
+        // Full tiles have no such rows, for either consumer.
         clear_rows<kConsumers>(q, stream_iter, t * BN, noted(2));
         clear_rows<kConsumers>(d_out, stream_iter, t * BN, noted(2));
       }
@@ -191,7 +198,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
           each_element(s, t * BN, [&](float& e, int r, int column) { e = r != row || bounds.has(column) ? e : 0.0f; });
         }
       }
-      // dS is made from P while P is an operand, which nobody else may touch: from a copy.
+      // Compute dS from a copy of P, because no other code may use P while it is an operand.
       uint32_t weights[BN / 16][4], ds[BN / 16][4];
       pack_recomputed<T>(weights, s);
       PT_UNROLL
@@ -208,7 +215,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       if (!first && kUnderProducts) hand_over(stream_iter - 1, part);
       ptx::wgmma_wait<1>();
       each_row_stat(s, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
-      // A zero that the compiler does not know: else it would widen P to float32 as early as there is one, which takes registers.
+      // A zero unknown to the compiler, which would otherwise widen P to float32 early and use
+      // registers.
       const int zero = noted(5).hi;
       PT_UNROLL
       for (int i = 0; i < BN / 4; ++i) ds[i / 4][i % 4] ^= uint32_t(zero);
@@ -216,7 +224,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       multiply_weights<T>(dk, ds, q, stream_iter);
       store_gradients(stream_iter, ds);
       ptx::wgmma_wait<0>();
-      // A lane speaks for its warp's loads of row stats too.
+      // A lane releases for its warp's reads of row stats too.
       ptx::syncwarp();
       if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
     };
@@ -281,7 +289,8 @@ __global__ void __launch_bounds__(sm90_fused_tile(K::head_dim).threads(), 1)
 #endif
 }
 
-// d_query from its sums: rounded, scaled, zero for queries that see nothing. A block has 64 queries.
+// Convert the sums to d_query: rounded, scaled, zero for queries without visible keys. 64 queries
+// per block.
 template <class T, int D>
 __global__ void __launch_bounds__(128) sm90_convert_dq_kernel(const __grid_constant__ AttentionBackward g) {
   constexpr int kRows = 64, kTile = sm90_fused_tile(D).streamed;

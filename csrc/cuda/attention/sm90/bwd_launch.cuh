@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward kernels for sm_90a of one dtype: included by the files that compile them, each those of one pass.
+// The sm_90a backward kernels of one dtype, included by the files that compile them, one pass each.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 
 namespace pt::cuda {
 
-// Calls run(kind) for the plan's kernel.
+// Call run(kind) for the plan's kernel.
 template <class F>
 void with_backward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto columns) {

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a: masks, biases and segments, loaded pair by pair by warps of the producers that have nothing else to do.
+// Attention backward on sm_90a: masks, biases and segments, loaded per pair by idle warps of the
+// producer.
 //
-// For each iteration they leave in shared memory which pairs of the tile are visible: a bit a pair, bounds included. Consumers load a word
-// for 32 columns of each of their two rows, whatever they loaded. Rows and columns are those of the accumulators, queries and keys, or in
-// bwd_dkdv the other way; memory is read along its rows either way: there a lane takes four keys of 32 queries. These buffers come and go
-// with those of a ring of tiles, of which the warps are writers too, and each consumer's warp a reader.
+// Per iteration they write the tile's visible mask to shared memory, one bit per pair, bounds
+// included. Consumers load one word per 32 columns of each of their two rows. Rows and columns are
+// queries and keys as in the accumulators, or the reverse in bwd_dkdv; memory is read along its
+// rows in both cases: in bwd_dkdv a lane reads four keys of 32 queries. The buffers share the
+// barriers of a ring of tiles: the loading warps are writers of the ring, and each consumer warp is
+// a reader.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_tile.cuh"
 
 namespace pt::cuda {
 
-// The pairs that a lane's two rows see of a tile with so many columns: four bits for eight columns, as the accumulators have them, those
-// of columns 8 n on in byte n % 4.
+// The visible mask of a lane's two rows in a tile of `Columns`: four bits per n-block as in the
+// accumulators; columns 8 n on are in byte n % 4.
 template <int Columns>
 struct VisiblePairs {
   uint32_t words[(Columns + 63) / 64] = {};
@@ -21,7 +24,7 @@ struct VisiblePairs {
   }
   PT_DEVICE bool has(int i) const { return words[i / 32] >> (i / 4 % 4 * 8 + i / 16 % 2 * 4 + i % 4) & 1; }
 
-  // The same bits, unpacked no earlier than here: that would take a register each.
+  // Return the same bits, unpacked only after this point: unpacked bits use a register each.
   PT_DEVICE VisiblePairs opaque() const {
     VisiblePairs same;
     PT_UNROLL
@@ -29,7 +32,7 @@ struct VisiblePairs {
     return same;
   }
 
-  // Columns 32 w to 32 w + 31; a bit for each of the lane's rows.
+  // Set columns 32 w to 32 w + 31, one word for each of the lane's rows.
   PT_DEVICE void put(int w, uint32_t upper, uint32_t lower) {
     const int pair = 2 * (lane_id() % 4);
     const int half = w % 2;
@@ -37,16 +40,16 @@ struct VisiblePairs {
   }
 };
 
-// Bits of the columns below x, of 32.
+// Return the bits of the columns below x, of 32.
 PT_DEVICE uint32_t bits_below(int x) { return x <= 0 ? 0 : x >= 32 ? kAllColumns : (1u << x) - 1; }
-// K without an elementwise mask: nothing.
+// For kernels without an elementwise mask.
 struct NoBackwardMaskLoader {
   static constexpr uint32_t kBytes = 0;
   static constexpr int kWriters = 0;
   PT_DEVICE explicit NoBackwardMaskLoader(uint32_t = 0) {}
 };
 
-// Keys: of bwd_dkdv.
+// Keys: rows are keys (bwd_dkdv).
 template <class K, bool Keys>
 class BackwardMaskLoader {
   static constexpr Sm90Tile kTile =
@@ -54,11 +57,12 @@ class BackwardMaskLoader {
   static constexpr int kColumns = kTile.streamed, kWords = (kColumns + 31) / 32, kPitch = sm90_bit_words(kTile);
   static constexpr int kFirstWarp = Keys ? 2 : 1, kWarps = 4 - kFirstWarp;
   static constexpr int kRows = kTile.rows();
-  // The lanes of a warp have the same columns, and tell at once where these are of one segment. With score_mod in bwd_dq there are no
-  // registers for that: there lanes beside each other have the words of a row.
+  // True: a warp's lanes have the same columns and check together if these share one segment.
+  // bwd_dq with score_mod has no registers for that: neighboring lanes have the words of a row.
   static constexpr bool kDown = Keys || !K::has_score_mod;
   static_assert(kRows % 32 == 0);
-  // Whether a word is asked for before the one at hand is done with: two warps have six each in the time of a tile's products.
+  // Load a word before the previous one is processed: two warps have six words each during a tile's
+  // gemms.
   static constexpr bool kAhead = Keys;
 
  public:
@@ -68,7 +72,8 @@ class BackwardMaskLoader {
   PT_DEVICE explicit BackwardMaskLoader(uint32_t base) : base_(base) {}
   static PT_DEVICE bool has_warp(int warp) { return warp >= kFirstWarp; }
 
-  // By those warps: an iteration of query head h. The tile's first row is `own`, its first column `first`; bounds(row) are those of a row.
+  // Load an iteration of query head h, in those warps. The tile's first row is `own`, its first
+  // column `first`; bounds(row) are a row's bounds.
   template <class R, class F>
   PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int stream_iter, F bounds) const {
     ring.producer_acquire(stream_iter);
@@ -84,7 +89,7 @@ class BackwardMaskLoader {
       uint32_t visible = kAhead ? next : ask(x);
       if (kAhead) next = ask(x + 32 * kWarps);
       if (p.query_segments) visible &= alike(p, b, own + row, column);
-      // Keys that are rows need no bit: results of hidden ones are not written.
+      // If rows are keys they need no bits: results of hidden keys are not written.
       if (!Keys && p.key_padding.data) {
         const KeyPaddingBitmap keys(p, ptx::opaque(b));
         const bool across = kColumns % 32;
@@ -101,7 +106,7 @@ class BackwardMaskLoader {
     if (lane_id() == 0) ring.producer_commit(stream_iter);
   }
 
-  // By consumers, once the ring's buffer is full.
+  // Called by consumers once the ring's buffer is full.
   PT_DEVICE VisiblePairs<kColumns> visible(int stream_iter) const {
     VisiblePairs<kColumns> visible;
     const uint32_t at = buffer(stream_iter) + 4 * kPitch * (kTile.split ? own_row(0) % 64 : own_row(0));
@@ -113,14 +118,15 @@ class BackwardMaskLoader {
     return visible;
   }
 
-  // Adds the floating mask or bias to x, scores in natural units of 16 columns that begin with the eights c of the tile; what it hides
-  // leaves `visible`.
+  // Add the floating-point mask or bias to x, scores in natural units of 16 columns from n-block c
+  // of the tile on; clear the bits of `visible` that it hides.
   PT_DEVICE void add(const AttentionProblem& p, float (&x)[kPiece][4], int stream_iter, int c, VisiblePairs<kColumns>& visible) const {
     const DenseType type = adds(p.mask) ? p.mask.type : adds(p.bias) ? p.bias.type : DenseType::boolean;
     if (type == DenseType::boolean) return;
     const int size = type == DenseType::f32 ? 4 : 2, row = own_row(0), column = 2 * (lane_id() % 4);
-    // Of the lane's elements in its first row and its first two columns, each shifted as its query's row is. in bwd_dq these are one
-    // row, and eight rows further as well; in bwd_dkdv eight queries further.
+    // Return the address of the lane's element in its first row and column e, shifted like its
+    // query's row. One shift covers the lane's elements: in bwd_dq they are in one row and the row
+    // eight further, in bwd_dkdv in rows eight queries apart.
     const auto at = [&](int e) {
       const uint32_t element = Keys ? (8 * c + column + e) * kBiasPitch + row * size : row * kBiasPitch + (8 * c + column + e) * size;
       const int shifted = Keys ? column + e : row % 8;
@@ -131,7 +137,7 @@ class BackwardMaskLoader {
       each<kPiece>([&](int n, int r, uint32_t) {
         const float term = read(n, r), sum = x[n][r] + term;
         visible.hide(4 * (c + n) + r, term == minus_infinity());
-        x[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // -finfo.max twice is still a number
+        x[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // a sum of two finfo.min stays finite
       });
     };
     const auto word = [&](int n, int r) {
@@ -146,23 +152,27 @@ class BackwardMaskLoader {
 
  private:
   static constexpr int kBiasPitch = sm90_bias_pitch(kTile, Keys);
-  static constexpr int kQueries = Keys ? kColumns : kTile.rows(), kKeys = Keys ? kTile.rows() : kColumns;  // of a tile
+  // per tile
+  static constexpr int kQueries = Keys ? kColumns : kTile.rows(), kKeys = Keys ? kTile.rows() : kColumns;
   static PT_DEVICE bool adds(const Dense& d) { return d.data && d.type != DenseType::boolean; }
   PT_DEVICE uint32_t bias_tile(int stream_iter) const { return buffer(stream_iter) + 4 * kTile.rows() * kPitch; }
   PT_DEVICE uint32_t shifts(int stream_iter) const { return bias_tile(stream_iter) + kQueries * kBiasPitch; }
 
-  // Starts to copy the floating mask or bias of this tile's queries and keys, as it is: `copied` says of which that can be done. What is
-  // copied begins at a multiple of 16 bytes, not always with the tile's first key: a row is shifted by the bytes before that, and the row
-  // eight further by as many. No copy goes beyond the row's last key.
-  template <int Size>  // of an element, in bytes
+  // Start to copy the tile of a floating-point mask or bias unchanged; copied() reports if that is
+  // possible. The copy starts at a multiple of 16 bytes, not always at the tile's first key: a row
+  // is shifted by the bytes before it, and the row eight further by the same number. No copy passes
+  // the row's last key.
+  template <int Size>  // bytes per element
   PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int b, int h, int query, int key, int stream_iter) const {
     constexpr int kPer = 16 / Size, kChunks = kKeys / kPer;
     const auto row = [&](int i) { return ptx::opaque(b) * d.batch + ptx::opaque(h) * d.head + (query + i) * d.query; };
-    const auto before = [&](int64_t row) { return int(uint32_t(row) + uint32_t(key)) & (kPer - 1); };  // elements
+    // elements
+    const auto before = [&](int64_t row) { return int(uint32_t(row) + uint32_t(key)) & (kPer - 1); };
     const auto copy = [&](int i, int c) {
       const int64_t from = row(within(query + i, p.num_queries) - query);
       const int j = key + c * kPer - before(from);
-      const int there = j > -kPer ? max(0, min(kPer, p.num_keys - j)) : 0;  // of none nothing is read, wherever it would be
+      // if 0, nothing is read from any address
+      const int there = j > -kPer ? max(0, min(kPer, p.num_keys - j)) : 0;
       ptx::cp_async_16(bias_tile(stream_iter) + i * kBiasPitch + c * 16, static_cast<const uint8_t*>(d.data) + (from + j) * Size,
                        uint32_t(there * Size));
     };
@@ -188,10 +198,10 @@ class BackwardMaskLoader {
   static PT_DEVICE int within(int x, int count) { return max(0, min(x, count - 1)); }
 
   static PT_DEVICE const int64_t* segments(const AttentionProblem& p, int b, bool of_queries) {
-    b = ptx::opaque(b);  // addresses are not kept
+    b = ptx::opaque(b);  // recomputes the addresses
     return of_queries ? p.query_segments + int64_t(b) * p.num_queries : p.key_segments + int64_t(b) * p.num_keys;
   }
-  // Of a row and 32 columns, those pairs that are of one segment.
+  // Return the pairs of a row and 32 columns that share a segment.
   static PT_DEVICE uint32_t alike(const AttentionProblem& p, int b, int row, int column) {
     const int rows = Keys ? p.num_keys : p.num_queries, columns = Keys ? p.num_queries : p.num_keys;
     int64_t one = 0;
@@ -200,7 +210,7 @@ class BackwardMaskLoader {
     const bool of_one = own == one;
     return all_alike ? 0u - uint32_t(of_one) : same_segment(own, segments(p, b, Keys), column, columns);
   }
-  // Of 32 columns, those of a segment.
+  // Return the columns, of 32, in a segment.
   static PT_DEVICE uint32_t same_segment(int64_t segment, const int64_t* others, int column, int columns) {
     constexpr int kLoads = 2;  // in flight together
     uint32_t same = 0;
@@ -218,7 +228,7 @@ class BackwardMaskLoader {
     return same;
   }
 
-  // What a boolean mask, if there is one, shows of a row and 32 columns.
+  // Return the visible mask of a row and 32 columns by the boolean mask, if there is one.
   static PT_DEVICE uint32_t shown(const AttentionProblem& p, int b, int h, int row, int column) {
     const PairBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries;
     if (!bits.data) return kAllColumns;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a, bwd_dq: a consumer's part of the gradients of ALiBi's slopes and of T5's table.
+// Attention backward on sm_90a, bwd_dq: a consumer's part of the gradients of ALiBi's slopes and
+// T5's table.
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
@@ -13,11 +14,12 @@ struct NoScoreModGrads {
   PT_DEVICE explicit NoScoreModGrads(uint32_t) {}
 };
 
-// Of 64 queries, as many as one or two tiles of the portable kernels have: their parts are the same, or every other one is zero.
+// Partial sums of 64 queries, the rows of one or two tiles of the portable kernels: their partials
+// are the same, or every second one is zero.
 //
-// Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns
-// lies on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread
-// adds a diagonal, in order.
+// Tiles fully outside the range of T5's table add to one value per lane. Other tiles write dS to
+// shared memory. Row r + 8 of an n-block is on the diagonals of row r of the previous n-block, so a
+// lane adds those two first, which halves the rows. Then one thread adds one diagonal, in order.
 template <int HeadDim, bool ElementwiseMask>
 class Sm90ScoreModGrads {
   static constexpr Sm90Tile kTile = sm90_bwd_dq_tile(HeadDim, true, ElementwiseMask);
@@ -29,7 +31,7 @@ class Sm90ScoreModGrads {
  public:
   PT_DEVICE explicit Sm90ScoreModGrads(uint32_t buffers) : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
 
-  // dS of a tile of keys, zeros where nothing is visible. `first`: j - i - offset of its first element.
+  // Add dS of a KV tile, with zeros for hidden pairs. `first`: j - i - offset of its first element.
   template <class Work>
   PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w, int first) {
     if (!here(g, w)) return;
@@ -69,7 +71,7 @@ class Sm90ScoreModGrads {
 
  private:
   static PT_DEVICE int warp() { return int(threadIdx.x) % 128 / 32; }
-  // Of this consumer's threads.
+  // Synchronize this consumer's threads.
   static PT_DEVICE void sync() {
     if (consumer() == 0) ptx::bar_sync(4, 128);
     else ptx::bar_sync(5, 128);
@@ -94,7 +96,7 @@ class Sm90ScoreModGrads {
       else above_ += sum;
       return;
     }
-    sync();  // the tile before has been read
+    sync();  // the previous tile has been read
     const uint32_t own = buffer_ + 4 * ((warp() * 8 + lane_id() / 4) * kPitch + 2 * (lane_id() % 4));
     PT_UNROLL
     for (int c = 0; c <= N / 8; ++c) {
@@ -112,7 +114,7 @@ class Sm90ScoreModGrads {
       float sum = 0.0f;
       PT_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const int x = c - 63 + r / 8 * 16 + r % 8 + 8;  // where row r has the diagonal
+        const int x = c - 63 + r / 8 * 16 + r % 8 + 8;  // column of the diagonal in row r
         if (x >= 0 && x < kPitch) sum += ptx::ld_shared_f32(buffer_ + 4 * (r * kPitch + x));
       }
       if (low) below_ += sum;

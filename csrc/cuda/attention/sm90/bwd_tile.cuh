@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a: what its passes share.
+// Attention backward on sm_90a, shared by its kernels.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace pt::cuda {
 
-// What every pass copies, in boxes of a tile's rows.
+// TMA maps of the operands, in boxes of a tile's rows.
 struct Sm90Operands {
   ptx::TensorMap q, k, v, d_out;  // (D, rows, heads, sequences)
 
@@ -23,31 +23,31 @@ struct Sm90Backward : Sm90Operands {
   TileOrder order;
 };
 
-// As float16 a weight below 2^-24 would be none, though times a large dP it is not: weights are 2^14 times P there. They are at most 1, or
-// what lse's rounding makes of it.
+// Scale of weights. In float16 a weight below 2^-24 would become zero, although its product with a
+// large dP is not; so weights are 2^14 P there. P is at most 1, or slightly more by lse's rounding.
 template <class T>
 constexpr int kWeightBits = std::is_same_v<T, ptx::f16> ? 14 : 0;
 template <class T>
-constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<T>);  // takes that back
+constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<T>);  // inverse scale
 
-// dP - D, times that unit; d_scaled is D times it.
+// Return (dP - delta) / 2^kWeightBits; d_scaled is delta times the same factor.
 template <class T>
 PT_DEVICE float less_delta(float dp, float d_scaled) {
   return kWeightBits<T> ? ptx::fma_rn(dp, kWeightUnit<T>, -d_scaled) : dp - d_scaled;
 }
-// A row's maximum, of which exp2(score - maximum) is a weight.
+// Return a row's maximum in base 2: a weight is exp2(score - maximum).
 template <class T>
 PT_DEVICE float in_base_2(float row_max) {
   return kWeightBits<T> ? ptx::fma_rn(row_max, kLog2e, -float(kWeightBits<T>)) : row_max * kLog2e;
 }
-// dP of weights that dropout keeps or drops.
+// Apply dropout to dP.
 template <int R>
 PT_DEVICE void drop(float (&dp)[R], const Pairs<R>& given, float keep_scale) {
   const Pairs<R> keep_mask = given.packed_until_here();
   PT_UNROLL
   for (int i = 0; i < R; ++i) dp[i] = keep_mask.has(i) ? dp[i] * keep_scale : 0.0f;
 }
-// Weights, as an operand, that dropout keeps.
+// Apply dropout to packed weights.
 template <int S>
 PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& given) {
   const Pairs<8 * S> keep_mask = given.packed_until_here();
@@ -55,16 +55,17 @@ PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& given)
   for (int i = 0; i < 4 * S; ++i)
     weights[i / 4][i % 4] &= (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);
 }
-// The weight of a score, of a row with this maximum.
+// Return the weight of a score of a row with this maximum.
 template <class T>
 PT_DEVICE float weight_of(float score, float row_max) {
   return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - row_max, kLog2e, float(kWeightBits<T>)) : (score - row_max) * kLog2e);
 }
-// And with this log2 of the sum, less kWeightBits.
+// Like above, with log2 of the sum, minus kWeightBits.
 PT_DEVICE float weight_of(float score, float row_max, float log2_sum) { return ptx::exp2(ptx::fma_rn(score - row_max, kLog2e, -log2_sum)); }
 
-// P of 64 rows as an operand, where it is exp2 of a difference from lse. Of scores beyond 10^7 lse is so coarse that this may be more than
-// 1; 2^14 times that, an infinity in float16, stays finite: what is made of an infinity would be NaN, also in the sums of other rows.
+// Pack P of 64 rows, computed as exp2 of a difference from lse. For scores beyond 10^7 lse is so
+// coarse that P may exceed 1; 2^14 P must not become an infinity in float16, because it would turn
+// into NaN, also in the sums of other rows.
 template <class T, int R>
 PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R]) {
   if constexpr (kWeightBits<T> == 0) {
@@ -78,8 +79,8 @@ PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R
   }
 }
 
-// dS = P * (dP - D) of 64 rows as an operand; dp is dP - D. P comes as the operand it has become, rounded: as float32 it would take as many
-// registers again as S and dP do. ds may be weights.
+// Pack dS = P * (dP - delta) of 64 rows; dp is dP - delta. P is the rounded operand: in float32 it
+// would use as many more registers as S and dP do. ds may alias weights.
 template <class T, int R>
 PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights)[R / 8][4], const float (&dp)[R]) {
   PT_UNROLL
@@ -89,11 +90,12 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
   }
 }
 
-// Kernels with score_mod go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few
-// registers.
+// Kernels with score_mod process scores in pieces of 16 columns, an operand's step, so a piece's
+// temporaries use few registers.
 constexpr int kPiece = 2;
 
-// Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
+// Return the position of this warp's rows in a tile with first row `row`. Opaque, so the compiler
+// does not hold it in registers.
 PT_DEVICE Place place_again(int row, int column) {
   const int thread = ptx::opaque(int(threadIdx.x));
   return Place(row + thread / 32 * 16 - 64, column, thread % 32);

@@ -1,38 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every compile-time choice of the attention kernels for sm_90a.
+// Compile-time choices of the sm_90a attention kernels.
 #pragma once
 
 #include <cstdint>
 
 namespace pt::cuda {
 
-// A block is a producer warpgroup, one thread of which loads by TMA, and consumer warpgroups of 64 rows each: queries, or in the pass over
-// keys of the backward, keys. Tiles of `streamed` rows of the other kind come in stages.
+// A block has a producer warpgroup, one thread of which loads by TMA, and consumer warpgroups of 64
+// rows each: queries, or keys in bwd_dkdv. Tiles of `streamed` rows of the other operand come in
+// stages.
 struct Sm90Tile {
-  int head_dim;  // the class: D and Dv have as many panels of 64 columns
+  int head_dim;  // the class: D and Dv padded to panels of 64 columns
   int streamed, stages;
-  bool ping_pong = false;  // the products of one consumer run while the other computes its weights
+  bool ping_pong = false;  // one consumer's gemms overlap the other's softmax
   int consumers = 2;
   int producer_registers = 24, consumer_registers = 240;
-  int fewer = 0;       // stages of the second of the two streamed operands
-  bool split = false;  // all consumers have the same 64 rows, and each one of the results
+  int fewer = 0;       // stages that the second streamed operand has less
+  bool split = false;  // consumers share 64 rows and compute one result each
 
   constexpr int rows() const { return split ? 64 : 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
   constexpr int panels() const { return head_dim / 64; }
   constexpr int second_stages() const { return stages - fewer; }
   constexpr uint32_t own_bytes() const { return uint32_t(rows() * head_dim * 2); }
-  constexpr uint32_t streamed_bytes() const { return uint32_t((stages + second_stages()) * streamed * head_dim * 2); }  // of both
+  // of both
+  constexpr uint32_t streamed_bytes() const { return uint32_t((stages + second_stages()) * streamed * head_dim * 2); }
 };
 
-// Other tiles that were tried: docs/design/cuda.md.
+// docs/design/cuda.md lists other tiles that were tried.
 constexpr Sm90Tile sm90_forward_tile(int head_dim) {
   return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
-// Of head size 64 and only bounds: more rows, for which the same keys are loaded once.
+// For head size 64 and bounds only: more rows per load of keys.
 constexpr Sm90Tile sm90_three_consumers() { return {64, 128, 2, false, 3, 32, 160}; }
-// More rows would need more registers than there are; with score_mod, which need some too, there are fewer.
-// Producers that do more than load by TMA need more.
+// More rows would exceed the registers. score_mod uses some, so its tiles are smaller. Producers
+// that do more than TMA loads need more registers.
 constexpr Sm90Tile sm90_bwd_dq_tile(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
   if (head_dim == 256 && elementwise_mask) return {256, 48, 2, false, 2, 40, 232, 1};
   if (head_dim == 256) return has_score_mod ? Sm90Tile{256, 32, 2} : Sm90Tile{256, 64, 2, false, 2, 24, 240, 1};
@@ -40,7 +42,7 @@ constexpr Sm90Tile sm90_bwd_dq_tile(int head_dim, bool has_score_mod, bool eleme
       head_dim == 64 ? Sm90Tile{64, has_score_mod ? (elementwise_mask ? 64 : 96) : 128, 2} : Sm90Tile{128, has_score_mod ? 64 : 96, 2};
   return elementwise_mask ? Sm90Tile{t.head_dim, t.streamed, t.stages, false, 2, 40, 232} : t;
 }
-// Of 256 columns one consumer has no registers for both d_key and d_value.
+// At head size 256 one consumer has no registers for both d_key and d_value.
 constexpr Sm90Tile sm90_bwd_dkdv_tile(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
   if (head_dim == 256)
     return has_score_mod ? Sm90Tile{256, 48, 2, false, 2, 40, 232, 0, true} : Sm90Tile{256, 64, 2, false, 2, 56, 224, 0, true};
@@ -49,17 +51,20 @@ constexpr Sm90Tile sm90_bwd_dkdv_tile(int head_dim, bool has_score_mod, bool ele
                         : Sm90Tile{128, has_score_mod ? 48 : 64, 2, false, 2, 40, 232};
 }
 
-// Whether blocks of the backward go from tile to tile. With score_mod or an elementwise mask wide heads have no registers for what then
-// lasts.
+// Return true if backward's blocks are persistent. At head size 256 with score_mod or an
+// elementwise mask, no registers are left for state across tiles.
 constexpr bool sm90_backward_persists(int head_dim, bool bounds_only) { return head_dim < 256 || bounds_only; }
 
-constexpr uint32_t kSm90Slack = 1024;                                       // to begin at a multiple of 1024
-constexpr uint32_t kSm90BarrierBytes = 16;                                  // of a buffer
-constexpr int kSm90SumRows = 32;                                            // of dS in shared memory, for a consumer's sums by diagonals
-constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }  // words: rows begin eight banks apart
+constexpr uint32_t kSm90Slack = 1024;       // padding for a start at a multiple of 1024
+constexpr uint32_t kSm90BarrierBytes = 16;  // per buffer
+constexpr int kSm90SumRows = 32;            // rows of dS per consumer, for sums by diagonal
+// words: rows start eight banks apart
+constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }
 constexpr uint32_t sm90_sums_bytes(const Sm90Tile& t) { return uint32_t(t.consumers * kSm90SumRows * sm90_sum_pitch(t) * 4); }
-// What the backward loads of masks, of a stage: words of bits of a row, in pairs; with score_mod a floating one's tile, rows of at most 32
-// bits a key and 16 bytes more, so that lanes meet no bank twice and rows may be shifted, by as much as eight words behind the tile say.
+// Backward's mask loader buffers per stage: pairs of bit words per row; with score_mod also the
+// tile of a floating-point mask or bias, with at most 4 bytes per key and 16 bytes of padding per
+// row. The padding avoids bank conflicts and allows shifted rows; eight words after the tile hold
+// the shifts.
 constexpr int sm90_bit_words(const Sm90Tile& t) { return (t.streamed + 63) / 64 * 2; }
 constexpr int sm90_bias_pitch(const Sm90Tile& t, bool keys) { return 4 * (keys ? t.rows() : t.streamed) + 16; }
 constexpr uint32_t sm90_mask_loader_bytes(const Sm90Tile& t, bool keys, bool has_score_mod) {
@@ -69,11 +74,9 @@ constexpr uint32_t sm90_mask_loader_bytes(const Sm90Tile& t, bool keys, bool has
 constexpr uint32_t sm90_mask_loader_smem(const Sm90Tile& t, bool keys, bool has_score_mod) {
   return uint32_t(t.stages) * sm90_mask_loader_bytes(t, keys, has_score_mod);
 }
-constexpr int sm90_num_row_stats(bool has_score_mod, bool elementwise_mask) {
-  return has_score_mod && elementwise_mask ? 3 : 2;
-}  // of a query, over keys
-// Forward: Q; K, V; notes. in bwd_dq: Q, dO; K, V; with score_mod, sums. in bwd_dkdv: K, V; Q, dO, row stats. Both: What the mask loader
-// loads.
+constexpr int sm90_num_row_stats(bool has_score_mod, bool elementwise_mask) { return has_score_mod && elementwise_mask ? 3 : 2; }
+// Forward: Q; K, V; notes. bwd_dq: Q, dO; K, V; sums with score_mod; mask loader buffers. bwd_dkdv:
+// K, V; Q, dO, row stats; mask loader buffers.
 constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
   return kSm90Slack + t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + 3 * t.stages + t.second_stages());
 }
@@ -81,7 +84,7 @@ constexpr uint32_t sm90_bwd_dq_smem(const Sm90Tile& t, bool has_score_mod, bool 
   return kSm90Slack + 2 * t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + t.stages + t.second_stages()) +
          (has_score_mod ? sm90_sums_bytes(t) : 0) + (elementwise_mask ? sm90_mask_loader_smem(t, false, has_score_mod) : 0);
 }
-// Weights that one consumer leaves for the other.
+// Bytes of the weights that one consumer writes for the other.
 constexpr uint32_t sm90_exchange_bytes(const Sm90Tile& t) {
   return t.split ? t.stages * (uint32_t(t.rows() * t.streamed * 2) + kSm90BarrierBytes) : 0;
 }
@@ -90,23 +93,24 @@ constexpr uint32_t sm90_bwd_dkdv_smem(const Sm90Tile& t, bool has_score_mod = fa
          sm90_exchange_bytes(t) + (elementwise_mask ? sm90_mask_loader_smem(t, true, has_score_mod) : 0);
 }
 
-// sums: accumulators and fragments of a lane, all alive at once.
+// sums: accumulators and fragments of a lane that are live at once.
 constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
-  constexpr uint32_t kMaxSmem = 232448;  // of a block
-  constexpr int kSpare = 8;              // registers for addresses, bounds and statistics
-  // What setmaxnreg hands out is what the block was launched with.
+  constexpr uint32_t kMaxSmem = 232448;  // per block
+  constexpr int kSpare = 8;              // for addresses, bounds and row stats
+  // setmaxnreg redistributes the registers of the launch.
   const int launched = 65536 / t.threads() / 8 * 8 * (t.consumers + 1);
   return smem <= kMaxSmem && sums + kSpare <= t.consumer_registers && t.streamed % 16 == 0 &&
          t.producer_registers + t.consumers * t.consumer_registers <= launched;
 }
-// S, P, O.
+// Live: S, P, O.
 constexpr bool sm90_forward_fits(const Sm90Tile& t) {
   return sm90_fits(t, sm90_forward_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
 static_assert(sm90_forward_fits(sm90_forward_tile(64)) && sm90_forward_fits(sm90_forward_tile(128)));
 static_assert(sm90_forward_fits(sm90_forward_tile(256)) && sm90_forward_fits(sm90_three_consumers()));
-constexpr int kSm90ScoreModRegisters = 16;  // registers for a piece's slopes, for bits of what is visible and kept
-// S, or softcap's slopes; dP, P or dS, dQ.
+// Registers for a piece's derivatives and for the bits of visible and kept pairs.
+constexpr int kSm90ScoreModRegisters = 16;
+// Live: S, or softcap's derivative; dP, P or dS, dQ.
 constexpr bool sm90_bwd_dq_fits(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
   const Sm90Tile t = sm90_bwd_dq_tile(head_dim, has_score_mod, elementwise_mask);
   return sm90_fits(t, sm90_bwd_dq_smem(t, has_score_mod, elementwise_mask),
@@ -117,7 +121,8 @@ static_assert(sm90_bwd_dq_fits(64, false) && sm90_bwd_dq_fits(64, true) && sm90_
 static_assert(sm90_bwd_dq_fits(256, false) && sm90_bwd_dq_fits(256, true));
 static_assert(sm90_bwd_dq_fits(64, false, true) && sm90_bwd_dq_fits(64, true, true) && sm90_bwd_dq_fits(256, false, true));
 static_assert(sm90_bwd_dq_fits(128, false, true) && sm90_bwd_dq_fits(128, true, true));
-// S, dP, P, dK, dV. With score_mod S becomes two operands, as large as it is. Split: S or dP, of that an operand, dK or dV.
+// Live: S, dP, P, dK, dV. With score_mod, S becomes two operands of its size. Split: S or dP, its
+// operand, dK or dV.
 constexpr bool sm90_bwd_dkdv_fits(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
   const Sm90Tile t = sm90_bwd_dkdv_tile(head_dim, has_score_mod, elementwise_mask);
   const uint32_t smem = sm90_bwd_dkdv_smem(t, has_score_mod, elementwise_mask);
@@ -130,7 +135,8 @@ static_assert(sm90_bwd_dkdv_fits(256, false) && sm90_bwd_dkdv_fits(256, true));
 static_assert(sm90_bwd_dkdv_fits(64, false, true) && sm90_bwd_dkdv_fits(64, true, true) && sm90_bwd_dkdv_fits(256, false, true));
 static_assert(sm90_bwd_dkdv_fits(128, false, true) && sm90_bwd_dkdv_fits(128, true, true));
 
-// The gradient of a mask or bias: a block has the sums of its queries and of `kSm90DbiasSpan` tiles of keys; Q and dO come in stages, too.
+// Gradient of a mask or bias: a block accumulates its queries and `kSm90DbiasSpan` KV tiles; Q and
+// dO also come in stages.
 constexpr int kSm90DbiasSpan = 2;
 constexpr Sm90Tile sm90_bwd_dbias_tile(int head_dim) {
   if (head_dim == 256) return {256, 64, 2, false, 2, 24, 240, 1};
@@ -142,7 +148,7 @@ constexpr uint32_t sm90_bwd_dbias_smem(const Sm90Tile& t) {
   return kSm90Slack + uint32_t(2 * own) * t.own_bytes() + t.streamed_bytes() +
          kSm90BarrierBytes * uint32_t(2 * own + t.stages + t.second_stages());
 }
-// S, dP, their sums; a tile of biases.
+// Live: S, dP, their sums; a tile of biases.
 constexpr bool sm90_bwd_dbias_fits(int head_dim) {
   const Sm90Tile t = sm90_bwd_dbias_tile(head_dim);
   return sm90_fits(t, sm90_bwd_dbias_smem(t), t.streamed + kSm90DbiasSpan * t.streamed / 2 + 32 + kSm90ScoreModRegisters) &&
@@ -150,46 +156,49 @@ constexpr bool sm90_bwd_dbias_fits(int head_dim) {
 }
 static_assert(sm90_bwd_dbias_fits(64) && sm90_bwd_dbias_fits(128) && sm90_bwd_dbias_fits(256));
 
-// What a kernel is instantiated with, and what its name shows. HasScoreMod: with softcap, ALiBi, T5 and dropout. ElementwiseMask: with
-// boolean masks and segments; both: floating masks and biases too. Neither: only bounds.
+// Template argument of a kernel, which its name shows. HasScoreMod: softcap, ALiBi, T5 and dropout.
+// ElementwiseMask: boolean masks and segments. Both: floating-point masks and biases too. Neither:
+// bounds only.
 template <int HeadDim, bool HasScoreMod, bool ElementwiseMask = false>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
   static constexpr bool has_score_mod = HasScoreMod, elementwise_mask = ElementwiseMask, bounds_only = !HasScoreMod && !ElementwiseMask;
-  static constexpr bool drops_by_bits = ElementwiseMask && !HasScoreMod && HeadDim <= 128;  // dropout_as_mask in plan.h
+  // see dropout_as_mask in plan.h
+  static constexpr bool drops_by_bits = ElementwiseMask && !HasScoreMod && HeadDim <= 128;
   static constexpr Sm90Tile forward_tile = sm90_forward_tile(HeadDim);
   static constexpr Sm90Tile bwd_dkdv_tile = sm90_bwd_dkdv_tile(HeadDim, HasScoreMod, ElementwiseMask);
-  // in bwd_dkdv: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.
+  // For bwd_dkdv: buffers of Q beyond the tile's stages, and the number of different first Q tiles
+  // of blocks.
   static constexpr int more_queries = 0, spread = 1;
-  static constexpr bool in_order = false;  // whether its blocks take numbers as they begin
+  static constexpr bool in_order = false;  // blocks take numbers when they start
 };
 
 struct ThreeConsumers : Hopper<64, false> {
   static constexpr Sm90Tile forward_tile = sm90_three_consumers();
 };
 
-// Five GEMMs, with d_query added across blocks. Only bounds.
+// Fused backward: five gemms, with d_query added across blocks. Bounds only.
 constexpr Sm90Tile sm90_fused_tile(int head_dim) {
   Sm90Tile t = sm90_bwd_dkdv_tile(head_dim, false);
-  t.stages = 2;  // dS has the place of a third
+  t.stages = 2;  // dS uses the space of a third
   return t;
 }
-// InOrder: blocks take turns at each tile of queries; else (deterministic=False) they add in any order, and those that add to the same
-// places at the same time wait for each other.
+// InOrder: blocks add to a Q tile in order. Otherwise (deterministic=False) they add in any order,
+// and concurrent additions to the same addresses wait for each other.
 template <int HeadDim, bool InOrder>
 struct Fused : Hopper<HeadDim, false> {
   static constexpr Sm90Tile bwd_dkdv_tile = sm90_fused_tile(HeadDim);
   static constexpr bool in_order = InOrder;
   static constexpr int spread = InOrder ? 1 : 16;
 };
-constexpr uint32_t kSm90Notes = 256 * 48;  // of consumers' threads
+constexpr uint32_t kSm90Notes = 256 * 48;  // of the consumers' threads
 constexpr uint32_t kSm90TicketBytes = 16;
-// As in bwd_dkdv, and: dS, twice; 64 x 64 float32 numbers a consumer; notes; the block's number.
+// Like bwd_dkdv, and: dS twice; 64 x 64 float32 values per consumer; notes; the block's number.
 constexpr uint32_t sm90_fused_smem(const Sm90Tile& t) {
   const uint32_t part = 64 * 64 * 4 + kSm90BarrierBytes;
   return sm90_bwd_dkdv_smem(t) + kSm90Notes + kSm90TicketBytes + uint32_t(2 * t.rows() * t.streamed * 2) + uint32_t(t.consumers) * part;
 }
-// dK, dV; S or dP; P and its copy, which becomes dS; d_query's part.
+// Live: dK, dV; S or dP; P and its copy, which becomes dS; d_query's part.
 constexpr bool sm90_fused_fits(const Sm90Tile& t) {
   return sm90_fits(t, sm90_fused_smem(t), t.head_dim + t.streamed + 64 * 64 / 128) && t.streamed * t.head_dim == t.consumers * 64 * 64;
 }

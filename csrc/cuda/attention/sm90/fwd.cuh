@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward on sm_90a: as fwd.cuh, with products by warpgroups (wgmma) and copies by TMA.
+// Attention forward on sm_90a: as sm80/fwd.cuh with wgmma and TMA.
 //
-// After Shah et al., "FlashAttention-3" (2024). A block has a producer warpgroup, one thread of which loads Q and rings of K and V, and
-// consumer warpgroups of 64 queries each. A consumer's scores of the next tile are computed while its weights are multiplied by this
-// tile's values; P stays in registers. Keys are visited from last to first, so that what bounds cut comes first.
+// After Shah et al., "FlashAttention-3" (2024). A block has a producer warpgroup, one thread of
+// which loads Q and rings of K and V, and consumer warpgroups of 64 queries each. A consumer
+// computes the next tile's scores while it multiplies this tile's weights by V; P stays in
+// registers. KV tiles are visited from last to first, so partial tiles come first.
 #pragma once
 
 #include <type_traits>
@@ -32,7 +33,8 @@ struct Sm90ForwardBlock {
   static constexpr int kConsumers = kTile.consumers;
   static constexpr bool kMayPair = kConsumers == 2;  // three consumers have no registers for it
   static constexpr int kPiece =
-      K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;  // eights of columns that score_mod is applied to at a time
+      // n-blocks per call of score_mod
+      K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;
   using RingQ = Ring<1, BM, kTile.panels()>;
   using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
 
@@ -82,7 +84,7 @@ struct Sm90ForwardBlock {
     });
   }
 
-  // Those of a tile of queries, which lies within one block.
+  // KV tiles of a Q tile, which lies within one block of a block mask.
   using List = TileListBack<BN>;
   PT_DEVICE List tiles_of(const Work& w) const { return List(args.f.p.blocks.queries, w.b, w.h, w.i0); }
   PT_DEVICE bool sees_keys(const Work& w) const {
@@ -90,7 +92,7 @@ struct Sm90ForwardBlock {
     else return w.range.count() > 0;
   }
 
-  // With ping_pong: whose turn it is to start products.
+  // With ping_pong: wait for this consumer's turn to start gemms.
   static PT_DEVICE void scheduler_barrier_sync() {
     if constexpr (!kTile.ping_pong) return;
     if (consumer() == 0) ptx::bar_sync(1, 256);
@@ -102,13 +104,13 @@ struct Sm90ForwardBlock {
     else ptx::bar_arrive(1, 256);
   }
 
-  struct Rows {  // the lane's two
+  struct Rows {  // row stats of the lane's two rows
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // this lane's share
-    float alpha[2];               // what older sums and outputs must be multiplied by
+    float alpha[2];               // rescale of older sums and outputs
   };
 
-  // s becomes the weights, relative to the rows' maxima.
+  // Turn s into weights relative to the rows' maxima.
   static PT_DEVICE void softmax(float (&s)[BN / 2], Rows& rows, float scale_log2) {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -125,7 +127,8 @@ struct Sm90ForwardBlock {
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * j + 2 * r + e];
-          // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
+          // Folding the scale saves one instruction; with biases as large as finfo.max, subtract
+          // first.
           x = ptx::exp2(K::has_score_mod ? (x - safe) * scale_log2 : ptx::fma_rn(x, scale_log2, -safe * scale_log2));
           sum += x;
         }
@@ -134,7 +137,7 @@ struct Sm90ForwardBlock {
     }
   }
 
-  // Weights as dropout leaves them, drawn here.
+  // Apply dropout, drawn here, to weights.
   template <class S>
   static PT_DEVICE void drop_drawn(float (&s)[BN / 2], const S& score_mod, int row, int first) {
     in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
@@ -143,7 +146,7 @@ struct Sm90ForwardBlock {
     });
   }
 
-  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  // Recompute the sequence's properties: held across the loop, they would use registers.
   PT_DEVICE void finish(int n, const float (&o)[D / 2], const Rows& rows) const {
     const AttentionForward& f = args.f;
     const AttentionProblem& p = f.p;
@@ -164,10 +167,11 @@ struct Sm90ForwardBlock {
     store_wide<T>(f.out, w.b, w.h, o, factor, index);
   }
 
-  // Kept in registers from iteration to iteration, descriptors of all steps of wide heads would not leave enough.
+  // Recompute descriptors with wide heads: held across iterations, those of all steps would use too
+  // many registers.
   static PT_DEVICE RingQ own(const RingQ& ring) { return D > 128 ? RingQ(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring; }
 
-  // Of a consumer, to the tile of stream_iter n, by its note.
+  // Advance a consumer to the tile of stream_iter n, by its note.
   PT_DEVICE void go_to(int n, const Work& w, int& first, int& place, bool& more) const {
     if constexpr (K::elementwise_mask) {
       const TileNote note = notes.take(n);
@@ -175,8 +179,8 @@ struct Sm90ForwardBlock {
     }
   }
 
-  // Those of the next tile, before the wait for products that the softmax runs under: without a branch in between ptxas moves the softmax
-  // behind that wait.
+  // Wait for K of the next tile before the wait for the gemms that overlap the softmax: without a
+  // branch in between, ptxas moves the softmax behind that wait.
   PT_DEVICE void await_keys(int n, bool more) const {
     if (more) k.consumer_wait(n);
   }
@@ -184,12 +188,14 @@ struct Sm90ForwardBlock {
   PT_DEVICE void consume() const {
     static_assert(!kTile.ping_pong || kConsumers == 2);
     const AttentionProblem& p = args.f.p;
-    const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
+    // multiplies scores for exp2
+    const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;
     int stream_iter = 0, tile_iter = 0;
     if (consumer() == 1) scheduler_barrier_arrive();
     for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
-      const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // not kept: a register
+      // recomputed: saves a register
+      const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };
       const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
       const Range whole = w.whole(p), keep = w.rows_to_keep(p);
       float s[BN / 2], o[D / 2];
@@ -198,7 +204,7 @@ struct Sm90ForwardBlock {
       [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader> mask_loader(p);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
-      // Keys between the bounds that padding hides: found again where they are needed. The mask loader has them as bits.
+      // Padding gaps: their keys are looked up where needed. The mask loader has them as bits.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
       const auto key_padding_bitmap = [&] { return KeyPaddingBitmap(p, place_of(args.order, ptx::opaque(n)).head / p.heads); };
       const auto clear = [&](int first) {
@@ -210,7 +216,7 @@ struct Sm90ForwardBlock {
         if (K::drops_by_bits && score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
         if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
-      // Scores to weights; `first` is the tile's first key.
+      // Turn scores into weights; `first` is the tile's first key.
       const auto weigh = [&](int first) {
         if constexpr (K::has_score_mod)
           in_pieces<kPiece>(s, row(), first, [&](float (&x)[kPiece][4], const Place& place, int c) {
@@ -225,7 +231,7 @@ struct Sm90ForwardBlock {
             const Range bounds[2] = {of.own_bounds(p, 0), of.own_bounds(p, 1)};
             each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
           };
-          // Registers are scarce: with score_mod what bounds need is recomputed.
+          // Registers are scarce: with score_mod the bounds are recomputed.
           if constexpr (K::has_score_mod) hide_invisible(Work(p, args.order, ptx::opaque(n)));
           else hide_invisible(w);
           if (padding_gaps) hide_keys(s, first, key_padding_bitmap(), minus_infinity());

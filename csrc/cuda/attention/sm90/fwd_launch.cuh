@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernels for sm_90a of one dtype: included by the files that compile them.
+// The sm_90a forward kernels of one dtype, included by the files that compile them.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@ void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream)
   launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), plan.smem_bytes, stream, args);
 }
 
-// Calls run(kind) for the plan's kernel.
+// Call run(kind) for the plan's kernel.
 template <class F>
 void with_forward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto head_dim) {

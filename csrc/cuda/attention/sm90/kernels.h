@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers of the kernels for sm_90a, of problems that `plan` took. They run on the current device, in order with the stream, and
-// throw std::runtime_error.
+// The launchers of the sm_90a kernels, for problems that their plan supports. They run on the
+// current device in stream order and throw std::runtime_error.
 #pragma once
 
 #include "cuda/attention/sm90/plan.h"
@@ -8,14 +8,14 @@
 
 namespace pt::cuda {
 
-// Calls run(T{}) for the type of the problem's elements, which have 16 bits.
+// Call run(T{}) for the problem's 16-bit element type.
 template <class F>
 void with_half(const AttentionProblem& p, F run) {
   if (p.dtype == DType::bf16) run(ptx::bf16{});
   else run(ptx::f16{});
 }
 
-// Of one dtype, each compiled in a file of its own: fwd_bf16.cu and so on.
+// One dtype each, compiled in separate files: fwd_bf16.cu and so on.
 template <class T>
 void sm90_attention_forward_as(const AttentionForward& f, const Sm90Plan& plan, void* stream);
 template <class T>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the launchers of the sm_90a kernels share.
+// TMA maps of the sm_90a kernels.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_tile.cuh"
@@ -8,7 +8,7 @@
 
 namespace pt::cuda {
 
-// Boxes of `rows` rows of an operand with queries' rows, or with keys'.
+// Map boxes of `rows` rows of an operand with queries' or keys' rows.
 inline ptx::TensorMap map_rows(const AttentionProblem& p, const In& t, bool keys, int columns, int rows) {
   const bool packed = p.cu_queries;
   const int64_t length = packed ? (keys ? p.total_keys : p.total_queries) : keys ? p.num_keys : p.num_queries;
@@ -21,7 +21,7 @@ inline ptx::TensorMap map_rows(const AttentionProblem& p, const In& t, bool keys
                     uint32_t(rows));
 }
 
-// What the backward copies, in boxes of so many queries and so many keys.
+// Map backward's operands in boxes of `queries` and `keys` rows.
 inline Sm90Operands map_operands(const AttentionBackward& g, int queries, int keys) {
   const AttentionProblem& p = g.p;
   return {map_rows(p, p.q, false, p.head_dim, queries), map_rows(p, p.k, true, p.head_dim, keys), map_rows(p, p.v, true, p.value_dim, keys),

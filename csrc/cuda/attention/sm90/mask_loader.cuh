@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the mask loader loads pair by pair on sm_90a, on a consumer's tile of scores with BN keys: masks, dense biases, segments; and beside
-// them keys that padding hides.
+// Forward's mask loader on sm_90a: masks, dense biases, segments and padding, per pair of a
+// consumer's tile of BN keys.
 //
-// Loads are issued while the scores' product runs, and what hides pairs becomes bits there: of a lane's row r (0 or 1), bit 2 j + e stands
-// for column e of its two in the eight columns j. Boolean masks are bits already; floating masks and biases come in pairs, of which a lane
-// keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16 bits, half as many in float32. Others, and a second one, are
-// loaded one by one.
+// Loads are issued during the scores' gemm. Hidden pairs become bits there: for a lane's row r (0
+// or 1), bit 2 j + e is column e of its two in n-block j. Boolean masks are already bits.
+// Floating-point masks and biases are loaded in pairs, of which a lane holds 16 or 32 words until
+// the scores are complete: 64 or 128 columns in 16 bits, half as many in float32. Unpaired ones,
+// and a second one, are loaded element by element.
 #pragma once
 
 #include "cuda/attention/sm90/tile.cuh"
 
 namespace pt::cuda {
 
-// Bits of the columns below the lane's first column + x.
+// Return the bits of the columns below the lane's first column + x.
 PT_DEVICE uint32_t columns_below(int x) {
   const int count = x <= 0 ? 0 : x / 8 * 2 + min(x % 8, 2);
   return count >= 32 ? kAllColumns : (1u << count) - 1;
@@ -22,18 +23,18 @@ PT_DEVICE uint32_t columns_below(int x) {
 template <int D, int BN>
 class MaskLoader {
   static_assert(BN % 64 == 0 && BN <= 128);
-  // As many as there are registers for: words of a paired bias; columns whose loads are in flight together.
+  // Limited by registers: words of a paired bias; columns with loads in flight together.
   static constexpr int kRawWords = D == 64 ? 32 : D == 128 ? 16 : 8, kPart = D == 64 ? 16 : 8;
-  static constexpr bool kEarly = D <= 128;  // whether there are any while the scores' product runs
+  static constexpr bool kEarly = D <= 128;  // registers are left during the scores' gemm
 
  public:
-  static constexpr int kPiece = kEarly ? 4 : 2;  // eights of columns that biases are added to at a time
+  static constexpr int kPiece = kEarly ? 4 : 2;  // n-blocks per call of add()
   uint32_t visible[2];
 
   PT_DEVICE explicit MaskLoader(const AttentionProblem& p) : p_(p), paired_(paired(p.mask) ? 1 : paired(p.bias) ? 2 : 0) {}
 
-  // Loads what the keys from `first` on need; `adds`: floating masks and biases too; place: of the tile's bits, as TileList has it. Work:
-  // QueryWork.
+  // Load for the keys from `first` on. `adds`: floating-point masks and biases too; place: index of
+  // the tile's bits, as in TileList. Work: QueryWork.
   template <class Work>
   PT_DEVICE void load(const Work& w, int first, bool adds, int place = 0) {
     const int column = first + 2 * (lane_id() % 4);
@@ -49,8 +50,9 @@ class MaskLoader {
     if (w.s.padding_gaps) hide_keys(w, column);
   }
 
-  // Adds floating masks and biases to x, scores in natural units of columns that begin with the eights c of the tile, whose first is
-  // `first`; -inf where one of them hides. To be called for all of them in order.
+  // Add floating-point masks and biases to x, scores in natural units of the columns from n-block c
+  // of the tile on, whose first key is `first`; -inf for hidden pairs. Call it for all pieces in
+  // order.
   template <class Work>
   PT_DEVICE void add(const Work& w, float (&x)[kPiece][4], int first, int c) {
     const int column = first + 2 * (lane_id() % 4);
@@ -91,7 +93,7 @@ class MaskLoader {
   static PT_DEVICE int64_t head(const Work& w, const Dense& d) {
     return w.b * d.batch + w.h * d.head;
   }
-  // Rows and keys that are not there are hidden by bounds, or not written: any other will do for them.
+  // Clamp to existing rows and keys: absent ones are hidden by bounds or not written.
   template <class Work>
   PT_DEVICE int query(const Work& w, int r) const {
     return min(w.i0 + own_row(r), p_.num_queries - 1);
@@ -99,7 +101,8 @@ class MaskLoader {
   PT_DEVICE int clamped(int key) const { return max(0, min(key, p_.num_keys - 1)); }
   PT_DEVICE bool there(int key) const { return uint32_t(key) < uint32_t(p_.num_keys); }
 
-  // x + bias, -inf if one of them is; else no less than -finfo.max, which two large ones would go beyond.
+  // x + bias, or -inf if either is; otherwise clamped to -finfo.max, which two large terms could
+  // exceed.
   template <class F>
   static PT_DEVICE void add_each(float (&x)[kPiece][4], F term) {
     each<kPiece>([&](int n, int r, uint32_t) {
@@ -109,7 +112,8 @@ class MaskLoader {
     });
   }
 
-  // The lane's pairs of columns, whose first is `column`, from eights c on: as many as are kept.
+  // Load the lane's pairs of columns, the first at `column`, from n-block c on, as many as are
+  // held.
   template <class Work>
   PT_DEVICE void load_pairs(const Work& w, const Dense& d, int column, int c) {
     PT_UNROLL
@@ -129,10 +133,11 @@ class MaskLoader {
     }
   }
 
-  // Of a word's 32 keys, from the lane's first on, its own: bits 8 n + e become 2 n + e.
+  // Select a lane's bits of a word's 32 keys, from its first column on: bit 8 n + e becomes 2 n +
+  // e.
   static PT_DEVICE uint32_t own_bits(uint32_t word) { return (word & 0x03030303u) * 0x01041040u >> 24; }
 
-  // What hides keys of a boolean mask, in the words of its queries.
+  // Hide keys by the words of a boolean mask.
   template <class Work>
   PT_DEVICE void hide_bits(const Work& w, int first) {
     uint32_t words[2][BN / 32];
@@ -166,11 +171,11 @@ class MaskLoader {
     visible[0] &= shown, visible[1] &= shown;
   }
 
-  // What a partial block of a block mask hides: a word holds 32 keys of a query.
+  // Hide pairs of a partial block of a block mask: a word holds 32 keys of a query.
   template <class Work>
   PT_DEVICE void hide_block(const Work& w, int first, int place) {
     const BlockLists& lists = p_.blocks.queries;
-    const int to_next_query = lists.column_bits - 5;  // words, as bits of a shift
+    const int to_next_query = lists.column_bits - 5;  // in words, as a shift
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = query(w, r) & ((1 << lists.row_bits) - 1);
@@ -197,7 +202,8 @@ class MaskLoader {
     hide_each([&](int k) { return load_i64(keys + clamped(column + k)); }, [&](int64_t segment, int r) { return segment == own[r]; });
   }
 
-  // Leaves the pairs that show(key(k), r) is true for, k counted from the lane's first column. A loop: no more registers than a part needs.
+  // Keep the pairs with show(key(k), r), where k counts from the lane's first column. A loop, so
+  // only one part uses registers.
   template <class Key, class Show>
   PT_DEVICE void hide_each(Key key, Show show) {
     uint32_t shown[2] = {0, 0};
@@ -214,7 +220,7 @@ class MaskLoader {
   }
 
   const AttentionProblem& p_;
-  int paired_;  // what is loaded in pairs: 1 the mask, 2 the bias, 0 none
+  int paired_;  // loaded in pairs: 1 the mask, 2 the bias, 0 none
   uint32_t raw_[kRawWords];
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which problems the kernels for sm_90a take, and in what order their blocks go through the tiles: pure functions of the problem.
+// Support check of the sm_90a kernels and the order of their tiles. Pure functions of the problem.
 #pragma once
 
 #include <initializer_list>
@@ -10,22 +10,26 @@
 
 namespace pt::cuda {
 
-// Tiles in sections of some heads, whose keys and values the L2 cache holds; in a section from the last tile, which with causality sees
-// the most keys, to the first.
+// Tiles in sections of heads whose keys and values fit in the L2 cache. A section runs from the
+// last tile, which sees the most keys with causality, to the first.
 struct TileOrder {
-  int tiles, heads, section;  // heads: of all sequences
-  bool paired = false;        // a head's first and last tile, the next two, and so on go to one block each; tiles are an even number
+  int tiles, heads, section;  // heads over all sequences
+  // Persistent blocks take pairs: a head's first and last tile, then the second and second last,
+  // and so on. `tiles` is even.
+  bool paired = false;
 };
-// Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
+// Return item n: sections of heads; within a section, tiles from last to first, and for each tile
+// its heads.
 constexpr TilePlace place_of(const TileOrder& order, int n) {
-  const int first = n / (order.section * order.tiles) * order.section, left = order.heads - first;  // the section's first head
+  // the section's first head
+  const int first = n / (order.section * order.tiles) * order.section, left = order.heads - first;
   const int heads = left < order.section ? left : order.section, rest = n - first * order.tiles;
   return {first + rest % heads, order.tiles - 1 - rest / heads};
 }
 constexpr bool covers_each_tile_once(const TileOrder& order) {
   return each_once(order.heads * order.tiles, [&](int n) { return place_of(order, n).head * order.tiles + place_of(order, n).tile; });
 }
-// The number of what blocks take as the i-th, where tiles are paired.
+// Return the number of the i-th item of paired tiles.
 constexpr int number_in_pairs(const TileOrder& order, int i) {
   const int pairs = order.tiles / 2, head = i / 2 / pairs, pair = i / 2 % pairs;
   return head * order.tiles + (i % 2 ? order.tiles - 1 - pair : pair);
@@ -34,7 +38,7 @@ static_assert(each_once(3 * 6, [](int i) { return number_in_pairs({6, 3, 1, true
 static_assert(covers_each_tile_once({3, 7, 1}) && covers_each_tile_once({3, 7, 3}) && covers_each_tile_once({2, 5, 5}));
 
 struct Sm90Plan {
-  const char* why_not;  // null: the kernels take the problem
+  const char* why_not;  // null: supported
   int head_class;
   bool has_score_mod, elementwise_mask;  // see Hopper in config.h
   Sm90Tile tile;
@@ -43,7 +47,8 @@ struct Sm90Plan {
   int64_t blocks;
 };
 
-// 0: none. Of the wider of query and value: panels of 64 columns that a tensor has not are zeros, which TMA writes and reads nowhere.
+// Return the head size class of query and value, 0 for none. TMA writes zeros to panels of 64
+// columns that a tensor does not have, without reading memory.
 inline int sm90_class(const AttentionProblem& p) {
   const int widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
   return widest <= 64 ? 64 : widest <= 128 ? 128 : widest <= 256 ? 256 : 0;
@@ -59,12 +64,12 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
   const auto aligned = [](const void* data, const HeadRows& s) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;
   };
-  // TMA wants strides that are not zero where a dimension is longer than one.
+  // TMA requires nonzero strides in dimensions longer than one.
   const auto moves = [](const HeadRows& s, int64_t sequences, int64_t heads, int64_t rows) {
     return (sequences == 1 || s.batch) && (heads == 1 || s.head) && (rows == 1 || s.row);
   };
   const bool packed = p.cu_queries;
-  constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1024;  // TMA's coordinates have 32 bits
+  constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1024;  // TMA has 32-bit coordinates
   if (packed && (p.total_queries > kMaxRows || p.total_keys > kMaxRows)) return "more than 2^31 packed rows";
   for (const In* t : inputs) {
     const bool keys = t == &p.k || t == &p.v;
@@ -77,8 +82,9 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
   return nullptr;
 }
 
-// So many heads at a time as L2 has the keys and values of. Sections are of equal size: a small one at the end would begin its longest
-// tiles when others have nothing left to do.
+// Return the number of heads per section: as many as the L2 cache holds keys and values for.
+// Sections have equal sizes: a small one at the end would start its longest tiles when other SMs
+// are idle.
 inline int section_of(const AttentionProblem& p, int64_t heads, int sharing) {
   constexpr int64_t kSectionBytes = 32 << 20;
   const int64_t fit = kSectionBytes * sharing / (int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2);
@@ -86,16 +92,18 @@ inline int section_of(const AttentionProblem& p, int64_t heads, int sharing) {
   return int((heads + sections - 1) / sections);
 }
 
-// Whether causality alone bounds the keys of a tile, and none of its diagonals ends at the last key: with each tile it sees as many more.
+// Return true if causality alone bounds the keys of each tile and no diagonal ends at the last key:
+// each tile then sees equally many more keys.
 inline bool rises_evenly(const AttentionProblem& p) {
   const int64_t first = p.query_start - p.key_start, bottom_right = int64_t(p.num_keys) - p.num_queries;
-  const int64_t seen = p.bottom_right ? bottom_right : first;  // keys before the first query's own
+  // keys before the first query's diagonal
+  const int64_t seen = p.bottom_right ? bottom_right : first;
   return p.causal && !p.prefix_lengths && seen >= 0 && seen <= bottom_right;
 }
 
-// Tiles that take equally long go to persistent blocks, which load the next tile's operands while they finish this one; so do pairs that
-// take equally long together, where those are as good as a multiple of the blocks. Others go to blocks of their own, which start in order
-// as others end.
+// Tiles of equal duration go to persistent blocks, which load the next tile's operands during this
+// tile's epilogue; so do pairs of equal total duration, if their number is near a multiple of the
+// blocks. Other tiles have one block each, which start in order as blocks end.
 inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors,
                         bool may_pair = false) {
   const bool unmasked = !p.blocks.queries.offsets && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths &&
@@ -104,14 +112,15 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
   const int64_t pairs = tiles / 2 * heads, rounds = (pairs + multiprocessors - 1) / multiprocessors;
   const bool paired =
       may_pair && unmasked && rises_evenly(p) && tiles % 2 == 0 && pairs > multiprocessors && 10 * pairs >= 9 * rounds * multiprocessors;
-  // So that the number of a block's next tile has 31 bits, where there is none too.
+  // Limit, so the number of a block's next tile has 31 bits, even past the end.
   if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
   plan.order = {int(tiles), int(heads), even || paired ? 1 : section_of(p, heads, sharing), paired};
   plan.blocks = (even || paired) && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
 }
 
-// Whether three consumers are done sooner than two with tiles that are not paired: a row takes five sixths of the time, but those behind
-// the last one and multiprocessors without a tile are for nothing. Of packed sequences the mean is known.
+// Return true if three consumers finish sooner than two with unpaired tiles: a row takes 5/6 of the
+// time, but rows past the last query and idle SMs are wasted. For packed sequences, uses the mean
+// length.
 inline bool three_consumers_are_faster(const AttentionProblem& p, int multiprocessors) {
   const int64_t queries = p.cu_queries && p.sequences ? p.total_queries / p.sequences : p.num_queries;
   const auto time = [&](const Sm90Tile& tile, int of_a_row) {
@@ -121,8 +130,9 @@ inline bool three_consumers_are_faster(const AttentionProblem& p, int multiproce
   return time(sm90_three_consumers(), 5) <= time(sm90_forward_tile(64), 6);
 }
 
-// The kernels with an elementwise mask read dropout as bits, as they do the mask. On an H100 the backward of 2 x 16 heads of 64 columns and
-// 2,048 keys so takes 0.57 ms, bits and all, by the kernels with score_mod 0.85. Forward, which draws a pair once, takes 0.26 and 0.22.
+// Return true if kernels with an elementwise mask read dropout as bits, like the mask. On an H100,
+// backward of 2 x 16 heads of 64 columns and 2,048 keys then takes 0.57 ms including the bits, and
+// 0.85 with score_mod. Forward, which draws each pair once, takes 0.26 and 0.22.
 inline bool dropout_as_mask(const AttentionProblem& p) { return p.draws_once() && !p.modifies_scores() && sm90_class(p) <= 128; }
 
 constexpr bool draws_once_for(int heads, int length) {
@@ -155,15 +165,17 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
 
 constexpr const char* kListsInBackward = "block masks are lists that forward and the portable kernels walk";
 
-// Whether the producers of the backward can copy the rows of a floating mask or bias, which begin anywhere: 16 aligned bytes at a time.
+// Return true if backward's producers can copy rows of a floating-point mask or bias, which start
+// anywhere, in aligned 16-byte pieces.
 inline bool copied(const Dense& d) { return d.type != DenseType::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0; }
 
 inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::BwdDkdv;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  // Padding is bounds, and where it has gaps a bit a key. With a left window a query may see only padding gaps, and what it holds would
-  // reach d_key and d_value: kernels with an elementwise mask recompute that.
+  // Padding is bounds, and padding gaps are one bit per key. With a left window a query may see
+  // only padding gaps, and its values would reach d_key and d_value: kernels with an elementwise
+  // mask recompute that.
   Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
                 sm90_class(p),
                 p.has_score_mod(),
@@ -186,7 +198,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
                    : sm90_bwd_dq_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
   plan.smem_bytes = keys ? sm90_bwd_dkdv_smem(plan.tile, plan.has_score_mod, plan.elementwise_mask)
                          : sm90_bwd_dq_smem(plan.tile, plan.has_score_mod, plan.elementwise_mask);
-  // Dropout's groups of keys may begin before the first.
+  // Dropout's groups of keys may start before the first key.
   const int64_t length = keys ? p.num_keys + (plan.has_score_mod ? p.key_start % 32 : 0) : p.num_queries;
   const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
   order_tiles(plan, p, (length + plan.tile.rows() - 1) / plan.tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
@@ -195,8 +207,9 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   return plan;
 }
 
-// Where all three gradients are wanted. In order, a block waits for those before it of its head: blocks that begin at the same time are of
-// many heads. With fewer keys reading and rounding the sums of d_query takes longer than two products.
+// Fused backward, if all three gradients are requested. In order, a block waits for earlier blocks
+// of its head, so concurrent blocks belong to many heads. With fewer keys, reading and rounding the
+// sums of d_query takes longer than two gemms.
 constexpr int kSm90OrderedKeys = 1024;
 inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, bool in_order, int multiprocessors) {
   const AttentionProblem& p = g.p;
@@ -207,13 +220,15 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, bool in_order, int m
   if (plan.head_class == 256) plan.why_not = "of wide heads the kernel has no room for the sums";
   if (in_order && p.num_keys < kSm90OrderedKeys) plan.why_not = "of few keys the two passes take less";
   if (in_order && !plan.why_not) plan.order.section = section_of(p, plan.order.heads, 1);
-  plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
+  // persistent blocks have no registers for state across tiles
+  plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
   plan.tile = sm90_fused_tile(plan.head_class), plan.smem_bytes = sm90_fused_smem(plan.tile);
   if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";
   return plan;
 }
 
-// A mask's or bias's gradient. Parts go to persistent blocks in order; those at the same time are of one head, whose operands L2 has.
+// Gradient of a mask or bias. Persistent blocks process parts in order; concurrent ones belong to
+// one head, whose operands are in L2.
 inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
   const AttentionProblem& p = f.b.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0, {}, 0};
@@ -232,8 +247,8 @@ inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
   return plan;
 }
 
-// What blocks add d_query to: tiles of a head, and numbers in all. Packed sequences begin a tile, for which there is room if
-// each has one more than its rows' share.
+// Return the tiles per head and the size of dq_accum. Packed sequences start at a tile, so each has
+// one tile more than its share of rows.
 inline int64_t sm90_dq_accum_tiles(const AttentionProblem& p, int head_class) {
   const int rows = sm90_fused_tile(head_class).streamed;
   return p.cu_queries ? p.total_queries / rows + p.sequences : (p.num_queries + rows - 1) / rows;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the sm_90a kernels share: their tiles' order, products of a warpgroup with tiles that TMA has left in shared memory, and what
-// becomes of accumulators.
+// Shared by the sm_90a kernels: the order of tiles, warpgroup gemms with TMA tiles in shared
+// memory, and operations on accumulators.
 //
-// A tile is panels of 64 columns, each with rows of 128 bytes, swizzled (ring.cuh). Accumulators x[N / 2] are 64 rows, 16 a warp, by N
-// columns: element i is x[i / 4 * 4 + i % 4], laid out as in fragments.cuh.
+// A tile has panels of 64 columns, each with rows of 128 bytes, swizzled (ring.cuh). Accumulators
+// x[N / 2] are 64 rows, 16 per warp, by N columns: element i is x[i / 4 * 4 + i % 4], laid out as
+// in fragments.cuh.
 #pragma once
 
 #include "cuda/attention/score_mod.cuh"
@@ -15,9 +16,8 @@
 
 namespace pt::cuda {
 
-// ---- who does what
-
-// For f(n), n the number of each tile of block number `block`; of its only one if blocks do not persist.
+// Call f(n) with the number of each tile of block `block`, or of its only tile if blocks are not
+// persistent.
 template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, int block, F f) {
   if constexpr (Persists)
@@ -28,7 +28,7 @@ template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   for_each_tile<Persists>(order, int(blockIdx.x), f);
 }
-// The same where tiles may be paired.
+// Like for_each_tile, for tiles that may be paired.
 template <bool MayPair, class F>
 PT_DEVICE void for_each_tile_or_pair(const TileOrder& order, F f) {
   if constexpr (!MayPair) return for_each_tile(order, f);
@@ -40,18 +40,18 @@ PT_DEVICE void for_each_tile_or_pair(const TileOrder& order, F f) {
   }
 }
 
-// `visible` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether visible.hi
-// is the tensor's end.
+// Return the rows of a TMA load to keep. `visible` are the tensor's visible rows; past the tensor
+// TMA writes zeros. `end`: visible.hi is the tensor's end.
 PT_DEVICE Range range_to_keep(Range visible, bool end) {
   return {visible.lo == 0 ? -kUnbounded : visible.lo, end ? kUnbounded : visible.hi};
 }
-// Of the keys that some query of the sequence sees.
+// Return the keys to keep: those that some query of the sequence sees.
 PT_DEVICE Range keys_to_keep(const AttentionProblem& p, const Sequence& s) {
   const Range visible{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
   return range_to_keep(visible, p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys);
 }
 
-// A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
+// A Q tile from the consumers' view; KV tiles are visited from last to first.
 template <int Rows, int Streamed>
 struct QueryWork : QueryTile<Rows, Streamed> {
   using Base = QueryTile<Rows, Streamed>;
@@ -59,11 +59,11 @@ struct QueryWork : QueryTile<Rows, Streamed> {
 
   using Base::Base;
   PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : Base(p, place_of(order, n)) {}
-  // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
-  // consumer see.
+  // own_bounds: the key range of the lane's row r. rows_to_keep: keys that some query of the
+  // sequence sees, or that TMA loads as zeros. whole(): keys that all 64 rows of this consumer see.
   PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
   PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const { return keys_to_keep(p, s); }
-  // None where keys between are hidden, told by a range that begins at kUnbounded.
+  // Empty if keys in between are hidden, marked by a range that starts at kUnbounded.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
     if (s.padding_gaps) return {kUnbounded, 0};
@@ -71,10 +71,9 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   }
 };
 
-// ---- segments
-
-// Whether `Count` segments from number `first` on are all the same, which is then left in `one`; numbers that are not there are taken for
-// the nearest that is. Documents are long: of most tiles so. Every lane of the warp calls it, for the same segments.
+// Return true if `Count` segments from index `first` on (clamped to existing ones) are equal; `one`
+// receives the segment. Documents are long, so most tiles have one. Every lane of the warp calls it
+// with the same arguments.
 template <int Count>
 PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t& one) {
   static_assert(Count % 32 == 0);
@@ -91,16 +90,15 @@ PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t
   return others == 0;
 }
 
-// ---- products
-
-// The address of an operand of a product of so many columns. Kernels of wide heads have no registers for it.
+// Return an operand's address as a warp-uniform value for products of `Columns`. Kernels of wide
+// heads have no registers for it.
 template <int Columns>
 PT_DEVICE uint32_t uniform(uint32_t address) {
   return Columns > 128 ? address : ptx::uniform(address);
 }
 
-// x (+)= A B^T; A is this consumer's 64 rows of a tile, or all of a tile of 64, B a tile of N rows, both K-major: a step of 16 columns is
-// 32 bytes inside the swizzle's rows.
+// x (+)= A B^T. A is this consumer's 64 rows of a tile, or a full tile of 64 rows; B is a tile of N
+// rows. Both are K-major: a step of 16 columns is 32 bytes within the swizzle's rows.
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
@@ -116,7 +114,7 @@ PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, cons
   ptx::wgmma_commit();
 }
 
-// x += W B; W in registers, B a tile, N-major: a step of 16 rows is two groups of eight.
+// x += W B; W is in registers, B is an N-major tile: a step of 16 rows is two groups of eight.
 template <class T, class RingB, int R, int S>
 PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
   static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
@@ -127,16 +125,15 @@ PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], 
   ptx::wgmma_commit();
 }
 
-// Two neighbouring groups of eight columns are one A fragment of 16.
+// Pack accumulators to A fragments: two neighboring n-blocks are one fragment of 16 columns.
 template <class T, int R>
 PT_DEVICE void pack_weights(uint32_t (&weights)[R / 8][4], const float (&x)[R]) {
   PT_UNROLL
   for (int i = 0; i < R / 2; ++i) weights[i / 4][i % 4] = Element<T>::pack(x[2 * i], x[2 * i + 1]);
 }
 
-// ---- elements
-
-// Calls f(x, place, c) on pieces of 8 N columns, of which the first is 8 c columns after `at`: x[n][r] is s[(c + n) * 4 + r].
+// Call f(x, place, c) for pieces of 8 N columns, 8 c columns after `at`: x[n][r] is s[(c + n) * 4 +
+// r].
 template <int N, int R, class F>
 PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
   static_assert(R % (4 * N) == 0);
@@ -153,7 +150,8 @@ PT_DEVICE void in_pieces(float (&s)[R], int row, int first, F f) {
   in_pieces<N>(s, Place(row, first), f);
 }
 
-// Calls f(x[i], row, column) with the row (0 or 1) of the lane's two and the column, from `first` on.
+// Call f(x[i], row, column) with the row (0 or 1) of the lane's two and the column, from `first`
+// on.
 template <int R, class F>
 PT_DEVICE void each_element(float (&x)[R], int first, F f) {
   const int column = first + 2 * (lane_id() % 4);
@@ -161,11 +159,11 @@ PT_DEVICE void each_element(float (&x)[R], int first, F f) {
   for (int i = 0; i < R; ++i) f(x[i], i / 2 % 2, column + i / 4 * 8 + i % 2);
 }
 
-// x becomes `hidden` in the columns of keys that padding hides; `first`: the tile's first key.
+// Set x to `hidden` in the columns of padding keys; `first` is the tile's first key.
 template <int R>
 PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys, float hidden) {
   PT_UNROLL
-  for (int c = 0; c < R; c += 16) {  // 32 columns, of one word where tiles are whole words
+  for (int c = 0; c < R; c += 16) {  // 32 columns: one word if tiles are full words
     const int key = first + 2 * c + 2 * (lane_id() % 4);
     const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
     PT_UNROLL
@@ -173,8 +171,8 @@ PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys,
   }
 }
 
-// Rows of a tile whose first is row `first` that keep(row) is false for are read as zero from here on, by all consumers, each of which
-// calls this: a weight of zero would not hide NaN. They wait for the tile.
+// Clear the rows of a tile (first row `first`) with keep(row) false, for all consumers, each of
+// which calls this: a weight of zero would not hide NaN. Waits for the tile.
 template <int Consumers, class R, class F>
 PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
@@ -184,25 +182,25 @@ PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   ptx::fence_proxy_async();
   ptx::bar_sync(kClearBarrier, 128 * Consumers);
 }
-// Those outside `keep`.
+// Clear rows outside `keep`.
 template <int Consumers, class R>
 PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
   if (first >= keep.lo && first + R::kRows <= keep.hi) return;
   clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row); });
 }
-// And keys that padding hides between them.
+// Clear rows outside `keep`, and padding keys.
 template <int Consumers, class R>
 PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep, const KeyPaddingBitmap& keys) {
   clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row) && keys.visible(row); });
 }
 
-// A bit for each element of x[R].
+// One bit per element of x[R].
 template <int R>
 struct Pairs {
   uint32_t words[(R + 31) / 32] = {};
   PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
   PT_DEVICE const Pairs& opaque() const { return *this; }
-  // The same bits, unpacked no earlier than here: that would take a register each.
+  // Return the same bits, unpacked only after this point: unpacked bits use a register each.
   PT_DEVICE Pairs packed_until_here() const {
     Pairs same;
     PT_UNROLL
@@ -210,21 +208,21 @@ struct Pairs {
     return same;
   }
 
-  // Those of a tile that f(place) has of 8 N columns.
+  // Collect the bits that f(place) returns per 8 N columns.
   template <int N, class F>
   static PT_DEVICE Pairs of(const Place& at, F f) {
     static_assert(R % (4 * N) == 0);
     Pairs all;
     PT_UNROLL
     for (int w = 0; w < (R + 31) / 32; ++w) {
-      PT_NO_UNROLL  // under products in flight there are few registers
+      PT_NO_UNROLL  // few registers are free during a gemm
       for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N) all.words[w] |= f(at.after(2 * n)) << n % 32;
     }
     return all;
   }
 };
 
-// The pairs that dropout keeps of a tile with 2 R columns, from `at` on: by bits that were made before.
+// Read the precomputed keep mask of a tile with 2 R columns, from `at` on.
 template <int R, class S>
 PT_DEVICE Pairs<R> read_kept_pairs(const S& score_mod, const Place& at) {
   Pairs<R> kept;
@@ -232,24 +230,22 @@ PT_DEVICE Pairs<R> read_kept_pairs(const S& score_mod, const Place& at) {
   for (int c = 0; c < 2 * R; c += 32) kept.words[c / 64] |= score_mod.template keep_bits<2 * R % 32 == 0>(at, c) << c / 2 % 32;
   return kept;
 }
-// Or, where there are none, drawn, 8 N columns at a time.
+// Like read_kept_pairs, or drawn 8 N columns at a time without precomputed bits.
 template <int R, int N, class S>
 PT_DEVICE Pairs<R> kept_pairs(const S& score_mod, const Place& at) {
   if (score_mod.has_keep_bits()) return read_kept_pairs<R>(score_mod, at);
   return Pairs<R>::template of<N>(at, [&](const Place& place) { return score_mod.template keep_mask<N>(place); });
 }
 
-// x where it is visible, else 0.
+// Set hidden elements to 0.
 template <int R, class Visible>
 PT_DEVICE void keep_visible(float (&x)[R], const Visible& visible) {
   PT_UNROLL
   for (int i = 0; i < R; ++i) x[i] = visible.has(i) ? x[i] : 0.0f;
 }
 
-// ---- results
-
-// The lane's two rows of a result times `factor`, 16 bytes at a time; row_index in the tensor, not written if negative. Every lane of the
-// warp calls it.
+// Store the lane's two rows of a result times `factor`, 16 bytes at a time, to the tensor's rows
+// row_index, if not negative. Every lane of the warp calls it.
 template <class T, int R>
 PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], const float (&factor)[2], const int64_t (&row_index)[2]) {
   PT_UNROLL
@@ -261,7 +257,7 @@ PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], con
       PT_UNROLL
       for (int c = 0; c < 4; ++c) {
         const float low = x[4 * (d + c) + 2 * r], high = x[4 * (d + c) + 2 * r + 1];
-        // A factor of zero is for rows that see nothing, whatever their sums hold.
+        // A factor of 0 marks a row without visible keys; its sums are ignored.
         words[c] = factor[r] == 0.0f ? 0u : Element<T>::pack(low * factor[r], high * factor[r]);
       }
       transpose_quad(words);

@@ -45,7 +45,7 @@ struct RowPartials {
     uint32_t target = 0;
     RowStats::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
     if (bias[0].data) TileBias<1>::bring(bias, place);  // language models seldom have one
-    else sync_consumer();                               // targets of the tile before have been read
+    else sync_consumer();                               // the previous targets were read
     RowStats::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
   }
 

@@ -29,7 +29,7 @@ struct DHidden {
     const StripDropout dropout(drop);
     const BiasSums b1{place.scratch}, gate_bias{place.scratch + BiasSums::kBytes};
     const StripRows<T> d_pre_rows(d_pre, place), d_gate_rows(d_gate, place), hidden_rows(hidden, place);
-    sync_consumer();  // the sums of the half before have been read
+    sync_consumer();  // the previous half's sums have been read
     PT_UNROLL
     for (int panel = 0; panel < R / 32; ++panel) {
       if (!place.has_panel(panel)) continue;

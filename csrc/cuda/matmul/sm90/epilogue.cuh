@@ -34,7 +34,7 @@ class TileBias {
         for (int h = 0; h < 2; ++h)
           if (const int64_t column = place.column + h * kColumns + mine % kColumns; column < place.columns) v[h] = load_one(p + column);
       });
-    sync_consumer();  // those of the tile before have been read
+    sync_consumer();  // the previous tile's biases have been read
     PT_UNROLL
     for (int h = 0; h < 2; ++h) ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
   }

@@ -224,7 +224,7 @@ struct Sm90Matmul {
       multiply(x, use, s > 0);
       if (s == last_led) ptx::bar_arrive(3, kConsumers);
       if (s == 0) begin();
-      ptx::wgmma_wait<1>();  // the step before
+      ptx::wgmma_wait<1>();  // the previous step
       if (s > 0) consumer_release_warp(ring, use - 1);
     }
     ptx::wgmma_wait<0>();
