@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all kernels share: constants, products, tanh, the dropout mask, and the launch."""
+"""Shared by all kernels: constants, dot, tanh, the dropout mask, and the launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Fixed when Triton is imported: its own library functions are decorated then. (torch may import it before anyone here.)
+# Fixed when Triton is imported, because that decorates its library functions. torch may import it
+# first.
 INTERPRETED = not isinstance(tl.sum, triton.JITFunction)
 INTERPRET = tl.constexpr(INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -22,14 +23,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 _observer: list[Callable[..., Any]] = []  # replaces the launch: see observed()
-_thread = threading.local()  # told: see told_of_launches()
+_thread = threading.local()  # observer of launches: see told_of_launches()
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int, **options: int) -> None:
     """Run ``kernel`` on ``programs`` programs of one flat grid dimension, which may exceed 65,535."""
     if programs == 0:
         return
-    # Triton 3.9 contracts no products and sums unless told to.
+    # Triton 3.9 contracts products and sums only on request.
     options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True, **options)
     if _observer:
         _observer[-1](kernel, arguments, options)
@@ -41,12 +42,14 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
 
 
 def kernel(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
-    """``triton.jit`` for what is launched: compiled once for each layout and set of features, whatever the sizes.
+    """Wrap ``triton.jit`` for launched kernels: compile once per layout and set of features, for
+    all sizes.
 
-    Triton makes a constant of an integer that is 1 and tells the compiler which are multiples of 16. It asks ``do_not_specialize`` only
-    of arguments, not of what is in a tuple, and a length that grows would compile the kernel up to three times for each of its numbers.
-    Here no integer is a constant, and those in tuples are multiples of nothing known, but for a tuple whose class has ``LAYOUT``: all
-    of its integers are multiples of 16, or none is taken as one.
+    Triton turns an integer argument of 1 into a constant and passes the compiler which integers are
+    multiples of 16. ``do_not_specialize`` covers only arguments, not a tuple's elements, so a
+    growing length would compile the kernel up to three times for each of its integers. Here no
+    integer is a constant, and integers in tuples have no known divisor, except in a tuple class
+    with ``LAYOUT``: either all of its integers are multiples of 16, or none counts as one.
     """
     if fn is None:
         return functools.partial(kernel, do_not_specialize=do_not_specialize)
@@ -57,10 +60,14 @@ def kernel(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[
 
 
 def _caches(made: Any) -> tuple[Any, ...]:
-    """What Triton keeps of a kernel for a device. The last entry binds arguments, and says of each its type and what of its value the
-    compiler may know: for a tuple two tuples of its class."""
+    """Return Triton's caches of a kernel for a device.
+
+    The last entry binds arguments and returns the type of each and what the compiler may assume of
+    its value; for a tuple, two tuples of its class.
+    """
     *caches, bind = made.create_binder()
-    # Tuples of different classes may be equal, and a parameter has one class: so a cache for each.
+    # One cache per parameter: tuples of different classes may be equal, and a parameter has one
+    # class.
     rules = [None if p.is_constexpr else functools.lru_cache(maxsize=1024)(_of_argument) for p in made.params]
 
     def bind_unspecialized(*arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -71,14 +78,16 @@ def _caches(made: Any) -> tuple[Any, ...]:
 
 
 def _of_argument(kind: Any, value: Any) -> tuple[Any, Any]:
-    """(type, what is known of the value) of an argument without what sizes decide; a number of its own keeps its multiples of 16."""
+    """Return (type, assumption) of an argument without size-dependent parts; a plain integer keeps
+    its multiple of 16.
+    """
     if isinstance(kind, tuple):
         return _unspecialized(kind, value, "")
     return ("i32", "") if kind == "constexpr" and value == 1 else (kind, value)
 
 
 def _unspecialized(kind: Any, value: Any, known: str) -> tuple[Any, Any]:
-    """The same within a tuple, where ``known`` is known of integers."""
+    """Like _of_argument, within a tuple, where ``known`` is the assumption about integers."""
     if isinstance(kind, tuple):
         if getattr(type(kind), "LAYOUT", False):
             known = "D" if all(v == "D" for v in _of_integers(kind, value)) else ""
@@ -103,7 +112,7 @@ def _is_integer(kind: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def observed(observer: Callable[..., Any]) -> Any:
-    """Within the block, call ``observer(kernel, arguments, options)`` in place of each launch."""
+    """Call ``observer(kernel, arguments, options)`` in place of each launch within the block."""
     _observer.append(observer)
     try:
         yield
@@ -113,7 +122,10 @@ def observed(observer: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def told_of_launches(told: Callable[[Any, int, tuple[Any, ...], int], None]) -> Iterator[None]:
-    """Within the block, in this thread, call ``told(compiled kernel, programs, arguments, number of parameters)`` after each launch."""
+    """Call ``told(compiled kernel, programs, arguments, number of parameters)`` after each launch.
+
+    Applies to the launches of this thread within the block.
+    """
     _thread.told = told
     try:
         yield
@@ -122,15 +134,16 @@ def told_of_launches(told: Callable[[Any, int, tuple[Any, ...], int], None]) -> 
 
 
 def telling() -> bool:
-    """Whether launches are told of in this thread."""
+    """Return True if launches of this thread are observed."""
     return getattr(_thread, "told", None) is not None
 
 
 @triton.jit
 def dot(a, b, acc, C: tl.constexpr):
-    """acc + a @ b in C.PRECISION. The interpreter's product of bfloat16 matrices is wrong: there, multiply in float32.
+    """Return acc + a @ b in C.PRECISION. The interpreter multiplies bfloat16 matrices wrongly, so
+    there in float32.
 
-    It takes the whole of C: Triton 3.6 passes no string to a function.
+    C is passed completely, because Triton 3.6 passes no string to a function.
     """
     if INTERPRET:
         a = a.to(tl.float32)
@@ -140,7 +153,7 @@ def dot(a, b, acc, C: tl.constexpr):
 
 @triton.jit
 def steps_of(x, stride):
-    """x times the stride, which None says is 1: known when compiled, so that loads along it are wide."""
+    """Return x * stride. None means 1, known at compile time, so that loads along it are wide."""
     if stride is not None:
         x = x * stride
     return x
@@ -148,12 +161,14 @@ def steps_of(x, stride):
 
 @triton.jit
 def apart_from_products(b_mask, C: tl.constexpr):
-    """Bytes that decide which elements of a product's operand are 0, as integers that the compiler does not follow back to their load.
+    """Return a dropout or mask operand's bytes as integers that the compiler does not trace to
+    their load.
 
-    Triton 3.6 lays out the operands of mma.sync for the narrowest load they come from, and twice as wide if they come through tl.join, as
-    those of the dropout mask do: with bytes, 4 threads of 8 numbers (kWidth 8) share out K, though there be only 16. Then two threads
-    have what the others have: on an H100 d_key and d_value of 16-bit masked attention with dropout were wrong. A maximum over an axis of
-    one, which no layout is carried through, leaves kWidth 4. Source: triton-lang/triton#10645, #11691.
+    Triton 3.6 lays out mma.sync operands for the narrowest load they depend on, and twice as wide
+    through tl.join, as for the dropout mask. With bytes, 4 threads of 8 values (kWidth 8) share K
+    even if K is only 16, so two threads duplicate values: on an H100, d_key and d_value of 16-bit
+    masked attention with dropout were wrong. A maximum over an axis of size one, which no layout
+    passes through, leaves kWidth 4. Source: triton-lang/triton#10645, #11691.
     """
     x = b_mask.to(tl.int32)
     if C.DROPOUT and C.BM < 32:  # K is BM or BN, and BN is at least 32
@@ -163,8 +178,11 @@ def apart_from_products(b_mask, C: tl.constexpr):
 
 @triton.jit
 def not_negative(x, like):
-    """Whether the number x is 0 or more, as the mask of a load of pointers `like`. The interpreter of Triton 3.9 spreads what a number's
-    comparison gives as integers, which loads refuse: there, spread the number."""
+    """Return x >= 0 for a scalar x, as the mask of a load of pointers `like`.
+
+    The interpreter of Triton 3.9 broadcasts a scalar comparison to integers, which loads reject, so
+    there the scalar is broadcast first.
+    """
     if INTERPRET:
         x = tl.zeros(like.shape, tl.int64) + x
     return x >= 0
@@ -172,7 +190,9 @@ def not_negative(x, like):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 x rounded to dtype, to nearest even. The interpreter would cut bfloat16 off: there, round before."""
+    """Round float32 x to dtype, to nearest even. The interpreter truncates to bfloat16, so there
+    round before.
+    """
     if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -182,24 +202,30 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def divided(a, b):
-    """a / b to the nearest, of a block by a number or a block: `/` of float32 is div.full on NVIDIA's GPUs, off by up to two units."""
+    """Return a / b, correctly rounded; b is a block or a scalar. On NVIDIA GPUs `/` of float32 is
+    div.full, off by up to 2 ulp.
+    """
     return tl.div_rn(a, tl.zeros_like(a) + b)
 
 
 @triton.jit
 def rsqrt(x):
-    """1 / sqrt(x) of float32, within 0.51 of a unit: two roundings would be a whole one. A step of Newton's method, whose residual
-    1 - x y^2 keeps the rounding error of x y."""
+    """Return 1 / sqrt(x) of float32 within 0.51 ulp; two roundings would give 1 ulp.
+
+    Uses one step of Newton's method, whose residual 1 - x y^2 includes the rounding error of x y.
+    """
     y = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
     root = x * y
     residual = tl.fma(-root, y, 1.0) - tl.fma(x, y, -root) * y
     better = tl.fma(0.5 * residual, y, y)
-    return tl.where(better == better, better, y)  # of 0 and infinity
+    return tl.where(better == better, better, y)  # NaN for 0 and infinity
 
 
 @triton.jit
 def tanh(x):
-    """To 2e-7 relative: the odd polynomial x + x^3 P(x^2) below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above."""
+    """Return tanh(x) to 2e-7 relative: the fitted odd polynomial x + x^3 P(x^2) below 0.6, 1 - 2 /
+    (1 + e^2x) above.
+    """
     z = x * x
     p = z * -0.005894480914075617 + 0.020795446692862346
     p = p * z - 0.05378369286235975
@@ -211,17 +237,20 @@ def tanh(x):
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of ``dot``: TF32 for float32 where PyTorch may use it, by either of its switches. Reading the old one, ``allow_tf32``, raises
-    once the new one was used; the new one, ``fp32_precision``, says what both were told."""
+    """Return the precision of ``dot``: TF32 for float32 if PyTorch allows it.
+
+    PyTorch has two switches. Reading the old one, ``allow_tf32``, raises after the new one was set;
+    the new one, ``fp32_precision``, reflects both.
+    """
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# ---- dropout: see pytransformer.reference.philox for the layout
+# Dropout: pytransformer.reference.philox defines the layout.
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, seed):
-    """Philox-4x32-7. Products of 64 bits are one instruction each, where a high and a low one of 32 bits are two."""
+    """Philox-4x32-7. A 64-bit product is one instruction; a high and a low 32-bit product are two."""
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     M0: tl.constexpr = 0xD2511F53
@@ -242,7 +271,9 @@ def philox(c0, c1, c2, c3, seed):
 
 @triton.jit
 def from_start(i, start):
-    """Indices counted from ``start``; None is 0, and no code: a sum that is not needed cost a kernel 8 bytes of stack."""
+    """Return i + start. None is 0 and generates no code: an unneeded sum cost a kernel 8 bytes of
+    stack.
+    """
     if start is not None:
         i = i + start
     return i
@@ -250,18 +281,23 @@ def from_start(i, start):
 
 @triton.jit
 def keep_tile(seed, c1, c2, c3, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """int1 [BM, BN], True = keep, of the tile whose first column has the absolute index j0 (j0 % 32 == 0). c1, c2, c3 are the
-    other counter words, each a number or [BM, 1]: row, head, batch in attention; row low, row high, tag elsewhere.
+    """Return the keep mask, int1 [BM, BN], of the tile with first column j0 (absolute, j0 % 32 ==
+    0).
 
-    One call per row and eight columns, then a permutation. With queries as rows the compiler carries the accumulator's
-    layout back through it, so it moves no data; of a transposed tile it would.
+    c1, c2, c3 are the other counter words, each a scalar or [BM, 1]: row, head, batch in attention;
+    row low, row high, tag elsewhere.
+
+    One Philox call per row and eight columns, then a permutation. With queries as rows the compiler
+    carries the accumulator's layout back through the permutation, so it moves no data; with a
+    transposed tile it would.
     """
     tl.static_assert(BN % 32 == 0)
     group = (j0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
     zero = tl.zeros([BM, BN // 8], tl.uint32)
     w0, w1, w2, w3 = philox(zero + group, zero + c1.to(tl.uint32), zero + c2.to(tl.uint32), zero + c3.to(tl.uint32), seed)
     w = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [BM, BN / 8, t % 2, t // 2]
-    w = tl.join(w << 16, w)  # the draw in the high half: no mask, no shift for the odd keys
-    w = tl.reshape(w, [BM, BN // 32, 4, 2, 2, 2])  # rows, j // 32, (j % 8) // 2, t % 2, t // 2, j % 2
+    w = tl.join(w << 16, w)  # the draw is in the high half: no mask, no shift for odd keys
+    # Dimensions: rows, j // 32, (j % 8) // 2, t % 2, t // 2, j % 2.
+    w = tl.reshape(w, [BM, BN // 32, 4, 2, 2, 2])
     w = tl.reshape(tl.permute(w, (0, 1, 4, 3, 2, 5)), [BM, BN])
     return w >= (tl.cast(threshold, tl.uint32) << 16)

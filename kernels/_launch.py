@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm calls: what a host function launched is kept by all that decided it, and launched again with other tensors.
+"""Warm calls: record the launches of a call, and replay them for equal calls with other tensors.
 
-Before a kernel runs, its host function works out tiles, strides and flags, and Triton binds and classifies some hundred values: 20 to 60 us
-for one launch.
-All of it goes by shapes, strides, dtypes, alignments and numbers, never by what tensors hold. So a call like an earlier one in all of these
-differs in addresses alone:
+Before a kernel runs, its host function computes tiles, strides and flags, and Triton binds and
+classifies some hundred values: 20 to 60 us per launch. All of it depends on shapes, strides,
+dtypes, alignments and numbers, never on tensor contents. So a call that equals an earlier one in
+all of these differs only in addresses:
 
     @replayed
-    def forward(a, out, lse): ...        # allocates, makes views, launches, and nothing else
+    def forward(a, out, lse): ...        # only allocates, creates views and launches
 
-A function that computes with tensors on the way (T5's diagonals, a sum over partial results) is noticed, and runs as it is each time.
+A function that also computes with tensors (T5's diagonals, a sum over partial results) is detected,
+and runs normally each time.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from pytransformer.ops._core.recording import Watching
 
 from . import _lang, tuned
 
-MOST = 4096  # calls that are remembered; then all are forgotten
-ALIGNMENT = 256  # of memory between launches, as of an allocation
-# All that a host function may do to tensors: allocate, and look at the same memory in another way.
+MOST = 4096  # stored calls; at the limit all are dropped
+ALIGNMENT = 256  # of scratch between launches, as of an allocation
+# Tensor operations allowed in a replayed host function: allocations and views.
 ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty")
 VIEWS = (
     "view", "expand", "t", "transpose", "permute", "select", "slice", "unbind", "unsqueeze", "squeeze", "alias", "detach", "as_strided",
@@ -36,15 +37,18 @@ VIEWS = (
 
 
 class Step(NamedTuple):
-    """One launch: Triton's compiled kernel on a grid, and its arguments, addresses by their places."""
+    """One launch: Triton's compiled kernel on a grid, and its arguments, with addresses by index."""
 
     launch: Callable[..., None]
     arguments: tuple[Any, ...]
-    made: tuple[tuple[int, Callable[[list[int]], Any]], ...]  # what of the arguments an address is in
+    # (position, builder) of arguments that contain an address
+    made: tuple[tuple[int, Callable[[list[int]], Any]], ...]
 
 
 class Replay:
-    """The launches of one call, for any tensors like that call's. ``scratch``: sizes in bytes of the memory between them."""
+    """The launches of one call, for any tensors with its layout. ``scratch``: sizes in bytes of
+    memory between launches.
+    """
 
     def __init__(self, steps: list[Step], scratch: list[int], device: torch.device) -> None:
         self.steps, self.device = steps, device
@@ -55,7 +59,7 @@ class Replay:
             self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
     def __call__(self, addresses: list[int]) -> None:
-        """Launch on the tensors at these addresses, in the order in which the call's arguments have them."""
+        """Launch on the tensors at these addresses, in the order of the call's arguments."""
         if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 self.run(addresses)
@@ -77,12 +81,12 @@ class Replay:
 
 
 class _Recorder(Watching):
-    """Sees each operation and each launch of a call."""
+    """Records the operations and launches of a call."""
 
     def __init__(self, addresses: list[int], device: torch.device) -> None:
         super().__init__()
         self.addresses, self.device = addresses, device
-        self.scratch: list[torch.Tensor] = []  # kept until the end: no address comes twice
+        self.scratch: list[torch.Tensor] = []  # held until the end, so that no address is reused
         self.steps: list[Step] = []
         self.why_not: str | None = None
 
@@ -108,7 +112,9 @@ class _Recorder(Watching):
         self.steps.append(Step(compiled[(programs, 1, 1)], tuple(fixed), tuple(made)))
 
     def maker(self, argument: Any) -> Callable[[list[int]], Any] | None:
-        """What makes the argument from addresses; None for one without."""
+        """Return a function that builds the argument from addresses; None for an argument without
+        addresses.
+        """
         if isinstance(argument, torch.Tensor):
             return self.address(argument)
         if not isinstance(argument, tuple):
@@ -147,7 +153,9 @@ _cold: list[str] = []
 
 
 def replayed(run: Callable[..., None]) -> Callable[..., None]:
-    """``run``, which from the third call with like arguments on goes by what the second launched. See the module's docstring."""
+    """Wrap ``run``: from the third equal call on, replay the launches of the second. See the
+    module's docstring.
+    """
     if _lang.INTERPRETED:
         return run
 
@@ -168,7 +176,7 @@ def replayed(run: Callable[..., None]) -> Callable[..., None]:
             known(addresses)
         elif known is NEVER:
             run(*arguments, **named)
-        elif known is None:  # lengths that grow are never seen again: a first call is not recorded
+        elif known is None:  # growing lengths never repeat: skip a first call
             if len(_known) >= MOST:
                 _known.clear()
             _known[key] = ONCE
@@ -185,7 +193,7 @@ def replayed(run: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def recorded(recorder: Any) -> Iterator[None]:
-    """Within the block the launches of this thread are the recorder's too: see ops/_core/recording.py of the package."""
+    """Record this thread's launches within the block: see ops/_core/recording.py of the package."""
 
     def told(compiled: Any, programs: int, arguments: tuple[Any, ...], parameters: int) -> None:
         whole = not _lang.INTERPRETED and len(arguments) == parameters
@@ -197,13 +205,15 @@ def recorded(recorder: Any) -> Iterator[None]:
         yield
 
 
-# While one of these holds something, calls are worked out anew: they decide too.
+# While one of these is not empty, calls are not replayed, because it changes them too.
 watchers: tuple[Any, ...] = (_lang._observer, tuned._tried, _cold)
 
 
 @contextlib.contextmanager
 def cold() -> Iterator[None]:
-    """Every call worked out anew: to compare, and where what decides a call is changed behind its back."""
+    """Disable replay within the block, for comparisons and if something that decides a call
+    changes.
+    """
     _cold.append("cold")
     try:
         yield
@@ -212,16 +222,19 @@ def cold() -> Iterator[None]:
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
-    """What decides besides the arguments: where, and how exact products of float32 are."""
+    """Return the settings besides the arguments: the device, and the precision of float32 products."""
     return device, _lang.precision(torch.float32)
 
 
 def _key(values: Iterable[Any], tensors: list[torch.Tensor], addresses: list[int]) -> Iterator[Any]:
-    """All of the arguments but what tensors hold and where they lie. Notes each tensor and its address."""
+    """Yield everything about the arguments but tensor contents and addresses; collect tensors and
+    addresses.
+    """
     for value in values:
         if isinstance(value, torch.Tensor):
             address = value.data_ptr()
-            # One tensor at several places is another call: its address is looked up by its value.
+            # A tensor that occurs twice gives another key, because addresses are looked up by
+            # value.
             yield (
                 value.shape,
                 value.stride(),
@@ -242,5 +255,7 @@ def _key(values: Iterable[Any], tensors: list[torch.Tensor], addresses: list[int
 
 
 def numbers(t: torch.Tensor) -> torch.Tensor:
-    """Keys or values, or a cache of them, as kernels get them: Triton has no float8_e4m3fn before sm_89, so its bits."""
+    """Return keys, values or a cache as kernels receive them: float8_e4m3fn as uint8, because
+    Triton lacks it before sm_89.
+    """
     return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy backward: logits again, a chunk of rows at a time, and two products of their gradient.
+"""Cross entropy backward: recompute logits in chunks of rows, then two gemms with their gradient.
 
-    dz = p - q,  p = exp(z - m - l),  q = (1 - s) at the target + s / classes;  g = the row's upstream gradient, 0 where ignored
+    dz = p - q,  p = exp(z - m - l),  q = (1 - s) at the target + s / classes
+    g = the row's upstream gradient, 0 where ignored
     dx = g (dz weight);  dweight = sum over rows of dzᵀ (g x);  dbias = sum over rows of g dz
 
-dz is between -1 and 1 and stored in x's dtype, times 2^15 if that is float16, of which small probabilities would be nothing. g comes
-after the product in dx, and into x for dweight, relative to the largest, so that no upstream scale is rounded away.
-dweight is summed over the chunks in float32, in order.
+dz is between -1 and 1 and stored in x's dtype, times 2^15 for float16, where small probabilities
+would underflow. g is applied after the gemm in dx, and to x in dweight, relative to its largest
+value, so that no upstream scale is rounded away. dweight is summed over the chunks in float32, in
+order.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
 @triton.jit
 def load_gradient(LOGITS, BIAS, TARGET, SPLIT_LSE, i, j, classes, p, C: tl.constexpr):
-    """dz [ROWS, BN] in float32, 0 where the target is ignored and beyond the last row and class."""
+    """Return dz [ROWS, BN] in float32; 0 for ignored targets and past the last row and class."""
     target = tl.load(TARGET + i, mask=i < p.rows, other=0)
     b_m = tl.load(SPLIT_LSE + i, mask=i < p.rows, other=float("inf"))
     b_log = tl.load(SPLIT_LSE + p.all_rows + i, mask=i < p.rows, other=0.0)
@@ -41,7 +43,7 @@ def load_gradient(LOGITS, BIAS, TARGET, SPLIT_LSE, i, j, classes, p, C: tl.const
 
 @kernel
 def cross_entropy_backward(LOGITS, BIAS, TARGET, SPLIT_LSE, DZ, classes, p, C: tl.constexpr):
-    """dz of ROWS rows and BN classes, as stored; DZ may be LOGITS."""
+    """Write dz of ROWS rows and BN classes, as stored; DZ may be LOGITS."""
     blocks = tl.cdiv(classes, C.BN)
     i = rows_of(tl.program_id(0) // blocks, C)
     j = tl.program_id(0) % blocks * C.BN + tl.arange(0, C.BN)
@@ -52,7 +54,7 @@ def cross_entropy_backward(LOGITS, BIAS, TARGET, SPLIT_LSE, DZ, classes, p, C: t
 
 @kernel
 def cross_entropy_backward_bias(LOGITS, BIAS, TARGET, SPLIT_LSE, G, DBIAS, classes, p, C: tl.constexpr):
-    """DBIAS += sum over a chunk's rows of g dz, for BN classes; dz not rounded to 16 bits."""
+    """DBIAS += sum over a chunk's rows of g dz, for BN classes, without rounding dz to 16 bits."""
     j = tl.program_id(0) * C.BN + tl.arange(0, C.BN)
     b_sum = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
     for t in range(tl.cdiv(p.rows, C.ROWS)):
@@ -71,8 +73,11 @@ def backward(
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
 ) -> None:
-    """Write those of dx (rows, d), d_weight (float32) and d_bias (float32, zeros before) that are given, of the op's arguments with x
-    (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target is ignored."""
+    """Write dx (rows, d), d_weight (float32) and d_bias (float32, initially zeros), if given.
+
+    a has x (rows, d) and target (rows,). g is the upstream gradient of each row's loss, float32, 0
+    where the target is ignored.
+    """
     (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
     config, bias_tile = (tile(kernel, classes, device) for kernel in ("backward", "bias"))
     p, kind = describe(a, config, HALF_SCALE if a.x.dtype == torch.float16 else 1.0)
@@ -107,7 +112,8 @@ def backward(
             float_gemm(dz[:n], a.weight, dx_part[:n])
             dx[part] = torch.where(valid[part], dx_part[:n] * (g[part] / kind.SCALE)[:, None], 0.0)
         if d_weight is not None:
-            x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)  # an ignored row may hold NaN
+            # Select, because an ignored row may contain NaN.
+            x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)
             if dw_part is None or part.start == 0:
                 float_gemm(dz[:n].t(), x, d_weight)
             else:

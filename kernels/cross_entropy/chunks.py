@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What forward and backward share: the problem, and logits."""
+"""Shared by forward and backward: the problem, and logits."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from .configs import Config
 
 
 class Problem(NamedTuple):
-    """One call. The number of classes is apart: how it divides decides how wide loads are."""
+    """One call. The number of classes is a separate argument, because its divisor decides the width
+    of loads.
+    """
 
-    rows: int  # of the chunk
-    all_rows: int  # of the call: split lse (2, all_rows) has log_sum so far behind row_max
+    rows: int  # rows of the chunk
+    all_rows: int  # rows of the call; split lse (2, all_rows) has log_sum this far behind row_max
     ignore_index: int
-    on_target: float  # 1 - label_smoothing: what the target has beyond the share of every class
+    on_target: float  # 1 - label_smoothing: the target's weight beyond the share of every class
     on_each: float  # label_smoothing
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     ROWS: int
     BN: int
     SMOOTH: bool
-    SCALE: float = 1.0  # of p - q as stored
+    SCALE: float = 1.0  # factor of the stored p - q
 
 
 def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]:
-    """The problem of the op's arguments, and what to compile for it with this tile."""
+    """Return the problem of the op's arguments, and the compile-time constants for this tile."""
     s = a.label_smoothing
     return Problem(0, len(a.x), a.ignore_index, 1.0 - s, s), Kind(config.ROWS, config.BN, s > 0.0, scale)
 
 
 def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """x @ weightᵀ of a chunk's rows, in the buffer; the bias is added where they are read."""
+    """Return x @ weightᵀ of a chunk's rows in the buffer; its readers add the bias."""
     return float_gemm(x, a.weight.t(), buffer[: len(x)])
 
 
@@ -53,7 +55,7 @@ def rows_of(i_tile, C: tl.constexpr):
 
 @triton.jit
 def load_logits(LOGITS, BIAS, i, j, classes, p):
-    """[ROWS, BN]; -inf beyond the last row and class."""
+    """Load logits [ROWS, BN]; -inf past the last row and class."""
     m = (i < p.rows)[:, None] & (j < classes)[None, :]
     b_z = tl.load(LOGITS + i[:, None] * classes + j[None, :], mask=m, other=float("-inf"))
     if BIAS is not None:

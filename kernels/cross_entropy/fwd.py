@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy forward, of logits that exist a chunk of rows at a time.
+"""Cross entropy forward, for logits that exist in chunks of rows.
 
     z = x weightᵀ + bias;  m = max z;  l = log sum exp(z - m)
     loss = l - (1 - s) (z_target - m) - s (mean(z) - m),  0 where the target is ignored
 
-m and l are saved apart: m + l loses the digits of l when all logits share a large part.
+m and l are saved separately: m + l loses digits of l if all logits share a large offset.
 
-The product is the library's, with a float32 result; one program then reads its rows of it once, with the maximum and the sum
-kept as it goes (online softmax). Source of the chunks: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training"
-(2024), section 3.2; there logits and their gradient have x's dtype.
+The library computes the gemm with a float32 result. One program then reads its rows once with an
+online softmax. Source of the chunks: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM
+Training" (2024), section 3.2, where logits and their gradient have x's dtype.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, SPLIT_LSE, classes, p, C: 
             b_sum += tl.sum(tl.where((j < classes)[None, :], b_z, 0.0), 1)
     b_log = tl.log2(b_l) * LN2
     target = tl.load(TARGET + i, mask=m_i, other=0)
-    k = tl.minimum(tl.maximum(target, 0), classes - 1)  # values are checked elsewhere; here no address leaves the row
+    # clamp: the caller checks values; here no address leaves the row
+    k = tl.minimum(tl.maximum(target, 0), classes - 1)
     b_z = tl.load(LOGITS + i * classes + k, mask=m_i, other=0.0)
     if BIAS is not None:
         b_z += tl.load(BIAS + k, mask=m_i, other=0.0).to(tl.float32)
@@ -57,7 +58,9 @@ def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, SPLIT_LSE, classes, p, C: 
 
 
 def forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
-    """Write each row's loss (rows,) and split lse (2, rows), float32, for arguments with x (rows, d) and target (rows,)."""
+    """Write each row's loss (rows,) and split lse (2, rows), float32. a has x (rows, d) and target
+    (rows,).
+    """
     (rows, _), classes = a.x.shape, a.weight.shape[0]
     config = tile("forward", classes, a.x.device)
     p, kind = describe(a, config)

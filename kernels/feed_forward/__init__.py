@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feed-forward network in Triton: the products that have an epilogue. See docs/triton.md."""
+"""Feed-forward network in Triton: the gemms with a fused epilogue. See docs/triton.md."""

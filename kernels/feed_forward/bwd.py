@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feed-forward, backward: d_hidden goes through dropout, gate and activation in the product's epilogue.
+"""Feed-forward, backward: the gemm's epilogue applies dropout, gate and activation to d_hidden.
 
     d_hidden = dropout(d_out @ w2);   d_pre = d_hidden * act'(pre)
     gated: d_pre = d_hidden * act(gate),  d_gate = d_hidden * pre * act'(gate)
-    d_x = d_pre @ w1 (+ d_gate @ gate_weight),  d_w1 = d_preᵀ @ x,  d_gate_weight = d_gateᵀ @ x,  d_w2 = d_outᵀ @ hidden
-    d_b1 = sum of d_pre,  d_gate_bias = sum of d_gate,  d_b2 = sum of d_out        over rows
+    d_x = d_pre @ w1 (+ d_gate @ gate_weight),  d_w1 = d_preᵀ @ x
+    d_gate_weight = d_gateᵀ @ x,  d_w2 = d_outᵀ @ hidden
+    over rows: d_b1 = sum of d_pre,  d_gate_bias = sum of d_gate,  d_b2 = sum of d_out
 
-One kernel writes d_pre, d_gate, hidden (again, from pre) and what each tile of rows adds to the biases' gradients, which are
-summed in a fixed order. The other products are the library's.
+One kernel writes d_pre, d_gate, hidden (recomputed from pre) and each row tile's partial bias
+gradients, which are summed in a fixed order. The library computes the other gemms.
 """
 
 from __future__ import annotations
@@ -57,15 +58,18 @@ def feed_forward_d_hidden(
 
 @triton.jit
 def store_sum(P, b_x, m, i_tile, n, N):
-    """Row i_tile of P: the columns' sums over this tile's rows."""
+    """Store row i_tile of P: the column sums over this tile's rows."""
     tl.store(P + i_tile.to(tl.int64) * N + n, tl.sum(tl.where(m, b_x, 0.0), 0), mask=n < N)
 
 
 def backward(
     a: Any, d_out: torch.Tensor, pre: torch.Tensor | None, gate: torch.Tensor | None, wanted: dict[str, torch.Tensor]
 ) -> None:
-    """Write the gradients that ``wanted`` has, by the names of the op's arguments. x and d_out are matrices, d_out's last
-    dimension contiguous; pre and gate None: they are computed again."""
+    """Write the gradients in ``wanted``, keyed by the op's argument names.
+
+    x and d_out are matrices; d_out's last dimension is contiguous. If pre and gate are None, they
+    are recomputed.
+    """
     size = a.x.shape[0], a.w1.shape[0]
     if "b2" in wanted:
         wanted["b2"].copy_(d_out.sum(0, dtype=torch.float32))
@@ -104,7 +108,7 @@ def _second_product(
     hidden: torch.Tensor | None,
     wanted: dict[str, torch.Tensor],
 ) -> None:
-    """d_pre, d_gate, hidden, and the gradients of the biases."""
+    """Compute d_pre, d_gate, hidden, and the bias gradients."""
     rows, columns = pre.shape
     tile = choose("d_hidden", a, rows)
     d_hidden = torch.mm(d_out, a.w2) if tile.library else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of the feed-forward kernels, by a table: see kernels/tuned for how a measured one takes its place."""
+"""Table of tiles of the feed-forward kernels; kernels/tuned replaces entries by measured ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-INTERPRETER = 0  # in place of a compute capability
-FEW_ROWS = (16, 64)  # classes of problems: up to so many rows, or more
+INTERPRETER = 0  # used as a compute capability
+FEW_ROWS = (16, 64)  # problem classes: up to 16 rows, up to 64, or more
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of BM rows and BN columns of hidden (a multiple of 32, for dropout), BK products at a time.
+    """A tile of BM rows and BN columns of hidden (a multiple of 32, for dropout), with BK along k.
 
-    library: leave the product to the library and do the rest in a kernel of its own.
+    library: the library computes the gemm, and a separate kernel computes the rest.
     """
 
     BM: int
@@ -27,8 +27,9 @@ class Config:
     library: bool = False
 
 
-# kernel -> bytes of an element -> by rows: at most 16, at most 64, more. Chosen by registers and shared memory (see
-# tests/triton/resources.json), not by time. "hidden" has two accumulators when gated.
+# Kernel -> bytes of an element -> by rows: at most 16, at most 64, more. Chosen by registers and
+# shared memory (see tests/triton/resources.json), not by time. "hidden" has two accumulators when
+# gated.
 HEURISTIC = {
     "hidden": {
         2: (Config(16, 64, 128, 4, 3), Config(64, 64, 64, 4, 3), Config(128, 128, 64, 8, 3)),
@@ -47,7 +48,7 @@ INTERPRETED = Config(32, 64, 64, 1, 1)
 
 
 def rows_class(rows: int) -> str:
-    """The name of a class of problems in a tuned table."""
+    """Return the name of a problem class in a tuned table."""
     return next((f"up to {n} rows" for n in FEW_ROWS if rows <= n), "many rows")
 
 
@@ -58,7 +59,9 @@ def key_of(kernel: str, rows: int, itemsize: int) -> str:
 def config(
     kernel: str, capability: int, rows: int, itemsize: int, tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 ) -> Config:
-    """The configuration of a kernel: the measured one, or the heuristic's. capability: 80, 90, 100, 120, …, or INTERPRETER."""
+    """Return a kernel's configuration: the measured one, or the table's. capability: 80, 90, 100,
+    120, …, or INTERPRETER.
+    """
     if capability == INTERPRETER:
         return INTERPRETED
     if measured := tuned.get(key_of(kernel, rows, itemsize)):
@@ -67,7 +70,7 @@ def config(
 
 
 def candidates(kernel: str, rows: int, itemsize: int) -> Iterator[Config]:
-    """What `make tune` tries: the heuristic's choice first."""
+    """Yield the configurations that `make tune` tries; the table's comes first."""
     first = HEURISTIC[kernel][itemsize][sum(rows > n for n in FEW_ROWS)]
     yield first
     wide = itemsize == 2

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feed-forward, forward: hidden in one kernel, the second product by the library.
+"""Feed-forward, forward: one kernel computes hidden; the library computes the second gemm.
 
-    pre = x @ w1ᵀ + b1,  gate = x @ gate_weightᵀ + gate_bias        float32 accumulators, one tile of each in registers
-    hidden = dropout(act(pre)), or dropout(act(gate) * pre)         in the product's epilogue, rounded to x's dtype
-    out = hidden @ w2ᵀ + b2                                         plain: torch.mm
+    pre = x @ w1ᵀ + b1,  gate = x @ gate_weightᵀ + gate_bias    float32, one tile each in registers
+    hidden = dropout(act(pre)), or dropout(act(gate) * pre)     in the epilogue, rounded to x's dtype
+    out = hidden @ w2ᵀ + b2                                     torch.mm
 
-x (rows, d), weights (hidden, d) of any strides, hidden (rows, hidden). Grid: one flat dimension over tiles of hidden, in
-groups of rows. pre and gate are written, rounded to x's dtype, if backward wants them.
+x (rows, d), weights (hidden, d) with any strides, hidden (rows, hidden). Grid: one flat dimension
+over tiles of hidden, in groups of rows. pre and gate are stored, rounded to x's dtype, if backward
+needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from .tiles import Shape, activate, choose, describe, drop, plus_bias, products,
 def feed_forward_hidden(
     X, W1, B1, GATE_WEIGHT, GATE_BIAS, PRE, GATE, HIDDEN, rows, shape, dropout, C: tl.constexpr
 ):  # fmt: skip
-    """pre and gate come from the product and go where they are wanted, or are read if the product is not this kernel's."""
+    """Compute pre and gate, and store them if requested; or read them if the library computed the
+    gemm.
+    """
     _i_tile, i, n = tile_of(rows, shape.N, C)
     m = (i < rows)[:, None] & (n < shape.N)[None, :]
     here = i[:, None] * shape.N + n[None, :]
@@ -50,7 +53,7 @@ def feed_forward_hidden(
 
 
 def forward(a: Any, out: torch.Tensor, pre: torch.Tensor | None, gate: torch.Tensor | None) -> None:
-    """Write out (rows, d_out), and pre and gate (rows, hidden) if given, of the op's arguments with x (rows, d)."""
+    """Write out (rows, d_out), and pre and gate (rows, hidden) if given; a has x (rows, d)."""
     hidden = a.x.new_empty(a.x.shape[0], a.w1.shape[0])
     first_product(a, pre, gate, hidden)
     linear(hidden, a.w2, a.b2, out)
@@ -59,7 +62,7 @@ def forward(a: Any, out: torch.Tensor, pre: torch.Tensor | None, gate: torch.Ten
 def first_product(
     a: Any, pre: torch.Tensor | None, gate: torch.Tensor | None, hidden: torch.Tensor | None, *, given: bool = False
 ) -> None:
-    """Write those of pre, gate and hidden that are there; pre and gate are read if ``given``."""
+    """Write pre, gate and hidden, if they are given; pre and gate are inputs if ``given``."""
     rows, d = a.x.shape
     tile = choose("hidden", a, rows)
     fused = not given and not (tile.library and _biases_fit(a))
@@ -80,7 +83,9 @@ def first_product(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out = x @ weightᵀ + bias by the library, the bias in its epilogue if the dtypes agree."""
+    """Compute out = x @ weightᵀ + bias with the library, which adds the bias in its epilogue if the
+    dtypes agree.
+    """
     if bias is not None and bias.dtype == x.dtype:
         torch.addmm(bias, x, weight.t(), out=out)
         return

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the feed-forward kernels share: the program's tile, the product, activations with their slopes, dropout.
+"""Shared by the feed-forward kernels: the program's tile, the gemm, activations and derivatives,
+dropout.
 
-Names as in kernels/attention: i rows [BM], n columns of hidden [BN], b_ values, p_ pointers, m_ masks.
+Names as in kernels/attention: i rows [BM], n columns of hidden [BN], b_ values, p_ pointers, m_
+masks.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from ..attention import problem
 from .configs import Config, config
 
 TAG = tl.constexpr(TAG_FEED_FORWARD)
-GROUP = tl.constexpr(8)  # tiles of rows that programs go through column by column, so that L2 keeps both operands
+# row tiles that programs process column by column, so that L2 holds both operands
+GROUP = tl.constexpr(8)
 
 
 class Shape(NamedTuple):
-    """Sizes and strides of a product (rows, K) @ (K, N), whose second operand may lie either way: of its strides None is 1."""
+    """Sizes and strides of a gemm (rows, K) @ (K, N) whose second operand has either layout; a
+    stride of 1 is None.
+    """
 
     LAYOUT = True
     K: int
@@ -33,12 +38,12 @@ class Shape(NamedTuple):
     a_row: int
     b_k: int | None
     b_n: int | None
-    g_k: int | None  # of the gate's weight
+    g_k: int | None  # gate weight
     g_n: int | None
 
 
 def steps(weight: torch.Tensor | None) -> tuple[int | None, int | None]:
-    """A weight's strides as Shape has them."""
+    """Return a weight's strides in Shape's form."""
     return (0, 0) if weight is None else tuple(None if s == 1 else s for s in weight.stride())
 
 
@@ -52,7 +57,7 @@ class Dropout(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     BM: int
     BN: int
@@ -62,7 +67,7 @@ class Kind:
     DROPOUT: bool
     DROPS_ALL: bool
     EVEN: bool  # K is a multiple of BK
-    FUSED: bool  # the product is the kernel's, not the library's
+    FUSED: bool  # the kernel computes the gemm, not the library
     PRECISION: str
 
 
@@ -95,7 +100,9 @@ def programs(rows: int, columns: int, tile: Config) -> int:
 
 @triton.jit
 def tile_of(rows, N, C: tl.constexpr):
-    """(tile of rows, rows [BM] int64, columns [BN]) of this program: GROUP tiles of rows share each tile of columns in turn."""
+    """Return (row tile, rows [BM] int64, columns [BN]) of this program: GROUP row tiles share each
+    column tile in turn.
+    """
     down = (rows + C.BM - 1) // C.BM
     across = (N + C.BN - 1) // C.BN
     i_group = tl.program_id(0) // (GROUP * across)
@@ -108,7 +115,9 @@ def tile_of(rows, N, C: tl.constexpr):
 
 @triton.jit
 def products(A, B, G, rows, shape, i, n, C: tl.constexpr):
-    """[BM, BN] float32: A @ B, and A @ G if gated. Rows and columns beyond the end repeat the last and are not stored."""
+    """Return float32 [BM, BN]: A @ B, and A @ G if gated. Rows and columns past the end repeat the
+    last and are not stored.
+    """
     k = tl.arange(0, C.BK)
     p_a = A + tl.minimum(i, rows - 1)[:, None] * shape.a_row + k[None, :]
     n = tl.minimum(n, shape.N - 1).to(tl.int64)[None, :]
@@ -152,7 +161,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, C: tl.constexpr):
-    """act(x); NaN stays NaN."""
+    """Return act(x); NaN stays NaN."""
     if C.ACTIVATION == "relu":
         y = tl.where(x <= 0.0, 0.0, x)
     elif C.ACTIVATION == "gelu":
@@ -166,14 +175,15 @@ def activate(x, C: tl.constexpr):
 
 @triton.jit
 def slope(x, C: tl.constexpr):
-    """act'(x)."""
+    """Return act'(x)."""
     if C.ACTIVATION == "relu":
         y = tl.where(x > 0.0, 1.0, 0.0)
     elif C.ACTIVATION == "gelu":
         y = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * 0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E))
     elif C.ACTIVATION == "gelu_tanh":
         s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        near = tl.minimum(tl.maximum(x, -32.0), 32.0)  # beyond, s (1 - s) is 0 and the square may overflow
+        # clamp: beyond, s (1 - s) is 0 and the square may overflow
+        near = tl.minimum(tl.maximum(x, -32.0), 32.0)
         y = s + near * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
     else:
         s = sigmoid(x)
@@ -183,7 +193,7 @@ def slope(x, C: tl.constexpr):
 
 @triton.jit
 def drop(b_x, i, n, dropout, C: tl.constexpr):
-    """[BM, BN]: what dropout keeps of it, scaled. A dropped NaN is gone."""
+    """Apply dropout to b_x [BM, BN]: kept values are scaled, dropped values become 0 (NaN too)."""
     if C.DROPOUT:
         row = from_start(i, dropout.row_start)[:, None]
         tag = tl.full([], TAG, tl.uint32)

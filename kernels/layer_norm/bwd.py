@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norms backward, deterministic and without atomics.
 
-    g = d_out weight;  d_h = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out   (RMS norm: without mean(g))
-    d_residual = d_h;  d_x = d_h after dropout;  d_weight = sum over rows of d_out xhat;  d_bias = sum over rows of d_out
+    g = d_out weight
+    d_h = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out   (RMS norm: without mean(g))
+    d_residual = d_h;  d_x = d_h after dropout
+    d_weight = sum over rows of d_out xhat;  d_bias = sum over rows of d_out
 
-A fixed number of programs share the rows: program k has rows k, k + programs, … and keeps its part of the parameters' gradients
-in registers; a second stage adds the parts in order. Rows wider than 32 KB of float32 would not leave room for that: they
-are done in blocks of columns, and the parts come from a kernel of their own, which reads h and d_out again.
+A fixed number of programs share the rows: program k processes rows k, k + programs, … and
+accumulates its parameter gradients in registers; a second kernel adds the partials in order. Rows
+wider than 32 KB of float32 leave no registers for that: they are processed in blocks of columns,
+and a separate kernel, which reads h and d_out again, computes the partials.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def load_statistics(MEAN, RSTD, r, m_r, C: tl.constexpr):
 
 @triton.jit
 def load_pair(DOUT, H, s, b_mean, b_rstd, r, j0, m, p, C: tl.constexpr):
-    """d_out and xhat [ROWS, BN] in float32, 0 where m is false."""
+    """Return d_out and xhat [ROWS, BN] in float32; 0 where m is false."""
     b_dy = tl.load(at(DOUT, s.d_out, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
     b_h = tl.load(at(H, s.h, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
     return b_dy, tl.where(m, (b_h - b_mean[:, None]) * b_rstd[:, None], 0.0)
@@ -58,7 +61,9 @@ def weighted(b_dy, WEIGHT, j0, columns, C: tl.constexpr):
 
 @triton.jit
 def store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C: tl.constexpr):
-    """d_h from g, xhat and the means of g and g xhat; written as d_residual and, dropped, as d_x."""
+    """Compute d_h from g, xhat and the means of g and g xhat; store d_residual and, after dropout,
+    d_x.
+    """
     b_dh = b_g - b_xhat * b_gx[:, None]
     if not C.RMS:
         b_dh -= b_gm[:, None]
@@ -75,7 +80,9 @@ def store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s,
 def layer_norm_backward(
     DOUT, DRESIDUAL_OUT, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, DBIAS, columns, s, p, C: tl.constexpr
 ):
-    """d_x and d_residual, and of rows that fit this program's part (programs, columns) of d_weight and d_bias."""
+    """Write d_x and d_residual and, for rows that fit, this program's partials (programs, columns)
+    of d_weight and d_bias.
+    """
     b_dw = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
     b_db = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
     for t in range(tl.program_id(0), tl.cdiv(p.rows, C.ROWS), tl.num_programs(0)):
@@ -133,7 +140,7 @@ def store_part(DWEIGHT, DBIAS, b_dw, b_db, i_part, j0, columns, C: tl.constexpr)
 
 @kernel(do_not_specialize=["parts"])
 def layer_norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts, s, p, C: tl.constexpr):
-    """Of BN columns, one of the parts (parts, columns) of d_weight and d_bias."""
+    """Write one row of the partials (partials, columns) of d_weight and d_bias, for BN columns."""
     blocks = tl.cdiv(columns, C.BN)
     i_part = tl.program_id(0) // blocks
     j0 = tl.program_id(0) % blocks * C.BN
@@ -151,7 +158,7 @@ def layer_norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns,
 
 @kernel(do_not_specialize=["parts"])
 def layer_norm_backward_sums(PARTS_W, PARTS_B, DWEIGHT, DBIAS, columns, parts, ROWS: tl.constexpr, BN: tl.constexpr):
-    """d_weight and d_bias of BN columns: their parts added in order."""
+    """Write d_weight and d_bias of BN columns: the partials, added in order."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     if DWEIGHT is not None:
         sum_parts(PARTS_W, DWEIGHT, j, columns, parts, ROWS, BN)
@@ -185,8 +192,11 @@ def backward(
     rms: bool,
     dropout: Dropout,
 ) -> None:
-    """Write those of dx, d_residual, d_weight and d_bias that are given. Tensors of rows are (outer, inner, columns) with
-    contiguous columns; h is what forward normalized; weight, d_weight, d_bias, mean and rstd are flat."""
+    """Write dx, d_residual, d_weight and d_bias, if given.
+
+    Tensors of rows are (outer, inner, columns) with contiguous columns; h is forward's input of the
+    norm; weight, d_weight, d_bias, mean and rstd are flat.
+    """
     columns, device = h.shape[2], h.device
     chosen = tile(columns, h.element_size(), device, backward=True)
     p, kind = describe(h, chosen, 0.0, rms, dropout)

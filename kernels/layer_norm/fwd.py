@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms forward: one program for a few rows, which stay in registers unless they are wider than 64 KB of float32.
+"""The norms forward: one program for a few rows, which stay in registers unless they are wider than
+64 KB of float32.
 
-    h = residual + dropout(x), rounded as stored;  out = (h - mean) rstd weight + bias,  rstd = 1 / sqrt(mean((h - mean)^2) + eps)
+    h = residual + dropout(x), rounded as stored
+    out = (h - mean) rstd weight + bias,  rstd = 1 / sqrt(mean((h - mean)^2) + eps)
 
-RMS norm takes mean for 0. Statistics are float32 and about the mean, never E[h^2] - E[h]^2; the mean is taken in two steps, the
-second about the first, because one of float32 misses a large mean by what a small deviation notices. Of wide rows, blocks
-of columns are merged (Chan, Golub, LeVeque 1979), about the mean of the first block for the same reason.
+RMS norm uses mean = 0. Statistics are float32 and about the mean, never E[h^2] - E[h]^2. The mean
+is computed in two steps, the second about the first, because a single float32 sum misses a large
+mean by an amount that a small deviation reveals. In wide rows, blocks of columns are merged (Chan,
+Golub, LeVeque 1979), about the mean of the first block for the same reason.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class ForwardStrides(NamedTuple):
 
 @triton.jit
 def load_residual_out(X, RESIDUAL, RESIDUAL_OUT, s, r, j0, m, p, C: tl.constexpr):
-    """[ROWS, BN] float32 of what is normalized, 0 where m is false; written to RESIDUAL_OUT on the way."""
+    """Return the norm's input, float32 [ROWS, BN], 0 where m is false; store it to RESIDUAL_OUT."""
     b_h = tl.load(at(X, s.x, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
     b_h = dropped(b_h, r, j0, p, C)
     if RESIDUAL is not None:
@@ -55,7 +58,7 @@ def store_normed(OUT, WEIGHT, BIAS, b_xhat, s, r, j0, m, columns, p, C: tl.const
 
 @triton.jit
 def merge(b_n, b_mean, b_m2, n, mean, m2):
-    """Number, mean and sum of squared deviations [ROWS] of the two parts together."""
+    """Merge count, mean and sum of squared deviations [ROWS] of two parts."""
     delta = mean - b_mean
     share = tl.div_rn(n, b_n + n)
     return b_n + n, b_mean + delta * share, b_m2 + m2 + delta * delta * (b_n * share)
@@ -63,7 +66,9 @@ def merge(b_n, b_mean, b_m2, n, mean, m2):
 
 @triton.jit
 def wide_statistics(X, RESIDUAL, RESIDUAL_OUT, s, r, m_r, columns, p, C: tl.constexpr):
-    """(shift, mean about it, sum of squared deviations) [ROWS] of rows in blocks; the sum of squares alone for RMS."""
+    """Return (shift, mean about it, sum of squared deviations) [ROWS] of rows in blocks; for RMS
+    only the sum of squares.
+    """
     b_shift = tl.full([C.ROWS], 0.0, tl.float32)
     b_mean = tl.full([C.ROWS], 0.0, tl.float32)
     b_m2 = tl.full([C.ROWS], 0.0, tl.float32)
@@ -108,7 +113,7 @@ def layer_norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD,
         tl.store(MEAN + r, b_shift + b_mean, mask=m_r)
     tl.store(RSTD + r, b_rstd, mask=m_r)
     if C.WIDE:
-        tl.debug_barrier()  # residual_out may be read by another thread than wrote it
+        tl.debug_barrier()  # another thread may have written residual_out
         for t in range(tl.cdiv(columns, C.BN)):
             j0 = t * C.BN
             m = inside(m_r, j0, columns, C)
@@ -137,8 +142,11 @@ def forward(
     rms: bool,
     dropout: Dropout,
 ) -> None:
-    """Write out, residual_out (residual + dropout(x); None: x is normalized), mean and rstd. Tensors of rows are (outer, inner,
-    columns) with contiguous columns; weight, bias, mean and rstd are flat."""
+    """Write out, residual_out (residual + dropout(x); None: x is normalized), mean and rstd.
+
+    Tensors of rows are (outer, inner, columns) with contiguous columns; weight, bias, mean and rstd
+    are flat.
+    """
     chosen = tile(x.shape[2], x.element_size(), x.device)
     p, kind = describe(x, chosen, eps, rms, dropout)
     s = ForwardStrides(*map(strides, (x, residual, out, residual_out)))

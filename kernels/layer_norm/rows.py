@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of the norms share: the problem as they get it, where a row lies, its statistics.
+"""Shared by the kernels of the norms: the problem, addresses of rows, statistics.
 
-Names: i_ index of a program or loop, b_ tile of values, m_ mask; r are rows [ROWS], j0 a tile's first column, both in the
-whole problem; H is what is normalized: x, or residual + dropout(x) as stored.
+Names: i_ index of a program or loop, b_ tile of values, m_ mask; r are rows [ROWS], j0 is a tile's
+first column, both in the full problem; H is the norm's input: x, or residual + dropout(x) as
+stored.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ TAG = tl.constexpr(TAG_ADD_NORM)
 
 
 class Rows(NamedTuple):
-    """Strides of a tensor's rows, which are counted over (outer, inner); columns are contiguous."""
+    """Strides of a tensor's rows, indexed by (outer, inner); columns are contiguous."""
 
     outer: int
     inner: int
 
 
 class Dropout(NamedTuple):
-    """Of x; its rows count from row_start."""
+    """Dropout of x; row_start is an offset of its rows."""
 
     seed: torch.Tensor | None
     row_start: int
@@ -38,10 +39,12 @@ class Dropout(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One call. The number of columns is apart: how it divides decides how wide loads are."""
+    """One call. The number of columns is a separate argument, because its divisor decides the width
+    of loads.
+    """
 
     rows: int
-    inner: int  # rows to one outer index
+    inner: int  # rows per outer index
     eps: float
     seed: torch.Tensor | None
     row_start: int | None  # of dropout; None is 0
@@ -51,19 +54,21 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     ROWS: int
     BN: int
     WIDE: bool  # rows are wider than BN
-    FLAT: bool  # one outer index: no division to find a row
+    FLAT: bool  # one outer index: addresses need no division
     RMS: bool
-    DROPOUT: bool  # some are dropped; seed is there
-    DROPPED: bool  # all are
+    DROPOUT: bool  # some are dropped, and seed is given
+    DROPPED: bool  # all are dropped
 
 
 def describe(rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: bool, dropout: Dropout) -> tuple[Problem, Kind]:
-    """The problem of a tensor (outer, inner, columns), and what to compile for it with this tile."""
+    """Return the problem of a tensor (outer, inner, columns), and the compile-time constants for
+    this tile.
+    """
     outer, inner, _ = rows.shape
     (config, wide), t = tile, threshold(dropout.p)
     return (
@@ -73,7 +78,7 @@ def describe(rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: boo
 
 
 def strides(t: torch.Tensor | None) -> Rows | None:
-    """Of a tensor (outer, inner, columns); 0 where there is one, whatever the tensor says."""
+    """Return the row strides of a tensor (outer, inner, columns); 0 for dimensions of size 1."""
     return None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:2], t.stride())))
 
 
@@ -89,13 +94,13 @@ def columns_of(j0, C: tl.constexpr):
 
 @triton.jit
 def inside(m_r, j0, columns, C: tl.constexpr):
-    """[ROWS, BN]: elements that there are."""
+    """Return the mask [ROWS, BN] of existing elements."""
     return m_r[:, None] & (columns_of(j0, C) < columns)[None, :]
 
 
 @triton.jit
 def at(P, stride, r, j0, p, C: tl.constexpr):
-    """[ROWS, BN] pointers."""
+    """Return pointers [ROWS, BN]."""
     if C.FLAT:
         offset = r * stride.inner
     else:
@@ -105,14 +110,14 @@ def at(P, stride, r, j0, p, C: tl.constexpr):
 
 @triton.jit
 def load_vector(P, j0, columns, C: tl.constexpr):
-    """[1, BN] float32 of weight or bias."""
+    """Load weight or bias as float32 [1, BN]."""
     j = columns_of(j0, C)
     return tl.load(P + j, mask=j < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def dropped(b_x, r, j0, p, C: tl.constexpr):
-    """Dropout of float32 b_x. Selected, not multiplied: what is dropped is gone even if it was NaN."""
+    """Apply dropout to float32 b_x. A select, not a product, so a dropped NaN becomes 0."""
     if C.DROPPED:
         return tl.zeros_like(b_x)
     if C.DROPOUT:
@@ -126,5 +131,5 @@ def dropped(b_x, r, j0, p, C: tl.constexpr):
 
 @triton.jit
 def mean_of(b, columns):
-    """[ROWS]: masked elements of b are 0."""
+    """Return the mean [ROWS]; masked elements of b are 0."""
     return tl.sum(b, 1) / columns

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions in Triton: ``rows`` is what the kernels share, ``fwd``, ``append`` and ``bwd`` are they."""
+"""Rotary positions in Triton: shared code in ``rows``, kernels in ``fwd``, ``append`` and ``bwd``."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv in one launch: the first programs turn queries, the next keys, which go to their places in the cache, the last copy values.
+"""append_kv in one launch: the first programs rotate queries, the next rotate keys into the cache,
+the last copy values.
 
-A place outside the cache, or a page outside the pool, is written by nobody. Into a cache in eight bits go ``x / s`` rounded to the nearest,
-``s = max(amax |x| / limit, 2^-126)``, of a row rounded to query's dtype first: bit for bit quantize_kv.
+Positions outside the cache and pages outside the pool are not written. An eight-bit cache stores
+``x / s`` rounded to nearest, ``s = max(amax |x| / limit, 2^-126)``, of a row first rounded to
+query's dtype: bit for bit quantize_kv.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ class AppendStrides(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Without a table of pages a sequence is one page."""
+    """Cache sizes. Without a page table a sequence is one page."""
 
-    limit: int  # positions of a sequence
+    limit: int  # positions per sequence
     page_size: int
-    pages: int  # of a sequence, in the table
+    pages: int  # per sequence, in the table
     num_pages: int
 
 
@@ -60,7 +62,7 @@ class Operands(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Pairs and columns of a row; how they divide decides how wide loads are."""
+    """Pairs and columns of a row, as arguments, because their divisors decide the width of loads."""
 
     LAYOUT = True
     half: int
@@ -71,7 +73,7 @@ class Columns(NamedTuple):
 
 @triton.jit
 def cache_rows(POSITIONS, PAGES, b, l, m_r, cache, length):
-    """(sequence or page, row of it, whether it is there) of rows at these positions of their sequences."""
+    """Return (sequence or page, row in it, mask of existing rows) for rows at these positions."""
     position = tl.load(POSITIONS + b * length + l, mask=m_r, other=-1)
     m = m_r & (position >= 0) & (position < cache.limit)
     first = b
@@ -85,14 +87,18 @@ def cache_rows(POSITIONS, PAGES, b, l, m_r, cache, length):
 
 @triton.jit
 def sizes(b):
-    """|b| as integers, which are in order: then Inf, then NaN."""
+    """Return |b| as integers, which are ordered: finite values, Inf, NaN."""
     return b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def eight_bits(b, b_scale, dtype: tl.constexpr):
-    """b / b_scale in int8, or float8_e4m3fn as uint8, to the nearest, ties to even; zeros where the scale is NaN. Added to 1.5 * 2^23 a
-    float32 is rounded to a whole number, and to 2^14 to a multiple of 2^-9, the least float8_e4m3fn."""
+    """Return b / b_scale in int8, or float8_e4m3fn as uint8, rounded to nearest even; zeros where
+    the scale is NaN.
+
+    Adding 1.5 * 2^23 rounds a float32 to an integer; adding 2^14 rounds it to a multiple of 2^-9,
+    the smallest float8_e4m3fn.
+    """
     b = tl.div_rn(b, tl.broadcast_to(b_scale[:, None], b.shape))
     if dtype == tl.int8:
         bits = (b + 12582912.0).to(tl.int32, bitcast=True)
@@ -106,7 +112,7 @@ def eight_bits(b, b_scale, dtype: tl.constexpr):
 
 @triton.jit
 def as_stored(b_1, b_2, b_rest, SCALE, p_scale, m_r, row_dtype: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
-    """A row in the cache's dtype; in eight bits its scale is written."""
+    """Return a row in the cache's dtype; for eight bits, store its scale."""
     b_1, b_2, b_rest = narrow(b_1, row_dtype), narrow(b_2, row_dtype), narrow(b_rest, row_dtype)
     if SCALE is not None:
         b_1, b_2, b_rest = b_1.to(tl.float32), b_2.to(tl.float32), b_rest.to(tl.float32)
@@ -156,7 +162,7 @@ def append_values(i_tile, o, n, s, p, cache, C: tl.constexpr):
     b, h, l = place(r, p.heads, p.length)
     first, row, m_r = cache_rows(o.positions, o.pages, b, l, m_r, cache, p.length)
     b_1, b_2, b_rest = load_row(o.value, at(s.value, b, h, l), m_r, n.value_half, n.value_dim, C.ROWS, C)
-    dtype: tl.constexpr = o.value_cache.dtype.element_ty  # through float32 and back: no bit is lost
+    dtype: tl.constexpr = o.value_cache.dtype.element_ty  # exact through float32 and back
     p_scale = at(s.value_scale, first, h, row) if o.value_scale is not None else r
     b_1, b_2, b_rest = as_stored(b_1, b_2, b_rest, o.value_scale, p_scale, m_r, o.value.dtype.element_ty, dtype, C)
     p_out = at(s.value_cache, first, h, row)
@@ -165,7 +171,8 @@ def append_values(i_tile, o, n, s, p, cache, C: tl.constexpr):
 
 @kernel(do_not_specialize=["q_tiles", "k_tiles"])
 def rotary_append(q_tiles, k_tiles, o, n, s, q, k, cache, C: tl.constexpr, VALUE: tl.constexpr):
-    # Two kinds, of rows of queries and keys, and of values: Triton 3.6 hands on no part of one that holds both.
+    # Separate constants for rows of queries and keys, and of values: Triton 3.6 cannot pass on a
+    # part of a combined object.
     i_tile = tl.program_id(0)
     if i_tile < q_tiles:
         append_queries(i_tile, o, n, s, q, C)
@@ -190,8 +197,11 @@ def append(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """Write out, the caches, and in eight bits their ``scales``. ``rows``: query, key and value. The last dimension of each tensor of rows
-    is contiguous, the table of pages and the positions wholly."""
+    """Write out, the caches, and in eight bits their ``scales``. ``rows`` are query, key and value.
+
+    The last dimension of each tensor of rows is contiguous; the page table and the positions are
+    contiguous.
+    """
     (query, key, value), (key_cache, value_cache) = rows, (numbers(t) for t in caches)
     batch, _, length, dim = query.shape
     half, value_dim = pairs_of(query, tables[0]), value.shape[3]

@@ -2,9 +2,11 @@
 """Rotary positions backward, deterministic and without atomics.
 
     dy1 = d_out1 cos1 + d_out2 sin2,  dy2 = d_out2 cos2 - d_out1 sin1
-    dx  = dy  or, with g = dy (weight + offset) and xhat = x rstd,  rstd (g - xhat mean(g xhat));   d_weight = sum over rows of dy xhat
+    dx  = dy  or, with g = dy (weight + offset) and xhat = x rstd,  rstd (g - xhat mean(g xhat))
+    d_weight = sum over rows of dy xhat
 
-Where d_weight is wanted a fixed number of programs share the rows, each with its part in registers, and the norms' kernel adds the parts.
+For d_weight a fixed number of programs share the rows, each with partial sums in registers, and the
+norms' kernel adds the partials.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def turned_back(DOUT, t, b, h, l, m_r, half, dim, s, C: tl.constexpr):
 
 @kernel
 def rotary_backward(DOUT, X, tables, WEIGHT, RSTD, DX, DWEIGHT, half, dim, s, p, C: tl.constexpr):
-    """dx, and this program's part (programs, dim) of d_weight."""
+    """Write dx, and this program's partial sums (programs, dim) of d_weight."""
     dw_1 = tl.full([C.ROWS, C.BH], 0.0, tl.float32)
     dw_2 = tl.full([C.ROWS, C.BH], 0.0, tl.float32)
     dw_rest = tl.full([C.ROWS, C.BR if C.BR else C.BH], 0.0, tl.float32)
@@ -113,18 +115,20 @@ def backward(
     interleaved: bool,
     weight_offset: float,
 ) -> None:
-    """Write those of dx and d_weight that are given. Tensors as the op has them, the last dimension of each contiguous."""
+    """Write dx and d_weight, if given. Tensors have the op's shapes, with a contiguous last
+    dimension.
+    """
     batch, heads, length, dim = x.shape
     half, device = pairs_of(x, cos), x.device
     kind, p = (
         kind_of(half, dim, interleaved, x.element_size()),
         Problem(batch * heads * length, heads, length, 0.0, weight_offset),
     )
-    s = BackwardStrides(strides(d_out), strides(x), strides(dx), table_strides(cos))  # type: ignore[arg-type]  # two are there
+    s = BackwardStrides(strides(d_out), strides(x), strides(dx), table_strides(cos))  # type: ignore[arg-type]
     tiles = -(-p.rows // kind.ROWS)
     count = tiles if d_weight is None else min(programs(device), tiles)
     parts = None if d_weight is None else torch.empty(count, dim, device=device)
-    launch(  # told of no bound, ptxas aims at 56 registers and spills (float32, sm_120)
+    launch(  # without a bound, ptxas targets 56 registers and spills (float32, sm_120)
         rotary_backward, count, device, d_out, x, Tables(cos, sin), weight, rstd, dx, parts, half, dim, s, p, kind, warps=WARPS, stages=1,
         maxnreg=MOST_REGISTERS,
     )  # fmt: skip

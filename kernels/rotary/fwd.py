@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions forward: a program holds a few rows whole; with a weight they are normalised first.
+"""Rotary positions forward: a program holds a few full rows, normalized first if there is a weight.
 
-y = x  or  x rstd (weight + offset),  rstd = 1 / sqrt(mean(x^2) + eps);   out1 = y1 cos1 - y2 sin1,  out2 = y2 cos2 + y1 sin2
+y = x  or  x rstd (weight + offset),  rstd = 1 / sqrt(mean(x^2) + eps)
+out1 = y1 cos1 - y2 sin1,  out2 = y2 cos2 + y1 sin2
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ForwardStrides(NamedTuple):
 
 @triton.jit
 def turned_row(X, COS, SIN, WEIGHT, RSTD, p_x, p_table, r, m_r, half, dim, p, C: tl.constexpr):
-    """(out_1, out_2, out_rest) of rows in float32; writes RSTD if it is there."""
+    """Return (out_1, out_2, out_rest) of rows in float32; store rstd if RSTD is given."""
     b_1, b_2, b_rest = load_row(X, p_x, m_r, half, dim, C.ROWS, C)
     if WEIGHT is not None:
         b_rstd = rsqrt(divided(sum_of_squares(b_1, b_2, b_rest, C), dim) + p.eps)
@@ -85,14 +86,16 @@ def forward(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """Write out and, where it is given, rstd. Tensors as the op has them, the last dimension of each contiguous."""
+    """Write out and, if given, rstd. Tensors have the op's shapes, with a contiguous last
+    dimension.
+    """
     batch, heads, length, dim = x.shape
     half = pairs_of(x, cos)
     kind, p = (
         kind_of(half, dim, interleaved, x.element_size()),
         Problem(batch * heads * length, heads, length, eps, weight_offset),
     )
-    s = ForwardStrides(strides(x), strides(out), table_strides(cos))  # type: ignore[arg-type]  # x and out are there
+    s = ForwardStrides(strides(x), strides(out), table_strides(cos))  # type: ignore[arg-type]
     launch(
         rotary_forward,
         -(-p.rows // kind.ROWS),

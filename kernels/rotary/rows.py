@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of rotary share: the problem as they get it, where a row lies, its pairs and what does not turn.
+"""Shared by the rotary kernels: the problem, addresses of rows, pairs and unrotated columns.
 
-Names: b_ tile of values, m_ mask, p_ offset of a row's first column; r are rows [ROWS], counted over (batch, head, position). A row is
-(b_1, b_2, b_rest): the first and second numbers of its pairs [ROWS, BH], and the columns behind them [ROWS, BR].
+Names: b_ tile of values, m_ mask, p_ offset of a row's first column; r are rows [ROWS], indexed by
+(batch, head, position). A row is (b_1, b_2, b_rest): the first and second values of its pairs
+[ROWS, BH], and the columns after them [ROWS, BR].
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import triton.language as tl
 
 
 class Rows(NamedTuple):
-    """Strides of a (B, H, L, columns) tensor; of a table (B or 1, 1, L, turned). Columns are contiguous."""
+    """Strides of a (B, H, L, columns) tensor, or of a table (B or 1, 1, L, turned). Columns are
+    contiguous.
+    """
 
     b: int
     h: int
@@ -23,17 +26,19 @@ class Rows(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One call. The number of columns and of pairs are apart: how they divide decides how wide loads are."""
+    """One call. The numbers of columns and pairs are separate arguments, because their divisors
+    decide the width of loads.
+    """
 
     rows: int
     heads: int
     length: int
     eps: float
-    offset: float  # of the weight
+    offset: float  # added to the weight
 
 
 def strides(t: torch.Tensor | None) -> Rows | None:
-    """0 where there is one, whatever the tensor says."""
+    """Return the strides; 0 for dimensions of size 1."""
     return None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride())))
 
 
@@ -42,19 +47,21 @@ def table_strides(t: torch.Tensor | None) -> Rows | None:
 
 
 def pairs_of(x: torch.Tensor, cos: torch.Tensor | None) -> int:
-    """How many pairs a row is taken as: without tables all of it that can be."""
+    """Return the number of pairs per row; without tables, of the full row."""
     return (x.shape[3] if cos is None else cos.shape[-1]) // 2
 
 
 @triton.jit
 def rows_of(i_tile, C: tl.constexpr):
-    """In 32 bits: divisions of 64 are calls, around which registers were spilled (sm_100)."""
+    """Return row indices in 32 bits: 64-bit divisions are calls, around which registers spilled
+    (sm_100).
+    """
     return i_tile * C.ROWS + tl.arange(0, C.ROWS)
 
 
 @triton.jit
 def place(r, heads, length):
-    """Batch, head and position of rows, in 64 bits as addresses need them."""
+    """Return batch, head and position of rows, in 64 bits for addresses."""
     t = r // length
     return (t // heads).to(tl.int64), (t % heads).to(tl.int64), (r % length).to(tl.int64)
 
@@ -66,7 +73,9 @@ def at(s, b, h, l):
 
 @triton.jit
 def load_pairs(P, p_row, m_r, half, ROWS: tl.constexpr, C: tl.constexpr):
-    """b_1 and b_2 in float32, 0 where there are none. Pairs of neighbours are loaded as they lie, and parted in registers."""
+    """Return b_1 and b_2 in float32, 0 where absent. Interleaved pairs are loaded in memory order
+    and split in registers.
+    """
     if C.INTERLEAVED:
         j = tl.arange(0, 2 * C.BH)
         m = m_r[:, None] & (j < 2 * half)[None, :]
@@ -100,7 +109,7 @@ def rest_columns(half, C: tl.constexpr):
 
 @triton.jit
 def load_row(P, p_row, m_r, half, dim, ROWS: tl.constexpr, C: tl.constexpr):
-    """(b_1, b_2, b_rest) in float32; without columns that do not turn b_rest is b_1, and nobody asks for it."""
+    """Return (b_1, b_2, b_rest) in float32. Without unrotated columns b_rest is b_1 and unused."""
     b_1, b_2 = load_pairs(P, p_row, m_r, half, ROWS, C)
     b_rest = b_1
     if C.BR:
@@ -119,14 +128,14 @@ def store_row(P, p_row, m_r, half, dim, b_1, b_2, b_rest, ROWS: tl.constexpr, C:
 
 @triton.jit
 def load_weight(WEIGHT, half, dim, p, C: tl.constexpr):
-    """The weight with its offset as one row."""
+    """Return the weight plus its offset as one row."""
     b_1, b_2, b_rest = load_row(WEIGHT, tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1), half, dim, 1, C)
     return b_1 + p.offset, b_2 + p.offset, b_rest + p.offset
 
 
 @triton.jit
 def sum_of_row(b_1, b_2, b_rest, C: tl.constexpr):
-    """[ROWS]"""
+    """Return the row sums [ROWS]."""
     b_sum = tl.sum(b_1 + b_2, 1)
     if C.BR:
         b_sum += tl.sum(b_rest, 1)
@@ -135,7 +144,11 @@ def sum_of_row(b_1, b_2, b_rest, C: tl.constexpr):
 
 @triton.jit
 def sum_of_squares(b_1, b_2, b_rest, C: tl.constexpr):
-    """[ROWS] in float32, summed in float64, whose squares are exact: the order of the sum, which follows from how what a kernel stores is
-    laid out, and contractions change no bit. So a row is the same in a cache of any dtype."""
+    """Return the sum of squares, float32 [ROWS], accumulated in float64, in which squares are
+    exact.
+
+    So neither contraction nor the order of the sum, which depends on the layout of the stored
+    values, changes a bit, and a row is the same in a cache of any dtype.
+    """
     b_1, b_2, b_rest = b_1.to(tl.float64), b_2.to(tl.float64), b_rest.to(tl.float64)
     return sum_of_row(b_1 * b_1, b_2 * b_2, b_rest * b_rest, C).to(tl.float32)

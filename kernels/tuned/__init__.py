@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured configurations, one file for each GPU and op: kernels/tuned/<gpu>/<op>.json, written by `make tune`.
+"""Measured configurations, one file per GPU and op: kernels/tuned/<gpu>/<op>.json, written by `make
+tune`.
 
-    {"gpu": "NVIDIA H200", "triton": "3.6.0", …, "kernels": {"forward, 16 bit, head size 128": {"BM": 128, …, "time_us": 81.2}}}
+    {"gpu": "NVIDIA H200", "triton": "3.6.0", …,
+     "kernels": {"forward, 16 bit, head size 128": {"BM": 128, …, "time_us": 81.2}}}
 
-Without a file, or an entry in it, the heuristic of the op's configs.py holds. Nothing is measured at run time.
+Without a file or an entry, the op's configs.py decides. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import torch
 from .._lang import INTERPRETED
 
 FOLDER = Path(__file__).parent
-MEASURED = ("time_us", "heuristic_us")  # what an entry says beside the configuration
+MEASURED = ("time_us", "heuristic_us")  # fields of an entry besides the configuration
 _tried: dict[str, Mapping[str, Mapping[str, Any]]] = {}
 
 
 def table(op: str, device: torch.device) -> Mapping[str, Mapping[str, Any]]:
-    """The measured configurations of an op on this device by the name of the kernel and class of problems; maybe none."""
+    """Return an op's measured configurations on this device, by kernel and problem class; may be
+    empty.
+    """
     if op in _tried:
         return _tried[op]
     if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
@@ -36,7 +40,7 @@ def table(op: str, device: torch.device) -> Mapping[str, Mapping[str, Any]]:
 
 @contextlib.contextmanager
 def trying(op: str, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Within the block these are an op's measured configurations, on every device."""
+    """Use these as an op's measured configurations on every device within the block."""
     _tried[op] = entries
     try:
         yield
@@ -45,13 +49,13 @@ def trying(op: str, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 
 def are_tried() -> bool:
-    """Whether some op's are being tried out: within :func:`trying`."""
+    """Return True within :func:`trying`."""
     return bool(_tried)
 
 
 @functools.cache
 def read(op: str, gpu: str, folder: Path = FOLDER) -> Mapping[str, Mapping[str, Any]]:
-    """The same for a GPU by its name."""
+    """Return the measured configurations for a GPU by its name."""
     path = path_of(op, gpu, folder)
     if not path.is_file():
         return {}
@@ -60,5 +64,5 @@ def read(op: str, gpu: str, folder: Path = FOLDER) -> Mapping[str, Mapping[str, 
 
 
 def path_of(op: str, gpu: str, folder: Path = FOLDER) -> Path:
-    """Where the table lies: "NVIDIA H200" is the folder nvidia-h200."""
+    """Return the path of a table: "NVIDIA H200" is the folder nvidia-h200."""
     return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / f"{op}.json"

@@ -3,9 +3,9 @@
 // block.
 //
 // A kernel's tile lies within one block, as in FlexAttention (Dong et al., 2024), so a thread block
-// has one list for its rows, and a tile of columns has one entry. Tiles outside the rows' bounds are
-// skipped. Values from memory are clamped: wrong lists give wrong results but no address outside
-// the tensors.
+// has one list for its rows, and a tile of columns has one entry. Tiles outside the rows' bounds
+// are skipped. Values from memory are clamped: wrong lists give wrong results but no address
+// outside the tensors.
 #pragma once
 
 #include "cuda/attention/score_mod.cuh"

@@ -74,8 +74,8 @@ PT_DEVICE void copy_rows_by_warp(SmemTile<RowBytes> tile, const T* head, int64_t
   }
 }
 
-// Like copy_rows_by_warp, for rows at any address: `mine` is the address of row lane_id() if it is in
-// [lo, hi), else any valid address. So each row's address is computed once, not per 16 bytes.
+// Like copy_rows_by_warp, for rows at any address: `mine` is the address of row lane_id() if it is
+// in [lo, hi), else any valid address. So each row's address is computed once, not per 16 bytes.
 template <int RowBytes, class T>
 PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C, kAtOnce = 4;

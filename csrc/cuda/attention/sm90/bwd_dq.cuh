@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward on sm_90a, bwd_dq: d_query of a Q tile. Like sm80/bwd_dq.cuh with wgmma and TMA.
+// Attention backward on sm_90a, bwd_dq: d_query of a Q tile. Like sm80/bwd_dq.cuh with wgmma and
+// TMA.
 //
 // Two-pass backward: scores and dP are computed twice (seven gemms instead of five), but nothing is
 // summed across blocks, so results are deterministic without an order between blocks. Both gemms

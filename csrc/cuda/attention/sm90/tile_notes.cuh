@@ -9,8 +9,8 @@
 
 namespace pt::cuda {
 
-// Like TileList, in reverse: the range's tiles of `Streamed` keys in the blocks of a list, or all of
-// them.
+// Like TileList, in reverse: the range's tiles of `Streamed` keys in the blocks of a list, or all
+// of them.
 //
 //   TileListBack<128> tiles(lists, ...);
 //   for (int t = tiles.last(range); t >= range.first; t = tiles.back(t)) ...
