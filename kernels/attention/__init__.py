@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in Triton: ``problem`` says what the kernels get, ``tiles`` what they share, ``fwd`` and ``bwd`` are the kernels."""
+"""Attention in Triton: kernel arguments in ``problem``, shared code in ``tiles``, kernels in
+``fwd`` and ``bwd``.
+"""

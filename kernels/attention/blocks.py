@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels walk a block mask, or the listed blocks of a dense one (mask_lists.py).
+"""Iteration over a block mask, or over the listed blocks of a dense one (mask_lists.py).
 
 A program's tile lies within one block of its side, so it has one list of blocks of the other side.
-A list is a run of entries (block, place of its bits or -1 for a block without hidden pairs), rising. The tiles of its blocks, one
-after another, are the steps of one flat loop, so that the loop is as regular as that over a range of tiles. ``walk`` cuts the
-steps that lie outside the bounds off its ends, since both rise, and those of the gap behind global keys (bounds.py) out of it; ``tile_at``
-says which tile a step is. Entries, blocks and places are clamped: what was written into the lists after they were checked leads to wrong
-numbers, never to memory outside.
+A list is a run of entries (block, index of its bits, or -1 for a full block), in ascending order.
+The tiles of its blocks, in sequence, are the steps of one flat loop, as regular as a loop over a
+range of tiles. ``walk`` removes the steps outside the bounds from both ends, because both ascend,
+and the gap behind global keys (bounds.py). ``tile_at`` returns a step's tile. Entries, blocks and
+indices are clamped: lists that change after their check give wrong numbers, never accesses out of
+bounds.
 
-Source: the lists of full and partial blocks are FlexAttention's (Dong et al., 2024), those of our CPU backend joined and with bits.
+Source: FlexAttention's lists of full and partial blocks (Dong et al., 2024); here both are in one
+list, with bits, as in the CPU backend.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ CHUNK = tl.constexpr(128)  # entries that a walk counts at a time: 16,384 tokens
 
 @triton.jit
 def tiles_of_block(BY_KEYS: tl.constexpr, C: tl.constexpr):
-    """Tiles to a block along the walk: of keys, or BY_KEYS, where a program owns keys, of queries."""
+    """Return the tiles per block along the walk: KV tiles, or Q tiles BY_KEYS, where a program owns
+    keys.
+    """
     if BY_KEYS:
         return C.BLOCK_QUERIES // C.BM
     return C.BLOCK_KEYS // C.BN
@@ -32,9 +36,11 @@ def tiles_of_block(BY_KEYS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def walk(i_b, i_h, i_tile, first, whole_end, last, gap, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
-    """(first entry, first step, end of the steps, gap) of the steps from first to last along this program's list; i_tile is its own tile.
+    """Return (first entry, first step, end of the steps, gap) of the steps from first to last along
+    this program's list.
 
-    Without lists steps stay what they were: those after the whole ones, as they came.
+    i_tile is the program's tile. Without lists the steps are returned unchanged: those after the
+    full tiles.
     """
     entry = 0
     if C.BLOCK_KEYS:
@@ -42,12 +48,13 @@ def walk(i_b, i_h, i_tile, first, whole_end, last, gap, BY_KEYS: tl.constexpr, p
         p_list = p.blocks.offsets + i_b.to(tl.int64) * p.blocks.batch + i_h * p.blocks.head + row * p.blocks.row
         start = tl.minimum(tl.maximum(tl.load(p_list), 0), p.blocks.num_entries)
         end = tl.minimum(tl.maximum(tl.load(p_list + 1), start), p.blocks.num_entries)
-        if C.GAP and not BY_KEYS:  # the runs before and behind the gap, the second in steps from the first one's entry on
+        # the runs before and after the gap; the second counts steps from the first one's entry
+        if C.GAP and not BY_KEYS:
             PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
             bend, jump = gap
             entry, near, near_end = run_of_tiles(start, end, first - jump, tl.minimum(bend, last) - jump, BY_KEYS, p, C)
             behind, whole_end, last = run_of_tiles(start, end, tl.maximum(first, bend), last, BY_KEYS, p, C)
-            near = tl.minimum(near, PER)  # as in all lists that are right: no step is before the first entry
+            near = tl.minimum(near, PER)  # as in all valid lists: no step precedes the first entry
             bend = tl.minimum(whole_end, PER) + (behind - entry) * PER
             last = tl.maximum(last + (behind - entry) * PER, bend)
             jump = bend - tl.maximum(near_end, near)
@@ -60,9 +67,11 @@ def walk(i_b, i_h, i_tile, first, whole_end, last, gap, BY_KEYS: tl.constexpr, p
 
 @triton.jit
 def run_of_tiles(start, end, first, last, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
-    """(first entry, first step, end of the steps) of the tiles from first to last in the list of entries from start to end."""
+    """Return (first entry, first step, end of the steps) of the tiles from first to last in the
+    entries from start to end.
+    """
     PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
-    before = 0  # blocks before the first tile, and those up to the last
+    before = 0  # blocks before the first tile, and blocks up to the last
     until = 0
     for chunk in range(start, end, CHUNK):
         e = chunk + tl.arange(0, CHUNK)
@@ -79,9 +88,10 @@ def run_of_tiles(start, end, first, last, BY_KEYS: tl.constexpr, p, C: tl.conste
 
 @triton.jit
 def tile_at(n, entry, gap, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
-    """(tile, where the bits of its first row and keys would be if its block began with that row, or -1 if nothing is hidden) of a step.
+    """Return (tile, word of its first row's bits in its block, or -1 if nothing is hidden) of a
+    step.
 
-    Without lists a step is a tile; without bits (of a dense mask) there is no place.
+    Without lists a step is a tile; without bits (dense mask) there is no word.
     """
     word = 0
     if not BY_KEYS:
@@ -101,7 +111,9 @@ def tile_at(n, entry, gap, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
 
 @triton.jit
 def block_pairs(i, word, p, C: tl.constexpr):
-    """The visible pairs of a tile, by its bits: a word for 32 keys of a query, spread where the tile's elements are."""
+    """Return the visible mask of a tile from its bits: one word per 32 keys of a query, expanded to
+    the tile's layout.
+    """
     p_row = p.blocks.bits + word + (i % C.BLOCK_QUERIES) * (C.BLOCK_KEYS // 32)
     if C.KEYS_FIRST:
         p_words = p_row[None, :] + tl.arange(0, C.BN // 32)[:, None]

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a sequence is visible by position alone: where it lies, the keys of a query and the queries of a key, and their tiles.
+"""Visibility by position: a sequence's location, the key range of a query, the query range of a
+key, and their tiles.
 
-All positions are local to the sequence: query i sits on the diagonal of key i + offset. A row's bounds are the keys lo <= j < hi that
-causality, window, lengths and prefix leave it, a column's bounds likewise. A sequence's first key tile starts at or before key 0, at an
-absolute multiple of 32, because the dropout mask comes in such groups.
+Positions are local to the sequence: query i is on the diagonal of key i + offset. A row's bounds
+are the keys lo <= j < hi visible by causality, window, lengths and prefix; a column's bounds
+likewise. A sequence's first KV tile starts at or before key 0, at an absolute multiple of 32, the
+size of the dropout mask's groups.
 
-With global keys and a window that ends on the left (C.GAP) a query sees the keys before ``near`` too, and a program walks two runs of
-tiles, [0, ahead) and [bend, last). They are one range of steps, [jump, last) with jump = bend - ahead: a step below ``bend`` is the tile
-``jump`` before it. So the loops are those of one range, and what lies between is neither loaded nor computed. Where the runs meet,
-jump is 0.
+With global keys and a window that ends on the left (C.GAP) a query also sees the keys before
+``near``, and a program iterates over two runs of tiles, [0, ahead) and [bend, last). They form one
+range of steps, [jump, last) with jump = bend - ahead: a step below ``bend`` is the tile ``jump``
+before it. So loops are the same as for one range, and tiles in the gap are neither loaded nor
+computed. If the runs touch, jump is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ NOWHERE = tl.constexpr(1 << 29)
 
 @triton.jit
 def sequence(p, i_b, C: tl.constexpr):
-    """(first query row, first key row, queries, keys, offset, prefix) of one sequence. Lengths are clamped to the tensors."""
+    """Return (first query row, first key row, queries, keys, offset, prefix) of one sequence;
+    lengths are clamped to the tensors.
+    """
     row_q = tl.zeros([], tl.int64)
     row_k = tl.zeros([], tl.int64)
     end_q = tl.cast(p.query_start + p.num_queries, tl.int64)  # absolute
@@ -48,7 +53,9 @@ def sequence(p, i_b, C: tl.constexpr):
 
 @triton.jit
 def key_bounds(i, num_q, num_k, offset, prefix, p, C: tl.constexpr):
-    """((lo, hi, near), whether any) of the keys that each query of i may see: lo <= j < hi, and with C.GAP those before near."""
+    """Return ((lo, hi, near), mask of non-empty) of the key range of each query of i: lo <= j < hi,
+    and with C.GAP j < near.
+    """
     lo = tl.zeros_like(i)
     hi = lo + num_k
     if C.CAUSAL:
@@ -73,8 +80,11 @@ def key_bounds(i, num_q, num_k, offset, prefix, p, C: tl.constexpr):
 
 @triton.jit
 def query_bounds(j, num_q, num_k, offset, prefix, p, C: tl.constexpr):
-    """((lo, hi), whether any) of the queries that may see each key of j: key_bounds read the other way. Those that see a global key are
-    one interval too, so there is no gap."""
+    """Return ((lo, hi), mask of non-empty) of the query range of each key of j; the inverse of
+    key_bounds.
+
+    The queries that see a global key are one interval too, so there is no gap.
+    """
     lo = tl.zeros_like(j)
     hi = lo + num_q
     if C.CAUSAL:
@@ -88,7 +98,7 @@ def query_bounds(j, num_q, num_k, offset, prefix, p, C: tl.constexpr):
         lo = tl.maximum(lo, j - offset - p.right)
     if C.LEFT:
         hi = tl.minimum(hi, j - offset + p.left + 1)
-    if C.GLOBAL:  # no window hides these
+    if C.GLOBAL:  # no window hides global keys
         m_global = j < p.global_keys - p.key_start
         lo = tl.where(m_global, from_query, lo)
         hi = tl.where(m_global, to_query, hi)
@@ -97,7 +107,9 @@ def query_bounds(j, num_q, num_k, offset, prefix, p, C: tl.constexpr):
 
 @triton.jit
 def tile_range(lo, hi, live, origin, SIZE: tl.constexpr):
-    """Tiles of SIZE from origin on: first, first whole, end of whole, end; and the first and end position any row sees."""
+    """Return tiles of SIZE from origin on: first, first full, end of full, end; and the first and
+    end position any row sees.
+    """
     start = tl.min(tl.where(live, lo, NOWHERE), 0)
     end = tl.max(tl.where(live, hi, 0), 0)
     inner = tl.max(tl.where(live, lo, 0), 0)
@@ -111,12 +123,14 @@ def tile_range(lo, hi, live, origin, SIZE: tl.constexpr):
 
 @triton.jit
 def key_steps(bounds, m_i, origin, C: tl.constexpr):
-    """The tiles of keys that a tile of queries walks, as steps: first, first whole, end of whole, end; the keys that any query sees, for
-    ``seen_keys``; and the gap, for ``tile_of_step``."""
+    """Return the steps over KV tiles of a Q tile: first, first full, end of full, end.
+
+    Also returns the keys that any query sees, for ``seen_keys``; and the gap, for ``tile_of_step``.
+    """
     lo, hi, near = bounds
-    if (
-        C.GAP
-    ):  # where the windows of some queries have ended, that of another has one key, the last: no tile is whole beside them
+    # If the windows of some queries have ended, another query's window may contain one key, the last;
+    # no tile is full then.
+    if C.GAP:
         bend, whole, whole_end, last, start, end = tile_range(lo, hi, m_i & (lo < hi), origin, C.BN)
         near_end = tl.max(tl.where(m_i, near, 0), 0)
         ahead = tl.where(near_end > 0, (near_end - origin + C.BN - 1) // C.BN, 0)
@@ -129,7 +143,7 @@ def key_steps(bounds, m_i, origin, C: tl.constexpr):
 
 @triton.jit
 def seen_keys(j, seen, C: tl.constexpr):
-    """Which keys of j any query of the tile may see."""
+    """Return the mask of the keys of j that any query of the tile may see."""
     m_j = (j >= seen[0]) & (j < seen[1])
     if C.GAP:
         m_j = m_j | ((j >= 0) & (j < seen[2]))
@@ -138,7 +152,7 @@ def seen_keys(j, seen, C: tl.constexpr):
 
 @triton.jit
 def tile_of_step(n, gap, C: tl.constexpr):
-    """The tile of keys that is step n: beyond the gap itself, before it ``jump`` less."""
+    """Return the KV tile of step n: n, or n - ``jump`` before the gap's end."""
     if C.GAP:
         n = tl.where(n < gap[0], n - gap[1], n)
     return n
@@ -146,7 +160,7 @@ def tile_of_step(n, gap, C: tl.constexpr):
 
 @triton.jit
 def step_of_tile(t, gap, C: tl.constexpr):
-    """The first step whose tile is t or behind it."""
+    """Return the first step whose tile is t or later."""
     if C.GAP:
         t = tl.maximum(t, tl.minimum(t + gap[1], gap[0]))
     return t
@@ -154,7 +168,7 @@ def step_of_tile(t, gap, C: tl.constexpr):
 
 @triton.jit
 def key_origin(p, C: tl.constexpr):
-    """Where the first key tile starts: 0, or before it at an absolute multiple of 32."""
+    """Return the start of the first KV tile: 0, or before it at an absolute multiple of 32."""
     if C.ALIGNED:
         return 0
     return -tl.cast(p.key_start % 32, tl.int32)

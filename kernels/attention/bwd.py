@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backward, deterministic and without atomics: each sum belongs to one program, which adds in a fixed order.
+"""Attention backward, deterministic and without atomics: one program owns each sum and adds in a
+fixed order.
 
-    P = e^(s - lse),  D = rows of (out * d_out) - d_lse,  dP = keep * keep_scale * (d_out @ valueᵀ)
-    dS = P * (dP - D);  d_value = (keep * keep_scale * P)ᵀ @ d_out;  dX = dS * (1 - (s / softcap)²) with softcap, else dS
-    d_query = scale * dX @ key;  d_key = scale * dXᵀ @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
+    P = e^(s - lse),  D = rows of (out * d_out) - d_lse
+    dP = keep * keep_scale * (d_out @ valueᵀ),  dS = P * (dP - D)
+    dX = dS * (1 - (s / softcap)²) with softcap, else dS
+    d_value = (keep * keep_scale * P)ᵀ @ d_out
+    d_query = scale * dX @ key;  d_key = scale * dXᵀ @ query
+    d_mask, d_bias, d_slopes, d_table: sums of dS
 
-``preprocess`` makes D, the maximum of each row and d_sink = -sum of e^(sink - lse) * D; a program of ``dkdv`` owns a tile of keys (all
-query heads of its key head), one of ``dq`` a tile of queries, one of ``dbias`` a tile of a mask's or bias's gradient, in whose own shape it
-sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap; ``dkdv``
-without dropout may have keys as rows, so that weights and dS are in place for its other two products.
+``preprocess`` computes D, each row's maximum and d_sink = -sum of e^(sink - lse) * D. A program of
+``dkdv`` owns a KV tile (for all query heads of its key head), one of ``dq`` a Q tile, one of
+``dbias`` a tile of a mask's or bias's gradient, in whose shape it sums over broadcast dimensions.
+Each recomputes S with queries as rows, the orientation with a cheap dropout mask. ``dkdv`` without
+dropout may use keys as rows, so that weights and dS are in place for its other two gemms.
 """
 
 from __future__ import annotations
@@ -63,16 +68,18 @@ class BackwardStrides(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the passes get besides query, key and value."""
+    """Inputs of the backward kernels besides query, key and value."""
 
     do: torch.Tensor
     delta: torch.Tensor
-    row_max: torch.Tensor  # the row's maximum if log2_sum is there; else lse in the units of scores; +inf for a dead row
+    # With log2_sum the row's maximum; else lse in the units of scores. +inf for a row without
+    # visible keys.
+    row_max: torch.Tensor
     log2_sum: torch.Tensor | None
 
 
 class BiasGradient(NamedTuple):
-    """Where a mask's or bias's gradient goes, and over how much each of its elements is summed."""
+    """Destination of a mask's or bias's gradient, and the extent that each element sums over."""
 
     data: torch.Tensor
     batch: int  # strides
@@ -85,17 +92,17 @@ class BiasGradient(NamedTuple):
     key_tiles: int
 
 
-# ---- one tile
+# One tile.
 
 
 @triton.jit
 def tile_gradients(
     b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr
 ):
-    """Tiles of the weights after dropout (not yet scaled), dS, dX, and visible pairs."""
+    """Return the tiles of weights after dropout (unscaled), dS and dX, and the visible mask."""
     b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
     b_p = power(b_s - of_queries(b_row_max, C), C)
-    if C.SPLIT_LSE:  # the sum comes apart from the maximum
+    if C.SPLIT_LSE:  # the sum is separate from the maximum
         b_p = tl.exp2((b_s - of_queries(b_row_max, C)) * LOG2E - of_queries(b_log2_sum, C))
     b_dp = tile_dot(b_do, b_v, C)
     b_pd = b_p
@@ -113,7 +120,9 @@ def tile_gradients(
 
 @triton.jit
 def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr):
-    """query, d_out, row_max, log2_sum and delta of BM queries. Rows that see nothing are read as zero, whatever they hold."""
+    """Load query, d_out, row_max, log2_sum and delta of BM queries; rows without visible keys are
+    read as zero.
+    """
     p_row = at_row_stats(row_q + i, i_b, i_h, p)
     b_row_max = tl.load(saved.row_max + p_row, mask=m_i, other=float("inf"))
     b_delta = tl.load(saved.delta + p_row, mask=m_i, other=0.0)
@@ -129,12 +138,12 @@ def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.const
     return b_q, b_do, b_row_max, b_log2_sum, b_delta
 
 
-# ---- dkdv
+# dkdv.
 
 
 @kernel
 def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr):
-    """d_key and d_value of BN keys, summed over the query heads that share them."""
+    """Compute d_key and d_value of BN keys, summed over the query heads that share them."""
     origin = key_origin(p, C)
     tiles = (p.num_keys - origin + C.BN - 1) // C.BN
     i_bh = tl.program_id(0) // tiles
@@ -145,8 +154,10 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     j = origin + i_tile * C.BN + tl.arange(0, C.BN)
     bounds, m_j = query_bounds(j, num_q, num_k, offset, prefix, p, C)
     first, whole, whole_end, last, start, end = tile_range(*bounds, m_j, 0, C.BM)
-    b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)  # [BN, BD]
-    b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)  # [BN, BDV]
+    # b_k: [BN, BD]
+    b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)
+    # b_v: [BN, BDV]
+    b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)
     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
 
     b_dk = tl.full([C.BN, C.BD], 0.0, tl.float32)
@@ -155,7 +166,8 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
         i_h = i_hk * p.group + g
         m_k = key_mask(j, i_b, i_h, m_j, p, C)
         entry, rest, end_of_steps, _gap = walk(i_b, i_h, i_tile, first, whole_end, last, 0, True, p, C)
-        for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
+        # partial tiles at the lower bounds, full tiles, partial tiles at the upper bounds
+        for PART in tl.static_range(3):
             if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.CAUSAL or C.RIGHT)):
                 from_step = first if PART == 0 else (whole if PART == 1 else rest)
                 to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
@@ -174,7 +186,8 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     b_dv = dot(by_keys(narrow(b_pd, b_do.dtype), C), b_do, b_dv, C)
                     b_dk = dot(by_keys(narrow(b_dx, b_q.dtype), C), b_q, b_dk, C)
 
-    # A key that nobody sees may lie in a whole tile beside others; its sums are of nothing that is its own.
+    # Zero keys that no query sees: such a key may be in a full tile, with sums that are not its
+    # own.
     b_dk = tl.where(m_j[:, None], b_dk * p.scale, 0.0)
     b_dv = tl.where(m_j[:, None], b_dv * p.keep_scale, 0.0)
     m_j = (j >= 0) & (j < (num_k if p.cu_keys is not None else p.num_keys))
@@ -186,18 +199,20 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
 
 @triton.jit
 def by_keys(tile, C: tl.constexpr):
-    """The tile with keys as rows. As its rows are, it goes from one product to the next in registers; turned, through shared memory."""
+    """Return the tile with keys as rows: with C.KEYS_FIRST in registers, else transposed through
+    shared memory.
+    """
     if not C.KEYS_FIRST:
         tile = tl.trans(tile)
     return tile
 
 
-# ---- dq
+# dq.
 
 
 @kernel
 def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl.constexpr):
-    """d_query of BM queries, and their part of the gradients of slopes and T5 table."""
+    """Compute d_query of BM queries, and their partial gradients of slopes and the T5 table."""
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     K = at_head(K, strides.k, i_b, i_h // p.group)
@@ -214,8 +229,8 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
     b_slope = tl.full([C.BM], 0.0, tl.float32)
     if DTABLE is not None:
         b_table = tl.full([C.BUCKETS], 0.0, tl.float32)
-        before = tl.full([C.BM, C.BN], 0.0, tl.float32)  # dS of the tile before
-        left = last - 1  # which tile that is, or at last will be
+        before = tl.full([C.BM, C.BN], 0.0, tl.float32)  # dS of the previous tile
+        left = last - 1  # index of the previous tile; finally of the last
     for PART in tl.static_range(3):
         if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.LEFT or not C.ALIGNED)):
             from_step = first if PART == 0 else (whole if PART == 1 else rest)
@@ -236,7 +251,7 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
                     b_slope -= tl.sum(b_ds * distance(i, j, offset, C), 1)
                 if DTABLE is not None:
                     if C.BLOCK_KEYS or C.GAP:
-                        if t != left + 1:  # not its neighbour
+                        if t != left + 1:  # not adjacent
                             b_table += last_diagonals(before, i, left, offset, origin, p, C)
                             before = tl.full([C.BM, C.BN], 0.0, tl.float32)
                         left = t
@@ -255,12 +270,14 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
         store_rows(at_head(DQ, strides.dq, i_b, i_h), strides.dq, row_q, i, m_i, b_dq * p.scale, C.D, C.BD)
 
 
-# ---- dbias
+# dbias.
 
 
 @kernel
 def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
-    """One tile of a mask's or bias's gradient, summed over the sequences, heads, queries and keys that share it."""
+    """Compute one tile of a mask's or bias's gradient, summed over the sequences, heads, queries
+    and keys that share it.
+    """
     origin = key_origin(p, C)
     key_tiles = (p.num_keys - origin + C.BN - 1) // C.BN // grad.key_tiles
     query_tiles = (p.num_queries + C.BM - 1) // C.BM // grad.query_tiles
@@ -303,7 +320,7 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     )
                     b_sum += b_ds
 
-    # Sum what is shared within the tile, and write the tile, a row, a column or one number.
+    # Sum over the tile's broadcast dimensions, then write the tile, a row, a column or one number.
     i = i_query * C.BM + tl.arange(0, C.BM)
     j = origin + i_key * C.BN + tl.arange(0, C.BN)
     m_i = i < p.num_queries
@@ -319,7 +336,7 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
     tl.store(p_tile, narrow(b_sum, grad.data.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])
 
 
-# ---- launches
+# Launches.
 
 
 @replayed
@@ -331,7 +348,9 @@ def backward(
     lse: torch.Tensor,
     wanted: dict[str, torch.Tensor],
 ) -> None:
-    """Write the gradients that ``wanted`` has, by the names of the op's arguments. Last dimensions contiguous."""
+    """Write the gradients in ``wanted``, keyed by the op's argument names; last dimensions are
+    contiguous.
+    """
     device, plan, (by_queries, by_keys) = a.query.device, plan_backward(a, wanted), lists_of(a, False, True)
     problem = lower(a)._replace(blocks=by_queries)
     delta, row_max = torch.empty_like(lse), torch.empty_like(lse)
@@ -380,5 +399,7 @@ def backward(
 
 
 def _alloc_partials(a: AttentionProblem, step: Launch, width: int) -> torch.Tensor:
-    """(sequences, heads, tiles of queries, width) float32: what each program adds to a sum over all of them."""
+    """Allocate float32 (sequences, heads, Q tiles, width): each program's part of a sum over all of
+    them.
+    """
     return torch.empty((a.sequences, a.heads, -(-a.num_queries // step.tile.BM), width), device=a.query.device)

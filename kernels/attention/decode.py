@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding, few queries over many keys (split KV): which program computes what, and how the splits of the keys are combined.
+"""Decode (split KV): few queries over many keys. Assigns work to programs and merges the splits'
+partials.
 
-    m = max_s m_s;  l = sum_s l_s e^(m_s - m);  o = sum_s o_s e^(m_s - m)        over splits s, each with its own m, l and o
+    m = max_s m_s;  l = sum_s l_s e^(m_s - m);  o = sum_s o_s e^(m_s - m)    over splits s
 
-A sequence is decoded if its rows, queries times the heads that share a key head, are at most ``max_rows``. Its visible keys
-are divided into equal runs of at least ``min_tiles`` tiles, at most ``max_splits`` runs. Both depend on the sequence's own
-lengths alone (plan.py), so that a sequence gives the same bits whatever else is in the batch. Where the host does not know all
-lengths, both forms are launched, and each leaves to the other what is not its own.
+A sequence is decoded if its rows, queries times the heads that share a key head, are at most
+``max_rows``. Its visible keys are divided into equal runs of at least ``min_tiles`` tiles, at most
+``max_splits`` runs. Both depend only on the sequence's lengths (plan.py), so a sequence gives the
+same bits in any batch. If the host does not know all lengths, both forms are launched, and each
+skips the other's sequences.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
 """
@@ -27,29 +29,29 @@ from .tiles import finish, power, tile_rows
 
 
 class Partials(NamedTuple):
-    """What each split of the keys leaves: float32, rows (sequence, key head, split, row)."""
+    """Partials of each split of the keys: float32, rows (sequence, key head, split, row)."""
 
     m: torch.Tensor
     l: torch.Tensor
     o: torch.Tensor  # (rows, BDV)
 
 
-# ---- host
+# Host.
 
 
 def alloc_partials(plan: ForwardPlan, kind: Kind, device: torch.device) -> Partials:
-    """Memory for what the splits leave."""
+    """Allocate the splits' partials."""
     rows = plan.partial_rows
     m, l = torch.empty((2, rows), dtype=torch.float32, device=device)
     return Partials(m, l, torch.empty((rows, kind.BDV), dtype=torch.float32, device=device))
 
 
-# ---- device
+# Device.
 
 
 @triton.jit
 def packed_tile(p, C: tl.constexpr):
-    """(tile of rows, split, batch, first query head) of this program."""
+    """Return (row tile, split, batch, first query head) of this program."""
     i_split = tl.program_id(0) % p.split_kv.splits
     i_tile = tl.program_id(0) // p.split_kv.splits
     tiles = (p.split_kv.rows + C.BM - 1) // C.BM
@@ -60,7 +62,7 @@ def packed_tile(p, C: tl.constexpr):
 
 @triton.jit
 def owned_queries(num_q, p, C: tl.constexpr):
-    """The sequence's queries, or none if another launch has them."""
+    """Return the sequence's number of queries, or 0 if another launch processes it."""
     if C.DECODE_APART:
         decoded = num_q * p.group <= p.split_kv.max_rows
         num_q = tl.where(decoded, num_q, 0) if C.PACK_GQA else tl.where(decoded, 0, num_q)
@@ -69,12 +71,14 @@ def owned_queries(num_q, p, C: tl.constexpr):
 
 @triton.jit
 def kv_range(first, last, i_split, num_q, num_k, p, C: tl.constexpr):
-    """The tiles of keys of one split. Their number per split follows from the keys that the sequence's queries can see."""
+    """Return one split's KV tiles. The tiles per split depend on the keys that the sequence's
+    queries can see.
+    """
     span = num_k
     if C.LEFT and (C.RIGHT or (C.CAUSAL and p.prefix_lengths is None)):
         right = 0 if C.CAUSAL and p.prefix_lengths is None else p.right
         span = p.left + right + 1 + num_q
-        if C.GLOBAL:  # two runs of tiles, each cut at both ends
+        if C.GLOBAL:  # two runs of tiles, each partial at both ends
             span += p.global_keys + 2 * C.BN
         span = tl.minimum(num_k, span)
     tiles = (span + C.BN - 1) // C.BN + 1
@@ -85,14 +89,16 @@ def kv_range(first, last, i_split, num_q, num_k, p, C: tl.constexpr):
 
 @triton.jit
 def partial_row(i_b, i_head, i_split, p, BM: tl.constexpr):
-    """The first of a split's rows."""
+    """Return the index of a split's first row."""
     i_bh = (i_b * (p.heads // p.group) + i_head // p.group).to(tl.int64)
     return (i_bh * p.split_kv.splits + i_split) * ((p.split_kv.rows + BM - 1) // BM * BM)
 
 
 @kernel
 def attention_combine(OUT, LSE, partials, strides, p, C: tl.constexpr, BM: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """One row of a decoded sequence: its splits combined, in an order that does not depend on how many others have."""
+    """Merge the splits of one row of a decoded sequence, in an order that does not depend on the
+    rest of the batch.
+    """
     i_bh = tl.program_id(0) // p.split_kv.rows
     i_row = tl.program_id(0) % p.split_kv.rows
     heads = p.heads // p.group

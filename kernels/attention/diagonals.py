@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of T5's table from tiles of dS: sums along diagonals, added by the bucket of their distance.
+"""The gradient of T5's table from tiles of dS: sums along diagonals, added per bucket of their
+distance.
 
-A row of tiles is skewed by a gather, so that diagonals become columns. A diagonal crosses two tiles that lie side by side, so each tile
-is summed with the one to its left, and the diagonals that the last of a run begins are completed by a tile of zeros.
+A gather skews a row of tiles, so that diagonals become columns. A diagonal crosses two adjacent
+tiles, so each tile is summed with the one to its left; a tile of zeros completes the diagonals that
+start in a run's last tile.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import triton.language as tl
 
 @triton.jit
 def diagonal_sums(before, b_ds, C: tl.constexpr):
-    """[BN]: sums of dS along the diagonals d0 - BN + c of this row of tiles, where d0 is the diagonal of the first element
-    of the tile b_ds and ``before`` is the tile to its left: one skew and one sum of columns."""
+    """Return [BN]: sums of dS along the diagonals d0 - BN + c of this row of tiles, with one skew
+    and one column sum.
+
+    d0 is the diagonal of the first element of the tile b_ds; ``before`` is the tile to its left.
+    """
     tl.static_assert(C.BM <= C.BN)
     r = tl.arange(0, C.BM)[:, None]
     c = tl.arange(0, C.BN)[None, :]
@@ -23,7 +28,7 @@ def diagonal_sums(before, b_ds, C: tl.constexpr):
 
 @triton.jit
 def last_diagonals(before, i, left, offset, origin, p, C: tl.constexpr):
-    """[BUCKETS]: what a tile right of the tile ``left``, if there were one, would complete."""
+    """Return [BUCKETS]: the sums that a tile to the right of the tile ``left`` would complete."""
     j = origin + left * C.BN + tl.arange(0, C.BN)
     nothing = tl.full([C.BM, C.BN], 0.0, tl.float32)
     return by_bucket(diagonal_sums(before, nothing, C), 0, i, j, offset, p.diagonals, C)
@@ -31,7 +36,9 @@ def last_diagonals(before, i, left, offset, origin, p, C: tl.constexpr):
 
 @triton.jit
 def by_bucket(sums, step, i, j, offset, diagonals, C: tl.constexpr):
-    """[BUCKETS]: the sums of the diagonals that follow the tile's first one, step further, added by their bucket."""
+    """Return [BUCKETS]: the sums of the diagonals from the tile's first one plus step on, added per
+    bucket.
+    """
     d = tl.min(j, 0) - tl.min(i, 0) - offset + step
     d = tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
     bucket = tl.load(diagonals.bucket + diagonals.zero + d + tl.arange(0, C.BN))

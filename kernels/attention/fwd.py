@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward: online softmax over tiles of keys, one program for BM queries of one head.
+"""Attention forward: online softmax over KV tiles, one program for BM queries of one head.
 
-    m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m');  o = o e^(m - m') + sum_j drop(e^(s - m')) v_j
+    m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m')
+    o = o e^(m - m') + sum_j drop(e^(s - m')) v_j
     out = o / l * keep_scale;  lse = m + ln l
 
-Grid: one flat dimension over batch, query heads and tiles of queries. Scores, sums and o are float32 and stay in registers;
-weights are rounded to value's dtype for the product. A row that sees nothing has l = 0 and gives 0 and -inf.
+Grid: one flat dimension over batch, query heads and Q tiles. Scores, sums and o are float32 and
+stay in registers; weights are rounded to value's dtype for the gemm. A row without visible keys has
+l = 0 and gives 0 and -inf.
 
-A sequence with few queries (decode) is the same kernel's with C.PACK_GQA: the rows of a tile are the queries of all heads
-that share a key head, so keys and values are read once, and long keys are split over programs, each of which leaves m, l
-and o of its own; ``attention_combine`` joins them. See decode.py.
+Decode uses this kernel with C.PACK_GQA: a tile's rows are the queries of all heads that share a key
+head, so keys and values are read once. Long keys are split over programs, which write partial m, l
+and o; ``attention_combine`` merges them. See decode.py.
 """
 
 from __future__ import annotations
@@ -71,13 +73,15 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
     entry, rest, end_of_steps, gap = walk(i_b, i_head, i_tile, first, whole_end, last, gap, False, p, C)
     K = at_key_head(K, strides.k, i_b, i_head // p.group, C)
     V = at_key_head(V, strides.v, i_b, i_head // p.group, C)
-    b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
+    # b_q: [BM, BD]
+    b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
     b_o = tl.full([C.BM, C.BDV], 0.0, tl.float32)
-    for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
+    # partial tiles at the lower bounds, full tiles, partial tiles at the upper bounds
+    for PART in tl.static_range(3):
         if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.LEFT or not C.ALIGNED)):
             from_step = first if PART == 0 else (whole if PART == 1 else rest)
             to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
@@ -124,12 +128,12 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
 
 @replayed
 def forward(a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write out and lse of the op's arguments; last dimensions contiguous."""
+    """Write out and lse of the op's arguments; last dimensions are contiguous."""
     plan, p, device = plan_forward(a), lower(a), a.query.device
     p = p._replace(split_kv=plan.split_kv)
     strides = ForwardStrides(rows(a.query), rows(a.key), rows(a.value), rows(out))
     partials = None if plan.combine is None else alloc_partials(plan, plan.combine.kind, device)
-    # Decoded sequences come after the others, whose launch leaves zeros where these have no queries.
+    # Decode comes after prefill, which writes zeros for sequences that it skips.
     for step in (plan.prefill, plan.decode):
         if step is not None:
             if step.kind.BLOCK_KEYS:

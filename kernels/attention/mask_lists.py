@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of the blocks of a dense boolean mask in which something is visible, so that kernels walk them as those of a block mask.
+"""Lists of the non-empty blocks of a dense boolean mask, which kernels use like those of a block
+mask.
 
-One pass says of each block whether any pair of it is visible; then one program for each block of queries, and in backward for each of
-keys too, writes the list. The mask is read once more, at the strides that it has: a broadcast dimension once. What the lists name is still
-asked pair by pair. The pass goes by the mask alone, never by lengths or causality, which cut the lists as they cut tiles.
+The first kernel reports for each block if a pair is visible. The second writes the lists, one
+program per block of queries and, in backward, one per block of keys. The mask is read once more,
+with its strides, a broadcast dimension once; listed blocks are still checked per pair. Both use the
+mask alone; lengths and causality bound the lists later, as they bound ranges of tiles.
 
-Grids: one program a block; one program a list. Memory: 12 bytes for each block, 20 in backward.
+Grids: one program per block; one program per list. Memory: 12 bytes per block, 20 in backward.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from .._lang import kernel, launch, steps_of
 from .configs import Listing
 from .problem import BlockLists, block_lists, dense_of, listing_of
 
-CHUNK = tl.constexpr(128)  # blocks that a program of a list looks at in one step
+CHUNK = tl.constexpr(128)  # blocks that a list's program processes per step
 
 
 @kernel
 def attention_mask_blocks(mask, STATES, heads, num_queries, num_keys, BLOCK: tl.constexpr):
-    """1 where a pair of the block is visible, else 0."""
+    """Store 1 if a pair of the block is visible, else 0."""
     across = (num_keys + BLOCK - 1) // BLOCK
     down = (num_queries + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
@@ -39,7 +41,10 @@ def attention_mask_blocks(mask, STATES, heads, num_queries, num_keys, BLOCK: tl.
 
 @kernel
 def attention_mask_lists(STATES, OFFSETS, ENTRIES, lists, length, step, stride):
-    """One list: where it starts and ends, and its blocks, rising. ``step`` between the states of a list, ``stride`` between lists."""
+    """Write one list: its start, its end, and its blocks in ascending order.
+
+    ``step`` is the distance between the states of a list, ``stride`` between lists.
+    """
     i_list = tl.program_id(0)
     i_bh = i_list // lists
     start = i_list * length
@@ -56,7 +61,9 @@ def attention_mask_lists(STATES, OFFSETS, ENTRIES, lists, length, step, stride):
 
 
 def lists_of(a: AttentionProblem, *by_keys: bool) -> list[BlockLists]:
-    """The lists that kernels walk, for each direction asked for: by blocks of queries or of keys. Empty ones where they walk none."""
+    """Return the lists that kernels use, per requested direction: by blocks of queries or of keys;
+    empty without lists.
+    """
     found = listing_of(a)
     if found is None:
         return [block_lists(a, way) for way in by_keys]
@@ -65,7 +72,7 @@ def lists_of(a: AttentionProblem, *by_keys: bool) -> list[BlockLists]:
 
 
 class MaskLists:
-    """Which blocks of a call's mask show something, and lists of them."""
+    """States of the blocks of a call's mask, and lists of non-empty ones."""
 
     def __init__(self, a: AttentionProblem, found: Listing) -> None:
         assert a.mask is not None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call launches, worked out once: tiles, what each kernel is compiled for, how many programs, and the memory between launches.
+"""Launch plan of a call, computed once: tiles, compile-time constants, number of programs, and
+scratch.
 
-No tensor is made or read here: launches, the memory that they share and what ``explain`` says all go by the plan.
+Creates and reads no tensor; launches, scratch and the output of ``explain`` all follow the plan.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ class Launch(NamedTuple):
 
 
 class ForwardPlan(NamedTuple):
-    """Sequences of many queries, then those of few (decode), each None where there can be none; then the splits are combined."""
+    """Prefill, then decode, each None if no sequence can need it; then the merge of splits."""
 
     prefill: Launch | None
     decode: Launch | None
     combine: Launch | None
     split_kv: SplitKV | None
-    partial_rows: int  # what all splits leave: so many rows of a maximum, a sum and an output, in float32
+    partial_rows: int  # over all splits: rows of a maximum, a sum and an output, in float32
 
     @property
     def bytes(self) -> int:
-        """Of the memory for what the splits leave."""
+        """Size of the splits' partials."""
         return 0 if self.decode is None else 4 * self.partial_rows * (self.decode.kind.BDV + 2)
 
     @property
     def note(self) -> str:
-        """What ``explain`` says."""
+        """Text for ``explain``."""
         said = []
         if self.prefill is not None:
             said.append(f"forward by tiles of {self.prefill.tile.BM} queries and {self.prefill.tile.BN} keys")
@@ -54,7 +55,9 @@ class ForwardPlan(NamedTuple):
 
 
 class Dbias(NamedTuple):
-    """The gradient of a mask or bias; what is broadcast is summed by one program: so many sequences, heads and tiles."""
+    """The gradient of a mask or bias; one program sums ``shared`` sequences, heads and tiles of
+    broadcast dimensions.
+    """
 
     launch: Launch
     shared: tuple[int, ...]
@@ -67,17 +70,18 @@ class BackwardPlan(NamedTuple):
 
 
 def plan_forward(a: AttentionProblem) -> ForwardPlan:
-    """The plan of forward."""
+    """Return forward's plan."""
     limits, tile, kind = split(capability(a.query.device)), choose("decode", a), kind_of(a)
     right = 0 if a.causal != "none" and a.prefix_lengths is None else a.right
     window = a.left + right if a.left >= 0 and right >= 0 else None
-    if window is not None and a.global_keys:  # as kv_range counts them
+    if window is not None and a.global_keys:  # as in kv_range
         window += a.global_keys + 2 * tile.BN
     many, split_kv = plan_of(
         a.num_queries, a.num_keys, a.group, window, a.ragged,
         max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys, max_splits=limits.max_splits,
     )  # fmt: skip
-    if a.blocks is not None:  # heads that share keys may have lists of their own: each walks its own
+    # heads that share keys may have separate lists, so they cannot share a tile
+    if a.blocks is not None:
         many, split_kv = True, None
     prefill = decode = combine = None
     partial_rows = 0
@@ -109,8 +113,11 @@ def plan_of(
     min_keys: int,
     max_splits: int,
 ) -> tuple[bool, SplitKV | None]:
-    """(whether some sequence may have too many queries to be decoded, how the others are split, if there may be any), of the longest
-    sequence's sizes; ragged: others may be shorter. window: left + right of a bounded one."""
+    """Return (True if some sequence may need prefill, split KV of the rest or None), for the
+    longest sequence's sizes.
+
+    ragged: others may be shorter. window: left + right of a bounded one.
+    """
     rows = num_queries * group
     if rows > max_rows and (not ragged or group > max_rows):
         return True, None
@@ -121,7 +128,7 @@ def plan_of(
 
 
 def plan_backward(a: AttentionProblem, names: Collection[str]) -> BackwardPlan:
-    """The plan of the gradients of these arguments."""
+    """Return the plan of the gradients of these arguments."""
     kind, tile = kind_of(a), choose("dq", a)
     dq = _launch(tile, kind, _query_programs(a, tile))
     kinds = {"dropout dkdv": bool(a.dropout_p), "grouped dkdv": kind.GROUPED and not a.by_pair, "dkdv": True}
@@ -134,7 +141,8 @@ def plan_backward(a: AttentionProblem, names: Collection[str]) -> BackwardPlan:
     for name, t in a.added.items():
         if name in names and not a.empty:
             tile = choose("dbias", a)
-            counts = (a.sequences, a.heads, -(-a.num_queries // tile.BM), _key_tiles(a, tile))  # of everything
+            # over everything
+            counts = (a.sequences, a.heads, -(-a.num_queries // tile.BM), _key_tiles(a, tile))
             programs = math.prod(1 if size == 1 else n for n, size in zip(counts, t.shape))
             launch = _launch(tile, kind, programs, SUM_QUERIES=t.shape[2] == 1, SUM_KEYS=t.shape[3] == 1)
             dbias[name] = Dbias(launch, tuple(n if size == 1 else 1 for n, size in zip(counts, t.shape)))
@@ -146,7 +154,7 @@ def _launch(tile: Config, kind: Kind, programs: int, **more: int) -> Launch:
 
 
 def _query_programs(a: AttentionProblem, tile: Config) -> int:
-    """Tiles of queries in all sequences and heads."""
+    """Return the number of Q tiles over all sequences and heads."""
     return a.sequences * a.heads * -(-a.num_queries // tile.BM)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention kernels get: sizes, strides and optional tensors at run time, and what is fixed when they are compiled.
+"""Arguments of the attention kernels: sizes, strides and optional tensors at run time, and
+compile-time constants.
 
-Triton takes a tuple as one argument and an absent tensor in it as a constant, so a kernel has few parameters and no code
-for what a problem does not have.
+Triton accepts a tuple as one argument and an absent tensor in it as a constant, so a kernel has few
+parameters and no code for absent features.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Rows(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A mask or bias: strides of (B, Hq, Lq, Lk), 0 where it is broadcast. bool arrives as uint8.
+    """A mask or bias: strides of (B, Hq, Lq, Lk), 0 in broadcast dimensions. bool is passed as
+    uint8.
 
-    Without one it is there still, and kernels ask ``data``: Triton 3.6 cannot compare with None a tuple that holds one.
+    Always present, and kernels check ``data``: Triton 3.6 cannot compare a tuple that contains a
+    tuple with None.
     """
 
     LAYOUT = True
@@ -48,17 +51,18 @@ class Dense(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """A block mask as the kernels walk it: for each block of queries, or of keys, a run of entries; see blocks.py.
+    """A block mask's lists in kernel form: a run of entries per block of queries or keys; see
+    blocks.py.
 
-    Without one it is there still, and kernels ask ``Kind.BLOCK_KEYS``.
+    Always present, and kernels check ``Kind.BLOCK_KEYS``.
     """
 
     offsets: torch.Tensor | None = None
     entries: torch.Tensor | None = None
-    bits: torch.Tensor | None = None  # None: a dense mask is asked
-    batch: int = 0  # strides of offsets, 0 where it is broadcast
+    bits: torch.Tensor | None = None  # None: kernels read the dense mask
+    batch: int = 0  # strides of offsets, 0 in broadcast dimensions
     head: int = 0
-    row: int = 1  # 2 where each list has its end beside its start
+    row: int = 1  # 2 if each list stores its end next to its start
     num_entries: int = 0
     num_partial: int = 0
     columns: int = 0  # blocks that an entry may name
@@ -73,36 +77,40 @@ class ForwardStrides(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """How the keys of a decoded sequence are split: see decode.py."""
+    """Split KV of a decoded sequence: see decode.py."""
 
-    max_rows: int  # a sequence with at most so many rows, queries times heads that share a key head, is decoded
+    # Maximum rows (queries times heads that share a key head) of a decoded sequence.
+    max_rows: int
     rows: int  # of the longest sequence, at most max_rows
     splits: int  # of the longest sequence
-    min_tiles: int  # of keys to a split
+    min_tiles: int  # KV tiles per split
     max_splits: int
 
 
 class Diagonals(NamedTuple):
-    """T5's bias of every head as a row over the distance d = j - i - offset, long enough on both sides for any tile."""
+    """T5's bias of every head as a row over the distance d = j - i - offset, wide enough on both
+    sides for any tile.
+    """
 
     bias: torch.Tensor  # (Hq, width) float32
     bucket: torch.Tensor  # (width,) int32
     width: int
-    zero: int  # where d = 0 is
-    d_min: int  # a tile whose first diagonal is below d_min, or above d_max, is taken to be there: its values are the same
+    zero: int  # index of d = 0
+    # First diagonals of tiles are clamped to [d_min, d_max]; the bias is constant beyond.
+    d_min: int
     d_max: int
 
 
 class Pages(NamedTuple):
-    """Where keys and values in pages are; see tiles.py, key_pointers."""
+    """Paged keys and values; see tiles.py, key_pointers."""
 
     table: torch.Tensor  # (B, width) int32 or int64
     width: int
-    count: int  # of the pool
+    count: int  # pages in the pool
 
 
 class Scales(NamedTuple):
-    """Of keys and values in eight bits: float32, with the strides of one number to each row."""
+    """Scales of eight-bit keys and values: float32, with row strides."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -114,12 +122,12 @@ class Problem(NamedTuple):
     """One attention problem; see pytransformer.ops.attention.ARGUMENTS."""
 
     heads: int
-    group: int  # query heads to a key head
-    num_queries: int  # of every sequence, or of the longest if packed
+    group: int  # query heads per key head
+    num_queries: int  # per sequence, or of the longest if packed
     num_keys: int
     total_queries: int  # rows of the packed tensors
     total_keys: int
-    batch_start: int | None  # counter words of dropout; None is 0
+    batch_start: int | None  # Philox counter words of dropout; None is 0
     head_start: int | None
     query_start: int
     key_start: int
@@ -146,13 +154,13 @@ class Problem(NamedTuple):
     threshold: int
     keep_scale: float
     scale: float
-    score_scale: float  # scale, times log2 e if scores are kept in base 2
+    score_scale: float  # scale, times log2 e if scores are in base 2
     softcap: float
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     D: int
     DV: int
@@ -166,28 +174,28 @@ class Kind:
     RIGHT: bool
     GLOBAL: bool  # global keys join the window
     GROUPED: bool  # several query heads share a key head
-    ALIGNED: bool  # key_start is a multiple of 32, so that tiles start at key 0
-    KEY_MASK: bool  # a bool mask that hides whole keys
+    ALIGNED: bool  # key_start is a multiple of 32, so tiles start at key 0
+    KEY_MASK: bool  # a bool mask that hides full keys
     SOFTCAP: bool
     DROPOUT: bool
-    BASE2: bool  # scores are kept in base 2: nothing is added to them
-    SPLIT_LSE: bool  # scores may be so large that lse loses the log of the sum: row_max and log2_sum are kept apart
+    BASE2: bool  # scores are in base 2, because nothing is added to them
+    SPLIT_LSE: bool  # lse may lose the log of the sum, so row_max and log2_sum are separate
     PRECISION: str
     BUCKETS: int = 0  # of T5, padded to a power of two
     SUM_QUERIES: bool = False  # a gradient has one row for all queries, or one column for all keys
     SUM_KEYS: bool = False
-    PACK_GQA: bool = False  # the rows of a tile are the queries of all heads of a key head: decode
+    PACK_GQA: bool = False  # decode: a tile's rows are the queries of all heads of a key head
     SPLIT_KV: bool = False  # keys are split over programs
     KEYS_FIRST: bool = False  # the rows of a tile are keys, its columns queries
     BLOCK_QUERIES: int = 0  # of a block mask; both 0 without one
     BLOCK_KEYS: int = 0
-    DECODE_APART: bool = False  # decoded sequences have a launch of their own
-    PAGE_SIZE: int = 0  # keys of a page; 0 without pages
+    DECODE_APART: bool = False  # decoded sequences have a separate launch
+    PAGE_SIZE: int = 0  # keys per page; 0 without pages
     EIGHT_BITS: int = 0  # keys and values are int8 (1) or float8_e4m3fn (2), which arrives as uint8
 
     @property
     def GAP(self) -> bool:
-        """Whether keys may lie between the global ones and a query's window."""
+        """Return True if keys may lie between the global keys and a query's window."""
         return self.GLOBAL and self.LEFT
 
 
@@ -196,12 +204,13 @@ def capability(device: torch.device) -> int:
 
 
 def choose(kernel: str, a: AttentionProblem) -> Config:
-    """The tile for a kernel and the op's arguments: within a block of a block mask."""
+    """Return the tile of a kernel for the op's arguments; it lies within a block of a block mask."""
     found = config(
         kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
-    if a.key_scale is not None:  # the bits of a tile and what they are widened to take registers: half of most tiles
+    # a tile's bits and their widened values use registers: half of most tiles
+    if a.key_scale is not None:
         stages = 1 if a.query.dtype == torch.float32 else found.stages
         found = replace(found, BM=min(found.BM, 64), BN=min(found.BN, 32), stages=stages)
     queries, keys = block_size(a)
@@ -209,13 +218,13 @@ def choose(kernel: str, a: AttentionProblem) -> Config:
 
 
 def listing_of(a: AttentionProblem) -> Listing | None:
-    """How the blocks of a dense boolean mask are listed, or None: there is none that must be asked by pair, or it is not worth it."""
+    """Return the block lists' configuration for a dense boolean mask, or None if it is not listed."""
     found = listing(capability(a.query.device))
     return found if a.lists_mask(found) else None
 
 
 def block_size(a: AttentionProblem) -> tuple[int, int]:
-    """Queries and keys of a listed block, 0 and 0 where kernels walk no lists."""
+    """Return the queries and keys per listed block; 0 and 0 without lists."""
     if a.blocks is not None:
         return a.blocks.block_size
     found = listing_of(a)
@@ -223,23 +232,25 @@ def block_size(a: AttentionProblem) -> tuple[int, int]:
 
 
 def padded(n: int) -> int:
-    """The next power of two, at least 16: what a tile's side has to be."""
+    """Return the next power of two, at least 16: the minimum side of a tile."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def rows(t: torch.Tensor) -> Rows:
-    """Strides of (B, H, L, D), or of packed (total, H, D)."""
+    """Return the strides of (B, H, L, D), or of packed (total, H, D)."""
     found = strides(t)
     return Rows(*found[:3]) if t.dim() == 4 else Rows(0, found[1], found[0])
 
 
 def strides(t: torch.Tensor) -> tuple[int, ...]:
-    """0 where there is one element, whatever the tensor says: it is never stepped over."""
+    """Return the strides; 0 for dimensions of size 1, which are never stepped over."""
     return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride()))
 
 
 def lower(a: AttentionProblem) -> Problem:
-    """The kernels' view of the op's arguments; of T5's bias only at_tile knows, of lists of blocks only mask_lists.py."""
+    """Return the kernels' view of the op's arguments, without T5's bias (at_tile) and block lists
+    (mask_lists.py).
+    """
     mask = a.key_padding
     return Problem(
         heads=a.heads,
@@ -281,12 +292,12 @@ def lower(a: AttentionProblem) -> Problem:
 
 
 def at_tile(a: AttentionProblem, p: Problem, tile: Config) -> Problem:
-    """The problem for a kernel with this tile, over which a row of T5's bias has to reach."""
+    """Return the problem for a kernel with this tile, which determines the width of T5's bias rows."""
     return p if a.table is None else p._replace(diagonals=_diagonals(a, a.table, tile))
 
 
 def kind_of(a: AttentionProblem) -> Kind:
-    """What to compile for the op's arguments, but for the tile: BM and BN are 0."""
+    """Return the compile-time constants of the op's arguments, without the tile: BM and BN are 0."""
     block_queries, block_keys = block_size(a)
     return Kind(
         D=a.head_dim,
@@ -323,7 +334,7 @@ def scales_of(a: AttentionProblem) -> Scales | None:
 
 
 def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
-    """The lists of a block mask by blocks of queries, or by_keys its transpose."""
+    """Return a block mask's lists by blocks of queries, or by_keys its transpose."""
     b = a.blocks
     if b is None:
         return BlockLists()
@@ -338,7 +349,7 @@ def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
 
 
 def _base2(a: AttentionProblem) -> bool:
-    """Nothing is added to scores, nor is their size limited."""
+    """Return True if nothing is added to scores and softcap is off."""
     return not (a.added or a.softcap or a.slopes is not None or a.table is not None)
 
 
@@ -349,7 +360,7 @@ def dense_of(t: torch.Tensor | None) -> Dense:
 
 
 def dense_strides(t: torch.Tensor) -> tuple[int, int, int, int | None]:
-    """Of (B, Hq, Lq, Lk), as Dense has them."""
+    """Return the strides of (B, Hq, Lq, Lk) in Dense's form."""
     batch, head, query, key = strides(t)
     return batch, head, query, None if key == 1 else key
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row stats that attention's backward starts from: delta, the maximum of each row, and log2 of its sum where lse would lose it;
-and the gradient of sinks, which needs no more."""
+"""Row stats for attention's backward: delta, each row's maximum, and log2 of its sum if lse would
+lose it.
+
+Also computes the gradient of sinks, which needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,21 @@ from .tiles import (
     with_sink,
 )
 
-LARGE = tl.constexpr(1024.0)  # beyond it lse, rounded, loses digits of the log of the sum
+LARGE = tl.constexpr(1024.0)  # above this, a rounded lse loses digits of the log of the sum
 
 
 @kernel
 def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, p, C: tl.constexpr):
-    """The row stats of BM queries: delta, row_max and log2_sum, and their part of the sink's gradient."""
+    """Write the row stats of BM queries (delta, row_max and log2_sum) and their part of the sink's
+    gradient.
+    """
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     i = i_tile * C.BM + tl.arange(0, C.BM)
     m_i = i < num_q
     p_row = at_row_stats(row_q + i, i_b, i_h, p)
     b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
-    m_q = m_i  # of queries that see nothing too
+    m_q = m_i  # includes queries without visible keys
     b_sink = float("-inf") if p.sinks is None else sink_of(i_h, p)
     m_i = m_i & ((b_lse <= b_sink) == 0)
     b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
@@ -58,7 +63,7 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
         if C.SPLIT_LSE:
             b_ds *= tl.exp2(-b_log2_sum)
         b_ds = tl.where(m_i, b_ds, 0.0)
-        if DLSE is not None:  # alone, the sink has the weight 1
+        if DLSE is not None:  # without visible keys the sink has weight 1
             b_ds += tl.load(DLSE + p_row, mask=m_q & (b_lse == b_sink), other=0.0)
         i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
         tl.store(DSINKS + i_program, tl.where(b_sink == float("-inf"), 0.0, tl.sum(b_ds, 0)))
@@ -68,7 +73,7 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
 
 @triton.jit
 def row_max_and_log2_sum(Q, K, i_tile, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
-    """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
+    """Return each row's maximum score, and log2 of the sum: forward's loop without the values."""
     i = i_tile * C.BM + tl.arange(0, C.BM)
     bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention kernels share: loads, the scores of one tile and what of it is visible, and what a row leaves.
+"""Shared by the attention kernels: loads, a tile's scores and visible mask, and the end of a row.
 
-Bounds (bounds.py) say which pairs position leaves visible; whatever else hides a pair (segments, dense masks) is looked up per element.
+Bounds (bounds.py) decide visibility by position; other hidden pairs (segments, dense masks) are
+read per element.
 
-Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask; shapes in comments, BM queries x BN keys, or the other
-way round with C.KEYS_FIRST: which of both a tile's rows are is the concern of of_queries, of_keys and tile_dot alone.
+Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask. Shapes in comments
+are BM queries x BN keys, or the reverse with C.KEYS_FIRST; only of_queries, of_keys and tile_dot
+depend on the orientation.
 """
 
 from __future__ import annotations
@@ -18,25 +20,25 @@ from .blocks import block_pairs
 
 @triton.jit
 def of_queries(x, C: tl.constexpr):
-    """x [BM], something of each query, as it lies along the tile."""
+    """Expand x [BM], one value per query, along the tile."""
     return tl.expand_dims(x, 0 if C.KEYS_FIRST else 1)
 
 
 @triton.jit
 def of_keys(x, C: tl.constexpr):
-    """x [BN], something of each key, as it lies along the tile."""
+    """Expand x [BN], one value per key, along the tile."""
     return tl.expand_dims(x, 1 if C.KEYS_FIRST else 0)
 
 
 @triton.jit
 def tile_of(value, dtype: tl.constexpr, C: tl.constexpr):
-    """The tile full of one number."""
+    """Return a tile filled with one value."""
     return tl.full([C.BN if C.KEYS_FIRST else C.BM, C.BM if C.KEYS_FIRST else C.BN], value, dtype)
 
 
 @triton.jit
 def tile_dot(b_queries, b_keys, C: tl.constexpr):
-    """The tile of products of each query's row with each key's."""
+    """Return the tile of dot products of each query's row with each key's."""
     if C.KEYS_FIRST:
         b = dot(b_keys, tl.trans(b_queries), tile_of(0.0, tl.float32, C), C)
     else:
@@ -46,19 +48,19 @@ def tile_dot(b_queries, b_keys, C: tl.constexpr):
 
 @triton.jit
 def row_pointers(P, strides, row, x, WIDTH: tl.constexpr):
-    """[rows of x, WIDTH] pointers; 64-bit row offsets."""
+    """Return pointers [rows of x, WIDTH] with 64-bit row offsets."""
     return P + (row + x).to(tl.int64)[:, None] * strides.row + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def load_rows(P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """[rows of x, PADDED], zero beyond WIDTH and, if MASKED, where m_x is false."""
+    """Load [rows of x, PADDED]; zero past WIDTH and, if MASKED, where m_x is false."""
     return load_at(row_pointers(P, strides, row, x, PADDED), m_x, MASKED, WIDTH, PADDED)
 
 
 @triton.jit
 def load_at(pointers, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """load_rows of the rows at these pointers."""
+    """Load rows like load_rows, from these pointers."""
     if WIDTH == PADDED:
         if MASKED:
             return tl.load(pointers, mask=m_x[:, None], other=0.0)
@@ -71,8 +73,10 @@ def load_at(pointers, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl
 
 @triton.jit
 def pages_of(j, m_j, i_b, p, C: tl.constexpr):
-    """The page of each key of j, without pages j itself. Entries are read of keys in m_j alone; one outside the pool is taken for the
-    nearest page."""
+    """Return the page of each key of j; without pages j.
+
+    Entries are read only for keys in m_j; one outside the pool is clamped to the nearest page.
+    """
     if C.PAGE_SIZE:
         p_entry = p.pages.table + i_b.to(tl.int64) * p.pages.width + j // C.PAGE_SIZE
         entry = tl.load(p_entry, mask=m_j, other=0)
@@ -82,7 +86,9 @@ def pages_of(j, m_j, i_b, p, C: tl.constexpr):
 
 @triton.jit
 def key_pointers(P, strides, row, j, page, WIDTH: tl.constexpr, C: tl.constexpr):
-    """row_pointers of keys j of a head, in their pages; P begins at the head of the sequence, or of the pool."""
+    """Return row_pointers of keys j of a head, in their pages; P is the head's address in the
+    sequence or pool.
+    """
     if C.PAGE_SIZE:
         row = page.to(tl.int64) * strides.batch + (j % C.PAGE_SIZE).to(tl.int64) * strides.row
         pointers = P + row[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -93,23 +99,25 @@ def key_pointers(P, strides, row, j, page, WIDTH: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def widened(b_rows, dtype: tl.constexpr, C: tl.constexpr):
-    """Rows of keys or values in a dtype that products take; of eight bits exactly.
+    """Convert rows of keys or values to a dtype that tl.dot accepts; eight-bit values exactly.
 
-    float8_e4m3fn by its bits, since sm_80 has no instruction for it: shifted to their places in a float16 they are 2^-8 of the number,
-    subnormals too, which float16 has room for.
+    float8_e4m3fn uses integer operations, because sm_80 has no instruction for it: shifted to
+    float16 positions, the bits are 2^-8 of the value, including subnormals, which float16 can
+    represent.
     """
     if C.EIGHT_BITS == 2:
         bits = b_rows.to(tl.int16)
         half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
         b_rows = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
     if C.EIGHT_BITS:
-        b_rows = narrow(b_rows.to(tl.float32), dtype)  # the interpreter makes no bfloat16 of an integer
+        # the interpreter cannot convert an integer to bfloat16
+        b_rows = narrow(b_rows.to(tl.float32), dtype)
     return b_rows
 
 
 @triton.jit
 def scales_at(P, strides, i_b, i_h, j, page, m_j, C: tl.constexpr):
-    """[BN] scales of keys j of a head, 0 where m_j is false."""
+    """Load [BN] scales of keys j of a head; 0 where m_j is false."""
     P = at_key_head(P, strides, i_b, i_h, C)
     if C.PAGE_SIZE:
         P += page.to(tl.int64) * strides.batch + (j % C.PAGE_SIZE).to(tl.int64) * strides.row
@@ -120,8 +128,11 @@ def scales_at(P, strides, i_b, i_h, j, page, m_j, C: tl.constexpr):
 
 @triton.jit
 def weighted_sum(b_p, b_v, acc, dtype: tl.constexpr, C: tl.constexpr):
-    """acc + b_p @ b_v of weights in float32. A weight times the scale of eight bits may be too small for float16: it is then the sum of
-    two bfloat16, which keep 16 of its bits."""
+    """Return acc + b_p @ b_v for float32 weights.
+
+    A weight times an eight-bit scale may be too small for float16, so it is split into two
+    bfloat16, which hold 16 of its bits.
+    """
     if C.EIGHT_BITS and dtype == tl.float16:
         b_v = widened(b_v, tl.bfloat16, C)
         high = narrow(b_p, tl.bfloat16)
@@ -141,7 +152,7 @@ def store_rows(P, strides, row, x, m_x, values, WIDTH: tl.constexpr, PADDED: tl.
 
 @triton.jit
 def key_mask(j, i_b, i_h, m_j, p, C: tl.constexpr):
-    """m_j without the keys that the mask hides from every query."""
+    """Return m_j without keys that the mask hides from every query."""
     if C.KEY_MASK:
         p_mask = at_head(p.mask.data, p.mask, i_b, i_h)
         b_mask = tl.load(p_mask + steps_of(j.to(tl.int64), p.mask.key), mask=m_j, other=0)
@@ -151,15 +162,15 @@ def key_mask(j, i_b, i_h, m_j, p, C: tl.constexpr):
 
 @triton.jit
 def segments_of(P, i_b, num, x, m_x):
-    """Segment ids of rows or columns x; P None or (B, L)."""
-    if P is not None:  # one return: those of two would have to have one dtype
+    """Load segment ids of rows or columns x; P is None or (B, L)."""
+    if P is not None:  # a single return, because two would need one dtype
         x = tl.load(P + i_b.to(tl.int64) * num + x, mask=m_x, other=0)
     return x
 
 
 @triton.jit
 def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
-    """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
+    """Apply one dense mask or bias; return scores and visible mask. Hidden pairs are not read."""
     p_head = at_head(dense.data, dense, i_b, column(i_h, C))
     p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + steps_of(of_keys(j.to(tl.int64), C), dense.key)
     b_mod = tl.load(p_tile, mask=m_s, other=0)
@@ -171,11 +182,11 @@ def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
 
 @triton.jit
 def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr, k_scale=None):
-    """(tile of scores, capped scores before any bias is added, visible pairs).
+    """Return (tile of scores, capped scores before any bias, visible mask).
 
-    ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
-    what the bounds leave visible; it may be all true beyond the rows and columns of a whole tile if nothing dense is read.
-    k_scale: [BN], of keys in eight bits.
+    ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if
+    nothing is added. m_s is the visible mask by bounds; in a full tile it may be all true past the
+    rows and columns if nothing dense is read. k_scale: [BN], scales of eight-bit keys.
     """
     s = tile_dot(b_q, b_k, C) * p.score_scale
     if C.EIGHT_BITS:
@@ -189,7 +200,7 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constex
         s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.mask, C)
     if p.bias.data is not None:
         s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.bias, C)
-    if C.SPLIT_LSE:  # two biases of -finfo.max are still a number
+    if C.SPLIT_LSE:  # a sum of two -finfo.max stays finite
         s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     if p.slopes is not None:
         s -= column(tl.load(p.slopes + i_h), C) * distance(i, j, offset, C)
@@ -201,19 +212,23 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constex
 
 @triton.jit
 def distance(i, j, offset, C: tl.constexpr):
-    """float32 |j - i - offset| of the tile's pairs."""
+    """Return float32 |j - i - offset| of the tile's pairs."""
     return tl.abs(of_keys(j - offset, C) - of_queries(i, C)).to(tl.float32)
 
 
 @triton.jit
 def first_diagonal(i, j, offset, diagonals):
-    """j - i - offset of the tile's first element, held where the row of diagonal values still covers the tile."""
+    """Return j - i - offset of the tile's first element, clamped so that the bias row covers the
+    tile.
+    """
     return tl.minimum(tl.maximum(tl.min(j, 0) - tl.min(i, 0) - offset, diagonals.d_min), diagonals.d_max)
 
 
 @triton.jit
 def diagonal_pointers(P, i, j, offset, diagonals, C: tl.constexpr):
-    """Pointers to the value of each pair's diagonal: one address and constant offsets, if rows are consecutive."""
+    """Return pointers to the bias of each pair's diagonal: one address and constant offsets if rows
+    are consecutive.
+    """
     if C.PACK_GQA:
         d = of_keys(j - offset, C) - of_queries(i, C)
         P = P + diagonals.zero + tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
@@ -225,7 +240,7 @@ def diagonal_pointers(P, i, j, offset, diagonals, C: tl.constexpr):
 
 @triton.jit
 def power(x, C: tl.constexpr):
-    """e^x of differences of scores."""
+    """Return e^x of score differences."""
     if C.BASE2:
         return tl.exp2(x)
     return tl.exp2(x * LOG2E)
@@ -233,7 +248,7 @@ def power(x, C: tl.constexpr):
 
 @triton.jit
 def keep_mask(i, j, i_b, i_h, p, C: tl.constexpr):
-    """[BM, BN] dropout mask, True = keep. Of a tile whose rows are keys it would cost a transposition."""
+    """Return the keep mask [BM, BN]. With keys as rows it would need a transposition."""
     tl.static_assert(not C.KEYS_FIRST)
     j0 = tl.min(j, 0) + p.key_start
     seed, row, head = tl.load(p.seed), (i + p.query_start)[:, None], from_start(column(i_h, C), p.head_start)
@@ -242,14 +257,20 @@ def keep_mask(i, j, i_b, i_h, p, C: tl.constexpr):
 
 @triton.jit
 def zero_of(p):
-    """0.0, made at run time: with a literal one, LLVM sinks the rounding to 16 bits under the select that drops."""
+    """Return 0.0, computed at run time: LLVM sinks the rounding to 16 bits below the select of a
+    literal zero.
+    """
     return tl.cast(p.threshold >> 30, tl.float32)
 
 
 @triton.jit
 def visible(i, j, bounds, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
-    """What the bounds, of the queries or BY_KEYS of the keys, and a block mask leave visible of a tile. In a whole tile that is
-    everything, but what is looked up per element may be read only where there are queries and keys."""
+    """Return a tile's visible mask by bounds (of the queries, or BY_KEYS of the keys) and block
+    mask.
+
+    In a full tile everything is visible, but values that are read per element need existing queries
+    and keys.
+    """
     m_s = tile_of(True, tl.int1, C)
     if MASKED:
         if BY_KEYS:
@@ -270,9 +291,10 @@ def visible(i, j, bounds, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.cons
 
 @triton.jit
 def visible_rows(b_rows, m_s, p, C: tl.constexpr):
-    """[BN, ...] rows of keys or values, zero where no query of the tile sees the key: its NaN times weight 0 would be NaN.
+    """Return rows [BN, ...] of keys or values, zero where no query sees the key, because NaN times
+    weight 0 is NaN.
 
-    Such rows are not read where bounds or key masks hide them.
+    Rows hidden by bounds or key masks are not loaded at all.
     """
     if (p.mask.data is not None and not C.KEY_MASK) or p.bias.data is not None or p.query_segments is not None or C.BLOCK_KEYS:
         m_j = tl.max(m_s.to(tl.int32), 0) != 0
@@ -282,7 +304,9 @@ def visible_rows(b_rows, m_s, p, C: tl.constexpr):
 
 @triton.jit
 def query_tile(p, C: tl.constexpr):
-    """(tile of queries, batch, head) of this program; with causality the tiles with the most keys come first."""
+    """Return (Q tile, batch, head) of this program; with causality, tiles with the most keys come
+    first.
+    """
     tiles = (p.num_queries + C.BM - 1) // C.BM
     i_bh = tl.program_id(0) // tiles
     i_tile = tl.program_id(0) % tiles
@@ -293,7 +317,7 @@ def query_tile(p, C: tl.constexpr):
 
 @triton.jit
 def tile_rows(i_tile, i_head, p, C: tl.constexpr):
-    """[BM]: the query of each row of a tile, and its head, a number if it is the same for all."""
+    """Return [BM] queries of a tile's rows, and their heads, or one head for all."""
     i = i_tile * C.BM + tl.arange(0, C.BM)
     i_h = i_head
     if C.PACK_GQA:
@@ -304,7 +328,9 @@ def tile_rows(i_tile, i_head, p, C: tl.constexpr):
 
 @triton.jit
 def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl.constexpr):
-    """Write out and lse from the maximum, sum (0 for a row that sees nothing) and product of each row."""
+    """Write out and lse from each row's maximum, sum (0 without visible keys) and unnormalized
+    output.
+    """
     dead = b_l == 0.0
     b_scale = p.keep_scale
     if p.sinks is not None:
@@ -326,21 +352,28 @@ def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl
 
 @triton.jit
 def sink_of(i_h, p):
-    """The sink of a row's head, -inf for none: a number, or [BM] where the rows of a tile have different heads. +inf counts as half of the
-    largest number, which in base 2 is one still."""
+    """Return the sink of a row's head, -inf without one: a scalar, or [BM] if a tile's rows have
+    different heads.
+
+    +inf becomes half of the largest float, which is finite in base 2 too.
+    """
     return tl.minimum(tl.load(p.sinks + i_h), 0.5 * FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def above_sink(b_sink):
-    """The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none."""
+    """Return the minimum lse of a query that sees a key, one or two ulp above its sink, so lse
+    shows which queries see none.
+    """
     ulp = tl.maximum(tl.abs(b_sink) * 1.1920929e-07, 1.17549435e-38)
     return tl.where(b_sink == float("-inf"), b_sink, b_sink + ulp)
 
 
 @triton.jit
 def with_sink(b_m, b_l, i_h, p, C: tl.constexpr):
-    """Maximum and sum of each row with its sink as one more term, in the units of scores, and what older sums are multiplied by."""
+    """Return maximum and sum of each row including its sink, in the units of scores, and the
+    rescale of older sums.
+    """
     b_sink = sink_of(i_h, p) * LOG2E if C.BASE2 else sink_of(i_h, p)
     top = tl.maximum(b_m, b_sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -350,7 +383,9 @@ def with_sink(b_m, b_l, i_h, p, C: tl.constexpr):
 
 @triton.jit
 def column(x, C: tl.constexpr):
-    """What belongs to a query head: a number, or if the rows of a tile have different heads, [BM] made [BM, 1]."""
+    """Return a per-head value: a scalar, or [BM] reshaped to [BM, 1] if a tile's rows have
+    different heads.
+    """
     if C.PACK_GQA:
         x = x[:, None]
     return x
@@ -358,13 +393,13 @@ def column(x, C: tl.constexpr):
 
 @triton.jit
 def at_head(P, strides, i_b, i_h):
-    """P moved to one sequence (its rows apart) and head."""
+    """Return P moved to one sequence and head."""
     return P + i_b.to(tl.int64) * strides.batch + i_h.to(tl.int64) * strides.head
 
 
 @triton.jit
 def at_key_head(P, strides, i_b, i_h, C: tl.constexpr):
-    """at_head of keys or values; of pages the pool's."""
+    """Return at_head of keys or values; with pages, of the pool."""
     if C.PAGE_SIZE:
         P += i_h.to(tl.int64) * strides.head
     else:
@@ -374,7 +409,9 @@ def at_key_head(P, strides, i_b, i_h, C: tl.constexpr):
 
 @triton.jit
 def at_row_stats(P, i_b, i_h, p):
-    """P, of one number for each query, moved likewise: contiguous (B, Hq, Lq), or (Hq, total) when packed."""
+    """Return P, with one value per query, moved to a sequence and head: contiguous (B, Hq, Lq), or
+    (Hq, total) if packed.
+    """
     if p.cu_queries is not None:
         P += i_h.to(tl.int64) * p.total_queries
     else:
