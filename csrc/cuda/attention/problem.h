@@ -180,9 +180,11 @@ struct AttentionBackward {
   PerQuery at;
   const float *delta, *row_max, *log2_sum;  // row_max +inf for a row that sees nothing; log2_sum null where it is 0
   Out dq, dk, dv;                           // data null where not wanted
-  float* dq_accum;           // of the kernel that adds d_query across blocks: zeros, or null. Each head has dq_accum_tiles tiles;
-  int64_t dq_accum_tiles;    // packed, those of a sequence follow those of the one before
-  float* slope_partials;     // (B, Hq, tiles of queries), or null
+  // Sums of d_query across blocks in the fused backward: zeros, or null.
+  float* dq_accum;
+  // Tiles per head; packed, a sequence's tiles follow those of the previous sequence.
+  int64_t dq_accum_tiles;
+  float* slope_partials;  // (B, Hq, Q tiles), or null
   float* diagonal_partials;  // (B, Hq, tiles of queries, before + after + 1), zeros, or null
   Recompute recompute;       // of d_query by query heads and tiles of queries, or of d_key and d_value by key heads and tiles of keys
 };
@@ -197,8 +199,7 @@ struct AttentionKeyPadding {
 // Makes BlockLists of a dense boolean mask: the states of its blocks, by a block of threads for each; then, by a thread for each, the
 // lists by blocks of queries, or `by_keys`.
 constexpr int kListedBlockBits = 7;
-constexpr int kListedBlock =
-    1 << kListedBlockBits;  // queries and keys of a block: a multiple of every tile, as its dtype and head size say
+constexpr int kListedBlock = 1 << kListedBlockBits;  // queries and keys: a multiple of every tile
 enum BlockState : uint32_t { kNonePairs, kSomePairs, kAllPairs };
 struct AttentionMaskLists {
   Dense mask;
