@@ -37,7 +37,7 @@ def backend(op: Op) -> Backend:
     forward = lowered_forward(op, _launch_forward, work_dtype)
 
     def infer(a: Any) -> tuple[torch.Tensor, ...]:
-        """Compute forward without statistics; skip the layout analysis if no tensor needs a copy."""
+        """Compute forward without statistics; skip the layout analysis if nothing needs a copy."""
         x, (residual, bias, seed, start, p, rms) = a.x, spec.optional(a)
         plain_stream = plain or (residual is not None and residual.is_contiguous())
         work = work_dtype(x)
