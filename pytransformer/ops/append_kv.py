@@ -28,8 +28,8 @@ from .rotary_positions import RotaryPositions
 class KeyValues(NamedTuple):
     """A cache of keys and values.
 
-    Key j of sequence b is ``key[b, :, j]``, or with a page_table ``key[page_table[b, j //
-    page_size], :, j % page_size]``.
+    Key j of sequence b is ``key[b, :, j]``, or with a page_table
+    ``key[page_table[b, j // page_size], :, j % page_size]``.
 
     Attributes:
         key: (B, Hkv, max_length, D), or pools (num_pages, Hkv, page_size, D).

@@ -155,10 +155,10 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute ``softmax(scale * query @ keyᵀ + bias + mask) @ value`` in linear memory.
 
-    A key j is visible to query i if ``(causal OR j < prefix) AND (window OR j < global_keys) AND
-    lengths AND segments AND mask``. The steps are, in order: scale, softcap, biases, masks,
-    softmax, dropout. A query without a visible key has output 0, no gradient, and its sink or -inf
-    as lse.
+    A key j is visible to query i if
+    ``(causal OR j < prefix) AND (window OR j < global_keys) AND lengths AND segments AND mask``.
+    The steps are, in order: scale, softcap, biases, masks, softmax, dropout. A query without a
+    visible key has output 0, no gradient, and its sink or -inf as lse.
 
     Args:
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) in one floating dtype,
@@ -179,8 +179,9 @@ def attention(
         query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither. A query attends
             only to keys of an equal segment.
         page_table: (B, pages) int32 or int64. key and value are pools (num_pages, Hkv, page_size,
-            D), and key j < key_lengths[b] is ``key[page_table[b, j // page_size], :, j %
-            page_size]``. The op reads nothing else of table and pools. No gradients.
+            D), and key j < key_lengths[b] is
+            ``key[page_table[b, j // page_size], :, j % page_size]``. The op reads nothing else of
+            table and pools. No gradients.
         key_scale, value_scale: float32, broadcastable to key.shape[:3], for float8_e4m3fn or int8
             key and value. The op multiplies each row by its scale; :func:`quantize_kv` returns
             both. No gradients.

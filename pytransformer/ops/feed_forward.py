@@ -76,8 +76,8 @@ def feed_forward(
 ) -> torch.Tensor:
     """Compute the position-wise feed-forward network, ``dropout(hidden) @ w2ᵀ + b2``.
 
-    ``hidden = act(x @ w1ᵀ + b1)``, or with a gate ``act(x @ gate_weightᵀ + gate_bias) * (x @ w1ᵀ +
-    b1)``.
+    ``hidden = act(x @ w1ᵀ + b1)``, or with a gate
+    ``act(x @ gate_weightᵀ + gate_bias) * (x @ w1ᵀ + b1)``.
 
     Args:
         x: (..., d), float32, bfloat16, float16 or float64; any strides.

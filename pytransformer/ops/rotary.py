@@ -57,8 +57,9 @@ def rotary(
 ) -> torch.Tensor:
     """Rotate pairs of a head's columns by ``position * frequency``, ``out = y cos + r(y) sin``.
 
-    ``y`` is x, or with a weight its RMS norm over D, ``x / sqrt(mean(x^2) + eps) * (weight +
-    weight_offset)``, in the same pass. Qwen 3 and Gemma 3 normalize queries and keys this way.
+    ``y`` is x, or with a weight its RMS norm over D,
+    ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, in the same pass. Qwen 3 and Gemma 3
+    normalize queries and keys this way.
 
     Args:
         x: (B, H, L, D), float32, bfloat16, float16 or float64; any strides.

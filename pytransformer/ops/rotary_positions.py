@@ -314,7 +314,7 @@ def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
         raise ValueError(f"{op}: layer_type must be None, for all layers of this {name} turn alike, got {layer_type!r}")
     found = found[layer_type] if types else found
     kind = found.get("rope_type", found.get("type", "default"))
-    read = (*_KEYS_OF_ALL, *_KEYS.get(kind, found))  # an unknown kind has its own error
+    read = (*_KEYS_OF_ALL, *_KEYS.get(kind, found))  # an unknown kind raises below
     unread = [key for key, value in found.items() if value is not None and key not in read]
     own = {key: value for key, value in vars(config).items() if "rope" in key or "rotary" in key}
     unread += [key for key, value in own.items() if value and key not in _CONFIG_FIELDS]

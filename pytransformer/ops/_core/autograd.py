@@ -97,7 +97,8 @@ def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
         or operand.is_meta
     ):
         return False
-    for value in inputs:  # noqa: SIM110  # a generator would cost a call several microseconds
+    # A generator would cost a call several microseconds.
+    for value in inputs:  # noqa: SIM110
         if isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor()):
             return False
     return True
@@ -155,8 +156,7 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
 
     Transforms and torch.compile support the first Function. Eager calls that are :func:`unwatched`
     use the second. The backward of both is a Function whose backward differentiates the reference.
-    The third result computes the gradients of the differentiable arguments, for the nodes of the
-    C++ fast path.
+    The third result computes the differentiable arguments' gradients for the C++ fast path.
 
     The methods of the first close over raw ops and constants only, because torch.compile cannot
     trace a closure over an Op. The second has no ``setup_context``, with which PyTorch binds the
@@ -226,7 +226,7 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
 
     # Without a gradient, torch.compile infers from the number of parameters that forward takes no
     # ctx.
-    Forward.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions may have one
+    Forward.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
     )
     Forward.__name__ = Direct.__name__ = f"{name}_function"

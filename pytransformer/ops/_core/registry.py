@@ -19,10 +19,13 @@ An :class:`Op` is declared once, in the file of its family::
 Only this place names the op: tools and tests iterate over ``OPS`` and locate an op's files by its
 family.
 
-It defines two raw ops of the library ``pytransformer``: ``layer_norm_fwd(arguments, backend,
-strict)`` and ``layer_norm_bwd(gradients of the differentiable outputs, arguments, saved, wanted,
-backend, strict)``. The second returns one tensor for each name in ``differentiable``, empty if
-``wanted`` is false. All backends save the same tensors, so backward may run on another backend.
+It defines two raw ops of the library ``pytransformer``:
+
+- ``layer_norm_fwd(arguments, backend, strict)``
+- ``layer_norm_bwd(grad_outputs, arguments, saved, wanted, backend, strict)``, which returns one
+  tensor for each name in ``differentiable``, empty if ``wanted`` is false.
+
+All backends save the same tensors, so backward may run on another backend.
 
 A backend's ``why_not(arguments)`` returns None if it supports the problem, else a readable reason.
 The body of the raw op selects the backend, so torch.compile sees one op, without a graph break and
