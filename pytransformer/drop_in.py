@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``activate()``: every scaled_dot_product_attention call in the process runs on our kernels, masks included.
+"""``activate()`` runs every scaled_dot_product_attention call of the process on our kernels.
 
-The hook is the dispatcher's own: while active, ``aten::scaled_dot_product_attention`` has our function as its
-CompositeImplicitAutograd kernel, so calls from Python, C++, nn.MultiheadAttention, timm or a compiled graph's trace all
-reach it, in no_grad and inference_mode too, and autocast has already cast their arguments. The C++ fast path, where there is one, is the
-kernel for plain eager calls, and hands all others to our function. PyTorch's own kernel, fetched
-before, computes what we cannot; each such call is recorded with its reason in ``pytransformer.fallbacks()``.
+While active, our function is the CompositeImplicitAutograd kernel of
+``aten::scaled_dot_product_attention``. The dispatcher therefore sends it calls from Python, C++,
+nn.MultiheadAttention, timm and a compiled graph's trace, also under no_grad and inference_mode,
+after autocast has cast the arguments. If the C++ fast path is available, it is the kernel for plain
+eager calls and passes all other calls to our function. PyTorch's kernel, fetched before, computes
+unsupported calls; ``pytransformer.fallbacks()`` records each with its reason.
 
-nn.MultiheadAttention and nn.TransformerEncoderLayer have an inference fast path that never calls the op: it is switched
-off while active and set back to what it was afterwards. What it alone does, nested tensors, is in drop_in_nested.py.
+nn.MultiheadAttention and nn.TransformerEncoderLayer have an inference fast path that never calls
+the op. ``activate()`` disables it and restores the setting afterwards. drop_in_nested.py handles
+nested tensors, which only that fast path supports.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from .ops.attention_varlen import attention_varlen_op
 from .ops.scaled_dot_product import four_dimensional
 
 OP = "scaled_dot_product_attention"
-# vmap decomposes the op in a kernel of its own before any other is asked. "CPU" only names a way to fetch the composite
-# kernel, which is the same for every device: an alias key has no kernel of its own to fetch.
+# vmap decomposes the op in a kernel with a higher dispatch priority. "CPU" is only the key that
+# fetches the composite kernel, which is the same for every device; an alias key has no kernel to
+# fetch.
 COMPOSITE = "CompositeImplicitAutograd"
 HOOKS = {COMPOSITE: "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
 AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
@@ -51,8 +54,11 @@ _told_compiled = False
 
 
 class Activation:
-    """The result of :func:`activate`. As a context manager it ends its own activation, and a later
-    ``with`` starts it again; the last to end restores PyTorch."""
+    """The result of :func:`activate`.
+
+    As a context manager it ends its activation, and a later ``with`` starts it again. The last
+    activation to end restores PyTorch.
+    """
 
     _entered = False
 
@@ -65,23 +71,24 @@ class Activation:
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            if _open[self] > 0:  # else deactivate() came first
+            if _open[self] > 0:  # false if deactivate() came first
                 _open[self] -= 1
             if not +_open:
                 _restore()
 
 
 def activate() -> Activation:
-    """Run every ``scaled_dot_product_attention`` call of the process on our kernels, until :func:`deactivate`.
+    """Run every ``scaled_dot_product_attention`` call of the process on our kernels.
 
-    ``pt.activate()`` at the top of a script is enough; ``with pt.activate():`` ends with the block.
-    Blocks are counted: they may nest, overlap in threads, coroutines and generators, and end in any
-    order. Our kernels serve the whole process while one is open, because PyTorch has one table of
-    kernels, and because a checkpoint's backward must recompute with the kernel of its forward.
+    The effect lasts until :func:`deactivate`. ``pt.activate()`` at the top of a script is enough;
+    ``with pt.activate():`` ends with the block. Blocks are counted: they may nest, overlap in
+    threads, coroutines and generators, and end in any order. Our kernels serve the whole process
+    while one block is open, because PyTorch has one table of kernels and because a checkpoint's
+    backward must recompute with the kernel of its forward.
 
     A graph of ``torch.compile`` keeps the kernels that it was traced with. Activate before the
-    first trace: a warning reports earlier graphs once. A graph traced while active runs our
-    kernels afterwards too. ``torch._dynamo.reset()`` traces anew.
+    first trace; a warning reports earlier graphs once. A graph traced while active runs our kernels
+    afterwards too. ``torch._dynamo.reset()`` discards traced graphs.
     """
     activation = Activation()
     with _lock:
@@ -90,7 +97,7 @@ def activate() -> Activation:
 
 
 def _begin(activation: Activation) -> None:
-    """Count the activation; the first one puts our kernels in place."""
+    """Count the activation; the first one installs our kernels."""
     global _library, _mha_fastpath
     _open[activation] += 1
     if _library is not None:
@@ -109,18 +116,20 @@ def _begin(activation: Activation) -> None:
 
 
 def deactivate() -> None:
-    """Give PyTorch its own kernels and settings back, however often :func:`activate` was called."""
+    """Restore PyTorch's kernels and settings, however often :func:`activate` was called."""
     with _lock:
         _restore()
 
 
 def _tell_compiled() -> None:
-    """Warn, the first time, that what is compiled already goes on without us: its guards do not see the dispatcher."""
+    """Warn once that graphs compiled earlier keep PyTorch's attention.
+
+    Their guards do not cover the dispatcher.
+    """
     global _told_compiled
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    traced = getattr(
-        getattr(frames, "output_codes", None), "seen_ids", ()
-    )  # of functions that are still there, since the last reset
+    # The live functions that were traced since the last reset.
+    traced = getattr(getattr(frames, "output_codes", None), "seen_ids", ())
     if traced and not _told_compiled:
         _told_compiled = True
         warnings.warn(
@@ -132,7 +141,7 @@ def _tell_compiled() -> None:
 
 
 def is_active() -> bool:
-    """Whether PyTorch's scaled_dot_product_attention is ours at the moment."""
+    """Return true while our kernels serve PyTorch's scaled_dot_product_attention."""
     return _library is not None
 
 
@@ -148,7 +157,7 @@ def _restore() -> None:
 
 
 def _replacement(original: Any) -> Callable[..., torch.Tensor]:
-    """Our kernel for one dispatch key. ``original`` is PyTorch's for the same key."""
+    """Return our kernel for one dispatch key; ``original`` is PyTorch's kernel for the same key."""
 
     def scaled_dot_product_attention(
         keyset: torch._C.DispatchKeySet,
@@ -168,7 +177,7 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
             try:
                 op, a, finish = (_lower_nested if query.is_nested else _lower)(*arguments)
                 reason = None if query.is_meta else op.why_not_fused(a)
-            except (TypeError, ValueError) as error:  # PyTorch may allow it, or says in its own words what is wrong
+            except (TypeError, ValueError) as error:  # PyTorch may accept it, or raises its error
                 reason = str(error)
         if reason is None:
             try:
@@ -186,9 +195,8 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
     return scaled_dot_product_attention
 
 
-_Lowered = tuple[
-    Op, Any, Callable[[torch.Tensor], torch.Tensor]
-]  # the op, its arguments, what gives its output the caller's shape
+# The op, its arguments, a function that reshapes the output.
+_Lowered = tuple[Op, Any, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def _lower(
@@ -205,13 +213,16 @@ def _lower_nested(*arguments: Any) -> _Lowered:
 
 
 def _check_lengths(key: torch.Tensor, value: torch.Tensor) -> None:
-    """ValueError if key and value differ in length: PyTorch's flash kernel does not look (2.13) and reads past the shorter one."""
+    """Raise ValueError if key and value differ in length.
+
+    PyTorch's flash kernel does not check (2.13) and reads past the end of the shorter tensor.
+    """
     if not key.is_nested and not value.is_nested and min(key.dim(), value.dim()) >= 2 and key.shape[-2] != value.shape[-2]:
         raise ValueError(f"{OP}: key and value must have the same length, got key {shape_of(key)} and value {shape_of(value)}")
 
 
 def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-    """Why these tensors are not for our ops at all, or None."""
+    """Return why our ops do not support these tensors, or None."""
     for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if t is None:
             continue
@@ -232,8 +243,11 @@ def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mas
 
 @contextlib.contextmanager
 def _user_level() -> Any:
-    """Inside a torch.func transform the kernel of an op runs with the transforms' dispatch keys switched off. Our autograd
-    Function needs them on, as they are where a user calls it; autocast alone, which has done its part, stays off."""
+    """Enable the dispatch keys of a torch.func transform, as in the user's call.
+
+    The kernel of an op runs with these keys disabled, and our autograd Function needs them.
+    Autocast stays disabled because it has already run.
+    """
     if torch._C._functorch.maybe_current_level() is None:
         yield
         return

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While :func:`pytransformer.activate` is on: nested tensors where PyTorch takes them apart before its attention op is called.
+"""Nested tensors while :func:`pytransformer.activate` is on.
 
-Jagged ones come to a function of torch.nested, and nn.MultiheadAttention knows nested tensors in its inference fast path alone,
-which is off. Both then run as packed sequences, in training too.
+PyTorch handles them before its attention op: a function of torch.nested computes jagged tensors,
+and nn.MultiheadAttention supports nested tensors only in its inference fast path, which is off.
+Here both run as packed sequences, in training too.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from .ops import nested
 from .ops._core.fallbacks import record_fallback
 from .ops.attention_varlen import attention_varlen, attention_varlen_op
 
-MODULE, JAGGED = "torch.nested._internal.ops", "jagged_scaled_dot_product_attention"  # private: left alone where it is not
+# private; not patched if absent
+MODULE, JAGGED = "torch.nested._internal.ops", "jagged_scaled_dot_product_attention"
 _patches: list[Patch] = []
 
 
 class Patch:
-    """One attribute of a module or class, replaced by ``wrap(patch, original)`` until :meth:`remove`.
+    """An attribute replaced by ``wrap(patch, original)`` until :meth:`remove`.
 
-    Another library may patch the same attribute later. Its patch then stays, and calls through
-    ours, which must do nothing of its own once ``on`` is false.
+    Another library may patch the same attribute later. Its patch then stays and still calls ours,
+    which must only forward the call once ``on`` is false.
     """
 
     def __init__(self, owner: Any, name: str, wrap: Callable[..., Any]) -> None:
@@ -53,7 +55,7 @@ def install() -> None:
     module = importlib.import_module(MODULE)
     if hasattr(module, JAGGED):
         _patches.append(Patch(module, JAGGED, _jagged))
-    # Not its forward, which torch.jit.script reads.
+    # Patch __call__, because torch.jit.script reads forward.
     _patches.append(Patch(nn.MultiheadAttention, "__call__", _multihead_call))
 
 
@@ -103,7 +105,7 @@ def _why_not(
     self: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None, need_weights: bool = True,
     attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why this call, of a nested tensor at least, is not for packed sequences, or None."""
+    """Return why a call with a nested tensor cannot run as packed sequences, or None."""
     if need_weights:
         return "need_weights=True asks for the weights of nested tensors"
     if key_padding_mask is not None or attn_mask is not None or is_causal:
@@ -118,7 +120,7 @@ def _why_not(
 
 
 def _multihead(self: nn.MultiheadAttention, query: Any, key: Any, value: Any, **_: Any) -> torch.Tensor:
-    """The module's output, projections and all, on packed rows."""
+    """Return the module's output, including its projections, computed on packed rows."""
     packed = {id(t): nested.pack(name, t) for name, t in (("query", query), ("key", key), ("value", value))}
     q, k, v = (packed[id(t)] for t in (query, key, value))
     nested.check_same_lengths("nn.MultiheadAttention", k, v)

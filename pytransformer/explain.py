@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pt.explain``: which backend a call would use, and why not the others; or what each layer of a model runs on."""
+"""``pt.explain`` reports the backend of a call, or of each layer of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .ops._core.registry import OPS, at_home, forced_backend
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found. ``reasons`` has every backend of the op: None if it can do the problem, else why not."""
+    """The result of :func:`explain`.
+
+    ``reasons`` maps every backend of the op to None if it supports the problem, else to the reason.
+    """
 
     op: str
     backend: str | None
@@ -38,15 +41,20 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation: ...
 @overload
 def explain(op: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExplanation: ...
 def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
-    """Which backend a call would use and why not the others, without running it; or what each layer of a model runs on.
+    """Return which backend a call would use, or the backends of a model's layers.
+
+    An op's call does not run. The result gives the reason for each backend that does not support
+    it.
 
     Args:
-        op: name of a public op, for example ``"attention"``; or a model, which is run once, without gradients.
-        *args, **kwargs: what the call would be given, checked as the call would check them; or the model's inputs, where one
-            mapping alone means keywords.
+        op: name of a public op, for example ``"attention"``, or a model, which runs once without
+            gradients.
+        *args, **kwargs: arguments of the call, checked as the call checks them, or the model's
+            inputs, where a single mapping means keywords.
 
     Returns:
-        An :class:`Explanation`, or a :class:`pytransformer.integrations.explain_model.ModelExplanation`; ``print`` shows either
+        An :class:`Explanation` or a
+        :class:`pytransformer.integrations.explain_model.ModelExplanation`. ``print`` shows either
         as a table.
     """
     if isinstance(op, torch.nn.Module):

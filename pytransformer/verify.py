@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pt.verify``: checks and times every backend on this machine."""
+"""``pt.verify`` checks and times every backend on this machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from .ops._core import verification
 def verify(
     *, ops: Sequence[str] = (), backends: Sequence[str] = (), devices: Sequence[str] = (), seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """Check every backend on this machine against float64, in child processes, and time those that are right.
+    """Check every backend on this machine against float64, and time the correct backends.
 
-    The results are stored in the user's cache directory and used from then on, in this process too. The
-    same as ``pytransformer verify``.
+    The checks run in a child process. The call stores the results in the user's cache directory.
+    Every later call of an op uses them, in this process too. ``pytransformer verify`` does the
+    same.
 
     Args:
-        ops, backends: names; all of them if none are given.
-        devices: ``"cpu"`` or ``"cuda"``; the CPU, and the GPU if there is one, if none are given.
-        seconds: time per device; 120 if not given, and more on a slow or busy machine. The next call checks
-            what is left.
+        ops, backends: names; by default all.
+        devices: ``"cpu"`` or ``"cuda"``; by default the CPU and the GPU if there is one.
+        seconds: time per device; by default 120, and more on a slow or busy machine. The next call
+            runs the remaining checks.
 
     Returns:
-        One object per device: ``checks`` (op, backend, dtype, case, outcome, detail), ``order``, ``times``, ``key``, ``path``.
+        One object per device: ``checks`` (op, backend, dtype, case, outcome, detail), ``order``,
+            ``times``, ``key``, ``path``.
 
     Raises:
-        ValueError: an unknown op, backend or device.
-        RuntimeError: the process that checks ended without a result.
+        ValueError: an op, backend or device is unknown.
+        RuntimeError: the child process ended without a result.
     """
     words = [
         w

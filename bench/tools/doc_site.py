@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Complete the documentation site: mkdocs loads this file as a hook, mkdocstrings as an extension.
 
-The site has the layout of the repository, so relative links work unchanged. Its pages are README.md,
-docs/ and every page, file and folder that a page links to. The tables of docs/index.md are the navigation.
-Docstrings become the API reference; griffe reads the sources and does not import the package.
+The site has the layout of the repository, so relative links work unchanged. It has README.md, docs/
+and every page, file and folder that a page links to. The tables of docs/index.md determine the
+navigation. Docstrings become the API reference; griffe reads the sources and does not import the
+package.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def sources() -> list[Path]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Set the navigation: the sections of docs/index.md, with consecutive pages of a folder grouped."""
+    """Set the navigation: the sections of docs/index.md, pages of a folder grouped."""
     config.nav = ["README.md", {"Contents": uri(INDEX)}]
     for title, text in SECTION.findall(INDEX.read_text(encoding="utf-8")):
         entries: list[Any] = []
@@ -72,7 +73,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace the files of docs/ by the repository's files that the site needs; add generated pages."""
+    """Replace the files of docs/ by those of `sources`, and add the generated pages."""
     site = Files([file for file in files if file.src_dir != config.docs_dir])
     pages = {f"api/pytransformer{module}.md": f"::: pytransformer{module}\n" for module in MODULES}
     pages["api/pytransformer.reference.md"] += "    options: {members: false}\n"  # those of the ops
@@ -91,21 +92,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Link the page of a folder, not the folder, and put a block's file name above the block."""
     here = (ROOT / page.file.src_uri).parent
     markdown = LINK.sub(lambda m: m[0] + "/index.md" * (here / m[2]).is_dir(), markdown)
-    return FENCE.sub(lambda m: "```{} title={q}{}{q}".format(*m.groups(), q="'" if '"' in m[2] else '"'), markdown)
+    return FENCE.sub(lambda m: f"```{m[1]} title='{m[2]}'", markdown)
 
 
 class Docstrings(griffe.Extension):
     """Adapts the package's docstrings and names to mkdocstrings."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Link names in docstrings, and let `pytransformer.explain` be the function, not its module."""
+        """Link names in docstrings; let `pytransformer.explain` be the function, not its module."""
 
         def link(match: re.Match[str]) -> str:
+            name = match[1]
             try:
-                target = match[1] if match[1].startswith("pytransformer.") else obj.resolve(match[1])
+                target = name if name.startswith("pytransformer.") else obj.resolve(name)
             except griffe.NameResolutionError:
-                return f"`{match[1]}`"
-            return f'<autoref identifier="{target}" optional><code>{match[1]}</code></autoref>'
+                return f"`{name}`"
+            return f'<autoref identifier="{target}" optional><code>{name}</code></autoref>'
 
         objects: list[Any] = [pkg]
         for obj in objects:  # grows while it is read

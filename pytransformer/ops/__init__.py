@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops, one file a family; see _registry for how one is declared."""
+"""The ops, one file per op family; _core/registry.py declares an op."""

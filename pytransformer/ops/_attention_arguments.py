@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention's keywords become arguments of the raw ops: each checked and lowered by a function of its own, for padded and packed."""
+"""Checks and lowering of attention's keywords to raw-op arguments, padded and packed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ NO_BLOCKS = (None,) * 5
 
 
 def check_rows(query: Any, key: Any, value: Any) -> None:
-    """Tensors of four dimensions on one device, in dtypes that the kernels know; keys and values may be in eight bits."""
+    """Raise unless the tensors are 4-dimensional, on one device and of supported dtypes.
+
+    Keys and values may be in eight bits.
+    """
     for name, t in (("query", query), ("key", key), ("value", value)):
         eight = name != "query" and isinstance(t, torch.Tensor) and t.dtype in EIGHT_BITS
         check_tensor("attention", name, t, floating=not eight, ndim=4)
@@ -38,7 +41,10 @@ def check_rows(query: Any, key: Any, value: Any) -> None:
 def check_scales(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_scale: Any, value_scale: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The scales of keys and values in eight bits, each as a view of key.shape[:3]; (None, None) for those in query's dtype."""
+    """Return the scales of 8-bit keys and values as views of key.shape[:3].
+
+    Other dtypes have no scales and give (None, None).
+    """
     both = (("key_scale", key_scale), ("value_scale", value_scale))
     if key.dtype not in EIGHT_BITS:
         for name, t in both:
@@ -66,7 +72,7 @@ def check_scales(
 
 
 def refuse_gradients(op: Any, arguments: Any) -> None:
-    """ValueError where a call needs a gradient that keys in pages, or in eight bits, do not have."""
+    """Raise ValueError if a call needs a gradient through pages or 8-bit keys and values."""
     paged, scales = (
         arguments.page_table is not None,
         [t for t in (arguments.key_scale, arguments.value_scale) if t is not None],
@@ -85,8 +91,11 @@ def refuse_gradients(op: Any, arguments: Any) -> None:
 
 
 def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, paged: bool = False) -> torch.Size:
-    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on, the dtypes too; returns query's shape. With ``paged`` key
-    and value are pools, whose first dimension is of pages and whose third is of a page's rows."""
+    """Check that query, key and value agree in shape and dtype; return query's shape.
+
+    The shapes are (B, Hq, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv). With ``paged`` key and
+    value are pools, (num_pages, Hkv, page_size, D).
+    """
     if key.dtype in EIGHT_BITS or value.dtype in EIGHT_BITS:
         check_same("attention", "key", key, "value", value, dtype=True)
         if query.dtype == torch.float64:
@@ -116,7 +125,10 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
 
 
 def check_pages(table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The table of pages, contiguous, and how many keys its rows can name. Its values are checked inside the op."""
+    """Return the contiguous page table and the number of keys that a row of it addresses.
+
+    The op checks the table's values.
+    """
     check_tensor("attention", "page_table", table)
     check_same("attention", "query", query, "page_table", table)
     if table.dtype not in (torch.int32, torch.int64):
@@ -134,7 +146,10 @@ def check_pages(table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.T
 
 
 def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int, int]:
-    """(alignment, left, right, global keys) of the raw op; -1: unbounded. Without a window there are no global keys."""
+    """Return (alignment, left, right, global keys) of the raw op; -1 means unbounded.
+
+    Global keys need a window.
+    """
     check_choice("attention", "causal", causal, ALIGNMENTS)
     global_keys = check_integer("attention", "global_keys", global_keys)
     sides = (None, None) if window is None else window
@@ -152,7 +167,7 @@ def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int
 def biases(
     op: str, bias: Any, query: torch.Tensor, heads: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, bool, int]:
-    """(dense, slopes, table, bidirectional, max_distance) of the raw op."""
+    """Return (dense, slopes, table, bidirectional, max_distance) of the raw op."""
     if bias is None or isinstance(bias, torch.Tensor):
         return bias, None, None, False, 0
     if isinstance(bias, AlibiBias):
@@ -185,7 +200,7 @@ def biases(
 
 
 def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.Tensor | None:
-    """The sinks, one for each query head."""
+    """Return the sinks, one logit per query head."""
     if sinks is None:
         return None
     check_tensor(op, "sinks", sinks, floating=True, ndim=1)
@@ -196,8 +211,10 @@ def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.T
 
 
 def as_causal_bias(mask: Any) -> Any:
-    """Return the mask if it is a CausalBias of torch.nn.attention, else None. Without the module
-    that defines it there is none."""
+    """Return the mask if it is a CausalBias of torch.nn.attention, else None.
+
+    No CausalBias exists before its module is loaded.
+    """
     module = sys.modules.get("torch.nn.attention.bias")
     return mask if module is not None and isinstance(mask, module.CausalBias) else None
 
@@ -207,8 +224,9 @@ def causal_terms(
 ) -> tuple[Any, Any]:
     """Return (attn_mask, causal) with a CausalBias of torch.nn.attention lowered to ``causal``.
 
-    ``causal`` also aligns windows, lengths and position biases, and yields to a prefix. Where one
-    of ``others`` makes the two differ, the bias becomes a boolean (Lq, Lk) mask:
+    ``causal`` also aligns windows, lengths and position biases, and a prefix overrides it. If one
+    of the arguments in ``others`` would change the result, the bias becomes a boolean (Lq, Lk)
+    mask:
 
         upper left, Lq = 2, Lk = 4      lower right
             1 0 0 0                         1 1 1 0
@@ -234,7 +252,7 @@ def causal_terms(
 
 
 def block_tensors(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tuple[Sequence[torch.Tensor | None], Any]:
-    """(the tensors of a block mask, or Nones; the mask if it is another)."""
+    """Return (tensors of a block mask or Nones, the mask if it is not a block mask)."""
     blocks = as_block_mask(mask)
     if blocks is None:
         return NO_BLOCKS, mask
@@ -247,7 +265,7 @@ def block_tensors(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tupl
 
 
 def dense_term(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
-    """A mask or bias as a view of 4 dimensions, each full or 1."""
+    """Return a mask or bias as a 4-dimensional view whose dimensions are full or 1."""
     if t is None:
         return None
     check_tensor("attention", name, t)
@@ -263,7 +281,7 @@ def dense_term(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) ->
 
 
 def integers(name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
-    """Lengths or segments as a contiguous int64 tensor of this shape. Values are checked inside the op."""
+    """Return lengths or segments as a contiguous int64 tensor; the op checks the values."""
     if t is None:
         return None
     check_tensor("attention", name, t)

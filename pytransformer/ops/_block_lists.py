@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How block masks are made: a function evaluated by blocks, two masks combined, lists and their transpose assembled.
+"""Construction of block masks: evaluation by blocks, combination, lists and their transpose.
 
-A block is named by one number, (batch, head, block of queries, block of keys) counted through.
+One number indexes a block: the flattened (batch, head, query block, key block).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ._problem.blocks import FULL, Blocks, entry_rows, pack_bits
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Shape = tuple[int, int, int, int]
-PAIRS_AT_ONCE = 1 << 21  # that a mask_mod is asked for together
+PAIRS_AT_ONCE = 1 << 21  # pairs per mask_mod call
 
 
 def keys_of(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """((batch, head, block of queries, block of keys) counted through, rising; place of the bits or FULL) of every entry."""
+    """Return the flattened block index, ascending, and the bits index or FULL of every entry."""
     rows, entry = entry_rows(blocks.offsets)
     found = blocks.entries[entry].long()
     return rows * (blocks.key_offsets.shape[2] - 1) + found[:, 0], found[:, 1]
@@ -32,7 +32,11 @@ def evaluate(
     candidates: torch.Tensor | None = None,
     vectorized: bool = False,
 ) -> Blocks:
-    """Blocks by ``mod``, which is asked for the candidates only, some at a time. vectorized: it takes tensors of any shape."""
+    """Return the blocks where ``mod`` is true, evaluated in chunks.
+
+    ``candidates`` restricts the evaluation to these blocks. ``vectorized`` means that ``mod``
+    accepts tensors of any shape.
+    """
     _, heads, lq, lk = shape
     down, across = counts(lq, lk, sizes)
     function = mod if vectorized else torch.vmap(mod, in_dims=(0, 0, 0, 0))
@@ -62,7 +66,7 @@ def evaluate(
 
 
 def assemble(shape: Shape, keys: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> Blocks:
-    """Of blocks counted through, rising, and the places of their bits."""
+    """Return the lists of ascending flattened block indices with their bits indices."""
     batch, heads, lq, lk = shape
     down, across = counts(lq, lk, (bits.shape[1], 32 * bits.shape[2]))
 
@@ -84,8 +88,10 @@ def assemble(shape: Shape, keys: torch.Tensor, places: torch.Tensor, bits: torch
 
 
 def part(blocks: Blocks, shape: Shape, heads: range, queries: range, keys: range) -> Blocks:
-    """The mask of some heads, queries and keys alone, which count from 0 there. Blocks may be cut anywhere; those of the part that touch
-    no visible block are not looked at."""
+    """Return the mask of some heads, queries and keys, whose indices start at 0.
+
+    The range may cut blocks. Only blocks that overlap a visible block are evaluated.
+    """
     sizes, device = blocks.block_size, blocks.offsets.device
     down, across = counts(shape[2], shape[3], sizes)
     counted, places = keys_of(blocks)
@@ -114,12 +120,12 @@ def part(blocks: Blocks, shape: Shape, heads: range, queries: range, keys: range
 
 
 def _blocks_touched(block: torch.Tensor, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and the last block of a part that begins at ``start`` that a block of the whole lies in."""
+    """Return the first and last block of a part from ``start`` on that overlap ``block``."""
     return (block * size - start) // size, (block * size + size - 1 - start) // size
 
 
 def combine(shape: Shape, blocks: Blocks, other_shape: Shape, other: Blocks, how: str) -> tuple[Shape, Blocks]:
-    """Both (``&``) or either (``|``) of two masks, and the shape of the result."""
+    """Return the shape and blocks of the intersection (``&``) or union (``|``) of two masks."""
     if shape[2:] != other_shape[2:] or blocks.block_size != other.block_size:
         raise ValueError(
             f"BlockMask: {how} of {shape} in blocks of {blocks.block_size} and {other_shape} in blocks of {other.block_size}; "
@@ -152,7 +158,7 @@ def combine(shape: Shape, blocks: Blocks, other_shape: Shape, other: Blocks, how
 
 
 def _broadcast(blocks: Blocks, shape: Shape, batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries as of a mask with so many batch elements and heads."""
+    """Return the entries broadcast to this number of batch elements and heads."""
     keys, places = keys_of(blocks)
     per = (blocks.offsets.shape[2] - 1) * (blocks.key_offsets.shape[2] - 1)
     for size, own, unit in ((heads, shape[1], per), (batch, shape[0], per * heads)):
@@ -166,14 +172,14 @@ def _broadcast(blocks: Blocks, shape: Shape, batch: int, heads: int) -> tuple[to
 
 
 def _words(blocks: Blocks, places: torch.Tensor) -> torch.Tensor:
-    """The bits of these entries, all ones where full, zeros where there is none."""
+    """Return the bits of the entries: ones for full blocks, zeros for absent blocks."""
     words = torch.where(places == FULL, -1, 0)[:, None, None].int().expand(-1, *blocks.bits.shape[1:])
     partial = (places >= 0)[:, None, None]
     return torch.where(partial, blocks.bits[places.clamp_min(0)], words) if blocks.bits.shape[0] else words
 
 
 def _existing(blocks: Blocks, shape: Shape, keys: torch.Tensor) -> torch.Tensor:
-    """The bits of pairs that lie within the tensors."""
+    """Return the bits of the pairs that lie within the tensors."""
     (rows, width), across = blocks.block_size, blocks.key_offsets.shape[2] - 1
     down = blocks.offsets.shape[2] - 1
     i = (keys // across % down * rows)[:, None] + torch.arange(rows, device=keys.device)
@@ -186,7 +192,7 @@ def counts(lq: int, lk: int, sizes: tuple[int, int]) -> tuple[int, int]:
 
 
 def band(length: int, left: int, right: int, sizes: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The blocks, counted through, that a band around the diagonal crosses."""
+    """Return the flattened indices of the blocks that a band around the diagonal crosses."""
     down, across = counts(length, length, sizes)
     q = torch.arange(down, device=device)
     first = ((q * sizes[0] - left).clamp_min(0)) // sizes[1]
@@ -197,7 +203,10 @@ def band(length: int, left: int, right: int, sizes: tuple[int, int], device: tor
 
 
 def stripes(length: int, stride: int, causal: bool, sizes: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The blocks, counted through, that have pairs whose distance i - j is a multiple of ``stride`` or smaller than it."""
+    """Return the flattened indices of the blocks that a strided mask needs.
+
+    A pair is visible if |i - j| < stride or i - j is a multiple of ``stride``.
+    """
     down, across = counts(length, length, sizes)
     apart = torch.arange(down, device=device)[:, None] * sizes[0] - torch.arange(across, device=device) * sizes[1]
     least, most = apart - (sizes[1] - 1), apart + (sizes[0] - 1)  # distances within the block
@@ -208,14 +217,14 @@ def stripes(length: int, stride: int, causal: bool, sizes: tuple[int, int], devi
 
 
 def _lookup(every: torch.Tensor, keys: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """For each of ``every`` its place among keys, FULL - 1 where it is none of them."""
+    """Return for each of ``every`` its entry of places, or FULL - 1 if it is not a key."""
     found = torch.full_like(every, FULL - 1)
     found[torch.searchsorted(every, keys)] = places
     return found
 
 
 def block_states(blocks: Blocks) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(block of queries, block of keys) of the full and of the partial blocks of the first batch element and head."""
+    """Yield (query block, key block) of the full and then the partial blocks of the first head."""
     keys, places = keys_of(blocks)
     across = blocks.key_offsets.shape[2] - 1
     first = keys < (blocks.offsets.shape[2] - 1) * across

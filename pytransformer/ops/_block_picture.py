@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block mask drawn with characters."""
+"""Drawing of a block mask with characters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from ._block_lists import block_states
 from ._problem.blocks import Blocks
 
-ROWS, COLUMNS = 16, 32  # characters at most
+ROWS, COLUMNS = 16, 32  # maximum number of characters
 SHADES = " ░▒▓█"
 
 
 def picture(blocks: Blocks) -> str:
-    """The first batch element and head: a character for one block or several, darker the more of its pairs are visible; a partial
-    block counts as half."""
+    """Return a picture of the first batch element and head.
+
+    A character covers one or more blocks and is darker if more of its pairs are visible. A partial
+    block counts as half.
+    """
     down, across = blocks.offsets.shape[2] - 1, blocks.key_offsets.shape[2] - 1
     if not down or not across:
         return ""

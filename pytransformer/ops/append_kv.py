@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of decoding before attention: norm and rotary positions of query and key, key and value into the cache; see
-docs/ops/rotary.md."""
+"""One decoding step before attention: norm and rotary positions, key and value into the cache.
+
+See docs/ops/rotary.md.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,18 @@ from .rotary_positions import RotaryPositions
 
 
 class KeyValues(NamedTuple):
-    """A cache of keys and values: key j of sequence b is ``key[b, :, j]``, or with a page_table
+    """A cache of keys and values.
+
+    Key j of sequence b is ``key[b, :, j]``, or with a page_table
     ``key[page_table[b, j // page_size], :, j % page_size]``.
 
     Attributes:
         key: (B, Hkv, max_length, D), or pools (num_pages, Hkv, page_size, D).
         value: likewise, (…, Dv).
         page_table: (B, pages) int64 or int32, or None.
-        key_scale, value_scale: float32, (B, Hkv, max_length) or (num_pages, Hkv, page_size), of caches in float8_e4m3fn or int8, as
-            :func:`pytransformer.attention` takes them; None in every other dtype.
+        key_scale, value_scale: float32, (B, Hkv, max_length) or (num_pages, Hkv, page_size), for
+            caches in float8_e4m3fn or int8; None for every other dtype.
+            :func:`pytransformer.attention` takes them.
     """
 
     key: torch.Tensor
@@ -43,24 +48,27 @@ class KeyValues(NamedTuple):
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """All that is written: key, value, and the scales if there are any."""
+        """Return all tensors that a write changes: key, value, and the scales if there are any."""
         return tuple(t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None)
 
     @property
     def numbers(self) -> tuple[torch.Tensor, ...]:
-        """What is stored, as views in dtypes that torch copies by index everywhere: of float8 their bytes."""
+        """Return ``stored``, with float8 as int8 views, which every torch copies by index."""
         return tuple(t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in self.stored)
 
     @property
     def scales(self) -> dict[str, torch.Tensor]:
-        """The keywords of :func:`pytransformer.attention` that a cache in eight bits needs."""
+        """Return the keywords of :func:`pytransformer.attention` that an 8-bit cache needs."""
         both = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         return {name: t for name, t in both.items() if t is not None}
 
     @staticmethod
     def empty(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int], dtype: torch.dtype | None = None) -> KeyValues:
-        """A cache, uninitialised, for keys and values like these, (B, Hkv, L, D): ``rows`` are its first and third dimension. ``dtype``:
-        float8_e4m3fn or int8; None: theirs."""
+        """Return an uninitialized cache for keys and values like these, (B, Hkv, L, D).
+
+        ``rows`` is its first and third dimension. ``dtype`` is float8_e4m3fn or int8; None means
+        the tensors' dtype.
+        """
         shapes = [(rows[0], t.shape[1], rows[1]) for t in (key, value)]
         caches = [t.new_empty(*shape, t.shape[3], dtype=dtype) for t, shape in zip((key, value), shapes)]
         eight = dtype in LIMITS
@@ -69,7 +77,7 @@ class KeyValues(NamedTuple):
 
 
 def _written(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """In numbers: what is in eight bits, times its scales."""
+    """Return the cached keys and values, dequantized if they are in eight bits."""
     cache = named["cache"]
     if cache.key_scale is None:
         return {"key_cache": cache.key, "value_cache": cache.value}
@@ -84,7 +92,8 @@ append_kv_op = Op(
         "Tensor(d!)? value_scale, Tensor positions, "
         "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, bool interleaved, float eps, float weight_offset"
     ),
-    outputs=("out", "nothing"),  # torch wants no tuple of an op with one output, and all that handles ops does
+    # torch and the code that handles ops expect a tuple of at least two outputs
+    outputs=("out", "nothing"),
     differentiable_outputs=0,
     differentiable=(),
     saved=(),
@@ -111,30 +120,38 @@ def append_kv(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """What stands between the projections and attention where there is a cache, in one pass: query and key normalised and turned as
-    by :func:`rotary`, key and value written into the cache at their positions.
+    """Normalize and rotate query and key, and write key and value into the cache, in one pass.
+
+    The norm and the rotation are as in :func:`rotary`. The call replaces all steps between the
+    projections and attention.
 
     Args:
         query: (B, Hq, L, D), float32, bfloat16, float16 or float64; any strides.
         key, value: (B, Hkv, L, D) and (B, Hkv, L, Dv), of query's dtype.
-        cache: :class:`KeyValues` of that dtype, written in place; or in eight bits, as :func:`quantize_kv` makes them, of what would
-            have been written. Two keys at one place of it: either may stay.
-        positions: (B, L) int64 or int32. A negative one writes nothing: padding.
-        rotary: the angles of the positions, or their tables (cos, sin), which all layers share; None: nothing turns.
-        interleaved: the layout of the pairs with tables; :class:`RotaryPositions` has its own.
-        dims: how many columns turn, needed with tables of fewer columns than D.
-        q_norm, k_norm: (D,): the weights of the RMS norms over D, before the turning; None: no norm.
-        eps, weight_offset: of the norms; Gemma's weight_offset is 1.
+        cache: :class:`KeyValues` of that dtype, written in place, or in eight bits, quantized as by
+            :func:`quantize_kv`. If two keys have the same position, either may remain.
+        positions: (B, L) int64 or int32. A negative position is padding and writes nothing.
+        rotary: the angles of the positions, or their tables (cos, sin), which all layers share;
+            None disables the rotation.
+        interleaved: the layout of the pairs with tables; :class:`RotaryPositions` sets its layout
+            itself.
+        dims: number of rotated columns; required if the tables have fewer columns than D.
+        q_norm, k_norm: (D,), the weights of the RMS norms over D, before the rotation; None
+            disables a norm.
+        eps, weight_offset: parameters of the norms; Gemma's weight_offset is 1.
         backend, strict: as in :func:`rotary`.
 
     Returns:
         The query for attention, in query's shape, dtype and memory order.
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument; on the CPU, or with PYTRANSFORMER_CHECK=1, a position or page outside
-            the cache too. GPU kernels write such a key nowhere.
-        RuntimeError: the cache was made in inference mode and the call is outside it, as for PyTorch's updates in place.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it. On the CPU, or with
+            PYTRANSFORMER_CHECK=1, also for a position or page outside the cache. GPU kernels do not
+            write such a key.
+        RuntimeError: the cache was created in inference mode and the call is outside it, as for
+            PyTorch's in-place updates.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
     """
     if not torch.compiler.is_compiling():
         found = fast_path.append_kv(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: the public functions, the raw ops, and what their arguments mean to every backend.
+"""Attention: the public function and the raw op.
 
-``attention`` checks its arguments, lowers them to the flat list ARGUMENTS below and
-calls one raw op; see docs/ops/attention.md for the mathematics.
-Source: Vaswani et al. (2017), section 3.2; tiling by Dao et al., "FlashAttention" (2022).
+``attention`` checks its arguments, lowers them to the flat list ARGUMENTS below and calls one raw
+op; docs/ops/attention.md has the mathematics. Source: Vaswani et al. (2017), section 3.2; tiling by
+Dao et al., "FlashAttention" (2022).
 """
 
 from __future__ import annotations
@@ -46,13 +46,23 @@ from ._problem.attention import PaddedAttention
 from .block_mask import BlockMask
 from .masks import AlibiBias, RelativePositionBias
 
-# query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
-# each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks (Hq,). Lengths (B,), segments (B, L), the seed (): int64.
-# Block masks: see _problem/blocks.py; a dense mask and a block mask exclude each other. page_table (B, pages) int32 or int64: key and value
-# are then pools, (pages, Hkv, page size, D). key_scale, value_scale: of keys and values in eight bits, float32 views of key.shape[:3].
-# window: -1 = unbounded. global_keys: 0 without a window. softcap 0 = none. The starts are the absolute indices of the first batch element,
-# query head, query and key: causality, window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by
-# local index. Of batch element and head dropout alone asks, modulo 2^32: slopes, table and sinks are those of the call's heads.
+# Shapes: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating)
+# and bias are 4-dimensional, each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks
+# (Hq,). Lengths (B,), segments (B, L) and the seed () are int64.
+#
+# Block masks: see _problem/blocks.py. A dense mask and a block mask exclude each other.
+#
+# Pages: page_table (B, pages) is int32 or int64, and key and value are pools, (pages, Hkv, page
+# size, D).
+#
+# 8-bit key and value: key_scale and value_scale are float32 views of key.shape[:3].
+#
+# Window: -1 is unbounded, and global_keys is 0 without a window. softcap 0 disables the cap.
+#
+# Starts: absolute indices of the first batch element, query head, query and key. Causality, window,
+# lengths, prefix, ALiBi, T5 and dropout use absolute indices; dense tensors and segments use local
+# indices. Only dropout reads the batch and head starts, modulo 2^32: slopes, table and sinks
+# contain only the call's heads.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
@@ -71,7 +81,7 @@ def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _flops(a: Any) -> int:
-    """4 B H Lq Lk D (2 for each product), half when causal, whatever masks hide besides."""
+    """Return 4 B H Lq Lk D (2 per product), halved if causal; other masks are ignored."""
     batch, heads, num_queries, head_dim = a.query.shape
     flops = 2 * batch * heads * num_queries * a.num_keys * (head_dim + a.value.shape[3])
     return flops // 2 if a.causal != "none" else flops
@@ -143,41 +153,63 @@ def attention(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Masked scaled dot-product attention, ``softmax(scale * query @ keyᵀ + bias + mask) @ value``, in linear memory.
+    """Compute ``softmax(scale * query @ keyᵀ + bias + mask) @ value`` in linear memory.
 
-    A key j is visible to query i if ``(causal OR j < prefix) AND (window OR j < global_keys) AND lengths AND segments AND
-    mask``. Order of the score: scale, softcap, biases, masks, softmax, dropout. No visible key: 0, no gradient, lse -inf or the sink.
+    A key j is visible to query i if
+    ``(causal OR j < prefix) AND (window OR j < global_keys) AND lengths AND segments AND mask``.
+    The steps are, in order: scale, softcap, biases, masks, softmax, dropout. A query without a
+    visible key has output 0, no gradient, and its sink or -inf as lse.
 
     Args:
-        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) in one floating dtype; any strides; Hq a multiple of Hkv.
-        attn_mask: broadcastable to (B, Hq, Lq, Lk), never expanded: bool (True = attend) or floating (added; -inf hides;
-            has a gradient). Or a :class:`BlockMask`, or FlexAttention's; or torch's CausalBias, which becomes ``causal``.
-        causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq by each sequence's own lengths: with a cache).
-        window: (left, right), ``i + offset - left <= j <= i + offset + right``; None on a side is unbounded. The offset is
-            that of ``causal``, and shifts ALiBi and T5 distances too.
-        global_keys: the first so many keys lie in every query's window, which it requires; other masks still hide them.
-        query_lengths, key_lengths: (B,) integers: what lies at or past them is padding, read as zero.
-        prefix_lengths: (B,) integers, needs ``causal``: the keys before it are visible to every query.
-        query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither: attend only where equal.
-        page_table: (B, pages) int32 or int64: key and value are pools (num_pages, Hkv, page_size, D), and key j < key_lengths[b] is
-            ``key[page_table[b, j // page_size], :, j % page_size]``; nothing else of table and pools is read. Without gradients.
-        key_scale, value_scale: of key and value in float8_e4m3fn or int8: float32, broadcastable to key.shape[:3]. A row counts as its
-            scale times its numbers; :func:`quantize_kv` makes both. Without gradients.
-        bias: a tensor broadcastable to (B, Hq, Lq, Lk), :class:`AlibiBias` or :class:`RelativePositionBias`; with gradient.
-        sinks: (Hq,) floating: ``exp(sinks[h])`` is one more term of the softmax's denominator, in lse too; with gradient. Zeros make
-            softmax off by one, -inf is no sink. Scale, softcap, biases and dropout do not touch it.
-        softcap, scale: ``softcap * tanh(score / softcap)``; default ``1 / sqrt(D)``.
-        dropout_p, dropout_seed: probability of dropping a weight; int or int64 tensor, None: drawn. A seed drops alike on every backend.
-        deterministic: bitwise equal gradients from run to run. False may be faster: on sm_90a the backend cuda adds d_query across
-            blocks in any order, in a float32 copy; the last bits of d_query then differ from run to run. Elsewhere it does nothing.
-        backend: force "cuda", "triton", "cpu", "torch" (PyTorch's kernels) or "reference". strict: raise rather than run on the reference.
+        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) in one floating dtype,
+            with any strides. Hq is a multiple of Hkv.
+        attn_mask: broadcastable to (B, Hq, Lq, Lk) without being expanded, bool (True = attend) or
+            floating (added; -inf hides; has a gradient). Also a :class:`BlockMask`, FlexAttention's
+            block mask, or torch's CausalBias, which becomes ``causal``.
+        causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq with each sequence's
+            lengths, for decoding with a cache).
+        window: (left, right), ``i + offset - left <= j <= i + offset + right``; None on a side is
+            unbounded. ``causal`` sets the offset, which shifts ALiBi and T5 distances too.
+        global_keys: number of leading keys inside every query's window; needs ``window``. Other
+            masks still hide them.
+        query_lengths, key_lengths: (B,) integers. Rows at or past the length are padding and read
+            as zero.
+        prefix_lengths: (B,) integers, need ``causal``. Keys before the prefix length are visible to
+            every query.
+        query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither. A query attends
+            only to keys of an equal segment.
+        page_table: (B, pages) int32 or int64. key and value are pools (num_pages, Hkv, page_size,
+            D), and key j < key_lengths[b] is
+            ``key[page_table[b, j // page_size], :, j % page_size]``. The op reads nothing else of
+            table and pools. No gradients.
+        key_scale, value_scale: float32, broadcastable to key.shape[:3], for float8_e4m3fn or int8
+            key and value. The op multiplies each row by its scale; :func:`quantize_kv` returns
+            both. No gradients.
+        bias: a tensor broadcastable to (B, Hq, Lq, Lk), :class:`AlibiBias` or
+            :class:`RelativePositionBias`; with gradient.
+        sinks: (Hq,) floating; ``exp(sinks[h])`` is one more term of the softmax's denominator and
+            of lse; with gradient. Zeros give off-by-one softmax, -inf disables a sink. Scale,
+            softcap, biases and dropout do not change it.
+        softcap: ``softcap * tanh(score / softcap)``; None disables it.
+        scale: factor of the scores; default ``1 / sqrt(D)``.
+        dropout_p: probability of dropping a weight.
+        dropout_seed: int or int64 tensor; None draws one. A seed drops the same weights on every
+            backend.
+        return_lse: return lse too.
+        deterministic: gradients are bitwise equal from run to run. False may be faster: on sm_90a
+            the backend cuda sums d_query across blocks in any order, in a float32 copy, so its last
+            bits vary. It has no effect elsewhere.
+        backend: force "cuda", "triton", "cpu", "torch" (PyTorch's kernels) or "reference".
+        strict: raise instead of running on the reference.
 
     Returns:
-        (B, Hq, Lq, Dv) in query's dtype and memory order; with return_lse also the log of the softmax's denominator, (B, Hq, Lq).
+        (B, Hq, Lq, Dv) in query's dtype and memory order; with return_lse also the log of the
+        softmax's denominator, (B, Hq, Lq).
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
     """
     if not torch.compiler.is_compiling():
         found = fast_path.attention(
@@ -275,7 +307,10 @@ attention_op.prepare = _prepare
 
 
 def check_values(a: Any) -> None:
-    """ValueError if lengths lie outside the tensors, or pages outside the pool. See looks_at_values."""
+    """Raise ValueError if lengths exceed the tensors or pages exceed the pool.
+
+    See looks_at_values.
+    """
     for name, lengths in zip(LENGTHS, (a.query_lengths, a.key_lengths, a.prefix_lengths)):
         if lengths is not None and lengths.numel():
             queries = name == "query_lengths"
@@ -296,7 +331,10 @@ def check_values(a: Any) -> None:
 
 
 def _reference_bytes(a: Any) -> int:
-    """Scores, weights and their product with value keep three (B, Hq, Lq, Lk) matrices alive, and a boolean one."""
+    """Return the bytes of scores, weights and their product with value, and of a boolean mask.
+
+    Each is (B, Hq, Lq, Lk).
+    """
     size = 8 if a.query.dtype == torch.float64 else 4
     copied = a.page_table is not None or a.key_scale is not None  # gathered, or in float32
     row = 0 if not copied else (a.head_dim + a.value_dim) * (a.key.element_size() if a.key_scale is None else 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed sequences: rows of all sequences one after the other, no padding."""
+"""Attention over packed sequences: one sequence after the other, without padding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from ._core.tensors import (
 from ._problem.attention import PackedAttention
 from .masks import AlibiBias, RelativePositionBias
 
-# query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention. A batch
-# element is a sequence: batch_start is the number of the first.
+# Shapes: query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B +
+# 1,) int64. The rest is as in attention. A batch element is a sequence, and batch_start is the
+# index of the first.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
 Tensor? sinks, Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal,
 SymInt left, SymInt right, SymInt global_keys, SymInt batch_start, SymInt head_start, float scale, float softcap, float dropout_p,
@@ -47,7 +48,10 @@ def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _flops(a: Any) -> int:
-    """As attention's, summed over the sequences; without their lengths (meta tensors) every one is taken as the longest."""
+    """Return attention's FLOPs summed over the sequences.
+
+    Meta tensors have no lengths; every sequence then counts as the longest.
+    """
     _, heads, head_dim = a.query.shape
     pairs = a.query.shape[0] * a.max_seqlen_k
     if a.cu_seqlens_q.device.type != "meta":
@@ -132,16 +136,19 @@ def attention_varlen(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`pytransformer.attention` of packed sequences; bit for bit what the padded call with lengths gives.
+    """Compute attention of packed sequences, bitwise equal to the padded call.
 
-    Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of query and likewise of key and value. Rows outside
-    every sequence are never read; their output is 0 and their lse -inf.
+    Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of query and likewise of key
+    and value. The op never reads rows outside every sequence; their output is 0 and their lse -inf.
 
     Args:
-        query: (total_q, Hq, D); key: (total_k, Hkv, D); value: (total_k, Hkv, Dv).
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers, starting at 0, never decreasing.
+        query: (total_q, Hq, D).
+        key: (total_k, Hkv, D).
+        value: (total_k, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers that start at 0 and never decrease.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        The other arguments: as in :func:`pytransformer.attention`. Dropout counts sequences as batch entries.
+        The other arguments: as in :func:`pytransformer.attention`. Dropout counts sequences as
+            batch elements.
 
     Returns:
         (total_q, Hq, Dv), with return_lse also lse (Hq, total_q).
@@ -193,7 +200,7 @@ def _prepare(
     check_same(op, "query", query, "key", key, dtype=True)
     check_same(op, "query", query, "value", value, dtype=True)
 
-    def shapes() -> str:  # only for errors: torch.compile cannot print sizes that it does not know
+    def shapes() -> str:  # only for errors: torch.compile cannot print symbolic sizes
         return f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
 
     if key.shape[2] != query.shape[2] or 0 in (query.shape[2], value.shape[2]):
@@ -237,7 +244,7 @@ def _offsets(op: str, name: str, t: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def check_values(a: Any) -> None:
-    """ValueError if the offsets do not describe sequences inside the tensors."""
+    """Raise ValueError if the offsets do not describe sequences inside the tensors."""
     for name, cu, total, longest in (
         ("q", a.cu_seqlens_q, a.query.shape[0], a.max_seqlen_q),
         ("k", a.cu_seqlens_k, a.key.shape[0], a.max_seqlen_k),

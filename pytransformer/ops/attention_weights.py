@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention attended to: softmax weights of chosen rows, and summaries in linear memory, from the lse of a fused call."""
+"""Softmax weights of chosen rows and their summaries in linear memory, from a fused call's lse."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ def attention_weights(
     heads: Sequence[int] | torch.Tensor | None = None,
     **mask_and_bias_args: Unpack[MaskAndBias],
 ) -> torch.Tensor:
-    """The softmax weights ``exp(score - lse)`` of some queries and heads, without dropout.
+    """Return the softmax weights ``exp(score - lse)`` of some queries and heads, without dropout.
 
     Args:
-        query, key: as given to :func:`pytransformer.attention`.
-        lse: (B, Hq, Lq), what that call returned with ``return_lse=True``.
-        rows: query indices; None for all, which takes an (Lq, Lk) matrix per head.
-        heads: query-head indices; None for all.
+        query, key: the arguments of :func:`pytransformer.attention`.
+        lse: (B, Hq, Lq), the result of that call with ``return_lse=True``.
+        rows: query indices; None means all, with an (Lq, Lk) matrix per head.
+        heads: query-head indices; None means all.
         **mask_and_bias_args: the masks, bias, softcap and scale of that call.
 
     Returns:
-        (B, len(heads), len(rows), Lk), float32 (float64 for float64). A row that sees nothing is zero.
+        (B, len(heads), len(rows), Lk), float32 (float64 for float64). A row without a visible key
+        is zero.
     """
     a = _arguments("attention_weights", query, key, lse, mask_and_bias_args)
     return _weights(a, lse, _index("rows", rows, query.shape[2], query), _index("heads", heads, query.shape[1], query))[0]
@@ -55,19 +56,22 @@ def attention_summary(
     kinds: Sequence[str] = KINDS,
     **mask_and_bias_args: Unpack[MaskAndBias],
 ) -> dict[str, torch.Tensor]:
-    """Summaries of the softmax weights p, a block of rows at a time: memory linear in Lq and Lk.
+    """Return summaries of the softmax weights p in memory linear in Lq and Lk.
+
+    The function processes a block of rows at a time.
 
     Args:
         query, key, lse, **mask_and_bias_args: as in :func:`attention_weights`.
-        kinds: which of
+        kinds: some of
 
             - ``"entropy"``: -sum_j p log p in nats, (B, Hq, Lq)
-            - ``"argmax"``: the key with the largest weight, the first of equals, -1 for a row that sees nothing, (B, Hq, Lq) int64
-            - ``"column_sum"``: sum_i p, how much each key is attended to, (B, Hq, Lk)
+            - ``"argmax"``: the first key with the largest weight, or -1 for a row without a visible
+              key, (B, Hq, Lq) int64
+            - ``"column_sum"``: sum_i p, the total weight of each key, (B, Hq, Lk)
             - ``"distance"``: sum_j p |j - i - offset|, the mean attention distance, (B, Hq, Lq)
 
     Returns:
-        A dict with the kinds asked for; float32 (float64 for float64) but for argmax. No gradient.
+        A dict with one entry per kind, float32 (float64 for float64) except argmax. No gradient.
     """
     for kind in kinds:
         check_choice("attention_summary", "kinds", kind, KINDS)
@@ -128,7 +132,7 @@ def _index(name: str, chosen: Any, size: int, query: torch.Tensor) -> torch.Tens
 
 
 def _weights(a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, j - i - offset) of the chosen rows and heads."""
+    """Return (weights, j - i - offset) of the chosen rows and heads."""
     work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
     group = a.query.shape[1] // a.key.shape[1]
 
@@ -159,7 +163,7 @@ def _weights(a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor)
 
 
 def _blocks(a: Any) -> Iterator[torch.Tensor]:
-    # In a traced graph the blocks are those of the sizes traced with; a batch size unknown until run time counts as 1.
+    # A traced graph keeps the block sizes of tracing; an unknown batch size counts as 1.
     per_row = 4 * math.prod(number(n) or 1 for n in (*a.query.shape[:2], a.key.shape[2]))
     rows = torch.arange(a.query.shape[2], device=a.query.device)
     return iter(rows.split(max(1, BLOCK_BYTES // per_row))) if len(rows) else iter(())

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pt.BlockMask``: which blocks of pairs attention computes; see docs/ops/attention-sparse.md."""
+"""``pt.BlockMask``, the blocks of pairs that attention computes.
+
+See docs/ops/attention-sparse.md.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,26 @@ from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evalu
 from ._block_picture import picture
 from ._problem.blocks import FULL, SIZES, Blocks, check_blocks, visible_block_pairs
 
-BLOCK_SIZE = {"cuda": 128}  # a tile of the GPUs' kernels; and FlexAttention's
-BLOCK_SIZE_ELSEWHERE = 64  # a panel of keys of the CPU's kernels
+BLOCK_SIZE = {"cuda": 128}  # a tile of the GPU kernels and of FlexAttention
+BLOCK_SIZE_ELSEWHERE = 64  # a panel of keys of the CPU kernels
 _FLEX = "torch.nn.attention.flex_attention"
 _CACHE = "_pytransformer_block_mask"
 
 
 class BlockMask:
-    """The visible pairs of (B, H, Lq, Lk), by blocks: those of which nothing is visible cost nothing, neither memory nor time.
+    """The visible pairs of (B, H, Lq, Lk) by blocks; empty blocks take neither memory nor time.
 
-    Made once, by one of the constructors, and given to many calls as ``attn_mask``. B and H may be 1: then all batch elements or heads
-    share it. Memory is 8 bytes for a visible block, and a bit for each pair of one of which only some pairs are visible.
+    A constructor builds the mask once for many calls, which take it as ``attn_mask``. If B or H is
+    1, all batch elements or heads share it. A visible block takes 8 bytes, and a partial block one
+    more bit per pair.
 
-    ``block_size`` of the constructors is 32, 64, 128, 256 or 512, or a pair for queries and keys where that is said; None is 128 on CUDA,
-    64 elsewhere.
+    ``block_size`` of the constructors is 32, 64, 128, 256 or 512, or a pair for queries and keys if
+    the signature accepts one. None means 128 on CUDA and 64 elsewhere.
 
     Attributes:
         shape: (B, H, Lq, Lk).
         block_size: (queries, keys) of a block.
-        blocks: the tensors, as the kernels get them.
+        blocks: the tensors that the kernels read.
     """
 
     def __init__(self, shape: Sequence[int], blocks: Blocks) -> None:
@@ -44,7 +48,7 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, mask: torch.Tensor, *, block_size: int | tuple[int, int] | None = None) -> Self:
-        """Of a boolean mask (True = attend) of (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk)."""
+        """Build from a boolean mask (True = attend), (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk)."""
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
             what = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise ValueError(
@@ -70,11 +74,14 @@ class BlockMask:
         block_size: int | tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Of ``mask_mod(b, h, q, k)``, True where query q may attend to key k, as FlexAttention's: its arguments are integer tensors
-        of no dimension (it runs under ``torch.vmap``). Evaluated some blocks at a time, never (Lq, Lk) at once.
+        """Build from ``mask_mod(b, h, q, k)``, which is True if query q attends to key k.
+
+        ``mask_mod`` is as in FlexAttention: its arguments are 0-dimensional integer tensors, and it
+        runs under ``torch.vmap``. The function evaluates a few blocks at a time, never (Lq, Lk) at
+        once.
 
         Args:
-            B, H: None or 1 if ``mask_mod`` does not look at b, or h.
+            B, H: None or 1 if ``mask_mod`` does not depend on b or h.
         """
         shape = _shape((B or 1, H or 1, Lq, Lk))
         return cls(shape, evaluate(mask_mod, shape, _sizes(block_size, device), torch.device(device)))
@@ -83,8 +90,11 @@ class BlockMask:
     def sliding_window(
         cls, length: int, window: tuple[int, int], *, block_size: int | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """``i - window[0] <= j <= i + window[1]``. The keyword ``window`` of attention says the same without a mask; this one
-        can be combined with others."""
+        """Build ``i - window[0] <= j <= i + window[1]``.
+
+        Attention's keyword ``window`` gives the same pairs without a mask; this mask can be
+        combined with other masks.
+        """
         left, right = _naturals("window", window)
         device, shape = torch.device(device), _shape((1, 1, length, length))
         sizes = _sizes(block_size, device)
@@ -102,9 +112,10 @@ class BlockMask:
         block_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """The keys less than ``stride`` away, and every ``stride``-th: ``|i - j| < stride or (i - j) % stride == 0``.
+        """Build ``|i - j| < stride or (i - j) % stride == 0``.
 
-        Source: Child et al., "Generating long sequences with sparse transformers" (2019), section 4.2.
+        Source: Child et al., "Generating long sequences with sparse transformers" (2019), section
+        4.2.
         """
         if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
             raise ValueError(f"BlockMask.strided: stride must be an int of at least 1, got {stride!r}")
@@ -128,10 +139,10 @@ class BlockMask:
         block_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """``window // 2`` keys on each side, and global tokens, which see all and which all see.
+        """Build ``window // 2`` keys per side plus global tokens, visible to and seeing all tokens.
 
         Args:
-            global_tokens: the first so many, or their positions.
+            global_tokens: the number of leading global tokens, or their positions.
 
         Source: Beltagy et al., "Longformer: the long-document transformer" (2020), section 3.1.
         """
@@ -168,10 +179,14 @@ class BlockMask:
         block_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """By whole blocks: ``window_blocks`` around the diagonal, the first ``global_blocks``, which see all and which all see, and
-        ``random_blocks`` of every block of queries, drawn for each head from ``seed``.
+        """Build a mask of full blocks: a band, global blocks and random blocks.
 
-        Source: Zaheer et al., "Big Bird: transformers for longer sequences" (2020), section 2 (ITC).
+        The band has ``window_blocks`` blocks around the diagonal. The first ``global_blocks`` are
+        visible to and see all blocks. Each query block of each head sees ``random_blocks``, drawn
+        from ``seed``.
+
+        Source: Zaheer et al., "Big Bird: transformers for longer sequences" (2020), section 2
+        (ITC).
         """
         window_blocks, global_blocks, random_blocks = _naturals("blocks", (window_blocks, global_blocks, random_blocks))
         sizes = _sizes(block_size, device)
@@ -196,7 +211,10 @@ class BlockMask:
 
     @classmethod
     def from_flex(cls, mask: Any) -> Self:
-        """Of FlexAttention's, whose ``mask_mod`` is evaluated on its partial blocks alone. The result is kept with it."""
+        """Convert FlexAttention's block mask; only its partial blocks evaluate ``mask_mod``.
+
+        An attribute of FlexAttention's mask caches the result.
+        """
         if (found := getattr(mask, _CACHE, None)) is not None:
             return found
         sizes = _sizes(tuple(mask.BLOCK_SIZE), mask.kv_indices.device)
@@ -218,7 +236,7 @@ class BlockMask:
         setattr(mask, _CACHE, both := made | cls(shape, whole))
         return both
 
-    # ---- what it is
+    # ---- properties and combination
 
     @property
     def block_size(self) -> tuple[int, int]:
@@ -230,17 +248,20 @@ class BlockMask:
 
     @property
     def share(self) -> float:
-        """Of all blocks, those that run."""
+        """Share of the blocks that run."""
         return self.blocks.share
 
     def to_dense(self) -> torch.Tensor:
-        """bool (B, H, Lq, Lk)."""
+        """Return bool (B, H, Lq, Lk)."""
         rows = torch.arange(self.shape[2], device=self.device)
         return visible_block_pairs(self.blocks.offsets, self.blocks.entries, self.blocks.bits, rows, self.shape[3])
 
     def part(self, heads: range, queries: range, keys: range) -> Self:
-        """The mask of these heads, queries and keys alone, which count from 0 there; in blocks of the same size, which may be cut
-        anywhere. With one head for all, ``heads`` is ``range(1)``."""
+        """Return the mask of these heads, queries and keys, whose indices start at 0.
+
+        The block size stays, and the ranges may cut blocks. If all heads share the mask, ``heads``
+        is ``range(1)``.
+        """
         for name, given, n in zip(("heads", "queries", "keys"), (heads, queries, keys), self.shape[1:]):
             if not isinstance(given, range) or given.step != 1 or not 0 <= given.start <= given.stop <= n:
                 raise ValueError(f"BlockMask.part: {name} must be a range within range({n}), of step 1, got {given!r}")
@@ -248,7 +269,7 @@ class BlockMask:
         return type(self)(shape, part(self.blocks, self.shape, heads, queries, keys))
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on another device."""
+        """Return the same mask on another device."""
         made = object.__new__(type(self))
         made.shape, made.blocks = self.shape, Blocks(*(t.to(device) for t in self.blocks))
         return made
@@ -274,7 +295,7 @@ class BlockMask:
 
 
 def as_block_mask(mask: Any) -> BlockMask | None:
-    """The block mask that was given, ours or FlexAttention's; None for anything else."""
+    """Return the mask if it is a block mask, ours or FlexAttention's, else None."""
     if isinstance(mask, BlockMask):
         return mask
     flex = sys.modules.get(_FLEX)
@@ -291,7 +312,7 @@ def _shape(shape: Sequence[int]) -> Shape:
 
 
 def _sizes(block_size: Any, device: torch.device | str) -> tuple[int, int]:
-    """(queries, keys) of a block; None: what suits the device."""
+    """Return (queries, keys) of a block; None selects the device's default."""
     if block_size is None:
         block_size = BLOCK_SIZE.get(torch.device(device).type, BLOCK_SIZE_ELSEWHERE)
     sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)

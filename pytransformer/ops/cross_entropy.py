@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear map and cross entropy in one: the public function and the raw op; see docs/ops/cross_entropy.md."""
+"""Fused linear layer and cross entropy: public function and raw op.
+
+See docs/ops/cross_entropy.md.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,12 @@ ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
 )
 REDUCTIONS = get_args(Reduction)
-KEPT_BYTES = 64 << 20  # x weightᵀ is kept for backward up to this size, which saves backward the first of three products
+# up to this size forward saves x weightᵀ, which saves backward one of three products
+KEPT_BYTES = 64 << 20
 KEPT_DEPTH = (
-    128  # and beyond this depth, in bfloat16 beyond twice as much: up to it the product takes less time than its memory
+    # minimum depth (twice that in bfloat16); below it the product takes less time than its memory
+    # traffic
+    128
 )
 
 
@@ -37,7 +43,10 @@ def _empty(a: Any) -> tuple[torch.Tensor, ...]:
 
 
 def keeps(a: Any) -> bool:
-    """Whether forward leaves x weightᵀ for backward: on the CPU only, the others' backward computes it again."""
+    """Return true if forward saves x weightᵀ for backward.
+
+    Only the CPU does; GPU backward kernels recompute it.
+    """
     if not a.save or a.x.device.type != "cpu":
         return False
     classes, depth = a.weight.shape
@@ -57,7 +66,8 @@ linear_cross_entropy_op = Op(
     differentiable=("x", "weight", "bias"),
     saved=("split_lse", "product"),
     empty_outputs=_empty,
-    flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
+    # for x, for weight, and the recomputed logits
+    flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),
     family="cross_entropy",
 )
 
@@ -74,25 +84,29 @@ def linear_cross_entropy(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """``cross_entropy(x @ weightᵀ + bias, target)`` without keeping the logits for backward.
+    """Compute ``cross_entropy(x @ weightᵀ + bias, target)`` without storing all logits.
 
     Args:
         x: (..., d), float32, bfloat16, float16 or float64.
         weight: (classes, d), as in torch.nn.Linear, of x's dtype.
-        target: (...), int64 class indices. Values outside [0, classes) other than ignore_index raise on the CPU.
+        target: (...), int64 class indices. Values outside [0, classes) other than ignore_index
+            raise on the CPU.
         bias: (classes,), any floating dtype, or None.
-        ignore_index: rows with this target have loss 0 and no gradient, whatever they hold.
+        ignore_index: rows with this target have loss 0 and no gradient, even if they hold NaN.
         label_smoothing: in [0, 1]; the share of the target spread evenly over all classes.
-        reduction: ``"mean"`` over the targets that are not ignored (NaN if there is none), ``"sum"`` or ``"none"``.
-        backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
-        strict: raise rather than run on the reference.
+        reduction: ``"mean"`` over the targets that are not ignored (NaN if there is none),
+            ``"sum"`` or ``"none"``.
+        backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if
+            unsupported.
+        strict: raise instead of running on the reference.
 
     Returns:
-        The loss, float32 (float64 for float64): a number, or target's shape for ``"none"``.
+        The loss, float32 (float64 for float64): a scalar, or target's shape for ``"none"``.
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
     """
     if not torch.compiler.is_compiling():
         found = fast_path.linear_cross_entropy(
@@ -173,7 +187,7 @@ def _reference(a: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _reference_bytes(a: Any) -> int:
-    """The logits and their exponentials."""
+    """Return the bytes of the logits and their exponentials."""
     return 2 * math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
 
 

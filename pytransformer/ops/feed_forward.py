@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network: the public function and the raw op; see docs/ops/feed_forward.md for the mathematics."""
+"""The feed-forward network: public function and raw op; see docs/ops/feed_forward.md."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ._core.options import ActivationName
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 
-# x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases of any. save: whether pre and gate,
-# the pre-activations, are kept for backward (else it computes them again). The starts are the absolute indices of the first row of x,
-# counted over its leading dimensions, and of the first column of hidden; dropout alone asks for them.
+# Shapes: x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases
+# of any dtype. If ``save``, backward reads the stored pre-activations pre and gate, otherwise it
+# recomputes them. The starts are the absolute indices of the first row of x, over its flattened
+# leading dimensions, and of the first column of hidden; only dropout reads them.
 ARGUMENTS = (
     "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate_weight, Tensor? gate_bias, Tensor? dropout_seed, "
     "str activation, SymInt row_start, SymInt column_start, float dropout_p, bool save"
@@ -34,7 +35,7 @@ def _empty(a: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _flops_in(a: Any) -> int:
-    """2 rows d hidden, twice if gated."""
+    """Return 2 rows d hidden, twice if gated."""
     return 2 * a.x.numel() * a.w1.shape[0] * (1 if a.gate_weight is None else 2)
 
 
@@ -73,34 +74,41 @@ def feed_forward(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """The position-wise feed-forward network, ``dropout(hidden) @ w2ᵀ + b2``.
+    """Compute the position-wise feed-forward network, ``dropout(hidden) @ w2ᵀ + b2``.
 
-    ``hidden = act(x @ w1ᵀ + b1)``, or with a gate ``act(x @ gate_weightᵀ + gate_bias) * (x @ w1ᵀ + b1)``.
+    ``hidden = act(x @ w1ᵀ + b1)``, or with a gate
+    ``act(x @ gate_weightᵀ + gate_bias) * (x @ w1ᵀ + b1)``.
 
     Args:
         x: (..., d), float32, bfloat16, float16 or float64; any strides.
-        w1, gate_weight: (hidden, d), as in torch.nn.Linear, of x's dtype; gate_weight None: no gate.
+        w1, gate_weight: (hidden, d), as in torch.nn.Linear, of x's dtype; gate_weight None disables
+            the gate.
         b1, gate_bias: (hidden,), any floating dtype, or None.
         w2: (d_out, hidden), of x's dtype; usually d_out = d.
         b2: (d_out,), any floating dtype, or None.
         activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"silu"``.
-        dropout_p: probability of dropping an element of hidden. The same seed drops the same elements on every backend.
+        dropout_p: probability of dropping an element of hidden. The same seed drops the same
+            elements on every backend.
         dropout_seed: int or int64 tensor; drawn from torch's generator if None.
-        recompute: keep only the inputs for backward, which computes the pre-activations again; else they are kept too.
-        backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
-        strict: raise rather than run on the reference.
+        recompute: store only the inputs for backward, which recomputes the pre-activations;
+            otherwise forward stores them too.
+        backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if
+            unsupported.
+        strict: raise instead of running on the reference.
 
     Returns:
-        (..., d_out) in x's dtype and memory order. Products are accumulated in float32 (float64 for float64).
+        (..., d_out) in x's dtype and memory order. Products are accumulated in float32 (float64 for
+        float64).
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
 
-    Under autocast x and the weights are cast to its dtype; biases keep theirs.
+    Autocast casts x and the weights to its dtype; biases keep their dtype.
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.3; gates: Shazeer, "GLU Variants Improve
-    Transformer" (2020).
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.3; gates: Shazeer, "GLU
+    Variants Improve Transformer" (2020).
     """
     if not torch.compiler.is_compiling():
         found = fast_path.feed_forward(
@@ -179,7 +187,7 @@ fast_path.facts |= {"held_bytes": cpu.HELD_BYTES, "few_rows": cpu.FEW_ROWS}
 
 
 def _reference_bytes(a: Any) -> int:
-    """Pre-activation, activation, gate and their product, and the operands in the work type."""
+    """Return the bytes of the intermediates and of the operands in the work dtype."""
     size = 8 if a.x.dtype == torch.float64 else 4
     rows = math.prod(a.x.shape[:-1])
     return size * (rows * a.w1.shape[0] * (2 if a.gate_weight is None else 4) + a.x.numel() + a.w1.numel() + a.w2.numel())

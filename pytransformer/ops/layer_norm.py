@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer norm, RMS norm and residual + dropout + norm: the public functions and the raw ops; see docs/ops/layer_norm.md."""
+"""Layer norm, RMS norm and residual + dropout + norm: public functions and raw ops.
+
+See docs/ops/layer_norm.md.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ from ._core.tensors import (
 )
 
 KINDS = get_args(NormKind)
-# dims: how many trailing dimensions are normalized. mean and rstd have the leading shape, float32 (float64 for float64).
-# row_start: the absolute index of the first row of x, counted over its leading dimensions; dropout alone asks for it.
+# ``dims`` is the number of normalized trailing dimensions. mean and rstd have the leading shape,
+# float32 (float64 for float64). ``row_start`` is the absolute index of x's first row, over its
+# flattened leading dimensions; only dropout reads it.
 
 
 def _statistics(h: torch.Tensor, dims: int, *, rms: bool = False) -> torch.Tensor:
@@ -99,22 +103,24 @@ def layer_norm(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """Layer norm over the trailing dimensions, ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """Compute layer norm, ``(x - mean) / sqrt(var + eps) * weight + bias``, over trailing
+    dimensions.
 
     Args:
         x: (..., *normalized_shape), float32, bfloat16, float16 or float64; any strides.
         normalized_shape: the trailing dimensions, or one int.
-        weight, bias: of shape normalized_shape, any floating dtype; None: ones and zeros.
+        weight, bias: of shape normalized_shape, any floating dtype; None means ones and zeros.
         eps: added to the (biased) variance.
-        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
-        strict: raise rather than run on the reference.
+        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if unsupported.
+        strict: raise instead of running on the reference.
 
     Returns:
         x's shape, dtype and memory order. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
 
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
@@ -134,9 +140,10 @@ def rms_norm(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """RMS norm over the trailing dimensions, ``x / sqrt(mean(x^2) + eps) * weight``.
+    """Compute RMS norm over the trailing dimensions, ``x / sqrt(mean(x^2) + eps) * weight``.
 
-    Args, result and errors as :func:`layer_norm`; ``eps=None`` means ``torch.finfo(x.dtype).eps``, as in torch.nn.RMSNorm.
+    Arguments, result and errors are as in :func:`layer_norm`; ``eps=None`` means
+    ``torch.finfo(x.dtype).eps``, as in torch.nn.RMSNorm.
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
@@ -160,27 +167,32 @@ def add_norm(
     backend: str | None = None,
     strict: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual connection, dropout and norm in one pass over memory.
+    """Compute residual connection, dropout and norm in one pass over memory.
 
-    ``residual_out = residual + dropout(x)`` in residual's dtype; ``normed`` is the norm of ``residual_out`` as stored.
+    ``residual_out = residual + dropout(x)`` in residual's dtype; ``normed`` is the norm of
+    ``residual_out`` as stored.
 
     Args:
-        x: (..., *weight.shape), float32, bfloat16, float16 or float64; any strides. Without weight the last dimension is
-            normalized.
-        residual: x's shape, any floating dtype (a float32 stream beside bfloat16 branches is usual), or None: zero.
+        x: (..., *weight.shape), float32, bfloat16, float16 or float64; any strides. Without weight
+            the last dimension is normalized.
+        residual: x's shape, any floating dtype (often float32 with bfloat16 branches), or None for
+            zero.
         weight, bias: any floating dtype, or None.
         eps: as in :func:`layer_norm`; None means the eps of residual_out's dtype.
-        dropout_p: probability of dropping an element of x. The same seed drops the same elements on every backend.
+        dropout_p: probability of dropping an element of x. The same seed drops the same elements on
+            every backend.
         dropout_seed: int or int64 tensor; drawn from torch's generator if None.
         kind: ``"layer"`` or ``"rms"``.
         backend, strict: as in :func:`layer_norm`.
 
     Returns:
-        (normed, residual_out): normed in x's dtype, residual_out in residual's (x's without one).
+        (normed, residual_out): normed in x's dtype, residual_out in residual's dtype, or x's
+        without a residual.
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
     """
     if not torch.compiler.is_compiling():
         found = fast_path.add_norm(x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict)
@@ -277,7 +289,7 @@ add_norm_op.prepare = _prepare_add_norm
 
 
 def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "normalized_shape") -> tuple[int, ...]:
-    """normalized_shape as a tuple, once it is known to be x's trailing shape."""
+    """Return normalized_shape as a tuple after checking that it is x's trailing shape."""
     last = x.shape[-1:]
     if type(normalized_shape) is int and last == (normalized_shape,):
         return (normalized_shape,)
@@ -310,7 +322,7 @@ def _eps(op: str, eps: Any, dtype: torch.dtype) -> float:
 
 
 def _as_autocast_norm(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
-    """What autocast does to torch.nn.functional.layer_norm: float32 on CUDA, nothing on the CPU."""
+    """Cast as autocast does for F.layer_norm: float32 on CUDA, nothing on the CPU."""
     tensors = (x, *others)
     if x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
         return tensors
@@ -321,7 +333,7 @@ def _as_autocast_norm(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[An
 
 
 def _reference_bytes(a: Any) -> int:
-    """The centred row, its square and the result before it is rounded."""
+    """Return the bytes of the centered row, its square and the unrounded result."""
     return 3 * a.x.numel() * (8 if a.x.dtype == torch.float64 else 4)
 
 

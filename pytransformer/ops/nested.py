@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested tensors as packed sequences: scaled_dot_product_attention of both layouts on attention_varlen."""
+"""scaled_dot_product_attention of nested tensors, strided or jagged, as packed sequences."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ class Packed(NamedTuple):
     rows: torch.Tensor  # (total, heads, head size)
     offsets: torch.Tensor  # (B + 1,)
     longest: int
-    lengths: list[int] | None  # of strided ones
+    lengths: list[int] | None  # for the strided layout only
 
 
 def lower(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """The arguments of attention_varlen's op, and what makes its output a nested tensor like query.
+    """Return attention_varlen's arguments and a function that nests its output like query.
 
-    Nested tensors are (B, H, L*, D), as ``x.transpose(1, 2)`` of (B, L*, H, D), or (B, L*, D), of one layout; a causal
-    diagonal starts at the top left of each sequence.
+    Nested tensors are (B, H, L*, D), as ``x.transpose(1, 2)`` of (B, L*, H, D), or (B, L*, D), of
+    one layout. A causal diagonal starts at the top left of each sequence.
 
     Raises:
-        TypeError, ValueError: some are dense, layouts or lengths differ, more than the length is ragged, there is a mask.
+        TypeError, ValueError: some tensors are dense, layouts or lengths differ, a dimension
+            besides the length is ragged, or there is a mask.
     """
     if attn_mask is not None:
         raise ValueError(f"{OP}: attn_mask must be None with nested tensors; is_causal goes by sequence")
@@ -54,7 +55,11 @@ def lower(
 
 
 def check_same_lengths(op: str, key: Packed, value: Packed) -> None:
-    """Raises ValueError; in a compiled call RuntimeError, when it runs: the graph cannot look at offsets that do not share a tensor."""
+    """Raise ValueError if the lengths of key and value differ.
+
+    In a compiled call the check raises RuntimeError at run time, because the graph cannot read the
+    values of separate offset tensors.
+    """
     message = f"{op}: key and value must have the same length in every sequence"
     if key.offsets is value.offsets:
         return
@@ -66,7 +71,7 @@ def check_same_lengths(op: str, key: Packed, value: Packed) -> None:
 
 
 def pack(name: str, t: torch.Tensor) -> Packed:
-    """(B, H, L*, D) or (B, L*, D) as rows (total, H, D), with gradients."""
+    """Return (B, H, L*, D) or (B, L*, D) as rows (total, H, D), with gradients."""
     if t.dim() not in (3, 4):
         raise ValueError(f"{OP}: nested {name} must be (B, H, L*, D) or (B, L*, D), got {t.dim()} dimensions")
     if t.layout == torch.jagged:
@@ -88,13 +93,14 @@ def _pack_jagged(name: str, t: Any) -> Packed:
 
 
 def like(query: Any, packed: Packed, rows: torch.Tensor) -> torch.Tensor:
-    """Rows (total, H, Dv) as a nested tensor with the layout and the sequences of query."""
+    """Return rows (total, H, Dv) as a nested tensor with query's layout and sequences."""
     flat = query.dim() == 3
     if packed.lengths is not None:
         parts = [part.transpose(0, 1) for part in rows.split(packed.lengths)]
         return torch.nested.as_nested_tensor([part[0] if flat else part for part in parts])
-    # Not the public nested_tensor_from_jagged, which torch.compile cannot trace where activate() calls this.
-    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets  # loaded on first use, by torch too
+    # torch.compile cannot trace the public nested_tensor_from_jagged in calls from activate().
+    # loaded on first use, as torch does
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
 
     out = nested_view_from_values_offsets(
         rows.squeeze(1) if flat else rows,
@@ -106,6 +112,6 @@ def like(query: Any, packed: Packed, rows: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_dot_product_attention(*arguments: Any) -> torch.Tensor:
-    """The public function of this name for nested tensors; its arguments by position."""
+    """Compute the public function of this name for nested tensors; arguments are positional."""
     a, finish = lower(*arguments)
     return finish(attention_varlen_op(a)[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function of each op: what `pytransformer` and, computed by the reference, `pytransformer.reference` have by its name."""
+"""The public functions of `pytransformer`; `pytransformer.reference` has the same names."""
 
 from .append_kv import append_kv
 from .attention import attention

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions, with the RMS norm of each head before them: the public function and the raw op; see docs/ops/rotary.md."""
+"""Rotary positions with an optional RMS norm per head: public function and raw op.
+
+See docs/ops/rotary.md.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ._core.registry import Op, check_backend
 from ._core.tensors import as_integer, check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
 from .rotary_positions import RotaryPositions, RotaryScaling, known_frequencies, tables
 
-BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/fast_path/rotary.cpp has them too
+BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/fast_path/rotary.cpp repeats them
 
 
 def _empty_rotary(a: Any) -> tuple[torch.Tensor, ...]:
@@ -52,32 +55,37 @@ def rotary(
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """Rotary positions: pairs of numbers of a head turned by ``position * frequency``, ``out = y cos + r(y) sin``.
+    """Rotate pairs of a head's columns by ``position * frequency``, ``out = y cos + r(y) sin``.
 
-    ``y`` is x, or with a weight its RMS norm over D, ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, in the same pass: what
-    Qwen 3 and Gemma 3 do to queries and keys.
+    ``y`` is x, or with a weight its RMS norm over D,
+    ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, in the same pass. Qwen 3 and Gemma 3
+    normalize queries and keys this way.
 
     Args:
         x: (B, H, L, D), float32, bfloat16, float16 or float64; any strides.
-        positions: (B, L) or (L,), int64 or int32; negative ones turn back. Or none, and
-        cos, sin: (B, L, dims), (1, L, dims) or (L, dims), any floating dtype, one number a column, as transformers' models have them and
-            :meth:`RotaryPositions.tables` gives them. Without gradients.
-        base: of the frequencies ``base^(-2 i / dims)``.
-        frequencies: (dims / 2,) floating, radians a position, instead of base, scaling and dims.
-        scaling: for sequences longer than trained on.
-        dims: the first so many columns turn; all by default. Needed beside narrower tables.
+        positions: (B, L) or (L,), int64 or int32; negative positions rotate backwards. Exclusive
+            with cos and sin.
+        cos, sin: (B, L, dims), (1, L, dims) or (L, dims), any floating dtype, one entry per column,
+            as in transformers' models and from :meth:`RotaryPositions.tables`. No gradients.
+        base: base of the frequencies ``base^(-2 i / dims)``.
+        frequencies: (dims / 2,) floating, radians per position; replaces base, scaling and dims.
+        scaling: for sequences longer than the trained length.
+        dims: number of leading columns that rotate; default all. Required with narrower tables.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + dims / 2), as in Llama.
-        weight: (D,), any floating dtype: normalise first.
-        eps, weight_offset: of the norm, which needs a weight; Gemma's weight_offset is 1.
-        backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
-        strict: raise rather than run on the reference.
+        weight: (D,), any floating dtype: weight of the norm; None disables it.
+        eps, weight_offset: parameters of the norm, which need a weight; Gemma's weight_offset is 1.
+        backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if
+            unsupported.
+        strict: raise instead of running on the reference.
 
     Returns:
-        x's shape, dtype and memory order. Angles are float64, all else float32 (float64 for float64), rounded once.
+        x's shape, dtype and memory order. Angles are float64, all else float32 (float64 for
+        float64), rounded once.
 
     Raises:
-        TypeError, ValueError: what is wrong with which argument.
-        BackendError: a forced backend cannot do this, or strict and only the reference can.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        BackendError: a forced backend does not support the call, or ``strict`` and only the
+            reference supports it.
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021).
     """
@@ -148,7 +156,7 @@ fast_path.facts |= {
 }
 
 
-# ---- checks, which append_kv shares
+# ---- checks, shared with append_kv
 
 
 def _table_dtype(x: torch.Tensor) -> torch.dtype:
@@ -163,7 +171,10 @@ def _turning(op: str, x: torch.Tensor, dims: Any, name: str = "dims") -> int:
 
 
 def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, shared: bool = True) -> None:
-    """``shared``: one row of positions for all sequences will do."""
+    """Raise unless ``t`` holds integer positions (batch, length) of ``x``.
+
+    ``shared`` also accepts one row of positions for all sequences.
+    """
     check_tensor(op, name, t)
     check_same(op, first, x, name, t)
     if t.dtype not in (torch.int64, torch.int32):
@@ -175,8 +186,11 @@ def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, s
 
 
 def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any, dims: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin as (B or 1, L, turned). ``dims`` must confirm tables that are narrower
-    than x: FlashAttention's have a column for each pair, half of x's columns."""
+    """Return cos and sin as (B or 1, L, turned).
+
+    ``dims`` must confirm tables narrower than x, because FlashAttention's tables have one column
+    per pair, half of x's columns.
+    """
     for name, t in (("cos", cos), ("sin", sin)):
         check_tensor(op, name, t, floating=True)
         check_same(op, first, x, name, t)
@@ -213,7 +227,7 @@ def check_weight(op: str, name: str, weight: Any, first: str, x: torch.Tensor) -
 
 
 def _reference_bytes(a: Any) -> int:
-    """y, its turned pairs and the two products."""
+    """Return the bytes of y, its rotated pairs and the two products."""
     return 4 * a.x.numel() * (8 if a.x.dtype == torch.float64 else 4)
 
 

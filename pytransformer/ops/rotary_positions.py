@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What angles rotary positions have: base, frequencies, their scaling beyond the trained length, tables of cos and sin."""
+"""Angles of rotary positions: frequencies, their scaling, tables of cos and sin."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._core.tensors import as_integer, check_number, check_unused
 
 ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
-# The fields of RotaryScaling that each kind reads, besides kind and factor.
+# Fields of RotaryScaling that each kind reads, besides kind and factor.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": ("original_length",),
     "llama3": ("original_length", "low_frequency_factor", "high_frequency_factor"),
     "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
-# The keys of a configuration's rope parameters that each kind reads, and those of all kinds.
+# Keys of a configuration's rope parameters that each kind reads, and the keys of all kinds.
 _KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -37,8 +37,8 @@ _KEYS_OF_ALL = (
     "max_position_embeddings",
     "llama_4_scaling_beta",  # scales queries, not angles
 )  # fmt: skip
-# A configuration's own fields about rotary positions: those that are read, and those without
-# influence on the angles (layout, and which layers turn at all).
+# A configuration's fields about rotary positions: those read here, and those without influence on
+# the angles (layout, and which layers rotate).
 _CONFIG_FIELDS = (
     "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_dim",
     "qk_rope_head_dim", "rope_interleave", "no_rope_layers", "no_rope_layer_interval",
@@ -50,21 +50,24 @@ MAX_DIMS = 1 << 16
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies change for sequences longer than a model was trained on.
+    """A change of the frequencies for sequences longer than the trained length.
 
     Attributes:
-        kind: ``"linear"``: all divided by factor. ``"dynamic"``: the base grows with the sequence beyond original_length (NTK).
-            ``"llama3"``: low frequencies divided, high ones kept, a line between. ``"yarn"``: a ramp over the dimensions, and cos and
-            sin times attention_factor.
-        factor: how much longer sequences may be. The fields below belong to the kinds that they name, and raise with another.
-        original_length: the trained length; of all kinds but linear.
-        low_frequency_factor, high_frequency_factor: of llama3: turns within original_length where the line begins and ends.
-        beta_fast, beta_slow: of yarn, likewise.
-        attention_factor: of yarn; None: 0.1 ln(factor) + 1.
-        truncate: of yarn: the ramp begins and ends at whole dimensions.
+        kind: ``"linear"`` divides all frequencies by factor. ``"dynamic"`` increases the base with
+            the sequence length beyond original_length (NTK). ``"llama3"`` divides low frequencies,
+            keeps high frequencies and interpolates linearly between them. ``"yarn"`` interpolates
+            over the dimensions and multiplies cos and sin by attention_factor.
+        factor: the length factor. The fields below belong to the named kinds and raise with
+            another.
+        original_length: the trained length; for all kinds but linear.
+        low_frequency_factor, high_frequency_factor: llama3: rotations within original_length at
+            which the interpolation begins and ends.
+        beta_fast, beta_slow: yarn: the same.
+        attention_factor: yarn; None means 0.1 ln(factor) + 1.
+        truncate: yarn: the interpolation begins and ends at integer dimensions.
 
-    Sources: Chen et al., "Extending context window of large language models via positional interpolation" (2023); Peng et al., "YaRN"
-    (2023); the report of Llama 3.1 (2024).
+    Sources: Chen et al., "Extending context window of large language models via positional
+    interpolation" (2023); Peng et al., "YaRN" (2023); the report of Llama 3.1 (2024).
     """
 
     kind: ScalingKind
@@ -91,7 +94,7 @@ class RotaryScaling:
 
     @property
     def of_tables(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.kind != "yarn":
             return 1.0
         return _grown(self.factor) if self.attention_factor is None else self.attention_factor
@@ -99,12 +102,14 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class RotaryPositions:
-    """The angles of rotary positions: ``position * frequency[i]`` for pair i, ``frequency[i] = base^(-2 i / dims)`` but for scaling.
+    """The angles of rotary positions, ``position * frequency[i]`` for pair i.
+
+    ``frequency[i] = base^(-2 i / dims)``, before scaling.
 
     Attributes:
-        dims: how many dimensions of a head turn, even: the head's, or its first part.
-        base: the slowest pair turns once in about 2 pi base positions.
-        scaling: for sequences longer than trained on, or None.
+        dims: even number of leading columns of a head that rotate.
+        base: the slowest pair rotates once in about 2 pi base positions.
+        scaling: for sequences longer than the trained length, or None.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + dims / 2), as in Llama.
     """
 
@@ -125,10 +130,11 @@ class RotaryPositions:
     def frequencies(
         self, length: int | None = None, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """(dims / 2,) radians per position. ``length``: of the sequence, which dynamic scaling goes by.
+        """Return (dims / 2,) radians per position; dynamic scaling needs the sequence's ``length``.
 
-        In float32 the numbers are those of transformers' ROPE_INIT_FUNCTIONS on a CPU: what a checkpoint was trained with. They are made
-        there for every device, for a GPU's pow may differ in the last bit: up to 0.01 radians of a pair at position 100,000.
+        In float32 the values equal transformers' ROPE_INIT_FUNCTIONS on a CPU, which checkpoints
+        were trained with. The CPU computes them for every device, because a GPU's pow may differ in
+        the last bit, which is up to 0.01 radians of a pair at position 100,000.
         """
         where = torch.device("cpu" if device is None else device)
         base, scaling = self.base, self.scaling
@@ -143,9 +149,11 @@ class RotaryPositions:
     def tables(
         self, positions: torch.Tensor, *, dtype: torch.dtype = torch.float32, length: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, (*positions.shape, dims) each, for :func:`pytransformer.rotary` and ``append_kv``: once for all layers.
+        """Return cos and sin, (*positions.shape, dims) each, which all layers can share.
 
-        ``length``: of the sequence, for dynamic scaling; None: the highest position and one, which a GPU is waited for.
+        :func:`pytransformer.rotary` and ``append_kv`` take them. ``length`` is the sequence's
+        length for dynamic scaling; None means the highest position plus one, which synchronizes
+        with a GPU.
         """
         if self.scaling is not None and self.scaling.kind == "dynamic" and length is None and positions.numel():
             length = int(positions.max()) + 1
@@ -156,14 +164,16 @@ class RotaryPositions:
 
     @classmethod
     def from_hugging_face(cls, config: Any, *, interleaved: bool = False, layer_type: str | None = None) -> RotaryPositions:
-        """Read a configuration of transformers: ``rope_parameters``, or the ``rope_theta``,
-        ``rope_scaling`` and ``rotary_dim`` of older ones. ``layer_type``: a key of
-        ``rope_parameters`` where layers differ, as ``"sliding_attention"``.
+        """Read a configuration of transformers.
+
+        The fields are ``rope_parameters``, or the older ``rope_theta``, ``rope_scaling`` and
+        ``rotary_dim``. ``layer_type`` is a key of ``rope_parameters`` if layers differ, for example
+        ``"sliding_attention"``.
 
         Raises:
-            ValueError: the configuration has no rotary positions, several for want of a
-                ``layer_type``, a key that is not read here, or a kind that is not supported, as
-                longrope; ``pytransformer.rotary(frequencies=…)`` takes any frequencies.
+            ValueError: the configuration has no rotary positions, several without a ``layer_type``,
+                an unsupported key, or an unsupported kind such as longrope;
+                ``pytransformer.rotary(frequencies=…)`` accepts any frequencies.
         """
         found = _rope_parameters(config, layer_type)
         base = float(found.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
@@ -175,7 +185,7 @@ class RotaryPositions:
 
 
 def _computed(positions: RotaryPositions, base: float, dtype: torch.dtype) -> torch.Tensor:
-    """The frequencies with this base, on the CPU."""
+    """Return the frequencies with this base, on the CPU."""
     scaling = positions.scaling
     powers = base ** (torch.arange(0, positions.dims, 2, device="cpu").to(dtype) / positions.dims)
     if scaling is None or scaling.kind == "dynamic":
@@ -187,20 +197,29 @@ def _computed(positions: RotaryPositions, base: float, dtype: torch.dtype) -> to
 
 @functools.lru_cache(maxsize=64)
 def _kept(positions: RotaryPositions, base: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same on a GPU: copied once, since a copy waits and may not be captured in a graph."""
+    """Return the frequencies on a GPU, copied once.
+
+    A copy synchronizes, and a CUDA graph cannot capture it.
+    """
     with _disable_current_modes(), torch.inference_mode(False):
         return _computed(positions, base, dtype).to(device)
 
 
 def _transformed() -> bool:
-    """Whether tensors made now are no tensors to keep: fake ones, or those of torch.func's transforms."""
+    """Return true if new tensors are fake or belong to a torch.func transform.
+
+    Such tensors are not cached.
+    """
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or torch._C._are_functorch_transforms_active()
 
 
 @functools.lru_cache(maxsize=64)
 def known_frequencies(dims: int, base: float, scaling: RotaryScaling | None, wide: bool) -> tuple[torch.Tensor, float] | None:
-    """(frequencies, as float64; the factor of tables) for the C++ fast path; None where they go by the sequence's length."""
+    """Return (float64 frequencies, factor of the tables) for the C++ fast path.
+
+    Dynamic scaling depends on the sequence's length and gives None.
+    """
     if scaling is not None and scaling.kind == "dynamic":
         return None
     found = RotaryPositions(dims, base, scaling).frequencies(dtype=torch.float64 if wide else torch.float32, device="cpu")
@@ -210,10 +229,11 @@ def known_frequencies(dims: int, base: float, scaling: RotaryScaling | None, wid
 def tables(
     positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position times frequency, each number where its column is.
+    """Return cos and sin of position times frequency, one entry per column.
 
-    The angle is a float64 product: exact for a float32 frequency and positions below 2^29, and cos and sin are rounded once. A product
-    rounded to float32, as transformers' is, errs by up to 2^-24 of the angle: 0.004 radians at position 131,072.
+    The angle is a float64 product, exact for a float32 frequency and positions below 2^29, and cos
+    and sin are rounded once. A float32 product, as in transformers, errs by up to 2^-24 of the
+    angle, 0.004 radians at position 131,072.
     """
     angle = positions[..., None].double() * frequencies.double()
     both = []
@@ -224,8 +244,12 @@ def tables(
 
 
 def _llama3(powers: torch.Tensor, positions: RotaryPositions, scaling: RotaryScaling) -> torch.Tensor:
-    """A pair that turns less than low_frequency_factor times within the trained length is slowed down, one that turns more than
-    high_frequency_factor times is kept, and between them a line goes from one to the other."""
+    """Divide the frequencies of pairs that rotate slowly within the trained length.
+
+    A pair with fewer than low_frequency_factor rotations is divided by factor. A pair with more
+    than high_frequency_factor rotations is unchanged. Between them the factor is interpolated
+    linearly.
+    """
     assert scaling.original_length is not None
     length, low, high = scaling.original_length, scaling.low_frequency_factor, scaling.high_frequency_factor
     fast = 1.0 / powers
@@ -237,7 +261,10 @@ def _llama3(powers: torch.Tensor, positions: RotaryPositions, scaling: RotarySca
 
 
 def _yarn(powers: torch.Tensor, positions: RotaryPositions, scaling: RotaryScaling) -> torch.Tensor:
-    """Dimensions before those that turn beta_fast times within the trained length are kept, from beta_slow times on slowed down."""
+    """Divide frequencies by factor from the dimension with beta_slow rotations on.
+
+    Dimensions before the one with beta_fast rotations within the trained length are unchanged.
+    """
     assert scaling.original_length is not None
     dims = positions.dims
 
@@ -260,8 +287,10 @@ def _grown(factor: float, scale: float = 1.0) -> float:
 
 
 def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """Return the rope parameters of a configuration, and of one layer type if it has several.
-    ValueError if it has none, or says what is not read here."""
+    """Return the rope parameters of a configuration, of one layer type if it has several.
+
+    Raises ValueError if the configuration has none, or has a field that is not read here.
+    """
     op, name = "RotaryPositions.from_hugging_face", type(config).__name__
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sources = (found, getattr(config, "rope_theta", None), getattr(config, "rotary_dim", None))
@@ -285,7 +314,7 @@ def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
         raise ValueError(f"{op}: layer_type must be None, for all layers of this {name} turn alike, got {layer_type!r}")
     found = found[layer_type] if types else found
     kind = found.get("rope_type", found.get("type", "default"))
-    read = (*_KEYS_OF_ALL, *_KEYS.get(kind, found))  # another kind is refused by name
+    read = (*_KEYS_OF_ALL, *_KEYS.get(kind, found))  # an unknown kind raises below
     unread = [key for key, value in found.items() if value is not None and key not in read]
     own = {key: value for key, value in vars(config).items() if "rope" in key or "rotary" in key}
     unread += [key for key, value in own.items() if value and key not in _CONFIG_FIELDS]
@@ -298,7 +327,7 @@ def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
 
 
 def _turned_dims(found: Mapping[str, Any], config: Any, layer_type: str | None) -> int:
-    """Return how many dimensions of a head turn. Models with rope_parameters ignore rotary_dim."""
+    """Return how many columns of a head rotate. Models with rope_parameters ignore rotary_dim."""
     if not found and getattr(config, "rotary_dim", None):
         return int(config.rotary_dim)
     if layer_type is not None and hasattr(type(config), "per_layer_config"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's scaled_dot_product_attention on ours: of padded tensors, and of nested ones as packed sequences."""
+"""PyTorch's scaled_dot_product_attention on our kernels, for padded and nested tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Drop-in for :func:`torch.nn.functional.scaled_dot_product_attention`, on our kernels.
+    """Compute :func:`torch.nn.functional.scaled_dot_product_attention` on our kernels.
 
-    Args, shapes and result are that function's: query (..., Hq, Lq, D), key (..., H, Lk, D), value (..., H, Lk, Dv), any
-    leading dimensions, causal aligned top left. Unlike there, a mask and ``is_causal`` together intersect, and floating
-    masks need not have query's dtype. Nested tensors of either layout, (B, H, L*, D) or (B, L*, D), run as packed sequences and
-    give one of query's layout; they take no mask. ``attn_mask`` may be a CausalBias of
-    torch.nn.attention.
+    Arguments, shapes and result are as in that function: query (..., Hq, Lq, D), key (..., H, Lk,
+    D), value (..., H, Lk, Dv), any leading dimensions, causal aligned top left. Differences: a mask
+    and ``is_causal`` together intersect, and floating masks may have another dtype than query.
+    ``attn_mask`` may be a CausalBias of torch.nn.attention. Nested tensors of either layout, (B, H,
+    L*, D) or (B, L*, D), run as packed sequences without a mask and give a result of query's
+    layout.
     """
     if not torch.compiler.is_compiling():
         found = fast_path.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -46,7 +47,7 @@ def scaled_dot_product_attention(
 def four_dimensional(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
-    """The tensors of :func:`scaled_dot_product_attention` as :func:`attention` takes them, and the leading dimensions of its result."""
+    """Return the arguments as :func:`attention` takes them, and the result's leading dimensions."""
     name = "scaled_dot_product_attention"
     for label, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, label, t)

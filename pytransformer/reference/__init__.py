@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each op in plain PyTorch: naive, readable, differentiable to any order, float64 too. The oracle of every backend.
+"""Every op in plain PyTorch: simple code, differentiable to any order, also in float64.
 
-The functions have the public ops' signatures without ``backend``, ``strict`` and ``deterministic``.
+Tests compare each backend with these functions. Signatures equal the public ops' signatures without
+``backend``, ``strict`` and ``deterministic``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ops._core.registry import OPS, Op
 
-if TYPE_CHECKING:  # the same names, arguments and results
+if TYPE_CHECKING:  # same names, arguments and results
     from ..ops.public import *  # noqa: F403
 
 
@@ -32,5 +33,9 @@ def _public(op: Op) -> Any:
 
 
 def publish() -> None:
-    """Give every op its function here. Once, when all are declared: importing a module of the op's name would put itself in its place."""
+    """Add a function for every op to this module.
+
+    Call it once, after all ops are declared: importing a module with an op's name later would
+    replace the function.
+    """
     globals().update({name: _public(op) for name, op in OPS.items()})

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch: the oracle of every backend, and the last resort.
+"""Attention in plain PyTorch: the oracle of every backend, and the last fallback.
 
-    s = scale * q·k;  softcap;  + mask, bias, ALiBi, T5;  p = softmax over the visible keys and the sink;  dropout;  out = p @ value
+    s = scale * q·k;  softcap;  + mask, bias, ALiBi, T5
+    p = softmax over the visible keys and the sink;  dropout;  out = p @ value
 
-float32 inside for float32, bfloat16 and float16 inputs, float64 for float64. Differentiable to any order. Builds the
-(Lq, Lk) matrices, so its memory is quadratic.
+The arithmetic is float32 for float32, bfloat16 and float16 inputs and float64 for float64. The
+functions are differentiable to any order. They build the (Lq, Lk) matrices, so memory is quadratic.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PADDED_ONLY = (
 
 
 def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the op's arguments; see pytransformer.ops.attention.ARGUMENTS."""
+    """Return (out, lse) of the op's arguments; see pytransformer.ops.attention.ARGUMENTS."""
     work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
     if a.key_scale is not None:
         a = dequantized(a)
@@ -49,7 +50,7 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     live_queries, live_keys = visible.any(-1), visible.any(-2)
     live_keys = live_keys.unflatten(1, (-1, group)).any(2)
 
-    # A row that takes part in no pair is read as zero, whatever it holds.
+    # Read a row without a visible pair as zero, because it may hold NaN.
     query = _select(live_queries[..., None], a.query.to(work))
     key = _select(live_keys[..., None], a.key.to(work)).repeat_interleave(group, 1)
     value = _select(live_keys[..., None], a.value.to(work)).repeat_interleave(group, 1)
@@ -76,13 +77,16 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantized(a: Any) -> Any:
-    """The problem with its keys and values in float32, rows of free pages too."""
+    """Return the problem with keys and values in float32, including the rows of unused pages."""
     key, value = dequantize_kv(a.key, a.key_scale), dequantize_kv(a.value, a.value_scale)
     return a._replace(key=key, value=value, key_scale=None, value_scale=None)
 
 
 def gathered(a: Any) -> Any:
-    """The problem with its keys and values out of their pages, (B, Hkv, Lk, D): zeros where the table is not read."""
+    """Return the problem with keys and values gathered from pages, (B, Hkv, Lk, D).
+
+    Rows whose table entry is unused are zero.
+    """
     used = a.pages_used
     pages = torch.where(used, a.page_table, 0).to(torch.int64)
 
@@ -95,20 +99,27 @@ def gathered(a: Any) -> Any:
 
 
 def sink_logits(sinks: torch.Tensor, work: torch.dtype) -> torch.Tensor:
-    """The sinks as every backend has them, (Hq,) contiguous in the dtype of scores. +inf counts as half of the largest number, whose
-    weight is 1 as well."""
+    """Return the sinks (Hq,) as every backend reads them: contiguous, in the dtype of the scores.
+
+    +inf becomes half of the largest number, whose weight is 1 as well.
+    """
     return sinks.to(work).clamp(max=torch.finfo(work).max / 2).contiguous()
 
 
 def above_sinks(sinks: torch.Tensor) -> torch.Tensor:
-    """The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none. -inf for none."""
+    """Return the minimum lse of a query that sees a key, one or two ulp above its sink.
+
+    The gap lets lse identify queries without a visible key. A sink of -inf gives -inf.
+    """
     finfo, size = torch.finfo(sinks.dtype), sinks.abs()
     return torch.where(sinks == -torch.inf, sinks, sinks + (size * finfo.eps).clamp(min=finfo.tiny))
 
 
 def _lse_with_sinks(a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """lse (B, Hq, Lq) is that of rows that see a key, the sink included: kept above it. A query that sees none has its sink alone, and
-    one past the lengths nothing."""
+    """Return lse (B, Hq, Lq) raised above the sink for every query that sees a key.
+
+    A query that sees no key gets its sink, and a query past the lengths gets -inf.
+    """
     raised = torch.maximum(lse, above_sinks(sinks.detach()))
     i, _, _ = indices(a)
     is_query = True if a.query_lengths is None else i[:, 0] < a.query_lengths[:, None, None]
@@ -119,7 +130,10 @@ def _lse_with_sinks(a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks
 def scores(
     a: Any, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(B, Hq, Lq, Lk) with everything added, -inf where invisible; query and key (B, Hq, L, D) in the working precision."""
+    """Return the scores (B, Hq, Lq, Lk) with all terms added, and -inf for invisible pairs.
+
+    query and key are (B, Hq, L, D) in the working precision.
+    """
     score = a.scale * (query @ key.transpose(-1, -2))
     if a.softcap:
         score = a.softcap * torch.tanh(score / a.softcap)
@@ -129,9 +143,12 @@ def scores(
 
 
 def visible_pairs(a: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """bool (B, Hq, Lq, Lk): (causal OR j < prefix) AND window AND lengths AND segments AND mask, -inf being invisible.
+    """Return bool (B, Hq, Lq, Lk), true for visible pairs.
 
-    ``rows``: the absolute indices of the queries, if they are not consecutive.
+    A pair is visible if (causal OR j < prefix) AND window AND lengths AND segments AND mask. A mask
+    value of -inf hides the pair.
+
+    ``rows``: absolute indices of the queries, if they are not consecutive.
     """
     batch, heads, num_queries, _ = a.query.shape
     visible = torch.ones(batch, heads, num_queries, a.key.shape[2], dtype=torch.bool, device=a.query.device)
@@ -141,8 +158,10 @@ def visible_pairs(a: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = True) -> Iterator[torch.Tensor]:
-    """What hides pairs, each as a bool tensor of its own shape, broadcastable to (B, Hq, Lq, Lk): all must be true. Without ``causal``
-    what causality hides is left out."""
+    """Yield bool tensors that broadcast to (B, Hq, Lq, Lk); a pair is visible if all are true.
+
+    ``causal=False`` omits the causal term.
+    """
     i, j, offset = indices(a, rows)
     if a.causal != "none" and causal:
         below = j <= i + offset
@@ -167,7 +186,7 @@ def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = Tr
 
 
 def indices(a: Any, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
-    """Absolute query index (Lq, 1), absolute key index (Lk,), and the alignment offset (B, 1, 1, 1) or 0."""
+    """Return absolute query indices (Lq, 1), key indices (Lk,), and offset (B, 1, 1, 1) or 0."""
     device = a.query.device
     end_i, end_j = a.query_start + a.query.shape[2], a.key_start + a.key.shape[2]
     i = (torch.arange(a.query_start, end_i, device=device) if rows is None else rows)[:, None]
@@ -180,8 +199,8 @@ def indices(a: Any, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, tor
 
 
 def additive_terms(a: Any, work: torch.dtype, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """What is added to the scores, each broadcastable to (B, Hq, Lq, Lk)."""
-    limit = torch.finfo(work).max  # a float64 mask's finfo.min is data for float32 queries too
+    """Return the terms added to the scores, each broadcastable to (B, Hq, Lq, Lk)."""
+    limit = torch.finfo(work).max  # finite float64 terms stay finite in float32
     dense = [t for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
     terms = [(t if t.dtype != torch.float64 else t.clamp(-limit, limit)).to(work) for t in dense]
     i, j, offset = indices(a, rows)
@@ -196,9 +215,10 @@ def additive_terms(a: Any, work: torch.dtype, rows: torch.Tensor | None = None) 
 
 
 def _saturating_sum(terms: list[torch.Tensor]) -> torch.Tensor:
-    """The sum, kept within ±finfo.max: finite terms never hide a pair. Saturated or not, the gradient passes.
+    """Return the sum clamped to ±finfo.max, so that finite terms never hide a pair.
 
-    Summed at an eighth of the size, which is exact and cannot overflow.
+    The gradient passes through the clamp. The terms are scaled by 1/8, which is exact and prevents
+    overflow.
     """
     first, *more = (term / 8 for term in terms)
     total = sum(more, first)
@@ -215,7 +235,7 @@ def _select(where: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def attention_varlen_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed sequences, by padding them: so packed equals padded, dropout included."""
+    """Compute packed attention by padding, so packed equals padded, dropout included."""
     query, query_lengths, rows = _pad(a.query, a.cu_seqlens_q, a.max_seqlen_q)
     key, key_lengths, _ = _pad(a.key, a.cu_seqlens_k, a.max_seqlen_k)
     value, _, _ = _pad(a.value, a.cu_seqlens_k, a.max_seqlen_k)
@@ -227,7 +247,10 @@ def attention_varlen_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(B, H, longest, D) with zeros, the lengths (B,), and for each place its packed row, or one past the last."""
+    """Return the padded rows (B, H, longest, D), the lengths (B,) and the row map (B, longest).
+
+    The row map holds the packed row of each position, or total for padding.
+    """
     lengths = cu_seqlens.diff()
     place = torch.arange(longest, device=packed.device)
     rows = torch.where(place < lengths[:, None], cu_seqlens[:-1, None] + place, packed.shape[0])
@@ -235,6 +258,6 @@ def _pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[
 
 
 def _unpad(padded: torch.Tensor, rows: torch.Tensor, total: int, fill: float) -> torch.Tensor:
-    """(total, H, D) from (B, H, longest, D); rows of no sequence get ``fill``."""
+    """Return (total, H, D) from (B, H, longest, D); rows of no sequence get ``fill``."""
     packed = padded.new_full((total + 1, padded.shape[1], padded.shape[3]), fill)
     return packed.index_put((rows,), padded.transpose(1, 2))[:total]

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout masks: Philox-4x32-7 on a counter of absolute indices, equal on every backend, tile size and device.
+"""Dropout masks from Philox-4x32-7, equal on every backend, tile size and device.
 
-A call of the generator gives four 32-bit words, that is eight 16-bit draws, for the eight elements of one *group*. Key j is
-in group ``4 (j // 32) + (j % 8) // 2`` at slot ``2 ((j % 32) // 8) + j % 2``: the eight elements of a row that one lane of a
-matrix-multiply accumulator holds in 32 columns. Slot r is the low (r even) or high half of word r // 2. An element is
-dropped if its draw is less than ``t = rint(65536 p)`` and otherwise scaled by ``65536 / (65536 - t)``.
+The counter consists of absolute indices. One call of the generator gives four 32-bit words, or
+eight 16-bit draws, for the eight elements of one *group*. Slot r is the low (r even) or high half
+of word r // 2. An element is dropped if its draw is less than ``t = rint(65536 p)`` and otherwise
+scaled by ``65536 / (65536 - t)``.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), section 3.3; the layout is this project's.
+    key j -> group 4 (j // 32) + (j % 8) // 2, slot 2 ((j % 32) // 8) + j % 2
+      j =  0 -> group 0, slot 0        j =  8 -> group 0, slot 2
+      j =  1 -> group 0, slot 1        j = 33 -> group 4, slot 1
+
+A group is the eight elements of a row that one thread of a matrix-multiply accumulator holds in 32
+columns.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), section 3.3. The layout
+is this project's.
 """
 
 from __future__ import annotations
@@ -21,14 +29,14 @@ TAG_ADD_NORM, TAG_FEED_FORWARD = 0x80000001, 0x80000002
 
 
 def _multiply(a: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a * constant, a < 2^32 in int64 without overflow."""
+    """Return the high and low 32 bits of a * constant for int64 a < 2^32, without overflow."""
     upper, lower = a * (constant >> 16), a * (constant & 0xFFFF)
     middle = ((upper & 0xFFFF) << 16) + lower
     return ((upper >> 16) + (middle >> 32)) & _MASK, middle & _MASK
 
 
 def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Philox-4x32-7: four int64 tensors that hold 32-bit words, from four counter words and an int64 seed."""
+    """Return four int64 tensors of 32-bit words from four counter words and an int64 seed."""
     c0, c1, c2, c3 = (c & _MASK for c in counter)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(ROUNDS):
@@ -40,18 +48,18 @@ def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch
 
 
 def threshold(p: float) -> int:
-    """t = rint(65536 p), half to even: draws below it are dropped."""
+    """Return t = rint(65536 p), half to even; draws below it are dropped."""
     return round(65536 * p)
 
 
 def keep_scale(p: float) -> float:
-    """The factor of a kept value; 0 where everything is dropped."""
+    """Return the factor of an element that dropout keeps, or 0 if it drops everything."""
     t = threshold(p)
     return 65536 / (65536 - t) if t < 65536 else 0.0
 
 
 def _draws(columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor) -> torch.Tensor:
-    """The 16-bit draws of absolute columns (n,), with the other three counter words broadcast in front of them."""
+    """Return the 16-bit draws of absolute columns (n,), broadcast with the other counter words."""
     group = 4 * (columns // 32) + (columns % 8) // 2
     slot = 2 * ((columns % 32) // 8) + columns % 2
     shape = torch.broadcast_shapes(group.shape, *(w.shape for w in words))
@@ -81,9 +89,9 @@ def keep_mask(
     head_start: int = 0,
     batch_start: int = 0,
 ) -> torch.Tensor:
-    """Which attention weights dropout keeps: bool (batch, heads, num_queries, num_keys).
+    """Return the keep mask of attention weights, bool (batch, heads, num_queries, num_keys).
 
-    Counter words: key group, query, query head, batch; all by absolute index.
+    Counter words: key group, query, query head, batch, all by absolute index.
     """
     device = seed.device
 
@@ -100,9 +108,10 @@ def keep_mask(
 def column_keep_mask(
     seed: torch.Tensor, p: float, num_rows: int, num_columns: int, tag: int, row_start: int = 0, column_start: int = 0
 ) -> torch.Tensor:
-    """Which elements of (num_rows, num_columns) dropout keeps in add_norm and feed_forward, told apart by the tag.
+    """Return the keep mask (num_rows, num_columns) of add_norm or feed_forward, by ``tag``.
 
-    Counter words: column group, low and high half of the row, tag; rows and columns by absolute index.
+    Counter words: column group, low and high half of the row, tag; rows and columns by absolute
+    index.
     """
     device = seed.device
     columns = torch.arange(column_start, column_start + num_columns, dtype=torch.int64, device=device)

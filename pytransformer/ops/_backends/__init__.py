@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each backend computes the ops: a folder for each backend, a module for each family."""
+"""Implementations of the ops, one folder per backend and one module per op family."""

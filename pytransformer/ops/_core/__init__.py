@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op stands on: the registry of backends, autograd, checks of tensors, fallbacks, the native library."""
+"""Shared code of the ops: backend registry, autograd, tensor checks, fallbacks, native library."""

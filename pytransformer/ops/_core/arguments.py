@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of ops' arguments: named tuples, made of an op's schema."""
+"""Named-tuple classes of the ops' arguments, built from an op's schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any, Protocol, cast
 
 
 class ArgumentsClass(Protocol):
-    """The named-tuple class of an op's arguments. Its fields are the names in the op's schema, so checkers know none of them."""
+    """The named-tuple class of an op's arguments.
+
+    Its fields come from the op's schema, so type checkers do not know them.
+    """
 
     _fields: tuple[str, ...]
 
@@ -19,7 +22,8 @@ class ArgumentsClass(Protocol):
 
 
 def arguments_class(name: str, fields: Sequence[str], problem: type | None) -> ArgumentsClass:
-    """The class of these fields; ``problem``: properties for it, which backends ask."""
-    # The stubs take a named tuple whose fields are computed for any tuple. Its __new__ has to stay: torch.compile knows no other.
+    """Return the class with these fields; it inherits the properties of ``problem``."""
+    # Type stubs treat a named tuple with computed fields as any tuple. Its __new__ must stay,
+    # because torch.compile supports no other.
     made = cast(type, namedtuple(name, fields))
     return cast(ArgumentsClass, made if problem is None else type(name, (made, problem), {"__slots__": ()}))

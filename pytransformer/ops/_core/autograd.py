@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two autograd Functions of an op.
 
-Why not ``torch.library.register_autograd``: measured, it drops forward-mode tangents silently, fails under torch.func and
-costs 115 µs a call with 24 arguments; two Functions with ``setup_context`` cost 27 µs, pass gradcheck, gradgradcheck,
-torch.func, fullgraph compilation and export, and raise under jvp.
+They replace ``torch.library.register_autograd``, which drops forward-mode tangents silently, fails
+under torch.func and costs 115 µs per call with 24 arguments (measured). Two Functions with
+``setup_context`` cost 27 µs, pass gradcheck, gradgradcheck, torch.func, fullgraph compilation and
+export, and raise under jvp.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ if TYPE_CHECKING:
 
 
 def transforming() -> bool:
-    """Whether a torch.func transform or a forward-mode level is active."""
+    """Return true if a torch.func transform or a forward-mode level is active."""
     if torch._C._functorch.maybe_current_level() is not None:
         return True
-    # A Function runs its forward with forward-mode gradients off, though the level is still open.
+    # A Function runs forward with forward-mode gradients off, while the level is still open.
     return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether a backward may follow a call with these tensors. A guess: what is kept for it may be missing or in vain."""
+    """Return true if a backward may follow a call with these tensors.
+
+    This is an estimate: forward may save too little or too much for backward.
+    """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
     return not torch.compiler.is_compiling() and transforming()
 
 
 def compiling_a_derivative() -> bool:
-    """Whether torch.compile traces through torch.func.grad or the like, or through vmap where a gradient may be asked for later. It
-    sees no need for a gradient there, leaves the Function out and would return zeros, or no gradient at all."""
+    """Return true if torch.compile traces a torch.func derivative, or vmap in a grad context.
+
+    There torch.compile detects no need for a gradient, omits the Function and would return zeros or
+    no gradient at all.
+    """
     if not torch._C._are_functorch_transforms_active():
         return False
     innermost = retrieve_current_functorch_interpreter()
@@ -51,7 +58,10 @@ def compiling_a_derivative() -> bool:
 
 
 def each_once(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, a tensor that comes again as a view of itself: torch.compile takes no Function with one tensor at two places."""
+    """Return the inputs with repeated tensors replaced by views.
+
+    torch.compile does not support a Function that receives one tensor twice.
+    """
     distinct: list[Any] = []
     for value in inputs:
         if isinstance(value, torch.Tensor) and any(value is earlier for earlier in distinct):
@@ -60,8 +70,8 @@ def each_once(inputs: Sequence[Any]) -> list[Any]:
     return distinct
 
 
-# What a thread dispatches on when nothing watches it, without and with inference mode: torch.func, dispatch modes (fake tensors,
-# make_fx, FLOP counters), functionalization and torch.jit.trace each add a key of their own.
+# Dispatch keys of an unobserved thread, without and with inference mode. torch.func, dispatch modes
+# (fake tensors, make_fx, FLOP counters), functionalization and torch.jit.trace each add a key.
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _UNWATCHED = (
     (_KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)).raw_repr(),
@@ -71,10 +81,13 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, flo
 
 
 def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
-    """Whether nothing stands between the caller and the kernel that would have to see the raw op: no transform, mode,
-    tracer or profiler is active, no input is of a tensor subclass, a negated view or an efficient zero tensor, and the operand is
-    not a meta tensor. Then its body may be run directly, which saves the dispatcher's share of a call, about 7 µs. False is always
-    right: the dispatcher hands the kernel tensors that hold their values."""
+    """Return true if nothing between caller and kernel must observe the raw op.
+
+    No transform, mode, tracer or profiler is active, no input is of a tensor subclass, a negated
+    view or an efficient zero tensor, and the operand is not a meta tensor. The caller may then run
+    the op's body directly, which saves about 7 µs of dispatch per call. False is always correct,
+    because the dispatcher resolves such tensors.
+    """
     if (
         torch._C._dispatch_tls_local_include_set().raw_repr() not in _UNWATCHED
         or torch.autograd.forward_ad._current_level >= 0
@@ -84,14 +97,18 @@ def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
         or operand.is_meta
     ):
         return False
-    for value in inputs:  # noqa: SIM110  # a generator would cost a call several microseconds
+    # A generator would cost a call several microseconds.
+    for value in inputs:  # noqa: SIM110
         if isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor()):
             return False
     return True
 
 
 def vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
-    """vmap rule: run the op once per element. Exact for every argument; the op's own batch dimension is the fast way."""
+    """Return a vmap rule that runs the op once per element.
+
+    It is exact for every argument; the op's batch dimension is faster.
+    """
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def element(i: int) -> Sequence[Any]:
@@ -109,7 +126,7 @@ _Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
 def _backward_function(bwd: torch._ops.OpOverload, name: str) -> type[torch.autograd.Function]:
-    """The backward raw op as a Function, whose own backward goes through the reference."""
+    """Return the backward raw op as a Function whose backward differentiates the reference."""
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -135,13 +152,16 @@ def _backward_function(bwd: torch._ops.OpOverload, name: str) -> type[torch.auto
 
 
 def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
-    """The op's Function in two forms: one that transforms and torch.compile understand, and one for eager calls that are
-    :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference. Last comes what both do in
-    backward, for the nodes of the C++ fast path: the gradients of the differentiable arguments.
+    """Return the op's Function for transforms, its Function for eager calls, and its gradients.
 
-    The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
-    has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs. It takes the tensors and,
-    as one tuple, all else, since PyTorch looks at each input and asks a gradient of each.
+    Transforms and torch.compile support the first Function. Eager calls that are :func:`unwatched`
+    use the second. The backward of both is a Function whose backward differentiates the reference.
+    The third result computes the differentiable arguments' gradients for the C++ fast path.
+
+    The methods of the first close over raw ops and constants only, because torch.compile cannot
+    trace a closure over an Op. The second has no ``setup_context``, with which PyTorch binds the
+    arguments to a signature in every call, about 25 µs. It takes the tensors and one tuple of all
+    other arguments, because PyTorch inspects each input and expects a gradient for each.
     """
     fwd, bwd, name, positions = op.fwd, op.bwd, op.name, op.positions
     num_args, num_tensors, num_grads = op.num_args, op.num_tensors, len(op.grad_names)
@@ -158,14 +178,15 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
 
     def gradients(grads: Any, remembered: Any, others: Any, wanted: list[bool], run: Any) -> Sequence[torch.Tensor | None]:
         inputs = (*grads[:num_grads], *remembered[:num_tensors], *others[:-2], *remembered[num_tensors:], wanted, *others[-2:])
-        # Second derivatives are for eager mode; torch.compile cannot trace a Function within a Function.
+        # Second derivatives need eager mode: torch.compile cannot trace a Function inside a
+        # Function.
         once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
         return run(*inputs) if once else Backward.apply(*inputs)
 
     def first_order(
         ctx: Any, grads: tuple[torch.Tensor | None, ...], run: Any, num_inputs: int
     ) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad  # a new tuple each time it is asked for
+        needed = ctx.needs_input_grad  # builds a new tuple per access
         wanted = [needed[i] for i in positions]
         by_position: list[torch.Tensor | None] = [None] * num_inputs
         if any(wanted) and any(g is not None for g in grads[:num_grads]):
@@ -203,8 +224,9 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             return first_order(ctx, grads, op.backward, num_tensors + 1)
 
-    # Where nothing needs a gradient, torch.compile tells from the number of parameters that forward takes no ctx.
-    Forward.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions may have one
+    # Without a gradient, torch.compile infers from the number of parameters that forward takes no
+    # ctx.
+    Forward.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
     )
     Forward.__name__ = Direct.__name__ = f"{name}_function"
@@ -214,8 +236,9 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
 def autograd_kernel(op: Op) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return the kernel of the forward raw op at the dispatch key Autograd.
 
-    Calls of the public function apply the op's Function themselves. A graph of torch.export holds the raw op alone; without this
-    kernel a training step of the exported program would lose the gradient that passes through it.
+    The public function applies the op's Function itself. A torch.export graph contains only the raw
+    op; without this kernel a training step of the exported program would lose the gradient through
+    it.
     """
     fwd, function, num_args = op.fwd, op.function, op.num_args
 
@@ -233,7 +256,10 @@ def autograd_kernel(op: Op) -> Callable[..., tuple[torch.Tensor, ...]]:
 def _second_order(
     name: str, inputs: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of the backward op: differentiate (d arguments) = vjp of the reference at (arguments, d outputs)."""
+    """Return the gradient of the backward op.
+
+    It differentiates (d arguments) = vjp of the reference at (arguments, d outputs).
+    """
     op = OPS[name]
     num_grads, num_args = len(op.grad_names), len(op.Arguments._fields)
     grads, args, wanted = inputs[:num_grads], inputs[num_grads : num_grads + num_args], inputs[-3]
@@ -241,7 +267,8 @@ def _second_order(
     asked = {i: c for i, c, want in zip(op.positions, cotangents, wanted) if want and c is not None}
     if not asked:
         return tuple(result)
-    live = [i for i in op.positions if isinstance(args[i], torch.Tensor) and args[i].is_floating_point()]  # a mask may be bool
+    # a mask may be bool
+    live = [i for i in op.positions if isinstance(args[i], torch.Tensor) and args[i].is_floating_point()]
     given = [i for i, g in enumerate(grads) if g is not None]
 
     def first_order(*primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -260,7 +287,7 @@ def _second_order(
 def reference_outputs(
     op: Op, args: Sequence[Any], places: Sequence[int], tensors: Sequence[torch.Tensor], outputs: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """The chosen outputs of the op's reference, with ``tensors`` put at ``places`` of the arguments."""
+    """Return the chosen outputs of the reference, with ``tensors`` as arguments ``places``."""
     full = list(args)
     for i, t in zip(places, tensors):
         full[i] = t

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend of an op: how it computes, when it cannot, and on which devices it is at home."""
+"""A backend of an op: its functions, its limits and its home devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")  # the order without measurements: see preference.py
-# The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
+# the order without measurements: see preference.py
+BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
+# Device type that a backend computes by default. On other devices (interpreted, emulated) it must
+# be forced.
 HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 
 
@@ -20,12 +22,13 @@ Recorded = Callable[[Any], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Backend:
-    """How one backend computes an op.
+    """The functions of one backend for an op.
 
-    ``forward(a)`` gets the named tuple of the op's arguments and returns its outputs; ``backward(a, grads, saved, wanted)``
-    returns one tensor, or None, for each differentiable argument. ``extra_bytes(a)`` estimates the memory a call needs
-    beyond its inputs and outputs. ``infer(a)``, if there is one, is a cheaper ``forward`` for calls that need no gradient: it
-    returns the differentiable outputs alone.
+    ``forward(a)`` receives the named tuple of the op's arguments and returns its outputs.
+    ``backward(a, grads, saved, wanted)`` returns a tensor or None for each differentiable argument.
+    ``extra_bytes(a)`` estimates the memory of a call beyond its inputs and outputs. ``infer(a)``,
+    if not None, is a cheaper ``forward`` for calls without gradient; it returns only the
+    differentiable outputs.
     """
 
     name: str
@@ -34,15 +37,17 @@ class Backend:
     why_not: Callable[[Any], str | None]
     extra_bytes: Callable[[Any], int] = lambda a: 0
     infer: Callable[[Any], tuple[torch.Tensor, ...]] | None = None
-    note: Callable[[Any], str | None] = lambda a: None  # what explain says of the call if the backend is chosen
-    # The name of the library kernel that would run, if the backend has several: see preference.py.
+    # explain's note on the call if the backend is chosen
+    note: Callable[[Any], str | None] = lambda a: None
+    # Return the library kernel that would run, if the backend has several: see preference.py.
     kernel: Callable[[Any], str | None] = lambda a: None
-    # What goes by shapes, strides and numbers alone may be recorded, within ``recorded(recorder)``: see recording.py.
+    # A call that depends only on shapes, strides and numbers may be recorded within
+    # ``recorded(recorder)``: see recording.py.
     recorded: Recorded | None = None
 
 
 class Backends(dict[str, Backend]):
-    """An op's backends by name, in the order of preference; ``changed`` is called after each change."""
+    """An op's backends by name, in order of preference; each change calls ``changed``."""
 
     def __init__(self, backends: Mapping[str, Backend], changed: Callable[[], None]) -> None:
         super().__init__(backends)
@@ -66,8 +71,8 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
 
 
 def at_home(backend: str, device: str) -> bool:
-    """Whether the backend is a fused one that is expected to compute what lies on this type of device."""
+    """Return true if the backend is a fused backend for this type of device."""
     return HOME.get(backend, device) == device and backend != "reference"
 
 
-WRONG_DEVICE = "runs on "  # how the reason starts when a backend cannot take tensors of this device at all
+WRONG_DEVICE = "runs on "  # prefix of the reason when a backend does not support the device

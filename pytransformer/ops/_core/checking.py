@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs checks of backends in a process of their own, so that a hang, a crash or a lost CUDA context costs that process alone."""
+"""Backend checks in a child process, so that a hang, crash or lost CUDA context stays there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 from .deadline import EVERY, Deadline
 
-WORKER = "pytransformer.cli.verify.worker"  # started by name: it stands above this layer
-PREAMBLE = ""  # what the process runs first; tests plant faults by it
+WORKER = "pytransformer.cli.verify.worker"  # imported by name: it is above this layer
+PREAMBLE = ""  # code that the process runs first; tests inject faults with it
 TIME_UP = "the time was up"
-MOST_STARTS = 6  # processes that may be lost to one run of jobs
-# The process checks by force, and starts none itself. One thread a library: checks are small.
+MOST_STARTS = 6  # maximum number of processes per run of jobs
+# The child forces backends and starts no child. Libraries use one thread because checks are small.
 ENVIRONMENT = {"PYTRANSFORMER_VERIFY": "off", "PYTRANSFORMER_STRICT": "0"}
 
 Line = dict[str, Any]
@@ -35,9 +35,13 @@ def run_jobs(
     until: Deadline | None = None,
     told: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
-    """The results of the jobs, in order; each is told as it comes. A job that takes longer than ``seconds``, or whose process dies, has the
-    outcome "hung" or "crashed", and a new process takes the rest. What was not done ``until`` then, or by a process that did not start in
-    ``start_seconds``, is "not checked". The seconds are more on a slow or busy machine: see deadline.py."""
+    """Return the results of the jobs, in order, and pass each to ``told`` as it arrives.
+
+    A job that exceeds ``seconds`` has the outcome "hung", and one whose process dies has "crashed";
+    a new process runs the rest. Jobs not finished by ``until``, or whose process did not start
+    within ``start_seconds``, are "not checked". Slow or busy machines stretch the limits: see
+    deadline.py.
+    """
     until = until or Deadline(float("inf"))
     results: list[Line] = []
     starts = 0
@@ -58,7 +62,7 @@ def run_jobs(
 
 
 def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, until: Deadline) -> Iterator[Line]:
-    """Results until the jobs or the process end; at least one."""
+    """Yield at least one result, until the jobs or the process end."""
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PREAMBLE}\nfrom {WORKER} import main; main()"],
@@ -94,7 +98,7 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
                 return
             line = json.loads(text)
             yield line
-            if line.get("no more"):  # the process says that it is of no more use: its context is lost
+            if line.get("no more"):  # the process reports that its context is lost
                 return
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -104,7 +108,7 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
 
 
 def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float, until: Deadline) -> str | None:
-    """Wait for the worker's first line, which it prints when all is imported."""
+    """Wait for the worker's first line, printed after its imports; return an error or None."""
     text = _answer(lines, Deadline(seconds), until)
     if text is None:
         return f"the process did not start in {seconds:g} s" if until.left() else TIME_UP
@@ -112,11 +116,11 @@ def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seco
 
 
 def _answer(lines: queue.Queue[str], *limits: Deadline) -> str | None:
-    """The next line, empty where the process ended, None when one of the limits is up."""
+    """Return the next line, "" if the process ended, or None if a limit is reached."""
     while wait := min(limit.left() for limit in limits):
         with contextlib.suppress(queue.Empty):
             return lines.get(timeout=min(wait, EVERY))
-    with contextlib.suppress(queue.Empty):  # it came in the last moment
+    with contextlib.suppress(queue.Empty):  # arrived at the last moment
         return lines.get_nowait()
     return None
 

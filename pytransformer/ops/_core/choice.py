@@ -30,14 +30,14 @@ def record(raw: str, backend: str) -> None:
 def use_backend(**choice: str | None) -> contextlib.AbstractContextManager[None]:
     """Force backends by op: ``with use_backend(attention="cpu"): ...``.
 
-    A call that the forced backend cannot do raises :class:`BackendError` with the reason. The
-    choice holds in this context: other threads and tasks keep their own, and a new thread starts
-    without one. Backward runs by the blocks around ``backward()`` and around forward, while they
-    are open. A compiled function follows the choice without recompiling. ``None`` lifts an outer
-    choice.
+    A call that the forced backend does not support raises :class:`BackendError` with the reason.
+    The choice holds in this context: other threads and tasks have separate choices, and a new
+    thread starts without one. Backward uses the blocks around ``backward()`` and around forward,
+    while they are open. A compiled function follows the choice without recompiling. ``None``
+    cancels an outer choice.
 
     Raises:
-        ValueError: unknown op, or a backend that the op does not have.
+        ValueError: the op is unknown or does not have the backend.
     """
     for op, backend in choice.items():
         if op not in OPS:
@@ -56,7 +56,7 @@ def forced_backend(op: str) -> str | None:
 
 
 def check_backend(op: str, backend: str | None) -> None:
-    """ValueError unless the op has this backend (None is always right)."""
+    """Raise ValueError unless the op has this backend; None always passes."""
     if backend is not None and backend not in OPS[op].backends:
         raise ValueError(f"{op}: unknown backend {backend!r}; it has {', '.join(OPS[op].backends)}")
 
@@ -77,7 +77,7 @@ def trace() -> Iterator[Record]:
 
 
 def open_blocks() -> list[Sequence[Block[Any]]] | None:
-    """Return what holds here, for :func:`carried`; None if nothing does."""
+    """Return the open blocks for :func:`carried`, or None if there are none."""
     if forcing.open or observing_ops.open or tracing.open:
         return [scope.blocks() for scope in SCOPES]
     return None
@@ -85,7 +85,7 @@ def open_blocks() -> list[Sequence[Block[Any]]] | None:
 
 @contextlib.contextmanager
 def carried(blocks: Sequence[Sequence[Block[Any]]]) -> Iterator[None]:
-    """Let what held in forward hold in backward, which may run in a thread of autograd's."""
+    """Apply forward's blocks in backward, which may run in an autograd thread."""
     with contextlib.ExitStack() as stack:
         for scope, saved in zip(SCOPES, blocks, strict=True):
             stack.enter_context(scope.carried(saved))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way down: a backend whose kernel was refused before it ran is remembered, and the next one computes.
+"""Fallback to the next backend after a kernel was refused before it ran.
 
-Here stands which errors say so (no compiler, a compilation that fails, too few resources, a driver that is too old, a launch that is
-refused); all others are raised as they are.
-Out of memory is never among them: it says something of the caller's program, and the next backend would need more. Nor is a fault of a
-kernel that ran (an illegal address, a device-side assert): the context is lost, and its results with it. Nor are ValueError and
-TypeError of our own code, which tell of wrong input.
+This module decides which errors mean that no kernel ran (no compiler, a failed compilation, too few
+resources, an old driver, a refused launch) and remembers the backend. All other errors propagate.
+Out of memory is not among them, because the caller's program causes it and the next backend would
+need more. A fault of a kernel that ran (an illegal address, a device-side assert) is not either,
+because the context and its results are lost. ValueError and TypeError of our code report invalid
+input.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .registry import Op
 
-# What the CUDA runtime and driver say of a launch that they refuse: the texts of cudaGetErrorString and cuGetErrorString, whole,
-# since "operation not permitted when stream is capturing", say, is another matter.
+# Messages of refused launches, exactly as cudaGetErrorString and cuGetErrorString return them.
+# Matches must be complete, because for example "operation not permitted when stream is capturing"
+# is a different error.
 REFUSED = frozenset((
     "invalid argument",
     "invalid configuration argument",
@@ -45,24 +47,27 @@ REFUSED = frozenset((
 TRITON_LAUNCH = "Triton Error [CUDA]: "
 CUDA_LAUNCH = ("a kernel could not be launched: ", "CUDA: ")  # csrc/cuda/launch.cuh, device.cu
 TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "the driver has no ")
-# Triton's steps before a launch. Its launcher is in triton.backends too, and names its errors itself.
+# Triton's steps before a launch. Its launcher is in triton.backends too, and prefixes its errors.
 TRITON_STEPS = ("triton.compiler", "triton.backends", "triton.runtime.build", "triton.runtime.driver")
 SHORT = 300
-DID_NOT_RUN = "did not run: "  # how the reason starts when a backend was tried and failed
+DID_NOT_RUN = "did not run: "  # prefix of the reason when a backend was tried and failed
 BROKEN = (DID_NOT_RUN, native.LIBRARY, verification.PREFIX)
 
 
 def is_broken(why: str) -> bool:
-    """Whether a backend is left out because something is wrong with it here, and not because the problem is none of its own: a person
-    is told of that, whatever computes instead."""
+    """Return true if a backend is excluded because it is broken on this machine.
+
+    Such a reason is reported even if another fused backend computes the call. An unsupported
+    problem does not count as broken.
+    """
     return any(sign in why for sign in BROKEN)
 
 
 def step_down(op: str, backend: str, a: Any, error: Exception, *, forced: bool) -> None:
-    """Remember that the backend did not run this kind of problem, so that the next choice is another.
+    """Remember that the backend did not run this kind of problem, so that select skips it.
 
     Raises:
-        Exception: the error itself, unless it says that no kernel ran.
+        Exception: ``error``, unless it means that no kernel ran.
         BackendError: the backend was forced.
     """
     why = None if backend == "reference" else refusal(backend, error)
@@ -74,13 +79,16 @@ def step_down(op: str, backend: str, a: Any, error: Exception, *, forced: bool) 
 
 
 def failure(op: str, backend: str, a: Any) -> str | None:
-    """Why the backend did not run a problem of this kind, or None if it did or was never tried."""
+    """Return why the backend failed for this kind of problem, or None."""
     return failures.get(kind(op, backend, a)) if failures else None
 
 
 def unasked_reason(op: Op, backend: Backend, a: Any, *, ask: bool = True) -> str | None:
-    """Return why the backend does not compute the call unless forced, or None: it cannot, it failed
-    before, or no verification result allows it. Without ``ask`` nothing is checked."""
+    """Return why the backend does not compute the call unless forced, or None.
+
+    It does not support the call, it failed before, or no verification result allows it. Without
+    ``ask`` no check runs.
+    """
     reason = backend.why_not(a)
     if reason is None and failures:
         reason = failure(op.name, backend.name, a)
@@ -90,8 +98,11 @@ def unasked_reason(op: Op, backend: Backend, a: Any, *, ask: bool = True) -> str
 
 
 def kind(op: str, backend: str, a: Any) -> tuple[Any, ...]:
-    """What of a problem decides whether kernels compile and launch: which arguments there are, their dtypes, choices and signs, and the
-    last dimension of the first. No lengths, of which a training run has many."""
+    """Return the part of a problem that decides if kernels compile and launch.
+
+    The key has the arguments that are present, their dtypes, choices and signs, and the last
+    dimension of the first. It has no lengths, because a training run has many.
+    """
     return (op, backend, a[0].device, a[0].shape[-1], *map(_sort, a))
 
 
@@ -104,9 +115,9 @@ def _sort(value: Any) -> Any:
 
 
 def refusal(backend: str, error: Exception) -> str | None:
-    """What the error says, if it means that the backend's kernel never ran; else None."""
+    """Return the error's message if the backend's kernel never ran, else None."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
-        return None  # the last is PyTorch's word for what a device tells after a kernel ran
+        return None  # AcceleratorError reports a failure after a kernel ran
     refused = _REFUSES.get(backend)
     if isinstance(error, (NotLaunched, NotImplementedError)) or (refused is not None and refused(error)):
         return f"{type(error).__name__}: {_shortened(str(error))}"
@@ -114,14 +125,17 @@ def refusal(backend: str, error: Exception) -> str | None:
 
 
 def _shortened(text: str) -> str:
-    """On one line; of a long text, such as a compiler's, beginning and end."""
+    """Return the text on one line; a long text, such as a compiler's, is cut in the middle."""
     line = " ".join(text.split())
     return line if len(line) <= SHORT else f"{line[: SHORT // 3]} … {line[-2 * SHORT // 3 :]}"
 
 
 def _triton(error: Exception) -> bool:
-    """Errors of Triton's own types; launches that the driver refuses; anything that its compiler, its build of the launcher (no
-    C compiler, no ptxas) or its search for a driver raises."""
+    """Return true for errors before a Triton launch.
+
+    These are Triton's exceptions, launches that the driver refuses, and any error from its
+    compiler, the build of its launcher (no C compiler, no ptxas) or its search for a driver.
+    """
     from triton.errors import TritonError
     from triton.runtime.errors import InterpreterError
 
@@ -134,7 +148,7 @@ def _triton(error: Exception) -> bool:
 
 
 def _cuda(error: Exception) -> bool:
-    """Launches that the runtime refuses, and tensor maps that cannot be made."""
+    """Return true for launches that the runtime refuses and for failed tensor maps."""
     first, *_ = str(error).splitlines() or [""]
     if not isinstance(error, RuntimeError) or first.startswith(TENSOR_MAPS):
         return isinstance(error, RuntimeError)
@@ -142,7 +156,7 @@ def _cuda(error: Exception) -> bool:
 
 
 def _modules(error: Exception) -> Iterator[str]:
-    """The modules that the error came through."""
+    """Yield the names of the modules in the error's traceback."""
     step = error.__traceback__
     while step is not None:
         yield step.tb_frame.f_globals.get("__name__", "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No silent fallback: what ran on the reference, on PyTorch's own kernel, or on the next backend after one that failed."""
+"""Records and warnings of fallbacks to the reference, PyTorch's kernel, or the next backend."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from .native import PACKAGE
 
 
 class BackendError(NotImplementedError):
-    """A forced backend cannot do the problem, or strict mode met a fallback; the message has the reason."""
+    """A forced backend does not support the problem, or strict mode met a fallback.
+
+    The message gives the reason.
+    """
 
 
 class NotLaunched(RuntimeError):
-    """A backend's kernel was refused before it ran: nothing was computed, and another backend may compute it."""
+    """A refused kernel: nothing was computed, and another backend may compute the call."""
 
 
 @dataclass
 class Fallback:
-    """The reference, or the next backend, computed what a fused backend was expected to compute."""
+    """A call that the reference or the next backend computed instead of a fused backend."""
 
     op: str
     call_site: str
@@ -34,31 +37,37 @@ class Fallback:
     count: int = 0
 
 
-# Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
+# Process-wide, because thread-locals and context variables do not reach autograd's device threads.
 _fallbacks: dict[tuple[str, str, str], Fallback] = {}
 _lock = threading.Lock()
-# Why a backend did not run a kind of problem: see failures.py. Empty unless something is wrong with this machine.
+# Reasons by backend and kind of problem: see failures.py. Empty on a working machine.
 failures: dict[tuple[Any, ...], str] = {}
-MOST_FAILURES = 1024  # the oldest is forgotten, and its backend tried again
-MAX_FALLBACKS = 1024  # a reason may name a shape, and a server meets any number of shapes
+MOST_FAILURES = 1024  # the oldest entry is dropped, and its backend is tried again
+MAX_FALLBACKS = 1024  # a reason may contain a shape, and a server meets any number of shapes
 
 
 def fallbacks() -> list[Fallback]:
-    """The calls, by place and reason, that ran on the reference where a fused backend was expected, or on the next backend after one
-    that failed. The newest 1,024 are stored."""
+    """Return the recorded fallbacks by call site and reason, at most the latest 1,024.
+
+    A fallback is a call that ran on the reference although a fused backend was expected, or on the
+    next backend after one that failed.
+    """
     with _lock:
         return list(_fallbacks.values())
 
 
 def clear_fallbacks() -> None:
-    """Forget the recorded fallbacks; the next one at each place warns again, and backends that failed are tried again."""
+    """Clear the recorded fallbacks and failures.
+
+    The next fallback at each call site warns again, and failed backends are tried again.
+    """
     with _lock:
         _fallbacks.clear()
         failures.clear()
 
 
 def remember_failure(kind: tuple[Any, ...], why: str) -> None:
-    """Do not try this backend again for this kind of problem."""
+    """Exclude this backend for this kind of problem."""
     with _lock:
         failures[kind] = why
         if len(failures) > MOST_FAILURES:
@@ -66,7 +75,7 @@ def remember_failure(kind: tuple[Any, ...], why: str) -> None:
 
 
 def record_fallback(op: str, why: str, *, instead: str, strict: bool = False, once: bool = False) -> None:
-    """Note a call that a fused backend was expected to compute; warns the first time at each place, or with ``once`` at the first place.
+    """Record a fallback and warn once per call site, or with ``once`` at the first site only.
 
     Raises:
         BackendError: ``strict``, or PYTRANSFORMER_STRICT=1.
@@ -85,7 +94,7 @@ def record_fallback(op: str, why: str, *, instead: str, strict: bool = False, on
 
 
 def _call_site() -> str:
-    """file:line of the innermost frame that is neither ours nor torch's."""
+    """Return file:line of the innermost frame outside this package and torch."""
     frame: FrameType | None = sys._getframe(1)
     ours = str(PACKAGE)
     theirs = os.path.dirname(os.path.abspath(torch.__file__))

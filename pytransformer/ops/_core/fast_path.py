@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path: eager calls without Python on the way.
+"""The C++ fast path: eager calls without Python.
 
-A public function asks it first. It takes a call only where nothing watches and every argument is plain, and answers NotImplemented to all
-others, which Python then computes: the Python code stays the specification, and words every error. How the fast path works is told in
-csrc/fast_path/fast_path.h. It is compiled for one Python and one torch, and is loaded, at the first call, into no other.
+A public function tries it first. It computes a call only if nothing observes the call and every
+argument is plain, and otherwise returns NotImplemented. Python then computes the call: the Python
+code remains the specification and raises every error. csrc/fast_path/fast_path.h documents the
+design. The module is compiled for one Python and one torch version, and loads at the first call in
+no other.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ ENTRIES = (
     "scaled_dot_product_attention",
 )
 _off: list[str] = []
-# What the fast path does as the ops' own files say, by name. Those add their numbers to it.
+# Constants and functions that C++ shares with Python, by name. The ops' files add their constants.
 facts: dict[str, Any] = {
     "AlibiBias": AlibiBias,
     "RelativePositionBias": RelativePositionBias,
@@ -60,7 +62,7 @@ _watchers: list[Any] = [
 
 
 def _entry(name: str) -> Callable[..., Any]:
-    """What an entry is before the first call: that loads the fast path, and puts the fast path's own entries in place of these."""
+    """Return the initial entry point, which loads the fast path and replaces all entry points."""
 
     def first_call(*arguments: Any) -> Any:
         why_not()
@@ -90,7 +92,7 @@ globals().update({name: _entry(name) for name in ENTRIES})
 
 @functools.cache
 def why_not() -> str | None:
-    """Why every call is computed by way of Python, or None. Loads the fast path."""
+    """Load the fast path; return why Python computes every call, or None."""
     reason = refusal(native.build_info() or {})
     module = None
     if reason is None:
@@ -107,7 +109,7 @@ def why_not() -> str | None:
 
 
 def refusal(info: dict[str, Any], package: Path = native.PACKAGE) -> str | None:
-    """Why the fast path that ``_build_info.json`` tells of may not be loaded here, or None."""
+    """Return why the fast path in ``_build_info.json`` cannot be loaded here, or None."""
     if os.environ.get("PYTRANSFORMER_FAST_PATH") == "0":
         return "switched off by PYTRANSFORMER_FAST_PATH=0"
     built = info.get("fast_path") or {"built": False, "reason": "this copy was never built (make build)"}
@@ -128,7 +130,7 @@ def refusal(info: dict[str, Any], package: Path = native.PACKAGE) -> str | None:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Every call of the process by way of Python: to compare the two, or where Python's steps are changed."""
+    """Disable the fast path in the process, to compare it with Python or to patch Python."""
     _off.append("off")
     try:
         yield
@@ -137,7 +139,7 @@ def off() -> Iterator[None]:
 
 
 def watch(*containers: dict[Any, Any] | list[Any]) -> None:
-    """Keep the fast path away while one of these holds something, besides those that it looks at anyway."""
+    """Disable the fast path while one of these containers is not empty."""
     new = [c for c in containers if not any(c is known for known in _watchers)]
     if new:
         _watchers.extend(new)
@@ -145,13 +147,13 @@ def watch(*containers: dict[Any, Any] | list[Any]) -> None:
 
 
 def forget() -> None:
-    """Record every kind of call anew: where the choice of backends is made anew."""
-    if why_not.cache_info().currsize:  # else nothing was recorded
+    """Discard all recorded calls, because the choice of backends changed."""
+    if why_not.cache_info().currsize:  # otherwise nothing was recorded
         _call("forget")
 
 
 def programs() -> tuple[int, list[str]]:
-    """How many kinds of calls were recorded for the fast path, and why others were not. For tests and tools."""
+    """Return the number of recorded kinds of calls and why others failed, for tests and tools."""
     module = None if why_not() else importlib.import_module("pytransformer._fast_path")
     return (0, []) if module is None else module.programs()
 
@@ -160,23 +162,28 @@ verification.when_forgotten.append(forget)
 
 
 def activate(replacement: Callable[..., torch.Tensor]) -> bool:
-    """Put the fast path's kernel in place of PyTorch's scaled_dot_product_attention; what is not its own goes to ``replacement``. False if
-    there is no fast path."""
+    """Install the fast path's kernel for PyTorch's scaled_dot_product_attention.
+
+    ``replacement`` computes unsupported calls. Returns False without a fast path.
+    """
     return _call("activate", replacement)
 
 
 def deactivate() -> None:
-    """Take the kernel that :func:`activate` put there out again."""
+    """Remove the kernel that :func:`activate` installed."""
     _call("deactivate")
 
 
 def replace_memory(function: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-    """``function(tensor)`` takes the place of each tensor that the fast path allocates without filling it; None: no more. For tests."""
+    """Replace each uninitialized tensor of the fast path by ``function(tensor)``; None resets.
+
+    For tests.
+    """
     _call("replace_memory", function)
 
 
 def _call(name: str, *arguments: Any) -> bool:
-    """Whether there is a fast path, whose function is called then."""
+    """Call a function of the fast path and return true, or return false if it is not loaded."""
     if why_not() is not None:
         return False
     getattr(importlib.import_module("pytransformer._fast_path"), name)(*arguments)
@@ -193,7 +200,10 @@ def _backward(
     backend: str | None,
     strict: bool,
 ) -> list[torch.Tensor | None]:
-    """The backward of a node of the fast path that is watched or differentiated again, or has no program."""
+    """Run the backward of a fast-path node in Python.
+
+    The node is observed or differentiated again, or has no program.
+    """
     target = OPS[op]
     results = target.gradients(grads, (*tensors, *saved), (*others[:-2], backend, strict), list(wanted), target.backward)
     return [result if want else None for result, want in zip(results, wanted)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices and the keywords of the ops as types, so that what passes them on (models, taps, integrations) is checked too.
+"""Types of the ops' choices and keywords, for code that passes them on (models, integrations).
 
-For hints alone: torch.compile cannot make a TypedDict by calling it; a plain dict is one.
+Only for type hints: torch.compile cannot construct a TypedDict by a call; a plain dict is one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class _Call(TypedDict, total=False):
 
 
 class MaskAndBias(_Scores, total=False):
-    """What makes the softmax weights of :func:`pytransformer.attention`; :func:`pytransformer.attention_weights` takes the same."""
+    """The keywords that determine the softmax weights of :func:`pytransformer.attention`.
+
+    :func:`pytransformer.attention_weights` takes the same keywords.
+    """
 
     attn_mask: torch.Tensor | BlockMask | None
     query_lengths: torch.Tensor | None
@@ -51,7 +54,10 @@ class MaskAndBias(_Scores, total=False):
 
 
 class AttentionOptions(MaskAndBias, _Call, total=False):
-    """The keywords of :func:`pytransformer.attention` but ``return_lse``, which decides what is returned."""
+    """The keywords of :func:`pytransformer.attention`, except ``return_lse``.
+
+    ``return_lse`` decides the return type.
+    """
 
     page_table: torch.Tensor | None
     key_scale: torch.Tensor | None
@@ -59,6 +65,6 @@ class AttentionOptions(MaskAndBias, _Call, total=False):
 
 
 class PackedOptions(_Scores, _Call, total=False):
-    """The keywords of :func:`pytransformer.attention_varlen` but ``return_lse``."""
+    """The keywords of :func:`pytransformer.attention_varlen`, except ``return_lse``."""
 
     bias: AlibiBias | RelativePositionBias | None

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which backends are tried: on a GPU by what was measured for the kind of call.
+"""The order in which backends are tried, on a GPU by measured times.
 
-preferences.csv holds the times of kernels on GPUs that we measured, by op, direction, dtype, kind,
-size (the last dimension) and length (keys, or rows); bench/tools/preferences.py writes it from
-committed results. A call uses the nearest row. Backends without a verification result come last, so
-that a call does not wait for a check while a backend that is known to be right can compute it.
-docs/design/verification.md.
+preferences.csv contains measured kernel times on GPUs by op, direction, dtype, kind, size (the last
+dimension) and length (keys, or rows); bench/tools/preferences.py writes it from committed results.
+A call uses the nearest row. Backends without a verification result come last, so that a call does
+not wait for a check while a verified backend can compute it. See docs/design/verification.md.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ if TYPE_CHECKING:
     from .registry import Op
 
 TABLE = Path(__file__).with_name("preferences.csv")
-MARGIN = 1.03  # a backend goes before one of BACKENDS' order only if it is faster by more: noise
-# Kinds whose kernels are alike; the first of a group stands for a kind of it that was not measured.
+MARGIN = 1.03  # noise: a faster backend must win by more to precede BACKENDS' order
+# Kinds with similar kernels; the first of a group replaces an unmeasured kind of it.
 GROUPS = (
     ("full", "causal", "window", "padding", "packed"),
     ("mask", "bias", "t5", "alibi", "dropout"),
     ("one query", "pages"),
 )
 OTHER_KIND, OTHER_GROUP, OTHER_DTYPE, OTHER_WIDTH, PER_DOUBLING = 20.0, 60.0, 1.0, 8.0, 1.0
-HIDING_MS = 0.1  # PyTorch's kernels are called by Python: a shorter call does not hide that
+HIDING_MS = 0.1  # Python calls PyTorch's kernels, and a shorter call does not hide that
 
-Entry = tuple[str, str | None]  # a backend and, if the time is of one of its kernels, that kernel
+# a backend and, if the time belongs to one of its kernels, that kernel
+Entry = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Row:
     times: dict[Entry, float]
 
     def order(self) -> list[Entry]:
-        """Return the measured entries, fastest first; within MARGIN the order of BACKENDS
-        decides."""
+        """Return the measured entries, fastest first, in BACKENDS' order within MARGIN."""
         rest, ordered = sorted(self.times, key=lambda e: BACKENDS.index(e[0])), []
         while rest:
             limit = min(self.times[e] for e in rest) * MARGIN
@@ -104,12 +103,13 @@ def cell_of(op: Op, a: Any, direction: str) -> Cell:
         length = number(a.num_keys)
     else:
         length = number(first.numel()) // last
-    length = 1 << (max(1, length) - 1).bit_length()  # few classes: the order of each is cached
+    # few classes, because the order of each is cached
+    length = 1 << (max(1, length) - 1).bit_length()
     return Cell(op.name, direction, str(first.dtype)[6:], kind, last, length)
 
 
 def distance(cell: Cell, row: Cell) -> float:
-    """Return how unlike two cells of one op and direction are."""
+    """Return the dissimilarity of two cells of one op and direction."""
     far = PER_DOUBLING * (2 * abs(math.log2(cell.size / row.size)) + abs(math.log2(cell.length / row.length)))
     if cell.kind != row.kind:
         alike = any(cell.kind in group and row.kind in group for group in GROUPS)
@@ -122,10 +122,11 @@ def distance(cell: Cell, row: Cell) -> float:
 
 
 def measured(arch: str, cell: Cell, family: str, deterministic: bool) -> list[Entry]:
-    """Return the entries of the nearest row, fastest first; none if the op was not measured.
+    """Return the entries of the nearest row, fastest first, or [] if the op was not measured.
 
     PyTorch's kernels choose their splits by the batch, so a sequence's result may depend on its
-    neighbors: they come first only for calls with ``deterministic=False``."""
+    neighbors. They come first only for calls with ``deterministic=False``.
+    """
     if not table():
         return []
     rows = table()[min(table(), key=lambda known: abs(_number_of(known) - _number_of(arch)))]
@@ -162,7 +163,7 @@ def ordered(op: Op, a: Any, direction: str) -> Iterable[Entry]:
 
 
 def cpu_order(op: Op, device: str = "cpu") -> list[str]:
-    """Return the op's own order, or the one that `pytransformer verify` measured."""
+    """Return the op's default order, or the order that `pytransformer verify` measured."""
     order = verification.measured_order.get((op.name, device), ())
     return [n for n in order if n in op.backends] + [n for n in op.backends if n not in order]
 
@@ -175,7 +176,7 @@ def _gpu_order(
     arch = arch_of(device)
     entries = measured(arch, cell, family, deterministic)
     order = verification.measured_order.get((op, device.type), ())
-    if order and arch not in table():  # this machine's own measurement before a neighbor's
+    if order and arch not in table():  # this machine's measurement before a neighbor's
         entries = [entry(name) for name in order]
     entries = [e for e in entries if e[0] in backends]
     known = {name for name, kernel in entries if kernel is None}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend does for a call, noted step by step, for the C++ fast path to do again with other tensors.
+"""Recording of a backend's steps, which the C++ fast path replays with other tensors.
 
-A backend of a GPU works out tiles, strides and plans in Python, and all of that goes by shapes, strides, dtypes, alignments and numbers,
-never by what tensors hold. So a call that is equal to an earlier one in all of these takes the same steps: it allocates the same
-memory, runs the same ops and launches the same kernels. :func:`forward` and :func:`backward` do a call once while a dispatch mode notes
-its ops and the backend its launches; csrc/fast_path/builder.cpp makes a program of them, or finds out that they are none.
-See docs/design/fast-path.md.
+A GPU backend computes tiles, strides and plans in Python from shapes, strides, dtypes, alignments
+and numbers, never from tensor values. Calls that agree in all of these take the same steps: they
+allocate the same memory, run the same ops and launch the same kernels. :func:`forward` and
+:func:`backward` run a call once while a dispatch mode records its ops and the backend its launches.
+csrc/fast_path/builder.cpp builds a program from the record, or rejects it. See
+docs/design/fast-path.md.
 """
 
 from __future__ import annotations
@@ -23,23 +24,27 @@ Recorded = tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Any, ...], str, A
 
 
 class Watching(TorchDispatchMode):
-    """A mode that sees each op of a call, of which nothing is compiled."""
+    """A mode that observes each op of a call; nothing is compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch's own question: whether to hide ``__torch_dispatch__`` from torch.compile, which imports that at the first op seen: 4 s
-        of a process's second call on a GPU."""
+        """Return False, so that PyTorch does not hide ``__torch_dispatch__`` from torch.compile.
+
+        Hiding imports torch.compile at the first op, 4 s of a process's second call on a GPU.
+        """
         return False
 
 
 class Recorder(Watching):
-    """Sees each op and, told by a backend, each launch."""
+    """The record of each op and of each launch that a backend reports."""
 
-    precision: Callable[[], tuple[int, ...]]  # how exact products are now; set when the fast path is loaded
+    # returns the precision settings of products; set when the fast path loads
+    precision: Callable[[], tuple[int, ...]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[Any, ...]] = []  # with their tensors: no address comes twice
+        # stores the tensors too, so that no address is reused
+        self.events: list[tuple[Any, ...]] = []
         self.stream: Callable[[int], int] | None = None
         self.why_not: str | None = None
 
@@ -50,11 +55,14 @@ class Recorder(Watching):
         return found
 
     def launches_on(self, stream: Callable[[int], int]) -> None:
-        """What gives the current stream of a device, by its index: each launch gets it as ``stream``."""
+        """Set the function that returns a device's current stream.
+
+        Each launch gets the stream as ``stream``.
+        """
         self.stream = stream
 
     def launched(self, launch: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-        """``launch(*arguments, stream=...)`` does the launch again."""
+        """Record a launch that ``launch(*arguments, stream=...)`` repeats."""
         if launch is None:
             self.refuse("a launch cannot be repeated")
         self.events.append((launch, arguments))
@@ -74,20 +82,19 @@ def forward(
 ) -> Recorded | str | None:
     """Record a call of the public function with the arguments ``given``, by position or by name.
 
-    The fast path has lowered them to ``tensors`` and ``others``.
-
-    Returns a reason where no call like it can be recorded, None where only this one cannot.
+    The fast path has lowered them to ``tensors`` and ``others``. Returns a reason if no such call
+    can be recorded, and None if only this call cannot.
     """
     op = OPS[op_name]
     named = given if isinstance(given, dict) else dict(zip(inspect.signature(op.prepare).parameters, given))
     seed = op.Arguments._fields.index("dropout_seed") if "dropout_seed" in op.Arguments._fields else None
     if seed is not None and named["dropout_p"] and named.get("dropout_seed") is None:
-        named["dropout_seed"] = tensors[seed]  # or Python would draw another
+        named["dropout_seed"] = tensors[seed]  # otherwise Python would draw another seed
     try:
         a = op.prepare(**named)[0]
         chosen = op.select(a, backend, strict)
     except Exception:
-        return None  # Python words the error
+        return None  # Python raises the error
     if not _alike(op, a, (*tensors, *others[:-2]), save):
         return "Python converts an argument"
     a = op.Arguments._make((*tensors, *a[op.num_tensors :]))
@@ -105,7 +112,7 @@ def backward(
     backend: str | None,
     strict: bool,
 ) -> Recorded | str | None:
-    """The same of the op's backward."""
+    """Record the op's backward in the same way."""
     op = OPS[op_name]
     a = op.Arguments._make((*tensors, *others[:-2]))
     try:
@@ -122,13 +129,13 @@ def _recorded(chosen: Backend, a: Any, inputs: tuple[Any, ...], run: Callable[[]
         return "an argument has no elements: the reference's"
     device = next(t.device for t in inputs if t is not None)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None  # the graph would keep what is computed for nothing
+        return None  # the graph would contain unneeded work
     recorder = Recorder()
     try:
         with _below_autograd(), torch.autocast(device.type, enabled=False), chosen.recorded(recorder), recorder:
             results = tuple(run())
     except Exception as error:
-        return f"error: {error!r}"  # Python does the call, and the error leads it to the next backend
+        return f"error: {error!r}"  # Python repeats the call, and the error triggers the fallback
     if recorder.why_not:
         return recorder.why_not
     return inputs, recorder.events, results, chosen.name, recorder.stream
@@ -142,7 +149,10 @@ def _below_autograd() -> Any:
 
 
 def _alike(op: Op, a: Any, lowered: tuple[Any, ...], save: bool) -> bool:
-    """Whether the fast path lowered the call as Python does. Without a backward, ``save`` is Python's alone."""
+    """Return true if the fast path lowered the call as Python does.
+
+    Without a backward, only Python sets ``save``.
+    """
     return all(
         (name == "save" and not save) or _same(mine, theirs) for name, mine, theirs in zip(op.Arguments._fields, a, lowered)
     )
@@ -157,5 +167,5 @@ def _same(mine: Any, theirs: Any) -> bool:
         theirs.dtype,
         theirs.device,
     )
-    # Lengths, segments and seeds are converted by each for itself, to equal numbers.
+    # Both sides convert lengths, segments and seeds separately, to equal values.
     return alike and (mine.data_ptr() == theirs.data_ptr() or mine.dtype == torch.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One op, several backends with reasons, chosen inside the op's body.
+"""Declaration of an op with several backends, one of which runs each call.
 
 An :class:`Op` is declared once, in the file of its family::
 
@@ -7,24 +7,29 @@ An :class:`Op` is declared once, in the file of its family::
         "layer_norm",
         arguments="Tensor x, Tensor? weight, Tensor? bias, float eps",
         outputs=("y", "mean", "rstd"),       # of the forward raw op, all tensors
-        differentiable_outputs=1,            # the first n of them carry gradients
+        differentiable_outputs=1,            # the first n outputs have gradients
         differentiable=("x", "weight", "bias"),
-        saved=("mean", "rstd"),              # outputs that backward gets back
-        problem=...,                         # properties for the arguments' class: what the backends ask of them
-        empty_outputs=...,                   # the outputs, uninitialised: also the fake kernel
-        flops=...,                           # of forward; or a pair, where backward's are not 5/2 of them
-        family="layer_norm",                   # what its files are called, if not as the op
-        returned=1)                          # the public function returns the first so many outputs
+        saved=("mean", "rstd"),              # outputs that backward receives
+        problem=...,                         # properties of the arguments' class, for backends
+        empty_outputs=...,                   # uninitialized outputs; also the fake kernel
+        flops=...,                           # forward, or a pair if backward's are not 5/2 of it
+        family="layer_norm",                 # name of its files, if not the op's name
+        returned=1)                          # number of outputs of the public function
 
-This is the one place that names the op: tools and tests iterate over ``OPS``, and find what belongs to an op by its family.
+Only this place names the op: tools and tests iterate over ``OPS`` and locate an op's files by its
+family.
 
-From it come two raw ops of the library ``pytransformer``: ``layer_norm_fwd(arguments, backend, strict)`` and
-``layer_norm_bwd(gradients of the differentiable outputs, arguments, saved, wanted, backend, strict)``, which returns one
-tensor for each name in ``differentiable`` (an empty one where ``wanted`` is false). What forward leaves for backward is the
-same on every backend, so backward may run on another one.
+It defines two raw ops of the library ``pytransformer``:
 
-A backend says ``why_not(arguments)``: None if it can do the problem, else a reason a person can read. The choice is made
-in the body of the raw op, so torch.compile sees one op: no graph break, and no recompilation when the choice changes.
+- ``layer_norm_fwd(arguments, backend, strict)``
+- ``layer_norm_bwd(grad_outputs, arguments, saved, wanted, backend, strict)``, which returns one
+  tensor for each name in ``differentiable``, empty if ``wanted`` is false.
+
+All backends save the same tensors, so backward may run on another backend.
+
+A backend's ``why_not(arguments)`` returns None if it supports the problem, else a readable reason.
+The body of the raw op selects the backend, so torch.compile sees one op, without a graph break and
+without recompilation when the selection changes.
 """
 
 from __future__ import annotations
@@ -73,7 +78,7 @@ from .table import OPS as OPS
 from .tensors import check_storage, empty_in_order, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
-replaced: list[str] = []  # ops whose backends are not those they were declared with
+replaced: list[str] = []  # ops whose backends differ from the declared backends
 _thread = threading.local()  # a forward op runs in its caller's thread
 
 
@@ -81,9 +86,10 @@ Flops = Callable[[Any], int]
 
 
 class Op:
-    """One public op: its two raw ops, its backends and its gradient. See the module's docstring."""
+    """A public op: its two raw ops, its backends and its gradient; see the module's docstring."""
 
-    prepare: Callable[..., tuple[Any, str | None, bool]]  # public call -> (arguments, backend, strict); set by the op's file
+    # public call -> (arguments, backend, strict); set by the op's file
+    prepare: Callable[..., tuple[Any, str | None, bool]]
     reference: Callable[[Any], tuple[torch.Tensor, ...]]  # set by add_reference
 
     def __init__(
@@ -104,7 +110,8 @@ class Op:
         self.family = family or name
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.returned = self.outputs[:returned]
-        # Of an op that writes into arguments, "Tensor(a!) name": what a call of the public function leaves in them, by name.
+        # For an op that writes into arguments, "Tensor(a!) name": returns the contents of these
+        # arguments after a call of the public function, by name.
         self.written: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]] = lambda named: {}
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
         self._declared: dict[str, Backend] = {}
@@ -136,7 +143,8 @@ class Op:
             self._backward_fake,
         )
         if flops is not None:
-            # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
+            # Attention's backward recomputes the first product and has two for each of forward's:
+            # 5/2.
             self._count_flops(*(flops if isinstance(flops, tuple) else (flops, lambda a: flops(a) * 5 // 2)))
         self.function, self.direct_function, self.gradients = make_functions(self)
         if self.positions:
@@ -145,7 +153,7 @@ class Op:
 
     @functools.cached_property
     def positional(self) -> tuple[str, ...]:
-        """The arguments that the public function takes by position, as ``prepare`` does."""
+        """Return the arguments that the public function and ``prepare`` take by position."""
         parameters = inspect.signature(self.prepare).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
@@ -175,15 +183,18 @@ class Op:
         extra_bytes: Callable[[Any], int] = lambda a: 0,
         check_values: Callable[[Any], None] = lambda a: None,
     ) -> None:
-        """Make ``forward``, plain differentiable PyTorch that returns all outputs, the reference backend and the source of
-        higher derivatives. ``check_values`` looks at what tensors hold, where ``looks_at_values``."""
+        """Add the reference backend, which is also the source of higher derivatives.
+
+        ``forward`` is plain differentiable PyTorch that returns all outputs. ``check_values``
+        checks tensor values if ``looks_at_values`` returns true.
+        """
         self.reference = forward
 
         def checked_forward(a: Any) -> tuple[torch.Tensor, ...]:
             if looks_at_values(a[0].device):
                 check_values(a)
             with torch.no_grad(), torch.autocast(a[0].device.type, enabled=False):
-                # In the memory order (and dtype) that the fake promised; backward's results too.
+                # Use the memory order and dtype that the fake kernel promised, in backward too.
                 return tuple(e.copy_(r) for e, r in zip(self.empty_outputs(a), forward(a)))
 
         def backward(a: Any, grads: Any, saved: Any, wanted: Sequence[bool]) -> Sequence[torch.Tensor | None]:
@@ -193,7 +204,7 @@ class Op:
             with autograd_inside():
                 leaves = [a[i].detach().requires_grad_() for i in places]
                 outputs = reference_outputs(self, a, places, leaves, given)
-                # An output may depend on none of the leaves, as lse on value.
+                # An output may depend on no leaf, as lse does on value.
                 pairs = [(o, grads[i]) for o, i in zip(outputs, given) if o.requires_grad]
                 results = [torch.zeros_like(t) for t in leaves]
                 if pairs:
@@ -215,13 +226,16 @@ class Op:
 
     @property
     def backends(self) -> dict[str, Backend]:
-        """Backends by name, in the order of BACKENDS. The C++ fast path, which knows only the declared ones,
-        is off while there are others: ``replaced``."""
+        """Backends by name, in the order of BACKENDS.
+
+        The C++ fast path supports only the declared backends. ``replaced`` disables it while they
+        differ.
+        """
         return self._backends
 
     @backends.setter
     def backends(self, backends: Mapping[str, Backend]) -> None:
-        # The same object again where it was one before: who holds it puts an entry back.
+        # Store the same object again, because a caller that holds it may restore an entry.
         self._backends = backends if isinstance(backends, Backends) else Backends(backends, self._tell_replaced)
         self._tell_replaced()
 
@@ -232,7 +246,7 @@ class Op:
     # ---- bodies of the raw ops
 
     def run(self, a: Any, backend: str | None = None, strict: bool = False, save: bool = True) -> tuple[torch.Tensor, ...]:
-        """What the forward raw op does; with ``save=False`` it may leave out the outputs that only backward needs."""
+        """Run the forward raw op; ``save=False`` may omit outputs that only backward needs."""
         check_storage(self.name, self._tensor_names, a)
         chosen = self.select(a, backend, strict)
         record(self._fwd_name, chosen.name)
@@ -248,12 +262,12 @@ class Op:
         return self.run(a, backend, strict, save)
 
     def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        """The body of the forward raw op."""
+        """Run the body of the forward raw op."""
         n = self.num_args
         return self.run(self.Arguments._make(args[:n]), *args[n:])
 
     def run_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
-        """The body of the backward raw op, but that gradients not wanted are None."""
+        """Run the body of the backward raw op; gradients that are not needed are None."""
         grads, a, saved, wanted, rest = self._split_backward(args)
         for names, tensors in ((self.grad_names, grads), (self._tensor_names, a), (self.saved, saved)):
             check_storage(self.name, names, tensors)
@@ -266,7 +280,7 @@ class Op:
         return self.run_backward(*args)
 
     def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
-        """The backward raw op, directly where nothing has to see it."""
+        """Run the backward raw op, directly if nothing observes the call."""
         watched = torch.compiler.is_compiling() or not unwatched(args[len(self.grad_names)], args)
         return self.bwd(*args) if watched else self.run_backward(*args)
 
@@ -291,7 +305,7 @@ class Op:
         )
 
     def empty_gradients(self, a: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Gradients of the differentiable arguments, uninitialised, each in its argument's dtype and memory order."""
+        """Return uninitialized gradients, each in its argument's dtype and memory order."""
         return [empty_in_order(a[i]) if want else None for i, want in zip(self.positions, wanted)]
 
     def _filled(self, like: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
@@ -300,7 +314,10 @@ class Op:
     # ---- choice
 
     def select(self, a: Any, backend: str | None = None, strict: bool = False, *, direction: str = "fwd") -> Backend:
-        """Return the backend that computes this problem; raises BackendError if a forced one cannot."""
+        """Return the backend that computes this problem.
+
+        Raises BackendError if a forced backend does not support it.
+        """
         forced = backend or forced_backend(self.name)
         if forced is not None:
             reason = self.reason(forced, a)
@@ -327,7 +344,10 @@ class Op:
         return self.backends["reference"]
 
     def fused(self, a: Any) -> tuple[torch.Tensor, ...]:
-        """As a call, but raises :class:`NotLaunched` if every fused backend failed: the caller has something better than the reference."""
+        """Run the op, but raise :class:`NotLaunched` if every fused backend failed.
+
+        The caller has a better fallback than the reference.
+        """
         _thread.fused = True
         try:
             return self(a)
@@ -335,13 +355,16 @@ class Op:
             _thread.fused = False
 
     def reason(self, backend: str, a: Any) -> str | None:
-        """Why the backend cannot do the problem, or None."""
+        """Return why the backend does not support the problem, or None."""
         if backend not in self.backends:
             return f"{self.name} has no backend {backend!r}, only {', '.join(self.backends)}"
         return self.backends[backend].why_not(a)
 
     def why_not_fused(self, a: Any) -> str | None:
-        """None if a backend is forced or one other than the reference can do the problem, else why none can."""
+        """Return why no fused backend supports the problem, or None.
+
+        A forced backend also gives None.
+        """
         if forced_backend(self.name) is not None:
             return None
         device, reasons = a[0].device.type, dict[str, str]()
@@ -355,15 +378,18 @@ class Op:
     # ---- calls
 
     def __call__(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
-        """Run the op, with gradients where they are needed: through an autograd Function only if something needs one or a
-        transform is active, and past the dispatcher if nothing watches."""
+        """Run the op, with gradients if needed.
+
+        The call uses an autograd Function only if something needs a gradient or a transform is
+        active, and skips the dispatcher if nothing observes it.
+        """
         if torch.compiler.is_compiling():
             if compiling_a_derivative():
                 raise NotImplementedError(
                     f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this "
                     "op: without fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
                 )
-            # An exported graph holds raw ops, whose kernels for Autograd make it trainable.
+            # An exported graph contains raw ops, whose Autograd kernels make it trainable.
             raw = torch.compiler.is_exporting() or not self.positions
             return (self.fwd if raw else self.function.apply)(*each_once(a), backend, strict)
         if not unwatched(a[0], a):
@@ -390,7 +416,10 @@ def joined(reasons: Mapping[str, str | None]) -> str:
 
 @contextlib.contextmanager
 def autograd_inside() -> Iterator[None]:
-    """Let autograd record in the body of a raw op, where a dispatch mode (opcheck's, fake tensors') has switched it off."""
+    """Enable autograd in the body of a raw op.
+
+    A dispatch mode (opcheck, fake tensors) may have disabled it.
+    """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

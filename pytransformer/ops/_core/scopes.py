@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that hold in one context: in threads, coroutines, generators, and when blocks overlap.
+"""Blocks that apply in one context: in threads, coroutines, generators, and when blocks overlap.
 
 A context variable separates threads and tasks. Three cases need more:
 
-- Blocks that end out of order. Each block removes itself, and a block that has ended never counts.
-- Generators, which run in the context of the code that resumes them. A block of a generator that
-  runs is inside the blocks of its caller, and hides the blocks that suspended generators opened
-  later. While a generator is suspended its block also holds for the caller, because context
-  managers and fixtures are written as generators.
+- Blocks that end out of order. Each block removes itself, and an ended block never counts.
+- Generators, which run in the context of the code that resumes them. A block of a running generator
+  is inside the blocks of its caller, and hides the blocks that suspended generators opened later.
+  While a generator is suspended its block also applies to the caller, because context managers and
+  fixtures are written as generators.
 - Autograd's device threads, which inherit no context. They read the blocks of the thread that
-  called backward, from the thread-local state that autograd copies, and the blocks that were
-  open in forward, which :func:`carried` restores.
+  called backward, from the thread-local state that autograd copies, and the blocks that were open
+  in forward, which :func:`carried` restores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(Generic[T]):
 
 
 class Scope(Generic[T]):
-    """The blocks of one kind. ``open`` holds all of the process: while it is empty, nothing holds."""
+    """The blocks of one kind; ``open`` contains all open blocks of the process."""
 
     def __init__(self, name: str) -> None:
         self.open: list[Block[T]] = []
@@ -53,7 +53,7 @@ class Scope(Generic[T]):
 
     @contextlib.contextmanager
     def holding(self, value: T) -> Iterator[None]:
-        """Make the value hold inside the block."""
+        """Apply the value inside the block."""
         block = Block(value, _frame_of_the_block())
         self.open.append(block)
         try:
@@ -72,24 +72,24 @@ class Scope(Generic[T]):
             torch._C._stash_obj_in_tls(self._key, (threading.get_ident(), plain))
 
     def blocks(self) -> Sequence[Block[T]]:
-        """Return the open blocks that hold here, innermost last."""
+        """Return the open blocks that apply here, innermost last."""
         if not self.open:
             return ()
         blocks = [b for b in self._here.get() if b.open]
         if torch._C._is_key_in_tls(self._key):
             thread, inherited = torch._C._get_obj_in_tls(self._key)
-            if thread != threading.get_ident():  # autograd's thread, on behalf of that one
+            if thread != threading.get_ident():  # an autograd thread, on behalf of ``thread``
                 blocks = [*(b for b in inherited if b.open and b not in blocks), *blocks]
         suspendable = [b for b in self.open if b.suspendable]
         return _by_frames(blocks, suspendable) if suspendable else blocks
 
     def values(self) -> list[T]:
-        """Return the values that hold here, innermost last."""
+        """Return the values that apply here, innermost last."""
         return [b.value for b in self.blocks()] if self.open else []
 
     @contextlib.contextmanager
     def carried(self, blocks: Sequence[Block[T]]) -> Iterator[None]:
-        """Let the blocks that forward saw hold in backward, outside of those that hold anyway."""
+        """Apply forward's blocks in backward, outside of the blocks that already apply."""
         here = self._here.get()
         token = self._here.set((*(b for b in blocks if b.open and b not in here), *here))
         try:
@@ -99,8 +99,10 @@ class Scope(Generic[T]):
 
 
 def _frame_of_the_block() -> FrameType | None:
-    """Return the frame with the ``with`` statement. A context manager written as a generator opens
-    its blocks for its caller."""
+    """Return the frame with the ``with`` statement.
+
+    A context manager written as a generator opens its blocks for its caller.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         is_manager = bool(frame.f_code.co_flags & SUSPENDABLE) and _is_contextlib(frame.f_back)
@@ -115,8 +117,10 @@ def _is_contextlib(frame: FrameType | None) -> bool:
 
 
 def _by_frames(blocks: Sequence[Block[T]], suspendable: Sequence[Block[T]]) -> list[Block[T]]:
-    """Order the blocks by the frames that run, outermost first, and drop those that a running
-    generator hides."""
+    """Return the blocks ordered by running frame, outermost first.
+
+    Blocks that a running generator hides are dropped.
+    """
     depth: dict[FrameType, int] = {}
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

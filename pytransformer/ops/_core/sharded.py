@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with DTensors among their arguments: ``pytransformer.distributed``, a layer above, computes them.
+"""Calls with DTensor arguments, which ``pytransformer.distributed``, a higher layer, computes.
 
-It is loaded at the first such call: torch.distributed.tensor takes longer to import than all of this package.
+The first such call imports it, because torch.distributed.tensor takes longer to import than this
+package.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ if TYPE_CHECKING:
     from .registry import Op
 
 Run = Callable[["Op", Any, str | None, bool], tuple[torch.Tensor, ...]]
-loaders: list[Callable[[], Run]] = []  # one, once the package is imported
+loaders: list[Callable[[], Run]] = []  # has one entry once the package is imported
 
 
 def is_sharded(inputs: Sequence[Any]) -> bool:
-    """Whether one of them is a DTensor. Without the module that defines it there is none."""
+    """Return true if an input is a DTensor; none exists before its module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(value, module.DTensor) for value in inputs)
 
 
 def run(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
-    """The op's differentiable outputs: DTensors, or plain tensors if its first argument is one."""
+    """Return the op's differentiable outputs.
+
+    They are DTensors, or plain tensors if the op's first argument is plain.
+    """
     return loaders[0]()(op, a, backend, strict)
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
-    """A DTensor as the plain tensor that it stands for."""
+    """Return a DTensor as a plain tensor with all its shards."""
     full: torch.Tensor = t.full_tensor() if is_sharded((t,)) else t  # type: ignore[attr-defined]
     return full

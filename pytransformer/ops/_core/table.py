@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op by its name: apart from the registry, so that what the registry builds an op of can look one up."""
+"""Every op by name, separate from the registry to avoid an import cycle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops need of tensors: checks with clear errors, memory order, autocast, dropout seeds."""
+"""Tensor helpers of the ops: checks, memory order, autocast, dropout seeds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-# The classes whose storage, or whose trace, is the tensor. torch.func's wrappers are torch.Tensor.
+# Classes whose storage or trace holds the tensor's values. torch.func's wrappers are torch.Tensor.
 PLAIN = (*_TENSORS, torch.nn.Buffer, FakeTensor, FunctionalTensor)
-# Wrappers that unwrap themselves in __torch_dispatch__, by module: none exists before its module
-# is imported.
+# Wrappers that unwrap themselves in __torch_dispatch__, by module: none exists before its module is
+# imported.
 _UNWRAPPED = {
     "torch.distributed.tensor": "DTensor",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
@@ -35,8 +35,10 @@ def shape_of(t: torch.Tensor) -> str:
 
 
 def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: int | None = None) -> None:
-    """Raise TypeError unless t is a dense tensor (of a floating dtype that kernels support), and
-    ValueError unless it has ndim dimensions."""
+    """Raise unless t is a dense tensor, of a supported floating dtype and of ndim dimensions.
+
+    The dtype is checked if ``floating``. A wrong ndim raises ValueError, everything else TypeError.
+    """
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(t).__name__}")
     if type(t) not in PLAIN and has_own_meaning(t):
@@ -58,13 +60,15 @@ def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: in
 def is_freed(t: torch.Tensor) -> bool:
     """Return whether a plain tensor has elements but its storage has no bytes.
 
-    FSDP2 frees a parameter's storage when it reshards, and PyTorch's elementwise functions read such a tensor at address 0.
+    FSDP2 frees a parameter's storage when it reshards, and PyTorch's elementwise functions read
+    such a tensor at address 0.
     """
     if type(t) not in _TENSORS or torch.compiler.is_compiling():
         return False
     try:
         return not t.untyped_storage().nbytes() and t.numel() > 0 and not t._is_zerotensor()
-    except (NotImplementedError, RuntimeError):  # a transform's wrapper and a sparse tensor have no storage
+    # a transform's wrapper and a sparse tensor have no storage
+    except (NotImplementedError, RuntimeError):
         return False
 
 
@@ -79,10 +83,11 @@ def check_storage(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
 
 
 def has_own_meaning(t: torch.Tensor) -> bool:
-    """Return whether t's class may stand for other values than its storage holds.
+    """Return whether t's class may represent other values than its storage.
 
-    A class that redefines ``__torch_function__`` may. One with ``__torch_dispatch__`` alone gets the
-    raw op and unwraps itself. PLAIN, nested tensors (checked by layout) and _UNWRAPPED are no such classes.
+    A class that redefines ``__torch_function__`` may. A class with only ``__torch_dispatch__`` gets
+    the raw op and unwraps itself. PLAIN, nested tensors (checked by layout) and _UNWRAPPED are
+    excluded.
     """
     if type(t) in PLAIN or t.is_nested:
         return False
@@ -101,7 +106,10 @@ def _class_name(t: torch.Tensor) -> str:
 
 
 def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor | None, *, dtype: bool = False) -> None:
-    """ValueError unless t is on a's device, TypeError unless (dtype=True) it has a's dtype. None passes."""
+    """Raise ValueError unless t is on a's device, and with ``dtype`` TypeError unless dtypes match.
+
+    None passes.
+    """
     if t is None:
         return
     if t.device != a.device:
@@ -111,21 +119,26 @@ def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor 
 
 
 def looks_at_values(device: torch.device) -> bool:
-    """Whether an op checks what its tensors hold (lengths, offsets, targets): on the CPU always, on a GPU, for which it must wait, with
-    PYTRANSFORMER_CHECK=1. Without it GPU kernels clamp what is wrong, so that no address leaves its tensor."""
+    """Return true if an op checks tensor values (lengths, offsets, targets).
+
+    The CPU always checks. A GPU, which must synchronize, checks with PYTRANSFORMER_CHECK=1. Without
+    it GPU kernels clamp invalid values, so that no address leaves its tensor.
+    """
     return device.type == "cpu" or os.environ.get("PYTRANSFORMER_CHECK", "0") not in ("", "0")
 
 
 def unusual_layout(t: torch.Tensor) -> str | None:
-    """What the tensor is if it is not a dense one: nested, sparse_coo, mkldnn, …"""
+    """Return the layout of a tensor that is not dense (nested, sparse_coo, …), else None."""
     if t.is_nested:
         return "nested"
     return None if t.layout is torch.strided else str(t.layout).removeprefix("torch.").removeprefix("_")
 
 
 def alike(*tensors: Any) -> bool:
-    """Whether all are plain dense tensors of one dtype that the kernels know, on one device: the usual case, found out quickly.
-    What is not alike is for the checks to judge."""
+    """Return true if all are plain dense tensors of one supported dtype on one device.
+
+    This is a fast test for the usual case. If it fails, the full checks decide.
+    """
     first = tensors[0]
     if type(first) not in _TENSORS:
         return False
@@ -137,8 +150,11 @@ def alike(*tensors: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
-    """Return the value as a finite float. NumPy scalars and 0-dimensional tensors are numbers too,
-    except those that require a gradient, which no scalar argument has."""
+    """Return the value as a finite float.
+
+    NumPy scalars and 0-dimensional tensors are numbers, except tensors that require a gradient,
+    which scalar arguments do not have.
+    """
     if type(value) is float and (0.0 < value < math.inf or (not positive and -math.inf < value < math.inf)):
         return value
     if isinstance(value, torch.Tensor) and _is_scalar(value):
@@ -153,8 +169,10 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
 
 
 def as_integer(value: Any) -> Any:
-    """Return the value as an int or a SymInt, and None if it is no integer. NumPy integers and
-    0-dimensional integer tensors are integers; a bool is not."""
+    """Return the value as an int or a SymInt, or None if it is not an integer.
+
+    NumPy integers and 0-dimensional integer tensors are integers; a bool is not.
+    """
     if type(value) is int:
         return value
     if isinstance(value, torch.SymInt):
@@ -182,8 +200,10 @@ def _is_scalar(t: torch.Tensor) -> bool:
 
 
 def check_unused(op: str, reason: str, **given: tuple[Any, Any]) -> None:
-    """Raise ValueError if an argument that has no effect in this call was given: each is a pair
-    (value, default), and ``reason`` says why it has none."""
+    """Raise ValueError if an argument that has no effect in this call was given.
+
+    Each argument is a pair (value, default), and ``reason`` explains why it has no effect.
+    """
     for name, (value, default) in given.items():
         if value is not default and (isinstance(value, torch.Tensor) or value != default):
             raise ValueError(f"{op}: {name} must be left out {reason}, got {value!r}")
@@ -195,9 +215,10 @@ def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None
 
 
 def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
-    """Check p and turn the seed into a 0-dimensional int64 tensor on the device; draw one if none is given.
+    """Return p and the seed as a 0-dimensional int64 tensor on the device.
 
-    The draw is a torch op on the tensors' device, so torch.manual_seed, CUDA graphs and checkpointing govern it.
+    None draws a seed with a torch op on the tensors' device, so torch.manual_seed, CUDA graphs and
+    checkpointing control it.
     """
     if type(p) is float and p == 0.0:
         return p, None
@@ -220,20 +241,23 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
         raise TypeError(f"{op}: dropout_seed must be an int or an int64 tensor, got {type(given).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{op}: dropout_seed must fit in 64 bits, got {seed}")
-    # Filled in on the device: a copy from the host would wait for it, and a CUDA graph cannot capture one.
+    # A copy from the host would synchronize, and a CUDA graph cannot capture one.
     return p, torch.full((), seed, dtype=torch.int64, device=device)
 
 
 def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNone, ...]:
-    """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does, and what
-    is stored in eight bits."""
+    """Return the tensors in the current autocast dtype, if autocast is on.
+
+    float64 tensors, as in torch, and 8-bit tensors are unchanged.
+    """
     kind = device.type
     if (kind != "cpu" and not torch.amp.is_autocast_available(kind)) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     kept = (torch.float64, torch.float8_e4m3fn)
 
-    def cast(t: Any) -> Any:  # a freed tensor stays as it is, and check_storage refuses it by name
+    # a freed tensor passes unchanged, and check_storage refuses it by name
+    def cast(t: Any) -> Any:
         as_is = t is None or t.dtype in kept or not t.is_floating_point() or is_freed(t)
         return t if as_is else t.to(dtype)
 
@@ -241,11 +265,11 @@ def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNo
 
 
 def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An empty dense tensor of this shape (default: of ``like``'s) whose dimensions lie in memory as those of ``like`` do, the
-    last one innermost.
+    """Return an uninitialized dense tensor with like's memory order, last dimension innermost.
 
-    A (B, H, L, D) view of (B, L, H, D) memory gives another such view, so that a model never copies. Broadcast dimensions
-    of ``like`` (stride 0) count as the outermost.
+    The default shape is like's. A (B, H, L, D) view of (B, L, H, D) memory gives another such view,
+    so that a model never copies. Broadcast dimensions of ``like`` (stride 0) count as the
+    outermost.
     """
     if like.is_contiguous():
         if shape is None:
@@ -258,27 +282,33 @@ def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype
 
 
 def last_contiguous(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dimension contiguous: a copy in the same memory order if it was not."""
+    """Return the tensor with a contiguous last dimension.
+
+    A copy, if needed, has the same memory order.
+    """
     if t.stride(-1) == 1 or t.size(-1) <= 1:
         return t
     return empty_in_order(t).copy_(t)
 
 
 def matrix(t: torch.Tensor) -> torch.Tensor:
-    """(rows, columns), a view where strides allow one, the last dimension contiguous."""
+    """Return (rows, columns) with contiguous columns, a view if the strides permit one."""
     return last_contiguous(t).reshape(-1, t.shape[-1])
 
 
 @contextlib.contextmanager
 def as_written(device: torch.device) -> Iterator[None]:
-    """Library products take the dtypes they are given, add up in float32, and make no graph of their own."""
+    """Run library products in the given dtypes, with float32 sums and without a graph."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _whole_sums(device):
         yield
 
 
 @contextlib.contextmanager
 def _whole_sums(device: torch.device) -> Iterator[None]:
-    """On a GPU products in 16 bits by default may round parts of long sums to 16 bits, beyond the promised bound."""
+    """Disable 16-bit rounding of partial sums on a GPU.
+
+    By default 16-bit products may round parts of long sums to 16 bits, beyond the promised bound.
+    """
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     flags = torch.backends.cuda.matmul
     before = {name: getattr(flags, name) for name in names} if device.type == "cuda" else {}

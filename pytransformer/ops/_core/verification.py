@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification results: which backends are known to be right on a device, and the check that finds
-out.
+"""Verification results: which backends are known to be correct on a device, and the check.
 
-On a GPU, and for the backends made for GPUs, a call uses a backend without being told to only if a
-result says that the backend is right there. Results come with the package (verified.py), from
-`pytransformer verify`, or from a short check at first use. The CPU's backends need no result, but a
-bad one excludes them. A forced backend needs none. A result holds for (op, backend, dtype, size
-class). docs/design/verification.md.
+On a GPU, and for the backends made for GPUs, an unforced call uses a backend only if a result shows
+that the backend is correct there. Results come with the package (verified.py), from `pytransformer
+verify`, or from a short check at first use. The CPU's backends need no result, but a failed check
+excludes them. A forced backend needs none. A result applies to (op, backend, dtype, size class).
+See docs/design/verification.md.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 
 GUARDED = {"triton", "cuda"}  # need a result on every device; on a cuda device every backend does
 MODES = ("off", "first", "strict")
-PREFIX = "verify: "  # every reason that comes from a result starts so
+PREFIX = "verify: "  # prefix of every reason that comes from a result
 RIGHT, DECLINED, UNCHECKED, LATE = "right", "declined", "not checked", "late"
-CHECK_SECONDS = 20.0  # for all checks at first use of a process, waits for other processes included
-HANG_SECONDS = 15.0  # without an answer for so long, a check counts as hung
-CASES_SECONDS = 5.0  # no further case begins after so long
+CHECK_SECONDS = 20.0  # for all first-use checks of a process, including waits for other processes
+HANG_SECONDS = 15.0  # without an answer for this long, a check counts as hung
+CASES_SECONDS = 5.0  # no further case begins after this time
 POLL_SECONDS = 0.2
 MIN_SIZE, MAX_SIZE = 64, 8192
 UNKNOWN = f"{PREFIX}not checked here yet"
 
 Key = tuple[str, str, torch.device, torch.dtype]  # op, backend, device, dtype of the first tensor
-settled: set[Key] = set()  # right for every size: a warm call looks into this set alone
+settled: set[Key] = set()  # correct for every size: a warm call reads only this set
 measured_order: dict[tuple[str, str], tuple[str, ...]] = {}  # by (op, device type)
-watched: list[str] = []  # excludes the C++ fast path while not empty
+watched: list[str] = []  # disables the C++ fast path while not empty
 when_forgotten: list[Callable[[], None]] = []
 version = [0]  # changes with every new result
 _devices: dict[torch.device, Results] = {}
@@ -58,8 +57,10 @@ class Result:
     wrong: dict[int, str] = field(default_factory=dict)  # reasons by size class
 
     def reason(self, size: int) -> str | None:
-        """Return why the backend is excluded, None if it is right, UNKNOWN if nobody has checked.
-        One wrong case excludes its size class, and every class in which no case was right."""
+        """Return why the backend is excluded, None if it is correct, or UNKNOWN without a check.
+
+        One failed case excludes its size class, and every class in which no case passed.
+        """
         if size in self.wrong:
             return self.wrong[size]
         if size in self.right:
@@ -73,7 +74,7 @@ Results = dict[tuple[str, str, str], Result]  # by op, backend, dtype
 
 
 def mode() -> str:
-    """Return PYTRANSFORMER_VERIFY, "first" if it is unset or unknown."""
+    """Return PYTRANSFORMER_VERIFY, or "first" if it is unset or unknown."""
     value = os.environ.get("PYTRANSFORMER_VERIFY", "first")
     return value if value in MODES else "first"
 
@@ -85,8 +86,7 @@ def size_class(a: Any) -> int:
 
 
 def number(n: Any) -> Any:
-    """Return the current value of a symbolic size: reading it must not add a guard to a traced
-    graph."""
+    """Return the current value of a symbolic size, without adding a guard to a traced graph."""
     return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
@@ -95,8 +95,10 @@ def needs_result(backend: str, device: torch.device) -> bool:
 
 
 def why_not(op: Op, backend: str, a: Any, key: Key, *, ask: bool = True) -> str | None:
-    """Return why the backend must not compute this call unless forced, or None. With ``ask``, an
-    unknown backend is checked now, in a child process."""
+    """Return why the backend must not compute this call unless forced, or None.
+
+    With ``ask``, a child process checks an unknown backend now.
+    """
     if key in settled or backend == "reference" or (how := mode()) == "off":
         return None
     device, size = key[2], size_class(a)
@@ -116,7 +118,7 @@ def why_not(op: Op, backend: str, a: Any, key: Key, *, ask: bool = True) -> str 
 
 
 def is_known(op: str, backend: str, device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Return whether the backend is known to be right, or needs no result."""
+    """Return whether the backend is known to be correct, or needs no result."""
     if not needs_result(backend, device) or mode() == "off":
         return True
     result = results(device).get((op, backend, str(dtype)[6:]))
@@ -124,8 +126,10 @@ def is_known(op: str, backend: str, device: torch.device, dtype: torch.dtype, si
 
 
 def _check_first(op: Op, backend: str, a: Any, size: int) -> str | None:
-    """Check small problems in a child process, once per node, and store the outcome. Local ranks
-    other than 0 of a distributed job wait for rank 0's result."""
+    """Check small problems in a child process, once per node, and store the outcome.
+
+    Local ranks other than 0 of a distributed job wait for rank 0's result.
+    """
     device, dtype = a[0].device, str(a[0].dtype)[6:]
     name = (op.name, backend, dtype)
 
@@ -185,7 +189,7 @@ def describe(line: Mapping[str, Any]) -> str:
 
 
 def results(device: torch.device) -> Results:
-    """Return the results for the device: those of the package, then those of the user's file."""
+    """Return the results for the device, from the package and then from the user's file."""
     if device not in _devices:
         with _lock:
             if device not in _devices:
@@ -195,7 +199,7 @@ def results(device: torch.device) -> Results:
 
 def _reread(device: torch.device) -> None:
     content = verification_file.load(device) or {"checks": []}
-    # Keep the results of this process: without a cache directory no file holds them.
+    # Preserve the results of this process: without a cache directory no file has them.
     merged = _devices.get(device) or {name: Result(complete=True) for name in verified.names(device)}
     _devices[device] = _add(merged, content["checks"], content.get("complete", ()))
     for name, order in content.get("order", {}).items():
@@ -217,8 +221,10 @@ def _add(merged: Results, lines: Iterable[Mapping[str, Any]], complete: Iterable
 
 
 def _watch() -> None:
-    """The fast path knows only the backend cpu on the CPU: switch it off if a result excludes that
-    backend, or if a measured order prefers another."""
+    """Disable the fast path if a result excludes the backend cpu or another is preferred.
+
+    On the CPU the fast path supports only that backend.
+    """
     excluded = [
         f"{op} {backend}"
         for by_name in _devices.values()
@@ -230,13 +236,13 @@ def _watch() -> None:
 
 
 def prepare_cpu() -> None:
-    """Read the CPU's results before anything computes past the registry."""
+    """Read the CPU's results before anything bypasses the registry."""
     if mode() != "off":
         results(torch.device("cpu"))
 
 
 def forget() -> None:
-    """Read every result anew when it is next needed."""
+    """Discard every result; the next use reads it again."""
     with _lock:
         for memory in (settled, measured_order, _devices, watched):
             memory.clear()

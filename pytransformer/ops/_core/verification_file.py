@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of verification results: one JSON file for each machine and build, in the user's cache
-directory.
+"""Files of verification results: one JSON file per machine and build, in the user's cache.
 
-A file is checked as a whole before anything reads it: a damaged one is ignored, with one warning.
-Without a home directory there is no cache, and results last as long as the process.
+Each file is validated completely before use; a damaged file is ignored, with one warning. Without a
+home directory there is no cache, and results last as long as the process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from . import native
 
 SCHEMA = 2
 KERNELS = __package__.partition(".")[0] + ".kernels"
-CODE = ("ops/_backends", "ops/_problem")  # beside the kernels: a change here outdates a result
+CODE = ("ops/_backends", "ops/_problem")  # besides the kernels: a change here invalidates a result
 MAX_BYTES, MAX_LINES, MAX_TEXT = 8 << 20, 20_000, 1000
 LOCK_SECONDS = 10.0  # a writer holds the lock for milliseconds
 TEXTS = ("op", "backend", "dtype", "outcome")
@@ -41,8 +40,10 @@ _warned: set[Path] = set()
 
 
 def cache_folder() -> Path | None:
-    """Return PYTRANSFORMER_CACHE, or pytransformer in the user's cache directory; None without a
-    home."""
+    """Return PYTRANSFORMER_CACHE, or pytransformer in the user's cache directory, or None.
+
+    It is None without a home directory.
+    """
     if folder := os.environ.get("PYTRANSFORMER_CACHE"):
         return Path(folder)
     try:
@@ -52,12 +53,11 @@ def cache_folder() -> Path | None:
 
 
 def key(device: torch.device) -> dict[str, str]:
-    """Return what a result depends on: the device, its driver, the compiling libraries and our
-    build."""
+    """Return the dependencies of a result: device, driver, compiling libraries and our build."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         name = "{} (sm_{}{})".format(torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index))
-        # CPU builds of torch have no such function.
+        # CPU builds of torch do not have this function.
         driver = str(getattr(torch._C, "_cuda_getDriverVersion", int)())
     else:
         name, driver = cpu_name(), os.environ.get("PYTRANSFORMER_CPU_ISA", "")
@@ -92,8 +92,10 @@ def triton_version() -> str:
 
 @functools.cache
 def _build() -> tuple[str, str]:
-    """Return digests of the sources of kernels and backends, and of the compiled files (by name,
-    size and the build's record)."""
+    """Return digests of the kernel and backend sources, and of the compiled files.
+
+    The second digest covers the names and sizes of compiled files and the build's record.
+    """
     sources, binaries = hashlib.sha256(), hashlib.sha256()
     for folder in (*kernel_folders(), *(native.PACKAGE / name for name in CODE)):
         for path in sorted(path for end in ("*.py", "*.json") for path in folder.rglob(end)):
@@ -107,13 +109,13 @@ def _build() -> tuple[str, str]:
 
 
 def kernel_folders() -> list[Path]:
-    """Return the folders of Triton's kernels and tables: beside the package in a checkout."""
+    """Return the folders of Triton's kernels and tables, in a checkout beside the package."""
     spec = importlib.util.find_spec(KERNELS)
     return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
 
 
 def path_of(entry: dict[str, str]) -> Path | None:
-    """Return the file of a key, None without a cache directory."""
+    """Return the file of a key, or None without a cache directory."""
     digest = hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder()
     return None if folder is None else folder / f"verification-{digest}.json"
@@ -172,7 +174,7 @@ def check(content: dict[str, Any]) -> None:
     """Check types and sizes of everything that is read later.
 
     Raises:
-        ValueError: something is missing, of another type, or too large.
+        ValueError: an entry is missing, has another type, or is too large.
     """
 
     def is_text(value: Any) -> bool:
@@ -210,8 +212,10 @@ def check(content: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(name: str, seconds: float) -> Iterator[bool]:
-    """Hold a lock file of the cache directory: one process of the node at a time. Yields whether it
-    is held; without a cache directory, or after ``seconds``, it is not."""
+    """Hold a lock file of the cache directory, one process of the node at a time.
+
+    Yields True if locked, and False without a cache directory or after ``seconds``.
+    """
     folder = cache_folder()
     try:
         if folder is None:
@@ -240,11 +244,13 @@ def _acquire(descriptor: int, until: float) -> bool:
 
 
 def update(device: torch.device, change: Callable[[dict[str, Any] | None], dict[str, Any]]) -> Path | None:
-    """Replace the contents by ``change`` of them, one writer at a time; return the file, or None if
-    the directory cannot be written."""
+    """Replace the contents by ``change`` of them, one writer at a time; return the file.
+
+    Returns None if the directory is not writable.
+    """
     with locked("write", LOCK_SECONDS) as held:
         if held and (folder := cache_folder()) is not None:
-            for left in folder.glob("verification-*.tmp"):  # of a writer that was killed
+            for left in folder.glob("verification-*.tmp"):  # left by a killed writer
                 with contextlib.suppress(OSError):
                     left.unlink()
         return _save(device, change(load(device)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification results that come with the package: what our own runs on a GPU showed to be right.
+"""Verification results that come with the package, from our GPU runs.
 
-verified.json lists, by compute capability, backend and op family, the commit that was tested and a
-digest of its kernel sources. An entry holds if the kernels here have the same digest; the Triton
-version must match too. The file is written by bench/tools/verified.py. docs/design/verification.md.
+verified.json lists, by compute capability, backend and op family, the tested commit and a digest of
+its kernel sources. An entry is valid if the kernels here have the same digest; the Triton version
+must match too. bench/tools/verified.py writes the file. See docs/design/verification.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def table() -> dict[str, Any]:
 
 
 def names(device: torch.device) -> list[tuple[str, str, str]]:
-    """Return (op, backend, dtype) of everything that is known to be right on the device."""
+    """Return (op, backend, dtype) of everything that is known to be correct on the device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return []
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
@@ -43,14 +43,16 @@ def names(device: torch.device) -> list[tuple[str, str, str]]:
 
 
 def is_current(backend: str, family: str, result: dict[str, Any] | None) -> bool:
-    """Return whether the tested kernels are those that run here."""
+    """Return whether the tested kernels equal the kernels that run here."""
     return result is not None and sources(backend).get(family) == result["sources"]
 
 
 @functools.cache
 def sources(backend: str) -> dict[str, str]:
-    """Return digests of the kernels' sources by op family: of what the build compiled, or of
-    Triton's."""
+    """Return digests of the kernels' sources by op family.
+
+    They cover the sources of the CUDA build, or the installed Triton kernels.
+    """
     if backend == "cuda":
         return dict((native.build_info() or {}).get("cuda_sources", {}))
     return {

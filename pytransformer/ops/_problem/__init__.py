@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an op's arguments come to before any backend sees them, by family."""
+"""Lowered arguments of the op families, shared by all backends."""

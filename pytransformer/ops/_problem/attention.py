@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backends and kernels ask of attention's arguments, padded or packed: answered here, once, and read everywhere.
+"""Properties of attention's arguments, padded or packed, for backends and kernels.
 
-The arguments of ``attention`` and ``attention_varlen`` are named tuples, whose classes have these properties too. A packed problem has
-every field that a padded one has: those that sequences without padding cannot have are None, or 0.
+The arguments of ``attention`` and ``attention_varlen`` are named tuples that inherit these
+properties. A packed problem has every field of a padded problem; the fields that packed sequences
+do not use are None or 0.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from .blocks import Blocks, visible_blocks
 
 @dataclass(frozen=True)
 class Listing:
-    """When a GPU's kernels walk lists of a dense boolean mask's blocks, a multiple of every tile: if it has at least ``min_blocks``, and
-    each of its pairs stands for at least ``min_pairs`` of (sequence, head)."""
+    """The conditions under which GPU kernels list the blocks of a dense boolean mask.
+
+    ``block`` is a multiple of every tile. The mask must have at least ``min_blocks`` blocks, and at
+    least ``min_pairs`` (sequence, head) pairs must share each of its elements.
+    """
 
     block: int
     min_blocks: int
     min_pairs: int
 
 
-# Reading the mask once more is a byte for ``min_pairs`` pairs of forward: 0.2 ps against about 8 x 1 ps on an H200. Two launches, a few
-# microseconds, are little beside 1,024 x 1,024 pairs of several heads. Neither is measured.
+# The extra pass over the mask reads one byte for ``min_pairs`` pairs of forward: 0.2 ps against
+# about 8 x 1 ps on an H200. Two launches, a few microseconds, are negligible for 1,024 x 1,024
+# pairs of several heads. Neither is measured.
 LISTING = Listing(block=128, min_blocks=64, min_pairs=8)
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 
 
 def compact(t: torch.Tensor) -> torch.Tensor:
-    """Of a dimension that an expanded view repeats, one place."""
+    """Return a view that has expanded dimensions narrowed to size 1."""
     for d, stride in enumerate(t.stride()):
         if stride == 0 and t.shape[d] > 1:
             t = t.narrow(d, 0, 1)
@@ -42,7 +47,7 @@ def compact(t: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionProblem:
-    """The arguments of a call, lowered. See pytransformer/ops/attention.py, ARGUMENTS."""
+    """The lowered arguments of a call; see ARGUMENTS in pytransformer/ops/attention.py."""
 
     __slots__ = ()
     packed: ClassVar[bool]
@@ -97,7 +102,7 @@ class AttentionProblem:
 
     @property
     def num_queries(self) -> int:
-        """Of every sequence, or of the longest."""
+        """Number of queries of every sequence, or of the longest."""
         raise NotImplementedError
 
     @property
@@ -114,7 +119,7 @@ class AttentionProblem:
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
@@ -127,24 +132,24 @@ class AttentionProblem:
 
     @property
     def empty(self) -> bool:
-        """No query, or no key: out is 0, and lse what a query has that sees nothing."""
+        """True without queries or keys; out is 0, and lse is -inf or the sink."""
         return self.query.numel() == 0 or self.key.numel() == 0 or 0 in (self.num_queries, self.num_keys)
 
     @property
     def ragged(self) -> bool:
-        """Sequences may have fewer queries than ``num_queries``."""
+        """True if sequences may have fewer queries than ``num_queries``."""
         return self.packed or self.query_lengths is not None
 
-    # ---- which pairs are visible
+    # ---- visible pairs
 
     @property
     def align(self) -> int:
-        """``causal`` as kernels get it."""
+        """``causal`` as the integer that kernels read."""
         return ALIGN[self.causal]
 
     @property
     def bounded(self) -> bool:
-        """Not every query sees every key of its sequence, or sequences differ in length; masks apart."""
+        """True if bounds hide pairs or sequences may differ in length; masks do not count."""
         lengths = (self.query_lengths, self.key_lengths, self.cu_seqlens_q)
         return self.causal != "none" or self.left >= 0 or self.right >= 0 or any(t is not None for t in lengths)
 
@@ -155,14 +160,17 @@ class AttentionProblem:
 
     @property
     def key_padding(self) -> torch.Tensor | None:
-        """The mask if it is boolean and alike for all queries, whatever its shape says: as a view of (B, Hq, 1, Lk), 1 where it is
-        broadcast. Kernels ask it once a key; csrc reads the same of strides, which are 0 there."""
+        """The mask if it is boolean and equal for all queries, else None.
+
+        The result is a view (B, Hq, 1, Lk) with size 1 in broadcast dimensions. Kernels read it
+        once per key; csrc detects the broadcast from strides of 0.
+        """
         mask = None if self.mask is None or self.mask.dtype != torch.bool else compact(self.mask)
         return None if mask is None or mask.shape[2] != 1 else mask
 
     @property
     def mask_by_pair(self) -> torch.Tensor | None:
-        """The mask if it must be read for each pair of query and key."""
+        """The mask if kernels must read it per (query, key) pair, else None."""
         return None if self.key_padding is not None else self.mask
 
     @property
@@ -185,9 +193,10 @@ class AttentionProblem:
         return next((kind for kind, present in signs if present), "full")
 
     def lists_mask(self, how: Listing) -> bool:
-        """Whether the blocks of a dense boolean mask are listed before kernels walk them: it must be asked by pair, and be worth the pass.
+        """Return true if GPU kernels list the blocks of a dense boolean mask first.
 
-        Tiles of keys start at absolute multiples of 32, blocks at the first key: a tile must not lie in two blocks.
+        The mask must be read per pair and large enough to repay the pass. Key tiles start at
+        absolute multiples of 32 and blocks at the first key, and a tile must not span two blocks.
         """
         mask = self.mask_by_pair
         if mask is None or mask.dtype != torch.bool or self.key_start % 32:
@@ -196,14 +205,14 @@ class AttentionProblem:
         return self._blocks_of(how.block) >= how.min_blocks and shared >= how.min_pairs
 
     def lists_bytes(self, how: Listing) -> int:
-        """Of the lists of a dense mask's blocks, in both directions, and of the states that they are made from."""
+        """Return the bytes of the block lists, in both directions, and of the block states."""
         if self.mask is None or not self.lists_mask(how):
             return 0
         down, across = (-(-n // how.block) for n in (self.num_queries, self.num_keys))
         return 4 * math.prod(compact(self.mask).shape[:2]) * (5 * down * across + 2 * (down + across))
 
     def lists_note(self, how: Listing) -> str | None:
-        """The share of a dense mask's blocks that run, where they are listed: it reads the mask, for ``explain``."""
+        """Return the share of a dense mask's blocks that run, for ``explain``; reads the mask."""
         if self.mask is None or self.mask.is_meta or not self.lists_mask(how):
             return None
         visible, total = visible_blocks(compact(self.mask).expand(-1, -1, self.num_queries, self.num_keys), how.block)
@@ -219,40 +228,46 @@ class AttentionProblem:
         found = [t for t in lists if t is not None]
         return Blocks(*found) if found else None
 
-    # ---- what happens to scores besides scale
+    # ---- score_mod
 
     @property
     def added(self) -> dict[str, torch.Tensor]:
-        """Floating mask and bias, by name: values that are added, whose -inf hides. lse may lose the log of such a row's sum."""
+        """Floating mask and bias by name; both are added to the scores, and -inf hides a pair.
+
+        The lse of such a row may lose the log of the row's sum.
+        """
         both = (("mask", self.mask), ("bias", self.bias))
         return {name: t for name, t in both if t is not None and t.is_floating_point()}
 
     @property
     def has_score_mod(self) -> bool:
-        """Softcap, ALiBi, T5 or dropout; without what is added in dense form."""
+        """True with softcap, ALiBi, T5 or dropout; dense masks and biases do not count."""
         return bool(self.slopes is not None or self.table is not None or self.softcap or self.dropout_p)
 
     @property
     def by_pair(self) -> int:
-        """How many things cost work for each pair of query and key."""
+        """Number of terms that cost work per (query, key) pair."""
         tensors = (self.mask_by_pair, self.block_bits, self.bias, self.slopes, self.table, self.query_segments)
         return sum(t is not None for t in tensors) + bool(self.softcap) + bool(self.dropout_p)
 
     @property
     def buckets(self) -> tuple[int, bool, int]:
-        """Of T5's table, as masks.bucket_starts takes them."""
+        """Arguments of masks.bucket_starts for T5's table."""
         assert self.table is not None
         return self.table.shape[0], self.bidirectional, self.max_distance
 
     @property
     def work(self) -> torch.dtype:
-        """In which scores and statistics are computed."""
+        """Dtype of scores and statistics."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
 
 class PaddedAttention(AttentionProblem):
-    """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv); or pools of pages, (num_pages, Hkv, page_size, D), and
-    page_table (B, pages). In eight bits key and value have scales, views of their first three dimensions."""
+    """Padded tensors: query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv).
+
+    With page_table (B, pages) key and value are pools, (num_pages, Hkv, page_size, D). 8-bit key
+    and value have scales, views of their first three dimensions.
+    """
 
     __slots__ = ()
     packed = False
@@ -272,14 +287,20 @@ class PaddedAttention(AttentionProblem):
 
     @property
     def pages_used(self) -> torch.Tensor:
-        """bool (B, pages): the entries of page_table that are read, those of a page with a key before key_lengths."""
+        """bool (B, pages), true for entries of page_table that hold a key before key_lengths.
+
+        Only these entries are read.
+        """
         assert self.page_table is not None and self.key_lengths is not None
         first_keys = torch.arange(self.page_table.shape[1], device=self.page_table.device) * self.key.shape[2]
         return first_keys + self.key_start < self.key_lengths[:, None]
 
 
 class PackedAttention(AttentionProblem):
-    """query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), offsets (B + 1,)."""
+    """Packed tensors: query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv).
+
+    Offsets are (B + 1,).
+    """
 
     __slots__ = ()
     packed = True

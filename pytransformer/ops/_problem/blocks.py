@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks as tensors: which blocks of pairs of queries and keys are visible, wholly or in part, and the pairs of the latter as bits.
+"""Block masks as tensors: lists of full and partial blocks, and the partial blocks' pairs as bits.
 
-The raw op takes these tensors, kernels and the reference read them; :class:`pytransformer.BlockMask` makes and checks them.
+The raw op takes these tensors; kernels and the reference read them.
+:class:`pytransformer.BlockMask` builds and checks them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import torch
 SIZES = (32, 64, 128, 256, 512)  # queries or keys of a block
 # The raw op's arguments that carry the fields of Blocks, in their order.
 BLOCK_TENSORS = ("block_offsets", "block_entries", "key_block_offsets", "key_block_entries", "block_bits")
-FULL = -1  # in place of the place of a block's bits: every pair of the block is visible
+FULL = -1  # replaces the bits index of a block with all pairs visible
 
 
 class Blocks(NamedTuple):
-    """The tensors of a block mask, whose batch and head dimensions are full or 1.
+    """The tensors of a block mask; their batch and head dimensions are full or 1.
 
     Attributes:
-        offsets: (B, H, blocks of queries + 1) int32: the entries of block n of queries are those from offsets[n] to offsets[n + 1].
-        entries: (entries, 2) int32: a block of keys, rising, and the place of its bits in ``bits``, or FULL.
-        key_offsets, key_entries: the transpose: by blocks of keys, the blocks of queries.
-        bits: (partial blocks, queries of a block, keys of a block / 32) int32: bit k of word w is key 32 w + k. Pairs beyond the
-            tensors are 0.
+        offsets: (B, H, query blocks + 1) int32; entries offsets[n] to offsets[n + 1] belong to
+            query block n.
+        entries: (entries, 2) int32: a key block, ascending, and its index in ``bits``, or FULL.
+        key_offsets, key_entries: the transpose: query blocks by key block.
+        bits: (partial blocks, queries of a block, keys of a block / 32) int32; bit k of word w is
+            key 32 w + k. Pairs beyond the tensors are 0.
     """
 
     offsets: torch.Tensor
@@ -40,13 +42,13 @@ class Blocks(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Blocks, visible or not, of all heads that the mask tells apart."""
+        """Number of blocks, visible or not, over the batch and head dimensions of the mask."""
         batch, heads, queries = self.offsets.shape
         return batch * heads * (queries - 1) * (self.key_offsets.shape[2] - 1)
 
     @property
     def share(self) -> float:
-        """Of all blocks, those with a visible pair: the others are skipped. Known from the shapes alone."""
+        """Share of the blocks that have a visible pair and run; computed from shapes alone."""
         return self.entries.shape[0] / self.total if self.total else 0.0
 
     @property
@@ -57,7 +59,7 @@ class Blocks(NamedTuple):
 
 
 def entry_rows(offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which (batch, head, block of queries), counted through; which entry) of every entry that the offsets name, in order."""
+    """Return the flattened (batch, head, query block) and the index of every entry, in order."""
     first, counts = offsets[..., :-1].flatten().long(), offsets.diff(dim=-1).flatten().long()
     rows = torch.repeat_interleave(torch.arange(counts.numel(), device=offsets.device), counts)
     before = counts.cumsum(0) - counts
@@ -65,7 +67,7 @@ def entry_rows(offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def visible_blocks(mask: torch.Tensor, size: int) -> tuple[int, int]:
-    """(blocks of size x size pairs with a visible one, all blocks) of a bool (B, H, Lq, Lk)."""
+    """Return (visible blocks of size x size pairs, all blocks) of a bool (B, H, Lq, Lk)."""
     visible, pad = 0, -mask.shape[3] % size
     for rows in mask.split(size, dim=2):
         keys = torch.nn.functional.pad(rows.any(2), (0, pad))
@@ -74,12 +76,12 @@ def visible_blocks(mask: torch.Tensor, size: int) -> tuple[int, int]:
 
 
 def unpack_bits(words: torch.Tensor) -> torch.Tensor:
-    """bool (..., 32 n) of int32 (..., n)."""
+    """Return bool (..., 32 n) of int32 (..., n)."""
     return ((words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1).bool().flatten(-2)
 
 
 def pack_bits(pairs: torch.Tensor) -> torch.Tensor:
-    """int32 (..., n) of bool (..., 32 n)."""
+    """Return int32 (..., n) of bool (..., 32 n)."""
     weights = 1 << torch.arange(32, dtype=torch.int64, device=pairs.device)
     words = (pairs.unflatten(-1, (-1, 32)).long() * weights).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
@@ -88,14 +90,18 @@ def pack_bits(pairs: torch.Tensor) -> torch.Tensor:
 def visible_block_pairs(
     offsets: torch.Tensor, entries: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor, num_keys: int
 ) -> torch.Tensor:
-    """bool (B, H, len(rows), num_keys), B and H those of ``offsets``: the visible pairs of the queries ``rows``."""
+    """Return bool (B, H, len(rows), num_keys), the visible pairs of the queries ``rows``.
+
+    B and H are the first dimensions of ``offsets``.
+    """
     batch, heads, queries = offsets.shape
     size, width = bits.shape[1], 32 * bits.shape[2]
     columns = -(-num_keys // width)
     state = torch.full((batch * heads * (queries - 1), columns), FULL - 1, dtype=torch.int64, device=offsets.device)
     place, entry = entry_rows(offsets)
     state[place, entries[entry, 0].long()] = entries[entry, 1].long()
-    state = state.view(batch, heads, queries - 1, columns)[:, :, rows // size]  # (B, H, rows, columns)
+    # (B, H, rows, columns)
+    state = state.view(batch, heads, queries - 1, columns)[:, :, rows // size]
     if bits.shape[0]:
         pairs = unpack_bits(bits[state.clamp_min(0), (rows % size)[:, None]])
     else:
@@ -105,7 +111,7 @@ def visible_block_pairs(
 
 
 def check_blocks(b: Blocks, shape: tuple[int, int, int, int]) -> None:
-    """ValueError for whatever a kernel would take an address from."""
+    """Raise ValueError for any tensor from which a kernel would compute an invalid address."""
     for name, t in b._asdict().items():
         if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
             raise ValueError(f"BlockMask: {name} must be an int32 tensor, got {getattr(t, 'dtype', type(t).__name__)}")
@@ -129,7 +135,7 @@ def check_blocks(b: Blocks, shape: tuple[int, int, int, int]) -> None:
 def _check_lists(
     names: tuple[str, str], offsets: torch.Tensor, entries: torch.Tensor, shape: tuple[int, ...], columns: int, places: int
 ) -> None:
-    """Lists of blocks as the kernels read them: offsets that rise within the entries, blocks that exist, in rising order."""
+    """Raise ValueError unless offsets and entries are valid and ascend."""
     if tuple(offsets.shape) != shape:
         raise ValueError(f"BlockMask: {names[0]} must have shape {shape}, got {tuple(offsets.shape)}")
     if entries.dim() != 2 or entries.shape[1] != 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends and kernels of linear_cross_entropy share: chunks of rows, and the library's product in float32."""
+"""Row chunks and the float32 gemm that backends of linear_cross_entropy share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 
 
 def chunks(rows: int, step: int) -> Iterator[slice]:
-    """The rows, a chunk at a time."""
+    """Return slices of ``step`` rows that cover all rows."""
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def float_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out = a @ b in float32 by the library, whatever the dtype of a and b: logits rounded to 16 bits would cost every digit of a
-    small probability that a large logit has."""
+    """Compute out = a @ b in float32 with the library, for any dtype of a and b.
+
+    16-bit logits would lose every digit of a small probability beside a large logit.
+    """
     if a.dtype == torch.float32 or a.device.type == "cpu":
         return torch.mm(a.float(), b.float(), out=out)
     return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends of layer_norm, rms_norm and add_norm share: the three ops as one, lowered once, and tensors of
-rows as kernels see them.
+"""Lowering that the backends of layer_norm, rms_norm and add_norm share.
 
-Every tensor of rows is (outer, inner, columns) with contiguous columns. Two strides for the rows are enough for a (B, L, C) view
-of (L, B, C) memory, so that is not copied.
+The three ops lower to one. Every tensor of rows is (outer, inner, columns) with contiguous columns.
+Two row strides describe a (B, L, C) view of (L, B, C) memory, so it needs no copy.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ Maybe = TypeVar("Maybe", torch.Tensor, torch.Tensor | None)
 
 
 class NormSpec(NamedTuple):
-    """What one of the three ops is in terms of the most general, add_norm."""
+    """One of the three ops in terms of the general one, add_norm."""
 
-    optional: Callable[
-        [Any], tuple[Any, Any, Any, int, float, bool]
-    ]  # residual, bias, dropout_seed, row_start, dropout_p, rms
-    outputs: Callable[..., tuple[Any, ...]]  # its outputs as (out, residual_out, mean, rstd)
-    saved: Callable[..., tuple[Any, ...]]  # arguments and what backward gets back as (what was normalized, mean, rstd)
-    gradients: Callable[..., tuple[Any, ...]]  # one thing for each differentiable argument as (x, residual, weight, bias)
+    # residual, bias, dropout_seed, row_start, dropout_p, rms
+    optional: Callable[[Any], tuple[Any, Any, Any, int, float, bool]]
+    outputs: Callable[..., tuple[Any, ...]]  # outputs as (out, residual_out, mean, rstd)
+    # arguments and saved tensors as (normalized tensor, mean, rstd)
+    saved: Callable[..., tuple[Any, ...]]
+    # gradients of the differentiable arguments as (x, residual, weight, bias)
+    gradients: Callable[..., tuple[Any, ...]]
 
 
 NORM_SPECS = {
@@ -53,7 +53,10 @@ NORM_SPECS = {
 
 
 class Grid:
-    """How a problem's tensors are seen as (outer, inner, columns): the leading dimensions are cut where x's strides break."""
+    """The (outer, inner, columns) view of a problem's tensors.
+
+    The leading dimensions are split at a break in x's strides.
+    """
 
     def __init__(self, x: torch.Tensor, dims: int) -> None:
         shape, lead, cut = x.shape, x.dim() - dims, 0
@@ -67,14 +70,14 @@ class Grid:
         return self.outer, math.prod(self.inner), self.columns
 
     def rows(self, t: Maybe) -> Maybe:
-        """A view where the strides allow it, else a copy."""
+        """Return a view if the strides permit one, else a copy."""
         if t is None or t.is_contiguous():
             return t
         t = t.reshape(self.shape)
         return t if t.stride(2) == 1 or self.columns <= 1 else t.contiguous()
 
     def target(self, t: Maybe) -> Maybe:
-        """The view to write t through, or where its strides allow none, a new tensor for copy_back to read."""
+        """Return a view to write t through, or a new tensor that copy_back reads."""
         if t is None or t.is_contiguous():
             return t
         try:
@@ -85,7 +88,7 @@ class Grid:
 
 
 def copy_back(source: torch.Tensor | None, t: torch.Tensor | None) -> None:
-    """Copy what was computed elsewhere, or in another dtype, to where it is wanted."""
+    """Copy ``source`` into ``t`` if it is another tensor."""
     if source is t or source is None or t is None:
         return
     if source.data_ptr() != t.data_ptr():
@@ -93,7 +96,10 @@ def copy_back(source: torch.Tensor | None, t: torch.Tensor | None) -> None:
 
 
 def ready(t: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
-    """Whether kernels can take t, a vector or a vector's gradient, as it is. They want it in ``dtype``, or take any if None."""
+    """Return true if kernels accept t, a vector or its gradient, without a copy.
+
+    Kernels require ``dtype``, or accept any dtype if it is None.
+    """
     return t is None or (dtype in (None, t.dtype) and t.is_contiguous())
 
 
@@ -102,15 +108,15 @@ def _vector(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor |
 
 
 def _sums(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """Where kernels write a vector's gradient: there, or where copy_back finds it."""
+    """Return t, or a new tensor that copy_back reads, as the target of a vector's gradient."""
     return t if t is None or ready(t, dtype) else t.new_empty(t.shape, dtype=dtype)
 
 
-# ---- a call, lowered
+# ---- lowered calls
 
 
 class NormForward(NamedTuple):
-    """h = residual + dropout(x); out = norm(h). Tensors of rows as the grid has them, outputs to be written."""
+    """h = residual + dropout(x); out = norm(h). The tensors are (outer, inner, columns)."""
 
     grid: Grid
     x: torch.Tensor
@@ -129,7 +135,7 @@ class NormForward(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """Gradients of NormForward, None where not wanted; h is residual_out, or x in a plain norm."""
+    """Gradients of NormForward, None if not needed; h is residual_out, or x in a plain norm."""
 
     grid: Grid
     d_out: torch.Tensor
@@ -149,13 +155,16 @@ class NormBackward(NamedTuple):
 
 
 def any_dtype(x: torch.Tensor) -> None:
-    """Of vectors, by kernels that take all."""
+    """Return None, for kernels that accept vectors of any dtype."""
 
 
 def lowered_forward(
     op: Op, run: Callable[[NormForward], None], vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype
 ) -> Callable[[Any], tuple[torch.Tensor, ...]]:
-    """A backend's forward from what launches its kernel. ``vector_dtype``: that of weight and bias for this x, None for any."""
+    """Return a backend's forward from the function that launches its kernel.
+
+    ``vector_dtype`` returns the dtype of weight and bias for x, or None for any.
+    """
     spec = NORM_SPECS[op.name]
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
@@ -182,7 +191,10 @@ def lowered_forward(
 def lowered_backward(
     op: Op, run: Callable[[NormBackward], None], vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype
 ) -> Callable[..., list[torch.Tensor | None]]:
-    """A backend's backward likewise; the gradients of weight and bias are written in ``vector_dtype``."""
+    """Return a backend's backward from the function that launches its kernel.
+
+    The kernel writes the gradients of weight and bias in ``vector_dtype``.
+    """
     spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
 
     def backward(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends of rotary and append_kv share: tensors as kernels take them, and the check of where keys go."""
+"""Tensor layouts and the position check that the backends of rotary and append_kv share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def work_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def plain(t: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A table or a weight, contiguous and in this dtype: a copy if it was not."""
+    """Return a table or weight as a contiguous tensor of this dtype, copied if needed."""
     return None if t is None else t.to(dtype).contiguous()
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """x with a last dimension that kernels can walk: strides of the others may be any."""
+    """Return x with a contiguous last dimension; other strides are arbitrary."""
     return last_contiguous(x)
 
 
 def check_positions(a: Any) -> None:
-    """ValueError where a key would have no place: a position beyond the cache, or a page that is not there."""
+    """Raise ValueError for a position beyond the cache or a page outside the pool."""
     size, pages = a.key_cache.shape[2], a.page_table
     limit = size if pages is None else pages.shape[1] * size
     if not a.positions.numel():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cpu``: native C++ of csrc/cpu."""
+"""The backend ``cpu``, native C++ in csrc/cpu."""

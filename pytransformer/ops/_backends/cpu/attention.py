@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cpu`` of attention and attention_varlen: csrc/cpu/attention/attention.cpp called with tensors allocated here."""
+"""The backend ``cpu`` of attention and attention_varlen.
+
+It allocates tensors and calls csrc/cpu/attention/attention.cpp.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from ..._problem.attention import ALIGN, AttentionProblem
 from ...masks import bucket_starts
 
 MAX_HEAD_DIM = 512
-NONE, NOTHING = frozenset((None,)), (None,) * 20  # all that the raw op can take beside query, key, value and the outputs
+NONE, NOTHING = frozenset((None,)), (None,) * 20  # the raw op's optional arguments
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
-    """The backend for an op with attention's argument names; packed ones also have cu_seqlens and longest lengths."""
+    """Return the backend for an op with attention's argument names.
+
+    Packed ops also have cu_seqlens and maximum lengths.
+    """
 
     def why_not(a: AttentionProblem) -> str | None:
         if a.query.device.type != "cpu":
@@ -38,8 +44,10 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         return out, lse
 
     def infer(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same in fewer steps where no tensor comes beside query, key and value: after a kernel has flushed the caches, Python took
-        40 of 180 µs (512 tokens, bf16)."""
+        """Compute forward in fewer steps if query, key and value are the only tensors.
+
+        After a kernel has flushed the caches, Python took 40 of 180 µs (512 tokens, bf16).
+        """
         query, key, value = a[:3]
         if not NONE.issuperset(a[3:22]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return forward(a)
@@ -61,7 +69,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             grad_out = grad_out.to(out.dtype)
         grad_out = last_contiguous(grad_out)
         results = op.empty_gradients(a, wanted)
-        # Gradients of terms that are added to scores are summed in float32 whatever their dtype: the kernel adds into zeros.
+        # The kernel adds gradients of score terms into float32 zeros, for any dtype.
         sums = [None if r is None else torch.zeros(r.shape, dtype=a.work) for r in results[3:]]
         tensors, numbers = _native_arguments(a)
         dense = [None, None] if a.packed else []  # packed problems have no mask and no dense bias
@@ -78,12 +86,12 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """How much of a block mask runs."""
+    """Return the share of a block mask that runs."""
     return None if a.blocks is None else f"attn_mask: {a.blocks.note}"
 
 
 def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], list[Any]]:
-    """The tensors after (query, key, value, and the outputs), and the numbers, of the raw C++ ops."""
+    """Return the raw C++ op's tensors after query, key, value and the outputs, and its numbers."""
     tensors = [
         last_contiguous(a.query), last_contiguous(a.key), last_contiguous(a.value), a.mask, a.bias,
         None if a.slopes is None else a.slopes.to(a.work).contiguous(), None if a.table is None else a.table.to(a.work).contiguous(),
@@ -100,7 +108,7 @@ def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], l
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
-    """What the kernels hold and, where a term that is added to scores has a gradient, its sum in the dtype that scores are computed in."""
+    """Return the bytes of the kernels' scratch and of the score terms' gradient sums."""
     tensors, numbers = _native_arguments(a)
     added = [t for t in (a.mask, a.bias, a.slopes, a.table, a.sinks) if t is not None and t.requires_grad]
     backward = torch.is_grad_enabled() and (bool(added) or any(t.requires_grad for t in (a.query, a.key, a.value)))

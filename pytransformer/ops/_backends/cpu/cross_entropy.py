@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cpu`` of linear_cross_entropy: csrc/cpu/cross_entropy/cross_entropy.cpp called with tensors allocated here."""
+"""The backend ``cpu`` of linear_cross_entropy.
+
+It allocates tensors and calls csrc/cpu/cross_entropy/cross_entropy.cpp.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..._core.registry import WRONG_DEVICE, Backend, Op
 
 
 def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], bool]) -> Backend:
-    """keeps(a): whether forward leaves x weightᵀ for backward."""
+    """Return the backend; ``keeps(a)`` is true if forward saves x weightᵀ for backward."""
 
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
@@ -68,7 +71,7 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         return [results[n] for n in op.differentiable]
 
     def extra_bytes(a: Any) -> int:
-        """What the kernels hold, and the losses of all rows."""
+        """Return the kernels' scratch bytes, plus the losses of all rows."""
         if a.x.numel() == 0:
             return 0
         rows, (classes, depth) = a.target.numel(), a.weight.shape
@@ -83,12 +86,12 @@ def _kept(product: torch.Tensor) -> torch.Tensor | None:
 
 
 def _operands(a: Any) -> tuple[torch.Tensor | None, ...]:
-    """x, weight, target and bias as the kernels want them."""
+    """Return x, weight, target and bias as the kernels expect them."""
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     bias = None if a.bias is None else a.bias.to(work).contiguous()
     return a.x.reshape(-1, a.x.shape[-1]).contiguous(), a.weight.contiguous(), a.target.reshape(-1).contiguous(), bias
 
 
 def _valid(a: Any) -> torch.Tensor:
-    """How many targets are not ignored, in float64."""
+    """Return the number of targets that are not ignored, in float64."""
     return (a.target != a.ignore_index).sum(dtype=torch.float64)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cpu`` of feed_forward: csrc/cpu/feed_forward/feed_forward.cpp called with tensors allocated here."""
+"""The backend ``cpu`` of feed_forward.
+
+It allocates tensors and calls csrc/cpu/feed_forward/feed_forward.cpp.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
 FEW_ROWS = 8  # kFewRows of csrc/cpu/core/few_rows.h
-HELD_BYTES = 64 << 20  # scratch of backward up to this size stays for the next call: fresh pages took 6 to 20 % of the time
+# backward reuses scratch up to this size in the next call: fresh pages took 6 to 20 % of the time
+HELD_BYTES = 64 << 20
 
 _held = threading.local()
 
@@ -42,7 +46,7 @@ def backend(op: Op) -> Backend:
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
         (grad,) = grads
-        assert grad is not None  # the only output's: without it nothing calls backward
+        assert grad is not None  # the gradient of the only output, always present
         rows, hidden = math.prod(a.x.shape[:-1]), a.w1.shape[0]
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
         h, d_pre, *more = _scratch(2 if a.gate_weight is None else 3, rows, hidden, a.x.dtype)
@@ -78,7 +82,7 @@ def backend(op: Op) -> Backend:
 
 @functools.cache
 def _activation(name: str) -> int:
-    """Its number in the library."""
+    """Return the activation's index in the library."""
     return torch.ops.pytransformer_C.feed_forward_activations().index(name)
 
 
@@ -90,8 +94,11 @@ def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
 
 
 def linear_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x weightᵀ + bias`` of a few rows, (..., k) and (n, k), which or whose transpose is contiguous, of one dtype, without gradient;
-    PyTorch's if there is no library."""
+    """Return ``x weightᵀ + bias`` of a few rows, without gradient.
+
+    x is (..., k) and weight (n, k), of one dtype; weight or its transpose is contiguous. Without
+    the library PyTorch computes the result.
+    """
     if native.why_not("feed_forward_linear") is not None:
         return torch.nn.functional.linear(x, weight, bias)
     rows = _matrix(x)
@@ -101,8 +108,8 @@ def linear_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def _scratch(count: int, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Uninitialised matrices that live until the thread's next call."""
-    size = -(-rows * columns * dtype.itemsize // 64) * 64  # whole cache lines
+    """Return uninitialized matrices that live until the thread's next call."""
+    size = -(-rows * columns * dtype.itemsize // 64) * 64  # full cache lines
     if count * size > HELD_BYTES:
         return [torch.empty(rows, columns, dtype=dtype) for _ in range(count)]
     held = getattr(_held, "bytes", None)
@@ -112,7 +119,7 @@ def _scratch(count: int, rows: int, columns: int, dtype: torch.dtype) -> list[to
 
 
 def _empty(a: Any) -> bool:
-    """A product over nothing: left to plain PyTorch, which does nothing either."""
+    """Return true if a product has no elements; plain PyTorch computes such a call."""
     return a.x.numel() == 0 or a.w1.numel() == 0 or a.w2.numel() == 0
 
 
@@ -122,7 +129,7 @@ def _matrices(a: Any, pre: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tens
 
 
 def _as_matrix(t: torch.Tensor) -> torch.Tensor:
-    """t itself if it is contiguous, else a contiguous tensor of its shape to be copied from."""
+    """Return t if it is contiguous, else a contiguous tensor of its shape that is copied back."""
     return t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
 
 
@@ -139,7 +146,7 @@ def _vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _extra_bytes(a: Any) -> int:
-    """What the kernels hold, and backward's hidden, d_pre and d_gate."""
+    """Return the kernels' scratch bytes, plus backward's hidden, d_pre and d_gate."""
     if _empty(a):
         return 0
     rows, columns = math.prod(a.x.shape[:-1]), a.x.shape[-1]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cpu`` of layer_norm, rms_norm and add_norm: csrc/cpu/layer_norm/layer_norm.cpp called with tensors allocated here.
+"""The backend ``cpu`` of layer_norm, rms_norm and add_norm.
 
-How the kernels see tensors of rows is in ops/_problem/layer_norm.py; a contiguous tensor goes there as it is.
+It allocates tensors and calls csrc/cpu/layer_norm/layer_norm.cpp. ops/_problem/layer_norm.py
+describes the layout of row tensors; contiguous tensors pass unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..._problem.layer_norm import NORM_SPECS, NormBackward, NormForward, lowere
 
 
 def backend(op: Op) -> Backend:
-    """The backend of one of the ops in NORM_SPECS."""
+    """Return the backend of one of the ops in NORM_SPECS."""
     spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
 
     def why_not(a: Any) -> str | None:
@@ -36,7 +37,7 @@ def backend(op: Op) -> Backend:
     forward = lowered_forward(op, _launch_forward, work_dtype)
 
     def infer(a: Any) -> tuple[torch.Tensor, ...]:
-        """Without statistics and, where nothing has to be rearranged or converted, without looking for how."""
+        """Compute forward without statistics; skip the layout analysis if nothing needs a copy."""
         x, (residual, bias, seed, start, p, rms) = a.x, spec.optional(a)
         plain_stream = plain or (residual is not None and residual.is_contiguous())
         work = work_dtype(x)
@@ -66,7 +67,7 @@ def _launch_backward(f: NormBackward) -> None:
 
 @functools.cache
 def raw(name: str) -> Callable[..., Any]:
-    """A raw op of the native library, which is loaded by now."""
+    """Return a raw op of the native library, which must be loaded."""
     return getattr(torch.ops.pytransformer_C, name).default
 
 
@@ -75,5 +76,5 @@ def work_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _extra_bytes(a: Any) -> int:
-    """What the kernels hold: a row for each thread and, in backward, partial sums of the parameters' gradients."""
+    """Return the kernels' scratch bytes: a row per thread and backward's partial sums."""
     return raw("layer_norm_scratch")(a.x, math.prod(a.x.shape[a.x.dim() - a.dims :])) if a.x.numel() else 0

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cpu`` of rotary and append_kv: csrc/cpu/rotary/rotary.cpp called with tensors allocated here."""
+"""The backend ``cpu`` of rotary and append_kv.
+
+It allocates tensors and calls csrc/cpu/rotary/rotary.cpp.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _why_not(raw: str, x: torch.Tensor, name: str) -> str | None:
 
 
 def backend(op: Op) -> Backend:
-    """The backend of rotary."""
+    """Return the backend of rotary."""
 
     def forward(a: Any, save: bool = True) -> tuple[torch.Tensor, ...]:
         out, rstd = op.empty_outputs(a)
@@ -63,13 +66,13 @@ def backend(op: Op) -> Backend:
 
 
 def append_backend(op: Op) -> Backend:
-    """The backend of append_kv."""
+    """Return the backend of append_kv."""
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         if looks_at_values(a.query.device):
             check_positions(a)
         outputs = op.empty_outputs(a)
-        if not a.key.numel():  # a query without heads is one: the caches of nn write so
+        if not a.key.numel():  # a query without heads is valid: the caches of nn write that way
             return tuple(e.copy_(r) for e, r in zip(outputs, op.reference(a)))
         if a.key_scale is not None:
             _append_eight_bits(a, outputs[0])
@@ -86,7 +89,7 @@ def append_backend(op: Op) -> Backend:
 
 
 def _append_eight_bits(a: Any, out: torch.Tensor) -> None:
-    """Query and key turned by the kernel; rows of eight bits are made and stored by PyTorch."""
+    """Rotate query and key with the kernel; PyTorch quantizes and stores the rows."""
     key = torch.empty_like(a.key)
     for x, weight, to in ((a.query, a.q_norm, out), (a.key, a.k_norm, key)):
         if (a.cos is None and weight is None) or not x.numel():
@@ -100,6 +103,6 @@ def _append_eight_bits(a: Any, out: torch.Tensor) -> None:
 
 
 def _extra_bytes(a: Any) -> int:
-    """In backward, a row for each thread and partial sums of the weight's gradient."""
+    """Return backward's bytes: a row per thread and partial sums of the weight's gradient."""
     per_row = a.x.shape[3] * (8 if a.x.dtype == torch.float64 else 4)
     return 0 if a.weight is None else per_row * (256 + torch.get_num_threads())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cuda``: CUDA C++ of csrc/cuda."""
+"""The backend ``cuda``, CUDA C++ in csrc/cuda."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cuda`` of attention and attention_varlen: csrc/cuda/attention called with tensors allocated here."""
+"""The backend ``cuda`` of attention and attention_varlen.
+
+It allocates tensors and calls csrc/cuda/attention.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ from ..gpu.attention import gradients, no_pairs, no_pairs_gradients, outputs, wh
 from . import library as cuda_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LISTING_EMULATED = Listing(block=LISTING.block, min_blocks=2, min_pairs=1)  # so that tests reach both, with lists and without
-MADE_BY = {  # pass -> the gradients that it makes
+# low limits, so that tests run with and without lists
+LISTING_EMULATED = Listing(block=LISTING.block, min_blocks=2, min_pairs=1)
+MADE_BY = {  # pass -> the gradients that it computes
     "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query", "bwd_dkdv": "d_key and d_value",
 }  # fmt: skip
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
-    """The backend for an op with attention's argument names."""
+    """Return the backend for an op with attention's argument names."""
 
     def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = outputs(op, a, check_values)
@@ -47,7 +51,8 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         if a.empty:
             no_pairs_gradients(a, by_name, lse, grad_lse)
             return results
-        # Sums over sequences are float32 whatever their dtype; dense gradients go where they belong if the kernel can write them.
+        # Sums over sequences are float32 for any dtype. The kernel writes dense gradients in place
+        # if it supports their dtype.
         sums = {
             n: torch.empty(r.shape, dtype=torch.float32, device=r.device)
             for n, r in by_name.items()
@@ -70,7 +75,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 
 def why_not(a: AttentionProblem) -> str | None:
-    """Why the kernels cannot do the problem, or None."""
+    """Return why the kernels do not support the problem, or None."""
     if (reason := cuda_library.why_not("attention_fwd", a.query.device)) is not None:
         return reason
     if a.query.dtype not in DTYPES:
@@ -79,7 +84,10 @@ def why_not(a: AttentionProblem) -> str | None:
 
 
 def _why_not_blocks(a: AttentionProblem) -> str | None:
-    """Why the kernels cannot walk the block mask, or None: a tile of theirs lies within one block."""
+    """Return why the kernels do not support the block mask, or None.
+
+    A tile of the kernels must lie within one block.
+    """
     if a.blocks is None or a.empty:
         return None
     if a.key_start % 32:
@@ -93,7 +101,10 @@ def _why_not_blocks(a: AttentionProblem) -> str | None:
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """Which kernels run on a GPU that has those for sm_90a, if all tensors have gradients; and how much of a mask."""
+    """Return the kernels that run on a GPU with sm_90a kernels, and the share of a mask that runs.
+
+    The text assumes that all tensors have gradients.
+    """
     plan = _plan(a)
     share = a.blocks.note if a.blocks else a.lists_note(_listing()) if plan and plan["lists_mask"] else None
     mask = f"attn_mask: {share}" if share else None
@@ -108,14 +119,15 @@ def _note(a: AttentionProblem) -> str | None:
 
 
 def _plan(a: AttentionProblem) -> dict[str, Any] | None:
-    """What a call and its backward would run, as csrc/cuda/attention/plan.h says; None where nothing would run.
+    """Return the plan of a call and its backward from csrc/cuda/attention/plan.h, or None if empty.
 
-    ``passes``: of each pass the reason why it is not by the kernels for sm_90a, or None.
-    ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
-    ``least_block``: queries and keys that a block of a block mask must have.
-    ``lists_mask``: forward at least walks the listed blocks of a dense mask, if it is worth the listing.
-    ``splits``: over how many blocks the keys of the longest sequence are split, 0 by kernels that do not.
-    ``workspace``: the float32 numbers that splits leave.
+    - ``passes``: for each pass, the reason why no sm_90a kernel runs it, or None.
+    - ``dq_accum``: number of float32 elements of the copy of d_query that blocks sum into, or 0 if
+      a single block computes each row.
+    - ``least_block``: minimum queries and keys of a block of a block mask.
+    - ``lists_mask``: true if forward supports lists of a dense mask's blocks.
+    - ``splits``: maximum number of KV splits of the longest sequence, or 0 without split KV.
+    - ``workspace``: number of float32 elements of the splits' partials.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
@@ -124,8 +136,11 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
 
 
 def whole_rows(t: torch.Tensor, multiple: int = 1) -> torch.Tensor:
-    """The tensor with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes, and of ``multiple`` columns, a power
-    of two: itself, or a copy with zeros behind its columns."""
+    """Return the tensor with 16-byte aligned rows whose length is a multiple of 16 bytes.
+
+    The number of columns is also a multiple of ``multiple``, a power of two. The result is t, or a
+    copy padded with zeros.
+    """
     per, columns = 16 // t.element_size(), t.shape[-1]
     strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
     whole = max(per, multiple)
@@ -137,7 +152,10 @@ def whole_rows(t: torch.Tensor, multiple: int = 1) -> torch.Tensor:
 
 
 def _rows(a: AttentionProblem) -> list[torch.Tensor]:
-    """Query, key and value as kernels read them: in eight bits 16 columns at a time, the query too, whose rows are as long."""
+    """Return query, key and value as kernels read them.
+
+    8-bit rows are read 16 columns at a time, and query rows have the same length.
+    """
     return [whole_rows(t, _columns_of_a_piece(a)) for t in (a.query, a.key, a.value)]
 
 
@@ -146,7 +164,7 @@ def _columns_of_a_piece(a: AttentionProblem) -> int:
 
 
 def _shared(a: AttentionProblem) -> list[Any]:
-    """What forward and backward get alike: PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/binding.h."""
+    """Return PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/binding.h, for forward and backward."""
     diagonals, before = None, 0
     if a.table is not None:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)
@@ -167,15 +185,18 @@ def _listing() -> Listing:
 
 @functools.lru_cache(maxsize=64)
 def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> torch.Tensor:
-    """(buckets, 2) int32: the diagonals lo … hi - 1 of bucket_row that have each bucket, which follow one another."""
+    """Return (buckets, 2) int32, the half-open range of bucket_row's diagonals of each bucket."""
     row, _, _ = bucket_row(buckets, bidirectional, max_distance, 0, torch.device("cpu"))
     places = [(row == u).nonzero().flatten().tolist() for u in range(buckets)]
     return torch.tensor([(p[0], p[-1] + 1) if p else (0, 0) for p in places], dtype=torch.int32, device=device)
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
-    """Copies of operands whose rows are not aligned, what splits of the keys leave, in backward three float32 numbers for each row, d_query
-    in float32 where blocks add to it, and the lists of a dense mask's blocks."""
+    """Return the bytes of all buffers.
+
+    These are copies of unaligned operands, split-KV partials, in backward three float32 numbers per
+    row and dq_accum, and the lists of a dense mask's blocks.
+    """
     least = _columns_of_a_piece(a)
     copied = (t for t in (a.query, a.key, a.value) if t.shape[-1] % max(least, 16 // t.element_size()))
     copies = sum(t.numel() * t.element_size() for t in copied)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cuda`` of linear_cross_entropy: csrc/cuda/cross_entropy and csrc/cuda/matmul called with tensors allocated here.
+"""The backend ``cuda`` of linear_cross_entropy, on csrc/cuda/cross_entropy and csrc/cuda/matmul.
 
-Forward stores no logit: the GEMM's epilogue leaves two or three numbers for each row and 128 classes. Backward takes a chunk of
-rows at a time: a GEMM's epilogue writes their d_logits, of which two plain GEMMs make dx and add to dweight::
+Forward stores no logit: the GEMM's epilogue writes two or three numbers per row and 128 classes.
+Backward processes a chunk of rows at a time. A GEMM's epilogue writes their d_logits, and two plain
+GEMMs compute dx and add to dweight::
 
-    d_logits = (p - q) g  in x's dtype;  dx = d_logits weight;  dweight += d_logitsᵀ x;  dbias = sum over rows of d_logits, unrounded
+    d_logits = (p - q) g  in x's dtype
+    dx = d_logits weight;  dweight += d_logitsᵀ x
+    dbias = sum over rows of d_logits, unrounded
 
-In float16 g is first scaled to a largest of 2^15 by a power of two, which is taken out of the float32 results: small probabilities
-would be nothing otherwise.
+In float16 a power of two first scales the maximum of g to 2^15, because small probabilities would
+underflow. The float32 results are divided by it.
 """
 
 from __future__ import annotations
@@ -28,14 +31,15 @@ from .matmul import WIDTH, alloc_padded, bias_parts, operand, padded_bias, use_c
 
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
-# Of what exists for a chunk of rows at a time. Forward: the partials of 2^17 classes take 8 KB a row, so 32,768 rows at a time. Backward:
-# d_logits of 4,096 rows then; each chunk adds to dweight, 16 bytes for each of its elements against 6 operations for each row.
+# Maximum bytes per chunk of rows. Forward: the partials of 2^17 classes take 8 KB per row, so a
+# chunk has 32,768 rows. Backward: a chunk has 4,096 rows of d_logits for as many classes. Each
+# chunk adds to dweight, which costs 16 bytes per element against 6 operations per row.
 PARTIALS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
 PARTIALS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
-    """The backend of linear_cross_entropy."""
+    """Return the backend of linear_cross_entropy."""
     kernels = gpu.Kernels(_forward, _backward)
     ours = gpu.backend("cuda", op, lambda: kernels, check_values, why_not, _extra_bytes, cuda_library.recorded)
 
@@ -49,7 +53,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 
 def why_not(a: Any) -> str | None:
-    """Why the kernels cannot do the problem, or None."""
+    """Return why the kernels do not support the problem, or None."""
     return cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
 
 
@@ -105,7 +109,8 @@ def _backward(
                 dx[part] = torch.where(valid[part], product if scale is None else product * unscale, 0.0)
             if d_weight is not None:
                 assert to is not None and total is not None
-                clean = operand(torch.where(valid[part], x[part], 0.0))  # an ignored row may hold NaN
+                # an ignored row may hold NaN
+                clean = operand(torch.where(valid[part], x[part], 0.0))
                 _gemm(to[:, :classes].t(), clean, total, add=part.start > 0)
         if d_weight is not None and (scale is not None or total is not d_weight):
             assert total is not None
@@ -115,8 +120,11 @@ def _backward(
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
-    """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers. Sums go by our own
-    kernel: on an H100 the addition behind cuBLAS took 1.05 ms for a product of 2.95, and a buffer of out's size."""
+    """Compute out (+)= a @ b in float32; rows of out hold a multiple of eight elements.
+
+    Our kernel computes sums: on an H100, a separate addition after cuBLAS took 1.05 ms for a
+    product of 2.95 ms, and a buffer of out's size.
+    """
     columns = b.shape[1]
     if add or not use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
@@ -125,7 +133,10 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = Fa
 
 
 def _scale(g: torch.Tensor) -> torch.Tensor:
-    """A power of two that brings the largest of g to between 2^14 and 2^15: no digit changes but of what becomes subnormal."""
+    """Return a power of two that scales max |g| to between 2^14 and 2^15.
+
+    No digit changes except in elements that become subnormal.
+    """
     exponent = torch.frexp(g.abs().max()).exponent.clamp(min=-100)
     return torch.ldexp(torch.full_like(g[0], HALF_SCALE), -exponent)
 
@@ -135,12 +146,12 @@ def _operands(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
 
 
 def _partials(a: Any) -> int:
-    """Numbers that forward's tiles leave of a row."""
+    """Return the number of partials per row that forward writes."""
     return cuda_library.ask("cross_entropy_partials", a.weight.shape[0], a.label_smoothing > 0)
 
 
 def _rows(max_bytes: int, emulated: int, bytes_of_a_row: int) -> int:
-    """How many rows at a time: a multiple of 128, the height of a GEMM's tile."""
+    """Return the rows per chunk, a multiple of 128, the height of a GEMM tile."""
     return max((emulated if cuda_library.emulating() else max_bytes) // bytes_of_a_row // 128, 1) * 128
 
 
@@ -149,10 +160,13 @@ def _chunk_rows(classes: int) -> int:
 
 
 def _extra_bytes(a: Any) -> int:
-    """Forward: the partials of a chunk of rows. Backward: its d_logits and their sums over 64 rows, its dx in float32 and x, and dweight in
-    float32, twice if its rows are padded."""
+    """Return the maximum of the bytes of forward and backward.
+
+    Forward needs a chunk's partials. Backward needs a chunk's d_logits, their sums over 64 rows, dx
+    in float32 and x, and dweight in float32, twice if its rows are padded.
+    """
     rows, (classes, d) = a.target.numel(), a.weight.shape
     forward = 4 * _partials(a) * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     chunk = min(rows, _chunk_rows(classes))
     backward = chunk * (2 * classes + classes // 16 + 6 * d) + 4 * classes * d * (1 if d % WIDTH == 0 else 2)
-    return max(forward, backward) + 16 * rows  # the losses, split lse and g of all rows
+    return max(forward, backward) + 16 * rows  # losses, split lse and g of all rows

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cuda`` of feed_forward: csrc/cuda/feed_forward and csrc/cuda/matmul called with tensors allocated here.
+"""The backend ``cuda`` of feed_forward, on csrc/cuda/feed_forward and csrc/cuda/matmul.
 
-GEMMs with an epilogue are the kernels'; cuBLAS does plain ones, unless ``use_cublas`` says otherwise.
+Our kernels compute GEMMs with an epilogue. cuBLAS computes plain GEMMs if ``use_cublas`` selects
+it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from .matmul import alloc_padded, bias_parts, operand, padded_bias, result, use_
 
 
 def backend(op: Op) -> Backend:
-    """The backend of feed_forward."""
+    """Return the backend of feed_forward."""
     return gpu.backend("cuda", op, _forward, _backward, why_not, cuda_library.recorded)
 
 
 def why_not(a: Any) -> str | None:
-    """Why the kernels cannot do the problem, or None."""
+    """Return why the kernels do not support the problem, or None."""
     return cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape) or gpu.why_not_columns(a)
 
 
@@ -84,7 +85,7 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
 def _first_gemms(
     a: Any, x: torch.Tensor, hidden: torch.Tensor | None, pre: torch.Tensor | None, gate: torch.Tensor | None
 ) -> None:
-    """Write those of hidden, pre and gate that are there."""
+    """Write hidden, pre and gate, if not None."""
     w1, gate_weight = (w if w is None else operand(matrix(w)).t() for w in (a.w1, a.gate_weight))
     cuda_library.call(
         "hidden_fwd", x.device, x, w1, gate_weight, padded_bias(a.b1), padded_bias(a.gate_bias), a.dropout_seed, hidden, pre, gate,
@@ -101,7 +102,7 @@ def gemm(
     *,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """out = a @ b (+ a2 @ b2) + bias, of operands as the kernels take them."""
+    """Compute out = a @ b (+ a2 @ b2) + bias; operands have the layout that kernels require."""
     rows, columns = out.shape
     if not use_cublas(rows, columns, a.shape[1]):
         with result(out) as to:

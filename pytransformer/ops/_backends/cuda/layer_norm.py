@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cuda`` of layer_norm, rms_norm and add_norm: csrc/cuda/layer_norm called with tensors allocated here.
+"""The backend ``cuda`` of layer_norm, rms_norm and add_norm.
 
-The kernels see tensors of rows as those of the backend ``cpu`` do; weights and their gradients they take in any of their dtypes.
+It allocates tensors and calls csrc/cuda/layer_norm. Row tensors have the same layout as for the
+backend ``cpu``. Weights and their gradients may have any of the kernels' dtypes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from ..._problem.layer_norm import NORM_SPECS, NormBackward, NormForward, lowere
 from . import library as cuda_library
 
 MOST_COLUMNS = 2**31 - 1
-MOST_BLOCKS = 132 * 4  # of a persistent backward kernel, about; csrc/cuda/layer_norm/plan.h
+# approximate maximum of a persistent backward kernel; csrc/cuda/layer_norm/plan.h
+MOST_BLOCKS = 132 * 4
 
 
 def backend(op: Op) -> Backend:
-    """The backend of one of the ops in NORM_SPECS."""
+    """Return the backend of one of the ops in NORM_SPECS."""
     optional = NORM_SPECS[op.name].optional
 
     def why_not(a: Any) -> str | None:
@@ -54,6 +56,6 @@ def _launch_backward(f: NormBackward) -> None:
 
 
 def _extra_bytes(a: Any) -> int:
-    """The partial sums of dweight and dbias."""
+    """Return the bytes of the partial sums of dweight and dbias."""
     columns = math.prod(a.x.shape[a.x.dim() - a.dims :])
     return 2 * 4 * columns * min(a.x.numel() // max(1, columns), MOST_BLOCKS)

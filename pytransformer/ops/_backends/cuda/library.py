@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native library of the backend ``cuda``: raw ops ``pytransformer_C::cuda_*``, loaded on first use, on a machine without a GPU too.
+"""The native library of the backend ``cuda``: raw ops ``pytransformer_C::cuda_*``.
 
-``PYTRANSFORMER_EMULATE=1`` puts the emulated library in its place: the same kernels and bindings compiled for the CPU, where they
-take CPU tensors (csrc/emulator, for tests). A path instead of 1 names another build of it.
+It loads on first use, also on a machine without a GPU. ``PYTRANSFORMER_EMULATE=1`` selects the
+emulated library instead: the same kernels and bindings compiled for the CPU, with CPU tensors
+(csrc/emulator, for tests). A path instead of 1 selects another build of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..._core import native
 from ..._core.registry import WRONG_DEVICE
 
 LIBRARY_NAME = "libpytransformer_cuda.so"
-EMULATED = Path("build", "emulator", "libpytransformer_emulated.so")  # in a checkout; csrc/emulator/build.py makes it
+# in a checkout; csrc/emulator/build.py builds it
+EMULATED = Path("build", "emulator", "libpytransformer_emulated.so")
 OLDEST = (8, 0)  # compute capability
 
 
@@ -30,7 +32,7 @@ def emulating() -> bool:
 
 
 def why_not(op: str, device: torch.device) -> str | None:
-    """None if the raw op can be called with tensors of that device, else the reason why not."""
+    """Return why the raw op cannot run with tensors of this device, or None."""
     if emulating():
         if device.type != "cpu":
             return f"{WRONG_DEVICE}CPU tensors while PYTRANSFORMER_EMULATE is set, and x is on {device}"
@@ -43,7 +45,7 @@ def why_not(op: str, device: torch.device) -> str | None:
 
 @functools.cache
 def why_not_loaded(op: str) -> str | None:
-    """None if the CUDA library is loaded and holds the raw op, which needs no GPU, else the reason."""
+    """Return why the CUDA library or its raw op is unavailable, or None; needs no GPU."""
     path = native.PACKAGE / LIBRARY_NAME
     if not path.exists():
         info = native.build_info()
@@ -80,7 +82,10 @@ def _why_not_device(index: int) -> str | None:
 
 
 def _why_not_driver(index: int) -> str | None:
-    """None if the library's kernels load on the device, else the reason: its CUDA runtime may be newer than the driver."""
+    """Return why the library's kernels do not load on the device, or None.
+
+    Its CUDA runtime may be newer than the driver.
+    """
     ask = getattr(torch.ops.pytransformer_C, "cuda_why_not_device", None)
     if not ask:
         return f"{LIBRARY_NAME} is older than this code (make build)"
@@ -89,10 +94,11 @@ def _why_not_driver(index: int) -> str | None:
 
 
 def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str | None:
-    """None if a GPU of this compute capability runs a library built for these architectures, else the reason.
+    """Return why a GPU of this compute capability cannot run a library for ``archs``, or None.
 
-    Code for sm_80 runs on every later 8.x; a name that ends in "a" is for that one architecture; and the oldest that is built
-    comes as PTX too, unless it ends so, which the driver compiles for newer GPUs.
+    Code for sm_80 runs on every later 8.x. A name that ends in "a" is valid for one architecture
+    only. The oldest architecture also contains PTX, unless its name ends in "a", and the driver
+    compiles PTX for newer GPUs.
     """
     here = "{}.{}".format(*capability)
     if capability < OLDEST:
@@ -109,7 +115,7 @@ def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str
 
 
 def runs_sm90a(device: torch.device) -> bool:
-    """Whether kernels for sm_90a may run there: ``pt::cuda::runs_sm90a`` of csrc/cuda/device.h."""
+    """Return true if sm_90a kernels may run, as ``pt::cuda::runs_sm90a`` of csrc/cuda/device.h."""
     path = os.environ.get("PYTRANSFORMER_CUDA_PATH", "")
     if emulating():
         return path == "sm90"
@@ -119,13 +125,16 @@ def runs_sm90a(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def recorded(recorder: Any) -> Iterator[None]:
-    """The raw ops are ops like others, but for the stream: they get the current one each time."""
+    """Record raw ops as other ops, except that each call receives the current stream."""
     recorder.launches_on((lambda index: 0) if emulating() else torch._C._cuda_getCurrentRawStream)
     yield
 
 
 def ask(op: str, *arguments: Any) -> Any:
-    """What a pure function of the library says. It is asked once: what its plans and constants are stands in C++ alone."""
+    """Return the cached result of a pure function of the library.
+
+    Plans and constants are defined in C++ only.
+    """
     return _ask(emulating(), op, *arguments)
 
 
@@ -135,7 +144,7 @@ def _ask(emulated: bool, op: str, *arguments: Any) -> Any:
 
 
 def call(op: str, device: torch.device, *arguments: Any) -> Any:
-    """Run the raw op in order with the device's current stream; returns what it returns."""
+    """Run the raw op on the device's current stream and return its result."""
     if emulating():
         return getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
     index = device.index if device.index is not None else torch.cuda.current_device()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends ``cuda`` on GEMMs by warpgroups (csrc/cuda/matmul) share: which problems they take, and memory.
+"""Limits and memory layout of the warpgroup GEMMs in csrc/cuda/matmul, for the ``cuda`` backends.
 
-The kernels see matrices whose rows begin at multiples of 16 bytes; other tensors are copied. A result's rows hold a multiple of eight
-columns.
+The kernels read matrices with 16-byte aligned rows; other tensors are copied. Rows of a result have
+a multiple of eight columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH = 8  # elements of 16 bytes
 
 
 def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
-    """Why the raw op cannot multiply the rows of x with weights of these sides, or None."""
+    """Return why the raw op cannot multiply x's rows by weights with these sides, or None."""
     if (reason := cuda_library.why_not(op, x.device)) is not None:
         return reason
     if x.dtype not in DTYPES:
@@ -34,30 +34,34 @@ def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
 
 
 def use_cublas(rows: int, columns: int, depth: int) -> bool:
-    """Whether cuBLAS does a GEMM without an epilogue: a pure function of csrc/cuda/matmul/sm90/plan.h."""
+    """Return true if cuBLAS computes a plain GEMM, by csrc/cuda/matmul/sm90/plan.h."""
     return cuda_library.ask("matmul_use_cublas", rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
 
 
 def bias_parts(rows: int) -> int:
-    """How many lines of partial sums of a bias's gradient the rows of a result leave."""
+    """Return the number of rows of a bias gradient's partial sums."""
     return -(-rows // cuda_library.ask("matmul_rows_of_a_part"))
 
 
 def operand(t: torch.Tensor) -> torch.Tensor:
-    """The matrix if its rows begin at multiples of 16 bytes and lie apart, else a copy that is so."""
+    """Return the matrix if its rows are 16-byte aligned and disjoint, else an aligned copy."""
     if t.stride(0) % WIDTH == 0 and t.stride(0) > 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0:
         return t
     return alloc_padded(t, t.shape[1])[:, : t.shape[1]].copy_(t)
 
 
 def alloc_padded(like: torch.Tensor, columns: int) -> torch.Tensor:
-    """Uninitialised rows for a result of so many columns."""
+    """Return uninitialized padded rows for a result with this number of columns."""
     return like.new_empty(like.shape[0], -(-columns // WIDTH) * WIDTH)
 
 
 @contextlib.contextmanager
 def result(t: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
-    """What a kernel may write for t, (..., columns): its own memory if that will do, else rows that are copied into it at the end."""
+    """Yield memory for a kernel's result t, (..., columns).
+
+    The memory is t itself if its layout permits, else padded rows that are copied into t at the
+    end.
+    """
     columns = 0 if t is None else t.shape[-1]
     if t is None or (t.is_contiguous() and columns % WIDTH == 0 and t.data_ptr() % 16 == 0):
         yield t if t is None else t.view(-1, columns)
@@ -68,7 +72,7 @@ def result(t: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
 
 
 def padded_bias(b: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous from a multiple of 16 bytes on, of a multiple of eight numbers that the kernels read."""
+    """Return the bias contiguous, 16-byte aligned and padded to a multiple of eight elements."""
     if b is None:
         return None
     b = b.float() if b.dtype == torch.float64 else b

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``cuda`` of rotary and append_kv: csrc/cuda/rotary called with tensors allocated here. Tables and weights go in any of the
-kernels' dtypes."""
+"""The backend ``cuda`` of rotary and append_kv.
+
+It allocates tensors and calls csrc/cuda/rotary. Tables and weights may have any of the kernels'
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from ..gpu.rotary import flat
 from . import library as cuda_library
 
 MOST_COLUMNS, MOST_ROWS = 4096, 2**31 - 2**14  # csrc/cuda/rotary/plan.h
-MOST_PARTS = 132 * 4 * 4  # of the weight's gradient, about: a row for each warp of the blocks that run at once
+# approximate maximum partials of the weight's gradient: one per warp of the blocks that run at once
+MOST_PARTS = 132 * 4 * 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def backend(op: Op) -> Backend:
-    """The backend of rotary."""
+    """Return the backend of rotary."""
 
     def forward(a: Any, x: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor | None) -> None:
         cuda_library.call(
@@ -36,14 +40,14 @@ def backend(op: Op) -> Backend:
         return _why_not("rotary_fwd", x=a.x, weight=a.weight) or gpu.too_large(MOST_COLUMNS, MOST_ROWS, x=a.x)
 
     def extra_bytes(a: Any) -> int:
-        """In backward, the parts of the weight's gradient."""
+        """Return the bytes of backward's partials of the weight's gradient."""
         return 0 if a.weight is None else 4 * a.x.shape[3] * min(a.x.shape[:3].numel(), MOST_PARTS)
 
     return gpu.backend("cuda", op, (forward, backward), why_not, extra_bytes)
 
 
 def append_backend(op: Op) -> Backend:
-    """The backend of append_kv."""
+    """Return the backend of append_kv."""
 
     def append(a: Any, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         cuda_library.call(
@@ -73,7 +77,7 @@ def _why_not(raw: str, **tensors: torch.Tensor | None) -> str | None:
 
 
 def _tables(a: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """cos and sin as the kernels read them: in float32 if they are float64."""
+    """Return cos and sin as the kernels read them; float64 becomes float32."""
     if a.cos is None:
         return None, None
     cos, sin = (last_contiguous(t if t.dtype in DTYPES else t.float()) for t in (a.cos, a.sin))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends ``triton`` and ``cuda`` of attention and attention_varlen do alike."""
+"""Code of attention and attention_varlen that the backends ``triton`` and ``cuda`` share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from ..._core.tensors import looks_at_values
 from ..._problem.attention import AttentionProblem
 
 MAX_HEAD_DIM = 256
-LARGEST_POSITION = 1 << 28  # sums of four positions stay in 32 bits
+LARGEST_POSITION = 1 << 28  # sums of four positions fit in 32 bits
 
 
 def outputs(
     op: Op, a: AttentionProblem, check_values: Callable[[AttentionProblem], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse for the kernels to write. Packed rows of no sequence are never visited: they see nothing from the start."""
+    """Return out and lse for the kernels to write.
+
+    Kernels never visit packed rows of no sequence, so these start with 0 and -inf.
+    """
     if looks_at_values(a.query.device):
         check_values(a)
     out, lse = op.empty_outputs(a)
@@ -32,7 +35,7 @@ def outputs(
 def gradients(
     op: Op, a: AttentionProblem, wanted: Sequence[bool]
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-    """The results of backward for the kernels to write, one for each differentiable argument, and those wanted by name."""
+    """Return the gradients for the kernels to write, as a list and, if needed, by name."""
     results = op.empty_gradients(a, wanted)
     by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
     if a.packed:
@@ -42,7 +45,7 @@ def gradients(
 
 
 def no_pairs(op: Op, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of a problem without queries or without keys, whose queries have their sinks alone."""
+    """Write the results of a problem without queries or without keys: out is 0, lse the sink."""
     if a.sinks is not None and lse.numel():
         lse.copy_(op.reference(a)[1])
     else:
@@ -53,7 +56,7 @@ def no_pairs(op: Op, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) 
 def no_pairs_gradients(
     a: AttentionProblem, by_name: dict[str, torch.Tensor], lse: torch.Tensor, grad_lse: torch.Tensor | None
 ) -> None:
-    """Its gradients: zeros, but that lse of a query is its sink."""
+    """Write the gradients of :func:`no_pairs`: zeros, except for the sinks' gradient from lse."""
     for result in by_name.values():
         result.zero_()
     if "sinks" in by_name and grad_lse is not None:
@@ -62,7 +65,7 @@ def no_pairs_gradients(
 
 
 def why_not_sizes(a: AttentionProblem) -> str | None:
-    """Why the kernels cannot do a problem of this size, or None."""
+    """Return why the kernels do not support a problem of this size, or None."""
     if (widest := max(a.head_dim, a.value_dim)) > MAX_HEAD_DIM:
         return f"head sizes up to {MAX_HEAD_DIM}, got {widest}"
     rows = max(a.num_queries, a.num_keys)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends ``triton`` and ``cuda`` of linear_cross_entropy do alike: they differ in the kernels that get the rows.
+"""Code of linear_cross_entropy that the backends ``triton`` and ``cuda`` share.
 
-The gradients are computed in backward, from logits computed again, for every reduction: forward saves the split lse alone, the same
-on every backend, so that backward may run on another one. It costs a fourth product where three would do.
+Backward recomputes the logits for every reduction. Forward saves only the split lse, the same on
+every backend, so backward may run on another backend. This costs a fourth product.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from ..._core.tensors import as_written, looks_at_values
 
 
 class Kernels(NamedTuple):
-    """What a backend has of its own, called with the op's arguments, of which x is (rows, d) and target (rows,).
+    """The kernels of a backend, called with the op's arguments, x (rows, d) and target (rows,).
 
-    forward(a, losses, split_lse): write the loss (rows,) and the split lse (2, rows) of every row, float32.
-    backward(a, g, split_lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight (float32) and d_bias (float32, zeros
-    before) that are given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored. There is a row.
+    - ``forward(a, losses, split_lse)`` writes the loss (rows,) and the split lse (2, rows),
+      float32.
+    - ``backward(a, g, split_lse, dx, d_weight, d_bias)`` writes dx (rows, d), d_weight (float32)
+      and d_bias (float32, initially zero) if not None. g is the upstream gradient of each row's
+      loss, float32, 0 if the target is ignored. There is at least one row.
     """
 
     forward: Callable[..., None]
@@ -38,14 +40,14 @@ def backend(
     extra_bytes: Callable[[Any], int],
     recorded: Recorded,
 ) -> Backend:
-    """The backend of linear_cross_entropy; `load` is called when its kernels are first wanted."""
+    """Return the backend of linear_cross_entropy; ``load`` imports its kernels on first use."""
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         if looks_at_values(a.x.device):
             check_values(a)
-        with as_written(a.x.device):  # all of it: a recorded call has one answer to how exact its products are
+        with as_written(a.x.device):  # covers the full call: a recording has one precision setting
             loss, split_lse, product = op.empty_outputs(a)
-            if product.numel():  # promised for tensors on the CPU
+            if product.numel():  # only for tensors on the CPU
                 product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
             losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
             load().forward(_flat(a), losses.view(-1), split_lse.view(2, -1))
@@ -81,7 +83,7 @@ def backend(
 
 
 def _flat(a: Any) -> Any:
-    """The arguments with rows in one dimension."""
+    """Return the arguments with rows in one dimension."""
     return a._replace(
         x=a.x.reshape(-1, a.x.shape[-1]),
         target=a.target.reshape(-1).contiguous(),
@@ -90,5 +92,5 @@ def _flat(a: Any) -> Any:
 
 
 def _count(a: Any) -> torch.Tensor:
-    """How many targets are not ignored: a tensor, so that nothing waits for the device."""
+    """Return the number of targets that are not ignored, as a tensor to avoid a synchronization."""
     return (a.target != a.ignore_index).sum()

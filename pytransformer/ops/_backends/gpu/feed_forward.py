@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU backends of feed_forward share."""
+"""Code of feed_forward that the GPU backends share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def why_not_columns(a: Any) -> str | None:
-    """Why dropout's mask cannot begin at this column of hidden, or None: lanes draw for groups of 32 columns."""
+    """Return why dropout's mask cannot start at this column of hidden, or None.
+
+    Threads draw for groups of 32 columns.
+    """
     if a.dropout_p and a.column_start % 32:
         return f"dropout where column_start is a multiple of 32, got {a.column_start}"
     return None
@@ -31,11 +34,12 @@ def backend(
     why_not: Callable[[Any], str | None],
     recorded: Recorded,
 ) -> Backend:
-    """The backend of feed_forward.
+    """Return the backend of feed_forward.
 
-    run_forward(a, out, pre, gate): write out, (rows, d_out), and, if they are kept, pre and gate.
-    run_backward(a, d_out, saved, wanted): write the gradients that ``wanted`` has, by the names of the op's arguments; d_out and that
-    of x are matrices.
+    - ``run_forward(a, out, pre, gate)`` writes out, (rows, d_out), and pre and gate if they are
+      saved.
+    - ``run_backward(a, d_out, saved, wanted)`` writes the gradients in ``wanted``, keyed by
+      argument name; d_out and x's gradient are matrices.
     """
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
@@ -52,7 +56,7 @@ def backend(
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
         (grad,) = grads
-        assert grad is not None  # the only output's: without it nothing calls backward
+        assert grad is not None  # the gradient of the only output, always present
         results = op.empty_gradients(a, wanted)
         targets = by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
         with as_written(a.x.device):
@@ -67,12 +71,12 @@ def backend(
 
 
 def _empty(a: Any) -> bool:
-    """A product over nothing: left to plain PyTorch, which does nothing either."""
+    """Return true if a product has no elements; plain PyTorch computes such a call."""
     return a.x.numel() == 0 or a.w1.numel() == 0 or a.w2.numel() == 0
 
 
 def _target(t: torch.Tensor) -> torch.Tensor:
-    """t as a matrix if it is contiguous, else one of its own for _copy_back to copy."""
+    """Return t as a matrix if it is contiguous, else a new matrix for _copy_back."""
     rows = math.prod(t.shape[:-1])
     return t.view(rows, -1) if t.is_contiguous() else t.new_empty(rows, t.shape[-1])
 
@@ -83,5 +87,8 @@ def _copy_back(matrix: torch.Tensor, t: torch.Tensor) -> None:
 
 
 def _hidden_bytes(a: Any) -> int:
-    """Forward: hidden. (Backward: hidden, d_pre, d_gate, and with recompute pre and gate.)"""
+    """Return the bytes of forward's hidden.
+
+    Backward needs hidden, d_pre, d_gate, and with recompute pre and gate.
+    """
     return math.prod(a.x.shape[:-1]) * a.w1.shape[0] * a.x.element_size()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends ``triton`` and ``cuda`` of rotary and append_kv do alike: they differ in the kernels that get the rows."""
+"""Code of rotary and append_kv that the backends ``triton`` and ``cuda`` share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..._problem.rotary import check_positions, rows
 Reason = Callable[[Any], str | None]
 # (op's arguments, x, out, rstd or None): write out and rstd.
 Forward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-# (op's arguments, d_out, x, rstd or None, d_x or None, d_weight or None): write those of d_x and d_weight that are given.
+# (op's arguments, d_out, x, rstd or None, d_x or None, d_weight or None): write d_x and d_weight if
+# not None.
 Backward = Callable[..., None]
 # (op's arguments, (query, key, value), out): write out and the caches.
 Append = Callable[[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], None]
@@ -30,7 +31,10 @@ def backend(
     extra_bytes: Callable[[Any], int],
     recorded: Recorded | None = None,
 ) -> Backend:
-    """The backend of rotary. Kernels get rows with a contiguous last dimension, and a d_weight that is contiguous."""
+    """Return the backend of rotary.
+
+    Kernels get rows with a contiguous last dimension and a contiguous d_weight.
+    """
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         out, rstd = op.empty_outputs(a)
@@ -59,13 +63,13 @@ def backend(
 
 
 def append_backend(name: str, op: Op, launch: Append, why_not: Reason, recorded: Recorded | None = None) -> Backend:
-    """The backend of append_kv."""
+    """Return the backend of append_kv."""
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         if looks_at_values(a.query.device):
             check_positions(a)
         outputs = op.empty_outputs(a)
-        if not a.key.numel():  # a query without heads is one: the caches of nn write so
+        if not a.key.numel():  # a query without heads is valid: the caches of nn write that way
             return tuple(e.copy_(r) for e, r in zip(outputs, op.reference(a)))
         launch(a, (rows(a.query), rows(a.key), rows(a.value)), outputs[0])
         return outputs
@@ -74,12 +78,12 @@ def append_backend(name: str, op: Op, launch: Append, why_not: Reason, recorded:
 
 
 def flat(t: torch.Tensor | None) -> torch.Tensor | None:
-    """A weight or a table of pages as kernels take it."""
+    """Return a weight or page table as a contiguous tensor."""
     return None if t is None else t.contiguous()
 
 
 def too_large(columns: int, most_rows: int, **tensors: torch.Tensor) -> str | None:
-    """Why one of these has too many columns or rows, or None."""
+    """Return why a tensor has too many columns or rows, or None."""
     for name, t in tensors.items():
         if t.shape[3] > columns:
             return f"last dimensions of at most {columns:,}, and {name} has {t.shape[3]:,}"
@@ -89,7 +93,7 @@ def too_large(columns: int, most_rows: int, **tensors: torch.Tensor) -> str | No
 
 
 def too_much_room(a: Any, most_rows: int) -> str | None:
-    """Why the kernels of append_kv cannot count the positions of a sequence in its pages, or None."""
+    """Return why append_kv's kernels cannot index the positions of a sequence's pages, or None."""
     if a.page_table is not None and a.page_table.shape[1] * a.key_cache.shape[2] > most_rows:
         return f"at most {most_rows:,} positions of a sequence, and page_table has room for more"
     return None

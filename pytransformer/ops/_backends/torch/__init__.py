@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``torch``: PyTorch's own fused kernels, called by their aten ops."""
+"""The backend ``torch``, PyTorch's fused kernels called by their aten ops."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``torch`` of attention and attention_varlen: PyTorch's own fused kernels, by their aten ops.
+"""The backend ``torch`` of attention and attention_varlen: PyTorch's fused kernels.
 
-out and lse are those of every backend, so that backward may run on another. Which calls it takes, and why not the others, is in
-docs/ops/attention-torch.md.
+out and lse are the same as for every backend, so backward may run on another backend.
+docs/ops/attention-torch.md lists the supported calls and gives the reasons.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from ..._core.tensors import as_written, last_contiguous
 from .lowering import Lowered, equal_widths, lower, why_not_lowered
 
 aten = torch.ops.aten
-LSE_ROWS = 32  # the memory-efficient kernel's lse has a multiple of them
-MORE_COLUMNS = {"cpu": 1, "cuda": 8}  # that a gradient of lse adds to a head: its size stays one that the kernels take
+LSE_ROWS = 32  # the memory-efficient kernel pads lse to a multiple
+# columns that an lse gradient adds to a head, so that kernels support the head size
+MORE_COLUMNS = {"cpu": 1, "cuda": 8}
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
-    """The backend for an op with attention's argument names; packed ones also have cu_seqlens and longest lengths."""
+    """Return the backend for an op with attention's argument names.
+
+    Packed ops also have cu_seqlens and maximum lengths.
+    """
 
     def forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
         check_values(a)
@@ -75,11 +79,11 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     return Backend("torch", forward, backward, why_not, _extra_bytes, kernel=_kernel_name)
 
 
-# ---- what it takes
+# ---- supported calls
 
 
 def why_not(a: Any) -> str | None:
-    """Why PyTorch's kernels cannot do the problem as our contract has it, or None."""
+    """Return why PyTorch's kernels cannot compute the problem by our contract, or None."""
     device = a.query.device.type
     if device not in ("cpu", "cuda"):
         return (
@@ -132,10 +136,13 @@ def _has_mask(a: Any) -> bool:
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool, is_causal: bool, backward: bool = False
 ) -> SDPBackend | None:
-    """Return the kernel on a GPU. With a mask, the memory-efficient one: cuDNN's gradient has been NaN
-    there (pytorch#196678). For backward none of cuDNN, which does not promise equal bits. Forward on
-    Hopper, cuDNN's for more than one query: it was 1.6 to 2.3 times as fast as flash on an H100. Else
-    PyTorch's own choice."""
+    """Return the kernel on a GPU.
+
+    With a mask it is the memory-efficient kernel, because cuDNN's gradient has been NaN there
+    (pytorch#196678). Backward never uses cuDNN, which does not promise equal bits. Forward on
+    Hopper with more than one query uses cuDNN, which was 1.6 to 2.3 times as fast as flash on an
+    H100. Otherwise PyTorch chooses.
+    """
     mask = query.new_empty(()).expand(*query.shape[:3], key.shape[2]) if masked else None
     grouped = query.shape[1] != key.shape[1]
     given = torch.backends.cuda.SDPAParams(query, key, value, mask, 0.0, is_causal and not masked, grouped)
@@ -160,7 +167,7 @@ def _kernel_name(a: Any) -> str | None:
 
 
 def _extra_bytes(a: Any) -> int:
-    """Copies of query, key and value where rows of them are read as zero, and the mask as numbers."""
+    """Return the bytes of query, key and value with rows zeroed, and of the floating mask."""
     size = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value))
     masks = [t for t in (a.mask, a.bias) if t is not None]
     return size + max((13 * t.numel() for t in masks), default=0)
@@ -170,8 +177,11 @@ def _extra_bytes(a: Any) -> int:
 
 
 def _attend(a: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (B, Hq, Lq, Dv) and (B, Hq, Lq): the given tensors, filled, or the kernel's own output if its
-    dtype and memory order are the same."""
+    """Return (B, Hq, Lq, Dv) and (B, Hq, Lq).
+
+    The result is ``out`` and ``lse``, filled, or the kernel's output if its dtype and memory order
+    equal out's.
+    """
     if not out.numel() or not a.key.shape[2]:
         return out.zero_(), lse.fill_(-math.inf)
     p = lower(a)
@@ -179,7 +189,7 @@ def _attend(a: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor,
     found = found[..., : out.shape[3]]
     lse.copy_(sums if p.dead is None else sums.masked_fill(p.dead, -math.inf))
     if p.dead is None and (found.dtype, found.stride()) == (out.dtype, out.stride()):
-        return found, lse  # one copy of the output less: 7 % of a call on an H100
+        return found, lse  # saves a copy of the output: 7 % of a call on an H100
     return out.copy_(found if p.dead is None else found.masked_fill(p.dead[..., None], 0.0)), lse
 
 
@@ -191,10 +201,12 @@ def _differentiate(
     lse: torch.Tensor,
     results: Sequence[torch.Tensor | None],
 ) -> None:
-    """Writes the gradients of query, key and value that are wanted.
+    """Write the needed gradients of query, key and value.
 
-    The kernels know no gradient of lse. With delta = rowsum(grad_out * out) the gradient of the scores is P * (dP - delta + grad_lse): a
-    column of zeros more in value, where out has -grad_lse and its gradient has 1, makes delta smaller by just that."""
+    The kernels do not support a gradient of lse. With delta = rowsum(grad_out * out) the gradient
+    of the scores is P * (dP - delta + grad_lse). An additional column of zeros in value, with
+    -grad_lse in out and 1 in out's gradient, subtracts grad_lse from delta.
+    """
     if not out.numel() or not a.key.shape[2]:
         for result in results:
             if result is not None:
@@ -204,7 +216,7 @@ def _differentiate(
     width = p.query.shape[3] - out.shape[3]
     grad_out, out = (last_contiguous(t.to(p.query.dtype)) for t in (grad_out, out))
     grad_out, out = (pad(t, (0, width)) if width else t for t in (grad_out, out))
-    if p.dead is not None:  # whatever was saved for them, their weights are exp(-inf - 0)
+    if p.dead is not None:  # their weights are exp(-inf - 0), with any saved lse
         grad_out, lse = grad_out.masked_fill(p.dead[..., None], 0.0), lse.masked_fill(p.dead, 0.0)
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(p.dead, 0.0)
     if grad_lse is not None:
@@ -242,7 +254,7 @@ def _backward(
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(grad_out, *qkv, out, lse.contiguous(), 0.0, p.is_causal, attn_mask=p.mask, scale=scale)
     kernel = _kernel(*qkv, p.mask is not None, p.is_causal, backward=True)
-    seed = torch.empty((), dtype=torch.int64, device=out.device)  # of a dropout that there is not
+    seed = torch.empty((), dtype=torch.int64, device=out.device)  # of an unused dropout
     with _equal_bits():
         if kernel == SDPBackend.FLASH_ATTENTION:
             lengths = (None, None, p.query.shape[2], p.key.shape[2])
@@ -260,7 +272,7 @@ def _backward(
 
 @contextlib.contextmanager
 def _equal_bits() -> Iterator[None]:
-    """PyTorch's backward kernels on a GPU add in any order unless they are told."""
+    """Make PyTorch's backward kernels on a GPU sum in a fixed order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -269,11 +281,11 @@ def _equal_bits() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-# ---- packed sequences: one after the other
+# ---- packed sequences, one at a time
 
 
 def _sequences(a: Any) -> Iterator[tuple[Any, slice, slice]]:
-    """Each as a padded problem of batch 1, and its rows of queries and of keys."""
+    """Yield each sequence as a padded problem of batch 1, with its query rows and key rows."""
     common = a._asdict() | dict.fromkeys(PADDED_ONLY) | dict(query_lengths=None, key_lengths=None, query_start=0, key_start=0)
     for queries, keys in zip(pairwise(a.cu_seqlens_q.tolist()), pairwise(a.cu_seqlens_k.tolist())):
         rows, places = slice(*queries), slice(*keys)
@@ -283,5 +295,5 @@ def _sequences(a: Any) -> Iterator[tuple[Any, slice, slice]]:
 
 
 def _padded(t: torch.Tensor, rows: slice) -> torch.Tensor:
-    """(1, H, L, D), a view of rows of (total, H, D)."""
+    """Return (1, H, L, D), a view of rows of (total, H, D)."""
     return t[rows].transpose(0, 1)[None]

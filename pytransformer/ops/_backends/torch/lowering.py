@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention's arguments mean to PyTorch's kernels: query, key and value, at most one mask of numbers, and a causal flag.
+"""Lowering of attention's arguments to PyTorch's kernels.
 
-Their meaning is not always ours. A row that sees nothing, and a key that nothing sees, are found here and kept out: our contract reads
-them as zero whatever they hold, and PyTorch's kernels multiply them by zero. No tensor of (Lq, Lk) pairs is made that is larger than one
-the caller passed.
+The kernels take query, key and value, at most one floating mask, and a causal flag. Our contract
+reads a row without a visible key, and a key that no query sees, as zero. PyTorch's kernels multiply
+them by zero, so this module zeroes them first. It never allocates an (Lq, Lk) tensor larger than
+one from the caller.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..._core.fallbacks import NotLaunched
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import compact
 
-# Terms this large swallow the log of the sum in float32, and with it the gradient of a row that sees nothing else: PyTorch's kernels
-# keep only the sum of both.
+# Terms this large absorb the log of the sum in float32, and with it the gradient of a row whose
+# terms are all large: PyTorch's kernels store only the total.
 LOST = 2.0**100
 
 
@@ -34,8 +35,13 @@ _Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  #
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the kernels get. ``dead`` (b, h, Lq): rows that see nothing; ``unseen`` (b, h, Lk): keys that nothing sees; None: there are
-    none. Their b is B or 1, their h the heads' number or 1."""
+    """The arguments of the kernels.
+
+    - ``dead`` (b, h, Lq): rows without a visible key, or None.
+    - ``unseen`` (b, h, Lk): keys that no query sees, or None.
+
+    b is B or 1, and h is the number of heads or 1.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -47,7 +53,7 @@ class Lowered:
 
 
 def why_not_lowered(a: Any) -> str | None:
-    """Why PyTorch's kernels cannot be given a padded problem, by its shapes alone, or None."""
+    """Return why PyTorch's kernels do not support a padded problem, by its shapes, or None."""
     if a.query_start or a.key_start:
         return "needs query_start and key_start to be 0"
     dense = [compact(t) for t in (a.mask, a.bias) if t is not None]
@@ -71,7 +77,10 @@ def why_not_lowered(a: Any) -> str | None:
 
 
 def _part_shapes(a: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """(shapes of what hides pairs by both positions, of what hides whole rows or keys), but for masks and biases."""
+    """Return the shapes of the terms that hide pairs, and of those that hide full rows or keys.
+
+    Masks and biases are excluded.
+    """
     batch, _, num_queries, _ = a.query.shape
     num_keys = a.key.shape[2]
     lengths = a.query_lengths is not None or a.key_lengths is not None
@@ -85,26 +94,28 @@ def _part_shapes(a: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 
 def kernels_causal(a: Any) -> bool:
-    """Whether the kernels' causal flag, aligned top left, means what the problem's causality does."""
+    """Return true if the kernels' causal flag, aligned top left, equals the problem's causality."""
     square = a.query.shape[2] == a.key.shape[2] and a.query_lengths is None and a.key_lengths is None
     return a.prefix_lengths is None and (a.causal == "top_left" or (a.causal == "bottom_right" and square))
 
 
 def sees_all(a: Any) -> bool:
-    """Whether causality hides nothing: one query with all keys before it, as in decoding."""
+    """Return true if causality hides nothing, as for one query after all keys in decoding."""
     last = a.query.shape[2] == 1 and a.query_lengths is None and a.key_lengths is None
     return bool(a.causal == "bottom_right" and last)
 
 
 def lower(a: Any) -> Lowered:
-    """The kernels' arguments.
+    """Return the kernels' arguments.
 
     Raises:
-        NotLaunched: a row's terms are so large that PyTorch's kernels would lose the log of its sum.
+        NotLaunched: a row's terms are so large that PyTorch's kernels would lose the log of its
+            sum.
     """
     n = SimpleNamespace(**a._asdict()) if hasattr(a, "_asdict") else a
     n.mask, n.bias = (None if t is None else compact(t) for t in (n.mask, n.bias))
-    # On the CPU their lse of 16-bit inputs errs by 5e-5, as their exponential of those is a short polynomial.
+    # On the CPU the lse of 16-bit inputs errs by 5e-5, because their exponential is a short
+    # polynomial.
     work = torch.float32 if n.query.device.type == "cpu" and n.query.element_size() == 2 else None
     is_causal = kernels_causal(n)
     parts = [_four(p) for p in visible_parts(n, causal=not (is_causal or sees_all(n)))]
@@ -123,7 +134,10 @@ def lower(a: Any) -> Lowered:
 
 
 def _by_rows_and_keys(n: Any, parts: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], is_causal: bool) -> _Masks:
-    """(mask, dead, unseen) where whole rows and whole keys are hidden, and pairs by causality alone: in memory linear in the lengths."""
+    """Return (mask, dead, unseen) in memory linear in the lengths.
+
+    Only full rows and full keys are hidden, and pairs by causality.
+    """
     device, num_queries, num_keys = n.query.device, n.query.shape[2], n.key.shape[2]
     by_row = [p for p in parts if p.shape[2] > 1]
     by_key = [p for p in parts if p.shape[2] == 1]
@@ -134,7 +148,7 @@ def _by_rows_and_keys(n: Any, parts: Sequence[torch.Tensor], terms: Sequence[tor
         keys = torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=device) if keys is None else keys
         mask = _mask(n, keys, terms)
         dead, unseen = ~keys.any(-1), ~keys[:, :, 0]
-        if is_causal:  # query i sees the keys up to i: none of them if the first visible one is later
+        if is_causal:  # query i sees keys up to i: none if the first visible key is later
             last = torch.arange(num_queries, device=device).clamp(max=num_keys - 1)
             dead = (keys[:, :, 0].cumsum(-1) == 0)[..., last]
     if rows is not None:
@@ -148,7 +162,10 @@ def _by_rows_and_keys(n: Any, parts: Sequence[torch.Tensor], terms: Sequence[tor
 
 
 def _mask(n: Any, visible: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What is added to the scores: the terms, -inf where a pair is hidden. On a GPU in query's dtype, rows beginning at 16 bytes."""
+    """Return the mask that is added to the scores, with -inf for hidden pairs.
+
+    On a GPU it has query's dtype and 16-byte aligned rows.
+    """
     work = torch.float64 if n.query.dtype == torch.float64 else torch.float32
     if terms:
         total = torch.where(visible, reduce(torch.add, terms), -math.inf)
@@ -175,7 +192,7 @@ def _four(t: torch.Tensor) -> torch.Tensor:
 
 
 def _of_key_heads(n: Any, unseen: torch.Tensor | None) -> torch.Tensor | None:
-    """By key head: unseen by all query heads of its group."""
+    """Return, per key head, the keys that no query head of its group sees."""
     heads = n.key.shape[1]
     if unseen is None or unseen.shape[1] in (1, heads):
         return unseen
@@ -183,7 +200,7 @@ def _of_key_heads(n: Any, unseen: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _if_any(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """None if there are none; on a GPU, which would have to wait, rows are taken to be there."""
+    """Return None if no row is set; on a GPU return ``rows`` unchecked, without waiting."""
     return None if rows is None or (rows.device.type == "cpu" and not rows.any()) else rows
 
 
@@ -192,6 +209,6 @@ def _read_as_zero(t: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def equal_widths(*tensors: torch.Tensor, more: int = 0) -> list[torch.Tensor]:
-    """All as wide as the widest, and ``more`` columns of zeros."""
+    """Return all tensors padded with zeros to the maximum width plus ``more`` columns."""
     width = max(t.shape[3] for t in tensors) + more
     return [t if t.shape[3] == width else pad(t, (0, width - t.shape[3])) for t in tensors]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``triton``: the kernels of kernels/."""
+"""The backend ``triton``, the kernels in kernels/."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``triton`` of attention and attention_varlen: kernels/attention called with tensors allocated here."""
+"""The backend ``triton`` of attention and attention_varlen, on kernels/attention."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..._problem.attention import AttentionProblem
 from ..gpu.attention import gradients, outputs, why_not_sizes
 from . import availability
 
-WIDE_SHARED = 102400  # bytes of shared memory that the keys kernel takes in float32 with head sizes above 128
+WIDE_SHARED = 102400  # bytes of shared memory of bwd_dkdv in float32 with head sizes above 128
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
-    """The backend for an op with attention's argument names."""
+    """Return the backend for an op with attention's argument names."""
 
     def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         from pytransformer.kernels.attention.fwd import forward as run
@@ -46,19 +46,25 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 
 def why_not(a: AttentionProblem) -> str | None:
-    """Why the kernels cannot do the problem, or None."""
+    """Return why the kernels do not support the problem, or None."""
     return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_blocks(a) or _why_not_shared(a.query, a.value)
 
 
 def _why_not_blocks(a: AttentionProblem) -> str | None:
-    """Tiles of keys start at absolute multiples of 32, blocks at the first key: where these differ a tile would lie in two blocks."""
+    """Return why a key tile would span two blocks, or None.
+
+    Key tiles start at absolute multiples of 32 and blocks at the first key.
+    """
     if a.blocks is None or a.key_start % 32 == 0:
         return None
     return f"block masks where key_start is a multiple of 32, got {a.key_start}"
 
 
 def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Head sizes above 128 in float32 are too much for what some GPUs have (compute capability 8.6, 8.9, 12.0)."""
+    """Return why the GPU has too little shared memory for wide float32 heads, or None.
+
+    The limit affects compute capability 8.6, 8.9 and 12.0.
+    """
     if query.device.type != "cuda" or query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= 128:
         return None
     # Missing in torch's stubs.
@@ -69,8 +75,12 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
-    """What splits of the keys leave in forward, or three float32 numbers for each row in backward: delta, maximum, and with
-    a dense term the log of the sum; and the lists of a boolean mask's blocks."""
+    """Return the bytes of all buffers.
+
+    Forward needs the split-KV partials. Backward needs three float32 numbers per row: delta,
+    maximum, and with a dense term the log of the sum. Both need the lists of a boolean mask's
+    blocks.
+    """
     from pytransformer.kernels.attention.plan import plan_forward
     from pytransformer.kernels.attention.problem import listing_of
 
@@ -79,7 +89,7 @@ def _extra_bytes(a: AttentionProblem) -> int:
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """By which form of the kernel forward is computed, and how much of a mask."""
+    """Return the kernel form that computes forward, and the share of a mask that runs."""
     from pytransformer.kernels.attention.plan import plan_forward
     from pytransformer.kernels.attention.problem import listing_of
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a Triton kernel can run: what the backends ``triton`` of all ops ask first.
+"""Availability of Triton kernels, for the ``triton`` backend of every op.
 
-Triton and the kernels are imported when such a backend is first asked for, never with the package.
+The first query imports Triton and the kernels; importing the package does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ..._core.registry import WRONG_DEVICE
 
 
 def why_not(**tensors: torch.Tensor | None) -> str | None:
-    """Why no Triton kernel can take these arguments of an op, of which the first is there, or None."""
+    """Return why Triton kernels do not support these arguments of an op, or None.
+
+    The first argument must not be None.
+    """
     name, first = next(iter(tensors.items()))
     assert first is not None
     if (reason := _unavailable(first.device, name)) is not None:
@@ -52,7 +55,10 @@ def _unavailable(device: torch.device, name: str) -> str | None:
 
 @contextlib.contextmanager
 def recorded(recorder: Any) -> Iterator[None]:
-    """Launches within the block are told to the recorder; what else decides them keeps the fast path away."""
+    """Report the launches inside the block to the recorder.
+
+    The fast path watches the other settings that decide a launch.
+    """
     from pytransformer.kernels import _launch
 
     fast_path.watch(*_launch.watchers)

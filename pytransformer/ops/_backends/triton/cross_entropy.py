@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``triton`` of linear_cross_entropy: kernels/cross_entropy called with tensors allocated here."""
+"""The backend ``triton`` of linear_cross_entropy, on kernels/cross_entropy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import availability
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
-    """The backend of linear_cross_entropy."""
+    """Return the backend of linear_cross_entropy."""
     return gpu.backend("triton", op, _load, check_values, why_not, _extra_bytes, availability.recorded)
 
 
@@ -25,13 +25,16 @@ def _load() -> gpu.Kernels:
 
 
 def why_not(a: Any) -> str | None:
-    """Why the kernels cannot do the problem, or None."""
+    """Return why the kernels do not support the problem, or None."""
     return availability.why_not(x=a.x)
 
 
 def _extra_bytes(a: Any) -> int:
-    """A chunk of float32 logits, and in backward its gradient in x's dtype, the weight's gradient in float32, and a part of it if there are
-    several chunks."""
+    """Return the bytes of a chunk of float32 logits and of backward's buffers.
+
+    Backward needs the chunk's gradient in x's dtype, the weight's gradient in float32, and a part
+    of it if there are several chunks.
+    """
     from pytransformer.kernels.cross_entropy.configs import chunk_rows, part_rows
 
     classes, d = a.weight.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``triton`` of feed_forward: kernels/feed_forward called with tensors allocated here."""
+"""The backend ``triton`` of feed_forward, on kernels/feed_forward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..._core.tensors import matrix
 from ..gpu import feed_forward as gpu
 from . import availability
 
-LARGEST_SIDE = 1 << 30  # of a matrix other than its rows: columns are counted in 32 bits
+LARGEST_SIDE = 1 << 30  # maximum side of a weight: column indices are 32-bit
 
 
 def backend(op: Op) -> Backend:
-    """The backend of feed_forward."""
+    """Return the backend of feed_forward."""
     return gpu.backend("triton", op, _forward, _backward, why_not, availability.recorded)
 
 
@@ -34,7 +34,7 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
 
 
 def why_not(a: Any) -> str | None:
-    """Why the kernels cannot do the problem, or None."""
+    """Return why the kernels do not support the problem, or None."""
     if (reason := availability.why_not(x=a.x)) is not None:
         return reason
     widest = max(*a.w1.shape, *a.w2.shape)
@@ -44,13 +44,13 @@ def why_not(a: Any) -> str | None:
 
 
 def _matrices(a: Any) -> Any:
-    """The arguments with x as a matrix and biases contiguous."""
+    """Return the arguments with x as a matrix and contiguous biases."""
     biases = {name: None if (b := getattr(a, name)) is None else b.contiguous() for name in ("b1", "b2", "gate_bias")}
     return a._replace(x=matrix(a.x), **biases)
 
 
 def _saved(a: Any, pre: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """pre and gate as matrices, None where they are not kept or there is no gate."""
+    """Return pre and gate as matrices, or None if not saved or without a gate."""
     if not a.save:
         return None, None
     return pre.view(-1, pre.shape[-1]), None if a.gate_weight is None else gate.view(-1, gate.shape[-1])

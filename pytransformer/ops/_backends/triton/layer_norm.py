@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``triton`` of layer_norm, rms_norm and add_norm: kernels/layer_norm called with tensors allocated here.
+"""The backend ``triton`` of layer_norm, rms_norm and add_norm, on kernels/layer_norm.
 
-How the kernels see tensors of rows is in ops/_problem/layer_norm.py.
+ops/_problem/layer_norm.py describes the layout of row tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import availability
 
 
 def backend(op: Op) -> Backend:
-    """The backend of one of the ops in NORM_SPECS."""
+    """Return the backend of one of the ops in NORM_SPECS."""
     optional = NORM_SPECS[op.name].optional
 
     def why_not(a: Any) -> str | None:
@@ -60,12 +60,12 @@ def _view(grid: Grid, t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _flat(t: torch.Tensor | None) -> torch.Tensor | None:
-    """In one dimension: the memory of a contiguous tensor."""
+    """Return a one-dimensional view of a contiguous tensor."""
     return None if t is None else t.view(-1)
 
 
 def _extra_bytes(a: Any) -> int:
-    """In backward, the parts of the parameters' gradients: two rows of float32 for each program."""
+    """Return the bytes of the parameters' gradient partials: two float32 rows per program."""
     from pytransformer.kernels.layer_norm.configs import BLOCKS, programs, tile
 
     columns = math.prod(a.x.shape[a.x.dim() - a.dims :])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend ``triton`` of rotary and append_kv: kernels/rotary called with tensors allocated here. Tables and weights go in any dtype."""
+"""The backend ``triton`` of rotary and append_kv, on kernels/rotary.
+
+Tables and weights may have any dtype.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from . import availability
 
 
 def backend(op: Op) -> Backend:
-    """The backend of rotary."""
+    """Return the backend of rotary."""
 
     def forward(a: Any, x: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor | None) -> None:
         from pytransformer.kernels.rotary.fwd import forward as launch
@@ -31,7 +34,7 @@ def backend(op: Op) -> Backend:
         return availability.why_not(x=a.x, weight=a.weight) or _too_large(x=a.x)
 
     def extra_bytes(a: Any) -> int:
-        """In backward, the parts of the weight's gradient: a row of float32 for each program."""
+        """Return the bytes of backward's weight-gradient partials: a float32 row per program."""
         from pytransformer.kernels.rotary.configs import programs
 
         return 0 if a.weight is None else 4 * a.x.shape[3] * programs(a.x.device)
@@ -40,7 +43,7 @@ def backend(op: Op) -> Backend:
 
 
 def append_backend(op: Op) -> Backend:
-    """The backend of append_kv."""
+    """Return the backend of append_kv."""
 
     def append(a: Any, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         from pytransformer.kernels.rotary.append import append as launch
@@ -61,7 +64,7 @@ def append_backend(op: Op) -> Backend:
 
 
 def _tables(a: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """cos and sin with the same strides: the kernels have one set."""
+    """Return cos and sin with the same strides, because the kernels have one set."""
     if a.cos is None:
         return None, None
     cos, sin = last_contiguous(a.cos), last_contiguous(a.sin)
