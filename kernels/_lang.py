@@ -27,7 +27,7 @@ _thread = threading.local()  # observer of launches: see told_of_launches()
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int, **options: int) -> None:
-    """Run ``kernel`` on ``programs`` programs of one flat grid dimension, which may exceed 65,535."""
+    """Run ``kernel`` on a flat grid of ``programs`` programs, which may exceed 65,535."""
     if programs == 0:
         return
     # Triton 3.9 contracts products and sums only on request.
@@ -250,7 +250,7 @@ def precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def philox(c0, c1, c2, c3, seed):
-    """Philox-4x32-7. A 64-bit product is one instruction; a high and a low 32-bit product are two."""
+    """Philox-4x32-7. A 64-bit product is one instruction; a high and a low 32-bit one are two."""
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     M0: tl.constexpr = 0xD2511F53

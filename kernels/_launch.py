@@ -37,7 +37,7 @@ VIEWS = (
 
 
 class Step(NamedTuple):
-    """One launch: Triton's compiled kernel on a grid, and its arguments, with addresses by index."""
+    """One launch: Triton's compiled kernel on a grid, and its arguments; addresses by index."""
 
     launch: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -222,7 +222,7 @@ def cold() -> Iterator[None]:
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
-    """Return the settings besides the arguments: the device, and the precision of float32 products."""
+    """Return settings besides the arguments: the device, and the precision of float32 products."""
     return device, _lang.precision(torch.float32)
 
 

@@ -128,8 +128,8 @@ def key_steps(bounds, m_i, origin, C: tl.constexpr):
     Also returns the keys that any query sees, for ``seen_keys``; and the gap, for ``tile_of_step``.
     """
     lo, hi, near = bounds
-    # If the windows of some queries have ended, another query's window may contain one key, the last;
-    # no tile is full then.
+    # If the windows of some queries have ended, another query's window may contain one key, the
+    # last; no tile is full then.
     if C.GAP:
         bend, whole, whole_end, last, start, end = tile_range(lo, hi, m_i & (lo < hi), origin, C.BN)
         near_end = tl.max(tl.where(m_i, near, 0), 0)

@@ -180,7 +180,7 @@ def key_of(kernel: str, head_dim: int, itemsize: int, score_mods: int) -> str:
 
 
 def entry_of(kernel: str, head_dim: int, itemsize: int, score_mods: int) -> tuple[str, int]:
-    """Return the table key of a problem class: the nearest entry with at most this many score_mods."""
+    """Return the table key of a problem class: the nearest entry with at most these score_mods."""
     table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
     names = (kernel + "+" * n for n in range(effort(score_mods), -1, -1))
     return next(name for name in names if name in table), next(size for size in HEAD_DIMS if head_dim <= size)

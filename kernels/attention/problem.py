@@ -27,7 +27,7 @@ EIGHT_BITS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class Rows(NamedTuple):
-    """Strides of a tensor of rows; the last dimension is contiguous. Packed tensors have batch 0."""
+    """Strides of a tensor of rows; the last dimension is contiguous. Packed: batch is 0."""
 
     batch: int
     head: int
@@ -204,7 +204,7 @@ def capability(device: torch.device) -> int:
 
 
 def choose(kernel: str, a: AttentionProblem) -> Config:
-    """Return the tile of a kernel for the op's arguments; it lies within a block of a block mask."""
+    """Return a kernel's tile for the op's arguments; it lies within a block of a block mask."""
     found = config(
         kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
@@ -218,7 +218,7 @@ def choose(kernel: str, a: AttentionProblem) -> Config:
 
 
 def listing_of(a: AttentionProblem) -> Listing | None:
-    """Return the block lists' configuration for a dense boolean mask, or None if it is not listed."""
+    """Return the block list configuration of a dense boolean mask, or None if it is not listed."""
     found = listing(capability(a.query.device))
     return found if a.lists_mask(found) else None
 
@@ -292,12 +292,12 @@ def lower(a: AttentionProblem) -> Problem:
 
 
 def at_tile(a: AttentionProblem, p: Problem, tile: Config) -> Problem:
-    """Return the problem for a kernel with this tile, which determines the width of T5's bias rows."""
+    """Return the problem for this tile, which determines the width of T5's bias rows."""
     return p if a.table is None else p._replace(diagonals=_diagonals(a, a.table, tile))
 
 
 def kind_of(a: AttentionProblem) -> Kind:
-    """Return the compile-time constants of the op's arguments, without the tile: BM and BN are 0."""
+    """Return the compile-time constants of the arguments, without the tile: BM and BN are 0."""
     block_queries, block_keys = block_size(a)
     return Kind(
         D=a.head_dim,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions in Triton: shared code in ``rows``, kernels in ``fwd``, ``append`` and ``bwd``."""
+"""Rotary positions in Triton: shared code in ``rows``, kernels in the other modules."""

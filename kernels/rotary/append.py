@@ -62,7 +62,7 @@ class Operands(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Pairs and columns of a row, as arguments, because their divisors decide the width of loads."""
+    """Pairs and columns of a row: arguments, because their divisors decide the width of loads."""
 
     LAYOUT = True
     half: int

@@ -16,8 +16,7 @@ template <class T, class K>
 struct Sm90BwdDkdvBlock {
   static constexpr Sm90Tile kTile = K::bwd_dkdv_tile;
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
-  static constexpr int kConsumers = kTile.consumers,
-                       kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 * BN;  // bytes per stage
+  static constexpr int kConsumers = kTile.consumers, kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 * BN;
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
