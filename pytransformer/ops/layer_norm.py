@@ -111,7 +111,7 @@ def layer_norm(
         normalized_shape: the trailing dimensions, or one int.
         weight, bias: of shape normalized_shape, any floating dtype; None means ones and zeros.
         eps: added to the (biased) variance.
-        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if unsupported.
+        backend: force one backend, such as ``"cpu"``; raises if it cannot compute the call.
         strict: raise instead of running on the reference.
 
     Returns:
