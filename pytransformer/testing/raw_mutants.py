@@ -87,8 +87,8 @@ def _wrong_tensor(t: Tensor | None, args: Sequence[Any], rng: random.Random) -> 
         return rng.choice(
             (rng.choice(given or [None]), _random([rng.choice((1, 2, 4, 8))] * rng.randint(0, 4), rng.choice(DTYPES)))
         )
-    if t.numel() and not t.data_ptr():
-        return t  # freed or meta by an earlier mutation; PyTorch itself reads the missing storage
+    if t.numel() and not t.untyped_storage().nbytes():
+        return t  # an earlier mutation freed it; PyTorch itself would read the missing storage
     kind = rng.choice(("none", "shape", "shape", "dtype", "strides", "values", "values", "another", "freed", "meta"))
     if kind == "none":
         return None
