@@ -3,8 +3,8 @@
 
 Prints whether this machine's kernels are correct, six attention problems with
 1,024 tokens (forward and backward, float32), and BERT and T5 with short and
-long rows, both as registered with transformers and after `convert`. All times
-come from one interleaved run, and each contender is checked before it is timed.
+long rows, both as registered with transformers and after `convert`. The times of
+a row come from one interleaved run; each contender is checked before it is timed.
 The exit code is 1 if a check fails.
 """
 
@@ -22,7 +22,7 @@ import pytransformer as pt
 from ..console import Console
 from . import OK, WRONG, doctor, proof
 from .benchmark import memory, plan
-from .benchmark.runner import Options, Runner
+from .benchmark.runner import REFERENCE, Options, Runner
 from .proof_models import CONVERTED, SUFFIX
 from .providers import TORCH
 
@@ -56,8 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     if names and importlib.util.find_spec("transformers") is None:
         console.print("No models: transformers is not installed (pip install transformers)")
         names = []
-    wrong = checks(console)
-    ratios, faults = attention(console)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.zeros(1, 1, 16, 64, device=device)
+    backend = pt.explain("attention", q, q, q).backend or REFERENCE
+    wrong = checks(console, backend)
+    ratios, faults = attention(console, device, backend)
     wrong += faults
     compared, faults = models(console, names, arguments.seconds)
     wrong += faults
@@ -66,32 +69,28 @@ def run(arguments: argparse.Namespace) -> int:
     return WRONG if wrong else OK
 
 
-def checks(console: Console) -> list[str]:
+def checks(console: Console, backend: str) -> list[str]:
     """Check every op on every backend that works here; return the failures."""
     lines = doctor.self_check()
-    q = torch.zeros(1, 1, 8, 16)
-    chosen = (
-        pt.explain("attention", q.cuda(), q.cuda(), q.cuda())
-        if torch.cuda.is_available()
-        else pt.explain("attention", q, q, q)
-    )
     wrong = [
         f"{line['op']} {line['case']} on {line['backend']}: {line['detail']}" for line in lines if line["verdict"] != "ok"
     ]
     right = sum(line["verdict"] == "ok" for line in lines)
-    console.print(f"Attention runs on the backend {chosen.backend}. {right} of {len(lines)} checks against float64 are right.")
+    console.print(f"Attention runs on the backend {backend}. {right} of {len(lines)} checks against float64 are right.")
     return wrong
 
 
-def attention(console: Console) -> tuple[list[Ratio], list[str]]:
+def attention(console: Console, device: str, backend: str) -> tuple[list[Ratio], list[str]]:
     """Time CASES on our backend and on PyTorch; return the ratios and the failures."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if backend in (TORCH, REFERENCE):
+        console.print("No attention of ours to time: no kernels are built here (pytransformer doctor)")
+        return [], []
     steps = [plan.Step(plan.resized(plan.case(name, "medium"), SHAPE), torch.float32, "fwd+bwd") for name in CASES]
+    options = Options(device=device, backends=(backend, TORCH), memory=True, min_time=MIN_TIME, min_rounds=ROUNDS)
     rows, ratios, wrong = [], [], []
     with memory.MemoryProbe() as probe, console.progress(len(steps)) as progress:
         for step in steps:
             progress.step(step.title)
-            options = Options(device=device, backends=(ours(device), TORCH), memory=True, min_time=MIN_TIME, min_rounds=ROUNDS)
             runner = Runner(options, probe, backward=True)
             runner.run(step)
             progress.advance()
@@ -100,20 +99,13 @@ def attention(console: Console) -> tuple[list[Ratio], list[str]]:
                 f"attention {step.case.name}: {e['reason']}" for e in runner.not_run if e["status"] in ("wrong", "failed")
             ]
             if len(timed) == 2:
-                ratios.append(
-                    Ratio(f"attention {name_of(step)}", timed[TORCH]["median_ms"] / timed[ours(device)]["median_ms"])
-                )
-                rows.append(attention_row(step, timed[ours(device)], timed[TORCH]))
+                ours, peer = timed[backend], timed[TORCH]
+                ratios.append(Ratio(f"attention {name_of(step)}", peer["median_ms"] / ours["median_ms"]))
+                rows.append(attention_row(step, ours, peer))
     console.heading(f"Attention, {SHAPE['Lk']} tokens, {SHAPE['Hq']} heads of {SHAPE['D']}, float32, forward and backward")
     columns = ("problem", "ours", "PyTorch", "speed-up", "peak memory: ours", "PyTorch")
     console.table(columns, rows, right=columns[1:])
     return ratios, wrong
-
-
-def ours(device: str) -> str:
-    """Return the name of our fused backend for a device."""
-    q = torch.zeros(1, 1, 16, 64, device=device)
-    return pt.explain("attention", q, q, q).backend or "reference"
 
 
 def name_of(step: plan.Step) -> str:

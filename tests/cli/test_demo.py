@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -47,6 +49,13 @@ def test_wrong_attention_ends_demo_with_exit_code_1(
     monkeypatch.setattr(demo.Runner, "_judge", wrong)
     assert main(["demo", "--models"]) == WRONG
     assert "WRONG: attention causal" in capsys.readouterr().out
+
+
+def test_demo_without_kernels_times_no_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    explanation = demo.pt.explain("attention", *(torch.zeros(1, 1, 4, 8),) * 3)
+    monkeypatch.setattr(demo.pt, "explain", lambda *_: dataclasses.replace(explanation, backend="torch"))
+    assert main(["demo", "--models"]) == OK
+    assert "no kernels are built here" in capsys.readouterr().out
 
 
 def test_long_rows_have_512_tokens_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:

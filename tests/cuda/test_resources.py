@@ -114,8 +114,10 @@ def test_the_table_has_no_faults(resources: ModuleType) -> None:
 
 
 def test_few_instantiations(resources: ModuleType) -> None:
-    """At most 24 for each op, direction and architecture. Where there are more, docs/design/cuda.md says what for; their
-    number may only fall."""
+    """An op has at most 24 instantiations per direction and architecture, or its listed count.
+
+    docs/design/cuda.md gives the reasons for higher counts, which may only fall.
+    """
     kernels = json.loads(resources.TABLE.read_text())["kernels"]
     most = json.loads(SCRIPT.with_name("instantiations.json").read_text())
     counted = collections.Counter(f"{key.split()[0]} {_direction(key.split(' ', 1)[1])}" for key in kernels)

@@ -138,7 +138,7 @@ def test_programs_give_what_was_recorded(name: str, in_python: list[str]) -> Non
 
 
 def test_arguments_by_name_are_recorded_too() -> None:
-    """As the kernel of ``activate()`` gives them: on a GPU, where PyTorch's own function leads into the fast path."""
+    """Arguments have the form that the kernel of ``activate()`` passes on a GPU."""
     query, key, value = (t.detach() for t in qkv())
     given = {
         "query": query,

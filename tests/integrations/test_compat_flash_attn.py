@@ -90,7 +90,7 @@ def check(result: Any, expected: tuple[Tensor, Tensor], leaves: list[Tensor], co
     grad = torch.randn(out.shape).to(out.dtype)
     ours = torch.autograd.grad(out, leaves, grad)
     exact = torch.autograd.grad(expected[0], copies, grad.double())
-    # As one vector: a query that sees one key has a gradient of exactly 0, rounding errors aside.
+    # Compare one vector: a query that sees one key has a gradient of 0 up to rounding errors.
     compare(*(torch.cat([t.flatten() for t in grads]) for grads in (ours, exact)), f"gradients of {what}")
 
 
@@ -232,7 +232,7 @@ def test_cache_function_equals_the_formula() -> None:
         options.pop("deterministic", None)
         q, caches = torch.randn(batch, length, heads, width), [torch.randn(batch, 12, kv_heads, width) for _ in range(2)]
         fresh = [torch.randn(batch, new, kv_heads, width) for _ in range(2)]
-        # What is behind the keys in use must not matter.
+        # Rows behind the keys in use must not affect the result.
         behind = torch.arange(12)[:, None, None] >= torch.tensor(used)[:, None, None, None]
         stored = [cache.masked_fill(behind, torch.nan) for cache in caches]
         table = draw_table(rng, batch, 3 if place == "pages" else 1)

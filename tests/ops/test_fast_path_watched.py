@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where somebody watches, or something is out of the ordinary, the C++ fast path leaves the call to Python."""
+"""The C++ fast path returns NotImplemented if something watches the call or an argument is not plain."""
 
 from __future__ import annotations
 

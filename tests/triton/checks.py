@@ -54,8 +54,11 @@ def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
 
 
 def check_found(family: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
-    """Of kernels/<family> with this fault, a random problem (if a feature is named: of those with it, the smallest first) has a wrong
-    number, unequal bits or a write outside: one that merely crashes would prove nothing."""
+    """Assert that a random problem fails with this fault planted in kernels/<family>.
+
+    It fails by a wrong number, unequal bits or a write outside its tensors; a crash does not count.
+    With a feature, only problems that have it run, the smallest first.
+    """
     chosen = numbers(family, range(DRAWN[family].many))
     if feature:
         drawn = {n: DRAWN[family].draw(DRAWN[family].seed, n) for n in chosen}
