@@ -40,7 +40,7 @@ verify: install  ## check and time every backend on this machine, in child proce
 try: install  ## OP=attention: the tests of an op, then, if they pass, its times; ARGS="--dtype bf16" goes to the benchmark
 	$(BIN)/python bench/tools/test_then_time.py $(OP) $(ARGS)
 
-CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* csrc/cuda/*/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
+CPP_FILES := $(shell find csrc tests/cuda tests/emulator tests/cpu -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 
 performance: install  ## run the suite and all else that docs/performance.md tells (25 minutes), then write it and README's table
 	@$(PYTHON) bench/tools/install.py --extras bench,models,hf

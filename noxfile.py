@@ -3,7 +3,8 @@
 
     nox --list
     nox -s "ops-3.13(torch='2.14.1')"
-    nox -s newest                    # the newest release of everything, as the nightly workflow does
+    nox -s newest                    # the newest release of everything, as the nightly workflow
+                                     does
 
 A session installs from the package index that pip is configured for. Set PIP_EXTRA_INDEX_URL to an
 index with CPU builds of torch; the default build for Linux downloads CUDA.

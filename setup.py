@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages and native code. The metadata is in pyproject.toml, the compiler's work in csrc/native_build.py."""
+"""Packages and native code. The metadata is in pyproject.toml, the compiler's work in
+csrc/native_build.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ import native_build  # noqa: E402  (beside the sources it compiles; never instal
 
 
 def version() -> str:
-    return ast.literal_eval((ROOT / "pytransformer" / "_version.py").read_text().partition("__version__ = ")[2])
+    return ast.literal_eval(
+        (ROOT / "pytransformer" / "_version.py").read_text().partition("__version__ = ")[2]
+    )
 
 
 @functools.cache
@@ -31,7 +34,8 @@ def plan() -> native_build.Plan:
 
 
 class Distribution(setuptools.Distribution):
-    """Native code or pure Python: the machine decides, so the question is answered only when a command asks it."""
+    """Native code or pure Python: the machine decides, so the question is answered only when a
+    command asks it."""
 
     def has_ext_modules(self) -> bool:
         return plan().native
@@ -40,18 +44,23 @@ class Distribution(setuptools.Distribution):
 class BuildPy(build_py):
     def run(self) -> None:
         if not self.editable_mode:
-            shutil.rmtree(self.build_lib, ignore_errors=True)  # a module deleted since the last build must not be shipped
+            shutil.rmtree(
+                self.build_lib, ignore_errors=True
+            )  # a module deleted since the last build must not be shipped
         super().run()
         if not plan().native:
             native_build.install(plan(), {}, package_directory(self, in_source=self.editable_mode))
 
 
 class BuildExt(build_ext):
-    """Runs ninja instead of distutils' compiler; --inplace and editable installs put the libraries into the source tree."""
+    """Runs ninja instead of distutils' compiler; --inplace and editable installs put the libraries
+    into the source tree."""
 
     def run(self) -> None:
         files = native_build.build(plan())
-        native_build.install(plan(), files, package_directory(self, in_source=self.inplace or self.editable_mode))
+        native_build.install(
+            plan(), files, package_directory(self, in_source=self.inplace or self.editable_mode)
+        )
 
     def get_outputs(self) -> list[str]:
         directory = package_directory(self, in_source=False)
@@ -71,14 +80,20 @@ def package_directory(command: setuptools.Command, in_source: bool) -> Path:
 class BdistWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        if plan().native and plan().why_not_bindings is not None and plan().why_not_fast_path is not None:
+        if (
+            plan().native
+            and plan().why_not_bindings is not None
+            and plan().why_not_fast_path is not None
+        ):
             return "py3", "none", platform  # no file in it depends on the Python version
         return python, abi, platform
 
 
 def packages() -> list[str]:
     """pytransformer and its subpackages; kernels/ is installed as pytransformer.kernels."""
-    kernels = ["pytransformer.kernels." + name for name in setuptools.find_packages(str(ROOT / "kernels"))]
+    kernels = [
+        "pytransformer.kernels." + name for name in setuptools.find_packages(str(ROOT / "kernels"))
+    ]
     return [
         *setuptools.find_packages(str(ROOT), include=["pytransformer", "pytransformer.*"]),
         "pytransformer.kernels",

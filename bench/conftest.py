@@ -20,13 +20,20 @@ BACKENDS = ("cpu", "reference", "naive", "torch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--size", default="medium", choices=("small", "medium", "large"), help="shape of the cases")
-    parser.addoption("--dtype", default="float32", choices=sorted(plan.DTYPES), help="dtype of the inputs")
+    parser.addoption(
+        "--size", default="medium", choices=("small", "medium", "large"), help="shape of the cases"
+    )
+    parser.addoption(
+        "--dtype", default="float32", choices=sorted(plan.DTYPES), help="dtype of the inputs"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("these are timed by pytest-benchmark, which is not installed: pip install pytest-benchmark")
+        raise pytest.UsageError(
+            "these are timed by pytest-benchmark, which is not installed: pip install"
+            " pytest-benchmark"
+        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,7 +54,9 @@ def timed(benchmark, step: plan.Step, backend: str):
     """
 
     def run() -> None:
-        problem = providers.Problem.make(step.case, step.dtype, "cpu", seed=runner.SEED, grad=step.mode != "fwd")
+        problem = providers.Problem.make(
+            step.case, step.dtype, "cpu", seed=runner.SEED, grad=step.mode != "fwd"
+        )
         provider = next((p for p in providers.providers(step.case.op) if p.name == backend), None)
         if provider is None:
             pytest.skip(f"{step.case.op} has no backend {backend}")
@@ -59,9 +68,13 @@ def timed(benchmark, step: plan.Step, backend: str):
             pytest.skip(str(reason))
         grads = check.upstream(checked, runner.SEED) if checked.grad else None
         found = check.compute(checked, compared, grads)
-        verdict = check.judge(checked, found, exact.solve(checked, grads), peer=backend in providers.PEERS)
+        verdict = check.judge(
+            checked, found, exact.solve(checked, grads), peer=backend in providers.PEERS
+        )
         assert verdict.wrong is None, verdict.wrong
-        benchmark.extra_info.update(error=verdict.error, error_bound=verdict.bound, provider=prepared.label)
+        benchmark.extra_info.update(
+            error=verdict.error, error_bound=verdict.bound, provider=prepared.label
+        )
         call = runner.work(problem, prepared, step.mode)
         with prepared.context():
             benchmark(call)

@@ -72,7 +72,8 @@ def archs() -> list[str]:
     names = [name.strip() for name in wanted.split(",")]
     if wrong := [name for name in names if not re.fullmatch(r"sm_\d{2,3}[af]?", name)]:
         raise ValueError(
-            f"PYTRANSFORMER_CUDA_ARCHS names {', '.join(wrong)}; wanted all, native or names such as {', '.join(ARCHS)}"
+            f"PYTRANSFORMER_CUDA_ARCHS names {', '.join(wrong)}; wanted all, native or names such"
+            f" as {', '.join(ARCHS)}"
         )
     return names
 
@@ -82,9 +83,15 @@ def native_archs() -> list[str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    done = subprocess.run([tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
+    done = subprocess.run(
+        [tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
+    )
     found = sorted(
-        {line.strip().replace(".", "") for line in done.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d\s*", line)}
+        {
+            line.strip().replace(".", "")
+            for line in done.stdout.splitlines()
+            if re.fullmatch(r"\s*\d+\.\d\s*", line)
+        }
     )
     return [f"sm_{number}{'a' if number == '90' else ''}" for number in found]
 
@@ -101,9 +108,15 @@ def why_not() -> str | None:
         return f"{nvcc} does not tell its version"
     if tuple(map(int, version.split(".")[:2])) < MIN_NVCC:
         wanted = ".".join(map(str, MIN_NVCC))
-        return f"nvcc {version} is too old: wanted >= {wanted}, those before fail on the kernels for sm_90a"
+        return (
+            f"nvcc {version} is too old: wanted >= {wanted}, those before fail on the kernels for"
+            " sm_90a"
+        )
     if not archs():
-        return "nvidia-smi shows no GPU to build for; PYTRANSFORMER_CUDA_ARCHS names architectures, or all"
+        return (
+            "nvidia-smi shows no GPU to build for; PYTRANSFORMER_CUDA_ARCHS names architectures,"
+            " or all"
+        )
     return None
 
 
@@ -120,7 +133,9 @@ def flags(source: Path) -> list[str]:
 def gencode(only: Sequence[str] | None = None) -> list[str]:
     """Return nvcc's options for the built architectures, or for ``only`` these."""
     names, flags = only or archs(), []
-    portable = min((name for name in names if name[-1].isdigit()), key=lambda name: int(name[3:]), default=None)
+    portable = min(
+        (name for name in names if name[-1].isdigit()), key=lambda name: int(name[3:]), default=None
+    )
     for name in names:
         number = name.removeprefix("sm_")
         codes = [name, f"compute_{number}"] if name == portable else [name]
@@ -139,7 +154,11 @@ def compile_checked(output: Path, log: Path, command: list[str]) -> int:
     output.unlink(missing_ok=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log.write_text(done.stdout)
-    found = [] if done.returncode else [line for line in done.stdout.splitlines() if REFUSED.search(line)]
+    found = (
+        []
+        if done.returncode
+        else [line for line in done.stdout.splitlines() if REFUSED.search(line)]
+    )
     suffered = os.environ.get("PYTRANSFORMER_CUDA_SPILLS") == "1"
     if done.returncode or found:
         print(done.stdout if done.returncode else "refused:\n" + "\n".join(found), file=sys.stderr)
@@ -160,7 +179,10 @@ def failure(directory: Path) -> str | None:
     log = max(failed, key=lambda path: path.stat().st_mtime)
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
     telling = [
-        line for line in lines if re.search(r"\b(error|fatal|died|core dumped)\b", line, re.IGNORECASE) or REFUSED.search(line)
+        line
+        for line in lines
+        if re.search(r"\b(error|fatal|died|core dumped)\b", line, re.IGNORECASE)
+        or REFUSED.search(line)
     ]
     name = log.relative_to(directory).as_posix().removesuffix(".log").removesuffix(".o")
     version = nvcc_version(find_nvcc() or "")

@@ -35,14 +35,27 @@ def why_not(torch: Path) -> str | None:
 def stamp(torch: Path) -> dict[str, str]:
     """Return the module's file name, torch's version and commit, and the digest of the sources."""
     names = ("__version__", "git_version")
-    found = re.findall(rf"^({'|'.join(names)})(?:: str)? = '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
+    found = re.findall(
+        rf"^({'|'.join(names)})(?:: str)? = '([^']+)'",
+        (torch / "version.py").read_text(),
+        re.MULTILINE,
+    )
     said = dict(found)
     torch_is, commit = (said.get(name, "unknown") for name in names)
-    return {"module": MODULE, "torch": torch_is, "git_version": commit, "sources": interface.digest(part="fast_path")}
+    return {
+        "module": MODULE,
+        "torch": torch_is,
+        "git_version": commit,
+        "sources": interface.digest(part="fast_path"),
+    }
 
 
 def compile_flags(torch: Path) -> list[str]:
-    paths = (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    paths = (
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    )
     # Put torch's version into the command, because system headers are no dependencies: another
     # torch in the same directory must recompile.
     versions = f'-DPT_BUILT_FOR="{" ".join(stamp(torch).values())}"'
@@ -78,6 +91,8 @@ def failure(directory: Path) -> str | None:
     for log in (*directory.glob("fast_path/*.txt"), *directory.glob("_fast_path*.txt")):
         if not log.with_suffix("").exists():
             lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-            telling = [line for line in lines if re.search(r"\b(error|undefined|cannot find)\b", line)]
+            telling = [
+                line for line in lines if re.search(r"\b(error|undefined|cannot find)\b", line)
+            ]
             return f"its compilation fails: {(telling or lines[-1:] or ['no message'])[0]}"
     return None

@@ -31,7 +31,12 @@ def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
 def compiled(csrc: Path = CSRC) -> str:
     """Return a digest of the op libraries' sources. Verification results depend on it."""
     found = hashlib.sha256()
-    for path in sorted(path for part in ("common", "cpu", "cuda") for path in (csrc / part).rglob("*") if path.is_file()):
+    for path in sorted(
+        path
+        for part in ("common", "cpu", "cuda")
+        for path in (csrc / part).rglob("*")
+        if path.is_file()
+    ):
         found.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
 
@@ -49,7 +54,9 @@ CUDA_FAMILIES = {
 def cuda_sources(csrc: Path = CSRC) -> dict[str, str]:
     """Return a digest of each op family's CUDA sources, shared sources included."""
     digests = {}
-    files = sorted(p for part in ("common", "cuda") for p in (csrc / part).rglob("*") if p.is_file())
+    files = sorted(
+        p for part in ("common", "cuda") for p in (csrc / part).rglob("*") if p.is_file()
+    )
     for family, folders in CUDA_FAMILIES.items():
         others = {folder for both in CUDA_FAMILIES.values() for folder in both} - {*folders}
         found = hashlib.sha256()

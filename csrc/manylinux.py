@@ -28,7 +28,9 @@ from collections import defaultdict
 from pathlib import Path
 
 # Newest version of each symbol set per platform.
-PLATFORMS = {"2_28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}}
+PLATFORMS = {
+    "2_28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+}
 ROUNDS = 4  # a member of libstdc++.a may need another symbol that is too new
 JUMP = """\
     .globl {name}
@@ -59,14 +61,21 @@ def platform() -> str | None:
     """
     wanted = os.environ.get("PYTRANSFORMER_MANYLINUX", "").strip()
     if wanted and wanted not in PLATFORMS:
-        raise ValueError(f"PYTRANSFORMER_MANYLINUX is {wanted!r}; wanted nothing or one of {', '.join(PLATFORMS)}")
+        raise ValueError(
+            f"PYTRANSFORMER_MANYLINUX is {wanted!r}; wanted nothing or one of"
+            f" {', '.join(PLATFORMS)}"
+        )
     return wanted or None
 
 
 def rule(command: str) -> str:
     """Return ninja's command for a link by ``command``, which names no output."""
     wanted = platform()
-    return f"{command} -o $out" if wanted is None else f"{shlex.join([sys.executable, __file__, wanted])} $out {command}"
+    return (
+        f"{command} -o $out"
+        if wanted is None
+        else f"{shlex.join([sys.executable, __file__, wanted])} $out {command}"
+    )
 
 
 class TooNew(RuntimeError):
@@ -90,7 +99,9 @@ def too_new(version: str, platform: str) -> bool:
 
 def dynamic_symbols(library: Path, defined: bool) -> dict[str, list[str]]:
     """Return the versions of each symbol that the library defines or needs, by symbol name."""
-    listed = subprocess.run(["readelf", "-W", "--dyn-syms", str(library)], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["readelf", "-W", "--dyn-syms", str(library)], capture_output=True, text=True, check=True
+    ).stdout
     found = defaultdict(list)
     for line in listed.splitlines():
         fields = line.split()
@@ -111,7 +122,9 @@ def needed(library: Path, platform: str) -> dict[str, str]:
 
 
 def of_this_machine(compiler: str, name: str) -> Path:
-    said = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    said = subprocess.run(
+        [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return Path(said).resolve()
 
 
@@ -119,7 +132,9 @@ def jumps(symbols: dict[str, str], platform: str, compiler: str) -> str:
     """Return assembly that defines glibc functions by the newest version that the platform has."""
     known: dict[str, list[str]] = defaultdict(list)
     for library in ("libc.so.6", "libm.so.6"):
-        for name, versions in dynamic_symbols(of_this_machine(compiler, library), defined=True).items():
+        for name, versions in dynamic_symbols(
+            of_this_machine(compiler, library), defined=True
+        ).items():
             known[name] += versions
     text = "    .text\n"
     for name, version in sorted(symbols.items()):
@@ -139,7 +154,9 @@ def members(symbols: set[str], platform: str, compiler: str) -> tuple[Path, set[
     The members include those they need in turn and libstdc++.so does not export.
     """
     archive = of_this_machine(compiler, "libstdc++.a")
-    listed = subprocess.run(["nm", "-A", str(archive)], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["nm", "-A", str(archive)], capture_output=True, text=True, check=True
+    ).stdout
     defines: dict[str, str] = {}
     needs: dict[str, set[str]] = defaultdict(set)
     for line in listed.splitlines():
@@ -151,12 +168,21 @@ def members(symbols: set[str], platform: str, compiler: str) -> tuple[Path, set[
     if missing := symbols - defines.keys():
         raise TooNew(f"libstdc++.a does not define {', '.join(sorted(missing))}")
     library = dynamic_symbols(of_this_machine(compiler, "libstdc++.so.6"), defined=True)
-    exported = {name for name, versions in library.items() if not all(too_new(version, platform) for version in versions)}
+    exported = {
+        name
+        for name, versions in library.items()
+        if not all(too_new(version, platform) for version in versions)
+    }
     chosen: set[str] = set()
     while symbols:
         new = {defines[name] for name in symbols} - chosen
         chosen |= new
-        symbols = {name for member in new for name in needs[member] if name in defines and name not in exported}
+        symbols = {
+            name
+            for member in new
+            for name in needs[member]
+            if name in defines and name not in exported
+        }
     return archive, chosen
 
 
@@ -186,12 +212,22 @@ def link(platform: str, output: Path, command: list[str], compiler: str = "g++")
         if not found:
             return replaced
         if again := found.keys() & replaced.keys():
-            raise TooNew(f"{', '.join(sorted(again))} of {output.name} are replaced and still needed")
+            raise TooNew(
+                f"{', '.join(sorted(again))} of {output.name} are replaced and still needed"
+            )
         replaced |= found
         archive = replacements(replaced, platform, output.with_suffix(".replaced"), compiler)
-        words = ("--whole-archive", str(archive), "--no-whole-archive", f"--exclude-libs={archive.name}")
+        words = (
+            "--whole-archive",
+            str(archive),
+            "--no-whole-archive",
+            f"--exclude-libs={archive.name}",
+        )
         extra = [part for word in words for part in ("-Xlinker", word)]
-    raise TooNew(f"{output.name} still needs {', '.join(sorted(needed(output, platform)))} after {ROUNDS} links")
+    raise TooNew(
+        f"{output.name} still needs {', '.join(sorted(needed(output, platform)))} after {ROUNDS}"
+        " links"
+    )
 
 
 if __name__ == "__main__":
@@ -199,5 +235,9 @@ if __name__ == "__main__":
         done = link(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
     except (TooNew, subprocess.CalledProcessError) as error:
         Path(sys.argv[2]).unlink(missing_ok=True)
-        told = shlex.join(map(str, error.cmd)) if isinstance(error, subprocess.CalledProcessError) else str(error)
+        told = (
+            shlex.join(map(str, error.cmd))
+            if isinstance(error, subprocess.CalledProcessError)
+            else str(error)
+        )
         sys.exit(f"manylinux_{sys.argv[1]}: {told}")

@@ -129,7 +129,12 @@ class Plan:
 
     def build_info(self) -> dict[str, object]:
         def tool(command: list[str]) -> str | None:
-            return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0] or None
+            return (
+                subprocess.run(
+                    [*command, "--version"], capture_output=True, text=True
+                ).stdout.partition("\n")[0]
+                or None
+            )
 
         return {
             "version": self.version,
@@ -137,12 +142,25 @@ class Plan:
             "cuda_sources": interface.cuda_sources(),
             "platform": sysconfig.get_platform(),
             "manylinux": _platform(),
-            "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
+            "cpu": {
+                "built": self.native,
+                "reason": self.why_not_cpu,
+                "isas": [isa.name for isa in self.isas],
+            }
             | {"isas_not_built": self.why_not_isa, "tiles_in_software": self.tiles_in_software},
             "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda} | self.cuda,
-            "fast_path": {"built": self.why_not_fast_path is None, "reason": self.why_not_fast_path}
-            | (fast_path_build.stamp(self.torch) if self.torch and self.why_not_fast_path is None else {}),
-            "bindings": {"built": self.native and self.why_not_bindings is None, "reason": self.why_not_bindings},
+            "fast_path": (
+                {"built": self.why_not_fast_path is None, "reason": self.why_not_fast_path}
+                | (
+                    fast_path_build.stamp(self.torch)
+                    if self.torch and self.why_not_fast_path is None
+                    else {}
+                )
+            ),
+            "bindings": {
+                "built": self.native and self.why_not_bindings is None,
+                "reason": self.why_not_bindings,
+            },
             "compiler": tool(self.compiler) if self.native else None,
             "flags": self.flags if self.native else [],
             "torch": torch_version(self.torch) if self.native and self.torch else None,
@@ -164,7 +182,10 @@ def _tiles_in_software() -> list[str]:
     if switch("PYTRANSFORMER_SOFTWARE_TILES") != "1":
         return []
     if _platform():
-        raise BuildError("PYTRANSFORMER_SOFTWARE_TILES=1 is for tests here, and PYTRANSFORMER_MANYLINUX is set: unset one")
+        raise BuildError(
+            "PYTRANSFORMER_SOFTWARE_TILES=1 is for tests here, and PYTRANSFORMER_MANYLINUX is set:"
+            " unset one"
+        )
     return ["-DPT_TILES_IN_SOFTWARE"]
 
 
@@ -172,7 +193,9 @@ def _why_not_cuda(plan: Plan) -> str | None:
     if switch("PYTRANSFORMER_CUDA") == "0":
         return "switched off by PYTRANSFORMER_CUDA=0"
     try:
-        return cuda_build.why_not() or (plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}")
+        return cuda_build.why_not() or (
+            plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}"
+        )
     except ValueError as error:
         raise BuildError(str(error)) from None
 
@@ -183,7 +206,9 @@ def _why_not_fast_path(plan: Plan, sanitize: str) -> str | None:
             return f"switched off by {option}=0"
     if plan.torch is None or sanitize:
         return (
-            f"no native code is built: {plan.why_not_cpu}" if plan.torch is None else "a build with sanitizers leaves it out"
+            f"no native code is built: {plan.why_not_cpu}"
+            if plan.torch is None
+            else "a build with sanitizers leaves it out"
         )
     return fast_path_build.why_not(plan.torch)
 
@@ -196,7 +221,9 @@ def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
     if compiler is None:
         return "no C++ compiler was found: install g++ or clang++, or set CXX"
     link = [*plan.flags, *plan.link_flags, "-shared"]
-    if why_not := compiles(compiler, link, "#include <string>\nstd::string f() { return {}; }\n", plan.directory):
+    if why_not := compiles(
+        compiler, link, "#include <string>\nstd::string f() { return {}; }\n", plan.directory
+    ):
         return why_not
     if find_ninja() is None:
         return "ninja was not found: pip install ninja"
@@ -209,38 +236,56 @@ def _choose_isas(plan: Plan) -> None:
     Generic is always built, because other kernels may call it.
     """
     wanted = os.environ.get("PYTRANSFORMER_CPU_ISAS", "native")
-    names = [isa.name for isa in ISAS] if wanted in ("all", "native") else [*wanted.split(","), "generic"]
+    names = (
+        [isa.name for isa in ISAS]
+        if wanted in ("all", "native")
+        else [*wanted.split(","), "generic"]
+    )
     if unknown := set(names) - {isa.name for isa in ISAS}:
         known = ", ".join(isa.name for isa in ISAS)
-        raise BuildError(f"PYTRANSFORMER_CPU_ISAS names {', '.join(sorted(unknown))}; wanted all, native or some of {known}")
+        raise BuildError(
+            f"PYTRANSFORMER_CPU_ISAS names {', '.join(sorted(unknown))}; wanted all, native or some"
+            f" of {known}"
+        )
     for isa in ISAS:
         why_not = None if isa.name in names else f"not in PYTRANSFORMER_CPU_ISAS={wanted}"
         if isa.machines and platform.machine() not in isa.machines:
             why_not = f"for {' or '.join(isa.machines)}, and this is {platform.machine()}"
-        why_not = why_not or compiles(plan.compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory)
+        why_not = why_not or compiles(
+            plan.compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory
+        )
         if why_not is None:
             plan.isas.append(isa)
         elif isa.name in names and wanted not in ("all", "native"):
-            raise BuildError(f"PYTRANSFORMER_CPU_ISAS={wanted}, but {isa.name} cannot be built: {why_not}")
+            raise BuildError(
+                f"PYTRANSFORMER_CPU_ISAS={wanted}, but {isa.name} cannot be built: {why_not}"
+            )
         else:
             plan.why_not_isa[isa.name] = why_not
     if wanted == "native":
         best = _usable(plan)[0]
         for isa in [isa for isa in plan.isas if isa.name not in (best, "generic")]:
             plan.isas.remove(isa)
-            plan.why_not_isa[isa.name] = f"PYTRANSFORMER_CPU_ISAS=native, and the best here is {best}"
+            plan.why_not_isa[isa.name] = (
+                f"PYTRANSFORMER_CPU_ISAS=native, and the best here is {best}"
+            )
 
 
 def _usable(plan: Plan) -> list[str]:
     """Return the plan's instruction sets that this CPU runs, best first, by the library's test."""
     program = plan.directory / f"usable-{os.getpid()}"
-    main = '#include <cstdio>\n#include "cpu/core/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
+    main = (
+        '#include <cstdio>\n#include "cpu/core/isa.h"\nint main() {\n  for (pt::Isa isa :'
+        " pt::built_isas())\n"
+    )
     main += "    if (pt::runs_here(isa)) std::puts(pt::isa_name(isa));\n}\n"
     sources = ["-I", str(CSRC), str(CSRC / "cpu" / "core" / "isa.cpp"), "-x", "c++", "-"]
     command = [*plan.compiler, *plan.flags, _isa_macro(plan), *sources]
     try:
         subprocess.run([*command, "-o", str(program)], input=main, text=True, check=True)
-        return subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
+        return subprocess.run(
+            [str(program)], capture_output=True, text=True, check=True
+        ).stdout.split()
     finally:
         program.unlink(missing_ok=True)
 
@@ -257,13 +302,33 @@ def make_plan(version: str) -> Plan:
     """
     sanitize = os.environ.get("PYTRANSFORMER_BUILD_SANITIZE", "")
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
-    kind = "-".join(filter(None, ["sanitize", *sanitize.split(",")])) if sanitize else "debug" if debug else "release"
+    kind = (
+        "-".join(filter(None, ["sanitize", *sanitize.split(",")]))
+        if sanitize
+        else "debug"
+        if debug
+        else "release"
+    )
     tiles = _tiles_in_software()
-    sanitizer = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"] if sanitize else []
+    sanitizer = (
+        [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+        if sanitize
+        else []
+    )
     optimise = ["-O1", "-g"] if debug or sanitize else ["-O3", "-DNDEBUG"]
 
-    plan = Plan(version, ROOT / "build" / f"native-{kind}{'-software-tiles' if tiles else ''}", tiles_in_software=bool(tiles))
-    plan.flags = [*COMMON_FLAGS, *optimise, *sanitizer, *tiles, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    plan = Plan(
+        version,
+        ROOT / "build" / f"native-{kind}{'-software-tiles' if tiles else ''}",
+        tiles_in_software=bool(tiles),
+    )
+    plan.flags = [
+        *COMMON_FLAGS,
+        *optimise,
+        *sanitizer,
+        *tiles,
+        *shlex.split(os.environ.get("CXXFLAGS", "")),
+    ]
     plan.link_flags = [*sanitizer, *shlex.split(os.environ.get("LDFLAGS", ""))]
     compiler = find_compiler()
     plan.why_not_cpu = _why_not_cpu(plan, compiler)
@@ -276,15 +341,23 @@ def make_plan(version: str) -> Plan:
     elif importlib.util.find_spec("pybind11") is None:
         plan.why_not_bindings = "pybind11 was not found: pip install pybind11"
     elif not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        plan.why_not_bindings = f"Python.h is not in {sysconfig.get_paths()['include']}: install Python's headers"
-    plan.why_not_cuda = _why_not_cuda(plan) or (sanitize and "a build with sanitizers leaves it out") or None
+        plan.why_not_bindings = (
+            f"Python.h is not in {sysconfig.get_paths()['include']}: install Python's headers"
+        )
+    plan.why_not_cuda = (
+        _why_not_cuda(plan) or (sanitize and "a build with sanitizers leaves it out") or None
+    )
     if plan.why_not_cuda is None:
         nvcc = cuda_build.find_nvcc()
         assert nvcc is not None
         plan.cuda = {"archs": cuda_build.archs(), "nvcc": cuda_build.nvcc_version(nvcc)}
     plan.why_not_fast_path = _why_not_fast_path(plan, sanitize)
     _platform()
-    for part, why_not in (("CPU", plan.why_not_cpu), ("CUDA", plan.why_not_cuda), ("FAST_PATH", plan.why_not_fast_path)):
+    for part, why_not in (
+        ("CPU", plan.why_not_cpu),
+        ("CUDA", plan.why_not_cuda),
+        ("FAST_PATH", plan.why_not_fast_path),
+    ):
         _unless_wanted(part, why_not)
     return plan
 
@@ -313,8 +386,14 @@ def _ninja_text(plan: Plan) -> str:
     # Compile the CUDA kernels first, then the CPU kernels: they take longest, and the short
     # bindings then fill the cores at the end.
     if plan.why_not_cuda is None:
-        cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
-    for source in sorted([*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (p.stem != "kernels", p)):
+        cuda = [
+            ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)])
+            for source in cuda_build.sources()
+        ]
+    for source in sorted(
+        [*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")],
+        key=lambda p: (p.stem != "kernels", p),
+    ):
         if source.stem == "kernels":
             for isa in plan.isas:
                 flags = [*base, *KERNEL_FLAGS, *isa.flags, f"-DPT_ISA={isa.name}"]
@@ -325,27 +404,50 @@ def _ninja_text(plan: Plan) -> str:
     # Make an undefined symbol a link error. A sanitizer's run-time library resolves only at load.
     defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
-    ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
+    ninja.link(
+        CPU_LIBRARY,
+        list(objects.values()),
+        [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags],
+    )
     if plan.why_not_cuda is None:
         cuda += [ninja.compile(source, binding) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
         # Hide the statically linked CUDA runtime: its symbols must not clash with torch's.
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
-        ninja.link(cuda_build.LIBRARY, cuda, [*cuda_build.gencode(), *hidden, *torch_libraries], "nvcc_link")
+        ninja.link(
+            cuda_build.LIBRARY,
+            cuda,
+            [*cuda_build.gencode(), *hidden, *torch_libraries],
+            "nvcc_link",
+        )
     tag = sysconfig.get_config_var("SOABI")
     if plan.why_not_fast_path is None:
         unit = ninja.compile(
-            CSRC / fast_path_build.SOURCE, [*base, *fast_path_build.compile_flags(plan.torch)], tag, "fast_path"
+            CSRC / fast_path_build.SOURCE,
+            [*base, *fast_path_build.compile_flags(plan.torch)],
+            tag,
+            "fast_path",
         )
         ninja.link(
-            fast_path_build.MODULE, [unit], [*fast_path_build.link_flags(plan.torch), *plan.link_flags], "fast_path_link"
+            fast_path_build.MODULE,
+            [unit],
+            [*fast_path_build.link_flags(plan.torch), *plan.link_flags],
+            "fast_path_link",
         )
     if plan.why_not_bindings is None:
         import pybind11
 
         headers = (pybind11.get_include(), sysconfig.get_paths()["include"])
-        includes = [*(option for path in headers for option in ("-isystem", path)), "-I", str(plan.directory)]
+        includes = [
+            *(option for path in headers for option in ("-isystem", path)),
+            "-I",
+            str(plan.directory),
+        ]
         bindings = ninja.compile(CSRC / "bindings.cpp", [*base, _isa_macro(plan), *includes], tag)
-        ninja.link(plan.bindings, [bindings, objects[CSRC / "cpu" / "core" / "isa.cpp", ""]], plan.link_flags)
+        ninja.link(
+            plan.bindings,
+            [bindings, objects[CSRC / "cpu" / "core" / "isa.cpp", ""]],
+            plan.link_flags,
+        )
     return ninja.text()
 
 
@@ -357,7 +459,10 @@ def build(plan: Plan) -> dict[str, Path]:
     """
     while plan.native and not _run_ninja(plan):
         if not _left_out(plan):
-            raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
+            raise BuildError(
+                "the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs"
+                " without it"
+            )
         print(describe(plan), file=sys.stderr, flush=True)
     return {name: plan.directory / name for name in plan.targets()}
 
@@ -376,10 +481,17 @@ def _left_out(plan: Plan) -> bool:
 def _run_ninja(plan: Plan) -> bool:
     """Run ninja; return whether all of the plan's libraries are up to date."""
     info = json.dumps(plan.build_info(), indent=1)
-    _write_if_changed(plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({info})json";\n')
+    _write_if_changed(
+        plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({info})json";\n'
+    )
     _write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    return subprocess.run([find_ninja() or "ninja", "-C", str(plan.directory), "-j", jobs, *plan.targets()]).returncode == 0
+    return (
+        subprocess.run(
+            [find_ninja() or "ninja", "-C", str(plan.directory), "-j", jobs, *plan.targets()]
+        ).returncode
+        == 0
+    )
 
 
 def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
@@ -388,7 +500,11 @@ def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
     A library that another process has loaded is replaced, not overwritten.
     """
     package.mkdir(parents=True, exist_ok=True)
-    for stale in (*package.glob("libpytransformer_*.so"), package / fast_path_build.MODULE, package / plan.bindings):
+    for stale in (
+        *package.glob("libpytransformer_*.so"),
+        package / fast_path_build.MODULE,
+        package / plan.bindings,
+    ):
         if stale.name not in files:
             stale.unlink(missing_ok=True)
     for name, built in files.items():
@@ -407,16 +523,31 @@ def describe(plan: Plan) -> str:
     if plan.native:
         skipped = "".join(f"\n  not {name}: {why}" for name, why in plan.why_not_isa.items())
         lines = [
-            f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"
+            f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch"
+            f" {torch_version(plan.torch)}{skipped}"
         ]
-        lines += ["the tiles of amx_bf16 are software: for tests, slow"] if plan.tiles_in_software else []
-        lines += [f"C++ fast path of eager calls: not built: {plan.why_not_fast_path}"] if plan.why_not_fast_path else []
-        lines += [f"_C (build information): not built: {plan.why_not_bindings}"] if plan.why_not_bindings else []
+        lines += (
+            ["the tiles of amx_bf16 are software: for tests, slow"]
+            if plan.tiles_in_software
+            else []
+        )
+        lines += (
+            [f"C++ fast path of eager calls: not built: {plan.why_not_fast_path}"]
+            if plan.why_not_fast_path
+            else []
+        )
+        lines += (
+            [f"_C (build information): not built: {plan.why_not_bindings}"]
+            if plan.why_not_bindings
+            else []
+        )
     else:
         lines = [
             f"CPU KERNELS ARE NOT BUILT: {plan.why_not_cpu}",
             "The package is installed as pure Python: its reference backend works.",
         ]
-    built = f"CUDA kernels: for {', '.join(cuda_build.archs())}" if plan.why_not_cuda is None else ""
+    built = (
+        f"CUDA kernels: for {', '.join(cuda_build.archs())}" if plan.why_not_cuda is None else ""
+    )
     lines.append(built or f"CUDA kernels: not built: {plan.why_not_cuda}")
     return "\n".join(f"pytransformer: {line}" for line in lines)

@@ -43,7 +43,10 @@ class NinjaFile:
                 "  deps = gcc",
                 "  description = compile $label",
                 "rule nvcc_link",
-                f"  command = {checked} $out $out.log {manylinux.rule(f'{nvcc} -shared -cudart=static $in $flags')}",
+                (
+                    f"  command = {checked} $out $out.log"
+                    f" {manylinux.rule(f'{nvcc} -shared -cudart=static $in $flags')}"
+                ),
                 "  description = link $out",
             ]
 
@@ -51,15 +54,23 @@ class NinjaFile:
     def _escape(text: str, extra: str = "") -> str:
         return re.sub(rf"([${extra}])", r"$\1", text)
 
-    def _build(self, rule: str, output: str, inputs: list[str], flags: list[str], label: str) -> str:
+    def _build(
+        self, rule: str, output: str, inputs: list[str], flags: list[str], label: str
+    ) -> str:
         paths = " ".join(self._escape(path, ": ") for path in inputs)
-        self.lines += [f"build {output}: {rule} {paths}", f"  flags = {self._escape(shlex.join(flags))}", f"  label = {label}"]
+        self.lines += [
+            f"build {output}: {rule} {paths}",
+            f"  flags = {self._escape(shlex.join(flags))}",
+            f"  label = {label}",
+        ]
         return output
 
     def compile(self, source: Path, flags: list[str], variant: str = "", rule: str = "cxx") -> str:
         name = source.relative_to(self.csrc).as_posix()
         output = f"{name}{variant and '.' + variant}.o"
-        return self._build(rule, output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip())
+        return self._build(
+            rule, output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip()
+        )
 
     def compile_cuda(self, source: Path, flags: list[str]) -> str:
         name = source.relative_to(self.csrc).as_posix()

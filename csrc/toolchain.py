@@ -45,10 +45,21 @@ ISAS = (  # best first
         "avx512_bf16",
         ("x86_64",),
         AVX512_BF16,
-        "#include <immintrin.h>\n__m512 f(__m512 s, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(s, a, b); }\n",
+        "#include <immintrin.h>\n__m512 f(__m512 s, __m512bh a, __m512bh b) { return"
+        " _mm512_dpbf16_ps(s, a, b); }\n",
     ),
-    Isa("avx512", ("x86_64",), AVX512, "#include <immintrin.h>\n__m512 f(__m512 a) { return _mm512_andnot_ps(a, a); }\n"),
-    Isa("avx2", ("x86_64",), AVX2, "#include <immintrin.h>\n__m256 f(__m128i a) { return _mm256_cvtph_ps(a); }\n"),
+    Isa(
+        "avx512",
+        ("x86_64",),
+        AVX512,
+        "#include <immintrin.h>\n__m512 f(__m512 a) { return _mm512_andnot_ps(a, a); }\n",
+    ),
+    Isa(
+        "avx2",
+        ("x86_64",),
+        AVX2,
+        "#include <immintrin.h>\n__m256 f(__m128i a) { return _mm256_cvtph_ps(a); }\n",
+    ),
     Isa("generic"),
 )
 
@@ -71,23 +82,40 @@ def find_torch() -> Path | None:
     """
     if given := os.environ.get("PYTRANSFORMER_TORCH"):
         if not (Path(given) / "version.py").is_file():
-            raise BuildError(f"PYTRANSFORMER_TORCH is {given!r}, which holds no torch package (no version.py there)")
+            raise BuildError(
+                f"PYTRANSFORMER_TORCH is {given!r}, which holds no torch package (no version.py"
+                " there)"
+            )
         return Path(given).resolve()
     spec = importlib.util.find_spec("torch")
     if spec and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
-    interpreters = [sys.executable, os.path.join(os.environ.get("VIRTUAL_ENV", sys.prefix), "bin", "python")]
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE")}
-    ask = "import importlib.util as u; s = u.find_spec('torch'); print(next(iter(s.submodule_search_locations)) if s else '')"
+    interpreters = [
+        sys.executable,
+        os.path.join(os.environ.get("VIRTUAL_ENV", sys.prefix), "bin", "python"),
+    ]
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE")
+    }
+    ask = (
+        "import importlib.util as u; s = u.find_spec('torch');"
+        " print(next(iter(s.submodule_search_locations)) if s else '')"
+    )
     for interpreter in dict.fromkeys(filter(os.path.exists, interpreters)):
-        answer = subprocess.run([interpreter, "-c", ask], env=environment, cwd=os.sep, capture_output=True, text=True)
+        answer = subprocess.run(
+            [interpreter, "-c", ask], env=environment, cwd=os.sep, capture_output=True, text=True
+        )
         if answer.returncode == 0 and answer.stdout.strip():
             return Path(answer.stdout.strip())
     return None
 
 
 def torch_version(torch: Path) -> str:
-    match = re.search(r"^__version__\s*=\s*'([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
+    match = re.search(
+        r"^__version__\s*=\s*'([^']+)'", (torch / "version.py").read_text(), re.MULTILINE
+    )
     return match.group(1) if match else "unknown"
 
 
@@ -111,7 +139,9 @@ def find_compiler() -> list[str] | None:
     """
     if os.environ.get("CXX"):
         return shlex.split(os.environ["CXX"])
-    return next(([path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+    return next(
+        ([path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None
+    )
 
 
 def compiles(compiler: list[str], flags: list[str], source: str, directory: Path) -> str | None:
@@ -126,7 +156,11 @@ def compiles(compiler: list[str], flags: list[str], source: str, directory: Path
         (directory / f"probe-{os.getpid()}").unlink(missing_ok=True)
     if done.returncode == 0:
         return None
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+    lines = (
+        [line for line in done.stderr.splitlines() if "error" in line]
+        or done.stderr.splitlines()
+        or ["no message"]
+    )
     return f"{compiler[0]} cannot compile a test program: {lines[0].strip()}"
 
 

@@ -46,20 +46,32 @@ CLASSES = ("neither", "number", "date", "both")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="of pre-training (default %(default)s)")
-    parser.add_argument("--classify-steps", type=int, default=120, help="of fine-tuning (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="of pre-training (default %(default)s)"
+    )
+    parser.add_argument(
+        "--classify-steps", type=int, default=120, help="of fine-tuning (default %(default)s)"
+    )
     parser.add_argument("--width", type=int, default=96, help="d_model (default %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="default %(default)s")
     parser.add_argument("--heads", type=int, default=4, help="of each layer (default %(default)s)")
     parser.add_argument("--sentences", type=int, default=4000, help="default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder for the pre-trained model and its tokenizer (default: not kept)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the pre-trained model and its tokenizer (default: not kept)",
+    )
     return parser.parse_args(arguments)
 
 
 def train(model: BERT, batches: Batches, steps: int, peak: float) -> None:
     recipe = Recipe(steps=steps, log_every=max(1, steps // 4), clip=1.0)
-    Trainer(model, of_model, batches, recipe, warmup_cosine(peak, steps // 10, steps), console=Console()).fit()
+    Trainer(
+        model, of_model, batches, recipe, warmup_cosine(peak, steps // 10, steps), console=Console()
+    ).fit()
 
 
 def save(model: BERT, tokenizer: Tokenizer, folder: Path) -> None:
@@ -79,31 +91,66 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
     options = parse(arguments)
     corpus = make_corpus(options.sentences, max(16, options.sentences // 10), seed=1)
     tokenizer = Tokenizer.train([s.target for s in corpus.train], 1000)
-    special = frozenset([tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id])
+    special = frozenset(
+        [
+            tokenizer.pad_id,
+            tokenizer.unknown_id,
+            tokenizer.start_id,
+            tokenizer.end_id,
+            tokenizer.mask_id,
+        ]
+    )
     vocabulary = Vocabulary(len(tokenizer), tokenizer.mask_id, special)
 
     # A story uses one template, so that a sentence predicts the next one.
     stories: dict[str, list[list[int]]] = {}
     for sentence in corpus.train:
-        stories.setdefault(sentence.combination.template, []).append(tokenizer.encode(sentence.target))
-    pairs = next_sentence_pairs(list(stories.values()), tokenizer.start_id, tokenizer.end_id, torch.Generator().manual_seed(1))
+        stories.setdefault(sentence.combination.template, []).append(
+            tokenizer.encode(sentence.target)
+        )
+    pairs = next_sentence_pairs(
+        list(stories.values()),
+        tokenizer.start_id,
+        tokenizer.end_id,
+        torch.Generator().manual_seed(1),
+    )
     torch.manual_seed(0)
-    shape = dict(d_model=options.width, hidden=4 * options.width, num_layers=options.layers, max_length=128)
-    model = BERT(BERTConfig(vocab_size=len(tokenizer), num_heads=options.heads, heads=("mlm", "nsp", "boundary"), **shape))
-    print(f"{len(pairs)} pairs of sentences, {model.num_parameters() / 1e6:.2f} million parameters; pre-training")
+    shape = dict(
+        d_model=options.width, hidden=4 * options.width, num_layers=options.layers, max_length=128
+    )
+    model = BERT(
+        BERTConfig(
+            vocab_size=len(tokenizer),
+            num_heads=options.heads,
+            heads=("mlm", "nsp", "boundary"),
+            **shape,
+        )
+    )
+    print(
+        f"{len(pairs)} pairs of sentences, {model.num_parameters() / 1e6:.2f} million parameters;"
+        " pre-training"
+    )
     collate = masked_collate(tokenizer.pad_id, vocabulary, mask_spans)
-    train(model, Batches(pairs, 32, collate, lengths=[len(p.ids) for p in pairs]), options.steps, 1e-3)
+    train(
+        model, Batches(pairs, 32, collate, lengths=[len(p.ids) for p in pairs]), options.steps, 1e-3
+    )
     if options.out is not None:
         save(model, tokenizer, options.out)
 
     def example(sentence) -> tuple[list[int], int]:
         ids = [tokenizer.start_id, *tokenizer.encode(sentence.target), tokenizer.end_id]
-        return ids, (sentence.combination.number is not None) + 2 * (sentence.combination.date is not None)
+        return ids, (sentence.combination.number is not None) + 2 * (
+            sentence.combination.date is not None
+        )
 
     def classify_collate(examples, generator) -> dict[str, torch.Tensor]:
         ids = [ids for ids, _ in examples]
         labels = torch.tensor([label for _, label in examples])
-        return {"input_ids": pad(ids, tokenizer.pad_id), "attention_mask": attention_mask(ids), "labels": labels}
+        return {
+            "input_ids": pad(ids, tokenizer.pad_id),
+            "attention_mask": attention_mask(ids),
+            "labels": labels,
+        }
 
     # fine-tuning needs few labels
     few = [example(s) for s in corpus.train[: max(64, options.sentences // 8)]]
@@ -116,7 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
         said = classifier(batch["input_ids"], batch["attention_mask"]).logits.argmax(-1)
     share = (said == batch["labels"]).float().mean().item()
     most = batch["labels"].bincount().max().item() / len(said)
-    print(f"{100 * share:.1f} % of {len(said)} held-out sentences classified right; always the same class: {100 * most:.1f} %")
+    print(
+        f"{100 * share:.1f} % of {len(said)} held-out sentences classified right; always the same"
+        f" class: {100 * most:.1f} %"
+    )
     for sentence, label in list(zip(corpus.held_out, said.tolist()))[:4]:
         print(f"   {CLASSES[label]:8} {sentence.target}")
     return share, most

@@ -40,8 +40,12 @@ DELIMITER = "<sep>"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="of each of the two trainings (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=500, help="of each of the two trainings (default %(default)s)"
+    )
     parser.add_argument("--width", type=int, default=96, help="d_model (default %(default)s)")
     parser.add_argument("--sentences", type=int, default=4000, help="default %(default)s")
     parser.add_argument("--prefix", action="store_true", help="the article's tokens see each other")
@@ -56,17 +60,23 @@ def summary_of(sentences: Sequence[str]) -> str:
 def train(model: GPT, examples: list[list[int]], collate, steps: int) -> None:
     batches = Batches(examples, 32, collate, lengths=[len(ids) for ids in examples])
     recipe = Recipe(steps=steps, log_every=max(1, steps // 4), clip=1.0)
-    Trainer(model, of_model, batches, recipe, warmup_cosine(2e-3, steps // 10, steps), console=Console()).fit()
+    Trainer(
+        model, of_model, batches, recipe, warmup_cosine(2e-3, steps // 10, steps), console=Console()
+    ).fit()
 
 
-def surprise(model: GPT, examples: list[list[int]], collate, learned: list[list[int]]) -> tuple[float, float]:
+def surprise(
+    model: GPT, examples: list[list[int]], collate, learned: list[list[int]]
+) -> tuple[float, float]:
     """Return the held-out loss in nats per token, and the loss of unigram counts of `learned`."""
     batch = collate(examples, None)
     model.eval()
     with torch.no_grad():
         loss = model(**batch).loss.item()
     tokens = collate(learned, None)["labels"]
-    counts = torch.ones(model.config.vocab_size).scatter_add_(0, tokens[tokens >= 0], torch.ones(int((tokens >= 0).sum())))
+    counts = torch.ones(model.config.vocab_size).scatter_add_(
+        0, tokens[tokens >= 0], torch.ones(int((tokens >= 0).sum()))
+    )
     asked = batch["labels"][batch["labels"] >= 0]
     return loss, -(counts / counts.sum()).log()[asked].mean().item()
 
@@ -79,24 +89,50 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
     delimiter, end = tokenizer.id(DELIMITER), tokenizer.end_id
     torch.manual_seed(0)
     config = GPTConfig(
-        vocab_size=len(tokenizer), d_model=options.width, num_layers=2, num_heads=4, max_length=192, attention_dropout=0.0
+        vocab_size=len(tokenizer),
+        d_model=options.width,
+        num_layers=2,
+        num_heads=4,
+        max_length=192,
+        attention_dropout=0.0,
     )
     model = GPT(config)
-    print(f"{len(corpus.train)} sentences, {model.num_parameters() / 1e6:.2f} million parameters; next tokens")
+    print(
+        f"{len(corpus.train)} sentences, {model.num_parameters() / 1e6:.2f} million parameters;"
+        " next tokens"
+    )
     texts = [[tokenizer.start_id, *tokenizer.encode(s.target), end] for s in corpus.train]
     train(model, texts, causal_collate(tokenizer.pad_id), options.steps)
 
-    prompts = [[tokenizer.start_id, *tokenizer.encode(text)] for text in ("there are twenty", "on July 30, Ana", "the old")]
+    prompts = [
+        [tokenizer.start_id, *tokenizer.encode(text)]
+        for text in ("there are twenty", "on July 30, Ana", "the old")
+    ]
     ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
-    ways = {"greedy": {}, "beam": {"beams": 4}, "drawn": {"sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.95}}
+    ways = {
+        "greedy": {},
+        "beam": {"beams": 4},
+        "drawn": {"sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.95},
+    }
     for name, how in ways.items():
-        made = generate(model, ids, mask, max_new_tokens=24, stop=(end,), generator=torch.Generator().manual_seed(0), **how)
+        made = generate(
+            model,
+            ids,
+            mask,
+            max_new_tokens=24,
+            stop=(end,),
+            generator=torch.Generator().manual_seed(0),
+            **how,
+        )
         for prompt, tokens in zip(prompts, made.lists()):
             print(f"   {name:7} {tokenizer.decode([*prompt, *tokens])}")
 
     def article(part: list, chance: random.Random) -> tuple[list[int], list[int]]:
         chosen = [s.target for s in chance.sample(part, 3)]
-        return [tokenizer.start_id, *tokenizer.encode(" ".join(chosen))], [*tokenizer.encode(summary_of(chosen)), end]
+        return [tokenizer.start_id, *tokenizer.encode(" ".join(chosen))], [
+            *tokenizer.encode(summary_of(chosen)),
+            end,
+        ]
 
     chance = random.Random(3)
     learned = [article(corpus.train, chance) for _ in range(options.sentences)]
@@ -112,12 +148,19 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
 
     examples = [[*text, delimiter, *summary] for text, summary in learned]
     train(model, examples, collate, options.steps)
-    loss, unigram = surprise(model, [[*text, delimiter, *summary] for text, summary in held_out], collate, examples)
-    print(f"held-out summaries: {loss:.3f} nats a token; by the frequency of each token alone {unigram:.3f}")
+    loss, unigram = surprise(
+        model, [[*text, delimiter, *summary] for text, summary in held_out], collate, examples
+    )
+    print(
+        f"held-out summaries: {loss:.3f} nats a token; by the frequency of each token alone"
+        f" {unigram:.3f}"
+    )
     prompts = [[*text, delimiter] for text, _ in held_out]
     ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
     prefix = torch.full((len(prompts),), ids.shape[1]) if options.prefix else None
-    summaries = generate(model, ids, mask, max_new_tokens=40, stop=(end,), prefix_lengths=prefix).lists()
+    summaries = generate(
+        model, ids, mask, max_new_tokens=40, stop=(end,), prefix_lengths=prefix
+    ).lists()
     right = sum(said == summary[:-1] for said, (_, summary) in zip(summaries, held_out))
     for (text, _), said in list(zip(held_out, summaries))[:3]:
         print(f"   {tokenizer.decode(text)}\n      said: {tokenizer.decode(said)}")

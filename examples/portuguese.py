@@ -43,12 +43,17 @@ from portuguese_lexicon import (
 )
 
 HELD_OUT_SHARE = 0.1  # share of all combinations
-_UNITS = "zero um dois três quatro cinco seis sete oito nove dez onze doze treze catorze quinze dezesseis dezessete dezoito dezenove"
+_UNITS = (
+    "zero um dois três quatro cinco seis sete oito nove dez onze doze treze catorze quinze"
+    " dezesseis dezessete dezoito dezenove"
+)
 _TENS = "vinte trinta quarenta cinquenta sessenta setenta oitenta noventa"
-_HUNDREDS = "cento duzentos trezentos quatrocentos quinhentos seiscentos setecentos oitocentos novecentos"
+_HUNDREDS = (
+    "cento duzentos trezentos quatrocentos quinhentos seiscentos setecentos oitocentos novecentos"
+)
 _UNITS_EN = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen seventeen eighteen nineteen"
 )
 _TENS_EN = "twenty thirty forty fifty sixty seventy eighty ninety"
 
@@ -128,7 +133,9 @@ class _Draw:
 
     def count(self, low: int = 1, high: int = 999) -> int:
         """Return a number; small ones are as frequent as large ones."""
-        self.number = self.chance.randint(low, self.chance.choice([h for h in (20, 100, 999) if low < h <= high] or [high]))
+        self.number = self.chance.randint(
+            low, self.chance.choice([h for h in (20, 100, 999) if low < h <= high] or [high])
+        )
         return self.number
 
     def day(self) -> tuple[str, str]:
@@ -158,7 +165,11 @@ def _definite(draw: _Draw, adjective: bool) -> tuple[str, str, int]:
     if not adjective:
         return f"{article} {noun.pt(n)}", f"the {noun.en(n)}", n
     quality = draw.adjective()
-    return f"{article} {noun.pt(n)} {quality.pt(noun.gender, n)}", f"the {quality.en} {noun.en(n)}", n
+    return (
+        f"{article} {noun.pt(n)} {quality.pt(noun.gender, n)}",
+        f"the {quality.en} {noun.en(n)}",
+        n,
+    )
 
 
 def _bought(draw: _Draw) -> tuple[str, str]:
@@ -171,7 +182,10 @@ def _bought(draw: _Draw) -> tuple[str, str]:
 
 def _there_are(draw: _Draw) -> tuple[str, str]:
     (pt, en), place = _counted(draw, True), draw.chance.choice(PLACES)
-    return f"há {pt} {place.inside_pt}.", f"there {'is' if draw.number == 1 else 'are'} {en} {place.inside_en}."
+    return (
+        f"há {pt} {place.inside_pt}.",
+        f"there {'is' if draw.number == 1 else 'are'} {en} {place.inside_en}.",
+    )
 
 
 def _born(draw: _Draw) -> tuple[str, str]:
@@ -200,7 +214,12 @@ def _today(draw: _Draw) -> tuple[str, str]:
 
 
 def _travel(draw: _Draw) -> tuple[str, str]:
-    name, place, (pt, en), day = draw.chance.choice(NAMES), draw.chance.choice(PLACES), _counted(draw, False), draw.day()
+    name, place, (pt, en), day = (
+        draw.chance.choice(NAMES),
+        draw.chance.choice(PLACES),
+        _counted(draw, False),
+        draw.day(),
+    )
     return (
         f"em {day[0]}, {name} vai {place.to_pt} com {pt}.",
         f"on {day[1]}, {name} goes {place.to_en} with {en}.",
@@ -215,13 +234,19 @@ def _question(draw: _Draw) -> tuple[str, str]:
 def _every_day(draw: _Draw) -> tuple[str, str]:
     person, verb, (pt, en, _) = draw.person(), draw.verb(), _definite(draw, False)
     does = verb.third_en if person.third else verb.en
-    return f"{person.pt} {verb.present_pt[person.form]} {pt} todos os dias.", f"{person.en} {does} {en} every day."
+    return (
+        f"{person.pt} {verb.present_pt[person.form]} {pt} todos os dias.",
+        f"{person.en} {does} {en} every day.",
+    )
 
 
 def _does_not(draw: _Draw) -> tuple[str, str]:
     person, verb, (pt, en, _) = draw.person(), draw.verb(), _definite(draw, True)
     does = "does" if person.third else "do"
-    return f"{person.pt} não {verb.present_pt[person.form]} {pt}.", f"{person.en} {does} not {verb.en} {en}."
+    return (
+        f"{person.pt} não {verb.present_pt[person.form]} {pt}.",
+        f"{person.en} {does} not {verb.en} {en}.",
+    )
 
 
 def _is(draw: _Draw) -> tuple[str, str]:
@@ -268,7 +293,8 @@ def make_corpus(train: int = 6000, held_out: int = 500, seed: int = 0) -> Corpus
     """
     if train < 0 or held_out < 0 or train + held_out > 100_000:
         raise ValueError(
-            f"make_corpus: train and held_out must be >= 0 and at most 100000 together, got {train} and {held_out}"
+            f"make_corpus: train and held_out must be >= 0 and at most 100000 together, got {train}"
+            f" and {held_out}"
         )
     chance = random.Random(seed)
     kept: dict[bool, dict[str, Sentence]] = {False: {}, True: {}}
@@ -282,11 +308,21 @@ def make_corpus(train: int = 6000, held_out: int = 500, seed: int = 0) -> Corpus
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sentences", type=int, default=6000, help="to learn from (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sentences", type=int, default=6000, help="to learn from (default %(default)s)"
+    )
     parser.add_argument("--held-out", type=int, default=500, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("results") / "portuguese", metavar="DIR", help="default %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results") / "portuguese",
+        metavar="DIR",
+        help="default %(default)s",
+    )
     options = parser.parse_args(arguments)
     corpus = make_corpus(options.sentences, options.held_out, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,11 @@ class Tree:
         """Add a guess after the certain tokens; it shares nodes with a common prefix."""
         node = self.certain - 1
         for token in path:
-            known = [n for n in range(self.certain, len(self.tokens)) if self.parents[n] == node and self.tokens[n] == token]
+            known = [
+                n
+                for n in range(self.certain, len(self.tokens))
+                if self.parents[n] == node and self.tokens[n] == token
+            ]
             if not known:
                 self.tokens.append(token)
                 self.parents.append(node)
@@ -68,11 +72,15 @@ class Tree:
 
 def look_up(text: list[int], branches: int, depth: int, same: int = 2) -> list[list[int]]:
     """Return the continuations of earlier occurrences of the last ``same`` tokens, latest first."""
-    places = (end for end in range(len(text) - 1, same - 1, -1) if text[end - same : end] == text[-same:])
+    places = (
+        end for end in range(len(text) - 1, same - 1, -1) if text[end - same : end] == text[-same:]
+    )
     return [text[end : end + depth] for end, _ in zip(places, range(branches))]
 
 
-def step(model: GPT, cache: nn.DecoderCache, text: list[int], branches: int, depth: int) -> list[int]:
+def step(
+    model: GPT, cache: nn.DecoderCache, text: list[int], branches: int, depth: int
+) -> list[int]:
     """Call the model once; return the tokens that are then certain.
 
     The cache holds a prefix of ``text`` and grows.
@@ -83,11 +91,18 @@ def step(model: GPT, cache: nn.DecoderCache, text: list[int], branches: int, dep
         tree.add(guess)
     nodes = len(tree.tokens)
     sees = torch.cat((torch.ones(nodes, held, dtype=torch.bool), tree.seen()), 1)
-    answers = model(torch.tensor([tree.tokens]), sees[None], past_key_values=cache).logits[0].argmax(-1).tolist()
+    answers = (
+        model(torch.tensor([tree.tokens]), sees[None], past_key_values=cache)
+        .logits[0]
+        .argmax(-1)
+        .tolist()
+    )
     path = tree.right(answers)
     # Keys are in the order of nodes. Accepted consecutive nodes stay; the next tree reads the rest
     # again.
-    stay = tree.certain + next((i for i, node in enumerate(path) if node != tree.certain + i), len(path))
+    stay = tree.certain + next(
+        (i for i, node in enumerate(path) if node != tree.certain + i), len(path)
+    )
     cache.crop(held + stay)
     return [tree.tokens[node] for node in path] + [answers[path[-1] if path else tree.certain - 1]]
 
@@ -95,7 +110,9 @@ def step(model: GPT, cache: nn.DecoderCache, text: list[int], branches: int, dep
 def trained(steps: int, rng: random.Random) -> tuple[GPT, list[list[int]]]:
     """Return a model trained on phrases in random order, and the phrases."""
     phrases = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(4, 9))] for _ in range(12)]
-    model = GPT(GPTConfig(vocab_size=VOCABULARY, d_model=64, num_layers=2, num_heads=4, max_length=LENGTH))
+    model = GPT(
+        GPTConfig(vocab_size=VOCABULARY, d_model=64, num_layers=2, num_heads=4, max_length=LENGTH)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         ids = torch.tensor([write(phrases, 64, rng) for _ in range(8)])
@@ -113,12 +130,20 @@ def write(phrases: list[list[int]], length: int, rng: random.Random) -> list[int
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=120, help="new tokens (default %(default)s)")
-    parser.add_argument("--branches", type=int, default=3, help="places to guess from (default %(default)s)")
-    parser.add_argument("--depth", type=int, default=6, help="tokens of a guess (default %(default)s)")
+    parser.add_argument(
+        "--branches", type=int, default=3, help="places to guess from (default %(default)s)"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=6, help="tokens of a guess (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=150, help="of training (default %(default)s)")
-    parser.add_argument("--cache", choices=("contiguous", "paged"), default="contiguous", help="default %(default)s")
+    parser.add_argument(
+        "--cache", choices=("contiguous", "paged"), default="contiguous", help="default %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=1, help="default %(default)s")
     return parser.parse_args(arguments)
 
@@ -130,7 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> tuple[list[int], list[int], 
     torch.manual_seed(settings.seed)
     model, phrases = trained(settings.steps, rng)
     prompt = write(phrases, 80, rng)
-    cache = model.make_cache() if settings.cache == "contiguous" else model.make_paged_cache(LENGTH // 16, page_size=16)
+    cache = (
+        model.make_cache()
+        if settings.cache == "contiguous"
+        else model.make_paged_cache(LENGTH // 16, page_size=16)
+    )
     text, calls, began = list(prompt), 0, time.perf_counter()
     with torch.inference_mode():
         while len(text) < len(prompt) + settings.tokens:
@@ -139,8 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> tuple[list[int], list[int], 
     took = time.perf_counter() - began
     told = text[len(prompt) :][: settings.tokens]
     began = time.perf_counter()
-    plain = generate(model, torch.tensor([prompt]), decoding=Decoding(max_new_tokens=settings.tokens)).lists()[0]
-    print(f"{len(told)} tokens in {calls} calls, {took:.2f} s; one by one {time.perf_counter() - began:.2f} s")
+    plain = generate(
+        model, torch.tensor([prompt]), decoding=Decoding(max_new_tokens=settings.tokens)
+    ).lists()[0]
+    print(
+        f"{len(told)} tokens in {calls} calls, {took:.2f} s; one by one"
+        f" {time.perf_counter() - began:.2f} s"
+    )
     print("equal to greedy decoding" if told == plain else f"not greedy decoding's: {told} {plain}")
     return told, plain, calls
 

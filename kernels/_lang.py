@@ -26,12 +26,24 @@ _observer: list[Callable[..., Any]] = []  # replaces the launch: see observed()
 _thread = threading.local()  # observer of launches: see told_of_launches()
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int, **options: int) -> None:
+def launch(
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    *arguments: Any,
+    warps: int,
+    stages: int,
+    **options: int,
+) -> None:
     """Run ``kernel`` on a flat grid of ``programs`` programs, which may exceed 65,535."""
     if programs == 0:
         return
     # Triton 3.9 contracts products and sums only on request.
-    options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True, **options)
+    options = (
+        {}
+        if INTERPRETED
+        else dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True, **options)
+    )
     if _observer:
         _observer[-1](kernel, arguments, options)
         return
@@ -68,11 +80,18 @@ def _caches(made: Any) -> tuple[Any, ...]:
     *caches, bind = made.create_binder()
     # One cache per parameter: tuples of different classes may be equal, and a parameter has one
     # class.
-    rules = [None if p.is_constexpr else functools.lru_cache(maxsize=1024)(_of_argument) for p in made.params]
+    rules = [
+        None if p.is_constexpr else functools.lru_cache(maxsize=1024)(_of_argument)
+        for p in made.params
+    ]
 
     def bind_unspecialized(*arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
         bound, known, options = bind(*arguments, **options)
-        return bound, [entry if rule is None else rule(*entry) for rule, entry in zip(rules, known)], options
+        return (
+            bound,
+            [entry if rule is None else rule(*entry) for rule, entry in zip(rules, known)],
+            options,
+        )
 
     return (*caches, bind_unspecialized)
 
@@ -242,7 +261,11 @@ def precision(dtype: torch.dtype) -> str:
     PyTorch has two switches. Reading the old one, ``allow_tf32``, raises after the new one was set;
     the new one, ``fp32_precision``, reflects both.
     """
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return (
+        "tf32"
+        if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        else "ieee"
+    )
 
 
 # Dropout: pytransformer.reference.philox defines the layout.
@@ -294,7 +317,13 @@ def keep_tile(seed, c1, c2, c3, j0, threshold, BM: tl.constexpr, BN: tl.constexp
     tl.static_assert(BN % 32 == 0)
     group = (j0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
     zero = tl.zeros([BM, BN // 8], tl.uint32)
-    w0, w1, w2, w3 = philox(zero + group, zero + c1.to(tl.uint32), zero + c2.to(tl.uint32), zero + c3.to(tl.uint32), seed)
+    w0, w1, w2, w3 = philox(
+        zero + group,
+        zero + c1.to(tl.uint32),
+        zero + c2.to(tl.uint32),
+        zero + c3.to(tl.uint32),
+        seed,
+    )
     w = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [BM, BN / 8, t % 2, t // 2]
     w = tl.join(w << 16, w)  # the draw is in the high half: no mask, no shift for odd keys
     # Dimensions: rows, j // 32, (j % 8) // 2, t % 2, t // 2, j % 2.

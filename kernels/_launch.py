@@ -32,7 +32,8 @@ ALIGNMENT = 256  # of scratch between launches, as of an allocation
 # Tensor operations allowed in a replayed host function: allocations and views.
 ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty")
 VIEWS = (
-    "view", "expand", "t", "transpose", "permute", "select", "slice", "unbind", "unsqueeze", "squeeze", "alias", "detach", "as_strided",
+    "view", "expand", "t", "transpose", "permute", "select", "slice", "unbind", "unsqueeze",
+    "squeeze", "alias", "detach", "as_strided",
 )  # fmt: skip
 
 
@@ -99,7 +100,9 @@ class _Recorder(Watching):
             self.why_not = self.why_not or f"it calls {func}"
         return found
 
-    def launched(self, compiled: Any, programs: int, arguments: tuple[Any, ...], parameters: int) -> None:
+    def launched(
+        self, compiled: Any, programs: int, arguments: tuple[Any, ...], parameters: int
+    ) -> None:
         if len(arguments) != parameters:
             self.why_not = "not all arguments are given by position"
             return
@@ -186,7 +189,9 @@ def replayed(run: Callable[..., None]) -> Callable[..., None]:
             with recorder, _lang.told_of_launches(recorder.launched):
                 run(*arguments, **named)
             sizes = [t.nbytes for t in recorder.scratch]
-            _known[key] = NEVER if recorder.why_not else Replay(recorder.steps, sizes, tensors[0].device)
+            _known[key] = (
+                NEVER if recorder.why_not else Replay(recorder.steps, sizes, tensors[0].device)
+            )
 
     return call
 

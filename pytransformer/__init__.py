@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytransformer: fused attention, norm and feed-forward kernels for PyTorch, with every mask, bias and gradient.
+"""pytransformer: fused attention, norm and feed-forward kernels for PyTorch, with every mask, bias
+and gradient.
 
-Importing it activates nothing, touches no GPU and needs no compiler; see :func:`explain` for what a call would run.
+Importing it activates nothing, touches no GPU and needs no compiler; see :func:`explain` for what a
+call would run.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -61,11 +63,18 @@ __all__ = [
 ]
 __all__ += _public.__all__
 
-_ON_FIRST_USE = ("compat", "models", "nn", "training", "viz")  # not in __all__: a star import would load them
+_ON_FIRST_USE = (
+    "compat",
+    "models",
+    "nn",
+    "training",
+    "viz",
+)  # not in __all__: a star import would load them
 
 
 def __getattr__(name: str) -> Any:
-    """The subpackages that a caller of the ops never needs, imported by the first ``pt.models`` and the like.
+    """The subpackages that a caller of the ops never needs, imported by the first ``pt.models`` and
+    the like.
 
     Of ``nn``, `integrations` has already taken what it needs; the others are 45 modules.
     """

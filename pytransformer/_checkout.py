@@ -23,7 +23,7 @@ def installed_elsewhere() -> Path | None:
 
 if not (PACKAGE / "_build_info.json").exists() and (package := installed_elsewhere()) is not None:
     raise ImportError(
-        f"pytransformer: imported from {PACKAGE}, sources without compiled kernels, although the package is "
-        f"installed in {package}; start Python in another folder, set PYTHONSAFEPATH=1, or build the checkout "
-        "(make build)"
+        f"pytransformer: imported from {PACKAGE}, sources without compiled kernels, although the"
+        f" package is installed in {package}; start Python in another folder, set PYTHONSAFEPATH=1,"
+        " or build the checkout (make build)"
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands print through: tables and progress, with `rich` on a terminal and plain text elsewhere.
+"""What the commands print through: tables and progress, with `rich` on a terminal and plain text
+elsewhere.
 
-Names come from outside (a CPU's name, an exception's text), so every cell passes through `clean`, and each
+Names come from outside (a CPU's name, an exception's text), so every cell passes through `clean`,
+and each
 writer escapes what its own format gives a meaning to.
 """
 
@@ -23,7 +25,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 
 
 def clean(text: object) -> str:
-    """One line of text without control characters: no terminal escape or line break gets into a report."""
+    """One line of text without control characters: no terminal escape or line break gets into a
+    report."""
     return _CONTROL.sub("", " ".join(str(text).replace("\t", " ").splitlines()))
 
 
@@ -49,8 +52,8 @@ def have_rich() -> bool:
 
 
 class Console:
-    """Prints to one stream. On a terminal with `rich` installed: coloured tables and a progress bar; else
-    plain.
+    """Prints to one stream. On a terminal with `rich` installed: coloured tables and a progress
+    bar; else plain.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -80,7 +83,9 @@ class Console:
         else:
             self.print(f"\n{text}")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+    ) -> None:
         """Prints `rows` under `columns`; the columns named in `right` are aligned right."""
         cells = [[clean(cell) for cell in row] for row in rows]
         if self.rich is None:
@@ -92,15 +97,19 @@ class Console:
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in columns:
-            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+            table.add_column(
+                column, justify="right" if column in right else "left", overflow="fold"
+            )
         for row in cells:
             table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
         self.rich.print(table)
 
     @contextmanager
-    def progress(self, total: int, *, seconds: float | None = None, weights: Sequence[float] = ()) -> Iterator[Progress]:
-        """Progress over `total` steps; `seconds` is the time they are planned to take together, if that is
-        known, `weights` how long each takes beside the others.
+    def progress(
+        self, total: int, *, seconds: float | None = None, weights: Sequence[float] = ()
+    ) -> Iterator[Progress]:
+        """Progress over `total` steps; `seconds` is the time they are planned to take together, if
+        that is known, `weights` how long each takes beside the others.
         """
         progress = Progress(self, total, seconds, weights or [1.0] * total)
         try:
@@ -124,21 +133,29 @@ def table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     return sum(_widths(columns, rows)) + 2 * (len(columns) - 1)
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
+def plain_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
+) -> str:
     """A table in plain text, two spaces between columns."""
     widths = _widths(columns, rows)
 
     def line(cells: Sequence[str]) -> str:
-        padded = (c.rjust(w) if name in right else c.ljust(w) for c, w, name in zip(cells, widths, columns, strict=True))
+        padded = (
+            c.rjust(w) if name in right else c.ljust(w)
+            for c, w, name in zip(cells, widths, columns, strict=True)
+        )
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(columns), line(["-" * w for w in widths]), *(line(row) for row in rows)])
 
 
 class Progress:
-    """A bar with the time left on a terminal, one line per step otherwise. Use through `Console.progress`."""
+    """A bar with the time left on a terminal, one line per step otherwise. Use through
+    `Console.progress`."""
 
-    def __init__(self, console: Console, total: int, seconds: float | None, weights: Sequence[float]) -> None:
+    def __init__(
+        self, console: Console, total: int, seconds: float | None, weights: Sequence[float]
+    ) -> None:
         self.console, self.total, self.seconds, self.weights = console, total, seconds, weights
         self.done, self.start = 0, time.monotonic()
         self._width = 0
@@ -149,7 +166,9 @@ class Progress:
 
             self._live = RichProgress(
                 BarColumn(bar_width=30),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[left]}  ", markup=False),
+                TextColumn(
+                    "{task.completed:.0f}/{task.total:.0f}  {task.fields[left]}  ", markup=False
+                ),
                 TextColumn("{task.description}", markup=False),
                 console=console.rich,
                 transient=True,
@@ -161,7 +180,9 @@ class Progress:
         elapsed = time.monotonic() - self.start
         guesses = [] if self.seconds is None else [self.seconds - elapsed]
         if self.done:
-            guesses.append(elapsed / sum(self.weights[: self.done]) * sum(self.weights[self.done :]))
+            guesses.append(
+                elapsed / sum(self.weights[: self.done]) * sum(self.weights[self.done :])
+            )
         if not guesses:
             return ""
         left = min(guesses)

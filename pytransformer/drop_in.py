@@ -44,7 +44,9 @@ OP = "scaled_dot_product_attention"
 # fetch.
 COMPOSITE = "CompositeImplicitAutograd"
 HOOKS = {COMPOSITE: "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
-AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
+AUTOCAST_KEYS = [
+    key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")
+]
 
 _lock = threading.RLock()
 _open: Counter[Activation] = Counter()
@@ -104,7 +106,9 @@ def _begin(activation: Activation) -> None:
         return
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=r"\s*Warning only once for all operators", category=UserWarning
+        )
         for key, runtime_key in HOOKS.items():
             replacement = _replacement(get_kernel(f"aten::{OP}", runtime_key))
             if key != COMPOSITE or not fast_path.activate(replacement):
@@ -133,8 +137,8 @@ def _tell_compiled() -> None:
     if traced and not _told_compiled:
         _told_compiled = True
         warnings.warn(
-            "pytransformer.activate: what torch.compile traced before keeps PyTorch's attention. Activate first, or call "
-            "torch._dynamo.reset() afterwards, which compiles anew",
+            "pytransformer.activate: what torch.compile traced before keeps PyTorch's attention."
+            " Activate first, or call torch._dynamo.reset() afterwards, which compiles anew",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -189,7 +193,15 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
         _check_lengths(key, value)
         record_fallback(OP, reason, instead="PyTorch's own kernel", once=is_broken(reason))
         return original.call_boxed(
-            keyset, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            keyset,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
 
     return scaled_dot_product_attention
@@ -200,11 +212,20 @@ _Lowered = tuple[Op, Any, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def _lower(
-    query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> _Lowered:
     q, k, v, mask, lead = four_dimensional(query, key, value, mask, enable_gqa)
     causal = "top_left" if is_causal else None
-    a, _, _ = attention_op.prepare(q, k, v, attn_mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
+    a, _, _ = attention_op.prepare(
+        q, k, v, attn_mask=mask, causal=causal, scale=scale, dropout_p=dropout_p
+    )
     return attention_op, a, lambda out: out.reshape(*lead, *out.shape[-2:])
 
 
@@ -217,11 +238,21 @@ def _check_lengths(key: torch.Tensor, value: torch.Tensor) -> None:
 
     PyTorch's flash kernel does not check (2.13) and reads past the end of the shorter tensor.
     """
-    if not key.is_nested and not value.is_nested and min(key.dim(), value.dim()) >= 2 and key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"{OP}: key and value must have the same length, got key {shape_of(key)} and value {shape_of(value)}")
+    if (
+        not key.is_nested
+        and not value.is_nested
+        and min(key.dim(), value.dim()) >= 2
+        and key.shape[-2] != value.shape[-2]
+    ):
+        raise ValueError(
+            f"{OP}: key and value must have the same length, got key {shape_of(key)} and value"
+            f" {shape_of(value)}"
+        )
 
 
-def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+def _unsuitable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> str | None:
     """Return why our ops do not support these tensors, or None."""
     for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if t is None:
@@ -230,10 +261,14 @@ def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mas
             return f"{name} is a {type(t).__name__}, and only plain tensors are supported"
         if t.layout != torch.strided or t.is_nested != query.is_nested:
             return (
-                f"{name} is a {'nested' if t.is_nested else t.layout} tensor, and only dense or only nested ones are supported"
+                f"{name} is a {'nested' if t.is_nested else t.layout} tensor, and only dense or"
+                " only nested ones are supported"
             )
         if name != "attn_mask" and t.dtype not in FLOATING:
-            return f"{name} is {t.dtype}, and only float32, bfloat16, float16 and float64 are supported"
+            return (
+                f"{name} is {t.dtype}, and only float32, bfloat16, float16 and float64 are"
+                " supported"
+            )
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation is not supported"
     if torch.compiler.is_compiling() and compiling_a_derivative():
@@ -251,7 +286,9 @@ def _user_level() -> Any:
     if torch._C._functorch.maybe_current_level() is None:
         yield
         return
-    included = torch._C._dispatch_tls_local_include_set().remove(torch._C.DispatchKey.FuncTorchVmapMode)
+    included = torch._C._dispatch_tls_local_include_set().remove(
+        torch._C.DispatchKey.FuncTorchVmapMode
+    )
     excluded = torch._C.DispatchKeySet(AUTOCAST_KEYS[0])
     for key in AUTOCAST_KEYS[1:]:
         excluded = excluded.add(key)

@@ -67,7 +67,8 @@ def restore() -> None:
 def _jagged(patch: Patch, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def attend(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -102,7 +103,8 @@ def _multihead_call(patch: Patch, original: Callable[..., Any]) -> Callable[...,
 
 
 def _why_not(
-    self: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None, need_weights: bool = True,
+    self: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None,
+    need_weights: bool = True,
     attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> str | None:  # fmt: skip
     """Return why a call with a nested tensor cannot run as packed sequences, or None."""
@@ -110,7 +112,9 @@ def _why_not(
         return "need_weights=True asks for the weights of nested tensors"
     if key_padding_mask is not None or attn_mask is not None or is_causal:
         return "nested tensors with a mask"
-    if not all(t.is_nested and t.dim() == 3 and t.layout == query.layout for t in (query, key, value)):
+    if not all(
+        t.is_nested and t.dim() == 3 and t.layout == query.layout for t in (query, key, value)
+    ):
         return "some of query, key and value are not nested tensors (B, L*, E) of one layout"
     if self.bias_k is not None or self.add_zero_attn or not self.batch_first:
         return "nested tensors with bias_k, add_zero_attn or batch_first=False"
@@ -119,16 +123,28 @@ def _why_not(
     return None
 
 
-def _multihead(self: nn.MultiheadAttention, query: Any, key: Any, value: Any, **_: Any) -> torch.Tensor:
+def _multihead(
+    self: nn.MultiheadAttention, query: Any, key: Any, value: Any, **_: Any
+) -> torch.Tensor:
     """Return the module's output, including its projections, computed on packed rows."""
-    packed = {id(t): nested.pack(name, t) for name, t in (("query", query), ("key", key), ("value", value))}
+    packed = {
+        id(t): nested.pack(name, t)
+        for name, t in (("query", query), ("key", key), ("value", value))
+    }
     q, k, v = (packed[id(t)] for t in (query, key, value))
     nested.check_same_lengths("nn.MultiheadAttention", k, v)
     stacked = self.in_proj_weight
-    weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if stacked is None else stacked.chunk(3)
+    weights = (
+        (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if stacked is None
+        else stacked.chunk(3)
+    )
     biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
     projected = zip((q, k, v), weights, biases, strict=True)
-    heads = [F.linear(t.rows[:, 0], w, b).unflatten(1, (self.num_heads, self.head_dim)) for t, w, b in projected]
+    heads = [
+        F.linear(t.rows[:, 0], w, b).unflatten(1, (self.num_heads, self.head_dim))
+        for t, w, b in projected
+    ]
     dropout = self.dropout if self.training else 0.0
     cu_seqlens = (q.offsets, k.offsets, q.longest, k.longest)
     out = attention_varlen(heads[0], heads[1], heads[2], *cu_seqlens, dropout_p=dropout)

@@ -30,8 +30,18 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend or 'no backend can do this'}"]
         for name, reason in self.reasons.items():
-            verdict = "chosen" if name == self.backend else "possible" if reason is None else f"no: {reason}"
-            extra = f", {self.extra_bytes[name]:,} bytes beyond inputs and outputs" if name in self.extra_bytes else ""
+            verdict = (
+                "chosen"
+                if name == self.backend
+                else "possible"
+                if reason is None
+                else f"no: {reason}"
+            )
+            extra = (
+                f", {self.extra_bytes[name]:,} bytes beyond inputs and outputs"
+                if name in self.extra_bytes
+                else ""
+            )
             lines.append(f"  {name:10} {verdict}{extra}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
@@ -67,16 +77,22 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
     entries = ordered(target, a, "fwd")
     names = [n for n, kernel in entries if kernel is None or kernel == target.backends[n].kernel(a)]
     reasons = {
-        name: target.backends[name].why_not(a) if forced else unasked_reason(target, target.backends[name], a, ask=False)
+        name: target.backends[name].why_not(a)
+        if forced
+        else unasked_reason(target, target.backends[name], a, ask=False)
         for name in dict.fromkeys(names)
     }
     device = a[0].device.type
-    asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]
+    asked = [
+        n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))
+    ]
     possible = [n for n in asked if reasons[n] is None]
     notes = ["gradients of gradients go through the reference, in eager mode"]
     if forced:
         notes.append(f"backend {forced!r} is forced")
     if possible and (note := target.backends[possible[0]].note(a)):
         notes.append(note)
-    extra = {n: target.backends[n].extra_bytes(a) for n, reason in reasons.items() if reason is None}
+    extra = {
+        n: target.backends[n].extra_bytes(a) for n, reason in reasons.items() if reason is None
+    }
     return Explanation(op, possible[0] if possible else None, reasons, extra, tuple(notes))

@@ -14,7 +14,11 @@ from .ops._core import verification
 
 
 def verify(
-    *, ops: Sequence[str] = (), backends: Sequence[str] = (), devices: Sequence[str] = (), seconds: float | None = None
+    *,
+    ops: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    devices: Sequence[str] = (),
+    seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     """Check every backend on this machine against float64, and time the correct backends.
 
@@ -43,13 +47,23 @@ def verify(
         for w in (f"--{name}", v)
     ]
     words += [] if seconds is None else ["--seconds", str(seconds)]
-    code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli import main;"
+        " sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "verify", "--json", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, env=dict(os.environ), check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=None, text=True, env=dict(os.environ), check=False
+    )
     verification.forget()
     if done.returncode == 2:
-        raise ValueError(f"verify: {' '.join(words)} was not understood; what is wrong is on stderr")
+        raise ValueError(
+            f"verify: {' '.join(words)} was not understood; what is wrong is on stderr"
+        )
     try:
         return json.loads(done.stdout)
     except ValueError:
-        raise RuntimeError(f"verify: the process that checks ended with code {done.returncode} and without a result") from None
+        raise RuntimeError(
+            f"verify: the process that checks ended with code {done.returncode} and without a"
+            " result"
+        ) from None

@@ -25,19 +25,30 @@ os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")
 skipped: Counter[str] = Counter()
 ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
 DECLINED = re.compile(
-    r"backend 'torch' was forced but (cannot do this: [^\n(]*|did not run: NotLaunched: PyTorch's kernels give no gradient)"
+    r"backend 'torch' was forced but (cannot do this: [^\n(]*|did not run: NotLaunched: PyTorch's"
+    r" kernels give no gradient)"
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-cases", type=int, default=300, help="random problems per fuzzed op and backend; --full draws 2,000"
+        "--fuzz-cases",
+        type=int,
+        default=300,
+        help="random problems per fuzzed op and backend; --full draws 2,000",
     )
     parser.addoption(
-        "--torch-seed", type=int, default=0, help="other random numbers everywhere: shifts the seeds that tests set too"
+        "--torch-seed",
+        type=int,
+        default=0,
+        help="other random numbers everywhere: shifts the seeds that tests set too",
     )
-    parser.addoption("--raw-cases", type=int, default=2000, help="random wrong calls of the raw ops")
-    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
+    parser.addoption(
+        "--raw-cases", type=int, default=2000, help="random wrong calls of the raw ops"
+    )
+    parser.addoption(
+        "--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -179,7 +190,9 @@ def native_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     def build_of(sources: dict[str, str], options: dict[str, str]) -> ModuleType:
         csrc = Path(__file__).resolve().parent.parent / "csrc"
         monkeypatch.syspath_prepend(str(csrc))
-        spec = importlib.util.spec_from_file_location("native_build_of_a_tree", csrc / "native_build.py")
+        spec = importlib.util.spec_from_file_location(
+            "native_build_of_a_tree", csrc / "native_build.py"
+        )
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)

@@ -37,7 +37,15 @@ PARTS = (
     Part("cuda", "CUDA conformance and resources", 3, ("cuda",)),
     # One thread each.
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),
-    Part("models", "models and integrations", 8, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
+    Part(
+        "models",
+        "models and integrations",
+        8,
+        ("nn", "models", "integrations", "training", "viz"),
+        (),
+        TWO,
+        jobs=2,
+    ),
     Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),
 )
 # Repeated with another setting; --full repeats more.
@@ -62,7 +70,10 @@ ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 # either, and took 18 of a set's 22 minutes.
 NO_REFERENCE = (
     "-k",
-    "not reference and not fast_path_nodes and not fast_path_mutants and not fast_path_watched and not verification",
+    (
+        "not reference and not fast_path_nodes and not fast_path_mutants and not fast_path_watched"
+        " and not verification"
+    ),
 )
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
 # Planted faults test the tests, whatever the version of Triton.
@@ -70,9 +81,22 @@ NO_FAULTS = ("-k", "not finds and not mutants")
 # Tests that compare two roundings, under every setting that changes them: our instruction set, that
 # of PyTorch's libraries, threads, seeds. The settings are a covering array of strength 1, and of 2
 # in (PyTorch's set, threads). Planted faults and slow tests belong to the parts above.
-ROUNDED = ("ops", "nn", "models", "integrations", "training", "regressions", "cpu/test_attention*.py", "test_fuzz*.py")
+ROUNDED = (
+    "ops",
+    "nn",
+    "models",
+    "integrations",
+    "training",
+    "regressions",
+    "cpu/test_attention*.py",
+    "test_fuzz*.py",
+)
 HELD = {
-    "avx2": (("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2")),
+    "avx2": (
+        ("ATEN_CPU_CAPABILITY", "avx2"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+    ),
     "avx512": (
         ("ATEN_CPU_CAPABILITY", "avx512"),
         ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
@@ -108,9 +132,18 @@ SETTINGS = (
     setting("generic", "avx512", 2, 1),
 )
 FULL_PARTS = (
-    *(again(isa, f"cpu, instruction set {isa}", OPS, NO_REFERENCE, ((ISA_VARIABLE, isa),)) for isa in ISAS),
+    *(
+        again(isa, f"cpu, instruction set {isa}", OPS, NO_REFERENCE, ((ISA_VARIABLE, isa),))
+        for isa in ISAS
+    ),
     *SETTINGS,
-    again("python-path", "ops without the C++ fast path", ("ops",), ("-k", "cpu or not reference"), WITHOUT_FAST_PATH),
+    again(
+        "python-path",
+        "ops without the C++ fast path",
+        ("ops",),
+        ("-k", "cpu or not reference"),
+        WITHOUT_FAST_PATH,
+    ),
     again(SANITIZE, "cpu under sanitizers", OPS, ("-k", "cpu", "--fuzz-cases=300")),
     again(
         TILES,
@@ -119,9 +152,33 @@ FULL_PARTS = (
         NO_REFERENCE,
         ((ISA_VARIABLE, "amx_bf16"),),
     ),
-    again("transformers", "another transformers", ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
-    again("triton-3.6", "triton 3.6", ("triton",), NO_FAULTS, INTERPRETED, "PYTRANSFORMER_TEST_TRITON_3_6"),
-    again("triton-3.9", "triton 3.9", ("triton",), NO_FAULTS, INTERPRETED, "PYTRANSFORMER_TEST_TRITON_3_9"),
-    again("peers", "timm and diffusers", ("integrations/test_*librar*.py",), needs="PYTRANSFORMER_TEST_PEERS"),
+    again(
+        "transformers",
+        "another transformers",
+        ("models", "integrations"),
+        needs="PYTRANSFORMER_TEST_TRANSFORMERS",
+    ),
+    again(
+        "triton-3.6",
+        "triton 3.6",
+        ("triton",),
+        NO_FAULTS,
+        INTERPRETED,
+        "PYTRANSFORMER_TEST_TRITON_3_6",
+    ),
+    again(
+        "triton-3.9",
+        "triton 3.9",
+        ("triton",),
+        NO_FAULTS,
+        INTERPRETED,
+        "PYTRANSFORMER_TEST_TRITON_3_9",
+    ),
+    again(
+        "peers",
+        "timm and diffusers",
+        ("integrations/test_*librar*.py",),
+        needs="PYTRANSFORMER_TEST_PEERS",
+    ),
     Part(BENCH, "the benchmark suite", 0),
 )

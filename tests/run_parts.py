@@ -63,7 +63,10 @@ RESULTS = ROOT / "build" / "test-results"
 PYTEST = [
     str(ROOT / ".venv" / "bin" / "python"),
     "-c",
-    "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))",
+    (
+        "import sys; sys.path = [p for p in sys.path if p]; import pytest;"
+        " sys.exit(pytest.main(sys.argv[1:]))"
+    ),
 ]
 NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
 FULL_FUZZ = "--fuzz-cases=2000"
@@ -87,11 +90,25 @@ class Result(NamedTuple):
 def paths(part: Part) -> list[str]:
     """Return the existing entries of tests/ that belong to `part`."""
     if part not in PARTS:
-        return [str(path.relative_to(ROOT)) for pattern in part.folders for path in sorted(TESTS.glob(pattern))]
+        return [
+            str(path.relative_to(ROOT))
+            for pattern in part.folders
+            for path in sorted(TESTS.glob(pattern))
+        ]
     named = {folder for other in PARTS for folder in other.folders}
-    entries = [path for path in sorted(TESTS.iterdir()) if path.is_dir() or path.name.startswith("test_")]
-    mine = [path for path in entries if path.name in part.folders or (part.name == REST and path.name not in named)]
-    return [str(path.relative_to(ROOT)) for path in mine if path.is_file() or any(path.rglob("test_*.py"))]
+    entries = [
+        path for path in sorted(TESTS.iterdir()) if path.is_dir() or path.name.startswith("test_")
+    ]
+    mine = [
+        path
+        for path in entries
+        if path.name in part.folders or (part.name == REST and path.name not in named)
+    ]
+    return [
+        str(path.relative_to(ROOT))
+        for path in mine
+        if path.is_file() or any(path.rglob("test_*.py"))
+    ]
 
 
 class Spent(NamedTuple):
@@ -99,10 +116,14 @@ class Spent(NamedTuple):
     processor: float = math.inf  # processor time of the process and its children
 
 
-def timed(command: list[str], limit: float | None, environment: tuple[tuple[str, str], ...] = ()) -> tuple[int, Spent]:
+def timed(
+    command: list[str], limit: float | None, environment: tuple[tuple[str, str], ...] = ()
+) -> tuple[int, Spent]:
     """Run `command`, interrupt it after `limit` seconds, and return its exit code and times."""
     start, before = time.monotonic(), processor_time()
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(environment))
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(environment)
+    )
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -125,7 +146,10 @@ def over_budget(part: Part, spent: Spent, full: bool) -> str | None:
     own, budget = min(spent.seconds, spent.processor / part.jobs), 60 * part.minutes
     if full or own <= budget or own <= budget * (slow := slowness(part.jobs)):
         return None
-    return f"took longer than its {part.minutes:g} minutes ({own:.0f} s of its own, on a machine {slow:.1f} times as slow)"
+    return (
+        f"took longer than its {part.minutes:g} minutes ({own:.0f} s of its own, on a machine"
+        f" {slow:.1f} times as slow)"
+    )
 
 
 def slowness(jobs: int) -> float:
@@ -136,7 +160,9 @@ def slowness(jobs: int) -> float:
     """
     fork = multiprocessing.get_context("fork")
     times = fork.SimpleQueue()
-    processes = [fork.Process(target=lambda: times.put([loop_time() for _ in range(9)])) for _ in range(jobs)]
+    processes = [
+        fork.Process(target=lambda: times.put([loop_time() for _ in range(9)])) for _ in range(jobs)
+    ]
     for process in processes:
         process.start()
     measured = [time for _ in processes for time in times.get()]
@@ -160,7 +186,9 @@ def install(full: bool) -> Result:
     os.environ.setdefault("PYTRANSFORMER_CUDA_ARCHS", "all" if full else "sm_90a")
     # A fast path that does not compile lets a build succeed, but must fail here.
     fast_path = os.environ.get("PYTRANSFORMER_FAST_PATH", "1")
-    return build(INSTALL, full, (("PYTRANSFORMER_CUDA", "0"), ("PYTRANSFORMER_FAST_PATH", fast_path)))
+    return build(
+        INSTALL, full, (("PYTRANSFORMER_CUDA", "0"), ("PYTRANSFORMER_FAST_PATH", fast_path))
+    )
 
 
 def failed(result: Result) -> bool:
@@ -169,8 +197,12 @@ def failed(result: Result) -> bool:
 
 
 def build(part: Part, full: bool, environment: tuple[tuple[str, str], ...] = ()) -> Result:
-    code, spent = timed([sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None, environment)
-    return Result(part, spent.seconds, f"exit code {code}" if code else over_budget(part, spent, full))
+    code, spent = timed(
+        [sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None, environment
+    )
+    return Result(
+        part, spent.seconds, f"exit code {code}" if code else over_budget(part, spent, full)
+    )
 
 
 def counts(report: Path) -> tuple[int, int, int, Reasons]:
@@ -178,17 +210,29 @@ def counts(report: Path) -> tuple[int, int, int, Reasons]:
     if not report.is_file():
         return 0, 0, 0, ()
     suite = next(xml.etree.ElementTree.parse(report).iter("testsuite"))
-    total, failures, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
+    total, failures, errors, skipped = (
+        int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")
+    )
     why = Counter(entry.get("message", "no reason given") for entry in suite.iter("skipped"))
     return total - failures - errors - skipped, failures + errors, skipped, tuple(why.most_common())
 
 
 def test(part: Part, full: bool) -> Result:
-    print(f"\n---- {part.title} ({'no budget' if full else f'{part.minutes:g} minutes'})", flush=True)
+    print(
+        f"\n---- {part.title} ({'no budget' if full else f'{part.minutes:g} minutes'})", flush=True
+    )
     report = RESULTS / f"{part.name}.xml"
     report.unlink(missing_ok=True)
     markers = "not gpu" if full else NO_SLOW
-    command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5"]
+    command = [
+        *PYTEST,
+        "-m",
+        markers,
+        f"--junitxml={report}",
+        "-o",
+        "junit_family=xunit1",
+        "--durations=5",
+    ]
     command += [FULL_FUZZ] * full + [*part.options, *paths(part)]
     environment = (*GIVE_WAY, *part.environment) if part.jobs > 1 else part.environment
     code, spent = timed(command, None if full else 360 * part.minutes, environment)
@@ -202,18 +246,29 @@ def second_copy(name: str, *options: tuple[str, str]) -> tuple[Path, str | None]
     """Return the package in a folder of build/ with separate native code, and its build error."""
     copy = ROOT / "build" / name
     build = [PYTEST[0], "setup.py", "-q", "build", "--build-lib", str(copy)]
-    code, _ = timed(build, None, (("PYTRANSFORMER_CPU_ISAS", "native"), ("PYTRANSFORMER_FAST_PATH", "0"), *options))
+    code, _ = timed(
+        build,
+        None,
+        (("PYTRANSFORMER_CPU_ISAS", "native"), ("PYTRANSFORMER_FAST_PATH", "0"), *options),
+    )
     return copy, f"building: exit code {code}" if code else None
 
 
 def test_sanitized(part: Part) -> Result:
     """Test the ops with a second copy of the package, built with GCC's sanitizers."""
-    options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"), ("CXX", "g++"))
+    options = (
+        ("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"),
+        ("PYTRANSFORMER_BINDINGS", "0"),
+        ("CXX", "g++"),
+    )
     copy, problem = second_copy("sanitized", *options)
     if problem:
         return Result(part, 0.0, problem)
     names = ("libasan.so", "libstdc++.so")
-    libraries = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
+    libraries = [
+        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
+        for name in names
+    ]
     environment = (
         ("LD_PRELOAD", ":".join(libraries)),  # Python itself is built without them
         ("ASAN_OPTIONS", "detect_leaks=0"),  # Python leaks by design
@@ -228,10 +283,14 @@ def test_on_software_tiles(part: Part) -> Result:
 
     The CPU must support everything but the tiles.
     """
-    copy, problem = second_copy("software-tiles", ("PYTRANSFORMER_SOFTWARE_TILES", "1"), ("PYTRANSFORMER_CUDA", "0"))
+    copy, problem = second_copy(
+        "software-tiles", ("PYTRANSFORMER_SOFTWARE_TILES", "1"), ("PYTRANSFORMER_CUDA", "0")
+    )
     if problem:
         return Result(part, 0.0, problem)
-    return test_with_instruction_set(part._replace(environment=(*part.environment, ("PYTHONPATH", str(copy)))))
+    return test_with_instruction_set(
+        part._replace(environment=(*part.environment, ("PYTHONPATH", str(copy))))
+    )
 
 
 def test_with_other_packages(part: Part) -> Result:
@@ -249,12 +308,16 @@ def bench(part: Part) -> Result:
     folder = RESULTS / "bench"
     document = folder / "results.json"
     document.unlink(missing_ok=True)
-    code, spent = timed([PYTEST[0], "-m", "pytransformer", "bench", "--no-plots", "--out", str(folder)], None)
+    code, spent = timed(
+        [PYTEST[0], "-m", "pytransformer", "bench", "--no-plots", "--out", str(folder)], None
+    )
     if not document.is_file():
         return Result(part, spent.seconds, f"exit code {code}, no results")
     found = json.loads(document.read_text())
     why = Counter(f"{e['backend']}: {e['reason']}" for e in found["not_run"])
-    faults = sum(e["status"] in ("wrong", "failed") and e["backend"] in OURS for e in found["not_run"])
+    faults = sum(
+        e["status"] in ("wrong", "failed") and e["backend"] in OURS for e in found["not_run"]
+    )
     return Result(
         part,
         spent.seconds,
@@ -300,7 +363,9 @@ def summary(results: list[Result]) -> str:
         budget = f"{60 * r.part.minutes:6.0f} s" if r.part.minutes else "       -"
         lines.append(f"{r.part.title:34} {r.seconds:6.0f} s {budget}  {counted}  {verdict(r)}")
         lines += [f"    skipped: {reason}" for reason in told(r.reasons)]
-    total = f"total: {sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed"
+    total = (
+        f"total: {sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed"
+    )
     lines.append(f"{total}, {sum(r.skipped for r in results)} skipped")
     # Repeat problems last, because a reader sees the end of a log first.
     return "\n".join([*lines, *(f"{r.part.title}: {r.problem}" for r in results if r.problem)])
@@ -319,7 +384,17 @@ def verdict(result: Result) -> str:
 # ---- the table of tests/results.md
 
 START, END = "<!-- parts: start, written by tests/run_parts.py --summary -->", "<!-- parts: end -->"
-COLUMNS = ("part", "passed", "failed", "skipped", "seconds", "verdict", "slow tests", "commit", "date")
+COLUMNS = (
+    "part",
+    "passed",
+    "failed",
+    "skipped",
+    "seconds",
+    "verdict",
+    "slow tests",
+    "commit",
+    "date",
+)
 
 
 def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date: str) -> str:
@@ -331,13 +406,17 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
     kept, closed, after = rest.partition(END)
     if not marked or not closed:
         raise ValueError(f"no table to write to: wanted {START!r} and {END!r}")
-    lines = {line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")}
+    lines = {
+        line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")
+    }
     for r in results:
         slow = "yes" if full and NO_SLOW not in r.part.options else "no"
         cells = (r.passed, r.failed, r.skipped, f"{r.seconds:.0f}", verdict(r), slow, commit, date)
         lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    order = {part.title: place for place, part in enumerate((*BUILDS, *PARTS, *SAMPLES, *FULL_PARTS))}
+    order = {
+        part.title: place for place, part in enumerate((*BUILDS, *PARTS, *SAMPLES, *FULL_PARTS))
+    }
     body = [lines[title] for title in sorted(lines, key=lambda title: order.get(title, len(order)))]
     return f"{before}{START}\n" + "\n".join([*head, *body]) + f"\n{END}{after}"
 
@@ -357,18 +436,27 @@ def commit() -> str:
 
 def main() -> int:
     parts = {part.name: part for part in (*PARTS, *SAMPLES, *FULL_PARTS)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
     parser.add_argument(
-        "--full", action="store_true", help="slow tests, other instruction sets and sanitizers too; no budgets"
+        "--full",
+        action="store_true",
+        help="slow tests, other instruction sets and sanitizers too; no budgets",
     )
     parser.add_argument(
-        "--summary", type=Path, metavar="FILE", help="Markdown file whose table of parts is brought up to date"
+        "--summary",
+        type=Path,
+        metavar="FILE",
+        help="Markdown file whose table of parts is brought up to date",
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    if early := set(arguments.parts) & {part.name for part in FULL_PARTS} if not arguments.full else None:
+    if early := (
+        set(arguments.parts) & {part.name for part in FULL_PARTS} if not arguments.full else None
+    ):
         parser.error(f"{', '.join(sorted(early))}: a part of --full")
     RESULTS.mkdir(parents=True, exist_ok=True)
     before, results = commit(), [install(arguments.full)]
@@ -376,12 +464,18 @@ def main() -> int:
         results.append(build(CUDA_BUILD, arguments.full))  # does nothing without nvcc
     if not any(map(failed, results)):
         known = (*PARTS, *(FULL_PARTS if arguments.full else SAMPLES))
-        wanted = [part for part in known if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))]
+        wanted = [
+            part
+            for part in known
+            if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))
+        ]
         results += [run(part, arguments.full) for part in wanted]
     print("\n" + summary(results), flush=True)
     if arguments.summary:
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        text = recorded(arguments.summary.read_text(), results[len(BUILDS) :], arguments.full, before, today)
+        text = recorded(
+            arguments.summary.read_text(), results[len(BUILDS) :], arguments.full, before, today
+        )
         arguments.summary.write_text(text)
     return 1 if any(result.problem for result in results) or len(results) <= len(BUILDS) else 0
 

@@ -18,8 +18,14 @@ MODULE = 'extern "C" int PyInit__fast_path() { return 0; }\n'
 @pytest.fixture
 def builder(native_tree: Callable[..., ModuleType]) -> ModuleType:
     """Return native_build over a tree with one CPU source and a fast path without torch headers."""
-    sources = {"cpu/core/isa.cpp": "int nothing;\n", "fast_path/unit.cpp": MODULE, "bindings.cpp": "int other;\n"}
-    module = native_tree(sources, {"CPU_ISAS": "generic", "BINDINGS": "1", "CUDA": "0", "FAST_PATH": "auto"})
+    sources = {
+        "cpu/core/isa.cpp": "int nothing;\n",
+        "fast_path/unit.cpp": MODULE,
+        "bindings.cpp": "int other;\n",
+    }
+    module = native_tree(
+        sources, {"CPU_ISAS": "generic", "BINDINGS": "1", "CUDA": "0", "FAST_PATH": "auto"}
+    )
     if (why_not := module.make_plan("1.0").why_not_fast_path) is not None:
         pytest.skip(f"no C++ fast path can be built here: {why_not}")
     return module
@@ -29,39 +35,55 @@ def installed(builder: ModuleType, package: Path) -> tuple[bool, dict[str, objec
     """Return whether an install contains a fast path, and its build report."""
     plan = builder.make_plan("1.0")
     builder.install(plan, builder.build(plan), package)
-    return (package / builder.fast_path_build.MODULE).exists(), json.loads((package / "_build_info.json").read_text())[
-        "fast_path"
-    ]
+    return (package / builder.fast_path_build.MODULE).exists(), json.loads(
+        (package / "_build_info.json").read_text()
+    )["fast_path"]
 
 
 def test_it_says_what_it_is_for(builder: ModuleType, tmp_path: Path) -> None:
     there, said = installed(builder, tmp_path / "package")
     assert there and said["built"] and said["reason"] is None
-    assert (said["torch"], said["git_version"]) == (str(torch.__version__), torch.version.git_version)
+    assert (said["torch"], said["git_version"]) == (
+        str(torch.__version__),
+        torch.version.git_version,
+    )
 
 
 def test_one_that_does_not_compile_is_left_out_and_comes_back(
-    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    builder: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     source, package = tmp_path / "csrc" / "fast_path" / "unit.cpp", tmp_path / "package"
     assert installed(builder, package)[0]
     source.write_text("#error this torch is too new\n")
     there, said = installed(builder, package)
     assert not there and not said["built"]
-    assert "its compilation fails" in str(said["reason"]) and "this torch is too new" in str(said["reason"])
+    assert "its compilation fails" in str(said["reason"]) and "this torch is too new" in str(
+        said["reason"]
+    )
     assert "this torch is too new" in capfd.readouterr().err
     monkeypatch.setenv("PYTRANSFORMER_FAST_PATH", "1")
-    with pytest.raises(builder.BuildError, match="PYTRANSFORMER_FAST_PATH=1, but it cannot be built: its compilation fails"):
+    with pytest.raises(
+        builder.BuildError,
+        match="PYTRANSFORMER_FAST_PATH=1, but it cannot be built: its compilation fails",
+    ):
         installed(builder, package)
     source.write_text(MODULE)
     assert installed(builder, package)[0]
 
 
 @pytest.mark.parametrize("option", ["FAST_PATH", "BINDINGS"])
-def test_it_can_be_left_out(option: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_left_out(
+    option: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(f"PYTRANSFORMER_{option}", "0")
     there, said = installed(builder, tmp_path / "package")
-    assert not there and said == {"built": False, "reason": f"switched off by PYTRANSFORMER_{option}=0"}
+    assert not there and said == {
+        "built": False,
+        "reason": f"switched off by PYTRANSFORMER_{option}=0",
+    }
 
 
 def test_headers_of_another_torch_are_another_compilation(

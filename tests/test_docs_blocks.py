@@ -11,13 +11,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OPTIONAL = {"transformers": "transformers", "import viz": "matplotlib"}  # text of a page -> the module it needs
+OPTIONAL = {
+    "transformers": "transformers",
+    "import viz": "matplotlib",
+}  # text of a page -> the module it needs
 
 
 def pages() -> dict[str, list[str]]:
     """Return the blocks of each page that has one."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = {str(path.relative_to(ROOT)): BLOCK.findall(path.read_text(encoding="utf-8")) for path in paths}
+    found = {
+        str(path.relative_to(ROOT)): BLOCK.findall(path.read_text(encoding="utf-8"))
+        for path in paths
+    }
     return {page: blocks for page, blocks in found.items() if blocks}
 
 

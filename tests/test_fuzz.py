@@ -27,7 +27,9 @@ def test_attention_against_float64(backend: str, request: pytest.FixtureRequest)
     print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
     assert not report.failures, "\n".join(report.failures)
     taken = report.cases - report.declined[backend]
-    assert taken >= (0.1 if backend == "torch" else 1.0) * report.cases, f"{backend} took {taken} of {report.cases} problems"
+    assert taken >= (0.1 if backend == "torch" else 1.0) * report.cases, (
+        f"{backend} took {taken} of {report.cases} problems"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,9 @@ def test_every_pair_is_drawn(drawn: list[Problem]) -> None:
     for pair in itertools.combinations(sorted(CHANCES), 2):
         assert any(p.features.issuperset(pair) for p in drawn), f"{pair} never come together"
     for pair in itertools.combinations(PACKED, 2):
-        assert any(p.packed and p.features.issuperset(pair) for p in drawn), f"{pair} never come together in packed form"
+        assert any(p.packed and p.features.issuperset(pair) for p in drawn), (
+            f"{pair} never come together in packed form"
+        )
 
 
 def test_every_layout_is_drawn(drawn: list[Problem]) -> None:

@@ -27,7 +27,10 @@ def test_against_float64(family: str, backend: str, request: pytest.FixtureReque
     if reason is not None:
         pytest.skip(f"backend {backend}: {reason}")
     share = 4 if backend == "cpu" else 10
-    drawn, seed = request.config.getoption("--fuzz-cases") // share, request.config.getoption("--fuzz-seed")
+    drawn, seed = (
+        request.config.getoption("--fuzz-cases") // share,
+        request.config.getoption("--fuzz-seed"),
+    )
     report = fuzz(family, [backend], seed, range(drawn), stop_after=10)
     print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
     assert not report.failures, "\n".join(report.failures)
@@ -38,13 +41,22 @@ def test_every_feature_is_drawn(family: str) -> None:
     """Each feature is in at least a tenth of the problems, each rare one in some."""
     fuzzer = fuzzers()[family]
     drawn = [fuzzer.draw(0, case).features for case in range(600 if family == "attention" else 300)]
-    shares = {feature: sum(feature in found for found in drawn) / len(drawn) for feature in (*fuzzer.features, *fuzzer.rare)}
-    assert {feature: share for feature, share in shares.items() if share < (0.1 if feature in fuzzer.features else 1e-9)} == {}
+    shares = {
+        feature: sum(feature in found for found in drawn) / len(drawn)
+        for feature in (*fuzzer.features, *fuzzer.rare)
+    }
+    assert {
+        feature: share
+        for feature, share in shares.items()
+        if share < (0.1 if feature in fuzzer.features else 1e-9)
+    } == {}
 
 
 def test_gradients_of_norms_come_at_every_stride() -> None:
     drawn = [fuzz_layer_norm.draw(0, case) for case in range(500)]
-    assert {"rows_first", "step", "offset", "expanded"} <= {p.layouts.get("grad_out") for p in drawn}
+    assert {"rows_first", "step", "offset", "expanded"} <= {
+        p.layouts.get("grad_out") for p in drawn
+    }
 
 
 def test_a_float16_result_beyond_its_range_is_infinite() -> None:

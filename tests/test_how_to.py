@@ -19,7 +19,11 @@ BLOCK = re.compile(r"^```\w+ (\S+)(?: after ([^\n]*))?\n(.*?)^```$", re.S | re.M
 MAX_EDITED = 2
 # The kernel sources of other ops; the copy builds only the new op's.
 OTHER_KERNELS = ("attention", "layer_norm", "feed_forward", "cross_entropy", "rotary")
-NOTHING_ELSE = {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_FAST_PATH": "0", "PYTRANSFORMER_BINDINGS": "0"}
+NOTHING_ELSE = {
+    "PYTRANSFORMER_CUDA": "0",
+    "PYTRANSFORMER_FAST_PATH": "0",
+    "PYTRANSFORMER_BINDINGS": "0",
+}
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -31,26 +35,42 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    return [Block(path, after or None, text) for page in PAGES for path, after, text in BLOCK.findall(page.read_text())]
+    return [
+        Block(path, after or None, text)
+        for page in PAGES
+        for path, after, text in BLOCK.findall(page.read_text())
+    ]
 
 
 def apply(block: Block, tree: Path) -> None:
     file = tree / block.path
     if block.after is None:
-        assert not file.exists(), f"{block.path} is there already: the how-to must say behind which line its text goes"
+        assert not file.exists(), (
+            f"{block.path} is there already: the how-to must say behind which line its text goes"
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block.text)
         return
     old = file.read_text()
-    assert old.count(block.after + "\n") == 1, f"{block.path} has no line {block.after!r}, or several"
+    assert old.count(block.after + "\n") == 1, (
+        f"{block.path} has no line {block.after!r}, or several"
+    )
     file.write_text(old.replace(block.after + "\n", block.after + "\n" + block.text))
 
 
 def run(tree: Path, *command: str, **environment: str) -> str:
     """Return the command's output; the copy's package precedes an installed one."""
-    variables = os.environ | {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run([sys.executable, *command], cwd=tree, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    variables = (
+        os.environ
+        | {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+        | environment
+    )
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tree, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    )
     return done.stdout
 
 
@@ -64,7 +84,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the tree is copied by git, and this is no checkout")
     copy = tmp_path_factory.mktemp("how_to") / "tree"
     listed = subprocess.run(
-        ["git", "-C", ROOT, "ls-files", "-z", "-co", "--exclude-standard"], capture_output=True, check=True
+        ["git", "-C", ROOT, "ls-files", "-z", "-co", "--exclude-standard"],
+        capture_output=True,
+        check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
         if (ROOT / name).is_file() and not name.startswith("bench/results/"):
@@ -99,7 +121,9 @@ def test_a_new_op_edits_few_files() -> None:
 
 def test_its_own_tests_pass_on_every_backend(tree: Path) -> None:
     told = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_scale_rows.py")
-    assert re.search(r"scale_rows_fwd +cpu +\d", told) and re.search(r"scale_rows_bwd +cpu +\d", told), told
+    assert re.search(r"scale_rows_fwd +cpu +\d", told) and re.search(
+        r"scale_rows_bwd +cpu +\d", told
+    ), told
 
 
 def test_the_tools_know_it(tree: Path) -> None:

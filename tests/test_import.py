@@ -29,16 +29,22 @@ PACKAGE = Path(pytransformer.__file__).resolve().parent
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def fresh(code: str, path: Path | None = None, cwd: Path | None = None, timeout: float = 120) -> Any:
+def fresh(
+    code: str, path: Path | None = None, cwd: Path | None = None, timeout: float = 120
+) -> Any:
     """Run `code` in a new interpreter and return the JSON in its last line of output.
 
     `path` comes first on sys.path.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -176,8 +182,7 @@ def test_kernels_is_not_a_top_level_name() -> None:
 
 def test_fork_after_import_and_after_use() -> None:
     """Forked workers can call the ops, with one thread as in torch's data loader."""
-    codes = fresh(
-        """
+    codes = fresh("""
         import json, os, torch, pytransformer as pt
         x = torch.randn(2, 2, 96, 32)
         def child():
@@ -190,14 +195,15 @@ def test_fork_after_import_and_after_use() -> None:
         unused = child()
         pt.attention(x, x, x)
         print(json.dumps([unused, child()]))
-        """
-    )
+        """)
     assert codes == [0, 0]
 
 
 # ---- the import makes MKL's vector functions accurate from the first call on
 
-needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this PyTorch is built without MKL")
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="this PyTorch is built without MKL"
+)
 
 
 @needs_mkl
@@ -216,7 +222,9 @@ with Record():
     import pytransformer
 print(json.dumps(calls))
 """)
-    wanted = [[f.__name__, str(t), "cpu", 1] for t in (torch.float32, torch.float64) for f in FUNCTIONS]
+    wanted = [
+        [f.__name__, str(t), "cpu", 1] for t in (torch.float32, torch.float64) for f in FUNCTIONS
+    ]
     assert sorted(calls) == sorted(wanted)
 
 
@@ -225,10 +233,14 @@ def test_no_function_of_this_pytorch_is_missing() -> None:
     """PyTorch links MKL by function; vms is a single-precision vector function with an accuracy."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        names = {name.decode().lower() for name in re.findall(rb"\0vms([A-Z][A-Za-z0-9]+)(?=\0)", data)}
+        names = {
+            name.decode().lower() for name in re.findall(rb"\0vms([A-Z][A-Za-z0-9]+)(?=\0)", data)
+        }
     if not names:
         pytest.skip("MKL is a library of its own here, which does not say what PyTorch calls of it")
-    assert {"log" if name == "ln" else name for name in names} <= {function.__name__ for function in FUNCTIONS}
+    assert {"log" if name == "ln" else name for name in names} <= {
+        function.__name__ for function in FUNCTIONS
+    }
 
 
 @needs_mkl

@@ -52,7 +52,9 @@ def call(*command: object, cwd: Path, **environment: str) -> str:
     ours = {k for k in os.environ if k == "PYTHONPATH" or k.startswith("PYTRANSFORMER_")} - {*KEPT}
     clean = {k: v for k, v in os.environ.items() if k not in ours} | environment
     clean |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INDEX": "1", "MAX_JOBS": "2"}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     return output
@@ -60,7 +62,18 @@ def call(*command: object, cwd: Path, **environment: str) -> str:
 
 def build_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]:
     """Return the wheel and the build output; the checkout reuses compiled files."""
-    pip = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", out, source]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-v",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        out,
+        source,
+    ]
     said = call(*pip, cwd=out.parent, **environment)
     (wheel,) = out.glob("*.whl")
     return wheel, said
@@ -72,7 +85,17 @@ def install(wheel: Path, folder: Path) -> Path:
     (site,) = folder.glob("lib/python3*/site-packages")
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
     python = folder / "bin" / "python"
-    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=folder.parent)
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        wheel,
+        cwd=folder.parent,
+    )
     return python
 
 
@@ -103,7 +126,9 @@ def test_wheel_without_a_compiler(tmp_path: Path) -> None:
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     python = install(wheel, tmp_path / "environment")
     call(python, "-c", SMOKE, "reference", cwd=tmp_path)
-    assert "/nonexistent/c++ cannot be run" in call(python, "-m", "pytransformer", "doctor", cwd=tmp_path)
+    assert "/nonexistent/c++ cannot be run" in call(
+        python, "-m", "pytransformer", "doctor", cwd=tmp_path
+    )
     unbuilt_checkout_raises(python, tmp_path / "clone")
 
 
@@ -114,7 +139,9 @@ def unbuilt_checkout_raises(python: Path, clone: Path) -> None:
     command = [python, "-c", "import pytransformer"]
     unsafe = {k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")}
     done = subprocess.run(command, cwd=clone, env=unsafe, capture_output=True, text=True)
-    site = call(python, "-c", "import pytransformer; print(pytransformer.__path__[0])", cwd=clone.parent).strip()
+    site = call(
+        python, "-c", "import pytransformer; print(pytransformer.__path__[0])", cwd=clone.parent
+    ).strip()
     assert (
         done.returncode
         and f"imported from {clone / 'pytransformer'}, " in done.stderr
@@ -126,7 +153,8 @@ def unbuilt_checkout_raises(python: Path, clone: Path) -> None:
 @building
 def test_asking_for_what_cannot_be_built_fails(tmp_path: Path) -> None:
     with pytest.raises(
-        AssertionError, match=r"PYTRANSFORMER_CPU=1, but it cannot be built: .*/nonexistent/c\+\+ cannot be run"
+        AssertionError,
+        match=r"PYTRANSFORMER_CPU=1, but it cannot be built: .*/nonexistent/c\+\+ cannot be run",
     ):
         build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++", PYTRANSFORMER_CPU="1")
 
@@ -136,11 +164,23 @@ def test_one_wheel_for_every_python(tmp_path: Path) -> None:
     wheel, _ = build_wheel(ROOT, tmp_path / "wheel", PYTRANSFORMER_BINDINGS="0")
     assert "-py3-none-linux" in wheel.name
     libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert set(libraries) - {"pytransformer/libpytransformer_cuda.so"} == {"pytransformer/libpytransformer_cpu.so"}
+    assert set(libraries) - {"pytransformer/libpytransformer_cuda.so"} == {
+        "pytransformer/libpytransformer_cpu.so"
+    }
 
 
 def source_distribution(out: Path) -> Path:
-    call(sys.executable, "setup.py", "-q", "sdist", "-d", out, cwd=ROOT, PYTHONSAFEPATH="1", PYTRANSFORMER_CPU="0")
+    call(
+        sys.executable,
+        "setup.py",
+        "-q",
+        "sdist",
+        "-d",
+        out,
+        cwd=ROOT,
+        PYTHONSAFEPATH="1",
+        PYTRANSFORMER_CPU="0",
+    )
     (archive,) = out.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         # The filter came with 3.10.12 and 3.11.4; this test created the archive itself.
@@ -155,7 +195,10 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
 
     def listing(root: Path) -> set[str]:
         wanted = [
-            p for folder in ("csrc", "kernels", "pytransformer", "tests") for p in (root / folder).rglob("*") if p.is_file()
+            p
+            for folder in ("csrc", "kernels", "pytransformer", "tests")
+            for p in (root / folder).rglob("*")
+            if p.is_file()
         ]
         return {
             str(p.relative_to(root))
@@ -173,7 +216,9 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
 def test_source_distribution_compiles(tmp_path: Path) -> None:
     """Compile for one CPU and one GPU target only; all targets took 26 minutes on two cores."""
     few = {"PYTRANSFORMER_CPU_ISAS": "native", "PYTRANSFORMER_CUDA_ARCHS": "sm_90a"}
-    wheel, _ = build_wheel(source_distribution(tmp_path / "sdist"), tmp_path / "wheel", PYTRANSFORMER_CPU="1", **few)
+    wheel, _ = build_wheel(
+        source_distribution(tmp_path / "sdist"), tmp_path / "wheel", PYTRANSFORMER_CPU="1", **few
+    )
     call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "cpu", cwd=tmp_path)
 
 
@@ -197,21 +242,42 @@ def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
     The output must name the option that changes this.
     """
     ask = "import json, native_build as b; p = b.make_plan('1'); print(json.dumps(p.build_info()))"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTRANSFORMER_")} | {"PYTHONPATH": str(ROOT / "csrc")}
-    done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTRANSFORMER_")} | {
+        "PYTHONPATH": str(ROOT / "csrc")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     info = json.loads(done.stdout)
     assert len(info["cpu"]["isas"]) <= 2 and info["cpu"]["isas"][-1] == "generic"
     if not shutil.which("nvidia-smi"):
         assert not info["cuda"]["built"]
         if shutil.which("nvcc"):
-            assert "nvidia-smi shows no GPU to build for; PYTRANSFORMER_CUDA_ARCHS names" in info["cuda"]["reason"]
+            assert (
+                "nvidia-smi shows no GPU to build for; PYTRANSFORMER_CUDA_ARCHS names"
+                in info["cuda"]["reason"]
+            )
 
 
 def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
     """-S drops site-packages, like a build environment that hides installed packages."""
-    ask = f"import sys; sys.path.insert(0, {str(ROOT / 'csrc')!r}); import native_build; print(native_build.find_torch())"
+    ask = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'csrc')!r}); import native_build;"
+        " print(native_build.find_torch())"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-S", "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ask],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert Path(done.stdout.strip()).resolve() == Path(torch.__file__).resolve().parent
 
 

@@ -107,7 +107,10 @@ def place_of(module: str) -> tuple[str, str]:
 def upward(edges: dict[str, set[str]]) -> set[tuple[str, str]]:
     """Return the imports of a higher layer."""
     order = list(LAYERS)
-    rank = {name: order.index(place_of(name)[0]) for name in {*edges, *(t for found in edges.values() for t in found)}}
+    rank = {
+        name: order.index(place_of(name)[0])
+        for name in {*edges, *(t for found in edges.values() for t in found)}
+    }
     return {(name, t) for name, found in edges.items() for t in found if rank[t] > rank[name]}
 
 

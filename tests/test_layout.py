@@ -17,7 +17,12 @@ from pytransformer.ops._core.registry import OPS
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {"build", "dist", "results", "__pycache__"}  # plus dot names
 FAMILIES = dict.fromkeys(op.family for op in OPS.values())
-EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "docs/ops/{}.md", "tests/ops/test_{}*.py")
+EVERY_OP_HAS = (
+    "pytransformer/ops/{}.py",
+    "pytransformer/reference/{}.py",
+    "docs/ops/{}.md",
+    "tests/ops/test_{}*.py",
+)
 A_BACKEND_HAS = {
     "reference": (),
     "torch": ("pytransformer/ops/_backends/torch/{}.py",),
@@ -39,7 +44,11 @@ def files(*suffixes: str) -> Iterator[Path]:
     pending = [ROOT]
     while pending:
         for path in sorted(pending.pop().iterdir()):
-            if path.name in GENERATED or path.suffix == ".egg-info" or (path.name.startswith(".") and path.name != ".ci"):
+            if (
+                path.name in GENERATED
+                or path.suffix == ".egg-info"
+                or (path.name.startswith(".") and path.name != ".ci")
+            ):
                 continue
             if path.is_dir():
                 pending.append(path)
@@ -55,7 +64,9 @@ def missing(patterns: tuple[str, ...], family: str) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_family_has_its_files_in_every_backend(family: str) -> None:
     backends = {backend for op in OPS.values() if op.family == family for backend in op.backends}
-    wanted = EVERY_OP_HAS + tuple(pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend])
+    wanted = EVERY_OP_HAS + tuple(
+        pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend]
+    )
     assert missing(wanted, family) == []
 
 
@@ -95,9 +106,15 @@ def test_what_all_ops_share_names_none() -> None:
         shared = shared or path.parts[:3] == ("pytransformer", "ops", "_core")
         if shared and not any(family in path.stem for family in FAMILIES):
             literals = (
-                node.value for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Constant)
+                node.value
+                for node in ast.walk(ast.parse((ROOT / path).read_text()))
+                if isinstance(node, ast.Constant)
             )
-            found |= {str(path)} if any(isinstance(text, str) and text in words for text in literals) else set()
+            found |= (
+                {str(path)}
+                if any(isinstance(text, str) and text in words for text in literals)
+                else set()
+            )
     assert found == set(NAMES)
 
 
@@ -106,7 +123,11 @@ def test_every_source_names_its_licence() -> None:
     suffixes = (".py", ".sh", *sizes.CPP)
     texts = {path: (ROOT / path).read_text() for path in files(*suffixes)}
     told = "SPDX-License-Identifier: Apache-2.0"
-    assert [str(path) for path, text in texts.items() if text.strip() and told not in "".join(text.splitlines()[:2])] == []
+    assert [
+        str(path)
+        for path, text in texts.items()
+        if text.strip() and told not in "".join(text.splitlines()[:2])
+    ] == []
 
 
 # ---- sizes
@@ -133,7 +154,10 @@ def beyond_the_limits() -> dict[str, dict[str, int]]:
         for function in sizes.functions(ROOT / path):
             name = f"{path} {function.name}"
             see(
-                "lines of a function", name, function.lines, KERNEL_LINES if function.kernel else LIMITS["lines of a function"]
+                "lines of a function",
+                name,
+                function.lines,
+                KERNEL_LINES if function.kernel else LIMITS["lines of a function"],
             )
             if function.name not in fixed:
                 see("parameters", name, function.parameters, LIMITS["parameters"])
@@ -144,12 +168,22 @@ def test_functions_and_files_are_short() -> None:
     """The exceptions of sizes.json may only shrink, and small ones leave the list."""
     left = json.loads((ROOT / "tests" / "sizes.json").read_text())
     found = beyond_the_limits()
-    assert set(left) == set(LIMITS) and all(reason for entries in left.values() for _, reason in entries.values())
+    assert set(left) == set(LIMITS) and all(
+        reason for entries in left.values() for _, reason in entries.values()
+    )
     for kind, entries in left.items():
-        grew = {name: size for name, size in found[kind].items() if size > (entries[name][0] if name in entries else 0)}
-        assert not grew, f"{kind}: more than {LIMITS[kind]}, or than tests/sizes.json allows: {grew}"
+        grew = {
+            name: size
+            for name, size in found[kind].items()
+            if size > (entries[name][0] if name in entries else 0)
+        }
+        assert not grew, (
+            f"{kind}: more than {LIMITS[kind]}, or than tests/sizes.json allows: {grew}"
+        )
         small = sorted(entries.keys() - found[kind].keys())
-        assert not small, f"{kind}: within {LIMITS[kind]} now, take it out of tests/sizes.json: {small}"
+        assert not small, (
+            f"{kind}: within {LIMITS[kind]} now, take it out of tests/sizes.json: {small}"
+        )
 
 
 PYTHON = """
@@ -181,9 +215,19 @@ int declared(int a);
 
 def test_the_scanners_see_functions() -> None:
     python = {f.name: (f.lines, f.parameters, f.kernel) for f in sizes.of_python(PYTHON)}
-    assert python == {"method": (1, 2, False), "kernel": (1, 0, True), "both": (2, 3, False), "inner": (1, 0, False)}
+    assert python == {
+        "method": (1, 2, False),
+        "kernel": (1, 0, True),
+        "both": (2, 3, False),
+        "inner": (1, 0, False),
+    }
     cpp = {f.name: (f.lines, f.parameters, f.kernel) for f in sizes.of_cpp(CPP)}
-    assert cpp == {"plain": (4, 2, False), "lambda": (1, 2, False), "kernel": (2, 0, True), "S": (1, 3, False)}
+    assert cpp == {
+        "plain": (4, 2, False),
+        "lambda": (1, 2, False),
+        "kernel": (2, 0, True),
+        "S": (1, 3, False),
+    }
 
 
 # ---- other rules
@@ -199,26 +243,46 @@ def test_nothing_puts_the_root_on_the_path() -> None:
 def test_every_package_folder_is_a_package() -> None:
     """setup.py ships folders with an __init__.py; the wheel would lack a module outside them."""
     sources = [path for path in files(".py") if path.parts[0] in ("pytransformer", "kernels")]
-    assert [str(path) for path in sources if not (ROOT / path.parent / "__init__.py").exists()] == []
+    assert [
+        str(path) for path in sources if not (ROOT / path.parent / "__init__.py").exists()
+    ] == []
 
 
 def test_torch_headers_only_at_the_edges() -> None:
     """torch's headers slow compilation from a fraction of a second to seconds, per ISA."""
-    sources = [path for path in files(".h", ".cpp", ".cuh", ".cu") if TORCH_INCLUDE.search((ROOT / path).read_text())]
+    sources = [
+        path
+        for path in files(".h", ".cpp", ".cuh", ".cu")
+        if TORCH_INCLUDE.search((ROOT / path).read_text())
+    ]
     outside = [
         path for path in sources if path.name != "binding.h" and path.parts[1] != "fast_path"
     ]  # the fast path is entirely a binding
-    assert [str(path) for path in outside if path.suffix != ".cpp" or path.stem.endswith("_kernels")] == []
+    assert [
+        str(path) for path in outside if path.suffix != ".cpp" or path.stem.endswith("_kernels")
+    ] == []
 
 
 def test_text_names_no_machine() -> None:
     """Text has no machine's path, no package host, and no name of another distribution."""
     here = Path(__file__).relative_to(ROOT)
-    forbidden = re.compile(r"/(work|root|opt|home)/\w|pypi\.org|pythonhosted|pip install pytransformer(?!-kernels)")
+    forbidden = re.compile(
+        r"/(work|root|opt|home)/\w|pypi\.org|pythonhosted|pip install pytransformer(?!-kernels)"
+    )
     found = []
-    for path in files(".py", ".md", ".txt", ".toml", ".h", ".cpp", ".cuh", ".cu", ".json", ".in", ".sh", ""):
-        lines = (ROOT / path).read_text().splitlines() if path != here and path.name != "_build_info.json" else []
-        found += [f"{path}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if forbidden.search(line)]
+    for path in files(
+        ".py", ".md", ".txt", ".toml", ".h", ".cpp", ".cuh", ".cu", ".json", ".in", ".sh", ""
+    ):
+        lines = (
+            (ROOT / path).read_text().splitlines()
+            if path != here and path.name != "_build_info.json"
+            else []
+        )
+        found += [
+            f"{path}:{number}: {line.strip()}"
+            for number, line in enumerate(lines, 1)
+            if forbidden.search(line)
+        ]
     assert found == []
 
 
@@ -228,8 +292,14 @@ def test_no_import_error_is_swallowed() -> None:
     found = []
     for path in files(".py"):
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.ExceptHandler) and all(isinstance(statement, ast.Pass) for statement in node.body):
-                caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else wide
+            if isinstance(node, ast.ExceptHandler) and all(
+                isinstance(statement, ast.Pass) for statement in node.body
+            ):
+                caught = (
+                    {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
+                    if node.type
+                    else wide
+                )
                 if caught & wide:
                     found.append(f"{path}:{node.lineno}")
     assert found == []

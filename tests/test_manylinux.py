@@ -68,18 +68,29 @@ def command(tmp_path: Path) -> list[str]:
     return ["g++", "-shared", str(tmp_path / "source.o"), "-Wl,-z,defs", "-Wl,--as-needed"]
 
 
-def test_a_library_needs_no_newer_symbols(manylinux: ModuleType, command: list[str], tmp_path: Path) -> None:
+def test_a_library_needs_no_newer_symbols(
+    manylinux: ModuleType, command: list[str], tmp_path: Path
+) -> None:
     plain, portable = tmp_path / "plain.so", tmp_path / "portable.so"
     subprocess.run([*command, "-o", str(plain)], check=True)
     if not (new := manylinux.needed(plain, "2_28")):
         pytest.skip("this machine's glibc and libstdc++ are no newer than manylinux_2_28's")
     replaced = manylinux.link("2_28", portable, command)
-    assert new.keys() <= replaced.keys() and len({version.partition("_")[0] for version in replaced.values()}) > 1
+    assert (
+        new.keys() <= replaced.keys()
+        and len({version.partition("_")[0] for version in replaced.values()}) > 1
+    )
     assert not manylinux.needed(portable, "2_28")
     # The replacements stay local, because another library's calls must not reach them.
-    exported = subprocess.run(["nm", "-D", "--defined-only", str(portable)], capture_output=True, text=True, check=True).stdout
-    assert not {line.split()[-1].partition("@")[0] for line in exported.splitlines()} & replaced.keys()
-    done = subprocess.run([sys.executable, "-c", RUN, str(portable)], capture_output=True, text=True, timeout=60)
+    exported = subprocess.run(
+        ["nm", "-D", "--defined-only", str(portable)], capture_output=True, text=True, check=True
+    ).stdout
+    assert (
+        not {line.split()[-1].partition("@")[0] for line in exported.splitlines()} & replaced.keys()
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(portable)], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["162.0", "-1", "0"], done.stderr
 
 
@@ -91,7 +102,9 @@ def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_pat
             for name, versions in manylinux.dynamic_symbols(
                 manylinux.of_this_machine("g++", "libc.so.6"), defined=True
             ).items()
-            if len(versions) == 1 and not name.startswith("_") and manylinux.too_new(version := versions[0], "2_28")
+            if len(versions) == 1
+            and not name.startswith("_")
+            and manylinux.too_new(version := versions[0], "2_28")
             if "PRIVATE" not in version
         ),
         default=None,
@@ -100,7 +113,9 @@ def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_pat
         pytest.skip("this machine's glibc has nothing that manylinux_2_28 lacks")
     _, name, version = newest
     (tmp_path / "source.c").write_text(f"void {name}(void); void f(void) {{ {name}(); }}\n")
-    subprocess.run(["gcc", "-fPIC", "-fno-builtin", "-w", "-c", "source.c"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["gcc", "-fPIC", "-fno-builtin", "-w", "-c", "source.c"], cwd=tmp_path, check=True
+    )
     link = ["g++", "-shared", str(tmp_path / "source.o")]
     tool = [sys.executable, str(CSRC / "manylinux.py"), "2_28", str(tmp_path / "out.so"), *link]
     done = subprocess.run(tool, capture_output=True, text=True)
@@ -114,5 +129,7 @@ def test_the_platform_is_asked_for(manylinux: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTRANSFORMER_MANYLINUX", "2_28")
     assert manylinux.rule("g++ $in").endswith(f"{os.sep}manylinux.py 2_28 $out g++ $in")
     monkeypatch.setenv("PYTRANSFORMER_MANYLINUX", "2_17")
-    with pytest.raises(ValueError, match="PYTRANSFORMER_MANYLINUX is '2_17'; wanted nothing or one of 2_28"):
+    with pytest.raises(
+        ValueError, match="PYTRANSFORMER_MANYLINUX is '2_17'; wanted nothing or one of 2_28"
+    ):
         manylinux.platform()

@@ -29,7 +29,9 @@ def found(one_thread: None) -> Found:
                     break
                 if mutants.applies(fuzzer.draw(SEED, case)):
                     _, verdicts = fuzzer.examine(SEED, case, alive, case % 8 == 0)
-                    first[family] |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
+                    first[family] |= {
+                        n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong
+                    }
     return first
 
 
@@ -44,10 +46,20 @@ def test_the_faithful_copy_passes(family: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "mutant"), [(s, n) for s, m in MUTANTS.items() for n in (*m.faults, *m.backward_faults) if n != "faithful"]
+    ("family", "mutant"),
+    [
+        (s, n)
+        for s, m in MUTANTS.items()
+        for n in (*m.faults, *m.backward_faults)
+        if n != "faithful"
+    ],
 )
 def test_the_fuzzer_finds(family: str, mutant: str, found: Found) -> None:
     """A wrong number or unequal bits must reveal the mutant; a crash would prove nothing."""
     assert mutant in found[family], f"{mutant} survived {CASES} cases"
     case, reason = found[family][mutant]
-    assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (case, reason)
+    assert (
+        "WRONG" in reason
+        or "rows that take part in no pair" in reason
+        or "two runs differ" in reason
+    ), (case, reason)

@@ -21,7 +21,8 @@ OBJECTS = sorted((ROOT / "build" / "native-release").glob("cpu/*/kernels.cpp.*.o
 C = torch.ops.pytransformer_C
 
 pytestmark = pytest.mark.skipif(
-    (why_not := native.why_not("cpu_isa")) is not None, reason=f"the CPU library is not there: {why_not}"
+    (why_not := native.why_not("cpu_isa")) is not None,
+    reason=f"the CPU library is not there: {why_not}",
 )
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
 
@@ -33,7 +34,9 @@ def restored_isa() -> Iterator[None]:
 
 
 def symbols(file: Path, *options: str) -> list[str]:
-    out = subprocess.run(["nm", *options, "--format=posix", str(file)], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["nm", *options, "--format=posix", str(file)], capture_output=True, text=True, check=True
+    ).stdout
     return [line.split()[0].partition("@")[0] for line in out.splitlines() if line.split()]
 
 
@@ -42,29 +45,41 @@ def test_the_op_library_needs_only_the_stable_abi() -> None:
     """It uses no Python symbol, and only torch's C functions with a stable ABI."""
     undefined = symbols(native.PACKAGE / native.LIBRARY_NAME, "-D", "--undefined-only")
     assert any(name.startswith("aoti_torch_") for name in undefined)
-    assert [name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)", name)] == []
+    assert [
+        name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)", name)
+    ] == []
 
 
 @needs_nm
-@pytest.mark.skipif(not OBJECTS, reason="this checkout has no build directory with the kernels' object files")
+@pytest.mark.skipif(
+    not OBJECTS, reason="this checkout has no build directory with the kernels' object files"
+)
 @pytest.mark.parametrize("path", OBJECTS, ids=lambda path: path.name)
 def test_instruction_sets_share_no_symbol(path: Path) -> None:
     """If two objects define an inline function, the linker may select one this CPU cannot run."""
     isa = path.name.split(".")[-2]
     defined = symbols(path, "--defined-only", "--extern-only")
     # DW.ref.* points to the C++ library's exception handler and contains no code.
-    outside = [name for name in defined if f"{len(isa)}{isa}" not in name and not name.startswith("DW.ref.")]
+    outside = [
+        name
+        for name in defined
+        if f"{len(isa)}{isa}" not in name and not name.startswith("DW.ref.")
+    ]
     assert outside == []
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
     """A stale library would read arguments in an old order."""
     csrc = shutil.copytree(
-        ROOT / "csrc", tmp_path / "csrc", ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")]
+        ROOT / "csrc",
+        tmp_path / "csrc",
+        ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")],
     )
     assert native._why_not_current(csrc) is None
     binding = csrc / "cpu" / "attention" / "attention.cpp"
-    binding.write_text(binding.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask"))
+    binding.write_text(
+        binding.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask")
+    )
     assert "rebuild it with make build" in str(native._why_not_current(csrc))
     assert native._why_not_current(tmp_path) is None  # installed: no sources to compare with
 
@@ -84,18 +99,25 @@ def test_an_unknown_instruction_set_is_refused_with_those_available(restored_isa
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "answer"), [("generic", 0, "generic"), ("mmx", 1, "PYTRANSFORMER_CPU_ISA is 'mmx'")]
+    ("value", "code", "answer"),
+    [("generic", 0, "generic"), ("mmx", 1, "PYTRANSFORMER_CPU_ISA is 'mmx'")],
 )
-def test_the_environment_chooses(value: str, code: int, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_chooses(
+    value: str, code: int, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CPU_ISA", value)
-    ask = "import torch; from pytransformer.ops._core import native; native.why_not('cpu_isa'); print(torch.ops.pytransformer_C.cpu_isa())"
+    ask = (
+        "import torch; from pytransformer.ops._core import native; native.why_not('cpu_isa');"
+        " print(torch.ops.pytransformer_C.cpu_isa())"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True)
     assert done.returncode == code
     assert answer in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+    importlib.util.find_spec("pytransformer._C") is None,
+    reason="_C was not built (_build_info.json says why)",
 )
 def test_bindings_agree_with_the_op_library() -> None:
     from pytransformer import _C

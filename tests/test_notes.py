@@ -27,7 +27,11 @@ def rows(page: str) -> list[list[str]]:
 @functools.cache
 def names_of(path: Path) -> frozenset[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+    return frozenset(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
 
 
 def wrong(row: list[str]) -> list[str]:
@@ -46,14 +50,20 @@ def wrong(row: list[str]) -> list[str]:
     for command in commands[0] if commands else []:
         program, *words = shlex.split(command)
         if program == "python":
-            lacking += [] if (ROOT / words[0]).is_file() and options_there(ROOT / words[0], words[1:]) else [command]
+            lacking += (
+                []
+                if (ROOT / words[0]).is_file() and options_there(ROOT / words[0], words[1:])
+                else [command]
+            )
         elif program != "pytransformer" or not parses(words):
             lacking.append(command)
     return lacking
 
 
 def options_there(script: Path, words: list[str]) -> bool:
-    return all(f'"{word}"' in script.read_text(encoding="utf-8") for word in words if word.startswith("--"))
+    return all(
+        f'"{word}"' in script.read_text(encoding="utf-8") for word in words if word.startswith("--")
+    )
 
 
 def parses(words: list[str]) -> bool:
@@ -64,7 +74,9 @@ def parses(words: list[str]) -> bool:
 
 
 def test_everything_named_exists() -> None:
-    assert [lacking for row in rows(PAGE.read_text(encoding="utf-8")) for lacking in wrong(row)] == []
+    assert [
+        lacking for row in rows(PAGE.read_text(encoding="utf-8")) for lacking in wrong(row)
+    ] == []
 
 
 def test_the_tables_have_every_system_and_number() -> None:
@@ -80,9 +92,24 @@ def test_the_tables_have_every_system_and_number() -> None:
         ["a", "`setup.py`", "`tests/test_notes.py::test_of_nobody`"],
         ["a", "`setup.py`", "`tests/test_notes.py::parses`"],
         ["a", "`setup.py`", ""],
-        ["a", "`setup.py`", "`tests/test_notes.py::test_everything_named_exists`", "`pytransformer train nothing`"],
-        ["a", "`setup.py`", "`tests/test_notes.py::test_everything_named_exists`", "`pytransformer train vit --sharse 1`"],
-        ["a", "`setup.py`", "`tests/test_notes.py::test_everything_named_exists`", "`python examples/gpt.py --perfix`"],
+        [
+            "a",
+            "`setup.py`",
+            "`tests/test_notes.py::test_everything_named_exists`",
+            "`pytransformer train nothing`",
+        ],
+        [
+            "a",
+            "`setup.py`",
+            "`tests/test_notes.py::test_everything_named_exists`",
+            "`pytransformer train vit --sharse 1`",
+        ],
+        [
+            "a",
+            "`setup.py`",
+            "`tests/test_notes.py::test_everything_named_exists`",
+            "`python examples/gpt.py --perfix`",
+        ],
     ],
 )
 def test_what_is_not_there_is_found(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:

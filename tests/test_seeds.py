@@ -29,7 +29,9 @@ def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
         for shift in (0, 1, 2, 1):
             shift_seeds(shift)
             runs.append(drawn())
-            assert torch.equal(*runs[-1][:2]) and isinstance(torch.default_generator, torch.Generator)
+            assert torch.equal(*runs[-1][:2]) and isinstance(
+                torch.default_generator, torch.Generator
+            )
         assert all(map(torch.equal, runs[1], runs[3]))
         for one, other in ((0, 1), (0, 2), (1, 2)):
             assert not any(map(torch.equal, runs[one], runs[other]))
@@ -40,7 +42,9 @@ def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
 
 
 def test_a_process_of_a_test_draws_as_the_test(monkeypatch) -> None:
-    print_drawn = "import pytransformer.testing, torch; torch.manual_seed(3); print(torch.randn(1).item())"
+    print_drawn = (
+        "import pytransformer.testing, torch; torch.manual_seed(3); print(torch.randn(1).item())"
+    )
     set_by_option = os.environ.get("PYTRANSFORMER_TEST_SEED", "0")
     try:
         for shift in (0, 2):

@@ -25,7 +25,9 @@ KINDS = {".py", ".h", ".cpp", ".cuh", ".cu", ".md", ".sh"}
 # Old words without another use here, and their replacements.
 WORDS = {
     r"\blookups?\b|\blooks_up\b|\bLookups\b": "elementwise mask, MaskLoader",
-    r"\b(is|are|be|been|was) made again\b|\bmakes? \w+ again\b|\bmake_tiles\b|\bredo\b": "recompute",
+    r"\b(is|are|be|been|was) made again\b|\bmakes? \w+ again\b|\bmake_tiles\b|\bredo\b": (
+        "recompute"
+    ),
     r"\bSeenPairs\b": "visible mask",
     r"\bKeyWords\b|\bkey_words\b": "key-padding bitmap",
     r"\bbwd_(queries|keys)\b": "bwd_dq, bwd_dkdv",
@@ -36,7 +38,9 @@ WORDS = {
     r"\bown_split\b": "kv_range",
     r"\bby_library\b": "use_cublas",
     r"\b(plain|general) kernels?\b": "bounds-only kernel, kernel with a score_mod",
-    r"\bstream_out\b|\b(ffn|ce|norm)_(fwd|bwd|forward|backward|backend|kernels?)\b": "residual_out; the op's family",
+    r"\bstream_out\b|\b(ffn|ce|norm)_(fwd|bwd|forward|backward|backend|kernels?)\b": (
+        "residual_out; the op's family"
+    ),
     r"\bdear(er|est)?\b": "expensive",
     r"(?i)(?<![a-z])tiers?(?![a-z])": "backend",
 }
@@ -45,10 +49,24 @@ WORDS = {
 @pytest.mark.parametrize("words", WORDS, ids=WORDS.values())
 def test_no_word_of_before(words: str) -> None:
     files = [
-        p for place in PLACES for p in ([ROOT / place] if (ROOT / place).is_file() else sorted((ROOT / place).rglob("*")))
+        p
+        for place in PLACES
+        for p in ([ROOT / place] if (ROOT / place).is_file() else sorted((ROOT / place).rglob("*")))
     ]
-    files = [p for p in files if p.suffix in KINDS and "decisions" not in p.parts and p != Path(__file__).resolve()]
+    files = [
+        p
+        for p in files
+        if p.suffix in KINDS and "decisions" not in p.parts and p != Path(__file__).resolve()
+    ]
     assert len(files) > 500
-    lines = ((p, n, line) for p in files for n, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1))
-    found = [f"{p.relative_to(ROOT)}:{n}: {line.strip()}" for p, n, line in lines if re.search(words, line)]
+    lines = (
+        (p, n, line)
+        for p in files
+        for n, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1)
+    )
+    found = [
+        f"{p.relative_to(ROOT)}:{n}: {line.strip()}"
+        for p, n, line in lines
+        if re.search(words, line)
+    ]
     assert not found, f"write {WORDS[words]}:\n" + "\n".join(found)

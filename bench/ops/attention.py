@@ -29,7 +29,15 @@ def tune(tools: ModuleType) -> Iterator[Any]:
     for dtype in (torch.bfloat16, torch.float32):
         size = dtype.itemsize
         for head_dim in configs.HEAD_DIMS:
-            for kernel in ("forward", "decode", "dkdv", "grouped dkdv", "dropout dkdv", "dq", "dbias"):
+            for kernel in (
+                "forward",
+                "decode",
+                "dkdv",
+                "grouped dkdv",
+                "dropout dkdv",
+                "dq",
+                "dbias",
+            ):
                 for score_mods in (
                     (1,)
                     if kernel in ("dbias", "dropout dkdv")
@@ -40,13 +48,19 @@ def tune(tools: ModuleType) -> Iterator[Any]:
                     yield tools.Task(
                         "attention",
                         configs.key_of(kernel, head_dim, size, score_mods),
-                        "attention_forward" if kernel in ("forward", "decode") else f"attention_backward_{kernel.split()[-1]}",
-                        tools.nearest_first(configs.candidates(kernel, head_dim, size, score_mods=score_mods)),
+                        "attention_forward"
+                        if kernel in ("forward", "decode")
+                        else f"attention_backward_{kernel.split()[-1]}",
+                        tools.nearest_first(
+                            configs.candidates(kernel, head_dim, size, score_mods=score_mods)
+                        ),
                         _attention(tools, kernel, head_dim, dtype, score_mods),
                     )
 
 
-def _attention(tools: ModuleType, kernel: str, head_dim: int, dtype: torch.dtype, score_mods: int) -> Callable[..., Any]:
+def _attention(
+    tools: ModuleType, kernel: str, head_dim: int, dtype: torch.dtype, score_mods: int
+) -> Callable[..., Any]:
     def prepare(device: str, small: bool, backend: str) -> Any:
         length = 64 if small else 2048 if kernel == "dbias" or dtype == torch.float32 else 4096
         queries, keys = (1, 128 if small else 32768) if kernel == "decode" else (length, length)
@@ -60,9 +74,14 @@ def _attention(tools: ModuleType, kernel: str, head_dim: int, dtype: torch.dtype
             kwargs |= {"dropout_p": 0.1, "dropout_seed": 3}
         heads = 2 if kernel in ("decode", "grouped dkdv") else 8
         a, _, _ = attention_op.prepare(
-            make(1, 8, queries, head_dim), make(1, heads, keys, head_dim), make(1, heads, keys, head_dim), **kwargs
+            make(1, 8, queries, head_dim),
+            make(1, heads, keys, head_dim),
+            make(1, heads, keys, head_dim),
+            **kwargs,
         )
-        names = {"dkdv": ("key", "value"), "dq": ("query",), "dbias": ("bias",)}.get(kernel.split()[-1], ())
+        names = {"dkdv": ("key", "value"), "dq": ("query",), "dbias": ("bias",)}.get(
+            kernel.split()[-1], ()
+        )
         return tools.direction(attention_op, a, names, backend)
 
     return prepare
@@ -73,8 +92,16 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
 
     def problem(*more: torch.Tensor, kv_heads: int = 2, **options: float) -> Any:
         """Return a (1, 2, 8, 16) problem; `more` is a mask or a bias with a gradient."""
-        q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, kv_heads, 8, 16), torch.randn(1, kv_heads, 8, 16)
-        theirs = partial(F.scaled_dot_product_attention, **options, **({"enable_gqa": True} if kv_heads == 1 else {}))
+        q, k, v = (
+            torch.randn(1, 2, 8, 16),
+            torch.randn(1, kv_heads, 8, 16),
+            torch.randn(1, kv_heads, 8, 16),
+        )
+        theirs = partial(
+            F.scaled_dot_product_attention,
+            **options,
+            **({"enable_gqa": True} if kv_heads == 1 else {}),
+        )
         ours = lambda q, k, v, mask=None: pt.attention(q, k, v, attn_mask=mask, **options)
         return made([q, k, v, *more], ours, theirs, drop_in=True)
 
@@ -87,7 +114,9 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
         "ALiBi": _alibi(made),
         "T5 bias": _t5(made),
         "attention_varlen": _varlen(made),
-        "pt.scaled_dot_product": problem()._replace(ours=pt.scaled_dot_product_attention, drop_in=False),
+        "pt.scaled_dot_product": problem()._replace(
+            ours=pt.scaled_dot_product_attention, drop_in=False
+        ),
         "decode, lengths": _decode(made),
         "decode, pages": _decode(made, page_size=4),
     }
@@ -103,7 +132,9 @@ def _alibi(made: Callable[..., Any]) -> Any:
     return made(
         [q, k, v, slopes],
         lambda q, k, v, slopes: pt.attention(q, k, v, bias=pt.AlibiBias(slopes)),
-        lambda q, k, v, slopes: F.scaled_dot_product_attention(q, k, v, slopes[:, None, None] * distance),
+        lambda q, k, v, slopes: F.scaled_dot_product_attention(
+            q, k, v, slopes[:, None, None] * distance
+        ),
     )
 
 
@@ -113,7 +144,9 @@ def _t5(made: Callable[..., Any]) -> Any:
     return made(
         [q, k, v, table],
         lambda q, k, v, table: pt.attention(q, k, v, bias=pt.RelativePositionBias(table, True, 32)),
-        lambda q, k, v, table: F.scaled_dot_product_attention(q, k, v, F.embedding(buckets, table).permute(2, 0, 1)[None]),
+        lambda q, k, v, table: F.scaled_dot_product_attention(
+            q, k, v, F.embedding(buckets, table).permute(2, 0, 1)[None]
+        ),
     )
 
 
@@ -124,7 +157,10 @@ def _varlen(made: Callable[..., Any]) -> Any:
     """
     q, k, v = torch.randn(3, 13, 2, 16).unbind()
     offsets = torch.tensor([0, 8, 13], dtype=torch.int32)
-    padded, mask = torch.randn(2, 2, 8, 16), (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None]
+    padded, mask = (
+        torch.randn(2, 2, 8, 16),
+        (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None],
+    )
     ours = lambda q, k, v: pt.attention_varlen(q, k, v, offsets, offsets, 8, 8)
     theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
     return made([q, k, v], ours, theirs, [padded, padded.clone(), padded.clone()])
@@ -135,14 +171,22 @@ def _decode(made: Callable[..., Any], page_size: int | None = None) -> Any:
 
     PyTorch gets a mask for the lengths, and gathers the pages.
     """
-    lengths, queries, pool = torch.tensor([16, 9]), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 2, 16, 16)
+    lengths, queries, pool = (
+        torch.tensor([16, 9]),
+        torch.randn(2, 2, 1, 16),
+        torch.randn(2, 2, 2, 16, 16),
+    )
     mask = (torch.arange(16) < lengths[:, None])[:, None, None]
     options = {"causal": "bottom_right", "key_lengths": lengths}
     theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
     if page_size is None:
         ours = lambda q, k, v: pt.attention(q, k, v, **options)
         return made([queries, *pool], ours, theirs, forward_only=True)
-    table = torch.randperm(32 // page_size, generator=torch.Generator().manual_seed(1)).view(2, -1).int()
+    table = (
+        torch.randperm(32 // page_size, generator=torch.Generator().manual_seed(1))
+        .view(2, -1)
+        .int()
+    )
     pages = [t.reshape(-1, 2, page_size, 16) for t in pool]
     gathered = lambda pool: pool[table].transpose(1, 2).flatten(2, 3)
     return made(

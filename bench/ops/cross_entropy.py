@@ -42,8 +42,15 @@ def _cross_entropy(tools: ModuleType, kernel: str, classes: int) -> Callable[...
         make = tools.random_values(device, torch.bfloat16)
         rows = 40 if small else (1 << 27) // classes
         target = torch.arange(rows, device=device) % classes
-        a, _, _ = linear_cross_entropy_op.prepare(make(rows, 16), make(classes, 16), target, bias=make(classes))
-        return tools.direction(linear_cross_entropy_op, a, {"backward": ("x",), "bias": ("bias",)}.get(kernel, ()), backend)
+        a, _, _ = linear_cross_entropy_op.prepare(
+            make(rows, 16), make(classes, 16), target, bias=make(classes)
+        )
+        return tools.direction(
+            linear_cross_entropy_op,
+            a,
+            {"backward": ("x",), "bias": ("bias",)}.get(kernel, ()),
+            backend,
+        )
 
     return prepare
 

@@ -36,15 +36,26 @@ def tune(tools: ModuleType) -> Iterator[Any]:
                 )
 
 
-def _feed_forward(tools: ModuleType, kernel: str, rows: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _feed_forward(
+    tools: ModuleType, kernel: str, rows: int, dtype: torch.dtype
+) -> Callable[..., Any]:
     def prepare(device: str, small: bool, backend: str) -> Any:
         d, hidden = (128, 256) if small else (4096, 14336)
         make = tools.random_values(device, dtype)
-        x, w1, w2 = make(min(rows, 100) if small else rows, d), make(hidden, d) / d**0.5, make(d, hidden) / hidden**0.5
+        x, w1, w2 = (
+            make(min(rows, 100) if small else rows, d),
+            make(hidden, d) / d**0.5,
+            make(d, hidden) / hidden**0.5,
+        )
         gate = {"gate_weight": make(hidden, d) / d**0.5} if "gated" in kernel else {}
-        a, _, _ = feed_forward_op.prepare(x, w1, make(hidden), w2, None, activation="silu" if gate else "gelu", **gate)
+        a, _, _ = feed_forward_op.prepare(
+            x, w1, make(hidden), w2, None, activation="silu" if gate else "gelu", **gate
+        )
         return tools.direction(
-            feed_forward_op, a._replace(save=kernel == "d_hidden"), ("b1",) if kernel == "d_hidden" else (), backend
+            feed_forward_op,
+            a._replace(save=kernel == "d_hidden"),
+            ("b1",) if kernel == "d_hidden" else (),
+            backend,
         )
 
     return prepare
@@ -54,16 +65,28 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
     """Return tiny problems beside PyTorch's functions, by name."""
 
     def problem(gated: bool = False, **options: float) -> Any:
-        leaves = [torch.randn(2, 16), torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)]
+        leaves = [
+            torch.randn(2, 16),
+            torch.randn(32, 16),
+            torch.randn(32),
+            torch.randn(16, 32),
+            torch.randn(16),
+        ]
 
-        def theirs(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None) -> torch.Tensor:
+        def theirs(
+            x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None
+        ) -> torch.Tensor:
             hidden = F.linear(x, w1, b1)
             hidden = F.relu(hidden) if gate is None else F.silu(F.linear(x, gate)) * hidden
             return F.linear(F.dropout(hidden, options["dropout_p"]) if options else hidden, w2, b2)
 
-        def ours(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None) -> torch.Tensor:
+        def ours(
+            x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None
+        ) -> torch.Tensor:
             activation = "relu" if gate is None else "silu"
-            return pt.feed_forward(x, w1, b1, w2, b2, activation=activation, gate_weight=gate, **options)
+            return pt.feed_forward(
+                x, w1, b1, w2, b2, activation=activation, gate_weight=gate, **options
+            )
 
         return made([*leaves, *([torch.randn(32, 16)] if gated else [])], ours, theirs)
 

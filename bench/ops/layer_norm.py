@@ -40,8 +40,15 @@ def _norm(tools: ModuleType, kernel: str, columns: int, dtype: torch.dtype) -> C
     def prepare(device: str, small: bool, backend: str) -> Any:
         make = tools.random_values(device, dtype)
         rows = 300 if small else (1 << 26) // columns
-        a, _, _ = add_norm_op.prepare(make(rows, columns), make(rows, columns), make(columns), make(columns))
-        return tools.direction(add_norm_op, a, () if kernel == "forward" else ("x", "residual", "weight", "bias"), backend)
+        a, _, _ = add_norm_op.prepare(
+            make(rows, columns), make(rows, columns), make(columns), make(columns)
+        )
+        return tools.direction(
+            add_norm_op,
+            a,
+            () if kernel == "forward" else ("x", "residual", "weight", "bias"),
+            backend,
+        )
 
     return prepare
 
@@ -55,7 +62,9 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
             lambda x, w, b: pt.layer_norm(x, 64, w, b),
             lambda x, w, b: F.layer_norm(x, (64,), w, b),
         ),
-        "rms_norm": made([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
+        "rms_norm": made(
+            [x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)
+        ),
         "add_norm": made(
             [x, r, w, b],
             lambda x, r, w, b: pt.add_norm(x, r, w, b)[0],

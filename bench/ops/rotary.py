@@ -37,9 +37,15 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
         return _turned(torch.nn.functional.rms_norm(x, (16,), weight, 1e-6), *tables)
 
     return {
-        "rotary, tables": made([x], lambda x: pt.rotary(x, cos=tables[0], sin=tables[1]), lambda x: _turned(x, *tables)),
-        "rotary, positions": made([x], lambda x: pt.rotary(x, positions), lambda x: _turned(x, *computed())),
-        "rotary, norm": made([x, weight], lambda x, w: pt.rotary(x, cos=tables[0], sin=tables[1], weight=w), normed),
+        "rotary, tables": made(
+            [x], lambda x: pt.rotary(x, cos=tables[0], sin=tables[1]), lambda x: _turned(x, *tables)
+        ),
+        "rotary, positions": made(
+            [x], lambda x: pt.rotary(x, positions), lambda x: _turned(x, *computed())
+        ),
+        "rotary, norm": made(
+            [x, weight], lambda x, w: pt.rotary(x, cos=tables[0], sin=tables[1], weight=w), normed
+        ),
         "append_kv": _append(made, None, None),
         "append_kv, rotary": _append(made, None, tables),
         "append_kv, pages": _append(made, 4, None),
@@ -53,11 +59,15 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def _append(made: Callable[..., Any], page_size: int | None, tables: tuple[Tensor, Tensor] | None) -> Any:
+def _append(
+    made: Callable[..., Any], page_size: int | None, tables: tuple[Tensor, Tensor] | None
+) -> Any:
     """Compare two sequences of equal length, as index_copy_ requires; pages are in any order."""
     positions, place = torch.tensor([[9], [9]]), torch.tensor([9])
     q, k, v = torch.randn(3, 2, 2, 1, 16).unbind()
-    pools = torch.zeros(4, 2, 2, 16, 16) if page_size is None else torch.zeros(4, 8, 2, page_size, 16)
+    pools = (
+        torch.zeros(4, 2, 2, 16, 16) if page_size is None else torch.zeros(4, 8, 2, page_size, 16)
+    )
     table = None if page_size is None else torch.tensor([[3, 1, 6, 0], [2, 7, 4, 5]])
 
     def turned(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,4 +84,9 @@ def _append(made: Callable[..., Any], page_size: int | None, tables: tuple[Tenso
         return q
 
     cache = pt.KeyValues(pools[0], pools[1], table)
-    return made([q, k, v], lambda q, k, v: pt.append_kv(q, k, v, cache, positions, rotary=tables), theirs, forward_only=True)
+    return made(
+        [q, k, v],
+        lambda q, k, v: pt.append_kv(q, k, v, cache, positions, rotary=tables),
+        theirs,
+        forward_only=True,
+    )

@@ -21,18 +21,32 @@ from pathlib import Path
 
 def pytransformer(checkout: Path, *arguments: str) -> int:
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
-    return subprocess.run([sys.executable, "-m", "pytransformer", *arguments], env=environment).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytransformer", *arguments], env=environment
+    ).returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default %(default)s)")
     parser.add_argument(
-        "--threshold", default="0.1", metavar="X", help="a change counts from this share on (default %(default)s)"
+        "--repeat", type=int, default=3, metavar="N", help="runs of each (default %(default)s)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the runs are kept (default: a new folder in /tmp)")
+    parser.add_argument(
+        "--threshold",
+        default="0.1",
+        metavar="X",
+        help="a change counts from this share on (default %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the runs are kept (default: a new folder in /tmp)",
+    )
     words = sys.argv[1:]
     # The rest is for `pytransformer bench`.
     middle = words.index("--") if "--" in words else len(words)
@@ -45,7 +59,10 @@ def main() -> int:
         pair = [("old", options.old), ("new", options.new)]
         for name, checkout in pair if turn % 2 == 0 else reversed(pair):
             out = str((folder / name / str(turn)).resolve())
-            if pytransformer(checkout, "bench", *bench, "--no-memory", "--no-plots", "--out", out) > 1:
+            if (
+                pytransformer(checkout, "bench", *bench, "--no-memory", "--no-plots", "--out", out)
+                > 1
+            ):
                 return 2
     ends = (str(folder / "old"), str(folder / "new"))
     return pytransformer(options.new, "bench", "compare", *ends, "--threshold", options.threshold)

@@ -51,17 +51,38 @@ ROWS = (
         Box("models", "BERT, GPT, T5, ViT, …", "pytransformer/models"),
     ),
     (Box("nn", "modules and blocks", "pytransformer/nn"),),
-    (Box("distributed", "a sequence split over processes, tile by tile", "pytransformer/distributed"),),
-    (Box("ops", "public functions: check the arguments, lower them to one problem", "pytransformer/ops"),),
     (
         Box(
-            "ops/_core", "registry: which backend takes this call, and why not the others; autograd", "pytransformer/ops/_core"
+            "distributed",
+            "a sequence split over processes, tile by tile",
+            "pytransformer/distributed",
         ),
     ),
     (
-        Box("reference, torch", "plain PyTorch; its fused kernels", "pytransformer/reference", "backend"),
+        Box(
+            "ops",
+            "public functions: check the arguments, lower them to one problem",
+            "pytransformer/ops",
+        ),
+    ),
+    (
+        Box(
+            "ops/_core",
+            "registry: which backend takes this call, and why not the others; autograd",
+            "pytransformer/ops/_core",
+        ),
+    ),
+    (
+        Box(
+            "reference, torch",
+            "plain PyTorch; its fused kernels",
+            "pytransformer/reference",
+            "backend",
+        ),
         Box("_backends/cpu", "allocates, calls", "pytransformer/ops/_backends/cpu", "backend"),
-        Box("_backends/triton", "allocates, calls", "pytransformer/ops/_backends/triton", "backend"),
+        Box(
+            "_backends/triton", "allocates, calls", "pytransformer/ops/_backends/triton", "backend"
+        ),
         Box("_backends/cuda", "allocates, calls", "pytransformer/ops/_backends/cuda", "backend"),
     ),
     (
@@ -77,7 +98,9 @@ ROWS = (
         Box("GPU", "or csrc/emulator", "csrc/emulator", "outside"),
     ),
 )
-BESIDE = Box("testing", "float64 oracle|error bounds|cases, fuzzer|poisoned memory", "pytransformer/testing")
+BESIDE = Box(
+    "testing", "float64 oracle|error bounds|cases, fuzzer|poisoned memory", "pytransformer/testing"
+)
 WITHIN = {  # further folders that a box covers
     "pytransformer/ops/_backends",
     "pytransformer/ops/_backends/gpu",  # shared by triton and cuda
@@ -117,10 +140,14 @@ def check_folders() -> None:
 def draw_box(box: Box, x: float, y: float, width: float, height: float) -> list[str]:
     lines = [line for line in box.text.split("|") if line]
     middle, top = x + width / 2, y + height / 2 - 9 * len(lines) + 5
-    drawn = [f'<rect class="box {box.kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6"/>']
+    drawn = [
+        f'<rect class="box {box.kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        ' rx="6"/>'
+    ]
     drawn.append(f'<text class="title" x="{middle:g}" y="{top:g}">{escape(box.title)}</text>')
     drawn += [
-        f'<text class="text" x="{middle:g}" y="{top + 18 * (i + 1):g}">{escape(line)}</text>' for i, line in enumerate(lines)
+        f'<text class="text" x="{middle:g}" y="{top + 18 * (i + 1):g}">{escape(line)}</text>'
+        for i, line in enumerate(lines)
     ]
     return drawn
 
@@ -138,14 +165,19 @@ def picture() -> str:
     below = MARGIN + 2 * (HEIGHT + GAP)  # the tested parts begin under the commands
     drawn += draw_box(BESIDE, WIDTH - MARGIN - SIDE, below, SIDE, y - GAP - below - (HEIGHT + GAP))
     height = y - GAP + MARGIN
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}"'
+        f' height="{height:g}" role="img">'
+    )
     title = "<title>The layers of pytransformer, from what a user calls down to what runs</title>"
     ground = f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>'
     return "\n".join([head, title, f"<style>{STYLE}</style>", ground, *drawn, "</svg>", ""])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
     if parser.parse_args().write:
         PICTURE.write_text(picture(), encoding="utf-8")

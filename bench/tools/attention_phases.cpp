@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention's kernels of one instruction set, compiled with PT_PHASES: see attention_phases.py, which builds and calls this.
+// Attention's kernels of one instruction set, compiled with PT_PHASES: see attention_phases.py,
+// which builds and calls this.
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -29,8 +30,8 @@ double ticks_per_second() {
   return double(ticks) / std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// The sum over a phase's visits. Where another process took the core, a visit counts as the median one: all but the last of a row are of
-// one size.
+// The sum over a phase's visits. Where another process took the core, a visit counts as the median
+// one: all but the last of a row are of one size.
 double seconds_of(PhaseVisits& visits, double rate) {
   const int64_t n = std::min(visits.count, PhaseVisits::kMost);
   if (n == 0) return 0;
@@ -52,7 +53,8 @@ void run(const AttentionProblem& p, const AttentionGrads* g) {
 
 extern "C" {
 
-// One head after the other in memory, all lengths alike. tensors: q, k, v, out, lse, d_out, dq, dk, dv, contiguous (heads, length, dim).
+// One head after the other in memory, all lengths alike. tensors: q, k, v, out, lse, d_out, dq, dk,
+// dv, contiguous (heads, length, dim).
 struct Call {
   void* tensors[9];
   int64_t heads, length, dim, threads, bf16, backward;

@@ -53,7 +53,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Call(ctypes.Structure):
     _fields_ = [
         ("tensors", ctypes.c_void_p * 9),
-        *((name, ctypes.c_int64) for name in ("heads", "length", "dim", "threads", "bf16", "backward")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("heads", "length", "dim", "threads", "bf16", "backward")
+        ),
     ]
 
 
@@ -66,10 +69,24 @@ def build(isa: str, more: list[str], folder: Path) -> ctypes.CDLL:
     compiler, torch_folder = toolchain.find_compiler(), toolchain.find_torch()
     if compiler is None or torch_folder is None:
         raise SystemExit("attention_phases: no C++ compiler or no torch was found")
-    flags = [*native_build.COMMON_FLAGS, *native_build.KERNEL_FLAGS, *native_build.STABLE_ABI_FLAGS, "-O3", "-DNDEBUG"]
-    flags += [*next(i.flags for i in toolchain.ISAS if i.name == isa), f"-DPT_ISA={isa}", "-DPT_PHASES"]
+    flags = [
+        *native_build.COMMON_FLAGS,
+        *native_build.KERNEL_FLAGS,
+        *native_build.STABLE_ABI_FLAGS,
+        "-O3",
+        "-DNDEBUG",
+    ]
+    flags += [
+        *next(i.flags for i in toolchain.ISAS if i.name == isa),
+        f"-DPT_ISA={isa}",
+        "-DPT_PHASES",
+    ]
     flags += ["-I", str(CSRC), "-isystem", str(torch_folder / "include"), *more]
-    sources = [Path(__file__).with_suffix(".cpp"), CSRC / "cpu/core/parallel.cpp", CSRC / "cpu/core/arena.cpp"]
+    sources = [
+        Path(__file__).with_suffix(".cpp"),
+        CSRC / "cpu/core/parallel.cpp",
+        CSRC / "cpu/core/arena.cpp",
+    ]
     library = folder / "attention_phases.so"
     link = ["-shared", "-L", str(torch_folder / "lib"), "-ltorch_cpu", "-o", str(library)]
     subprocess.run([*compiler, *flags, *map(str, sources), *link], check=True)
@@ -81,21 +98,38 @@ def usable(isa: str) -> tuple[str, list[str]]:
     module, why_not = machine.introspection()
     if module is None or isa not in module.usable_isas():
         raise SystemExit(
-            f"attention_phases: {why_not or f'{isa} is not among {module.usable_isas()}, what was built and runs here'}"
+            "attention_phases:"
+            f" {why_not or f'{isa} is not among {module.usable_isas()}, what was built and runs here'}"
         )
     software = isa.startswith("amx") and module.build_info()["cpu"].get("tiles_in_software")
-    return (f"{isa}, {machine.SOFTWARE_TILES}", ["-DPT_TILES_IN_SOFTWARE"]) if software else (isa, [])
+    return (
+        (f"{isa}, {machine.SOFTWARE_TILES}", ["-DPT_TILES_IN_SOFTWARE"]) if software else (isa, [])
+    )
 
 
 class Problem:
     """Self-attention heads, 4,096 rows in total, and the arguments of a library call."""
 
-    def __init__(self, library: ctypes.CDLL, length: int, dim: int, dtype: torch.dtype, threads: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, length: int, dim: int, dtype: torch.dtype, threads: int
+    ) -> None:
         shape = (max(1, 4096 // length), length, dim)
-        self.query, self.key, self.value, self.grad = (torch.randn(shape).to(dtype) for _ in range(4))
+        self.query, self.key, self.value, self.grad = (
+            torch.randn(shape).to(dtype) for _ in range(4)
+        )
         self.out, self.dq, self.dk, self.dv = (torch.zeros(shape, dtype=dtype) for _ in range(4))
         lse = torch.zeros(shape[:2])
-        self.held = (self.query, self.key, self.value, self.out, lse, self.grad, self.dq, self.dk, self.dv)
+        self.held = (
+            self.query,
+            self.key,
+            self.value,
+            self.out,
+            lse,
+            self.grad,
+            self.dq,
+            self.dk,
+            self.dv,
+        )
         pointers = (ctypes.c_void_p * 9)(*(t.data_ptr() for t in self.held))
         self.call = Call(pointers, *shape, threads, dtype == torch.bfloat16, False)
         self.library, self.flops = library, 2.0 * shape[0] * length * length * dim
@@ -108,21 +142,31 @@ class Problem:
         start = time.thread_time()
         self.library.attention_phases(ctypes.byref(self.call), seconds)
         whole = time.thread_time() - start
-        missing = [phase for phase, s in zip(PHASES, seconds) if not s and phase in DIRECTIONS[direction]]
+        missing = [
+            phase for phase, s in zip(PHASES, seconds) if not s and phase in DIRECTIONS[direction]
+        ]
         if missing:
             raise SystemExit(f"attention_phases: the {direction} has no PT_PHASE({missing[0]})")
-        return {phase: s for phase, s in zip(PHASES, seconds) if phase in DIRECTIONS[direction]}, whole
+        return {
+            phase: s for phase, s in zip(PHASES, seconds) if phase in DIRECTIONS[direction]
+        }, whole
 
     def check(self) -> None:
         """Raise unless both directions agree with the reference."""
         self.run("forward"), self.run("backward")
-        leaves = [x.double().unsqueeze(0).requires_grad_() for x in (self.query, self.key, self.value)]
+        leaves = [
+            x.double().unsqueeze(0).requires_grad_() for x in (self.query, self.key, self.value)
+        ]
         exact = pt.reference.attention(*leaves)
         wanted = (exact, *torch.autograd.grad(exact, leaves, self.grad.double().unsqueeze(0)))
-        for name, got, want in zip(("out", "dq", "dk", "dv"), (self.out, self.dq, self.dk, self.dv), wanted):
+        for name, got, want in zip(
+            ("out", "dq", "dk", "dv"), (self.out, self.dq, self.dk, self.dv), wanted
+        ):
             off = float((got.double() - want.detach()[0]).norm() / want.detach().norm())
             if not off < (0.5 if got.dtype == torch.bfloat16 else 8) * torch.finfo(got.dtype).eps:
-                raise SystemExit(f"attention_phases: {name} is off by {off:.2g} of its norm: nothing is timed")
+                raise SystemExit(
+                    f"attention_phases: {name} is off by {off:.2g} of its norm: nothing is timed"
+                )
 
 
 def product(dtype: torch.dtype, size: int = 1024) -> float:
@@ -151,7 +195,9 @@ def measure(problem: Problem, dtype: torch.dtype, threads: int, rounds: int) -> 
         whole = best.pop("whole")
         total = max(whole, sum(best.values())) if threads == 1 else sum(best.values())
         products = DIRECTIONS[direction]
-        rates = {phase: n * problem.flops / best[phase] / rate for phase, n in products.items() if n}
+        rates = {
+            phase: n * problem.flops / best[phase] / rate for phase, n in products.items() if n
+        }
         row[direction] = {
             "seconds": total,
             "of_product": sum(products.values()) * problem.flops / total / rate,
@@ -168,18 +214,37 @@ def table(document: dict[str, Any]) -> str:
         products.setdefault(row["dtype"], []).append(row["product_gflops"])
     told = "; ".join(f"{name} {statistics.median(rates):.0f}" for name, rates in products.items())
     lines = [
-        f"{where['cpu']}, instruction set {document['isa']}, torch {where['torch']}, commit {where['commit']}, "
-        f"{where['date'][:10]}. A cell: share of the time; in brackets the phase's rate, of the product's. The product, GFLOP/s: {told}."
+        f"{where['cpu']}, instruction set {document['isa']}, torch {where['torch']}, commit"
+        f" {where['commit']}, {where['date'][:10]}. A cell: share of the time; in brackets the"
+        f" phase's rate, of the product's. The product, GFLOP/s: {told}."
     ]
     for direction, products_of in DIRECTIONS.items():
-        names = [{"scores": "scores, dP"}.get(p, p) if direction == "backward" else p for p in products_of]
-        lines += ["", f"| {direction} | threads | D | L | of the product's rate | {' | '.join(names)} | rest |"]
+        names = [
+            {"scores": "scores, dP"}.get(p, p) if direction == "backward" else p
+            for p in products_of
+        ]
+        lines += [
+            "",
+            (
+                f"| {direction} | threads | D | L | of the product's rate | {' | '.join(names)} |"
+                " rest |"
+            ),
+        ]
         lines.append("|" + "---|" * (6 + len(names)))
         for row in document["rows"]:
             part = row[direction]
-            cells = [f"{part['shares'][p]:.0%}" + (f" ({part['rates'][p]:.0%})" if n else "") for p, n in products_of.items()]
+            cells = [
+                f"{part['shares'][p]:.0%}" + (f" ({part['rates'][p]:.0%})" if n else "")
+                for p, n in products_of.items()
+            ]
             rest = f"{1 - sum(part['shares'].values()):.0%}" if row["threads"] == 1 else "–"
-            head = (row["dtype"], row["threads"], row["dim"], f"{row['length']:,}", f"**{part['of_product']:.0%}**")
+            head = (
+                row["dtype"],
+                row["threads"],
+                row["dim"],
+                f"{row['length']:,}",
+                f"**{part['of_product']:.0%}**",
+            )
             lines.append(f"| {' | '.join(map(str, (*head, *cells, rest)))} |")
     return "\n".join(lines)
 
@@ -210,7 +275,11 @@ def main() -> None:
                         both = "  ".join(f"{d} {rows[-1][d]['of_product']:.0%}" for d in DIRECTIONS)
                         print(f"{dtype} {threads} threads, D {dim}, L {length}: {both}", flush=True)
     command = "python bench/tools/attention_phases.py " + " ".join(sys.argv[1:])
-    document = {"environment": results.environment("cpu", command.strip()), "isa": name, "rows": rows}
+    document = {
+        "environment": results.environment("cpu", command.strip()),
+        "isa": name,
+        "rows": rows,
+    }
     print("\n" + table(document))
     if options.out is not None:
         options.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -65,16 +65,26 @@ def trained(text: torch.Tensor, steps: int) -> GPT:
     torch.manual_seed(0)
     model = GPT(
         GPTConfig(
-            vocab_size=256, d_model=128, num_layers=4, num_heads=4, max_length=2 * LENGTH, dropout=0.0, attention_dropout=0.0
+            vocab_size=256,
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            max_length=2 * LENGTH,
+            dropout=0.0,
+            attention_dropout=0.0,
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.01)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = (
+                2e-3 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         starts = torch.randint(len(text) - LENGTH - 1, (8,)).tolist()
         ids = torch.stack([text[s : s + LENGTH + 1] for s in starts])
-        loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -85,17 +95,30 @@ def trained(text: torch.Tensor, steps: int) -> GPT:
 def perplexity(model: GPT, pages: torch.Tensor, dtype: torch.dtype | None) -> float:
     """Return the perplexity of bytes, from calls that read keys from the cache."""
     logits = model(pages[:, :-1], past_key_values=model.make_cache(LENGTH, dtype)).logits
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), pages[:, 1:].flatten()).exp())
+    return float(
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), pages[:, 1:].flatten()).exp()
+    )
 
 
-def kept_tokens(model: GPT, prompts: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int, int]:
+def kept_tokens(
+    model: GPT, prompts: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[int, int, int]:
     """Return greedy tokens before the first difference from float32, all tokens, equal prompts."""
     made = [
-        generate(model, prompts, decoding=Decoding(max_new_tokens=64), cache=model.make_cache(LENGTH, d)).lists()
+        generate(
+            model, prompts, decoding=Decoding(max_new_tokens=64), cache=model.make_cache(LENGTH, d)
+        ).lists()
         for d in (None, dtype)
     ]
-    same = [next((i for i, (a, b) in enumerate(zip(*pair)) if a != b), len(pair[0])) for pair in zip(*made)]
-    return sum(same), sum(map(len, made[0])), sum(n == len(tokens) for n, tokens in zip(same, made[0]))
+    same = [
+        next((i for i, (a, b) in enumerate(zip(*pair)) if a != b), len(pair[0]))
+        for pair in zip(*made)
+    ]
+    return (
+        sum(same),
+        sum(map(len, made[0])),
+        sum(n == len(tokens) for n, tokens in zip(same, made[0])),
+    )
 
 
 def speed(heads: int, copies: int = 6, rounds: int = 5) -> dict[str, float]:
@@ -103,7 +126,10 @@ def speed(heads: int, copies: int = 6, rounds: int = 5) -> dict[str, float]:
 
     Calls are interleaved and use ``copies`` of the cache in turn.
     """
-    query, times = torch.randn(1, heads, 1, 128).bfloat16(), {name: [math.inf] for name in KINDS if name != "float32"}
+    query, times = (
+        torch.randn(1, heads, 1, 128).bfloat16(),
+        {name: [math.inf] for name in KINDS if name != "float32"},
+    )
     calls: dict[str, list[tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]]] = {}
     for name in times:
         calls[name] = []
@@ -124,19 +150,31 @@ def speed(heads: int, copies: int = 6, rounds: int = 5) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--speed", action="store_true", help="only the time of a decoding step on one thread of the CPU")
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="only the time of a decoding step on one thread of the CPU",
+    )
     options = parser.parse_args()
     if options.speed:
         torch.set_num_threads(1)
         for heads in (8, 32):
-            print(f"{heads} query heads, ms: { {name: round(t, 2) for name, t in speed(heads).items()} }", flush=True)
+            print(
+                f"{heads} query heads, ms:"
+                f" { {name: round(t, 2) for name, t in speed(heads).items()} }",
+                flush=True,
+            )
         return
     for kind in ("normal", "Student t", "4 large columns"):
         errors = {name: f"{error:.2g}" for name, error in attention_errors(kind).items()}
         print(f"{kind}: {errors}", flush=True)
-    text = torch.tensor([*b"\n".join(path.read_bytes() for path in sorted(ROOT.glob("docs/**/*.md")))])
+    text = torch.tensor(
+        [*b"\n".join(path.read_bytes() for path in sorted(ROOT.glob("docs/**/*.md")))]
+    )
     cut = len(text) * 19 // 20
     model = trained(text[:cut], options.steps)
     pages = text[cut : cut + 32 * (LENGTH + 1)].view(32, LENGTH + 1)
@@ -144,7 +182,11 @@ def main() -> None:
         if dtype != torch.bfloat16:
             kept, tokens, whole = kept_tokens(model, pages[:, :64], dtype)
             value = perplexity(model, pages, dtype)
-            print(f"{name}: perplexity {value:.4f}, {kept} of {tokens} tokens, {whole} of {len(pages)} prompts", flush=True)
+            print(
+                f"{name}: perplexity {value:.4f}, {kept} of {tokens} tokens, {whole} of"
+                f" {len(pages)} prompts",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

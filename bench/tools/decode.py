@@ -26,7 +26,8 @@ import pytransformer as pt
 from pytransformer.cli.machine import cpu_name, usable_cores
 
 SHAPES = (
-    (1, 1, 1, 128), (1, 8, 8, 64), (1, 8, 8, 128), (1, 16, 8, 128), (1, 32, 8, 128), (1, 64, 8, 128), (1, 32, 32, 128), (4, 8, 8, 128),
+    (1, 1, 1, 128), (1, 8, 8, 64), (1, 8, 8, 128), (1, 16, 8, 128), (1, 32, 8, 128),
+    (1, 64, 8, 128), (1, 32, 32, 128), (4, 8, 8, 128),
           (16, 8, 2, 128), (16, 1, 1, 128))  # fmt: skip
 PAGES = (16, 64)
 Call = Callable[[], object]
@@ -50,7 +51,10 @@ def contenders(
     """Return the calls, and the bytes that each reads."""
     batch, heads, kv_heads, head_dim = shape
     one = 2 * batch * kv_heads * keys * head_dim * dtype.itemsize
-    caches = [tuple(torch.randn(batch, kv_heads, keys, head_dim).to(dtype) for _ in "kv") for _ in range(max(2, size // one))]
+    caches = [
+        tuple(torch.randn(batch, kv_heads, keys, head_dim).to(dtype) for _ in "kv")
+        for _ in range(max(2, size // one))
+    ]
     query = torch.randn(batch, heads, 1, head_dim).to(dtype)
     flat = torch.ones(len(caches) * one // 4)
     lengths = torch.full((batch,), keys)
@@ -63,11 +67,14 @@ def contenders(
         pools = [tuple(paged(x, page, order) for x in cache) for cache in caches]
         table = order.view(batch, -1).to(torch.int32)
         found[f"pages of {page}"] = lambda pools=pools, table=table: [
-            pt.attention(query, k, v, page_table=table, key_lengths=lengths, strict=True) for k, v in pools
+            pt.attention(query, k, v, page_table=table, key_lengths=lengths, strict=True)
+            for k, v in pools
         ]
     if peers:
         grouped = heads != kv_heads
-        found["sdpa"] = lambda: [F.scaled_dot_product_attention(query, k, v, enable_gqa=grouped) for k, v in caches]
+        found["sdpa"] = lambda: [
+            F.scaled_dot_product_attention(query, k, v, enable_gqa=grouped) for k, v in caches
+        ]
     return found, flat.nbytes
 
 
@@ -86,19 +93,38 @@ def rows(arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
     for name in arguments.dtype:
         for shape in SHAPES:
             torch.manual_seed(0)
-            calls, size = contenders(shape, arguments.keys, getattr(torch, name), arguments.bytes, arguments.peers)
+            calls, size = contenders(
+                shape, arguments.keys, getattr(torch, name), arguments.bytes, arguments.peers
+            )
             with torch.inference_mode():
                 found = measure(calls, size, arguments.rounds)
-            yield {"dtype": name, "shape": dict(zip(("B", "Hq", "Hkv", "D"), shape, strict=True)), "gbps": found}
+            yield {
+                "dtype": name,
+                "shape": dict(zip(("B", "Hq", "Hkv", "D"), shape, strict=True)),
+                "gbps": found,
+            }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, default=8192, help="of each sequence, a multiple of 64 (default 8192)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--keys", type=int, default=8192, help="of each sequence, a multiple of 64 (default 8192)"
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--bytes", type=int, default=3 << 28, help="of all caches together (default 768 MiB)")
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--peers", action="store_true", help="PyTorch's scaled_dot_product_attention too (slow)")
+    parser.add_argument(
+        "--bytes", type=int, default=3 << 28, help="of all caches together (default 768 MiB)"
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        default=["bfloat16", "float32"],
+        choices=["bfloat16", "float16", "float32"],
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="PyTorch's scaled_dot_product_attention too (slow)"
+    )
     parser.add_argument("--out", help="a JSON file")
     arguments = parser.parse_args()
     document = {
@@ -112,7 +138,9 @@ def main() -> None:
     for row in rows(arguments):
         document["rows"].append(row)
         read = row["gbps"]["read"]
-        shares = "  ".join(f"{name} {rate:.1f} ({rate / read:.2f})" for name, rate in row["gbps"].items())
+        shares = "  ".join(
+            f"{name} {rate:.1f} ({rate / read:.2f})" for name, rate in row["gbps"].items()
+        )
         print(row["dtype"], *(f"{k}{v}" for k, v in row["shape"].items()), " ", shares, flush=True)
     if arguments.out:
         with open(arguments.out, "w") as file:

@@ -39,7 +39,10 @@ Errors = dict[str, float]
 def problems() -> Iterator[tuple[plan.Case, str]]:
     """Yield every case of every op, in each dtype."""
     for op in plan.OPS:
-        for case in (*plan.cases(op, "small"), *(c for c in plan.cases(op, "small", {plan.APART}) if c.name in PAGES)):
+        for case in (
+            *plan.cases(op, "small"),
+            *(c for c in plan.cases(op, "small", {plan.APART}) if c.name in PAGES),
+        ):
             for dtype in DTYPES:
                 yield plan.resized(case, DECODE if case.name.startswith("decode") else SHAPE), dtype
 
@@ -60,7 +63,12 @@ def errors(case: plan.Case, dtype: str) -> dict[str, Errors]:
         except Unsupported:
             continue
         if not prepared.own_dropout:
-            verdict = check.judge(problem, check.compute(problem, prepared, grads), solution, peer=provider.name != OURS)
+            verdict = check.judge(
+                problem,
+                check.compute(problem, prepared, grads),
+                solution,
+                peer=provider.name != OURS,
+            )
             found[provider.name] = dict(verdict.errors)
     return found
 
@@ -70,9 +78,14 @@ def measure() -> dict[str, Any]:
     with console.progress(len(todo)) as progress:
         for case, dtype in todo:
             progress.step(f"{case.op} {case.name} {dtype}")
-            rows.append({"op": case.op, "case": case.name, "dtype": dtype, "errors": errors(case, dtype)})
+            rows.append(
+                {"op": case.op, "case": case.name, "dtype": dtype, "errors": errors(case, dtype)}
+            )
             progress.advance()
-    return {"environment": results.environment("cpu", "python bench/tools/golden.py --run"), "rows": rows}
+    return {
+        "environment": results.environment("cpu", "python bench/tools/golden.py --run"),
+        "rows": rows,
+    }
 
 
 # ---- the document
@@ -81,7 +94,11 @@ def measure() -> dict[str, Any]:
 def ratios(row: dict[str, Any], peer: str) -> list[float]:
     """Return our error over the peer's by tensor, without tensors that the peer has exact."""
     ours, theirs = row["errors"].get(OURS, {}), row["errors"].get(peer, {})
-    return [ours[name] / theirs[name] for name in ours if theirs.get(name) and theirs[name] == theirs[name]]
+    return [
+        ours[name] / theirs[name]
+        for name in ours
+        if theirs.get(name) and theirs[name] == theirs[name]
+    ]
 
 
 def save(document: dict[str, Any], path: Path) -> None:
@@ -104,8 +121,13 @@ def load(path: Path) -> dict[str, Any]:
         for line in csv.DictReader(file):
             pairs = (word.split("=") for word in line["errors"].split())
             key = (line["op"], line["case"], line["dtype"])
-            rows.setdefault(key, {})[line["backend"]] = {name: float(error) for name, error in pairs}
-    found = [{"op": op, "case": case, "dtype": dtype, "errors": e} for (op, case, dtype), e in rows.items()]
+            rows.setdefault(key, {})[line["backend"]] = {
+                name: float(error) for name, error in pairs
+            }
+    found = [
+        {"op": op, "case": case, "dtype": dtype, "errors": e}
+        for (op, case, dtype), e in rows.items()
+    ]
     return {"environment": environment, "rows": found}
 
 
@@ -120,7 +142,10 @@ def section(document: dict[str, Any]) -> str:
     for dtype in DTYPES:
         members = [row for row in rows if row["dtype"] == dtype]
         of = {peer: [ratio for row in members for ratio in ratios(row, peer)] for peer in peers}
-        cells = [f"{_middle(of[peer])} ({sum(r <= 1 for r in of[peer])} of {len(of[peer])})" for peer in peers]
+        cells = [
+            f"{_middle(of[peer])} ({sum(r <= 1 for r in of[peer])} of {len(of[peer])})"
+            for peer in peers
+        ]
         medians.append([report.SHORT[dtype], *cells])
     where = document["environment"]
     return "\n\n".join(
@@ -138,10 +163,16 @@ def written(text: str, document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", action="store_true", help="measure first")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/accuracy.md from the CSV file")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default %(default)s")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table of docs/accuracy.md from the CSV file"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FILE", help="default %(default)s"
+    )
     options = parser.parse_args()
     if options.run:
         save(measure(), options.results)

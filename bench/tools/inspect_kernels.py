@@ -51,8 +51,13 @@ def family_of(kernel: str) -> str:
     Attention's kernels have names of masks; matmul kernels belong to the family they were written
     for.
     """
-    words = {family: (family, *(name for name, op in OPS.items() if op.family == family)) for family in FAMILIES}
-    found = next((family for family in FAMILIES if any(word in kernel for word in words[family])), None)
+    words = {
+        family: (family, *(name for name, op in OPS.items() if op.family == family))
+        for family in FAMILIES
+    }
+    found = next(
+        (family for family in FAMILIES if any(word in kernel for word in words[family])), None
+    )
     return found or ("feed_forward" if "matmul" in kernel else "attention")
 
 
@@ -96,14 +101,27 @@ def built_cuda(options: argparse.Namespace) -> Rows:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--op", choices=FAMILIES, help="one family (default all)")
     parser.add_argument(
-        "--arch", nargs="*", default=[], metavar="N", help="80, 90, 100, 120 (default: Triton 90; CUDA what is built)"
+        "--arch",
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="80, 90, 100, 120 (default: Triton 90; CUDA what is built)",
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name, or whose problem's, holds this")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="kernels whose name, or whose problem's, holds this",
+    )
     parser.add_argument("--backend", choices=BACKENDS, help="one of the backends (default both)")
-    parser.add_argument("--table", action="store_true", help="show the committed tables, compile nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="show the committed tables, compile nothing"
+    )
     options = parser.parse_args()
     console, found, wrong = Console(), 0, 0
     for backend in [options.backend] if options.backend else BACKENDS:
@@ -115,15 +133,24 @@ def main() -> int:
             console.print(f"{reason}; --table shows what is committed")
             continue
         columns = [name for name in COLUMNS if any(name in used for _, _, used in rows)]
-        cells = [[arch, kernel, *(used.get(name, "-") for name in columns)] for arch, kernel, used in rows]
+        cells = [
+            [arch, kernel, *(used.get(name, "-") for name in columns)]
+            for arch, kernel, used in rows
+        ]
         console.table(("arch", "kernel", *columns), cells, right=columns)
         spilling = [f"{arch} {kernel}" for arch, kernel, used in rows if used["stack"]]
-        console.print(f"{len(rows)} kernels, {len(spilling)} of them with a stack (spills){': ' if spilling else ''}")
+        console.print(
+            f"{len(rows)} kernels, {len(spilling)} of them with a stack"
+            f" (spills){': ' if spilling else ''}"
+        )
         for name in spilling:
             console.print(f"  {name}")
         if backend == "cuda" and not options.table:
             hazards = machinery("cuda").hazards()
-            console.print(f"{len(hazards)} hazards of products in flight and of setmaxnreg{':' if hazards else ''}")
+            console.print(
+                f"{len(hazards)} hazards of products in flight and of"
+                f" setmaxnreg{':' if hazards else ''}"
+            )
             for hazard in hazards:
                 console.print(f"  {hazard}")
             wrong += len(hazards)

@@ -44,7 +44,9 @@ def callers_torch() -> tuple[Path, str] | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     package = Path(next(iter(spec.submodule_search_locations)))
-    version = re.search(r"^__version__ = '(\d+)\.(\d+)([^']*)'", (package / "version.py").read_text(), re.MULTILINE)
+    version = re.search(
+        r"^__version__ = '(\d+)\.(\d+)([^']*)'", (package / "version.py").read_text(), re.MULTILINE
+    )
     if version is None or (int(version[1]), int(version[2])) < MIN_TORCH:
         return None
     return package.parent, f"{version[1]}.{version[2]}{version[3]}"
@@ -53,12 +55,19 @@ def callers_torch() -> tuple[Path, str] | None:
 def make_environment() -> Path:
     """Create .venv if missing; return the constraints file that fits it."""
     if Path(sys.prefix).resolve() == VENV.resolve():
-        sys.exit(f"install: run this with the Python that shall own {VENV}, not with that of {VENV} itself")
+        sys.exit(
+            f"install: run this with the Python that shall own {VENV}, not with that of {VENV}"
+            " itself"
+        )
     if not PYTHON.exists():
         say(f"creating {VENV} with Python {sys.version.split()[0]}")
-        if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+        if (
+            importlib.util.find_spec("ensurepip") is None
+            or importlib.util.find_spec("venv") is None
+        ):
             sys.exit(
-                f"install: {sys.executable} cannot make virtual environments: install its venv package (Debian: python3-venv)"
+                f"install: {sys.executable} cannot make virtual environments: install its venv"
+                " package (Debian: python3-venv)"
             )
         run(sys.executable, "-m", "venv", VENV)
     site = next(VENV.glob("lib/python3*/site-packages"))
@@ -70,25 +79,43 @@ def make_environment() -> Path:
     say(f"using torch {version} of {folder}")
     reused.write_text(f"{folder}\n")
     installed = {"torch": version} | {
-        d.name: d.version for d in importlib.metadata.distributions(name="triton", path=[str(folder)])
+        d.name: d.version
+        for d in importlib.metadata.distributions(name="triton", path=[str(folder)])
     }
-    pins = [line for line in constraints.read_text().splitlines() if line.partition("==")[0] not in installed]
+    pins = [
+        line
+        for line in constraints.read_text().splitlines()
+        if line.partition("==")[0] not in installed
+    ]
     fitting = VENV / "constraints.txt"
-    fitting.write_text("\n".join([*pins, *(f"{name}=={version}" for name, version in installed.items())]) + "\n")
+    fitting.write_text(
+        "\n".join([*pins, *(f"{name}=={version}" for name, version in installed.items())]) + "\n"
+    )
     return fitting
 
 
 def fingerprint(constraints: Path, extras: str) -> str:
-    parts = [extras, sys.version, *(path.read_text() for path in (ROOT / "pyproject.toml", constraints))]
+    parts = [
+        extras,
+        sys.version,
+        *(path.read_text() for path in (ROOT / "pyproject.toml", constraints)),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def main() -> None:
     if sys.version_info < MIN_PYTHON:
-        sys.exit(f"install: Python {sys.version.split()[0]} is too old: wanted >= {'.'.join(map(str, MIN_PYTHON))}")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sys.exit(
+            f"install: Python {sys.version.split()[0]} is too old: wanted >="
+            f" {'.'.join(map(str, MIN_PYTHON))}"
+        )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--extras", default="test,bench,models,hf,triton", help="optional dependencies to install (default: %(default)s)"
+        "--extras",
+        default="test,bench,models,hf,triton",
+        help="optional dependencies to install (default: %(default)s)",
     )
     extras = parser.parse_args().extras
     start = time.monotonic()

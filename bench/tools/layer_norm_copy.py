@@ -31,7 +31,9 @@ def clock() -> float:
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def problem(op: str, rows: int, columns: int, dtype: torch.dtype) -> tuple[Callable[[], Any], list[torch.Tensor]]:
+def problem(
+    op: str, rows: int, columns: int, dtype: torch.dtype
+) -> tuple[Callable[[], Any], list[torch.Tensor]]:
     """Return the public call and its leaves."""
     x, residual = (torch.randn(rows, columns).to(dtype).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(columns).to(dtype).requires_grad_() for _ in range(2))
@@ -43,7 +45,9 @@ def problem(op: str, rows: int, columns: int, dtype: torch.dtype) -> tuple[Calla
 
 
 def tensor_bytes(calls: list[Any]) -> int:
-    return sum(t.numel() * t.element_size() for call in calls for t in call.args if torch.is_tensor(t))
+    return sum(
+        t.numel() * t.element_size() for call in calls for t in call.args if torch.is_tensor(t)
+    )
 
 
 def minima(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -86,21 +90,38 @@ def measure(op: str, rows: int, columns: int, dtype: torch.dtype, rounds: int) -
                 native()
 
         best = minima(
-            {"copy": lambda target=target, source=source: target.copy_(source), "alone": alone, "call": whole}, rounds
+            {
+                "copy": lambda target=target, source=source: target.copy_(source),
+                "alone": alone,
+                "call": whole,
+            },
+            rounds,
         )
         copy, kernel, full = (1e6 * best[name] for name in ("copy", "alone", "call"))
-        print(f"| {op} | {rows} x {columns} | {str(dtype)[6:]} | {direction} | {size / 1e6:.0f} | {copy:.0f} | {kernel:.0f} | "
-              f"{copy / kernel:.0%} | {full:.0f} | {(full - kernel) / full:.0%} |", flush=True)  # fmt: skip
+        print(
+            f"| {op} | {rows} x {columns} | {str(dtype)[6:]} | {direction} | {size / 1e6:.0f} | "
+            f"{copy:.0f} | {kernel:.0f} | "
+            f"{copy / kernel:.0%} | {full:.0f} | {(full - kernel) / full:.0%} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", nargs="+", default=["8192x1024", "2048x768"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
-    print(f"{cpu_name()}, {torch.get_num_threads()} threads; microseconds, minima of {arguments.rounds} interleaved rounds\n")
-    print("| op | shape | dtype | direction | MB | `copy_` | kernel | of `copy_` | call | beyond the kernel |")
+    print(
+        f"{cpu_name()}, {torch.get_num_threads()} threads; microseconds, minima of"
+        f" {arguments.rounds} interleaved rounds\n"
+    )
+    print(
+        "| op | shape | dtype | direction | MB | `copy_` | kernel | of `copy_` | call | beyond the"
+        " kernel |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for shape in arguments.shape:
         rows, columns = (int(n) for n in shape.split("x"))

@@ -24,7 +24,17 @@ COLUMNS = (
     "threads", "median_ms", "p20_ms", "p80_ms", "torch_over_this", "tflops", "gbps", "error",
     "peak_bytes",
 )  # fmt: skip
-KEPT_OF_ENVIRONMENT = ("cpu", "cores", "threads", "isa", "torch", "commit", "date", "load", "command")
+KEPT_OF_ENVIRONMENT = (
+    "cpu",
+    "cores",
+    "threads",
+    "isa",
+    "torch",
+    "commit",
+    "date",
+    "load",
+    "command",
+)
 
 
 class Run(NamedTuple):
@@ -58,7 +68,9 @@ def collect(folder: Path) -> Run:
     if document is None:
         raise SystemExit(f"medians: {folder} must be a benchmark's folder, got no results.json")
     environment = {key: document["environment"].get(key) for key in KEPT_OF_ENVIRONMENT}
-    peaks = {key: _round(value) for key, value in (document["peaks"] or {}).items() if key != "copy_gbps"}
+    peaks = {
+        key: _round(value) for key, value in (document["peaks"] or {}).items() if key != "copy_gbps"
+    }
     rows = list(_of_suite("aims", document))
     rows += _of_suite("isa", _load(folder / "isa-avx2" / "results.json") or {"rows": []})
     rows += _of_models(_load(folder / "models.json") or {"rows": []})
@@ -94,7 +106,10 @@ def _of_suite(suite: str, document: dict[str, Any]) -> Iterator[Row]:
                 shape=" ".join(f"{name}={size}" for name, size in row["shape"].items()),
                 implementation=row["backend"],
                 torch_over_this=row["speedup_torch"],
-                **{key: row[key] for key in ("op", "case", "dtype", "tflops", "gbps", "error", "peak_bytes")},
+                **{
+                    key: row[key]
+                    for key in ("op", "case", "dtype", "tflops", "gbps", "error", "peak_bytes")
+                },
                 cache=row.get("cache"),
             )
 
@@ -112,7 +127,9 @@ def _of_models(document: dict[str, Any]) -> Iterator[Row]:
             shape=row["batch"],
             implementation="cpu" if row["variant"] == "pytransformer" else row["variant"],
             torch_over_this=row["speedup_sdpa"],
-            error=row["gradients_error"] if row["mode"] == "training_step" else row["outputs_error"],
+            error=(
+                row["gradients_error"] if row["mode"] == "training_step" else row["outputs_error"]
+            ),
             peak_bytes=row["peak_bytes"],
         )
 
@@ -128,14 +145,18 @@ def _of_step(document: dict[str, Any]) -> Iterator[Row]:
             case=document["model"],
             dtype="bfloat16" if document["bf16"] else "float32",
             direction="training_step",
-            shape=f"source {document['shapes']['input_ids']}, target {document['shapes']['labels']}",
+            shape=(
+                f"source {document['shapes']['input_ids']}, target {document['shapes']['labels']}"
+            ),
             implementation="cpu" if name == "pytransformer" else name,
             torch_over_this=rows["torch"]["ratio"] / row["ratio"] if "torch" in rows else None,
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder with a results.json")
     parser.add_argument("csv", type=Path, help="file to write")
     options = parser.parse_args(arguments)

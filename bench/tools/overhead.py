@@ -80,7 +80,9 @@ def ways(op: str, mode: str) -> list[Way]:
     without_gradient = torch.inference_mode if mode == "fwd, inference" else torch.no_grad
 
     def runner(function: Function, leaves: list[torch.Tensor]) -> Callable[[], object]:
-        wanted = [] if forward_only else [t.requires_grad_() for t in leaves if t.is_floating_point()]
+        wanted = (
+            [] if forward_only else [t.requires_grad_() for t in leaves if t.is_floating_point()]
+        )
         grad = torch.randn_like(function(*leaves))
 
         def forward() -> object:
@@ -125,7 +127,12 @@ def microseconds(contenders: list[Way], rounds: int, repeat: int) -> dict[str, l
 def measure(op: str, mode: str, rounds: int, repeat: int) -> dict[str, object]:
     times = microseconds(ways(op, mode), rounds, repeat)
     fastest = {f"{name}_us": min(found) for name, found in times.items()}
-    return {"op": op, "mode": mode, **fastest, "medians": {name: statistics.median(found) for name, found in times.items()}}
+    return {
+        "op": op,
+        "mode": mode,
+        **fastest,
+        "medians": {name: statistics.median(found) for name, found in times.items()},
+    }
 
 
 def main() -> None:
@@ -134,7 +141,9 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="ops whose name has this text")
     parser.add_argument("--repeat", type=int, default=10, help="calls a round")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
-    parser.add_argument("--profile", metavar="OP:MODE", help="where the time of one of them goes, instead")
+    parser.add_argument(
+        "--profile", metavar="OP:MODE", help="where the time of one of them goes, instead"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.profile:
@@ -147,18 +156,25 @@ def main() -> None:
         return
     rows = []
     print(
-        f"C++ fast path: {fast_path.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
+        "C++ fast path:"
+        f" {fast_path.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
     )
     for op in (name for name in problems() if options.only in name):
         for mode in modes(op):
             row = measure(op, mode, options.rounds, options.repeat)
             ours, python, theirs = (row[f"{name}_us"] for name in ("ours", "python", "torch"))
-            print(f"{op:22}{mode:22}{ours:9.1f}{python:11.1f}{theirs:10.1f}{ours / theirs:8.2f}", flush=True)
+            print(
+                f"{op:22}{mode:22}{ours:9.1f}{python:11.1f}{theirs:10.1f}{ours / theirs:8.2f}",
+                flush=True,
+            )
             rows.append(row)
     if options.out is not None:
         where = results.environment("cpu", "python bench/tools/overhead.py")
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"environment": where, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"environment": where, "rounds": options.rounds, "rows": rows}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

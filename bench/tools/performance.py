@@ -26,7 +26,11 @@ import medians  # beside this file
 from medians import Row, Run
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE, README = ROOT / "bench" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
+RESULTS, PAGE, README = (
+    ROOT / "bench" / "results",
+    ROOT / "docs" / "performance.md",
+    ROOT / "README.md",
+)
 MACHINES = (
     "amd-epyc-zen5-2-cores",
     "amd-epyc-zen4-2-cores",
@@ -37,7 +41,8 @@ GPU = "nvidia-h100-80gb-hbm3"
 # Runs in the GPU's folder, in the page's order; each problem appears in its newest run only.
 GPU_RUNS = (
     "second/fwd64", "second/fwd128", "second/bwd64", "second/bwd128", "long", "d256",
-    "second/decode1_32", "second/decode16", "terms", "norms_4096", "cross_entropy", "as-found/feed_forward",
+    "second/decode1_32", "second/decode16", "terms", "norms_4096", "cross_entropy",
+    "as-found/feed_forward",
 )  # fmt: skip
 # README's rows: folder of the run, case, shape and direction.
 GPU_SHOWN = (
@@ -49,12 +54,20 @@ GPU_SHOWN = (
     ("terms", "dropout", "bwd"),
     ("second/decode1_32", "decode_pages", "fwd"),
 )
-GPU_PEERS = {"torch": "PyTorch", "torch_cudnn": "cuDNN", "torch_flash": "flash", "torch_efficient": "efficient"}
+GPU_PEERS = {
+    "torch": "PyTorch",
+    "torch_cudnn": "cuDNN",
+    "torch_flash": "flash",
+    "torch_efficient": "efficient",
+}
 START = "<!-- performance: start, written by bench/tools/performance.py -->"
 END = "<!-- performance: end -->"
 COMMANDS = (
     "-m pytransformer bench --suite aims --out .",
-    "-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch --out isa-avx2",
+    (
+        "-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch"
+        " --out isa-avx2"
+    ),
     "-m pytransformer bench models --layers 2 --seconds 1.5 --out .",
     "{tools}/step_time.py --out step-time.json",
 )
@@ -78,8 +91,23 @@ class Aim(NamedTuple):
 
 
 AIMS = (
-    Aim("attention f32, L >= 1024, share of the matrix product's rate", GRID, "float32", 0.95, "tflops", 1024),
-    Aim("attention bf16, L >= 1024, share of the matrix product's rate", GRID, "bfloat16", 0.9, "tflops", 1024, 0.75),
+    Aim(
+        "attention f32, L >= 1024, share of the matrix product's rate",
+        GRID,
+        "float32",
+        0.95,
+        "tflops",
+        1024,
+    ),
+    Aim(
+        "attention bf16, L >= 1024, share of the matrix product's rate",
+        GRID,
+        "bfloat16",
+        0.9,
+        "tflops",
+        1024,
+        0.75,
+    ),
     Aim("decoding f32, share of the read bandwidth", ("decode",), "float32", 0.85, "read_gbps"),
     Aim("decoding bf16, share of the read bandwidth", ("decode",), "bfloat16", 0.85, "read_gbps"),
     Aim("layer_norm and add_norm f32, over PyTorch", ("layer_norm", "add_norm"), "float32", 1.5),
@@ -113,7 +141,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def sizes(row: Row) -> dict[str, int]:
     """Return the dimensions of a row's problem."""
-    return {name: int(size) for name, _, size in (word.partition("=") for word in row["shape"].split())}
+    return {
+        name: int(size) for name, _, size in (word.partition("=") for word in row["shape"].split())
+    }
 
 
 def ratio(row: Row) -> float | None:
@@ -133,7 +163,9 @@ def per_machine(runs: dict[str, Run], cells: Callable[[Run], dict[str, str]], fi
     """Return a table with one column per machine of what `cells` returns by row title."""
     columns = {name: cells(run) for name, run in runs.items()}
     titles = list(dict.fromkeys(title for column in columns.values() for title in column))
-    heads = [f"{name.removesuffix('-2-cores')}, {run.environment['isa']}" for name, run in runs.items()]
+    heads = [
+        f"{name.removesuffix('-2-cores')}, {run.environment['isa']}" for name, run in runs.items()
+    ]
     rows = ([title, *(column.get(title, "–") for column in columns.values())] for title in titles)
     return table((first, *heads), rows)
 
@@ -157,13 +189,17 @@ def by_op(run: Run) -> dict[str, str]:
         groups.setdefault(group_of(row), []).append(row)
     cells = {}
     for title, rows in groups.items():
-        directions = (span(ratio(r) for r in rows if r["direction"] == d) for d in ("fwd", "fwd+bwd"))
+        directions = (
+            span(ratio(r) for r in rows if r["direction"] == d) for d in ("fwd", "fwd+bwd")
+        )
         cells[title] = " / ".join(directions)
     held = [ratio(row) for row in ours(run, "isa")]
     if held:
         cells["every op, both restricted to AVX2"] = span(held)
     for row in ours(run, "step"):
-        cells["training step of a small translator, over `torch.nn.Transformer`"] = times(ratio(row))
+        cells["training step of a small translator, over `torch.nn.Transformer`"] = times(
+            ratio(row)
+        )
     slower = sum((ratio(row) or 1.0) < SLOWER for row in compared)
     cells["rows slower than PyTorch"] = f"{slower} of {len(compared)}"
     return cells
@@ -179,7 +215,9 @@ def by_length(run: Run) -> dict[str, str]:
             groups.setdefault(title, {}).setdefault(row["direction"], []).append(value)
     ordered = sorted(groups, key=lambda title: (title.split(",")[0], int(title.split()[-1])))
     return {
-        title: " / ".join(times(median(groups[title][d])) for d in ("fwd", "fwd+bwd") if d in groups[title])
+        title: " / ".join(
+            times(median(groups[title][d])) for d in ("fwd", "fwd+bwd") if d in groups[title]
+        )
         for title in ordered
     }
 
@@ -209,7 +247,9 @@ def aim_values(aim: Aim, run: Run) -> Iterable[float]:
             continue
         value = ratio(row)
         if aim.peak:
-            value = float(row["tflops" if aim.peak == "tflops" else "gbps"]) / whole if whole else None
+            value = (
+                float(row["tflops" if aim.peak == "tflops" else "gbps"]) / whole if whole else None
+            )
         if value is not None:
             yield value
 
@@ -221,15 +261,31 @@ def models(runs: dict[str, Run]) -> str:
         at: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
         for row in run.rows:
             if row["suite"] == "models":
-                key = (name.removesuffix("-2-cores"), row["case"], row["shape"], SHORT[row["dtype"]])
-                at.setdefault(key, {})[row["direction"], row["implementation"]] = float(row["median_ms"])
+                key = (
+                    name.removesuffix("-2-cores"),
+                    row["case"],
+                    row["shape"],
+                    SHORT[row["dtype"]],
+                )
+                at.setdefault(key, {})[row["direction"], row["implementation"]] = float(
+                    row["median_ms"]
+                )
         for key, ms in at.items():
             cells = (
-                " / ".join(times(ms[direction, peer] / ms[direction, OURS]) for peer in ("sdpa", "eager"))
+                " / ".join(
+                    times(ms[direction, peer] / ms[direction, OURS]) for peer in ("sdpa", "eager")
+                )
                 for direction in ("forward", "training_step")
             )
             rows.append([*key, *cells])
-    heads = ("machine", "model", "batch", "dtype", "forward: over sdpa / eager", "training step: over sdpa / eager")
+    heads = (
+        "machine",
+        "model",
+        "batch",
+        "dtype",
+        "forward: over sdpa / eager",
+        "training step: over sdpa / eager",
+    )
     return table(heads, rows)
 
 
@@ -276,7 +332,15 @@ def gpu() -> str:
             triton = f"{row.ms['triton']:.3f}" if "triton" in row.ms else "–"
             cells = [f"{row.ms['cuda']:.3f}", triton, f"{row.tflops:.0f}", *row.peer_cells(), name]
             rows.append([row.case.replace("_", " "), row.shape, row.direction, *cells])
-    heads = ("case", "shape", "direction", "`cuda`, ms", "`triton`, ms", "`cuda`, TFLOP/s", "fastest of PyTorch, ms")
+    heads = (
+        "case",
+        "shape",
+        "direction",
+        "`cuda`, ms",
+        "`triton`, ms",
+        "`cuda`, TFLOP/s",
+        "fastest of PyTorch, ms",
+    )
     return table((*heads, "PyTorch over `cuda`", "run"), rows)
 
 
@@ -287,8 +351,17 @@ def gpu_summary() -> str:
         row = next(row for row in gpu_rows(name) if (row.case, row.direction) == (case, direction))
         size = dict(word.split("=") for word in row.shape.split())
         problem = f"{case.replace('_', ' ')}, D {size['D']}, {int(size['Lk']):,} keys"
-        rows.append([problem, {"fwd": "forward", "bwd": "backward"}[direction], f"{row.ms['cuda']:.3f}", *row.peer_cells()])
-    return table(("attention on an H100, bf16", "", "ours, ms", "fastest of PyTorch, ms", "speed-up"), rows)
+        rows.append(
+            [
+                problem,
+                {"fwd": "forward", "bwd": "backward"}[direction],
+                f"{row.ms['cuda']:.3f}",
+                *row.peer_cells(),
+            ]
+        )
+    return table(
+        ("attention on an H100, bf16", "", "ours, ms", "fastest of PyTorch, ms", "speed-up"), rows
+    )
 
 
 def cpu_summary(runs: dict[str, Run]) -> str:
@@ -304,9 +377,15 @@ def means(run: Run) -> dict[str, str]:
         if value is not None:
             op = "attention" if row["op"].startswith("attention") else "the other ops"
             groups.setdefault(f"{op}, {SHORT[row['dtype']]}", []).append(value)
-    cells = {title: f"{geometric_mean(values):.1f} ({times(min(values))})" for title, values in groups.items()}
+    cells = {
+        title: f"{geometric_mean(values):.1f} ({times(min(values))})"
+        for title, values in groups.items()
+    }
     values = [value for row in ours(run) if (value := ratio(row)) is not None]
-    return {**cells, "rows where we are slower": f"{sum(v < SLOWER for v in values)} of {len(values)}"}
+    return {
+        **cells,
+        "rows where we are slower": f"{sum(v < SLOWER for v in values)} of {len(values)}",
+    }
 
 
 # ---- pages
@@ -320,10 +399,13 @@ def load() -> dict[str, Run]:
 def described(run: Run) -> str:
     """Return a machine, its versions and its peaks in one line."""
     e, rates = run.environment, run.peaks
-    products = ", ".join(f"{1e3 * rate:.0f} GFLOP/s in {SHORT[dtype]}" for dtype, rate in rates["tflops"].items())
+    products = ", ".join(
+        f"{1e3 * rate:.0f} GFLOP/s in {SHORT[dtype]}" for dtype, rate in rates["tflops"].items()
+    )
     return (
-        f"{e['isa']}: {e['cpu']}, {e['cores']} cores, {e['threads']} threads, torch {e['torch']}, commit "
-        f"{e['commit']}, {e['date'][:10]}; matrix product {products}; reads {rates['read_gbps']:.0f} GB/s"
+        f"{e['isa']}: {e['cpu']}, {e['cores']} cores, {e['threads']} threads, torch {e['torch']},"
+        f" commit {e['commit']}, {e['date'][:10]}; matrix product {products}; reads"
+        f" {rates['read_gbps']:.0f} GB/s"
     )
 
 
@@ -335,16 +417,19 @@ def section(runs: dict[str, Run]) -> str:
             "Range of PyTorch's time over ours, forward / forward with backward.",
             per_machine(runs, by_op, "op"),
             "## CPU, plain attention by length",
-            "Median over head sizes 64 and 128 and over 1 and 8 heads, forward / forward with backward.",
+            "Median over head sizes 64 and 128 and over 1 and 8 heads, forward / forward with "
+            "backward.",
             per_machine(runs, by_length, "case"),
             "## CPU, share of the machine's limits",
             "Median, and the number of rows that reach the aim.",
             per_machine(runs, aims, "aim"),
             "## CPU, whole models of transformers",
-            "Ours means `attn_implementation=\"pytransformer\"` and `convert`, with dropout in training.",
+            "Ours means `attn_implementation=\"pytransformer\"` and `convert`, with dropout in "
+            "training.",
             models(runs),
             "## NVIDIA H100 80GB HBM3",
-            f"bfloat16, torch 2.11.0+cu130, 2026-11-26, L2 flushed before each call. The last column names "
+            f"bfloat16, torch 2.11.0+cu130, 2026-11-26, L2 flushed before each call. The last "
+            f"column names "
             f"the folder of `bench/results/{GPU}`.",
             gpu(),
             "## Machines",
@@ -358,10 +443,15 @@ def readme_section(runs: dict[str, Run]) -> str:
     return "\n\n".join(
         [
             gpu_summary(),
-            "Speed-up over PyTorch on CPUs, forward with and without backward: geometric mean over all rows of the\n"
-            "suite, and the minimum in parentheses.",
+            (
+                "Speed-up over PyTorch on CPUs, forward with and without backward: geometric mean"
+                " over all rows of the\nsuite, and the minimum in parentheses."
+            ),
             cpu_summary(runs),
-            "A bold value below 1 means that we are slower. [Performance](docs/performance.md) lists every row.",
+            (
+                "A bold value below 1 means that we are slower. [Performance](docs/performance.md)"
+                " lists every row."
+            ),
         ]
     )
 
@@ -378,16 +468,25 @@ def run_all(folder: Path) -> None:
     for command in COMMANDS:
         print(f"\n---- python {command.format(tools='bench/tools')}", flush=True)
         words = command.format(tools=ROOT / "bench" / "tools").split()
-        done = subprocess.run([sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONSAFEPATH": "1"})
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONSAFEPATH": "1"}
+        )
         if done.returncode > 1:  # 1 means that a backend was wrong, which the results record
             raise SystemExit(f"exit code {done.returncode}: {command}")
 
 
 def main() -> None:
     """Print or write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", action="store_true", help="run everything first")
-    parser.add_argument("--machine", choices=MACHINES, default=MACHINES[0], help="machine that --run replaces (%(default)s)")
+    parser.add_argument(
+        "--machine",
+        choices=MACHINES,
+        default=MACHINES[0],
+        help="machine that --run replaces (%(default)s)",
+    )
     parser.add_argument("--write", action="store_true", help="write both pages")
     options = parser.parse_args()
     if options.run:

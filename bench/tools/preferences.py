@@ -68,7 +68,9 @@ def entry_of(row: dict[str, Any]) -> Entry | None:
     if name == "torch_efficient" and row["case"] in ("key_padding", "bool_mask"):
         return "torch", "efficient"
     # This run used any order in backward, but the backend uses a fixed order, which takes longer.
-    if (name == "torch_flash" and plain and not forward) or (name == "torch" and row["case"] == "decode"):
+    if (name == "torch_flash" and plain and not forward) or (
+        name == "torch" and row["case"] == "decode"
+    ):
         return "torch", None
     return None
 
@@ -83,7 +85,9 @@ def measured(folder: Path) -> Measured:
             continue
         shape = tuple(sorted(row["shape"].items()))
         key = (row["op"], row["case"], shape, row["dtype"], row["mode"], entry)
-        newest[key] = max(newest.get(key, ("", 0.0)), (date, row.get("kernel_ms") or row["median_ms"]))
+        newest[key] = max(
+            newest.get(key, ("", 0.0)), (date, row.get("kernel_ms") or row["median_ms"])
+        )
     found: Measured = defaultdict(dict)
     for (op, name, shape, dtype, mode, entry), (_, ms) in newest.items():
         found[cell(op, name, dict(shape), dtype, mode), name, shape][entry] = ms

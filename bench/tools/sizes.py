@@ -34,7 +34,8 @@ NOT_FUNCTIONS = {
 }
 # Comments, literals and preprocessor lines, whose braces and parentheses do not count.
 NOISE = re.compile(
-    r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*',
+    r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^['
+    r" \t]*#(?:[^\n]*\\\n)*[^\n]*",
     re.S | re.M,
 )
 CALL = re.compile(r"(\]|[~\w]+)\s*\(")
@@ -60,10 +61,16 @@ def of_python(source: str) -> Iterator[Function]:
         if "overload" in decorators:
             continue
         given = node.args
-        names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls", "ctx")]
+        names = [
+            a.arg
+            for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)
+            if a.arg not in ("self", "cls", "ctx")
+        ]
         kernel = "jit" in decorators
         assert node.end_lineno is not None
-        yield Function(node.name, node.end_lineno - node.lineno + 1, 0 if kernel else len(names), kernel)
+        yield Function(
+            node.name, node.end_lineno - node.lineno + 1, 0 if kernel else len(names), kernel
+        )
 
 
 def _closing(text: str, start: int, pair: str) -> int:
@@ -104,7 +111,10 @@ def of_cpp(source: str) -> Iterator[Function]:
         before = text[max(text.rfind(mark, 0, found.start()) for mark in ";}{") + 1 : found.start()]
         kernel = "__global__" in before
         yield Function(
-            "lambda" if name == "]" else name, lines, 0 if kernel else _parameters(text[opened + 1 : closed]), kernel
+            "lambda" if name == "]" else name,
+            lines,
+            0 if kernel else _parameters(text[opened + 1 : closed]),
+            kernel,
         )
 
 
@@ -115,10 +125,18 @@ def functions(path: Path) -> Iterator[Function]:
 
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2])
-    paths = [path for path in root.rglob("*") if path.suffix in (".py", *CPP) and not {".venv", "build"} & set(path.parts)]
-    found = sorted(((f, path) for path in paths for f in functions(path)), key=lambda pair: -pair[0].lines)
+    paths = [
+        path
+        for path in root.rglob("*")
+        if path.suffix in (".py", *CPP) and not {".venv", "build"} & set(path.parts)
+    ]
+    found = sorted(
+        ((f, path) for path in paths for f in functions(path)), key=lambda pair: -pair[0].lines
+    )
     for function, path in found[:20]:
-        print(f"{function.lines:5} lines {function.parameters:3} parameters  {path} {function.name}")
+        print(
+            f"{function.lines:5} lines {function.parameters:3} parameters  {path} {function.name}"
+        )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ def timed(call: Call, leaves: list[torch.Tensor], grad: torch.Tensor) -> tuple[f
 
 
 def measure(length: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
-    leaves = [torch.randn(1, 1, length, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+    leaves = [
+        torch.randn(1, 1, length, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)
+    ]
     query, key, value = leaves
     grad = torch.randn_like(query)
     calls: dict[tuple[str, str], Call] = {("none", "ours"): lambda: pt.attention(query, key, value)}
@@ -66,7 +68,9 @@ def measure(length: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list
     for name, mask in masks.items():
         dense = mask.to_dense()
         calls[name, "ours"] = lambda mask=mask: pt.attention(query, key, value, attn_mask=mask)
-        calls[name, "ours, dense mask"] = lambda dense=dense: pt.attention(query, key, value, attn_mask=dense)
+        calls[name, "ours, dense mask"] = lambda dense=dense: pt.attention(
+            query, key, value, attn_mask=dense
+        )
         calls[name, "torch, dense mask"] = lambda dense=dense: F.scaled_dot_product_attention(
             query, key, value, attn_mask=dense
         )
@@ -83,7 +87,17 @@ def measure(length: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list
         for d, direction in enumerate(("forward", "backward")):
             ms = 1e3 * statistics.median(t[d] for t in found)
             aim = 1e3 * base[d] * (1.25 * share + 0.05)
-            rows.append(dict(pattern=name, how=how, direction=direction, share=share, ms=ms, aim_ms=aim, met=ms <= aim))
+            rows.append(
+                dict(
+                    pattern=name,
+                    how=how,
+                    direction=direction,
+                    share=share,
+                    ms=ms,
+                    aim_ms=aim,
+                    met=ms <= aim,
+                )
+            )
     return rows
 
 
@@ -97,7 +111,9 @@ def peak(length: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -111,19 +127,30 @@ def main() -> None:
     elif given.memory:
         for length in (16384, 32768, 65536):
             done = subprocess.run(
-                [sys.executable, __file__, "--peak", str(length)], capture_output=True, text=True, check=True
+                [sys.executable, __file__, "--peak", str(length)],
+                capture_output=True,
+                text=True,
+                check=True,
             )
-            print(f"{length:6} tokens: {int(done.stdout) / 1e6:7.1f} MB beyond the inputs and the mask")
+            print(
+                f"{length:6} tokens: {int(done.stdout) / 1e6:7.1f} MB beyond the inputs and the"
+                " mask"
+            )
     else:
         rows = measure(given.length, given.head_dim, getattr(torch, given.dtype), given.rounds)
         for r in rows:
             verdict = "" if r["how"] != "ours" else "met" if r["met"] else "MISSED"
             print(
-                f"{r['pattern']:26} {r['how']:18} {r['direction']:9} {r['share']:6.1%} {r['ms']:9.2f} ms  aim {r['aim_ms']:8.2f}  {verdict}"
+                f"{r['pattern']:26} {r['how']:18} {r['direction']:9} {r['share']:6.1%}"
+                f" {r['ms']:9.2f} ms  aim {r['aim_ms']:8.2f}  {verdict}"
             )
         if given.out:
             with open(given.out, "w") as file:
-                json.dump({"arguments": vars(given), "torch": torch.__version__, "rows": rows}, file, indent=1)
+                json.dump(
+                    {"arguments": vars(given), "torch": torch.__version__, "rows": rows},
+                    file,
+                    indent=1,
+                )
 
 
 if __name__ == "__main__":

@@ -48,10 +48,19 @@ class Twin(nn.Module):
     def __init__(self, config) -> None:
         super().__init__()
         c = config
-        self.source, self.target = nn.Embedding(c.vocab_size, c.d_model), nn.Embedding(c.target_vocab_size, c.d_model)
+        self.source, self.target = (
+            nn.Embedding(c.vocab_size, c.d_model),
+            nn.Embedding(c.target_vocab_size, c.d_model),
+        )
         self.transformer = widen(
             nn.Transformer(
-                c.d_model, c.num_heads, c.num_encoder_layers, c.num_decoder_layers, c.hidden, c.dropout, batch_first=True
+                c.d_model,
+                c.num_heads,
+                c.num_encoder_layers,
+                c.num_decoder_layers,
+                c.hidden,
+                c.dropout,
+                batch_first=True,
             ),
             c,
         )
@@ -63,15 +72,24 @@ class Twin(nn.Module):
             elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
                 module.dropout.p = c.activation_dropout
         self.output = nn.Linear(c.d_model, c.target_vocab_size, c.logits_bias)
-        self.drop, self.scale, self.smoothing = nn.Dropout(c.dropout), c.d_model**0.5, c.label_smoothing
+        self.drop, self.scale, self.smoothing = (
+            nn.Dropout(c.dropout),
+            c.d_model**0.5,
+            c.label_smoothing,
+        )
         from pytransformer.nn import sinusoidal
 
-        self.register_buffer("positions", sinusoidal(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"))
+        self.register_buffer(
+            "positions",
+            sinusoidal(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"),
+        )
 
     def embed(self, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         return self.drop(embedding(ids) * self.scale + self.positions[: ids.shape[1]])
 
-    def forward(self, input_ids, attention_mask, decoder_input_ids, labels, decoder_attention_mask=None) -> torch.Tensor:
+    def forward(
+        self, input_ids, attention_mask, decoder_input_ids, labels, decoder_attention_mask=None
+    ) -> torch.Tensor:
         length = decoder_input_ids.shape[1]
         hidden = self.transformer(
             self.embed(input_ids, self.source),
@@ -82,16 +100,29 @@ class Twin(nn.Module):
             memory_key_padding_mask=attention_mask == 0,
         )
         logits = self.output(hidden)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, label_smoothing=self.smoothing)
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORED,
+            label_smoothing=self.smoothing,
+        )
 
 
-def plain_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def plain_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """Compute scaled_dot_product_attention step by step."""
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+        )
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        scores = (
+            scores.masked_fill(~attn_mask, -torch.inf)
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
     return F.dropout(scores.softmax(-1), dropout_p) @ value
 
 
@@ -106,19 +137,32 @@ def eager() -> Iterator[None]:
 
 
 def typical_batch(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    lengths = (MEDIAN * torch.exp(SPREAD * torch.randn(2, BATCH, generator=generator))).clamp(3, LONGEST).int().tolist()
+    lengths = (
+        (MEDIAN * torch.exp(SPREAD * torch.randn(2, BATCH, generator=generator)))
+        .clamp(3, LONGEST)
+        .int()
+        .tolist()
+    )
 
     def sentence(length: int, vocabulary: int) -> list[int]:
         return torch.randint(5, vocabulary, (length,), generator=generator).tolist()
 
-    pairs = [(sentence(s, config.vocab_size), sentence(t, config.target_vocab_size)) for s, t in zip(*lengths)]
+    pairs = [
+        (sentence(s, config.vocab_size), sentence(t, config.target_vocab_size))
+        for s, t in zip(*lengths)
+    ]
     return translation_collate(0, 2, 3)(pairs, generator)
 
 
 def stepper(
-    model: nn.Module, loss_of: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor], bf16: bool
+    model: nn.Module,
+    loss_of: Callable[..., torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    bf16: bool,
 ) -> Callable[[], None]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True
+    )
     model.train()
 
     def step() -> None:
@@ -142,17 +186,29 @@ def profile(step: Callable[[], None], steps: int = 5) -> None:
     print(f"{total / steps / 1e3:.1f} ms a step")
     for e in found[:20]:
         print(
-            f"{e.self_cpu_time_total / total:6.1%} {e.self_cpu_time_total / steps / 1e3:8.2f} ms  {e.count // steps:4} x  {e.key}"
+            f"{e.self_cpu_time_total / total:6.1%} {e.self_cpu_time_total / steps / 1e3:8.2f} ms "
+            f" {e.count // steps:4} x  {e.key}"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["notes-small", "notes"], default="notes-small", help="default %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset",
+        choices=["notes-small", "notes"],
+        default="notes-small",
+        help="default %(default)s",
+    )
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of timing for each (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="of timing for each (default %(default)s)"
+    )
     parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
-    parser.add_argument("--profile", action="store_true", help="instead of timing, print where our step's time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="instead of timing, print where our step's time goes"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -160,9 +216,13 @@ def main() -> None:
     ours = Transformer.from_preset(options.preset)
     batch = typical_batch(ours.config, torch.Generator().manual_seed(0))
     twins = Twin(ours.config), Twin(ours.config)
-    assert sum(p.numel() for p in twins[0].parameters()) == ours.num_parameters(), "not the same network"
+    assert sum(p.numel() for p in twins[0].parameters()) == ours.num_parameters(), (
+        "not the same network"
+    )
     steps = {
-        "pytransformer": Contender(stepper(ours, lambda **b: ours(**b).loss, batch, options.bf16), nullcontext),
+        "pytransformer": Contender(
+            stepper(ours, lambda **b: ours(**b).loss, batch, options.bf16), nullcontext
+        ),
         "torch": Contender(stepper(twins[0], twins[0], batch, options.bf16), nullcontext),
         "eager": Contender(stepper(twins[1], twins[1], batch, options.bf16), eager),
     }
@@ -185,13 +245,15 @@ def main() -> None:
     shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
     for name, row in rows.items():
         print(
-            f"{name:14} {row['median_ms']:8.1f} ms  ({row['p20_ms']:.1f} to {row['p80_ms']:.1f}, {row['samples']} samples)  "
-            f"{row['ratio']:.2f} times ours"
+            f"{name:14} {row['median_ms']:8.1f} ms  ({row['p20_ms']:.1f} to {row['p80_ms']:.1f},"
+            f" {row['samples']} samples)  {row['ratio']:.2f} times ours"
         )
     backends = sorted({f"{raw}: {backend}" for raw, backend in record})
     print(f"source {shapes['input_ids']}, target {shapes['labels']}; {', '.join(backends)}")
     if options.out is not None:
-        environment = results.environment("cpu", f"python bench/tools/step_time.py --preset {options.preset}")
+        environment = results.environment(
+            "cpu", f"python bench/tools/step_time.py --preset {options.preset}"
+        )
         facts = {
             "environment": environment,
             "model": options.preset,

@@ -74,18 +74,22 @@ def table(folder: Path, log: Path) -> list[str]:
         kernels = f" ({row['kernel_ms']:.3f})" if row["kernel_ms"] else ""
         cells = lines.setdefault((row["op"], row["case"], row["mode"]), [])
         cells.append(
-            f"{row['backend']} {row['median_ms']:.3f}{kernels} ms, {row['tflops']:.0f} TFLOP/s, {row['gbps']:.0f} GB/s"
+            f"{row['backend']} {row['median_ms']:.3f}{kernels} ms, {row['tflops']:.0f} TFLOP/s,"
+            f" {row['gbps']:.0f} GB/s"
         )
     told = [f"  {' '.join(key)}: {'; '.join(cells)}" for key, cells in lines.items()]
     return told + [
-        f"  {n['case']} {n['mode']} {n['backend']}: {n['status']}, {n['reason'][:120]}" for n in document["not_run"]
+        f"  {n['case']} {n['mode']} {n['backend']}: {n['status']}, {n['reason'][:120]}"
+        for n in document["not_run"]
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--seconds", type=float, default=300.0, help="for all steps (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="for all steps (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)

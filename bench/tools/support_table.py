@@ -22,8 +22,16 @@ from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.cases import APART, FORWARD_ONLY, cases
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fallbacks.md"
-START, END = "<!-- support table: start, written by bench/tools/support_table.py -->", "<!-- support table: end -->"
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+START, END = (
+    "<!-- support table: start, written by bench/tools/support_table.py -->",
+    "<!-- support table: end -->",
+)
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 DEVICE = {"reference": "cpu", "torch": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
 
 
@@ -66,8 +74,13 @@ def table() -> str:
         if case.op in OPS:
             answers = (case.op, *(supported(b, case) for b in backends))
             lines.setdefault(answers, []).append(case.name.replace("_", " "))
-    rows = [f"| {op} | {', '.join(names)} | {' | '.join(cells)} |" for (op, *cells), names in lines.items()]
-    return "\n".join(["| op | cases | " + " | ".join(backends) + " |", "|---" * (2 + len(backends)) + "|", *rows])
+    rows = [
+        f"| {op} | {', '.join(names)} | {' | '.join(cells)} |"
+        for (op, *cells), names in lines.items()
+    ]
+    return "\n".join(
+        ["| op | cases | " + " | ".join(backends) + " |", "|---" * (2 + len(backends)) + "|", *rows]
+    )
 
 
 def written(page: str) -> str:
@@ -78,8 +91,12 @@ def written(page: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/fallbacks.md instead of printing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/fallbacks.md instead of printing"
+    )
     if parser.parse_args().write:
         PAGE.write_text(written(PAGE.read_text()))
     else:

@@ -21,7 +21,10 @@ from pytransformer.testing import kits
 
 ROOT = Path(__file__).resolve().parents[2]
 # Like tests/run_parts.py, remove the empty path, which would expose kernels/.
-PYTEST = "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+PYTEST = (
+    "import sys; sys.path = [p for p in sys.path if p]; import pytest;"
+    " sys.exit(pytest.main(sys.argv[1:]))"
+)
 FUZZ_CASES = 300
 
 
@@ -37,10 +40,28 @@ def commands(op: str, more: list[str]) -> list[list[str]]:
     """Return the command of each step, in order."""
     family = family_of(op)
     ops = [op] if op in kits.ops() else [name for name in kits.ops() if OPS[name].family == family]
-    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{family}*.py"))
-    fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", family]
-    pytest = [sys.executable, "-c", PYTEST, "-q", "-m", "not slow and not gpu", f"--fuzz-cases={FUZZ_CASES}"]
-    return [[*pytest, *tests], [*pytest, *fuzz], [sys.executable, "-m", "pytransformer", "bench", *ops, *more]]
+    tests = sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{family}*.py")
+    )
+    fuzz = [
+        *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))),
+        "-k",
+        family,
+    ]
+    pytest = [
+        sys.executable,
+        "-c",
+        PYTEST,
+        "-q",
+        "-m",
+        "not slow and not gpu",
+        f"--fuzz-cases={FUZZ_CASES}",
+    ]
+    return [
+        [*pytest, *tests],
+        [*pytest, *fuzz],
+        [sys.executable, "-m", "pytransformer", "bench", *ops, *more],
+    ]
 
 
 def main() -> int:
@@ -48,7 +69,9 @@ def main() -> int:
         print(__doc__)
         return 2
     for command in commands(sys.argv[1], sys.argv[2:]):
-        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}
+        ).returncode
         if code:
             return code
     return 0

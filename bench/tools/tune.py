@@ -65,14 +65,18 @@ def nearest_first(candidates: Iterable[Any]) -> list[Any]:
     here = dataclasses.astuple(first)
 
     def distance(candidate: Any) -> float:
-        return sum(abs(math.log2((1 + x) / (1 + y))) for x, y in zip(dataclasses.astuple(candidate), here))
+        return sum(
+            abs(math.log2((1 + x) / (1 + y))) for x, y in zip(dataclasses.astuple(candidate), here)
+        )
 
     return [first, *sorted(others, key=distance)]
 
 
 def random_values(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    return lambda *size: torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
+    return lambda *size: torch.randn(
+        size, generator=generator, device=device, dtype=torch.float32
+    ).to(dtype)
 
 
 def direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callable[[], Results]:
@@ -82,9 +86,16 @@ def direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callable
         return lambda: [run.forward(a)[0]]
     wanted = [n in names for n in op.differentiable]
     outputs = op.backends["triton"].forward(a)
-    grads = (torch.linspace(-1, 1, outputs[0].numel(), device=a[0].device, dtype=a[0].dtype).view(outputs[0].shape), None)
+    grads = (
+        torch.linspace(-1, 1, outputs[0].numel(), device=a[0].device, dtype=a[0].dtype).view(
+            outputs[0].shape
+        ),
+        None,
+    )
     saved = [outputs[op.outputs.index(n)] for n in op.saved]
-    return lambda: [r for r in run.backward(a, grads[: len(op.grad_names)], saved, wanted) if r is not None]
+    return lambda: [
+        r for r in run.backward(a, grads[: len(op.grad_names)], saved, wanted) if r is not None
+    ]
 
 
 # ---- with a GPU
@@ -141,10 +152,20 @@ def write(op: str, key: str, entry: dict[str, Any], folder: Path) -> Path:
     gpu = torch.cuda.get_device_name()
     path = tuned.path_of(op, gpu, folder)
     kernels = json.loads(path.read_text())["kernels"] if path.is_file() else {}
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    facts = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "commit": commit or "unknown"}
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    facts = {
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit or "unknown",
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts, "kernels": dict(sorted((kernels | {key: entry}).items()))}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({**facts, "kernels": dict(sorted((kernels | {key: entry}).items()))}, indent=1)
+        + "\n"
+    )
     return path
 
 
@@ -170,8 +191,12 @@ def dry_run(task: Task, capability: int, most: int | None) -> int:
     fitting = 0
     for candidate in task.candidates[:most]:
         with tuned.trying(task.op, {task.key: dataclasses.asdict(candidate)}):
-            launched = ahead.compiled(capability, lambda: task.prepare("cpu", True, "triton")(), task.kernel)
-            compiled = [binary for name, binary in launched if name.removesuffix(" decode") == task.kernel]
+            launched = ahead.compiled(
+                capability, lambda: task.prepare("cpu", True, "triton")(), task.kernel
+            )
+            compiled = [
+                binary for name, binary in launched if name.removesuffix(" decode") == task.kernel
+            ]
         used = ahead.resources(compiled[-1])
         fits = used["shared"] <= ahead.SHARED_LIMIT[capability]
         fitting += fits
@@ -180,14 +205,28 @@ def dry_run(task: Task, capability: int, most: int | None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--only", default="", help="classes of problems whose name holds this")
     found.add_argument("--op", choices=sorted({t.op for t in tasks()}), help="of one op")
-    found.add_argument("--seconds", type=float, default=float("inf"), help="start no class after so long")
-    found.add_argument("--folder", type=Path, default=ROOT / "kernels" / "tuned", help="where to write")
-    found.add_argument("--dry-run", action="store_true", help="compile the candidates instead, without a GPU")
-    found.add_argument("--arch", type=int, default=90, help="what to compile for: 80, 90, 100 or 120")
-    found.add_argument("--most", type=int, help="try so many candidates of a class, those nearest to the table's choice")
+    found.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no class after so long"
+    )
+    found.add_argument(
+        "--folder", type=Path, default=ROOT / "kernels" / "tuned", help="where to write"
+    )
+    found.add_argument(
+        "--dry-run", action="store_true", help="compile the candidates instead, without a GPU"
+    )
+    found.add_argument(
+        "--arch", type=int, default=90, help="what to compile for: 80, 90, 100 or 120"
+    )
+    found.add_argument(
+        "--most",
+        type=int,
+        help="try so many candidates of a class, those nearest to the table's choice",
+    )
     return found
 
 
@@ -198,7 +237,10 @@ def chosen_by(options: argparse.Namespace) -> list[Task]:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
-        print("tune: there is no GPU here; --dry-run lists and compiles the candidates without one", file=sys.stderr)
+        print(
+            "tune: there is no GPU here; --dry-run lists and compiles the candidates without one",
+            file=sys.stderr,
+        )
         return NO_GPU
     chosen = chosen_by(options)
     started = time.monotonic()

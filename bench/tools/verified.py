@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def sources(backend: str, root: Path = ROOT) -> dict[str, str]:
     """Return the digests of the checkout's kernels, built or not."""
     if backend == "cuda":
-        return dict(runpy.run_path(str(root / "csrc" / "interface.py"))["cuda_sources"](root / "csrc"))
+        return dict(
+            runpy.run_path(str(root / "csrc" / "interface.py"))["cuda_sources"](root / "csrc")
+        )
     families = dict.fromkeys(op.family for op in OPS.values())
     folder = root / "kernels"
     return {s: verified.digest(folder, [folder / s, *folder.glob("*.py")]) for s in families}
@@ -48,7 +50,9 @@ def stale(table: dict[str, Any], root: Path = ROOT) -> list[tuple[str, str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--tested", metavar="COMMIT")
     parser.add_argument("--carry", metavar="REASON")
     parser.add_argument("--drop", action="store_true")

@@ -43,8 +43,18 @@ from pytransformer.training.parallel import local
 
 BATCH, LENGTH, HEADS, HIDDEN, VOCABULARY = 4, 64, 4, 256, 512
 RANKS = (1, 2, 4)
-AXES = {"data": ("data", False), "data, shard": ("data", True), "context": ("context", False), "tensor": ("tensor", False)}
-GROWS = {"data": "the batch", "data, shard": "the batch", "context": "the length", "tensor": "heads, hidden layer, vocabulary"}
+AXES = {
+    "data": ("data", False),
+    "data, shard": ("data", True),
+    "context": ("context", False),
+    "tensor": ("tensor", False),
+}
+GROWS = {
+    "data": "the batch",
+    "data, shard": "the batch",
+    "context": "the length",
+    "tensor": "heads, hidden layer, vocabulary",
+}
 # Collective -> position of its tensor argument, and the share that a ring of n sends.
 COLLECTIVES = {
     "c10d::allreduce_": (0, lambda n: 2 * (n - 1) / n),
@@ -58,7 +68,12 @@ COLLECTIVES = {
     "_c10d_functional::all_gather_into_tensor": (0, lambda n: n - 1),
     "_c10d_functional::reduce_scatter_tensor": (0, lambda n: (n - 1) / n),
 }
-SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+SILENT = (
+    "c10d::recv_",
+    "c10d::barrier",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+)
 
 
 class Counted(TorchDispatchMode):
@@ -103,16 +118,27 @@ def trainer(world: World, axis: str, grow: int) -> Trainer:
     times = {name: grow if axis == name else 1 for name in ("context", "tensor")}
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=VOCABULARY * times["tensor"], d_model=64, head_dim=16, num_heads=HEADS * times["tensor"], num_layers=2,
+        vocab_size=VOCABULARY * times["tensor"], d_model=64, head_dim=16,
+        num_heads=HEADS * times["tensor"], num_layers=2,
         hidden=HIDDEN * times["tensor"], dropout=0.0,
     )  # fmt: skip
     length = LENGTH * times["context"] - 1  # and </s>
-    examples = torch.randint(3, VOCABULARY, (64, length), generator=torch.Generator().manual_seed(0)).tolist()
+    examples = torch.randint(
+        3, VOCABULARY, (64, length), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     # "strong": the ranks share one batch along the data axis.
     batch = BATCH if grow > 1 or axis != "data" else BATCH // world.parts
     batches = Batches([(e, e) for e in examples], batch, translation_collate(0, 1, 2))
     make = partial(torch.optim.AdamW, lr=0.0, foreach=True)
-    return Trainer(T5(config), of_model, batches, Recipe(steps=4, clip=1.0), lambda step: 1e-3, optimizer=make, world=world)
+    return Trainer(
+        T5(config),
+        of_model,
+        batches,
+        Recipe(steps=4, clip=1.0),
+        lambda step: 1e-3,
+        optimizer=make,
+        world=world,
+    )
 
 
 def measure(world: World, axis: str, grow: int) -> dict[str, Any]:
@@ -124,7 +150,12 @@ def measure(world: World, axis: str, grow: int) -> dict[str, Any]:
     tracker.track_external(made.model, made.optimizer)
     with tracker:
         made.fit(until=3)
-    states = [t for entries in made.optimizer.state.values() for t in entries.values() if isinstance(t, torch.Tensor)]
+    states = [
+        t
+        for entries in made.optimizer.state.values()
+        for t in entries.values()
+        if isinstance(t, torch.Tensor)
+    ]
     return {
         "sent": sum(counted.bytes.values()),
         "sent_by": dict(counted.bytes),
@@ -157,15 +188,23 @@ def rows() -> list[dict[str, Any]]:
     for ranks in RANKS:
         folder = tempfile.mkdtemp()
         mp.spawn(rank_main, (ranks, os.path.join(folder, "store"), folder), nprocs=ranks)
-        parts = [json.loads(Path(folder, f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+        parts = [
+            json.loads(Path(folder, f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)
+        ]
         for of_ranks in zip(*parts):
-            most = {name: max(part[name] for part in of_ranks) for name in of_ranks[0] if name != "sent_by"}
+            most = {
+                name: max(part[name] for part in of_ranks)
+                for name in of_ranks[0]
+                if name != "sent_by"
+            }
             found.append(most | {"sent_by": of_ranks[0]["sent_by"]})
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found = rows()
@@ -173,10 +212,16 @@ def main() -> None:
         for name in AXES:
             print(f"\n{kind}: {name}" + (f", {GROWS[name]} grows" if kind == "weak" else ""))
             for row in (r for r in found if (r["kind"], r["axis"]) == (kind, name)):
-                numbers = "  ".join(f"{n} {row[n]:,}" for n in ("sent", "flops", "parameters", "optimizer", "peak"))
+                numbers = "  ".join(
+                    f"{n} {row[n]:,}" for n in ("sent", "flops", "parameters", "optimizer", "peak")
+                )
                 print(f"  {row['ranks']} ranks  {numbers}")
     if arguments.out:
-        about = {"torch": torch.__version__, "cpu": machine.cpu_name(), "tool": "bench/tools/weak_scaling.py"}
+        about = {
+            "torch": torch.__version__,
+            "cpu": machine.cpu_name(),
+            "tool": "bench/tools/weak_scaling.py",
+        }
         arguments.out.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
 
 

@@ -63,17 +63,50 @@ def source_distribution(out: Path) -> Path:
 
 def wheels(raw: Path, out: Path, archs: str, isas: str) -> Iterator[Path]:
     """Yield the wheel for every Python, then the one for this Python."""
-    options = {"CPU": "1", "CPU_ISAS": isas, "CUDA": "1" if archs else "0", "CUDA_ARCHS": archs, "MANYLINUX": PLATFORM}
+    options = {
+        "CPU": "1",
+        "CPU_ISAS": isas,
+        "CUDA": "1" if archs else "0",
+        "CUDA_ARCHS": archs,
+        "MANYLINUX": PLATFORM,
+    }
     for bindings in ("0", "1"):
         start, folder = time.monotonic(), raw / bindings
         optional = {"BINDINGS": bindings, "FAST_PATH": bindings}
-        environment = {f"PYTRANSFORMER_{name}": value for name, value in (options | optional).items()}
-        say(f"building the wheel for {'this Python, with the C++ fast path' if bindings == '1' else 'every Python'}")
-        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ".", **environment)
+        environment = {
+            f"PYTRANSFORMER_{name}": value for name, value in (options | optional).items()
+        }
+        say(
+            "building the wheel for"
+            f" {'this Python, with the C++ fast path' if bindings == '1' else 'every Python'}"
+        )
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            folder,
+            ".",
+            **environment,
+        )
         (built,) = folder.glob("*.whl")
         excluded = [part for name in TORCH for part in ("--exclude", name)]
         platform = ("--plat", f"manylinux_{PLATFORM}_x86_64", "--only-plat")
-        run(sys.executable, "-m", "auditwheel", "repair", *platform, *excluded, "-w", folder / "repaired", built)
+        run(
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            *platform,
+            *excluded,
+            "-w",
+            folder / "repaired",
+            built,
+        )
         (repaired,) = (folder / "repaired").glob("*.whl")
         done = Path(shutil.copy2(repaired, out / repaired.name))
         say(f"{done.name}: {done.stat().st_size / 2**20:.1f} MB, {time.monotonic() - start:.0f} s")
@@ -82,8 +115,13 @@ def wheels(raw: Path, out: Path, archs: str, isas: str) -> Iterator[Path]:
 
 def try_out(artifact: Path, python: str, folder: Path) -> None:
     """Install a wheel beside `python`'s torch in a new environment and run it there."""
-    ask = "import importlib.util as u; s = u.find_spec('torch'); print(next(iter(s.submodule_search_locations)) if s else '')"
-    torch = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    ask = (
+        "import importlib.util as u; s = u.find_spec('torch');"
+        " print(next(iter(s.submodule_search_locations)) if s else '')"
+    )
+    torch = subprocess.run(
+        [python, "-c", ask], capture_output=True, text=True, check=True
+    ).stdout.strip()
     run(python, "-m", "venv", "--clear", folder)
     (site,) = folder.glob("lib/python3*/site-packages")
     ours = folder / "bin" / "python"
@@ -98,11 +136,26 @@ def try_out(artifact: Path, python: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", default=ARCHS, help="GPU architectures; empty: no CUDA library (default: %(default)s)")
-    parser.add_argument("--isas", default="all", help="instruction sets of CPUs (default: %(default)s)")
-    parser.add_argument("--python", nargs="*", default=[sys.executable], help="try the wheels with these (default: this one)")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the results (default: dist)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--archs",
+        default=ARCHS,
+        help="GPU architectures; empty: no CUDA library (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--isas", default="all", help="instruction sets of CPUs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--python",
+        nargs="*",
+        default=[sys.executable],
+        help="try the wheels with these (default: this one)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", help="folder for the results (default: dist)"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     raw = ROOT / "build" / "wheel"

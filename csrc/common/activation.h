@@ -14,7 +14,8 @@ enum class Activation : int { PT_FOR_EACH_ACTIVATION(PT_ACTIVATION) };
 #undef PT_ACTIVATION
 
 #define PT_ACTIVATION(name) #name,
-inline constexpr std::initializer_list<const char*> kActivationNames = {PT_FOR_EACH_ACTIVATION(PT_ACTIVATION)};
+inline constexpr std::initializer_list<const char*> kActivationNames = {
+    PT_FOR_EACH_ACTIVATION(PT_ACTIVATION)};
 #undef PT_ACTIVATION
 
 }  // namespace pt

@@ -28,7 +28,8 @@ inline DType dtype_of(const Tensor& t, const char* name, Float64 float64) {
       if (float64 == Float64::taken) return DType::f64;
       [[fallthrough]];
     default:
-      STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()), "; wanted float32, bfloat16",
+      STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()),
+                      "; wanted float32, bfloat16",
                       float64 == Float64::taken ? ", float16 or float64" : " or float16");
   }
 }
@@ -56,8 +57,8 @@ inline void check_storage(const char* op, const Tensor& t, const char* name) {
   STD_TORCH_CHECK(bytes > 0, op, ": ", name,
                   " has no storage: it was freed (FSDP2 reshard, or untyped_storage().resize_(0)); "
                   "keep it allocated until backward has run");
-  STD_TORCH_CHECK(needed <= bytes, op, ": ", name, " must have a storage of at least ", needed, " bytes, got ", bytes,
-                  "; its storage was resized");
+  STD_TORCH_CHECK(needed <= bytes, op, ": ", name, " must have a storage of at least ", needed,
+                  " bytes, got ", bytes, "; its storage was resized");
 }
 
 // Return the address of a tensor whose storage holds every element, or null if it has no elements.
@@ -79,7 +80,8 @@ inline uint64_t seed_of(const char* op, const MaybeTensor& seed) {
 
 // Raise unless the index of a first row, column, head or batch element leaves room for sums.
 inline void check_start(const char* op, int64_t start, const char* name) {
-  STD_TORCH_CHECK(start >= 0 && start < int64_t(1) << 48, op, ": ", name, " must be between 0 and 2^48 - 1, got ", start);
+  STD_TORCH_CHECK(start >= 0 && start < int64_t(1) << 48, op, ": ", name,
+                  " must be between 0 and 2^48 - 1, got ", start);
 }
 
 // Raise unless the sizes are positive and the bytes of any two-dimensional product fit in 62 bits.
@@ -90,7 +92,8 @@ inline void check_sizes(const char* op, std::initializer_list<int64_t> sizes) {
     if (size > largest) second = largest, largest = size;
     else if (size > second) second = size;
   }
-  STD_TORCH_CHECK(largest <= (int64_t(1) << 58) / second, op, ": a matrix of ", largest, " x ", second, " must have at most 2^58 elements");
+  STD_TORCH_CHECK(largest <= (int64_t(1) << 58) / second, op, ": a matrix of ", largest, " x ",
+                  second, " must have at most 2^58 elements");
 }
 
 // Return the dropout probability in units of 1 / 65536, rounded half to even: 65536 drops

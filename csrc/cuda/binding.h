@@ -29,7 +29,9 @@ using pt::MaybeTensor;
 using pt::ScalarType;
 using pt::Tensor;
 
-inline DType dtype_of(const Tensor& t, const char* name) { return pt::dtype_of(t, name, Float64::refused); }
+inline DType dtype_of(const Tensor& t, const char* name) {
+  return pt::dtype_of(t, name, Float64::refused);
+}
 
 inline EightBits eight_bits_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -40,7 +42,8 @@ inline EightBits eight_bits_of(const Tensor& t) {
 }
 
 // Return the tensor's memory and register it as readable (or writable) by the next kernels.
-inline const void* read_from(const char* op, const Tensor& t, const char* name, Reachable& reachable) {
+inline const void* read_from(const char* op, const Tensor& t, const char* name,
+                             Reachable& reachable) {
   const void* data = read_address(op, t, name);
   reachable.add(data, size_t(extent_of(t)), name);
   return data;

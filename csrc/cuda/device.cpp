@@ -10,6 +10,10 @@ std::string cuda_why_not_device(int64_t device) { return pt::cuda::why_not_devic
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) { m.def("cuda_why_not_device(int device) -> str"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def("cuda_why_not_device(int device) -> str");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) { m.impl("cuda_why_not_device", TORCH_BOX(&cuda_why_not_device)); }
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
+  m.impl("cuda_why_not_device", TORCH_BOX(&cuda_why_not_device));
+}

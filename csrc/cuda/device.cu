@@ -13,20 +13,25 @@ namespace pt::cuda {
 constexpr int kMaxDevices = 64;  // devices with cached attributes
 
 static void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 static void check(CUresult result, const char* what) {
-  if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed: CUDA error " + std::to_string(int(result)));
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error(std::string(what) + " failed: CUDA error " +
+                             std::to_string(int(result)));
 }
 
 // Return the device's primary context, which PyTorch's runtime also uses. Retained forever.
 static CUcontext primary_context(int device) {
   // concurrent first calls store the same value
   static std::atomic<CUcontext> contexts[kMaxDevices];
-  if (device < 0 || device >= kMaxDevices) throw std::runtime_error("no device " + std::to_string(device));
+  if (device < 0 || device >= kMaxDevices)
+    throw std::runtime_error("no device " + std::to_string(device));
   if (CUcontext known = contexts[device]) return known;
   static const auto get = driver_function<decltype(&cuDeviceGet)>("cuDeviceGet", 2000);
-  static const auto retain = driver_function<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain", 7000);
+  static const auto retain =
+      driver_function<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain", 7000);
   CUdevice handle;
   CUcontext context;
   check(get(&handle, device), "cuDeviceGet");
@@ -58,7 +63,9 @@ DeviceGuard::~DeviceGuard() {
 
 static __global__ void probe_kernel() {}
 
-static std::string version_text(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+static std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
 std::string why_not_device(int64_t device) {
   int driver = 0, runtime = 0;
@@ -68,8 +75,8 @@ std::string why_not_device(int64_t device) {
     return "there is no NVIDIA driver, or one too old for CUDA " + version_text(runtime) +
            ", which the CUDA library was built with: update it";
   if (driver / 1000 < runtime / 1000)
-    return "the NVIDIA driver is for CUDA " + version_text(driver) + ", and the CUDA library was built with " + version_text(runtime) +
-           ": update the driver";
+    return "the NVIDIA driver is for CUDA " + version_text(driver) +
+           ", and the CUDA library was built with " + version_text(runtime) + ": update the driver";
   try {
     const DeviceGuard guard(device);
     cudaFuncAttributes attributes;

@@ -16,10 +16,13 @@ template <class F>
 F driver_function(const char* name, unsigned version) {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found);
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found);
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
   if (found != cudaDriverEntryPointSuccess || !entry)
-    throw std::runtime_error("the driver has no " + std::string(name) + ": it is older than CUDA " + std::to_string(version / 1000));
+    throw std::runtime_error("the driver has no " + std::string(name) + ": it is older than CUDA " +
+                             std::to_string(version / 1000));
   return reinterpret_cast<F>(entry);
 }
 

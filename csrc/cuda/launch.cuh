@@ -39,7 +39,8 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
 // Run kernel(arguments...) on the current device in stream order. Throws std::runtime_error with
 // the message of CUDA or of the emulator.
 template <class... P>
-void launch(void (*kernel)(P...), dim3 grid, int threads, uint32_t smem_bytes, [[maybe_unused]] void* stream, const P&... arguments) {
+void launch(void (*kernel)(P...), dim3 grid, int threads, uint32_t smem_bytes,
+            [[maybe_unused]] void* stream, const P&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;  // CUDA rejects an empty grid
 #if defined(PT_EMULATE)
   emu::run(grid, threads, smem_bytes, [&] { kernel(arguments...); });
@@ -47,13 +48,16 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, uint32_t smem_bytes, [
   // bytes of dynamic shared memory available by default
   constexpr uint32_t kWithoutAsking = 48 * 1024;
   cudaError_t error = cudaSuccess;
-  if (smem_bytes > kWithoutAsking) error = allow_shared_memory(reinterpret_cast<const void*>(kernel), smem_bytes);
+  if (smem_bytes > kWithoutAsking)
+    error = allow_shared_memory(reinterpret_cast<const void*>(kernel), smem_bytes);
   if (error == cudaSuccess) {
     void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-    error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), pointers, smem_bytes,
-                             static_cast<cudaStream_t>(stream));
+    error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), pointers,
+                             smem_bytes, static_cast<cudaStream_t>(stream));
   }
-  if (error != cudaSuccess) throw std::runtime_error(std::string("a kernel could not be launched: ") + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("a kernel could not be launched: ") +
+                             cudaGetErrorString(error));
 #endif
 }
 

@@ -6,7 +6,9 @@ namespace emu {
 
 const char* barrier_name(int index) { return block->barriers[index].name.c_str(); }
 
-bool knows(const Fiber& fiber, int barrier, uint32_t phase) { return uint32_t(fiber.clock.c[kMaxGroups + barrier]) > phase + 1; }
+bool knows(const Fiber& fiber, int barrier, uint32_t phase) {
+  return uint32_t(fiber.clock.c[kMaxGroups + barrier]) > phase + 1;
+}
 
 Barrier& find_barrier(uint32_t addr, const char* what) {
   check_range(addr, 8, what);
@@ -15,9 +17,11 @@ Barrier& find_barrier(uint32_t addr, const char* what) {
   Barrier& bar = block->barriers[index];
   uint64_t word;
   std::memcpy(&word, block->arena + addr, 8);
-  if (word != (kBarrierMagic | uint64_t(index))) fail(format("%s: mbarrier '%s' was overwritten", what, bar.name.c_str()));
+  if (word != (kBarrierMagic | uint64_t(index)))
+    fail(format("%s: mbarrier '%s' was overwritten", what, bar.name.c_str()));
   if (!block->self().clock.c[kMaxGroups + index])
-    fail(format("%s: nothing orders this thread after the initialisation of mbarrier '%s'", what, bar.name.c_str()));
+    fail(format("%s: nothing orders this thread after the initialisation of mbarrier '%s'", what,
+                bar.name.c_str()));
   return bar;
 }
 
@@ -32,12 +36,16 @@ void update_phase(Barrier& bar) {
 }
 
 static void arrive(Barrier& bar) {
-  if (!bar.pending) fail(format("mbarrier '%s': more arrivals in one phase than its count of %u", bar.name.c_str(), bar.count));
+  if (!bar.pending)
+    fail(format("mbarrier '%s': more arrivals in one phase than its count of %u", bar.name.c_str(),
+                bar.count));
   release(bar.arriving);
   --bar.pending;
 }
 
-void name_barrier(uint32_t bar, const char* name, int index) { find_barrier(bar, "name_barrier").name = format("%s[%d]", name, index); }
+void name_barrier(uint32_t bar, const char* name, int index) {
+  find_barrier(bar, "name_barrier").name = format("%s[%d]", name, index);
+}
 
 void mbarrier_init(uint32_t addr, uint32_t count, const Site& site) {
   if (fault_at(site, "mbarrier.init", kFlip)) ++count;
@@ -97,15 +105,19 @@ bool mbarrier_try_wait(uint32_t addr, uint32_t parity, const Site& site) {
           "are missing)",
           w.name.c_str(), parity, w.phase, w.pending, w.count, (long long)w.tx);
     });
-    if (bar.phase - phase > 1) fail(format("mbarrier '%s' moved on by two phases before this thread saw the first", bar.name.c_str()));
+    if (bar.phase - phase > 1)
+      fail(format("mbarrier '%s' moved on by two phases before this thread saw the first",
+                  bar.name.c_str()));
   }
   block->self().clock.join(bar.completed);
   return true;
 }
 
 static void bar_enter(NamedBarrier& bar, int id, int threads) {
-  if (threads % kWarp || threads <= 0 || threads > block->threads) fail(format("barrier %d: bad thread count %d", id, threads));
-  if (bar.expected && bar.expected != threads) fail(format("barrier %d is used with %d and with %d threads", id, bar.expected, threads));
+  if (threads % kWarp || threads <= 0 || threads > block->threads)
+    fail(format("barrier %d: bad thread count %d", id, threads));
+  if (bar.expected && bar.expected != threads)
+    fail(format("barrier %d is used with %d and with %d threads", id, bar.expected, threads));
   bar.expected = threads;
   release(bar.arriving);
   if (++bar.arrived < threads) return;

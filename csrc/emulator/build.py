@@ -23,7 +23,16 @@ import native_build  # noqa: E402  (beside the sources, never installed)
 
 DIRECTORY = CSRC.parent / "build" / "emulator"
 LIBRARY = "libpytransformer_emulated.so"
-FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DPT_EMULATE", "-Wall", "-Wextra"]
+FLAGS = [
+    "-std=c++20",
+    "-O2",
+    "-g1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-DPT_EMULATE",
+    "-Wall",
+    "-Wextra",
+]
 FLAGS += [
     "-ffp-contract=off"
 ]  # g++'s default depends on the CPU; tests/cuda/test_ptx_conformance.py covers nvcc's contraction
@@ -51,14 +60,16 @@ def copies(directory: Path, faults: Iterable[Replacement]) -> Path:
     Other copies there are removed.
 
     Raises:
-        ValueError: a text does not occur exactly once, or its replacement has another number of lines.
+        ValueError: a text does not occur exactly once, or its replacement has another number of
+        lines.
     """
     folder, texts = directory / "csrc", dict[str, str]()
     for fault in faults:
         text = texts.setdefault(fault.file, (CSRC / fault.file).read_text())
         if text.count(fault.text) != 1 or fault.text.count("\n") != fault.faulty.count("\n"):
             raise ValueError(
-                f"{fault.file}: {fault.text!r} is there {text.count(fault.text)} times, or is replaced by other lines"
+                f"{fault.file}: {fault.text!r} is there {text.count(fault.text)} times, or is"
+                " replaced by other lines"
             )
         texts[fault.file] = text.replace(fault.text, fault.faulty)
     for path in folder.rglob("*"):
@@ -73,7 +84,10 @@ def copies(directory: Path, faults: Iterable[Replacement]) -> Path:
 
 
 def library(
-    directory: Path = DIRECTORY, family: str = "*", defines: Sequence[str] = (), faults: Iterable[Replacement] = ()
+    directory: Path = DIRECTORY,
+    family: str = "*",
+    defines: Sequence[str] = (),
+    faults: Iterable[Replacement] = (),
 ) -> Path:
     """Bring the emulated library up to date, with the ops of `family` only.
 
@@ -87,7 +101,11 @@ def library(
         raise RuntimeError("torch was not found")
     # without cuda/device.cu, which host.cpp replaces
     kernels = list(CSRC.glob(f"cuda/{family}/**/*.cu"))
-    bindings = [*CSRC.glob(f"cuda/{family}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    bindings = [
+        *CSRC.glob(f"cuda/{family}/*.cpp"),
+        CSRC / "emulator" / "library.cpp",
+        CSRC / "emulator" / "host.cpp",
+    ]
     folder = copies(directory, faults)
     flags = [*FLAGS, *defines, "-include", "emulator/fault.h", "-I", str(folder), "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
@@ -103,7 +121,9 @@ def _object_name(source: Path) -> str:
     return f"{'_'.join(source.parts[-3:])}.o"  # several folders have an sm90/fwd.cu
 
 
-def program(name: str, sources: list[Path], directory: Path = DIRECTORY, more: Sequence[str] = ()) -> Path:
+def program(
+    name: str, sources: list[Path], directory: Path = DIRECTORY, more: Sequence[str] = ()
+) -> Path:
     """Bring a program of these sources, compiled with `more` flags, and the emulator up to date.
 
     Raises:
@@ -121,7 +141,13 @@ def _emulator() -> Path:
     return _build(DIRECTORY, "libemulator.a", [(path, flags) for path in sources], [], [])
 
 
-def _build(directory: Path, output: str, sources: list[tuple[Path, list[str]]], link: list[str], archives: list[Path]) -> Path:
+def _build(
+    directory: Path,
+    output: str,
+    sources: list[tuple[Path, list[str]]],
+    link: list[str],
+    archives: list[Path],
+) -> Path:
     if reason := why_not():
         raise RuntimeError(reason)
     compiler, ninja = native_build.find_compiler(), native_build.find_ninja()
@@ -156,7 +182,9 @@ def _build(directory: Path, output: str, sources: list[tuple[Path, list[str]]], 
             script.write_text(text)
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{output} does not compile:\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{output} does not compile:\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+        )
     return directory / output
 
 

@@ -53,13 +53,15 @@ void complete_copy(size_t index) {
 void advance_reduction(size_t index) {
   Reduction& r = block->reductions[index];
   if (!r.read) {
-    for (uint32_t at = r.src; at < r.src + r.bytes; at += kGranule) check_readable(at, "bulk reduction");
+    for (uint32_t at = r.src; at < r.src + r.bytes; at += kGranule)
+      check_readable(at, "bulk reduction");
     r.value.resize(r.bytes / 4);
     std::memcpy(r.value.data(), block->arena + r.src, r.bytes);
     r.read = true;
     r.due = block->random.one_in(4) ? ~0ull : block->tick + block->random() % 2000;
   } else {
-    for (size_t i = 0; i < r.value.size(); ++i) r.dst[i] = r.adds ? r.dst[i] + r.value[i] : r.value[i];
+    for (size_t i = 0; i < r.value.size(); ++i)
+      r.dst[i] = r.adds ? r.dst[i] + r.value[i] : r.value[i];
     block->reductions.erase(block->reductions.begin() + index);
   }
   wake(block->bulk_waiters);
@@ -93,7 +95,8 @@ static void start_copy(Copy copy, const char* what) {
   ++report->copies;
 }
 
-void tma_load(uint32_t dst, const TensorMap& map, uint32_t addr, int rank, const int32_t* coord, const Site& site) {
+void tma_load(uint32_t dst, const TensorMap& map, uint32_t addr, int rank, const int32_t* coord,
+              const Site& site) {
   const Fault fault = fault_at(site, "TMA load", kDrop | kShift | kFlip);
   if (fault == kDrop) return;
   preempt();
@@ -123,7 +126,8 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t addr, con
   if (fault == kShift) dst += 16;
   preempt();
   const int index = usable_barrier(addr, "bulk load");
-  if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) fail("bulk load: addresses and size must be multiples of 16");
+  if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+    fail("bulk load: addresses and size must be multiples of 16");
   check_range(dst, bytes, "bulk load");
   TensorMap map;  // one row
   map.base = static_cast<const uint8_t*>(src);
@@ -139,7 +143,8 @@ static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds,
   if (fault == kDrop) return;
   if (fault == kShift) dst += 4;
   preempt();
-  if (src % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(dst) % 16) fail("bulk reduction: addresses and size must be multiples of 16");
+  if (src % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(dst) % 16)
+    fail("bulk reduction: addresses and size must be multiples of 16");
   check_range(src, bytes, "bulk reduction");
   check_global(dst, bytes, "bulk reduction");
   Fiber& me = block->self();
@@ -148,7 +153,8 @@ static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds,
     Granule& g = block->granules[at / kGranule];
     if (block->options->race_check) {
       if (g.state == State::Copied && !knows(me, g.barrier, g.phase))
-        fail(format("bulk reduction of %#x without waiting for mbarrier '%s'", at, barrier_name(g.barrier)));
+        fail(format("bulk reduction of %#x without waiting for mbarrier '%s'", at,
+                    barrier_name(g.barrier)));
       if (g.state == State::Stored)
         for (const Word& w : g.word)
           if (!knows_thread(w.writer, w.fenced))
@@ -160,8 +166,15 @@ static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds,
     g.bulk_reader = int16_t(block->current);
   }
   const uint64_t dice = block->random() % 4;
-  block->reductions.push_back(
-      {dst, src, bytes, block->current, me.bulk_issued, dice ? block->tick + block->random() % 2000 : ~0ull, adds, false, {}});
+  block->reductions.push_back({dst,
+                               src,
+                               bytes,
+                               block->current,
+                               me.bulk_issued,
+                               dice ? block->tick + block->random() % 2000 : ~0ull,
+                               adds,
+                               false,
+                               {}});
   me.bulk_reading.push_back({me.bulk_issued++, src, bytes});
   const uint64_t number = ++block->bulk_issued;
   me.bulk_in_block.push_back(number);
@@ -175,7 +188,9 @@ static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds,
 void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Site& site) {
   start_reduction(static_cast<float*>(dst), src, bytes, false, site);
 }
-void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes, const Site& site) { start_reduction(dst, src, bytes, true, site); }
+void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes, const Site& site) {
+  start_reduction(dst, src, bytes, true, site);
+}
 
 void bulk_commit(const Site& site) {
   if (fault_at(site, "bulk commit", kDrop)) return;
@@ -220,7 +235,8 @@ void cp_async(uint32_t dst, const void* src, uint32_t bytes, const Site& site) {
   if (fault == kShift) dst += 16;
   if (fault == kFlip) bytes = bytes ? 0 : 16;
   preempt();
-  if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16) fail("cp.async: addresses must be multiples of 16");
+  if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+    fail("cp.async: addresses must be multiples of 16");
   if (bytes > 16) fail(format("cp.async: %u bytes of 16", bytes));
   check_range(dst, 16, "cp.async");
   if (bytes) check_global(src, bytes, "cp.async");

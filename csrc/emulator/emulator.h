@@ -68,7 +68,8 @@ struct Report {
   uint64_t switches = 0, products = 0, warpgroup_products = 0, copies = 0;
 };
 
-Report launch(dim3 grid, dim3 block, size_t smem_bytes, const std::function<void()>& kernel, const Options& options);
+Report launch(dim3 grid, dim3 block, size_t smem_bytes, const std::function<void()>& kernel,
+              const Options& options);
 
 // Device side: called by the fibers.
 
@@ -104,7 +105,8 @@ void fence_mbarrier_init(const Site& site);
 void cp_async(uint32_t dst, const void* src, uint32_t bytes, const Site& site);
 void cp_async_commit(const Site& site);
 void cp_async_wait(int pending_groups, const Site& site);
-void tma_load(uint32_t dst, const TensorMap& map, uint32_t bar, int rank, const int32_t* coord, const Site& site);
+void tma_load(uint32_t dst, const TensorMap& map, uint32_t bar, int rank, const int32_t* coord,
+              const Site& site);
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, const Site& site);
 void bulk_store(void* dst, uint32_t src, uint32_t bytes, const Site& site);
 void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes, const Site& site);
@@ -125,7 +127,7 @@ void wgmma_fence(const Site& site);
 void wgmma_commit(const Site& site);
 void wgmma_wait(int pending_groups, const Site& site);
 // a_regs != nullptr: A comes from registers, and desc_a is ignored.
-void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d,
-           const Site& site);
+void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a,
+           uint64_t desc_b, bool trans_b, bool scale_d, const Site& site);
 
 }  // namespace emu

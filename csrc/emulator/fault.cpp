@@ -18,7 +18,8 @@ static void plant(std::string_view name) {
       f->planted = true;
       return;
     }
-  std::fprintf(stderr, "PYTRANSFORMER_FAULT=%.*s: the sources have no such fault\n", int(name.size()), name.data());
+  std::fprintf(stderr, "PYTRANSFORMER_FAULT=%.*s: the sources have no such fault\n",
+               int(name.size()), name.data());
   std::exit(2);
 }
 

@@ -55,9 +55,11 @@ void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)(
 char* fiber_stack(int slot, int thread) {
   static char* const stacks = [] {  // committed on first touch
     constexpr size_t count = size_t(kMaxThreads) * kMaxResident;
-    void* p = mmap(nullptr, kStack * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p = mmap(nullptr, kStack * count, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return static_cast<char*>(nullptr);
-    for (size_t t = 0; t < count; ++t) mprotect(static_cast<char*>(p) + t * kStack, 4096, PROT_NONE);
+    for (size_t t = 0; t < count; ++t)
+      mprotect(static_cast<char*>(p) + t * kStack, 4096, PROT_NONE);
     return static_cast<char*>(p);
   }();
   return stacks ? stacks + (size_t(slot) * kMaxThreads + thread) * kStack : nullptr;

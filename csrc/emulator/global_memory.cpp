@@ -42,8 +42,10 @@ void check_global(const void* p, size_t bytes, const char* what) {
     if (!near || std::abs(miss) < std::abs(beyond)) near = &r, beyond = miss;
   }
   if (!near) fail(format("%s: no global memory is registered", what));
-  fail(format("%s of %zu bytes lies outside global memory: %lld bytes %s '%s' of %zu bytes", what, bytes, (long long)std::abs(beyond),
-              beyond < 0 ? "before the begin of" : "past the end of", near->name.c_str(), near->bytes));
+  fail(format("%s of %zu bytes lies outside global memory: %lld bytes %s '%s' of %zu bytes", what,
+              bytes, (long long)std::abs(beyond),
+              beyond < 0 ? "before the begin of" : "past the end of", near->name.c_str(),
+              near->bytes));
 }
 
 void forget_counters() {
@@ -58,7 +60,8 @@ std::map<const float*, std::pair<uint32_t, uint64_t>>& reduced() {
 }
 
 static void check_access(const void* p, int bytes, const char* what) {
-  if (reinterpret_cast<uintptr_t>(p) % bytes) fail(format("%s: the address is not a multiple of %d", what, bytes));
+  if (reinterpret_cast<uintptr_t>(p) % bytes)
+    fail(format("%s: the address is not a multiple of %d", what, bytes));
   check_global(p, bytes, what);
 }
 
@@ -109,7 +112,8 @@ void wait_equal(const uint32_t* p, uint32_t value, const Site& site) {
   while (*p != value) {
     global_waiters.push_back({block, block->current});
     Waiters none;
-    wait_on(none, [p, value] { return format("a global counter to become %u (it is %u)", value, *p); });
+    wait_on(none,
+            [p, value] { return format("a global counter to become %u (it is %u)", value, *p); });
   }
   join(block->self().global_clock, counters[p]);
 }

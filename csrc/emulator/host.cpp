@@ -24,7 +24,8 @@ void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>&
   const Report report = launch(grid, {unsigned(threads)}, smem_bytes, kernel, options());
   of_warps += report.products, of_warpgroups += report.warpgroup_products;
   const uint64_t seed = options().seed++;
-  if (!report.error.empty()) throw std::runtime_error("emulator, schedule " + std::to_string(seed) + ": " + report.error);
+  if (!report.error.empty())
+    throw std::runtime_error("emulator, schedule " + std::to_string(seed) + ": " + report.error);
 }
 
 }  // namespace emu

@@ -129,13 +129,19 @@ static void start_block(Block& b, size_t smem_bytes) {
 static std::string end_of_block() {
   Block& b = *block;
   std::string error;
-  if (!b.copies.empty()) error = format("the block ended while a copy to %#x was in flight", b.copies[0].dst);
+  if (!b.copies.empty())
+    error = format("the block ended while a copy to %#x was in flight", b.copies[0].dst);
   for (auto& bar : b.barriers)
-    if (bar.tx) error = format("the block ended with mbarrier '%s' expecting %lld more bytes", bar.name.c_str(), (long long)bar.tx);
+    if (bar.tx)
+      error = format("the block ended with mbarrier '%s' expecting %lld more bytes",
+                     bar.name.c_str(), (long long)bar.tx);
   for (int t = 0; t < b.threads; ++t) {
-    if (!b.fibers[t].accumulators.empty()) error = format("thread %d ended without waiting for its last wgmma", t);
-    if (!b.fibers[t].thread_copies.empty()) error = format("thread %d ended without waiting for its last cp.async", t);
-    if (!b.fibers[t].bulk_reading.empty()) error = format("thread %d ended without waiting for its last bulk operation to read", t);
+    if (!b.fibers[t].accumulators.empty())
+      error = format("thread %d ended without waiting for its last wgmma", t);
+    if (!b.fibers[t].thread_copies.empty())
+      error = format("thread %d ended without waiting for its last cp.async", t);
+    if (!b.fibers[t].bulk_reading.empty())
+      error = format("thread %d ended without waiting for its last bulk operation to read", t);
   }
   return error;
 }
@@ -185,18 +191,24 @@ static Step step_block() {
 
 // Host side.
 
-Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<void()>& kernel, const Options& options) {
+Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<void()>& kernel,
+              const Options& options) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   Report result;
   report = &result;
   if (!fiber_stack(0, 0)) return result.error = "cannot map fiber stacks", result;
   if (threads.y != 1 || threads.z != 1 || threads.x % kWarp || threads.x > kMaxThreads)
-    return result.error = format("unsupported block size %u x %u x %u", threads.x, threads.y, threads.z), result;
+    return result.error =
+               format("unsupported block size %u x %u x %u", threads.x, threads.y, threads.z),
+           result;
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
-    return result.error = format("unsupported grid of %u x %u x %u blocks", grid.x, grid.y, grid.z), result;
+    return result.error = format("unsupported grid of %u x %u x %u blocks", grid.x, grid.y, grid.z),
+           result;
   if (smem_bytes > options.smem_limit)
-    return result.error = format("%zu bytes of shared memory, at most %zu are there", smem_bytes, options.smem_limit), result;
+    return result.error = format("%zu bytes of shared memory, at most %zu are there", smem_bytes,
+                                 options.smem_limit),
+           result;
   gridDim = grid;
   blockDim = threads;
   Random random{options.seed};

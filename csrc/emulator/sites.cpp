@@ -26,7 +26,8 @@ struct Planted {
     for (unsigned i = 0; i < 3; ++i)
       if (std::string(text, at) == kNames[i]) fault = Fault(1u << i);
     if (!colon || fault == kNone) {
-      std::fprintf(stderr, "PYTRANSFORMER_FAULT=%s: wanted drop, shift or flip, @, file, :, line\n", text);
+      std::fprintf(stderr, "PYTRANSFORMER_FAULT=%s: wanted drop, shift or flip, @, file, :, line\n",
+                   text);
       std::exit(2);
     }
     file = std::string(at + 1, colon);
@@ -51,7 +52,8 @@ void note(const Site& site, const char* instruction, unsigned possible) {
     if (possible >> i & 1) faults += std::string(faults.empty() ? "" : ",") + kNames[i];
   // Close the file each time: a test process may end at any moment.
   if (std::FILE* out = std::fopen(record, "a")) {
-    std::fprintf(out, "%s:%u %s %s\n", below_sources(site.file_name()), unsigned(site.line()), instruction, faults.c_str());
+    std::fprintf(out, "%s:%u %s %s\n", below_sources(site.file_name()), unsigned(site.line()),
+                 instruction, faults.c_str());
     std::fclose(out);
   }
 }
@@ -63,7 +65,8 @@ bool sites_matter = planted.fault != kNone || record;
 Fault fault_at_site(const Site& site, const char* instruction, unsigned possible) {
   if (!site.line()) return kNone;  // a call within the emulator
   if (record) note(site, instruction, possible);
-  const bool here = planted.fault & possible && site.line() == planted.line && planted.file == below_sources(site.file_name());
+  const bool here = planted.fault & possible && site.line() == planted.line &&
+                    planted.file == below_sources(site.file_name());
   return here ? planted.fault : kNone;
 }
 

@@ -275,7 +275,9 @@ void release(Clock& into);
 // Return the current thread's time.
 inline int32_t now() { return block->self().clock.c[kThread + block->current]; }
 // Return true if the current thread knows of `thread`'s operations up to `time`.
-inline bool knows_thread(int thread, int32_t time) { return block->self().clock.c[kThread + thread] >= time; }
+inline bool knows_thread(int thread, int32_t time) {
+  return block->self().clock.c[kThread + thread] >= time;
+}
 
 // Shared memory (shared_memory.cpp).
 

@@ -20,7 +20,8 @@ int meet(const LaneValues& value, bool sync) {
     x.completed = number + 1;
     wake(x.waiters);
   }
-  while (x.completed <= number) wait_on(x.waiters, [w] { return format("the other lanes of warp %d", w); });
+  while (x.completed <= number)
+    wait_on(x.waiters, [w] { return format("the other lanes of warp %d", w); });
   return slot;
 }
 
@@ -43,7 +44,9 @@ uint32_t shfl(uint32_t value, int lane, const Site& site) {
   const int slot = meet({value}, false);
   return block->exchanges[block->current / kWarp].value[slot][lane % kWarp][0];
 }
-uint32_t shfl_xor(uint32_t value, int lane_mask, const Site& site) { return shfl(value, (block->current % kWarp) ^ lane_mask, site); }
+uint32_t shfl_xor(uint32_t value, int lane_mask, const Site& site) {
+  return shfl(value, (block->current % kWarp) ^ lane_mask, site);
+}
 
 void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed, const Site& site) {
   const Fault fault = fault_at(site, "ldmatrix", kShift | kFlip);
@@ -75,13 +78,16 @@ void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices, const Site& site) 
   if (row_addr % 16) fail("stmatrix: a row is not aligned to 16 bytes");
   const auto rows = gather({row_addr});
   const int lane = block->current % kWarp;
-  for (int m = 0; m < 4; ++m) st_shared(rows[8 * m + lane / 4][0] + lane % 4 * 4, &matrices[kOrder[fault == kFlip][m]], 4, {});
+  for (int m = 0; m < 4; ++m)
+    st_shared(rows[8 * m + lane / 4][0] + lane % 4 * 4, &matrices[kOrder[fault == kFlip][m]], 4,
+              {});
 }
 
 void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16, const Site& site) {
   const Fault fault = fault_at(site, "mma", kDrop | kFlip);
   if (fault == kDrop) return;
-  const auto lanes = fault == kFlip ? gather({a[0], a[2], a[1], a[3], b[0], b[1]}) : gather({a[0], a[1], a[2], a[3], b[0], b[1]});
+  const auto lanes = fault == kFlip ? gather({a[0], a[2], a[1], a[3], b[0], b[1]})
+                                    : gather({a[0], a[1], a[2], a[3], b[0], b[1]});
   const int g = block->current % kWarp / 4, q = block->current % 4;
   const auto element = [&](int lane, int r, int half) {
     const uint16_t bits = uint16_t(lanes[lane][r] >> 16 * half);
@@ -92,7 +98,8 @@ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16, cons
     // A[row][k] is in lane 4 g + k / 2 % 4, B[k][column] in lane 4 column + k / 2 % 4.
     for (int k = 0; k < 16; ++k) {
       const int half = k / 8, pair = k / 2 % 4;
-      d[i] += element(4 * g + pair, i / 2 + 2 * half, k % 2) * element(4 * column + pair, 4 + half, k % 2);
+      d[i] += element(4 * g + pair, i / 2 + 2 * half, k % 2) *
+              element(4 * column + pair, 4 + half, k % 2);
     }
   }
   ++report->products;

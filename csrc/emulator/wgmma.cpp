@@ -20,7 +20,8 @@ static void for_each_operand_run(uint64_t desc, bool mn_major, int rows, F f) {
   if (desc >> 49 & 7) fail("wgmma: descriptors with a base offset are not emulated");
   // With base offset 0, the atom (8 rows) must start at a multiple of its size. Moving along K
   // inside the atom does not change the bits above the row width.
-  if (layout && start % (8 * width) >= width) fail(format("wgmma: descriptor start %#x is not aligned to the swizzle pattern", start));
+  if (layout && start % (8 * width) >= width)
+    fail(format("wgmma: descriptor start %#x is not aligned to the swizzle pattern", start));
   auto visit = [&](uint32_t offset, int row, int k) {
     const uint32_t addr = swizzle_address(start + offset, mode);
     check_range(addr, 16, "wgmma");
@@ -28,17 +29,21 @@ static void for_each_operand_run(uint64_t desc, bool mn_major, int rows, F f) {
   };
   if (!mn_major) {
     for (int r = 0; r < rows; ++r)
-      for (int c = 0; c < 2; ++c) visit((r / 8) * sbo + (r % 8) * width + (layout ? c * 16 : c * lbo), r, c * 8);
+      for (int c = 0; c < 2; ++c)
+        visit((r / 8) * sbo + (r % 8) * width + (layout ? c * 16 : c * lbo), r, c * 8);
   } else {
     for (int k = 0; k < 16; ++k)
       for (uint32_t c = 0; c < uint32_t(rows) / 8; ++c)
-        visit(layout ? (c / runs) * lbo + (c % runs) * 16 + (k / 8) * sbo + (k % 8) * width : c * sbo + (k / 8) * lbo + (k % 8) * 16,
+        visit(layout ? (c / runs) * lbo + (c % runs) * 16 + (k / 8) * sbo + (k % 8) * width
+                     : c * sbo + (k / 8) * lbo + (k % 8) * 16,
               int(c) * 8, k);
   }
 }
 
 // Accumulator fragment of m64nNk16: register i of thread t is element (row, column).
-static int fragment_row(int t, int i) { return 16 * (t / kWarp) + (t % kWarp) / 4 + 8 * (i / 2 % 2); }
+static int fragment_row(int t, int i) {
+  return 16 * (t / kWarp) + (t % kWarp) / 4 + 8 * (i / 2 % 2);
+}
 static int fragment_col(int t, int i) { return 8 * (i / 4) + 2 * (t % 4) + i % 2; }
 
 static void execute(Wgmma& op) {
@@ -49,7 +54,8 @@ static void execute(Wgmma& op) {
       check_readable(addr, "wgmma");
       uint16_t bits[8];
       std::memcpy(bits, block->arena + addr, 16);
-      for (int e = 0; e < 8; ++e) store(mn_major ? row + e : row, mn_major ? k : k + e, widen(bits[e]));
+      for (int e = 0; e < 8; ++e)
+        store(mn_major ? row + e : row, mn_major ? k : k + e, widen(bits[e]));
     });
   };
   if (op.a_in_regs) {
@@ -57,7 +63,8 @@ static void execute(Wgmma& op) {
     for (int t = 0; t < kGroup; ++t)
       for (int r = 0; r < 4; ++r)
         for (int h = 0; h < 2; ++h)
-          a[16 * (t / kWarp) + (t % kWarp) / 4 + 8 * (r % 2)][2 * (t % 4) + 8 * (r / 2) + h] = widen(uint16_t(op.a[t][r] >> (16 * h)));
+          a[16 * (t / kWarp) + (t % kWarp) / 4 + 8 * (r % 2)][2 * (t % 4) + 8 * (r / 2) + h] =
+              widen(uint16_t(op.a[t][r] >> (16 * h)));
   } else {
     load(op.desc_a, op.trans_a, 64, [&](int m, int k, float v) { a[m][k] = v; });
   }
@@ -72,7 +79,8 @@ static void execute(Wgmma& op) {
 }
 
 bool can_execute(const Group& group) {
-  return group.executed < group.first + group.ops.size() && group.ops[group.executed - group.first].threads == kGroup;
+  return group.executed < group.first + group.ops.size() &&
+         group.ops[group.executed - group.first].threads == kGroup;
 }
 
 void execute_next(Group& group) { execute(group.ops[group.executed++ - group.first]); }
@@ -86,11 +94,13 @@ static void check_operands(Wgmma& op, int group, uint64_t number) {
     g.read_by[group] = int32_t(number + 1);
     if (g.state == State::Stored) {
       if (op.needs_thread.empty()) op.needs_thread.resize(block->threads);
-      for (const Word& w : g.word) op.needs_thread[w.writer] = std::max(op.needs_thread[w.writer], w.fenced);
+      for (const Word& w : g.word)
+        op.needs_thread[w.writer] = std::max(op.needs_thread[w.writer], w.fenced);
       return;
     }
     const std::pair<int, uint32_t> need{g.barrier, g.phase};
-    if (std::find(op.needs.begin(), op.needs.end(), need) == op.needs.end()) op.needs.push_back(need);
+    if (std::find(op.needs.begin(), op.needs.end(), need) == op.needs.end())
+      op.needs.push_back(need);
   };
   if (!op.a_in_regs) for_each_operand_run(op.desc_a, op.trans_a, 64, visit);
   for_each_operand_run(op.desc_b, op.trans_b, op.n, visit);
@@ -108,7 +118,8 @@ static void collect(uint64_t complete) {
     if (held.last_op >= complete) continue;
     const int n = held.acc->n;
     for (int i = 0; i < n / 2; ++i) {
-      if (bits_of(held.regs[i]) != kPoisonRegister) fail(format("accumulator register %d was touched while a wgmma was in flight", i));
+      if (bits_of(held.regs[i]) != kPoisonRegister)
+        fail(format("accumulator register %d was touched while a wgmma was in flight", i));
       held.regs[i] = held.acc->m[fragment_row(t, i) * n + fragment_col(t, i)];
     }
   }
@@ -121,8 +132,8 @@ void wgmma_fence(const Site& site) {
   block->self().fenced = true;
 }
 
-void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d,
-           const Site& site) {
+void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a,
+           uint64_t desc_b, bool trans_b, bool scale_d, const Site& site) {
   const Fault fault = fault_at(site, "wgmma", kDrop | kShift | kFlip);
   if (fault == kDrop) return;
   if (fault == kShift) ++desc_b;
@@ -134,9 +145,11 @@ void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a,
   const uint64_t number = me.issued++;
   if (!me.fenced) fail("wgmma without a wgmma.fence since its registers were last touched");
 
-  auto held = std::find_if(me.accumulators.begin(), me.accumulators.end(), [&](auto& h) { return h.regs == acc; });
+  auto held = std::find_if(me.accumulators.begin(), me.accumulators.end(),
+                           [&](auto& h) { return h.regs == acc; });
   if (number == group.first + group.ops.size()) {  // first thread of the warpgroup
-    Wgmma op{n, f16, a_regs != nullptr, trans_a, trans_b, scale_d, desc_a, desc_b, {}, 0, {}, {}, {}};
+    Wgmma op{n,  f16, a_regs != nullptr, trans_a, trans_b, scale_d, desc_a, desc_b, {}, 0, {},
+             {}, {}};
     if (op.a_in_regs) op.a.resize(kGroup);
     check_operands(op, g, number);
     if (held != me.accumulators.end()) {
@@ -149,8 +162,9 @@ void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a,
     group.ops.push_back(std::move(op));
   }
   Wgmma& op = group.ops[number - group.first];
-  if (op.n != n || op.f16 != f16 || op.a_in_regs != (a_regs != nullptr) || op.desc_b != desc_b || (!a_regs && op.desc_a != desc_a) ||
-      op.trans_a != trans_a || op.trans_b != trans_b || op.scale_d != scale_d)
+  if (op.n != n || op.f16 != f16 || op.a_in_regs != (a_regs != nullptr) || op.desc_b != desc_b ||
+      (!a_regs && op.desc_a != desc_a) || op.trans_a != trans_a || op.trans_b != trans_b ||
+      op.scale_d != scale_d)
     fail("threads of a warpgroup disagree about a wgmma");
   if (block->options->race_check) {
     for (auto& [bar, phase] : op.needs)
@@ -160,7 +174,8 @@ void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a,
                    "not waited for",
                    barrier_name(bar), phase));
     int32_t missing = 0;  // no branch in the loop, for speed
-    for (size_t i = 0; i < op.needs_thread.size(); ++i) missing |= me.clock.c[kThread + i] - op.needs_thread[i];
+    for (size_t i = 0; i < op.needs_thread.size(); ++i)
+      missing |= me.clock.c[kThread + i] - op.needs_thread[i];
     if (missing < 0)
       for (size_t i = 0; i < op.needs_thread.size(); ++i)
         if (!knows_thread(int(i), op.needs_thread[i]))
@@ -212,8 +227,8 @@ void wgmma_wait(int pending, const Site& site) {
       } else {
         wait_on(group.waiters, [g] {
           const Group& w = block->groups[g];
-          return format("wgmma %llu of warpgroup %d, issued by %d of 128 threads", (unsigned long long)w.executed, g,
-                        w.ops[w.executed - w.first].threads);
+          return format("wgmma %llu of warpgroup %d, issued by %d of 128 threads",
+                        (unsigned long long)w.executed, g, w.ops[w.executed - w.first].threads);
         });
       }
     }
@@ -221,7 +236,8 @@ void wgmma_wait(int pending, const Site& site) {
     me.clock.c[g] = std::max(me.clock.c[g], int32_t(target));
     // Forget operations that every thread of the warpgroup knows to be complete.
     uint64_t seen = target;
-    for (int i = 0; i < kGroup; ++i) seen = std::min<uint64_t>(seen, block->fibers[g * kGroup + i].clock.c[g]);
+    for (int i = 0; i < kGroup; ++i)
+      seen = std::min<uint64_t>(seen, block->fibers[g * kGroup + i].clock.c[g]);
     while (group.first < seen) {
       group.ops.pop_front();
       ++group.first;
@@ -238,10 +254,13 @@ void setmaxnreg(bool increase, int registers, const Site& site) {
   if (block->threads % kGroup) fail("setmaxnreg: partial warpgroup");
   int& have = block->registers[w];
   if (have == registers) return;  // another lane of this warp did it
-  if (increase != (registers > have)) fail(format("setmaxnreg.%s to %d from %d", increase ? "inc" : "dec", registers, have));
+  if (increase != (registers > have))
+    fail(format("setmaxnreg.%s to %d from %d", increase ? "inc" : "dec", registers, have));
   while (increase && have != registers && block->free_registers < (registers - have) * kWarp)
-    wait_on(block->register_waiters,
-            [registers] { return format("setmaxnreg.inc to %d: %d registers are free", registers, block->free_registers); });
+    wait_on(block->register_waiters, [registers] {
+      return format("setmaxnreg.inc to %d: %d registers are free", registers,
+                    block->free_registers);
+    });
   if (have == registers) return;
   block->free_registers -= (registers - have) * kWarp;
   have = registers;

@@ -17,17 +17,23 @@
 namespace pt::fast_path {
 namespace {
 
-#define TERMS                                                                                                                       \
-  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,           \
-      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,               \
-      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,      \
-      const Maybe &block_bits, const Maybe &page_table, const Maybe &key_scale, const Maybe &value_scale, const Maybe &seed,        \
-      bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys, int64_t batch_start, int64_t head_start, \
-      int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
-using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
-using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-                               const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
-                               const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable, const Maybe& dsinks);
+#define TERMS                                                                                      \
+  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table,                   \
+      const Maybe &starts, const Maybe &sinks, const Maybe &query_lengths,                         \
+      const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,          \
+      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, \
+      const Maybe &block_entries, const Maybe &block_bits, const Maybe &page_table,                \
+      const Maybe &key_scale, const Maybe &value_scale, const Maybe &seed, bool bidirectional,     \
+      int64_t align, int64_t left, int64_t right, int64_t global_keys, int64_t batch_start,        \
+      int64_t head_start, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k,    \
+      double scale, double softcap, double dropout_p
+using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& out, const Tensor& lse, TERMS);
+using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query,
+                               const Tensor& key, const Tensor& value, const Tensor& out,
+                               const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk,
+                               const Maybe& dv, const Maybe& dmask, const Maybe& dbias,
+                               const Maybe& dslopes, const Maybe& dtable, const Maybe& dsinks);
 #undef TERMS
 
 // Call f with the arguments that forward and backward share.
@@ -38,12 +44,15 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   constexpr bool packed = A::kDim == 3;
   const Tensor& pages = pick<A::kPageTable>(t);
   const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2);
-  const int64_t max_k = packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
-  f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
-    vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)),
-    term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(), Maybe(),
-    Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys, 0, 0, 0, 0, max_q,
-    max_k, n.scale, n.softcap, n.dropout_p);
+  const int64_t max_k =
+      packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
+  f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work),
+    vector(t[A::kTable], work), term(t[A::kStarts]), vector(t[A::kSinks], work),
+    term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)),
+    term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)),
+    term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(),
+    Maybe(), Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align,
+    n.left, n.right, n.global_keys, 0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
@@ -58,29 +67,34 @@ typename AttentionOp<W>::Outputs AttentionOp<W>::forward(const Inputs& t, const 
   shape.pop_back();
   if (W::kDim == 3) std::swap(shape[0], shape[1]);
   const Tensor lse = empty(shape, query.options().dtype(work_dtype(query)));
-  const Tensor q = last_contiguous(query), k = last_contiguous(t[W::kKey]), v = last_contiguous(value);
-  with_terms<AttentionOp>(t, n, [&](const auto&... terms) { raw.call(q, k, v, out, lse, terms...); });
+  const Tensor q = last_contiguous(query), k = last_contiguous(t[W::kKey]),
+               v = last_contiguous(value);
+  with_terms<AttentionOp>(t, n,
+                          [&](const auto&... terms) { raw.call(q, k, v, out, lse, terms...); });
   return {out, lse};
 }
 
 template <class W>
-variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
+variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, const Numbers& n,
+                                       const variable_list& grads,
                                        const std::vector<bool>& wanted) {
   static const auto raw = raw_op<AttentionBackward>("pytransformer_C::attention_bwd");
   const auto& [out, lse] = saved;
   const Tensor grad_out = grads[0].defined() ? last_contiguous(grads[0]) : at::zeros_like(out);
-  const Tensor q = last_contiguous(t[W::kQuery]), k = last_contiguous(t[W::kKey]), v = last_contiguous(t[W::kValue]),
-               o = last_contiguous(out);
+  const Tensor q = last_contiguous(t[W::kQuery]), k = last_contiguous(t[W::kKey]),
+               v = last_contiguous(t[W::kValue]), o = last_contiguous(out);
   // Sum gradients of additive terms in float32 whatever their dtype: the kernel adds into zeros.
   variable_list results(W::kDifferentiable);
   for (size_t i = 0; i < W::kDifferentiable; i++) {
     if (!wanted[i]) continue;
-    results[i] = i <= W::kValue ? empty_in_order(t[i]) : at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
+    results[i] = i <= W::kValue ? empty_in_order(t[i])
+                                : at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
   }
   with_terms<AttentionOp>(t, n, [&](const auto&... terms) {
-    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]), maybe(results[W::kKey]),
-             maybe(results[W::kValue]), maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]),
-             maybe(results[W::kTable]), maybe(results[W::kSinks]));
+    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]),
+             maybe(results[W::kKey]), maybe(results[W::kValue]), maybe(pick<W::kMask>(results)),
+             maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]), maybe(results[W::kTable]),
+             maybe(results[W::kSinks]));
   });
   for (size_t i = W::kValue + 1; i < W::kDifferentiable; i++)
     if (wanted[i]) results[i] = deliver(results[i], t[i]);
@@ -90,7 +104,8 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
 template <class W>
 variable_list AttentionOp<W>::tensors(const Inputs& t) {
   if constexpr (W::kDim == 3)
-    return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
+    return {t[W::kQuery],  t[W::kKey],   t[W::kValue], t[W::kCuQ], t[W::kCuK],
+            t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
   variable_list all(t.begin(), t.begin() + W::kSeed + 1);
   all.resize(all.size() + kBlockMask);
   all.push_back(pick<W::kPageTable>(t));
@@ -102,17 +117,23 @@ template <class W>
 py::tuple AttentionOp<W>::others(const Numbers& n) {
   static constexpr const char* kCausal[] = {"none", "top_left", "bottom_right"};
   const auto all = [&](auto... between) {
-    return py::make_tuple(between..., n.scale, n.softcap, n.dropout_p, n.deterministic, py::none(), false);
+    return py::make_tuple(between..., n.scale, n.softcap, n.dropout_p, n.deterministic, py::none(),
+                          false);
   };
   const char* causal = kCausal[n.align];
-  if constexpr (W::kDim == 3) return all(n.max_q, n.max_k, n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys, 0, 0);
-  else return all(n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys, 0, 0, 0, 0);
+  if constexpr (W::kDim == 3)
+    return all(n.max_q, n.max_k, n.bidirectional, n.max_distance, causal, n.left, n.right,
+               n.global_keys, 0, 0);
+  else
+    return all(n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys, 0, 0, 0, 0);
 }
 
 template <class W>
 bool AttentionOp<W>::complete(Inputs& t, Numbers& n) {
   const Tensor& query = t[W::kQuery];
-  if (query.dim() != W::kDim || t[W::kKey].dim() != W::kDim || t[W::kValue].dim() != W::kDim || query.size(-1) == 0) return false;
+  if (query.dim() != W::kDim || t[W::kKey].dim() != W::kDim || t[W::kValue].dim() != W::kDim ||
+      query.size(-1) == 0)
+    return false;
   if constexpr (W::kDim == 4)
     for (Tensor* term : {&t[W::kMask], &t[W::kBias]})
       while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);
@@ -146,8 +167,8 @@ Tensor bucket_starts(int64_t buckets, bool bidirectional, int64_t max_distance) 
   const auto key = std::make_tuple(buckets, bidirectional, max_distance);
   if (const auto found = known.find(key); found != known.end()) return found->second;
   if (known.size() >= 64) known.clear();
-  const auto starts = py::cast<std::vector<int64_t>>(
-      py::handle(fact("bucket_starts"))(py::int_(buckets), py::bool_(bidirectional), py::int_(max_distance)));
+  const auto starts = py::cast<std::vector<int64_t>>(py::handle(fact("bucket_starts"))(
+      py::int_(buckets), py::bool_(bidirectional), py::int_(max_distance)));
   const c10::InferenceMode usual(false);
   return known[key] = at::tensor(starts, at::kLong);
 }
@@ -169,9 +190,10 @@ void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumber
   table = read.tensor(py::object(bias.attr("table")).ptr());
   n.bidirectional = read.boolean(py::object(bias.attr("bidirectional")).ptr());
   n.max_distance = read.natural(py::object(bias.attr("max_distance")).ptr());
-  read.require(read && table.dim() == 2 && table.size(0) >= (n.bidirectional ? 4 : 2) && table.size(0) <= kMaxBuckets &&
-               !(n.bidirectional && table.size(0) % 2));
-  read.require(read && table.size(0) / (n.bidirectional ? 4 : 2) < n.max_distance && n.max_distance < int64_t(1) << 31);
+  read.require(read && table.dim() == 2 && table.size(0) >= (n.bidirectional ? 4 : 2) &&
+               table.size(0) <= kMaxBuckets && !(n.bidirectional && table.size(0) % 2));
+  read.require(read && table.size(0) / (n.bidirectional ? 4 : 2) < n.max_distance &&
+               n.max_distance < int64_t(1) << 31);
   if (read) t[A::kStarts] = bucket_starts(table.size(0), n.bidirectional, n.max_distance);
 }
 
@@ -197,16 +219,18 @@ void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
   using A = Attention;
   if (o == Py_None) return;
   Tensor& table = t[A::kPageTable] = read.tensor(o);
-  read.require(read && (table.scalar_type() == at::kInt || table.scalar_type() == at::kLong) && table.dim() == 2 &&
-               t[A::kQuery].dim() == 4);
-  read.require(read && table.size(0) == t[A::kQuery].size(0) && t[A::kKeyLengths].defined() && t[A::kKey].dim() == 4);
+  read.require(read && (table.scalar_type() == at::kInt || table.scalar_type() == at::kLong) &&
+               table.dim() == 2 && t[A::kQuery].dim() == 4);
+  read.require(read && table.size(0) == t[A::kQuery].size(0) && t[A::kKeyLengths].defined() &&
+               t[A::kKey].dim() == 4);
   read.require(read && t[A::kKey].size(2) > 0 && !needs_gradient({t.data(), A::kDifferentiable}));
   if (read) table = table.contiguous();
 }
 
 // Read the last eight arguments of both ops, from softcap to strict.
 template <class A>
-PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs& t, AttentionNumbers& n) {
+PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs& t,
+                           AttentionNumbers& n) {
   PyObject* const* a = given.first + given.count - 8;
   if (a[0] != Py_None) n.softcap = read.number(a[0]), read.require(n.softcap > 0);
   if (a[1] != Py_None) n.scale = read.number(a[1]);
@@ -214,7 +238,8 @@ PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs&
   t[A::kSeed] = read.seed(a[3], n.dropout_p);
   const size_t outputs = read.boolean(a[4]) ? 2 : 1;
   n.deterministic = read.boolean(a[5]);
-  return finish<A>(read, t, n, outputs, outputs, read.route(a[6], a[7]), [&] { return given.tuple(); });
+  return finish<A>(read, t, n, outputs, outputs, read.route(a[6], a[7]),
+                   [&] { return given.tuple(); });
 }
 
 }  // namespace

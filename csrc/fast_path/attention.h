@@ -74,8 +74,8 @@ struct AttentionNumbers {
 
   template <class F>
   void collect(const F& f) const {
-    f(align), f(left), f(right), f(global_keys), f(max_distance), f(max_q), f(max_k), f(scale), f(softcap), f(dropout_p), f(bidirectional),
-        f(deterministic);
+    f(align), f(left), f(right), f(global_keys), f(max_distance), f(max_q), f(max_k), f(scale),
+        f(softcap), f(dropout_p), f(bidirectional), f(deterministic);
   }
 };
 
@@ -91,8 +91,8 @@ struct AttentionOp : Which {
   static bool complete(Inputs& t, Numbers& n);
   static bool fits(const Inputs& t, const Numbers& n);
   static Outputs forward(const Inputs& t, const Numbers& n, bool needs_gradient);
-  static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
-                                const std::vector<bool>& wanted);
+  static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n,
+                                const variable_list& grads, const std::vector<bool>& wanted);
   static variable_list tensors(const Inputs& t);
   static py::tuple others(const Numbers& n);
 };

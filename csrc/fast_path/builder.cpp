@@ -42,9 +42,13 @@ class Builder {
   const std::string& why_not() const { return why_not_; }
 
  private:
-  static Tensor tensor(py::handle o) { return THPVariable_Check(o.ptr()) ? THPVariable_Unpack(o.ptr()) : Tensor(); }
+  static Tensor tensor(py::handle o) {
+    return THPVariable_Check(o.ptr()) ? THPVariable_Unpack(o.ptr()) : Tensor();
+  }
   static const void* key(const Tensor& t) { return t.unsafeGetTensorImpl(); }
-  static uintptr_t address(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); }
+  static uintptr_t address(const Tensor& t) {
+    return reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  }
   void refuse(const std::string& why) {
     if (why_not_.empty()) why_not_ = why;
   }
@@ -76,21 +80,26 @@ class Builder {
     const auto kwargs = event[2].cast<py::dict>();
     const Tensor made = tensor(event[3]);
     const std::string name = func.attr("_schema").attr("name").cast<std::string>();
-    static const std::vector<std::string> allocations = {"aten::empty",          "aten::empty_like", "aten::empty_strided",
-                                                         "aten::empty_permuted", "aten::new_empty",  "aten::new_empty_strided"};
-    if (std::find(allocations.begin(), allocations.end(), name) != allocations.end() && made.device() == program_->device) {
+    static const std::vector<std::string> allocations = {
+        "aten::empty",          "aten::empty_like", "aten::empty_strided",
+        "aten::empty_permuted", "aten::new_empty",  "aten::new_empty_strided"};
+    if (std::find(allocations.begin(), allocations.end(), name) != allocations.end() &&
+        made.device() == program_->device) {
       Step step;
       step.kind = Step::kAllocate;
-      step.sizes = made.sizes().vec(), step.strides = made.strides().vec(), step.options = made.options();
+      step.sizes = made.sizes().vec(), step.strides = made.strides().vec(),
+      step.options = made.options();
       step.made = {new_slot(made, int64_t(steps_.size()))};
       steps_.push_back(std::move(step));
       needed_.push_back(false);
       return;
     }
-    add_call(name, func.attr("_schema").attr("overload_name").cast<std::string>(), args, kwargs, event[3]);
+    add_call(name, func.attr("_schema").attr("overload_name").cast<std::string>(), args, kwargs,
+             event[3]);
   }
 
-  void add_call(const std::string& name, const std::string& overload, const py::tuple& args, const py::dict& kwargs, py::handle result) {
+  void add_call(const std::string& name, const std::string& overload, const py::tuple& args,
+                const py::dict& kwargs, py::handle result) {
     Step step;
     step.kind = Step::kCall;
     step.op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
@@ -99,14 +108,16 @@ class Builder {
     py::tuple whole(args.size());
     for (size_t i = 0; i < args.size(); i++) whole[i] = with_number(schema.arguments()[i], args[i]);
     step.stack =
-        torch::jit::createStackForSchema(schema, torch::jit::tuple_slice(whole), py::reinterpret_borrow<py::kwargs>(kwargs), std::nullopt);
+        torch::jit::createStackForSchema(schema, torch::jit::tuple_slice(whole),
+                                         py::reinterpret_borrow<py::kwargs>(kwargs), std::nullopt);
     for (at::Tag tag : step.op->getTags())
       if (tag == at::Tag::data_dependent_output || tag == at::Tag::inplace_view ||
           (tag == at::Tag::dynamic_output_shape && !indexes_by_number(name, step.stack)))
         return refuse(name + " goes by what a tensor holds, or changes a view in place");
     bool writes = false;
     for (size_t i = 0; i < step.stack.size(); i++) {
-      const bool written = schema.arguments()[i].alias_info() && schema.arguments()[i].alias_info()->isWrite();
+      const bool written =
+          schema.arguments()[i].alias_info() && schema.arguments()[i].alias_info()->isWrite();
       writes |= written;
       take(step, i, step.stack[i], written);
     }
@@ -122,7 +133,8 @@ class Builder {
     bool views = !writes && source.defined() && !made.empty();
     for (const Tensor& t : made) {
       if (t.device() != program_->device) return refuse(name + " leaves the device");
-      views = views && t.storage().unsafeGetStorageImpl() == source.storage().unsafeGetStorageImpl();
+      views =
+          views && t.storage().unsafeGetStorageImpl() == source.storage().unsafeGetStorageImpl();
     }
     const auto number = int64_t(steps_.size());
     const auto from = views ? views_[slots_.at(key(source))] : std::pair<int64_t, int64_t>();
@@ -136,7 +148,8 @@ class Builder {
     steps_.push_back(std::move(step));
     needed_.push_back(false);
     if (!views) {
-      if (program_->precision.value_or(precision_) != precision_ || precision_.float32 != Precision::now().float32)
+      if (program_->precision.value_or(precision_) != precision_ ||
+          precision_.float32 != Precision::now().float32)
         return refuse("products of one call are differently exact");
       program_->precision = precision_;
       needed_.back() = true;
@@ -150,15 +163,18 @@ class Builder {
     const auto list = stack[1].toListRef();
     return std::none_of(list.begin(), list.end(), [](const c10::IValue& index) {
       return index.isTensor() && index.toTensor().defined() &&
-             (index.toTensor().scalar_type() == at::kBool || index.toTensor().scalar_type() == at::kByte);
+             (index.toTensor().scalar_type() == at::kBool ||
+              index.toTensor().scalar_type() == at::kByte);
     });
   }
 
   // Convert a number to a tensor if the op takes a tensor, as PyTorch does.
   static py::object with_number(const c10::Argument& argument, py::handle given) {
     const bool number = PyFloat_CheckExact(given.ptr()) || PyLong_CheckExact(given.ptr());
-    if (!number || argument.type()->kind() != c10::TypeKind::TensorType) return py::reinterpret_borrow<py::object>(given);
-    const auto value = PyLong_CheckExact(given.ptr()) ? c10::Scalar(given.cast<int64_t>()) : c10::Scalar(given.cast<double>());
+    if (!number || argument.type()->kind() != c10::TypeKind::TensorType)
+      return py::reinterpret_borrow<py::object>(given);
+    const auto value = PyLong_CheckExact(given.ptr()) ? c10::Scalar(given.cast<int64_t>())
+                                                      : c10::Scalar(given.cast<double>());
     const Tensor t = c10::scalar_to_tensor(value);
     t.unsafeGetTensorImpl()->set_wrapped_number(true);
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
@@ -227,7 +243,8 @@ class Builder {
       const int64_t slot = t.defined() ? needed(t) : -1;
       if (t.defined()) {
         const auto* storage = t.storage().unsafeGetStorageImpl();
-        if (slot < int64_t(inputs_) || std::find(storages_.begin(), storages_.end(), storage) != storages_.end())
+        if (slot < int64_t(inputs_) ||
+            std::find(storages_.begin(), storages_.end(), storage) != storages_.end())
           refuse("a result is an argument, or another result");
         storages_.push_back(storage);
       }
@@ -242,7 +259,8 @@ class Builder {
       later[slot] = true;
       step.last.push_back(slot);
     };
-    const std::function<void(Step&, const Argument&)> look = [&](Step& step, const Argument& argument) {
+    const std::function<void(Step&, const Argument&)> look = [&](Step& step,
+                                                                 const Argument& argument) {
       if (argument.slot >= 0) last_of(step, argument.slot);
       for (const Argument& each : argument.inner) look(step, each);
     };

@@ -29,18 +29,23 @@ struct CrossEntropy {
     }
   };
 
-  using Forward = void(const Tensor& x, const Tensor& weight, const Tensor& target, const Maybe& bias, const Tensor& loss,
-                       const Tensor& split_lse, const Maybe& product, int64_t ignore_index, double label_smoothing);
-  using Backward = void(const Tensor& upstream, const Tensor& x, const Tensor& weight, const Tensor& target, const Maybe& bias,
-                        const Tensor& split_lse, const Maybe& product, const Maybe& dx, const Maybe& dweight, const Maybe& dbias,
-                        int64_t ignore_index, double label_smoothing);
+  using Forward = void(const Tensor& x, const Tensor& weight, const Tensor& target,
+                       const Maybe& bias, const Tensor& loss, const Tensor& split_lse,
+                       const Maybe& product, int64_t ignore_index, double label_smoothing);
+  using Backward = void(const Tensor& upstream, const Tensor& x, const Tensor& weight,
+                        const Tensor& target, const Maybe& bias, const Tensor& split_lse,
+                        const Maybe& product, const Maybe& dx, const Maybe& dweight,
+                        const Maybe& dbias, int64_t ignore_index, double label_smoothing);
 
   static bool complete(Inputs&, Numbers&) { return true; }
   static bool fits(const Inputs& t, const Numbers& n) {
     const Tensor &x = t[kX], &weight = t[kWeight], &bias = t[kBias], &target = t[kTarget];
     if (x.dim() == 0 || !x.numel() || !floating(x) || autocast_casts(x)) return false;
-    if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type() || weight.size(1) != x.size(-1) || !weight.size(0)) return false;
-    if (bias.defined() && (!floating(bias) || bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
+    if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type() ||
+        weight.size(1) != x.size(-1) || !weight.size(0))
+      return false;
+    if (bias.defined() && (!floating(bias) || bias.dim() != 1 || bias.size(0) != weight.size(0)))
+      return false;
     if (!(n.label_smoothing >= 0 && n.label_smoothing <= 1)) return false;
     return target.scalar_type() == at::kLong && target.sizes() == x.sizes().slice(0, x.dim() - 1);
   }
@@ -51,7 +56,8 @@ struct CrossEntropy {
   }
 
   static double value(const Tensor& number) {
-    return number.scalar_type() == at::kDouble ? *number.const_data_ptr<double>() : *number.const_data_ptr<float>();
+    return number.scalar_type() == at::kDouble ? *number.const_data_ptr<double>()
+                                               : *number.const_data_ptr<float>();
   }
   static void fill(const Tensor& t, double value) {
     if (t.scalar_type() == at::kDouble) std::fill_n(t.mutable_data_ptr<double>(), t.numel(), value);
@@ -78,14 +84,16 @@ struct CrossEntropy {
     c10::DimVector halves{2};
     halves.append(target.sizes().begin(), target.sizes().end());
     results[1] = empty(halves, options);
-    const int64_t size = target.numel() * weight.size(0), least = limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
-    if (needs_gradient && weight.size(1) > least && size * int64_t(options.dtype().itemsize()) <= limits.kept_bytes) {
+    const int64_t size = target.numel() * weight.size(0),
+                  least = limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
+    if (needs_gradient && weight.size(1) > least &&
+        size * int64_t(options.dtype().itemsize()) <= limits.kept_bytes) {
       c10::DimVector shape(target.sizes());
       shape.push_back(weight.size(0));
       results[2] = empty(shape, options);
     }
-    raw.call(matrix(x), matrix(weight), target, vector(t[kBias], work), losses, results[1], maybe(results[2]), n.ignore_index,
-             n.label_smoothing);
+    raw.call(matrix(x), matrix(weight), target, vector(t[kBias], work), losses, results[1],
+             maybe(results[2]), n.ignore_index, n.label_smoothing);
     if (n.reduction == kNone) {
       results[0] = losses;
       return results;
@@ -97,10 +105,11 @@ struct CrossEntropy {
     return results;
   }
 
-  static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
-                                const std::vector<bool>& wanted) {
+  static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n,
+                                const variable_list& grads, const std::vector<bool>& wanted) {
     static const auto raw = raw_op<Backward>("pytransformer_C::linear_cross_entropy_bwd");
-    const Tensor x = matrix(t[kX]), weight = matrix(t[kWeight]), target = t[kTarget].contiguous(), split_lse = saved[0].contiguous();
+    const Tensor x = matrix(t[kX]), weight = matrix(t[kWeight]), target = t[kTarget].contiguous(),
+                 split_lse = saved[0].contiguous();
     const auto work = split_lse.scalar_type();
     Tensor upstream;
     if (n.reduction == kNone) {
@@ -118,18 +127,22 @@ struct CrossEntropy {
       results[i] = i == kBias ? vector_target(t[i], work) : matrix_target(t[i]);
       targets[i] = i == kBias ? results[i] : matrix(results[i]);
     }
-    const Maybe product = saved[1].defined() && saved[1].numel() ? Maybe(saved[1].contiguous()) : std::nullopt;
-    raw.call(upstream, x, weight, target, vector(t[kBias], work), split_lse, product, targets[kX], targets[kWeight], targets[kBias],
-             n.ignore_index, n.label_smoothing);
+    const Maybe product =
+        saved[1].defined() && saved[1].numel() ? Maybe(saved[1].contiguous()) : std::nullopt;
+    raw.call(upstream, x, weight, target, vector(t[kBias], work), split_lse, product, targets[kX],
+             targets[kWeight], targets[kBias], n.ignore_index, n.label_smoothing);
     for (size_t i = 0; i < kDifferentiable; i++)
       if (wanted[i]) results[i] = deliver(results[i], t[i]);
     return results;
   }
 
-  static variable_list tensors(const Inputs& t) { return {t[kX], t[kWeight], t[kTarget], t[kBias]}; }
+  static variable_list tensors(const Inputs& t) {
+    return {t[kX], t[kWeight], t[kTarget], t[kBias]};
+  }
   static constexpr std::initializer_list<const char*> kReductions = {"mean", "sum", "none"};
   static py::tuple others(const Numbers& n) {
-    return py::make_tuple(n.ignore_index, n.label_smoothing, kReductions.begin()[n.reduction], true, py::none(), false);
+    return py::make_tuple(n.ignore_index, n.label_smoothing, kReductions.begin()[n.reduction], true,
+                          py::none(), false);
   }
 };
 
@@ -145,7 +158,8 @@ FAST_PATH_ENTRY(linear_cross_entropy) {
   n.ignore_index = read.integer(a[4]);
   n.label_smoothing = read.number(a[5]);
   n.reduction = read.choice(a[6], C::kReductions);
-  return finish<C>(read, t, n, 1, 1, read.route(a[7], a[8]), [&] { return Given{a, count}.tuple(); });
+  return finish<C>(read, t, n, 1, 1, read.route(a[7], a[8]),
+                   [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -89,11 +89,14 @@ struct InPython {
   std::function<py::tuple()> others;  // under the GIL
   Route route;
 };
-variable_list backward_in_python(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted);
+variable_list backward_in_python(const InPython& call, const variable_list& grads,
+                                 const std::vector<bool>& wanted);
 // Record a call with recording.py, for program_for(). `given`: the public function's arguments.
 // `save`: a backward may follow.
-py::object record_forward(const InPython& call, const std::function<py::object()>& given, bool save);
-py::object record_backward(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted);
+py::object record_forward(const InPython& call, const std::function<py::object()>& given,
+                          bool save);
+py::object record_backward(const InPython& call, const variable_list& grads,
+                           const std::vector<bool>& wanted);
 
 // Memory (memory.cpp): the only uninitialized allocations of the fast path.
 
@@ -102,13 +105,16 @@ py::object record_backward(const InPython& call, const variable_list& grads, con
 void replace_memory(PyObject* function);
 
 Tensor empty(at::IntArrayRef shape, const at::TensorOptions& options);
-Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides, const at::TensorOptions& options);
+Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides,
+                     const at::TensorOptions& options);
 
 // Counterparts of the functions in ops/_core/tensors.py.
 Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape);
 inline Tensor empty_in_order(const Tensor& like) { return empty_in_order(like, like.sizes()); }
 Tensor last_contiguous(const Tensor& t);
-inline at::ScalarType work_dtype(const Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+inline at::ScalarType work_dtype(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // Return true if t is undefined or of a dtype that the kernels support.
 bool floating(const Tensor& t);
@@ -172,7 +178,8 @@ class OpNode final : public torch::autograd::Node {
     }
     std::vector<bool> wanted(Op::kDifferentiable);
     bool any_wanted = false, any_given = false, direct = !at::GradMode::is_enabled() && unwatched();
-    for (size_t i = 0; i < wanted.size(); i++) any_wanted |= wanted[i] = task_should_compute_output(i);
+    for (size_t i = 0; i < wanted.size(); i++)
+      any_wanted |= wanted[i] = task_should_compute_output(i);
     for (const Tensor& g : grads) any_given |= g.defined(), direct = direct && plain(g);
     for (const Tensor& t : given) direct = direct && plain(t);
     for (const Tensor& t : saved) direct = direct && plain(t);
@@ -198,7 +205,8 @@ class OpNode final : public torch::autograd::Node {
     numbers.collect([&](const auto& value) { args.collect(value); });
     args.collect(int64_t(route.backend)), args.collect(route.strict);
   }
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
     for (auto& v : inputs) saved.before(v);
     for (auto& v : outputs) saved.before(v);
     variable_list results = apply(variable_list(grads));
@@ -212,11 +220,12 @@ class OpNode final : public torch::autograd::Node {
     variable_list kept(saved.begin(), saved.end());
     for (Tensor& t : kept)
       if (!t.defined()) t = nothing();
-    return {Op::kName, Op::tensors(given), std::move(kept), [this] { return Op::others(numbers); }, route};
+    return {Op::kName, Op::tensors(given), std::move(kept), [this] { return Op::others(numbers); },
+            route};
   }
 
-  variable_list recorded(const variable_list& grads, const typename Op::Inputs& given, const typename Op::Saved& saved,
-                         const std::vector<bool>& wanted) const {
+  variable_list recorded(const variable_list& grads, const typename Op::Inputs& given,
+                         const typename Op::Saved& saved, const std::vector<bool>& wanted) const {
     const py::gil_scoped_acquire gil;
     Key key(Op::kName, "_bwd", route.backend);
     numbers.collect([&](const auto& value) { key.add(value); });
@@ -224,7 +233,8 @@ class OpNode final : public torch::autograd::Node {
     for (const Tensor& g : grads) key.add(g);
     for (const Tensor& t : given) key.add(t);
     for (const Tensor& t : saved) key.add(t);
-    const auto program = program_for(key, [&] { return record_backward(in_python(given, saved), grads, wanted); });
+    const auto program =
+        program_for(key, [&] { return record_backward(in_python(given, saved), grads, wanted); });
     if (program) {
       variable_list all(grads);
       for (const Tensor& t : Op::tensors(given)) all.push_back(t);
@@ -255,18 +265,20 @@ auto make_node() {
 
 inline bool needs_gradient(at::TensorList differentiable) {
   return at::GradMode::is_enabled() &&
-         std::any_of(differentiable.begin(), differentiable.end(), [](const Tensor& t) { return t.defined() && t.requires_grad(); });
+         std::any_of(differentiable.begin(), differentiable.end(),
+                     [](const Tensor& t) { return t.defined() && t.requires_grad(); });
 }
 
 // Attach a node: the first `differentiable` outputs propagate gradients to the inputs.
 template <class Op>
-void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbers, const Route& route, typename Op::Outputs& outputs,
-            size_t differentiable) {
+void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbers,
+            const Route& route, typename Op::Outputs& outputs, size_t differentiable) {
   const auto node = make_node<OpNode<Op>>();
   torch::autograd::edge_list edges;
   edges.reserve(Op::kDifferentiable);
   for (size_t i = 0; i < Op::kDifferentiable; i++)
-    edges.push_back(inputs[i].defined() ? torch::autograd::impl::gradient_edge(inputs[i]) : torch::autograd::Edge());
+    edges.push_back(inputs[i].defined() ? torch::autograd::impl::gradient_edge(inputs[i])
+                                        : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
   node->save(inputs, numbers, route);
   for (size_t i = 0; i < differentiable; i++) torch::autograd::set_history(outputs[i], node);
@@ -277,7 +289,8 @@ void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbe
 // library refuses the arguments; Python then raises the error. The caller has checked that nobody
 // watches.
 template <class Op>
-std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
+std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs,
+                                        const typename Op::Numbers& numbers, size_t differentiable,
                                         const Route& route = {}) {
   const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable});
   if constexpr (Op::kSeed >= 0)
@@ -296,9 +309,12 @@ std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typen
 // Run the op with a recorded program, if there is one. `given` builds the public function's
 // arguments. The caller holds the GIL.
 template <class Op>
-std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
-                                                 const Route& route, const std::function<py::object()>& given) {
-  const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable}), draw = draws<Op>(inputs, numbers);
+std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs,
+                                                 const typename Op::Numbers& numbers,
+                                                 size_t differentiable, const Route& route,
+                                                 const std::function<py::object()>& given) {
+  const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable}),
+             draw = draws<Op>(inputs, numbers);
   const at::Device device = inputs[0].device();
   Key key(Op::kName, "_fwd", route.backend);
   key.add(needs), key.add(draw);
@@ -308,7 +324,9 @@ std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, co
     typename Op::Inputs example(inputs);
     if constexpr (Op::kSeed >= 0)
       if (draw) example[Op::kSeed] = filled(0, device);  // one seed per call
-    return record_forward({Op::kName, Op::tensors(example), {}, [&] { return Op::others(numbers); }, route}, given, needs);
+    return record_forward(
+        {Op::kName, Op::tensors(example), {}, [&] { return Op::others(numbers); }, route}, given,
+        needs);
   });
   if (!program) return std::nullopt;
   if constexpr (Op::kSeed >= 0)
@@ -316,7 +334,8 @@ std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, co
   typename Op::Outputs outputs;
   try {
     variable_list found = program->run(Op::tensors(inputs));
-    std::move(found.begin(), found.begin() + std::min(found.size(), outputs.size()), outputs.begin());
+    std::move(found.begin(), found.begin() + std::min(found.size(), outputs.size()),
+              outputs.begin());
   } catch (const std::exception&) {
     PyErr_Clear();
     return std::nullopt;
@@ -330,7 +349,8 @@ std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, co
 // Entries receive all arguments of the public function by position and return NotImplemented to
 // fall back to Python.
 
-#define FAST_PATH_ENTRY(name) PyObject* name##_entry(PyObject*, PyObject* const* a, Py_ssize_t count)
+#define FAST_PATH_ENTRY(name) \
+  PyObject* name##_entry(PyObject*, PyObject* const* a, Py_ssize_t count)
 FAST_PATH_ENTRY(attention);
 FAST_PATH_ENTRY(attention_varlen);
 FAST_PATH_ENTRY(layer_norm);

@@ -41,12 +41,16 @@ struct NormNumbers {
   }
 };
 
-using NormForward = void(const Tensor& x, const Maybe& residual, const Maybe& weight, const Maybe& bias, const Maybe& seed,
-                         const Tensor& out, const Maybe& residual_out, const Maybe& mean, const Maybe& rstd, int64_t outer, int64_t columns,
-                         int64_t row_start, double eps, double dropout_p, bool rms);
-using NormBackward = void(const Tensor& d_out, const Maybe& d_residual_out, const Tensor& h, const Maybe& weight, const Maybe& mean,
-                          const Tensor& rstd, const Maybe& seed, const Maybe& dx, const Maybe& dresidual, const Maybe& dweight,
-                          const Maybe& dbias, int64_t outer, int64_t columns, int64_t row_start, double dropout_p, bool rms);
+using NormForward = void(const Tensor& x, const Maybe& residual, const Maybe& weight,
+                         const Maybe& bias, const Maybe& seed, const Tensor& out,
+                         const Maybe& residual_out, const Maybe& mean, const Maybe& rstd,
+                         int64_t outer, int64_t columns, int64_t row_start, double eps,
+                         double dropout_p, bool rms);
+using NormBackward = void(const Tensor& d_out, const Maybe& d_residual_out, const Tensor& h,
+                          const Maybe& weight, const Maybe& mean, const Tensor& rstd,
+                          const Maybe& seed, const Maybe& dx, const Maybe& dresidual,
+                          const Maybe& dweight, const Maybe& dbias, int64_t outer, int64_t columns,
+                          int64_t row_start, double dropout_p, bool rms);
 
 double eps_of(at::ScalarType dtype) {
   switch (dtype) {
@@ -79,12 +83,16 @@ struct Norm : Which {
   }
 
   static bool fits(const Inputs& t, const Numbers& n) {
-    const Tensor &x = t[W::kX], &weight = t[W::kWeight], &bias = pick<W::kBias>(t), &residual = pick<W::kResidual>(t);
-    if (!x.is_contiguous() || !x.numel() || !floating(x) || !floating(weight) || !floating(bias)) return false;
+    const Tensor &x = t[W::kX], &weight = t[W::kWeight], &bias = pick<W::kBias>(t),
+                 &residual = pick<W::kResidual>(t);
+    if (!x.is_contiguous() || !x.numel() || !floating(x) || !floating(weight) || !floating(bias))
+      return false;
     const at::IntArrayRef normalized = x.sizes().slice(x.dim() - n.dims);
     for (const Tensor& v : {std::cref(weight), std::cref(bias)})
       if (v.defined() && v.sizes() != normalized) return false;
-    if (residual.defined() && (!floating(residual) || !residual.is_contiguous() || residual.sizes() != x.sizes())) return false;
+    if (residual.defined() &&
+        (!floating(residual) || !residual.is_contiguous() || residual.sizes() != x.sizes()))
+      return false;
     return true;
   }
 
@@ -96,32 +104,40 @@ struct Norm : Which {
     results[W::kOut] = empty(x.sizes(), x.options());
     if constexpr (W::kStream >= 0) results[W::kStream] = empty(h.sizes(), h.options());
     if (needs_gradient) {
-      const auto statistics = [&] { return empty(x.sizes().slice(0, x.dim() - n.dims), h.options().dtype(work)); };
+      const auto statistics = [&] {
+        return empty(x.sizes().slice(0, x.dim() - n.dims), h.options().dtype(work));
+      };
       if constexpr (W::kMean >= 0)
         if (!n.rms) results[W::kMean] = statistics();
       results[W::kRstd] = statistics();
     }
-    raw.call(x, maybe(pick<W::kResidual>(t)), vector(t[W::kWeight], work), vector(pick<W::kBias>(t), work), maybe(pick<W::kSeed>(t)),
-             results[W::kOut], maybe(pick<W::kStream>(results)), maybe(pick<W::kMean>(results)), maybe(results[W::kRstd]), 1, n.columns, 0,
-             n.eps, n.dropout_p, n.rms);
+    raw.call(x, maybe(pick<W::kResidual>(t)), vector(t[W::kWeight], work),
+             vector(pick<W::kBias>(t), work), maybe(pick<W::kSeed>(t)), results[W::kOut],
+             maybe(pick<W::kStream>(results)), maybe(pick<W::kMean>(results)),
+             maybe(results[W::kRstd]), 1, n.columns, 0, n.eps, n.dropout_p, n.rms);
     return results;
   }
 
-  static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
-                                const std::vector<bool>& wanted) {
+  static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n,
+                                const variable_list& grads, const std::vector<bool>& wanted) {
     static const auto raw = raw_op<NormBackward>("pytransformer_C::layer_norm_bwd");
     constexpr int before = W::kOutputs - W::kSaved;  // unsaved outputs
-    const Tensor &x = t[W::kX], &mean = pick<(W::kMean < 0 ? -1 : W::kMean - before)>(saved), &rstd = saved[W::kRstd - before];
+    const Tensor &x = t[W::kX], &mean = pick<(W::kMean < 0 ? -1 : W::kMean - before)>(saved),
+                 &rstd = saved[W::kRstd - before];
     const Tensor& h = W::kStream >= 0 ? saved[0] : x;
     const auto work = rstd.scalar_type();
     const Tensor d_out = grads[0].defined() ? grads[0].contiguous() : at::zeros_like(x);
-    const Tensor d_stream = W::kStream >= 0 && grads[1].defined() ? grads[1].contiguous() : Tensor();
+    const Tensor d_stream =
+        W::kStream >= 0 && grads[1].defined() ? grads[1].contiguous() : Tensor();
     variable_list results(W::kDifferentiable);
     for (size_t i = 0; i < results.size(); i++)
-      if (wanted[i]) results[i] = i == W::kWeight || int(i) == W::kBias ? vector_target(t[i], work) : empty(t[i].sizes(), t[i].options());
-    raw.call(d_out, maybe(d_stream), h, vector(t[W::kWeight], work), maybe(mean), rstd, maybe(pick<W::kSeed>(t)), maybe(results[W::kX]),
-             maybe(pick<W::kResidual>(results)), maybe(results[W::kWeight]), maybe(pick<W::kBias>(results)), 1, n.columns, 0, n.dropout_p,
-             n.rms);
+      if (wanted[i])
+        results[i] = i == W::kWeight || int(i) == W::kBias ? vector_target(t[i], work)
+                                                           : empty(t[i].sizes(), t[i].options());
+    raw.call(d_out, maybe(d_stream), h, vector(t[W::kWeight], work), maybe(mean), rstd,
+             maybe(pick<W::kSeed>(t)), maybe(results[W::kX]), maybe(pick<W::kResidual>(results)),
+             maybe(results[W::kWeight]), maybe(pick<W::kBias>(results)), 1, n.columns, 0,
+             n.dropout_p, n.rms);
     for (size_t i = 0; i < results.size(); i++)
       if (wanted[i]) results[i] = deliver(results[i], t[i]);
     return results;
@@ -140,7 +156,8 @@ void read_shape(Reader& read, PyObject* o, const Tensor& x, NormNumbers& n) {
   n.dims = several ? PyTuple_GET_SIZE(o) : 1;
   read.require(bool(read) && n.dims > 0 && n.dims <= x.dim());
   for (int64_t d = 0; read && d < n.dims; d++)
-    read.require(read.natural(several ? PyTuple_GET_ITEM(o, d) : o) == x.size(x.dim() - n.dims + d));
+    read.require(read.natural(several ? PyTuple_GET_ITEM(o, d) : o) ==
+                 x.size(x.dim() - n.dims + d));
 }
 
 }  // namespace
@@ -150,10 +167,12 @@ FAST_PATH_ENTRY(layer_norm) {
   if (count != 7 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   NormNumbers n;
-  Norm<LayerNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[2]), read.tensor_or_none(a[3])};
+  Norm<LayerNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[2]),
+                            read.tensor_or_none(a[3])};
   read_shape(read, a[1], t[LayerNorm::kX], n);
   n.eps = read.number(a[4]);
-  return finish<Norm<LayerNorm>>(read, t, n, 1, 1, read.route(a[5], a[6]), [&] { return Given{a, count}.tuple(); });
+  return finish<Norm<LayerNorm>>(read, t, n, 1, 1, read.route(a[5], a[6]),
+                                 [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -166,7 +185,8 @@ FAST_PATH_ENTRY(rms_norm) {
   Norm<RmsNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[2])};
   read_shape(read, a[1], t[RmsNorm::kX], n);
   if (a[3] != Py_None) n.eps = read.number(a[3]);
-  return finish<Norm<RmsNorm>>(read, t, n, 1, 1, read.route(a[4], a[5]), [&] { return Given{a, count}.tuple(); });
+  return finish<Norm<RmsNorm>>(read, t, n, 1, 1, read.route(a[4], a[5]),
+                               [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -175,14 +195,16 @@ FAST_PATH_ENTRY(add_norm) {
   if (count != 10 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   NormNumbers n;
-  Norm<AddNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[1]), read.tensor_or_none(a[2]), read.tensor_or_none(a[3])};
+  Norm<AddNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[1]), read.tensor_or_none(a[2]),
+                          read.tensor_or_none(a[3])};
   if (t[AddNorm::kWeight].defined()) n.dims = t[AddNorm::kWeight].dim();
   read.require(n.dims > 0);
   if (a[4] != Py_None) n.eps = read.number(a[4]);
   n.dropout_p = read.number(a[5]);
   t[AddNorm::kSeed] = read.seed(a[6], n.dropout_p);
   n.rms = read.choice(a[7], {"layer", "rms"});
-  return finish<Norm<AddNorm>>(read, t, n, 2, 2, read.route(a[8], a[9]), [&] { return Given{a, count}.tuple(); });
+  return finish<Norm<AddNorm>>(read, t, n, 2, 2, read.route(a[8], a[9]),
+                               [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -27,14 +27,17 @@ Tensor as_tests_want(Tensor fresh) {
 
 }  // namespace
 
-void replace_memory(PyObject* function) { Py_XSETREF(replacement, function == Py_None ? nullptr : Py_NewRef(function)); }
+void replace_memory(PyObject* function) {
+  Py_XSETREF(replacement, function == Py_None ? nullptr : Py_NewRef(function));
+}
 
 // Bypass the dispatcher, which doubles the time: nobody watches.
 Tensor empty(at::IntArrayRef shape, const at::TensorOptions& options) {
   return as_tests_want(at::detail::empty_cpu(shape, c10::typeMetaToScalarType(options.dtype())));
 }
 
-Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides, const at::TensorOptions& options) {
+Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides,
+                     const at::TensorOptions& options) {
   return as_tests_want(at::empty_strided(shape, strides, options));
 }
 
@@ -42,8 +45,11 @@ Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape) {
   if (like.is_contiguous()) return empty(shape, like.options());
   std::vector<int64_t> order(like.dim());
   std::iota(order.begin(), order.end(), 0);
-  const auto stride = [&](int64_t d) { return like.stride(d) ? like.stride(d) : std::numeric_limits<int64_t>::max(); };
-  std::stable_sort(order.begin(), order.end() - 1, [&](int64_t a, int64_t b) { return stride(a) > stride(b); });
+  const auto stride = [&](int64_t d) {
+    return like.stride(d) ? like.stride(d) : std::numeric_limits<int64_t>::max();
+  };
+  std::stable_sort(order.begin(), order.end() - 1,
+                   [&](int64_t a, int64_t b) { return stride(a) > stride(b); });
   return as_tests_want(at::empty_permuted(shape, order, like.options()));
 }
 
@@ -55,12 +61,14 @@ Tensor last_contiguous(const Tensor& t) {
 bool floating(const Tensor& t) {
   if (!t.defined()) return true;
   const auto dtype = t.scalar_type();
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+         dtype == at::kDouble;
 }
 
 bool autocast_casts(const Tensor& t) {
   const auto dtype = t.scalar_type();
-  return at::autocast::is_autocast_enabled(at::kCPU) && dtype != at::kDouble && dtype != at::autocast::get_autocast_dtype(at::kCPU);
+  return at::autocast::is_autocast_enabled(at::kCPU) && dtype != at::kDouble &&
+         dtype != at::autocast::get_autocast_dtype(at::kCPU);
 }
 
 Maybe vector(const Tensor& t, at::ScalarType work) {
@@ -73,13 +81,16 @@ Tensor matrix(const Tensor& t) {
   if (!t.is_contiguous()) return matrix(t.contiguous());
   if (t.dim() == 2) return t;
   const int64_t columns = t.size(-1);
-  const auto seen = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(), /*allow_tensor_metadata_change=*/true);
+  const auto seen = t.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      c10::VariableVersion(), /*allow_tensor_metadata_change=*/true);
   seen->set_sizes_contiguous({columns ? t.numel() / columns : 0, columns});
   return Tensor(seen);
 }
 Maybe maybe_matrix(const Tensor& t) { return t.defined() ? Maybe(matrix(t)) : std::nullopt; }
 
-Tensor vector_target(const Tensor& t, at::ScalarType work) { return empty(t.sizes(), t.options().dtype(work)); }
+Tensor vector_target(const Tensor& t, at::ScalarType work) {
+  return empty(t.sizes(), t.options().dtype(work));
+}
 Tensor matrix_target(const Tensor& t) { return empty(t.sizes(), t.options()); }
 
 Tensor deliver(const Tensor& written, const Tensor& t) {
@@ -94,7 +105,9 @@ Tensor filled(int64_t value, at::Device device) {
   return t;
 }
 
-Tensor drawn(at::Device device) { return at::randint(INT64_MIN, INT64_MAX, {}, at::TensorOptions(device).dtype(at::kLong)); }
+Tensor drawn(at::Device device) {
+  return at::randint(INT64_MIN, INT64_MAX, {}, at::TensorOptions(device).dtype(at::kLong));
+}
 
 const Tensor& nothing() {
   static const Tensor none = [] {

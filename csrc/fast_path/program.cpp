@@ -30,7 +30,9 @@ Key::Key(const char* op, const char* direction, int64_t backend) {
   bytes_.reserve(1024);
   add(op), add(direction), add(backend), add(Precision::now());
   for (auto device : {at::kCPU, at::kCUDA})
-    add(at::autocast::is_autocast_enabled(device) ? int64_t(at::autocast::get_autocast_dtype(device)) : -1);
+    add(at::autocast::is_autocast_enabled(device)
+            ? int64_t(at::autocast::get_autocast_dtype(device))
+            : -1);
   // PYTRANSFORMER_* variables select checks and kernels.
   for (char** entry = environ; entry && *entry; entry++)
     if (**entry == 'P' && !std::strncmp(*entry, "PYTRANSFORMER_", 14)) bytes_.append(*entry);
@@ -52,7 +54,8 @@ void Key::add(const Tensor& t) {
   addresses_.push_back(address);
 }
 
-std::shared_ptr<const Program> program_for(const Key& key, const std::function<py::object()>& record) {
+std::shared_ptr<const Program> program_for(const Key& key,
+                                           const std::function<py::object()>& record) {
   auto& all = known();
   const auto found = all.find(key.bytes());
   if (found == all.end()) {

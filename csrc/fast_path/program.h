@@ -52,7 +52,8 @@ class Program {
 
 // Return the program of a key, or null. At the key's second call, build it from `record`, which
 // returns recording.py's record. The caller holds the GIL.
-std::shared_ptr<const Program> program_for(const Key& key, const std::function<py::object()>& record);
+std::shared_ptr<const Program> program_for(const Key& key,
+                                           const std::function<py::object()>& record);
 
 // For Python: the current precision of gemms, the known programs, and a reset of all of them.
 PyObject* precision_entry(PyObject*, PyObject*);

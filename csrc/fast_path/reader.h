@@ -74,7 +74,8 @@ class Reader {
   // Read the last two arguments of every op.
   Route route(PyObject* backend, PyObject* strict) {
     Route route;
-    if (backend != Py_None) route.backend = Route::Backend(1 + choice(backend, {"cpu", "triton", "cuda"}));
+    if (backend != Py_None)
+      route.backend = Route::Backend(1 + choice(backend, {"cpu", "triton", "cuda"}));
     route.strict = boolean(strict);
     const bool on_cpu = device_ && device_->is_cpu();
     route.recorded = !on_cpu || route.backend > Route::kCpu;
@@ -111,8 +112,9 @@ struct Given {
 
 // Run the op if it fits; return the first `returned` outputs.
 template <class Op>
-PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Numbers& n, size_t differentiable, size_t returned,
-                 const Route& route, const std::function<py::object()>& given) {
+PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Numbers& n,
+                 size_t differentiable, size_t returned, const Route& route,
+                 const std::function<py::object()>& given) {
   if (!read || !Op::complete(t, n)) Py_RETURN_NOTIMPLEMENTED;
   std::optional<typename Op::Outputs> outputs;
   if (route.recorded) {
@@ -123,7 +125,8 @@ PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Number
   }
   if (!outputs) Py_RETURN_NOTIMPLEMENTED;
   if (returned == 1) return THPVariable_Wrap(std::move((*outputs)[0]));
-  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move((*outputs)[0])), THPVariable_Wrap(std::move((*outputs)[1])));
+  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move((*outputs)[0])),
+                       THPVariable_Wrap(std::move((*outputs)[1])));
 }
 
 }  // namespace pt::fast_path

@@ -23,7 +23,8 @@ struct Precision {
 
   static Precision now() {
     at::Context& context = at::globalContext();
-    return {int64_t(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)), int64_t(context.allowBF16ReductionCuBLAS()),
+    return {int64_t(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)),
+            int64_t(context.allowBF16ReductionCuBLAS()),
             int64_t(context.allowFP16ReductionCuBLAS())};
   }
   bool operator==(const Precision&) const = default;
@@ -31,8 +32,12 @@ struct Precision {
   void set() const {
     using at::CuBLASReductionOption;
     at::Context& context = at::globalContext();
-    const auto allows = [](int64_t option) { return option == int64_t(CuBLASReductionOption::AllowReducedPrecisionWithSplitK); };
-    const auto splits = [](int64_t option) { return option != int64_t(CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK); };
+    const auto allows = [](int64_t option) {
+      return option == int64_t(CuBLASReductionOption::AllowReducedPrecisionWithSplitK);
+    };
+    const auto splits = [](int64_t option) {
+      return option != int64_t(CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK);
+    };
     context.setAllowBF16ReductionCuBLAS(allows(bf16), splits(bf16));
     context.setAllowFP16ReductionCuBLAS(allows(fp16), splits(fp16));
   }
@@ -62,7 +67,9 @@ struct Argument {
 
   bool is_fixed() const { return slot < 0 && inner.empty(); }
   PyObject* make(const variable_list& slots) const {  // new reference
-    if (slot >= 0) return PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(slots[slot].const_data_ptr()) + offset);
+    if (slot >= 0)
+      return PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(slots[slot].const_data_ptr()) +
+                                         offset);
     if (inner.empty()) return Py_NewRef(fixed.ptr());
     PyObject* all = PyTuple_New(Py_ssize_t(inner.size()));
     for (size_t i = 0; i < inner.size(); i++) PyTuple_SET_ITEM(all, i, inner[i].make(slots));
@@ -115,7 +122,8 @@ class Recorded final : public Program {
     Object queue;
     if (stream) queue = stream(device.is_cpu() ? 0 : int64_t(device.index()));
     for (const Step& step : steps) {
-      if (step.kind == Step::kAllocate) held[step.made[0]] = empty_strided(step.sizes, step.strides, step.options);
+      if (step.kind == Step::kAllocate)
+        held[step.made[0]] = empty_strided(step.sizes, step.strides, step.options);
       else if (step.kind == Step::kCall) call(step, held, queue);
       else launch(step, held, queue.ptr());
       for (int64_t slot : step.last) held[slot] = Tensor();
@@ -155,7 +163,8 @@ class Recorded final : public Program {
     all.reserve(step.arguments.size() + 1);
     for (const Argument& argument : step.arguments) all.push_back(argument.make(held));
     all.push_back(queue);
-    PyObject* done = PyObject_Vectorcall(step.launch.ptr(), all.data(), step.arguments.size(), names);
+    PyObject* done =
+        PyObject_Vectorcall(step.launch.ptr(), all.data(), step.arguments.size(), names);
     all.pop_back();
     for (PyObject* o : all) Py_DECREF(o);
     if (!done) throw python_error();

@@ -17,14 +17,19 @@ namespace {
 struct KeySets {
   static c10::DispatchKeySet of_a_tensor(c10::Device device, c10::DispatchKey key, bool inference) {
     const c10::InferenceMode guard(inference);
-    c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false);
-    return c10::make_intrusive<c10::TensorImpl>(std::move(nothing), c10::DispatchKeySet(key), caffe2::TypeMeta::Make<float>())->key_set();
+    c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr,
+                         false);
+    return c10::make_intrusive<c10::TensorImpl>(std::move(nothing), c10::DispatchKeySet(key),
+                                                caffe2::TypeMeta::Make<float>())
+        ->key_set();
   }
-  KeySets(c10::Device device, c10::DispatchKey key) : usual(of_a_tensor(device, key, false)), inference(of_a_tensor(device, key, true)) {}
+  KeySets(c10::Device device, c10::DispatchKey key)
+      : usual(of_a_tensor(device, key, false)), inference(of_a_tensor(device, key, true)) {}
   c10::DispatchKeySet usual, inference;
 };
 bool plain_keys(c10::DispatchKeySet keys) {
-  static const KeySets cpu(at::kCPU, c10::DispatchKey::CPU), cuda(c10::Device(at::kCUDA, 0), c10::DispatchKey::CUDA);
+  static const KeySets cpu(at::kCPU, c10::DispatchKey::CPU),
+      cuda(c10::Device(at::kCUDA, 0), c10::DispatchKey::CUDA);
   return keys == cpu.usual || keys == cpu.inference || keys == cuda.usual || keys == cuda.inference;
 }
 
@@ -35,7 +40,8 @@ std::vector<PyObject*> watchers;
 // Return true if a container is empty. Read without the GIL: one aligned word, whose change is
 // ordered like a concurrent call of another thread.
 bool holds_nothing(PyObject* o) {
-  const Py_ssize_t& size = PyDict_Check(o) ? reinterpret_cast<PyDictObject*>(o)->ma_used : reinterpret_cast<PyVarObject*>(o)->ob_size;
+  const Py_ssize_t& size = PyDict_Check(o) ? reinterpret_cast<PyDictObject*>(o)->ma_used
+                                           : reinterpret_cast<PyVarObject*>(o)->ob_size;
   return !__atomic_load_n(&size, __ATOMIC_RELAXED);
 }
 
@@ -64,10 +70,12 @@ PyObject* fact(const char* name) {
 
 void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_, PyObject* facts_) {
   watchers.clear();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers_); i++) watchers.push_back(Py_NewRef(PyTuple_GET_ITEM(watchers_, i)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers_); i++)
+    watchers.push_back(Py_NewRef(PyTuple_GET_ITEM(watchers_, i)));
   traces = Py_NewRef(traces_), backward = Py_NewRef(backward_), facts = Py_NewRef(facts_);
-  for (auto [name, number] : {std::pair("kept_bytes", &limits.kept_bytes), std::pair("kept_depth", &limits.kept_depth),
-                              std::pair("held_bytes", &limits.held_bytes), std::pair("few_rows", &limits.few_rows)})
+  for (auto [name, number] :
+       {std::pair("kept_bytes", &limits.kept_bytes), std::pair("kept_depth", &limits.kept_depth),
+        std::pair("held_bytes", &limits.held_bytes), std::pair("few_rows", &limits.few_rows)})
     *number = PyLong_AsLongLong(fact(name));
 }
 
@@ -75,10 +83,13 @@ bool unwatched() {
   // A thread's dispatch keys if nothing watches it, with and without inference mode. Each
   // torch.func transform, dispatch mode, functionalization and trace adds a key.
   constexpr c10::DispatchKeySet inference(c10::DispatchKey::BackendSelect);
-  constexpr c10::DispatchKeySet usual = inference | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+  constexpr c10::DispatchKeySet usual =
+      inference | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  return (included == usual || included == inference) && !at::impl::PythonTorchFunctionTLS::stack_len() &&
-         !torch::profiler::impl::profilerEnabled() && std::all_of(watchers.begin(), watchers.end(), holds_nothing);
+  return (included == usual || included == inference) &&
+         !at::impl::PythonTorchFunctionTLS::stack_len() &&
+         !torch::profiler::impl::profilerEnabled() &&
+         std::all_of(watchers.begin(), watchers.end(), holds_nothing);
 }
 
 void record(const char* op, const char* direction, const char* backend) {
@@ -98,7 +109,8 @@ namespace {
 
 py::tuple wrapped(const variable_list& list) {
   py::tuple all(list.size());
-  for (size_t i = 0; i < list.size(); i++) all[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(list[i]));
+  for (size_t i = 0; i < list.size(); i++)
+    all[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(list[i]));
   return all;
 }
 
@@ -109,12 +121,14 @@ py::object name_of(Route::Backend backend) {
 
 }  // namespace
 
-variable_list backward_in_python(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted) {
+variable_list backward_in_python(const InPython& call, const variable_list& grads,
+                                 const std::vector<bool>& wanted) {
   py::gil_scoped_acquire gil;
   py::object found;
   try {
-    found = py::reinterpret_borrow<py::object>(backward)(call.op, wrapped(grads), wrapped(call.tensors), call.others(), wrapped(call.saved),
-                                                         wanted, name_of(call.route.backend), call.route.strict);
+    found = py::reinterpret_borrow<py::object>(backward)(
+        call.op, wrapped(grads), wrapped(call.tensors), call.others(), wrapped(call.saved), wanted,
+        name_of(call.route.backend), call.route.strict);
   } catch (py::error_already_set& error) {
     error.restore();
     python_error carried;
@@ -122,19 +136,23 @@ variable_list backward_in_python(const InPython& call, const variable_list& grad
     throw std::move(carried);
   }
   variable_list results;
-  for (py::handle result : found) results.push_back(result.is_none() ? Tensor() : THPVariable_Unpack(result.ptr()));
+  for (py::handle result : found)
+    results.push_back(result.is_none() ? Tensor() : THPVariable_Unpack(result.ptr()));
   return results;
 }
 
-py::object record_forward(const InPython& call, const std::function<py::object()>& given, bool save) {
+py::object record_forward(const InPython& call, const std::function<py::object()>& given,
+                          bool save) {
   const py::handle record(fact("record_forward"));
-  return record(call.op, given(), wrapped(call.tensors), call.others(), save, name_of(call.route.backend), call.route.strict);
+  return record(call.op, given(), wrapped(call.tensors), call.others(), save,
+                name_of(call.route.backend), call.route.strict);
 }
 
-py::object record_backward(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted) {
+py::object record_backward(const InPython& call, const variable_list& grads,
+                           const std::vector<bool>& wanted) {
   const py::handle record(fact("record_backward"));
-  return record(call.op, wrapped(grads), wrapped(call.tensors), call.others(), wrapped(call.saved), wanted, name_of(call.route.backend),
-                call.route.strict);
+  return record(call.op, wrapped(grads), wrapped(call.tensors), call.others(), wrapped(call.saved),
+                wanted, name_of(call.route.backend), call.route.strict);
 }
 
 }  // namespace pt::fast_path

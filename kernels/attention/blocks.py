@@ -45,15 +45,24 @@ def walk(i_b, i_h, i_tile, first, whole_end, last, gap, BY_KEYS: tl.constexpr, p
     entry = 0
     if C.BLOCK_KEYS:
         row = i_tile * C.BN // C.BLOCK_KEYS if BY_KEYS else i_tile * C.BM // C.BLOCK_QUERIES
-        p_list = p.blocks.offsets + i_b.to(tl.int64) * p.blocks.batch + i_h * p.blocks.head + row * p.blocks.row
+        p_list = (
+            p.blocks.offsets
+            + i_b.to(tl.int64) * p.blocks.batch
+            + i_h * p.blocks.head
+            + row * p.blocks.row
+        )
         start = tl.minimum(tl.maximum(tl.load(p_list), 0), p.blocks.num_entries)
         end = tl.minimum(tl.maximum(tl.load(p_list + 1), start), p.blocks.num_entries)
         # the runs before and after the gap; the second counts steps from the first one's entry
         if C.GAP and not BY_KEYS:
             PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
             bend, jump = gap
-            entry, near, near_end = run_of_tiles(start, end, first - jump, tl.minimum(bend, last) - jump, BY_KEYS, p, C)
-            behind, whole_end, last = run_of_tiles(start, end, tl.maximum(first, bend), last, BY_KEYS, p, C)
+            entry, near, near_end = run_of_tiles(
+                start, end, first - jump, tl.minimum(bend, last) - jump, BY_KEYS, p, C
+            )
+            behind, whole_end, last = run_of_tiles(
+                start, end, tl.maximum(first, bend), last, BY_KEYS, p, C
+            )
             near = tl.minimum(near, PER)  # as in all valid lists: no step precedes the first entry
             bend = tl.minimum(whole_end, PER) + (behind - entry) * PER
             last = tl.maximum(last + (behind - entry) * PER, bend)
@@ -83,7 +92,11 @@ def run_of_tiles(start, end, first, last, BY_KEYS: tl.constexpr, p, C: tl.conste
     count = until - before
     from_block = tl.load(p_entry, mask=count > 0, other=0)
     to_block = tl.load(p_entry + 2 * (count - 1), mask=count > 0, other=0)
-    return entry, tl.maximum(first - from_block * PER, 0), count * PER - tl.maximum((to_block + 1) * PER - last, 0)
+    return (
+        entry,
+        tl.maximum(first - from_block * PER, 0),
+        count * PER - tl.maximum((to_block + 1) * PER - last, 0),
+    )
 
 
 @triton.jit
@@ -104,7 +117,10 @@ def tile_at(n, entry, gap, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
         key_tile = i_tile if BY_KEYS else n
     if C.BLOCK_KEYS and p.blocks.bits is not None:
         place = tl.minimum(tl.load(p_entry + 1), p.blocks.num_partial - 1)
-        word = place.to(tl.int64) * (C.BLOCK_QUERIES * C.BLOCK_KEYS // 32) + key_tile * C.BN % C.BLOCK_KEYS // 32
+        word = (
+            place.to(tl.int64) * (C.BLOCK_QUERIES * C.BLOCK_KEYS // 32)
+            + key_tile * C.BN % C.BLOCK_KEYS // 32
+        )
         word = tl.where(place < 0, -1, word)
     return n, word
 

@@ -35,7 +35,9 @@ def sequence(p, i_b, C: tl.constexpr):
     if p.cu_queries is not None:
         row_q = tl.minimum(tl.maximum(tl.load(p.cu_queries + i_b), 0), p.total_queries)
         row_k = tl.minimum(tl.maximum(tl.load(p.cu_keys + i_b), 0), p.total_keys)
-        end_q = tl.minimum(tl.minimum(tl.load(p.cu_queries + i_b + 1), p.total_queries) - row_q, end_q)
+        end_q = tl.minimum(
+            tl.minimum(tl.load(p.cu_queries + i_b + 1), p.total_queries) - row_q, end_q
+        )
         end_k = tl.minimum(tl.minimum(tl.load(p.cu_keys + i_b + 1), p.total_keys) - row_k, end_k)
     if p.query_lengths is not None:
         end_q = tl.minimum(tl.maximum(tl.load(p.query_lengths + i_b), 0), end_q)

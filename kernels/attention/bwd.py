@@ -29,7 +29,16 @@ from pytransformer.ops._problem.attention import AttentionProblem
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .._launch import replayed
 from .blocks import tile_at, walk
-from .bounds import key_bounds, key_origin, key_steps, query_bounds, seen_keys, sequence, step_of_tile, tile_range
+from .bounds import (
+    key_bounds,
+    key_origin,
+    key_steps,
+    query_bounds,
+    seen_keys,
+    sequence,
+    step_of_tile,
+    tile_range,
+)
 from .diagonals import by_bucket, diagonal_sums, last_diagonals
 from .mask_lists import lists_of
 from .plan import Launch, plan_backward
@@ -97,7 +106,23 @@ class BiasGradient(NamedTuple):
 
 @triton.jit
 def tile_gradients(
-    b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr
+    b_q,
+    b_k,
+    b_v,
+    b_do,
+    b_row_max,
+    b_log2_sum,
+    b_delta,
+    m_s,
+    i,
+    j,
+    i_b,
+    i_h,
+    offset,
+    seg_q,
+    seg_k,
+    p,
+    C: tl.constexpr,
 ):
     """Return the tiles of weights after dropout (unscaled), dS and dX, and the visible mask."""
     b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
@@ -119,7 +144,9 @@ def tile_gradients(
 
 
 @triton.jit
-def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr):
+def load_query_tile(
+    Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr
+):
     """Load query, d_out, row_max, log2_sum and delta of BM queries; rows without visible keys are
     read as zero.
     """
@@ -130,8 +157,15 @@ def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.const
     if C.SPLIT_LSE:
         b_log2_sum = tl.load(saved.log2_sum + p_row, mask=m_i, other=0.0)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, MASKED, C.D, C.BD)
-    b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, MASKED, C.DV, C.BDV)
-    if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None or C.BLOCK_KEYS:
+    b_do = load_rows(
+        at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, MASKED, C.DV, C.BDV
+    )
+    if (
+        p.mask.data is not None
+        or p.bias.data is not None
+        or p.query_segments is not None
+        or C.BLOCK_KEYS
+    ):
         m_live = (b_row_max != float("inf"))[:, None]
         b_q = tl.where(m_live, b_q, 0.0).to(b_q.dtype)
         b_do = tl.where(m_live, b_do, 0.0).to(b_do.dtype)
@@ -165,7 +199,9 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     for g in range(p.group if C.GROUPED else 1):
         i_h = i_hk * p.group + g
         m_k = key_mask(j, i_b, i_h, m_j, p, C)
-        entry, rest, end_of_steps, _gap = walk(i_b, i_h, i_tile, first, whole_end, last, 0, True, p, C)
+        entry, rest, end_of_steps, _gap = walk(
+            i_b, i_h, i_tile, first, whole_end, last, 0, True, p, C
+        )
         # partial tiles at the lower bounds, full tiles, partial tiles at the upper bounds
         for PART in tl.static_range(3):
             if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.CAUSAL or C.RIGHT)):
@@ -181,7 +217,23 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     m_s = visible(i, j, bounds, m_i, m_k, word, PART != 1, True, p, C)
                     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                     b_pd, _b_ds, b_dx, _m_s = tile_gradients(
-                        b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
+                        b_q,
+                        b_k,
+                        b_v,
+                        b_do,
+                        b_row_max,
+                        b_log2_sum,
+                        b_delta,
+                        m_s,
+                        i,
+                        j,
+                        i_b,
+                        i_h,
+                        offset,
+                        seg_q,
+                        seg_k,
+                        p,
+                        C,
                     )
                     b_dv = dot(by_keys(narrow(b_pd, b_do.dtype), C), b_do, b_dv, C)
                     b_dk = dot(by_keys(narrow(b_dx, b_q.dtype), C), b_q, b_dk, C)
@@ -221,9 +273,13 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
     bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
     first, whole, whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
-    b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
+    b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
+        Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
+    )
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-    entry, rest, end_of_steps, gap = walk(i_b, i_h, i_tile, first, whole_end, last, gap, False, p, C)
+    entry, rest, end_of_steps, gap = walk(
+        i_b, i_h, i_tile, first, whole_end, last, gap, False, p, C
+    )
 
     b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
     b_slope = tl.full([C.BM], 0.0, tl.float32)
@@ -244,7 +300,23 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
                 m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 _b_pd, b_ds, b_dx, m_s = tile_gradients(
-                    b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
+                    b_q,
+                    b_k,
+                    b_v,
+                    b_do,
+                    b_row_max,
+                    b_log2_sum,
+                    b_delta,
+                    m_s,
+                    i,
+                    j,
+                    i_b,
+                    i_h,
+                    offset,
+                    seg_q,
+                    seg_k,
+                    p,
+                    C,
                 )
                 b_dq = dot(narrow(b_dx, b_k.dtype), visible_rows(b_k, m_s, p, C), b_dq, C)
                 if DSLOPES is not None:
@@ -255,7 +327,9 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
                             b_table += last_diagonals(before, i, left, offset, origin, p, C)
                             before = tl.full([C.BM, C.BN], 0.0, tl.float32)
                         left = t
-                    b_table += by_bucket(diagonal_sums(before, b_ds, C), -C.BN, i, j, offset, p.diagonals, C)
+                    b_table += by_bucket(
+                        diagonal_sums(before, b_ds, C), -C.BN, i, j, offset, p.diagonals, C
+                    )
                     before = b_ds
 
     i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
@@ -267,7 +341,9 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
         tl.store(DTABLE + i_program * C.BUCKETS + tl.arange(0, C.BUCKETS), b_table)
     if DQ is not None:
         m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
-        store_rows(at_head(DQ, strides.dq, i_b, i_h), strides.dq, row_q, i, m_i, b_dq * p.scale, C.D, C.BD)
+        store_rows(
+            at_head(DQ, strides.dq, i_b, i_h), strides.dq, row_q, i, m_i, b_dq * p.scale, C.D, C.BD
+        )
 
 
 # dbias.
@@ -306,7 +382,9 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                 seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                 first = tl.maximum(first, step_of_tile(i_key, gap, C))
                 last = tl.minimum(last, step_of_tile(i_key + grad.key_tiles, gap, C))
-                entry, from_step, to_step, gap = walk(i_b, i_h, i_tile, first, first, last, gap, False, p, C)
+                entry, from_step, to_step, gap = walk(
+                    i_b, i_h, i_tile, first, first, last, gap, False, p, C
+                )
                 for n in range(from_step, to_step):
                     t, word = tile_at(n, entry, gap, 0, False, p, C)
                     j = origin + t * C.BN + tl.arange(0, C.BN)
@@ -316,7 +394,23 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     m_s = visible(i, j, bounds, m_i, m_j, word, True, False, p, C)
                     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
-                        b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
+                        b_q,
+                        b_k,
+                        b_v,
+                        b_do,
+                        b_row_max,
+                        b_log2_sum,
+                        b_delta,
+                        m_s,
+                        i,
+                        j,
+                        i_b,
+                        i_h,
+                        offset,
+                        seg_q,
+                        seg_k,
+                        p,
+                        C,
                     )
                     b_sum += b_ds
 
@@ -351,11 +445,20 @@ def backward(
     """Write the gradients in ``wanted``, keyed by the op's argument names; last dimensions are
     contiguous.
     """
-    device, plan, (by_queries, by_keys) = a.query.device, plan_backward(a, wanted), lists_of(a, False, True)
+    device, plan, (by_queries, by_keys) = (
+        a.query.device,
+        plan_backward(a, wanted),
+        lists_of(a, False, True),
+    )
     problem = lower(a)._replace(blocks=by_queries)
     delta, row_max = torch.empty_like(lse), torch.empty_like(lse)
     step = plan.dq
-    p, kind, warps, stages = at_tile(a, problem, step.tile), step.kind, step.tile.warps, step.tile.stages
+    p, kind, warps, stages = (
+        at_tile(a, problem, step.tile),
+        step.kind,
+        step.tile.warps,
+        step.tile.stages,
+    )
     saved = Saved(grad_out, delta, row_max, torch.empty_like(lse) if kind.SPLIT_LSE else None)
     dq, dk, dv = (wanted.get(name) for name in ("query", "key", "value"))
     strides = BackwardStrides(
@@ -364,7 +467,8 @@ def backward(
     )
     sinks = _alloc_partials(a, step, 1) if "sinks" in wanted else None
     launch(
-        attention_backward_preprocess, step.programs, device, a.query, a.key, out, lse, grad_lse, sinks, saved, strides, p, kind,
+        attention_backward_preprocess, step.programs, device, a.query, a.key, out, lse, grad_lse,
+        sinks, saved, strides, p, kind,
         warps=warps, stages=1,
     )  # fmt: skip
     if sinks is not None:
@@ -373,7 +477,8 @@ def backward(
         slopes = _alloc_partials(a, step, 1) if "slopes" in wanted else None
         table = _alloc_partials(a, step, kind.BUCKETS) if "table" in wanted else None
         launch(
-            attention_backward_dq, step.programs, device, a.query, a.key, a.value, dq, slopes, table, saved, strides, p, kind,
+            attention_backward_dq, step.programs, device, a.query, a.key, a.value, dq, slopes,
+            table, saved, strides, p, kind,
             warps=warps, stages=stages,
         )  # fmt: skip
         if slopes is not None:
@@ -383,7 +488,8 @@ def backward(
     if dk is not None or dv is not None:
         step = plan.dkdv
         launch(
-            attention_backward_dkdv, step.programs, device, a.query, a.key, a.value, dk, dv, saved, strides,
+            attention_backward_dkdv, step.programs, device, a.query, a.key, a.value, dk, dv, saved,
+            strides,
             at_tile(a, problem, step.tile)._replace(blocks=by_keys), step.kind,
             warps=step.tile.warps, stages=step.tile.stages,
         )  # fmt: skip
@@ -393,8 +499,10 @@ def backward(
     for name, (step, shared) in plan.dbias.items():
         gradient = BiasGradient(wanted[name], *dense_strides(wanted[name]), *shared)
         launch(
-            attention_backward_dbias, step.programs, device, a.query, a.key, a.value, gradient, saved, strides,
-            at_tile(a, problem, step.tile), step.kind, warps=step.tile.warps, stages=step.tile.stages,
+            attention_backward_dbias, step.programs, device, a.query, a.key, a.value, gradient,
+            saved, strides,
+            at_tile(a, problem, step.tile), step.kind, warps=step.tile.warps,
+            stages=step.tile.stages,
         )  # fmt: skip
 
 
@@ -402,4 +510,6 @@ def _alloc_partials(a: AttentionProblem, step: Launch, width: int) -> torch.Tens
     """Allocate float32 (sequences, heads, Q tiles, width): each program's part of a sum over all of
     them.
     """
-    return torch.empty((a.sequences, a.heads, -(-a.num_queries // step.tile.BM), width), device=a.query.device)
+    return torch.empty(
+        (a.sequences, a.heads, -(-a.num_queries // step.tile.BM), width), device=a.query.device
+    )

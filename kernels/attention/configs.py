@@ -68,9 +68,21 @@ SIXTEEN_BIT = {
     "dkdv": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2), 256: Config(32, 32, 8, 1)},
     "dkdv+": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
     "dkdv++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "grouped dkdv": {64: Config(32, 128, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
-    "dropout dkdv": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dropout dkdv++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "grouped dkdv": {
+        64: Config(32, 128, 8, 1),
+        128: Config(32, 64, 8, 1),
+        256: Config(32, 32, 8, 1),
+    },
+    "dropout dkdv": {
+        64: Config(32, 32, 4, 1),
+        128: Config(16, 64, 8, 1),
+        256: Config(16, 32, 8, 1),
+    },
+    "dropout dkdv++": {
+        64: Config(16, 32, 4, 1),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 32, 8, 1),
+    },
     "dq": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     "dq+": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
     "dq++": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
@@ -82,8 +94,16 @@ THIRTY_TWO_BIT = {
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dkdv+": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "grouped dkdv": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dropout dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "grouped dkdv": {
+        64: Config(32, 32, 8, 1),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 32, 8, 1),
+    },
+    "dropout dkdv": {
+        64: Config(16, 32, 8, 1),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 32, 8, 1),
+    },
     "dq": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 2)},
     "dbias": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
 }
@@ -183,7 +203,9 @@ def entry_of(kernel: str, head_dim: int, itemsize: int, score_mods: int) -> tupl
     """Return the table key of a problem class: the nearest entry with at most these score_mods."""
     table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
     names = (kernel + "+" * n for n in range(effort(score_mods), -1, -1))
-    return next(name for name in names if name in table), next(size for size in HEAD_DIMS if head_dim <= size)
+    return next(name for name in names if name in table), next(
+        size for size in HEAD_DIMS if head_dim <= size
+    )
 
 
 def config(
@@ -233,6 +255,9 @@ def candidates(kernel: str, head_dim: int, itemsize: int, *, score_mods: int) ->
                     found = Config(BM, BN, warps, stages)
                     # The T5 table's gradient needs BM <= BN; the accumulators of two tiles must fit
                     # in registers.
-                    fits = BM * max(BN, head_dim) <= (64 if kernel in ("forward", "decode") else 32) * 32 * warps
+                    fits = (
+                        BM * max(BN, head_dim)
+                        <= (64 if kernel in ("forward", "decode") else 32) * 32 * warps
+                    )
                     if found != first and fits and (kernel == "forward" or BM <= BN):
                         yield found

@@ -82,7 +82,9 @@ def kv_range(first, last, i_split, num_q, num_k, p, C: tl.constexpr):
             span += p.global_keys + 2 * C.BN
         span = tl.minimum(num_k, span)
     tiles = (span + C.BN - 1) // C.BN + 1
-    tiles = tl.maximum(p.split_kv.min_tiles, (tiles + p.split_kv.max_splits - 1) // p.split_kv.max_splits)
+    tiles = tl.maximum(
+        p.split_kv.min_tiles, (tiles + p.split_kv.max_splits - 1) // p.split_kv.max_splits
+    )
     first = tl.minimum(first + i_split * tiles, last)
     return first, tl.minimum(first + tiles, last)
 
@@ -95,7 +97,9 @@ def partial_row(i_b, i_head, i_split, p, BM: tl.constexpr):
 
 
 @kernel
-def attention_combine(OUT, LSE, partials, strides, p, C: tl.constexpr, BM: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def attention_combine(
+    OUT, LSE, partials, strides, p, C: tl.constexpr, BM: tl.constexpr, MAX_SPLITS: tl.constexpr
+):
     """Merge the splits of one row of a decoded sequence, in an order that does not depend on the
     rest of the batch.
     """
@@ -118,4 +122,18 @@ def attention_combine(OUT, LSE, partials, strides, p, C: tl.constexpr, BM: tl.co
     p_o = partials.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :]
     b_o = tl.sum(tl.load(p_o, mask=m_s[:, None], other=0.0) * alpha[:, None], 0)  # [BDV]
     one = tl.full([1], 1.0, tl.float32)
-    finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, one * row_max, one * b_l, one[:, None] * b_o[None, :], p, C)
+    finish(
+        OUT,
+        LSE,
+        strides,
+        row_q,
+        num_q,
+        i,
+        i_b,
+        i_h,
+        one * row_max,
+        one * b_l,
+        one[:, None] * b_o[None, :],
+        p,
+        C,
+    )

@@ -42,4 +42,6 @@ def by_bucket(sums, step, i, j, offset, diagonals, C: tl.constexpr):
     d = tl.min(j, 0) - tl.min(i, 0) - offset + step
     d = tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
     bucket = tl.load(diagonals.bucket + diagonals.zero + d + tl.arange(0, C.BN))
-    return tl.sum(tl.where(bucket[:, None] == tl.arange(0, C.BUCKETS)[None, :], sums[:, None], 0.0), 0)
+    return tl.sum(
+        tl.where(bucket[:, None] == tl.arange(0, C.BUCKETS)[None, :], sums[:, None], 0.0), 0
+    )

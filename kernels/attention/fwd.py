@@ -25,7 +25,14 @@ from .._lang import kernel, launch
 from .._launch import numbers, replayed
 from .blocks import tile_at, walk
 from .bounds import key_bounds, key_origin, key_steps, seen_keys, sequence
-from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
+from .decode import (
+    alloc_partials,
+    attention_combine,
+    kv_range,
+    owned_queries,
+    packed_tile,
+    partial_row,
+)
 from .mask_lists import lists_of
 from .plan import plan_forward
 from .problem import ForwardStrides, at_tile, lower, rows
@@ -70,11 +77,15 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
         first, last = kv_range(first, last, i_split, num_q, num_k, p, C)
         whole = tl.minimum(tl.maximum(whole, first), last)
         whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
-    entry, rest, end_of_steps, gap = walk(i_b, i_head, i_tile, first, whole_end, last, gap, False, p, C)
+    entry, rest, end_of_steps, gap = walk(
+        i_b, i_head, i_tile, first, whole_end, last, gap, False, p, C
+    )
     K = at_key_head(K, strides.k, i_b, i_head // p.group, C)
     V = at_key_head(V, strides.v, i_b, i_head // p.group, C)
     # b_q: [BM, BD]
-    b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)
+    b_q = load_rows(
+        at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD
+    )
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
@@ -96,9 +107,13 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 k_scale = None
                 if C.EIGHT_BITS:
-                    k_scale = scales_at(p.scales.key, p.scales.of_key, i_b, i_head // p.group, j, page, m_j, C)
+                    k_scale = scales_at(
+                        p.scales.key, p.scales.of_key, i_b, i_head // p.group, j, page, m_j, C
+                    )
                 b_k = widened(b_k, b_q.dtype, C)
-                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C, k_scale)
+                b_s, _capped, m_s = scores(
+                    b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C, k_scale
+                )
 
                 b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
                 safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
@@ -111,7 +126,9 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 if C.DROPOUT:
                     b_p = tl.where(keep_mask(i, j, i_b, i_h, p, C), b_p, zero_of(p))
                 if C.EIGHT_BITS:
-                    v_scale = scales_at(p.scales.value, p.scales.of_value, i_b, i_head // p.group, j, page, m_j, C)
+                    v_scale = scales_at(
+                        p.scales.value, p.scales.of_value, i_b, i_head // p.group, j, page, m_j, C
+                    )
                     b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))
                 b_v = visible_rows(b_v, m_s, p, C)
                 b_o = weighted_sum(b_p, b_v, b_o * alpha[:, None], b_q.dtype, C)
@@ -139,12 +156,15 @@ def forward(a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
             if step.kind.BLOCK_KEYS:
                 p = p._replace(blocks=lists_of(a, False)[0])
             launch(
-                attention_forward, step.programs, device, a.query, numbers(a.key), numbers(a.value), out, lse,
-                partials if step.kind.SPLIT_KV else None, strides, at_tile(a, p, step.tile), step.kind,
+                attention_forward, step.programs, device, a.query, numbers(a.key), numbers(a.value),
+                out, lse,
+                partials if step.kind.SPLIT_KV else None, strides, at_tile(a, p, step.tile),
+                step.kind,
                 warps=step.tile.warps, stages=step.tile.stages,
             )  # fmt: skip
     if plan.combine is not None:
         launch(
-            attention_combine, plan.combine.programs, device, out, lse, partials, strides, at_tile(a, p, plan.combine.tile),
+            attention_combine, plan.combine.programs, device, out, lse, partials, strides,
+            at_tile(a, p, plan.combine.tile),
             plan.combine.kind, plan.combine.tile.BM, p.split_kv.max_splits, warps=4, stages=1,
         )  # fmt: skip

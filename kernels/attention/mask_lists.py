@@ -33,8 +33,14 @@ def attention_mask_blocks(mask, STATES, heads, num_queries, num_keys, BLOCK: tl.
     i_bh = pid // across // down
     i = pid // across % down * BLOCK + tl.arange(0, BLOCK)
     j = pid % across * BLOCK + tl.arange(0, BLOCK)
-    p_head = mask.data + (i_bh // heads).to(tl.int64) * mask.batch + (i_bh % heads).to(tl.int64) * mask.head
-    p_block = p_head + i.to(tl.int64)[:, None] * mask.query + steps_of(j.to(tl.int64), mask.key)[None, :]
+    p_head = (
+        mask.data
+        + (i_bh // heads).to(tl.int64) * mask.batch
+        + (i_bh % heads).to(tl.int64) * mask.head
+    )
+    p_block = (
+        p_head + i.to(tl.int64)[:, None] * mask.query + steps_of(j.to(tl.int64), mask.key)[None, :]
+    )
     b = tl.load(p_block, mask=(i < num_queries)[:, None] & (j < num_keys)[None, :], other=0)
     tl.store(STATES + pid, tl.max(tl.max((b != 0).to(tl.int32), 1), 0))
 
@@ -81,9 +87,12 @@ class MaskLists:
         self.block, self.device = found.block, a.query.device
         self.down, self.across = (-(-n // found.block) for n in (a.num_queries, a.num_keys))
         self.heads = self.shape[0] * self.shape[1]
-        self.states = torch.empty(self.heads * self.down * self.across, dtype=torch.int32, device=self.device)
+        self.states = torch.empty(
+            self.heads * self.down * self.across, dtype=torch.int32, device=self.device
+        )
         launch(
-            attention_mask_blocks, self.states.numel(), self.device, dense_of(mask), self.states, self.shape[1], a.num_queries,
+            attention_mask_blocks, self.states.numel(), self.device, dense_of(mask), self.states,
+            self.shape[1], a.num_queries,
             a.num_keys, found.block, warps=4, stages=1,
         )  # fmt: skip
 
@@ -91,10 +100,15 @@ class MaskLists:
         number, length = (self.across, self.down) if by_keys else (self.down, self.across)
         step, stride = (self.across, 1) if by_keys else (1, self.across)
         offsets = torch.empty((*self.shape, number, 2), dtype=torch.int32, device=self.device)
-        entries = torch.empty((self.heads * number * length, 2), dtype=torch.int32, device=self.device)
+        entries = torch.empty(
+            (self.heads * number * length, 2), dtype=torch.int32, device=self.device
+        )
         launch(
-            attention_mask_lists, self.heads * number, self.device, self.states, offsets, entries, number, length, step, stride,
+            attention_mask_lists, self.heads * number, self.device, self.states, offsets, entries,
+            number, length, step, stride,
             warps=4, stages=1,
         )  # fmt: skip
         batch, head = (0 if n == 1 else s for n, s in zip(self.shape, offsets.stride()))
-        return BlockLists(offsets, entries, None, batch, head, row=2, num_entries=entries.shape[0], columns=length)
+        return BlockLists(
+            offsets, entries, None, batch, head, row=2, num_entries=entries.shape[0], columns=length
+        )

@@ -45,12 +45,23 @@ class ForwardPlan(NamedTuple):
         """Text for ``explain``."""
         said = []
         if self.prefill is not None:
-            said.append(f"forward by tiles of {self.prefill.tile.BM} queries and {self.prefill.tile.BN} keys")
+            said.append(
+                f"forward by tiles of {self.prefill.tile.BM} queries and {self.prefill.tile.BN}"
+                " keys"
+            )
             if keys := self.prefill.kind.BLOCK_KEYS:
                 said[-1] += f", in the visible blocks of {self.prefill.kind.BLOCK_QUERIES} x {keys}"
         if self.split_kv is not None:
-            apart = f"sequences of at most {self.split_kv.max_rows} rows decoded" if self.prefill is not None else "decoded"
-            said.append(f"{apart}, their keys split over {self.split_kv.splits}" if self.split_kv.splits > 1 else apart)
+            apart = (
+                f"sequences of at most {self.split_kv.max_rows} rows decoded"
+                if self.prefill is not None
+                else "decoded"
+            )
+            said.append(
+                f"{apart}, their keys split over {self.split_kv.splits}"
+                if self.split_kv.splits > 1
+                else apart
+            )
         return "triton: " + "; ".join(said)
 
 
@@ -78,7 +89,8 @@ def plan_forward(a: AttentionProblem) -> ForwardPlan:
         window += a.global_keys + 2 * tile.BN
     many, split_kv = plan_of(
         a.num_queries, a.num_keys, a.group, window, a.ragged,
-        max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys, max_splits=limits.max_splits,
+        max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys,
+        max_splits=limits.max_splits,
     )  # fmt: skip
     # heads that share keys may have separate lists, so they cannot share a tile
     if a.blocks is not None:
@@ -87,13 +99,17 @@ def plan_forward(a: AttentionProblem) -> ForwardPlan:
     partial_rows = 0
     if many:
         chosen = choose("forward", a)
-        prefill = _launch(chosen, kind, _query_programs(a, chosen), DECODE_APART=split_kv is not None)
+        prefill = _launch(
+            chosen, kind, _query_programs(a, chosen), DECODE_APART=split_kv is not None
+        )
     if split_kv is not None:
         heads, row_tiles = a.sequences * a.key_heads, -(-split_kv.rows // tile.BM)
         padding = a.key_padding
         decode = _launch(
-            tile, kind, heads * row_tiles * split_kv.splits, PACK_GQA=True, SPLIT_KV=split_kv.splits > 1, DECODE_APART=many,
-            KEY_MASK=padding is not None and (padding.shape[1] == 1 or a.group == 1), BLOCK_QUERIES=0, BLOCK_KEYS=0,
+            tile, kind, heads * row_tiles * split_kv.splits, PACK_GQA=True,
+            SPLIT_KV=split_kv.splits > 1, DECODE_APART=many,
+            KEY_MASK=padding is not None and (padding.shape[1] == 1 or a.group == 1),
+            BLOCK_QUERIES=0, BLOCK_KEYS=0,
         )  # fmt: skip
         if split_kv.splits > 1:
             partial_rows = heads * row_tiles * split_kv.splits * tile.BM
@@ -131,7 +147,11 @@ def plan_backward(a: AttentionProblem, names: Collection[str]) -> BackwardPlan:
     """Return the plan of the gradients of these arguments."""
     kind, tile = kind_of(a), choose("dq", a)
     dq = _launch(tile, kind, _query_programs(a, tile))
-    kinds = {"dropout dkdv": bool(a.dropout_p), "grouped dkdv": kind.GROUPED and not a.by_pair, "dkdv": True}
+    kinds = {
+        "dropout dkdv": bool(a.dropout_p),
+        "grouped dkdv": kind.GROUPED and not a.by_pair,
+        "dkdv": True,
+    }
     tile = choose(next(name for name, found in kinds.items() if found), a)
     dkdv = _launch(
         tile, kind, a.sequences * a.key_heads * _key_tiles(a, tile),
@@ -144,8 +164,12 @@ def plan_backward(a: AttentionProblem, names: Collection[str]) -> BackwardPlan:
             # over everything
             counts = (a.sequences, a.heads, -(-a.num_queries // tile.BM), _key_tiles(a, tile))
             programs = math.prod(1 if size == 1 else n for n, size in zip(counts, t.shape))
-            launch = _launch(tile, kind, programs, SUM_QUERIES=t.shape[2] == 1, SUM_KEYS=t.shape[3] == 1)
-            dbias[name] = Dbias(launch, tuple(n if size == 1 else 1 for n, size in zip(counts, t.shape)))
+            launch = _launch(
+                tile, kind, programs, SUM_QUERIES=t.shape[2] == 1, SUM_KEYS=t.shape[3] == 1
+            )
+            dbias[name] = Dbias(
+                launch, tuple(n if size == 1 else 1 for n, size in zip(counts, t.shape))
+            )
     return BackwardPlan(dq, dkdv, dbias)
 
 

@@ -206,7 +206,8 @@ def capability(device: torch.device) -> int:
 def choose(kernel: str, a: AttentionProblem) -> Config:
     """Return a kernel's tile for the op's arguments; it lies within a block of a block mask."""
     found = config(
-        kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
+        kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)),
+        a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
     # a tile's bits and their widened values use registers: half of most tiles
@@ -271,7 +272,11 @@ def lower(a: AttentionProblem) -> Problem:
         prefix_lengths=a.prefix_lengths,
         query_segments=a.query_segments,
         key_segments=a.key_segments,
-        pages=None if a.page_table is None else Pages(a.page_table, a.page_table.shape[1], a.key.shape[0]),
+        pages=(
+            None
+            if a.page_table is None
+            else Pages(a.page_table, a.page_table.shape[1], a.key.shape[0])
+        ),
         scales=scales_of(a),
         cu_queries=a.cu_seqlens_q,
         cu_keys=a.cu_seqlens_k,
@@ -330,7 +335,9 @@ def kind_of(a: AttentionProblem) -> Kind:
 def scales_of(a: AttentionProblem) -> Scales | None:
     if a.key_scale is None or a.value_scale is None:
         return None
-    return Scales(a.key_scale, a.value_scale, Rows(*strides(a.key_scale)), Rows(*strides(a.value_scale)))
+    return Scales(
+        a.key_scale, a.value_scale, Rows(*strides(a.key_scale)), Rows(*strides(a.value_scale))
+    )
 
 
 def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
@@ -339,7 +346,9 @@ def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
     if b is None:
         return BlockLists()
     offsets, entries, other = (
-        (b.offsets, b.entries, b.key_offsets) if not by_keys else (b.key_offsets, b.key_entries, b.offsets)
+        (b.offsets, b.entries, b.key_offsets)
+        if not by_keys
+        else (b.key_offsets, b.key_entries, b.offsets)
     )
     offsets = offsets.contiguous()
     return BlockLists(

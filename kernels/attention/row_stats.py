@@ -45,7 +45,9 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
     b_sink = float("-inf") if p.sinks is None else sink_of(i_h, p)
     m_i = m_i & ((b_lse <= b_sink) == 0)
     b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
-    b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, True, C.DV, C.BDV)
+    b_do = load_rows(
+        at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, True, C.DV, C.BDV
+    )
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if DLSE is not None:
         b_delta -= tl.load(DLSE + p_row, mask=m_i, other=0.0)
@@ -65,14 +67,18 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
         b_ds = tl.where(m_i, b_ds, 0.0)
         if DLSE is not None:  # without visible keys the sink has weight 1
             b_ds += tl.load(DLSE + p_row, mask=m_q & (b_lse == b_sink), other=0.0)
-        i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
+        i_program = (i_b * p.heads + i_h).to(tl.int64) * (
+            (p.num_queries + C.BM - 1) // C.BM
+        ) + i_tile
         tl.store(DSINKS + i_program, tl.where(b_sink == float("-inf"), 0.0, tl.sum(b_ds, 0)))
     tl.store(saved.delta + p_row, b_delta, mask=i < num_q)
     tl.store(saved.row_max + p_row, tl.where(m_i, b_row_max, float("inf")), mask=i < num_q)
 
 
 @triton.jit
-def row_max_and_log2_sum(Q, K, i_tile, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
+def row_max_and_log2_sum(
+    Q, K, i_tile, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr
+):
     """Return each row's maximum score, and log2 of the sum: forward's loop without the values."""
     i = i_tile * C.BM + tl.arange(0, C.BM)
     bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)

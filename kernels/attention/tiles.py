@@ -14,7 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._lang import FLOAT_MAX, LN2, LOG2E, apart_from_products, dot, from_start, keep_tile, narrow, steps_of, tanh
+from .._lang import (
+    FLOAT_MAX,
+    LN2,
+    LOG2E,
+    apart_from_products,
+    dot,
+    from_start,
+    keep_tile,
+    narrow,
+    steps_of,
+    tanh,
+)
 from .blocks import block_pairs
 
 
@@ -53,7 +64,9 @@ def row_pointers(P, strides, row, x, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_rows(P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def load_rows(
+    P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
     """Load [rows of x, PADDED]; zero past WIDTH and, if MASKED, where m_x is false."""
     return load_at(row_pointers(P, strides, row, x, PADDED), m_x, MASKED, WIDTH, PADDED)
 
@@ -172,7 +185,11 @@ def segments_of(P, i_b, num, x, m_x):
 def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
     """Apply one dense mask or bias; return scores and visible mask. Hidden pairs are not read."""
     p_head = at_head(dense.data, dense, i_b, column(i_h, C))
-    p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + steps_of(of_keys(j.to(tl.int64), C), dense.key)
+    p_tile = (
+        p_head
+        + of_queries(i.to(tl.int64), C) * dense.query
+        + steps_of(of_keys(j.to(tl.int64), C), dense.key)
+    )
     b_mod = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
         return s, m_s & (apart_from_products(b_mod, C) != 0)
@@ -221,7 +238,9 @@ def first_diagonal(i, j, offset, diagonals):
     """Return j - i - offset of the tile's first element, clamped so that the bias row covers the
     tile.
     """
-    return tl.minimum(tl.maximum(tl.min(j, 0) - tl.min(i, 0) - offset, diagonals.d_min), diagonals.d_max)
+    return tl.minimum(
+        tl.maximum(tl.min(j, 0) - tl.min(i, 0) - offset, diagonals.d_min), diagonals.d_max
+    )
 
 
 @triton.jit
@@ -251,7 +270,11 @@ def keep_mask(i, j, i_b, i_h, p, C: tl.constexpr):
     """Return the keep mask [BM, BN]. With keys as rows it would need a transposition."""
     tl.static_assert(not C.KEYS_FIRST)
     j0 = tl.min(j, 0) + p.key_start
-    seed, row, head = tl.load(p.seed), (i + p.query_start)[:, None], from_start(column(i_h, C), p.head_start)
+    seed, row, head = (
+        tl.load(p.seed),
+        (i + p.query_start)[:, None],
+        from_start(column(i_h, C), p.head_start),
+    )
     return keep_tile(seed, row, head, from_start(i_b, p.batch_start), j0, p.threshold, C.BM, C.BN)
 
 
@@ -264,7 +287,9 @@ def zero_of(p):
 
 
 @triton.jit
-def visible(i, j, bounds, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+def visible(
+    i, j, bounds, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr
+):
     """Return a tile's visible mask by bounds (of the queries, or BY_KEYS of the keys) and block
     mask.
 
@@ -274,9 +299,17 @@ def visible(i, j, bounds, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.cons
     m_s = tile_of(True, tl.int1, C)
     if MASKED:
         if BY_KEYS:
-            m_s = m_s & (of_queries(i, C) >= of_keys(bounds[0], C)) & (of_queries(i, C) < of_keys(bounds[1], C))
+            m_s = (
+                m_s
+                & (of_queries(i, C) >= of_keys(bounds[0], C))
+                & (of_queries(i, C) < of_keys(bounds[1], C))
+            )
         else:
-            m_s = m_s & (of_keys(j, C) >= of_queries(bounds[0], C)) & (of_keys(j, C) < of_queries(bounds[1], C))
+            m_s = (
+                m_s
+                & (of_keys(j, C) >= of_queries(bounds[0], C))
+                & (of_keys(j, C) < of_queries(bounds[1], C))
+            )
             if C.GAP:
                 m_s = m_s | (of_keys(j, C) < of_queries(bounds[2], C))
         m_s = m_s & of_queries(m_i, C)
@@ -296,7 +329,12 @@ def visible_rows(b_rows, m_s, p, C: tl.constexpr):
 
     Rows hidden by bounds or key masks are not loaded at all.
     """
-    if (p.mask.data is not None and not C.KEY_MASK) or p.bias.data is not None or p.query_segments is not None or C.BLOCK_KEYS:
+    if (
+        (p.mask.data is not None and not C.KEY_MASK)
+        or p.bias.data is not None
+        or p.query_segments is not None
+        or C.BLOCK_KEYS
+    ):
         m_j = tl.max(m_s.to(tl.int32), 0) != 0
         b_rows = tl.where(m_j[:, None], b_rows, 0.0).to(b_rows.dtype)
     return b_rows
@@ -345,8 +383,12 @@ def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl
         b_lse = tl.maximum(b_lse, above_sink(b_sink), propagate_nan=tl.PropagateNan.ALL)
         b_lse = tl.where(dead, tl.where(i < num_q, b_sink, float("-inf")), b_lse)
     b_o = tl.where(dead[:, None], 0.0, b_o * (b_scale / b_l)[:, None])
-    m_i = i < (num_q if p.cu_queries is not None or (C.PACK_GQA and C.DECODE_APART) else p.num_queries)
-    store_rows(at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
+    m_i = i < (
+        num_q if p.cu_queries is not None or (C.PACK_GQA and C.DECODE_APART) else p.num_queries
+    )
+    store_rows(
+        at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, row_q, i, m_i, b_o, C.DV, C.BDV
+    )
     tl.store(at_row_stats(LSE, i_b, i_h, p) + row_q + i, b_lse, mask=m_i)
 
 

@@ -35,10 +35,14 @@ def load_gradient(LOGITS, BIAS, TARGET, SPLIT_LSE, i, j, classes, p, C: tl.const
     b_m = tl.load(SPLIT_LSE + i, mask=i < p.rows, other=float("inf"))
     b_log = tl.load(SPLIT_LSE + p.all_rows + i, mask=i < p.rows, other=0.0)
     b_z = load_logits(LOGITS, BIAS, i, j, classes, p)
-    b_dz = tl.exp2((b_z - b_m[:, None] - b_log[:, None]) * LOG2E) - tl.where(j[None, :] == target[:, None], p.on_target, 0.0)
+    b_dz = tl.exp2((b_z - b_m[:, None] - b_log[:, None]) * LOG2E) - tl.where(
+        j[None, :] == target[:, None], p.on_target, 0.0
+    )
     if C.SMOOTH:
         b_dz -= p.on_each / classes
-    return tl.where(((target != p.ignore_index) & (i < p.rows))[:, None] & (j < classes)[None, :], b_dz, 0.0)
+    return tl.where(
+        ((target != p.ignore_index) & (i < p.rows))[:, None] & (j < classes)[None, :], b_dz, 0.0
+    )
 
 
 @kernel
@@ -53,7 +57,9 @@ def cross_entropy_backward(LOGITS, BIAS, TARGET, SPLIT_LSE, DZ, classes, p, C: t
 
 
 @kernel
-def cross_entropy_backward_bias(LOGITS, BIAS, TARGET, SPLIT_LSE, G, DBIAS, classes, p, C: tl.constexpr):
+def cross_entropy_backward_bias(
+    LOGITS, BIAS, TARGET, SPLIT_LSE, G, DBIAS, classes, p, C: tl.constexpr
+):
     """DBIAS += sum over a chunk's rows of g dz, for BN classes, without rounding dz to 16 bits."""
     j = tl.program_id(0) * C.BN + tl.arange(0, C.BN)
     b_sum = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
@@ -84,7 +90,11 @@ def backward(
     _, sums = describe(a, bias_tile)
     step = min(rows, chunk_rows(classes))
     logits = torch.empty(step, classes, dtype=torch.float32, device=device)
-    dz = logits if a.x.dtype == torch.float32 else torch.empty(step, classes, dtype=a.x.dtype, device=device)
+    dz = (
+        logits
+        if a.x.dtype == torch.float32
+        else torch.empty(step, classes, dtype=a.x.dtype, device=device)
+    )
     dx_part = None if dx is None else torch.empty(step, d, dtype=torch.float32, device=device)
     dw_part = None
     if d_weight is not None and rows > step:
@@ -99,13 +109,15 @@ def backward(
         p = p._replace(rows=n)
         if d_bias is not None:
             launch(
-                cross_entropy_backward_bias, -(-classes // sums.BN), device, *given, g[part], d_bias, classes, p, sums,
+                cross_entropy_backward_bias, -(-classes // sums.BN), device, *given, g[part],
+                d_bias, classes, p, sums,
                 warps=bias_tile.warps, stages=1,
             )  # fmt: skip
         if dx is None and d_weight is None:
             continue
         launch(
-            cross_entropy_backward, -(-n // kind.ROWS) * -(-classes // kind.BN), device, *given, dz, classes, p, kind,
+            cross_entropy_backward, -(-n // kind.ROWS) * -(-classes // kind.BN), device, *given, dz,
+            classes, p, kind,
             warps=config.warps, stages=1,
         )  # fmt: skip
         if dx is not None:
@@ -118,6 +130,8 @@ def backward(
                 float_gemm(dz[:n].t(), x, d_weight)
             else:
                 for some in chunks(classes, len(dw_part)):
-                    d_weight[some] += float_gemm(dz[:n, some].t(), x, dw_part[: len(d_weight[some])])
+                    d_weight[some] += float_gemm(
+                        dz[:n, some].t(), x, dw_part[: len(d_weight[some])]
+                    )
     if d_weight is not None:
         d_weight *= most / kind.SCALE

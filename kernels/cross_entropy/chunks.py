@@ -40,7 +40,9 @@ class Kind:
 def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]:
     """Return the problem of the op's arguments, and the compile-time constants for this tile."""
     s = a.label_smoothing
-    return Problem(0, len(a.x), a.ignore_index, 1.0 - s, s), Kind(config.ROWS, config.BN, s > 0.0, scale)
+    return Problem(0, len(a.x), a.ignore_index, 1.0 - s, s), Kind(
+        config.ROWS, config.BN, s > 0.0, scale
+    )
 
 
 def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,9 @@ PART_BYTES_INTERPRETED = 1 << 10
 
 def key_of(kernel: str, classes: int) -> str:
     """Return the name of a kernel and problem class in a tuned table."""
-    width = next((f"up to {n} classes" for n in list(HEURISTIC[kernel])[:-1] if classes <= n), "more classes")
+    width = next(
+        (f"up to {n} classes" for n in list(HEURISTIC[kernel])[:-1] if classes <= n), "more classes"
+    )
     return f"{kernel}, {width}" if len(HEURISTIC[kernel]) > 1 else kernel
 
 
@@ -62,14 +64,22 @@ def tile(kernel: str, classes: int, device: torch.device) -> Config:
 
 def heuristic(kernel: str, classes: int) -> Config:
     table = HEURISTIC[kernel]
-    return next((config for width, config in table.items() if classes <= width), list(table.values())[-1])
+    return next(
+        (config for width, config in table.items() if classes <= width), list(table.values())[-1]
+    )
 
 
 def candidates(kernel: str, classes: int) -> Iterator[Config]:
     """Yield the configurations that `make tune` tries; the table's comes first."""
     first = heuristic(kernel, classes)
     yield first
-    widths = (64, 128, 256) if kernel == "bias" else (classes,) if classes <= 1024 else (1024, 2048, 4096, 8192)
+    widths = (
+        (64, 128, 256)
+        if kernel == "bias"
+        else (classes,)
+        if classes <= 1024
+        else (1024, 2048, 4096, 8192)
+    )
     for BN in widths:
         for warps in (2, 4, 8, 16):
             for numbers in (8, 16, 32):  # per thread
@@ -90,4 +100,7 @@ def part_rows(d: int) -> int:
     """Return the number of classes of the weight gradient's part that exists at a time, d float32
     values each.
     """
-    return max((PART_BYTES_INTERPRETED if INTERPRETED else PART_BYTES) // (4 * d), 1 if INTERPRETED else 128)
+    return max(
+        (PART_BYTES_INTERPRETED if INTERPRETED else PART_BYTES) // (4 * d),
+        1 if INTERPRETED else 128,
+    )

@@ -38,7 +38,9 @@ def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, SPLIT_LSE, classes, p, C: 
         b_z = load_logits(LOGITS, BIAS, i, j, classes, p)
         b_top = tl.maximum(b_m, tl.max(b_z, 1))
         safe = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_l = b_l * tl.exp2((b_m - safe) * LOG2E) + tl.sum(tl.exp2((b_z - safe[:, None]) * LOG2E), 1)
+        b_l = b_l * tl.exp2((b_m - safe) * LOG2E) + tl.sum(
+            tl.exp2((b_z - safe[:, None]) * LOG2E), 1
+        )
         b_m = b_top
         if C.SMOOTH:
             b_sum += tl.sum(tl.where((j < classes)[None, :], b_z, 0.0), 1)
@@ -69,6 +71,8 @@ def forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
     for part in chunks(rows, step):
         logits = logits_of(a, a.x[part], buffer)
         launch(
-            cross_entropy_forward, -(-len(logits) // kind.ROWS), a.x.device, logits, a.bias, a.target[part], losses[part],
-            split_lse[0, part], classes, p._replace(rows=len(logits)), kind, warps=config.warps, stages=1,
+            cross_entropy_forward, -(-len(logits) // kind.ROWS), a.x.device, logits, a.bias,
+            a.target[part], losses[part],
+            split_lse[0, part], classes, p._replace(rows=len(logits)), kind, warps=config.warps,
+            stages=1,
         )  # fmt: skip

@@ -21,12 +21,24 @@ import triton.language as tl
 
 from .._lang import kernel, launch, narrow
 from .fwd import first_product
-from .tiles import Shape, activate, choose, describe, drop, products, programs, slope, steps, tile_of
+from .tiles import (
+    Shape,
+    activate,
+    choose,
+    describe,
+    drop,
+    products,
+    programs,
+    slope,
+    steps,
+    tile_of,
+)
 
 
 @kernel(do_not_specialize=["rows"])
 def feed_forward_d_hidden(
-    D_OUT, W2, D_HIDDEN, PRE, GATE, D_PRE, D_GATE, HIDDEN, D_B1, D_GATE_BIAS, rows, shape, dropout, C: tl.constexpr
+    D_OUT, W2, D_HIDDEN, PRE, GATE, D_PRE, D_GATE, HIDDEN, D_B1, D_GATE_BIAS, rows, shape, dropout,
+    C: tl.constexpr
 ):  # fmt: skip
     i_tile, i, n = tile_of(rows, shape.N, C)
     m = (i < rows)[:, None] & (n < shape.N)[None, :]
@@ -53,7 +65,9 @@ def feed_forward_d_hidden(
     if D_B1 is not None:
         store_sum(D_B1, b_dpre, m, i_tile, n, shape.N)
     if HIDDEN is not None:
-        tl.store(HIDDEN + here, narrow(drop(b_hidden, i, n, dropout, C), HIDDEN.dtype.element_ty), mask=m)
+        tl.store(
+            HIDDEN + here, narrow(drop(b_hidden, i, n, dropout, C), HIDDEN.dtype.element_ty), mask=m
+        )
 
 
 @triton.jit
@@ -63,7 +77,11 @@ def store_sum(P, b_x, m, i_tile, n, N):
 
 
 def backward(
-    a: Any, d_out: torch.Tensor, pre: torch.Tensor | None, gate: torch.Tensor | None, wanted: dict[str, torch.Tensor]
+    a: Any,
+    d_out: torch.Tensor,
+    pre: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    wanted: dict[str, torch.Tensor],
 ) -> None:
     """Write the gradients in ``wanted``, keyed by the op's argument names.
 
@@ -115,10 +133,16 @@ def _second_product(
     dropout, kind = describe(a, tile, d_out.shape[1], fused=not tile.library)
     shape = Shape(d_out.shape[1], columns, d_out.stride(0), *steps(a.w2), 0, 0)
     tiles = -(-rows // tile.BM)
-    parts = {name: torch.empty(tiles, columns, device=a.x.device) for name in ("b1", "gate_bias") if name in wanted}
+    parts = {
+        name: torch.empty(tiles, columns, device=a.x.device)
+        for name in ("b1", "gate_bias")
+        if name in wanted
+    }
     launch(
-        feed_forward_d_hidden, programs(rows, columns, tile), a.x.device, d_out, a.w2, d_hidden, pre, gate, d_pre, d_gate, hidden,
-        parts.get("b1"), parts.get("gate_bias"), rows, shape, dropout, kind, warps=tile.warps, stages=tile.stages,
+        feed_forward_d_hidden, programs(rows, columns, tile), a.x.device, d_out, a.w2, d_hidden,
+        pre, gate, d_pre, d_gate, hidden,
+        parts.get("b1"), parts.get("gate_bias"), rows, shape, dropout, kind, warps=tile.warps,
+        stages=tile.stages,
     )  # fmt: skip
     for name, part in parts.items():
         wanted[name].copy_(part.sum(0))

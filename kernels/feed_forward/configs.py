@@ -57,7 +57,11 @@ def key_of(kernel: str, rows: int, itemsize: int) -> str:
 
 
 def config(
-    kernel: str, capability: int, rows: int, itemsize: int, tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    kernel: str,
+    capability: int,
+    rows: int,
+    itemsize: int,
+    tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Config:
     """Return a kernel's configuration: the measured one, or the table's. capability: 80, 90, 100,
     120, …, or INTERPRETER.

@@ -2,7 +2,8 @@
 """Feed-forward, forward: one kernel computes hidden; the library computes the second gemm.
 
     pre = x @ w1ᵀ + b1,  gate = x @ gate_weightᵀ + gate_bias    float32, one tile each in registers
-    hidden = dropout(act(pre)), or dropout(act(gate) * pre)     in the epilogue, rounded to x's dtype
+    hidden = dropout(act(pre)), or dropout(act(gate) * pre)     in the epilogue, rounded to x's
+                                                                dtype
     out = hidden @ w2ᵀ + b2                                     torch.mm
 
 x (rows, d), weights (hidden, d) with any strides, hidden (rows, hidden). Grid: one flat dimension
@@ -18,7 +19,18 @@ import torch
 import triton.language as tl
 
 from .._lang import kernel, launch, narrow
-from .tiles import Shape, activate, choose, describe, drop, plus_bias, products, programs, steps, tile_of
+from .tiles import (
+    Shape,
+    activate,
+    choose,
+    describe,
+    drop,
+    plus_bias,
+    products,
+    programs,
+    steps,
+    tile_of,
+)
 
 
 @kernel(do_not_specialize=["rows"])
@@ -49,7 +61,9 @@ def feed_forward_hidden(
             b_hidden = activate(b_gate, C) * b_pre
         else:
             b_hidden = activate(b_pre, C)
-        tl.store(HIDDEN + here, narrow(drop(b_hidden, i, n, dropout, C), HIDDEN.dtype.element_ty), mask=m)
+        tl.store(
+            HIDDEN + here, narrow(drop(b_hidden, i, n, dropout, C), HIDDEN.dtype.element_ty), mask=m
+        )
 
 
 def forward(a: Any, out: torch.Tensor, pre: torch.Tensor | None, gate: torch.Tensor | None) -> None:
@@ -60,7 +74,12 @@ def forward(a: Any, out: torch.Tensor, pre: torch.Tensor | None, gate: torch.Ten
 
 
 def first_product(
-    a: Any, pre: torch.Tensor | None, gate: torch.Tensor | None, hidden: torch.Tensor | None, *, given: bool = False
+    a: Any,
+    pre: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    *,
+    given: bool = False,
 ) -> None:
     """Write pre, gate and hidden, if they are given; pre and gate are inputs if ``given``."""
     rows, d = a.x.shape
@@ -77,12 +96,15 @@ def first_product(
     dropout, kind = describe(a, tile, d, fused=fused)
     shape = Shape(d, a.w1.shape[0], a.x.stride(0), *steps(a.w1)[::-1], *steps(a.gate_weight)[::-1])
     launch(
-        feed_forward_hidden, programs(rows, shape.N, tile), a.x.device, a.x, a.w1, a.b1, a.gate_weight, a.gate_bias, pre, gate,
+        feed_forward_hidden, programs(rows, shape.N, tile), a.x.device, a.x, a.w1, a.b1,
+        a.gate_weight, a.gate_bias, pre, gate,
         hidden, rows, shape, dropout, kind, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
     """Compute out = x @ weightᵀ + bias with the library, which adds the bias in its epilogue if the
     dtypes agree.
     """

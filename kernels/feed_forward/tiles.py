@@ -91,7 +91,9 @@ def describe(a: Any, tile: Config, K: int, *, fused: bool) -> tuple[Dropout, Kin
         FUSED=fused,
         PRECISION=precision(a.x.dtype),
     )
-    return Dropout(a.dropout_seed, a.row_start or None, a.column_start or None, t, keep_scale(a.dropout_p)), kind
+    return Dropout(
+        a.dropout_seed, a.row_start or None, a.column_start or None, t, keep_scale(a.dropout_p)
+    ), kind
 
 
 def programs(rows: int, columns: int, tile: Config) -> int:
@@ -179,7 +181,11 @@ def slope(x, C: tl.constexpr):
     if C.ACTIVATION == "relu":
         y = tl.where(x > 0.0, 1.0, 0.0)
     elif C.ACTIVATION == "gelu":
-        y = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * 0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E))
+        y = (
+            0.5
+            + 0.5 * tl.erf(x * 0.7071067811865476)
+            + x * 0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E))
+        )
     elif C.ACTIVATION == "gelu_tanh":
         s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         # clamp: beyond, s (1 - s) is 0 and the square may overflow
@@ -198,7 +204,16 @@ def drop(b_x, i, n, dropout, C: tl.constexpr):
         row = from_start(i, dropout.row_start)[:, None]
         tag = tl.full([], TAG, tl.uint32)
         seed, low, high = tl.load(dropout.seed), row & 0xFFFFFFFF, row >> 32
-        keep = keep_tile(seed, low, high, tag, from_start(tl.min(n, 0), dropout.column_start), dropout.threshold, C.BM, C.BN)
+        keep = keep_tile(
+            seed,
+            low,
+            high,
+            tag,
+            from_start(tl.min(n, 0), dropout.column_start),
+            dropout.threshold,
+            C.BM,
+            C.BN,
+        )
         b_x = tl.where(keep, b_x * dropout.keep_scale, 0.0)
     if C.DROPS_ALL:
         b_x = tl.zeros_like(b_x)

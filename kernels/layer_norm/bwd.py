@@ -24,7 +24,19 @@ import triton.language as tl
 from .._lang import kernel, launch, narrow
 from .._launch import replayed
 from .configs import BLOCKS, PARAMETERS, SUMS, programs, tile
-from .rows import Dropout, Rows, at, columns_of, describe, dropped, inside, load_vector, mean_of, rows_of, strides
+from .rows import (
+    Dropout,
+    Rows,
+    at,
+    columns_of,
+    describe,
+    dropped,
+    inside,
+    load_vector,
+    mean_of,
+    rows_of,
+    strides,
+)
 
 
 class BackwardStrides(NamedTuple):
@@ -60,7 +72,9 @@ def weighted(b_dy, WEIGHT, j0, columns, C: tl.constexpr):
 
 
 @triton.jit
-def store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C: tl.constexpr):
+def store_rows(
+    DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C: tl.constexpr
+):
     """Compute d_h from g, xhat and the means of g and g xhat; store d_residual and, after dropout,
     d_x.
     """
@@ -69,16 +83,39 @@ def store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s,
         b_dh -= b_gm[:, None]
     b_dh *= b_rstd[:, None]
     if DRESIDUAL_OUT is not None:
-        b_dh += tl.load(at(DRESIDUAL_OUT, s.d_residual_out, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
+        b_dh += tl.load(at(DRESIDUAL_OUT, s.d_residual_out, r, j0, p, C), mask=m, other=0.0).to(
+            tl.float32
+        )
     if DRESIDUAL is not None:
-        tl.store(at(DRESIDUAL, s.d_residual, r, j0, p, C), narrow(b_dh, DRESIDUAL.dtype.element_ty), mask=m)
+        tl.store(
+            at(DRESIDUAL, s.d_residual, r, j0, p, C),
+            narrow(b_dh, DRESIDUAL.dtype.element_ty),
+            mask=m,
+        )
     if DX is not None:
-        tl.store(at(DX, s.dx, r, j0, p, C), narrow(dropped(b_dh, r, j0, p, C), DX.dtype.element_ty), mask=m)
+        tl.store(
+            at(DX, s.dx, r, j0, p, C),
+            narrow(dropped(b_dh, r, j0, p, C), DX.dtype.element_ty),
+            mask=m,
+        )
 
 
 @kernel
 def layer_norm_backward(
-    DOUT, DRESIDUAL_OUT, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, DBIAS, columns, s, p, C: tl.constexpr
+    DOUT,
+    DRESIDUAL_OUT,
+    H,
+    WEIGHT,
+    MEAN,
+    RSTD,
+    DX,
+    DRESIDUAL,
+    DWEIGHT,
+    DBIAS,
+    columns,
+    s,
+    p,
+    C: tl.constexpr,
 ):
     """Write d_x and d_residual and, for rows that fit, this program's partials (programs, columns)
     of d_weight and d_bias.
@@ -104,7 +141,9 @@ def layer_norm_backward(
                 m = inside(m_r, j0, columns, C)
                 b_dy, b_xhat = load_pair(DOUT, H, s, b_mean, b_rstd, r, j0, m, p, C)
                 b_g = weighted(b_dy, WEIGHT, j0, columns, C)
-                store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C)
+                store_rows(
+                    DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C
+                )
         else:
             j0 = 0
             m = inside(m_r, j0, columns, C)
@@ -114,7 +153,9 @@ def layer_norm_backward(
             if DX is not None or DRESIDUAL is not None:
                 b_gm = mean_of(b_g, columns)
                 b_gx = mean_of(b_g * b_xhat, columns)
-                store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C)
+                store_rows(
+                    DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C
+                )
     if not C.WIDE:
         store_part(DWEIGHT, DBIAS, b_dw, b_db, tl.program_id(0), 0, columns, C)
 
@@ -139,7 +180,9 @@ def store_part(DWEIGHT, DBIAS, b_dw, b_db, i_part, j0, columns, C: tl.constexpr)
 
 
 @kernel(do_not_specialize=["parts"])
-def layer_norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts, s, p, C: tl.constexpr):
+def layer_norm_backward_parameters(
+    DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts, s, p, C: tl.constexpr
+):
     """Write one row of the partials (partials, columns) of d_weight and d_bias, for BN columns."""
     blocks = tl.cdiv(columns, C.BN)
     i_part = tl.program_id(0) // blocks
@@ -157,7 +200,9 @@ def layer_norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns,
 
 
 @kernel(do_not_specialize=["parts"])
-def layer_norm_backward_sums(PARTS_W, PARTS_B, DWEIGHT, DBIAS, columns, parts, ROWS: tl.constexpr, BN: tl.constexpr):
+def layer_norm_backward_sums(
+    PARTS_W, PARTS_B, DWEIGHT, DBIAS, columns, parts, ROWS: tl.constexpr, BN: tl.constexpr
+):
     """Write d_weight and d_bias of BN columns: the partials, added in order."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     if DWEIGHT is not None:
@@ -202,22 +247,30 @@ def backward(
     p, kind = describe(h, chosen, 0.0, rms, dropout)
     s = BackwardStrides(*map(strides, (d_out, d_residual_out, h, dx, d_residual)))
     apart = kind.WIDE and not (d_weight is None and d_bias is None)
-    count = min(-(-p.rows // PARAMETERS.ROWS), BLOCKS) if apart else programs(device, chosen[0].warps)
+    count = (
+        min(-(-p.rows // PARAMETERS.ROWS), BLOCKS) if apart else programs(device, chosen[0].warps)
+    )
     count = min(count, -(-p.rows // kind.ROWS))
-    parts = [None if t is None else torch.empty(count, columns, device=device) for t in (d_weight, d_bias)]
+    parts = [
+        None if t is None else torch.empty(count, columns, device=device)
+        for t in (d_weight, d_bias)
+    ]
     if not (kind.WIDE and dx is None and d_residual is None):
         launch(
-            layer_norm_backward, -(-p.rows // kind.ROWS) if kind.WIDE else count, device, d_out, d_residual_out, h, weight, mean, rstd, dx,
+            layer_norm_backward, -(-p.rows // kind.ROWS) if kind.WIDE else count, device, d_out,
+            d_residual_out, h, weight, mean, rstd, dx,
             d_residual, *parts, columns, s, p, kind, warps=chosen[0].warps, stages=1,
         )  # fmt: skip
     if apart:
         kind = dataclasses.replace(kind, ROWS=PARAMETERS.ROWS, BN=PARAMETERS.BN, WIDE=False)
         launch(
-            layer_norm_backward_parameters, count * -(-columns // kind.BN), device, d_out, h, mean, rstd, *parts, columns, count, s,
+            layer_norm_backward_parameters, count * -(-columns // kind.BN), device, d_out, h, mean,
+            rstd, *parts, columns, count, s,
             p, kind, warps=PARAMETERS.warps, stages=1,
         )  # fmt: skip
     if d_weight is not None or d_bias is not None:
         launch(
-            layer_norm_backward_sums, -(-columns // SUMS.BN), device, *parts, d_weight, d_bias, columns, count, SUMS.ROWS, SUMS.BN,
+            layer_norm_backward_sums, -(-columns // SUMS.BN), device, *parts, d_weight, d_bias,
+            columns, count, SUMS.ROWS, SUMS.BN,
             warps=SUMS.warps, stages=1,
         )  # fmt: skip

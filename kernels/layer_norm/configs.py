@@ -33,13 +33,17 @@ class Config:
 # Width, padded to a power of two -> tile. Rows wider than the last entry are processed in blocks of
 # WIDER.
 FORWARD = {
-    32: Config(64, 32, 4), 64: Config(32, 64, 4), 128: Config(16, 128, 4), 256: Config(8, 256, 4), 512: Config(4, 512, 4),
-    1024: Config(2, 1024, 4), 2048: Config(1, 2048, 4), 4096: Config(1, 4096, 8), 8192: Config(1, 8192, 8),
+    32: Config(64, 32, 4), 64: Config(32, 64, 4), 128: Config(16, 128, 4), 256: Config(8, 256, 4),
+    512: Config(4, 512, 4),
+    1024: Config(2, 1024, 4), 2048: Config(1, 2048, 4), 4096: Config(1, 4096, 8),
+    8192: Config(1, 8192, 8),
     16384: Config(1, 16384, 16),
 }  # fmt: skip
 BACKWARD = {
-    32: Config(64, 32, 4), 64: Config(32, 64, 4), 128: Config(16, 128, 4), 256: Config(8, 256, 4), 512: Config(4, 512, 4),
-    1024: Config(2, 1024, 4), 2048: Config(1, 2048, 4), 4096: Config(1, 4096, 8), 8192: Config(1, 8192, 8),
+    32: Config(64, 32, 4), 64: Config(32, 64, 4), 128: Config(16, 128, 4), 256: Config(8, 256, 4),
+    512: Config(4, 512, 4),
+    1024: Config(2, 1024, 4), 2048: Config(1, 2048, 4), 4096: Config(1, 4096, 8),
+    8192: Config(1, 8192, 8),
 }  # fmt: skip
 WIDER = Config(1, 4096, 8)
 # weight and bias gradients of rows wider than BACKWARD's last entry
@@ -60,13 +64,19 @@ def key_of(kernel: str, columns: int, itemsize: int) -> str:
     return f"{kernel}, {8 * itemsize} bit, {width}"
 
 
-def tile(columns: int, itemsize: int, device: torch.device, *, backward: bool = False) -> tuple[Config, bool]:
+def tile(
+    columns: int, itemsize: int, device: torch.device, *, backward: bool = False
+) -> tuple[Config, bool]:
     """Return the tile for rows of this width, measured or from the table, and True if rows are
     wider than it.
     """
     if INTERPRETED:
-        found = next((c for width, c in INTERPRETED_TILES.items() if columns <= width), INTERPRETED_WIDER)
-    elif measured := tuned.table("layer_norm", device).get(key_of("backward" if backward else "forward", columns, itemsize)):
+        found = next(
+            (c for width, c in INTERPRETED_TILES.items() if columns <= width), INTERPRETED_WIDER
+        )
+    elif measured := tuned.table("layer_norm", device).get(
+        key_of("backward" if backward else "forward", columns, itemsize)
+    ):
         found = Config(**measured)
     else:
         found = heuristic(columns, backward=backward)
@@ -74,7 +84,9 @@ def tile(columns: int, itemsize: int, device: torch.device, *, backward: bool = 
 
 
 def heuristic(columns: int, *, backward: bool) -> Config:
-    return next((c for width, c in (BACKWARD if backward else FORWARD).items() if columns <= width), WIDER)
+    return next(
+        (c for width, c in (BACKWARD if backward else FORWARD).items() if columns <= width), WIDER
+    )
 
 
 def candidates(kernel: str, columns: int) -> Iterator[Config]:

@@ -22,7 +22,18 @@ import triton.language as tl
 from .._lang import divided, kernel, launch, narrow, rsqrt
 from .._launch import replayed
 from .configs import tile
-from .rows import Dropout, Rows, at, describe, dropped, inside, load_vector, mean_of, rows_of, strides
+from .rows import (
+    Dropout,
+    Rows,
+    at,
+    describe,
+    dropped,
+    inside,
+    load_vector,
+    mean_of,
+    rows_of,
+    strides,
+)
 
 
 class ForwardStrides(NamedTuple):
@@ -91,7 +102,9 @@ def wide_statistics(X, RESIDUAL, RESIDUAL_OUT, s, r, m_r, columns, p, C: tl.cons
 
 
 @kernel
-def layer_norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD, columns, s, p, C: tl.constexpr):
+def layer_norm_forward(
+    X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD, columns, s, p, C: tl.constexpr
+):
     r = rows_of(tl.program_id(0), C)
     m_r = r < p.rows
     if C.WIDE:
@@ -118,7 +131,9 @@ def layer_norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD,
             j0 = t * C.BN
             m = inside(m_r, j0, columns, C)
             if RESIDUAL_OUT is not None:
-                b_h = tl.load(at(RESIDUAL_OUT, s.residual_out, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
+                b_h = tl.load(at(RESIDUAL_OUT, s.residual_out, r, j0, p, C), mask=m, other=0.0).to(
+                    tl.float32
+                )
             else:
                 b_h = tl.load(at(X, s.x, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
             b_h = b_h - b_shift[:, None] - b_mean[:, None]
@@ -151,6 +166,7 @@ def forward(
     p, kind = describe(x, chosen, eps, rms, dropout)
     s = ForwardStrides(*map(strides, (x, residual, out, residual_out)))
     launch(
-        layer_norm_forward, -(-p.rows // kind.ROWS), x.device, x, residual, weight, bias, out, residual_out, mean, rstd, x.shape[2], s, p,
+        layer_norm_forward, -(-p.rows // kind.ROWS), x.device, x, residual, weight, bias, out,
+        residual_out, mean, rstd, x.shape[2], s, p,
         kind, warps=chosen[0].warps, stages=1,
     )  # fmt: skip

@@ -65,21 +65,33 @@ class Kind:
     DROPPED: bool  # all are dropped
 
 
-def describe(rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: bool, dropout: Dropout) -> tuple[Problem, Kind]:
+def describe(
+    rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: bool, dropout: Dropout
+) -> tuple[Problem, Kind]:
     """Return the problem of a tensor (outer, inner, columns), and the compile-time constants for
     this tile.
     """
     outer, inner, _ = rows.shape
     (config, wide), t = tile, threshold(dropout.p)
     return (
-        Problem(outer * inner, inner, eps, dropout.seed, dropout.row_start or None, t, keep_scale(dropout.p)),
+        Problem(
+            outer * inner,
+            inner,
+            eps,
+            dropout.seed,
+            dropout.row_start or None,
+            t,
+            keep_scale(dropout.p),
+        ),
         Kind(config.ROWS, config.BN, wide, outer == 1, rms, 0 < t < 65536, t == 65536),
     )
 
 
 def strides(t: torch.Tensor | None) -> Rows | None:
     """Return the row strides of a tensor (outer, inner, columns); 0 for dimensions of size 1."""
-    return None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:2], t.stride())))
+    return (
+        None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:2], t.stride())))
+    )
 
 
 @triton.jit

@@ -19,7 +19,18 @@ from .._lang import kernel, launch, narrow
 from .._launch import numbers, replayed
 from .configs import WARPS, kind_of
 from .fwd import turned_row
-from .rows import Problem, Rows, at, load_row, pairs_of, place, rows_of, store_row, strides, table_strides
+from .rows import (
+    Problem,
+    Rows,
+    at,
+    load_row,
+    pairs_of,
+    place,
+    rows_of,
+    store_row,
+    strides,
+    table_strides,
+)
 
 
 class AppendStrides(NamedTuple):
@@ -79,7 +90,9 @@ def cache_rows(POSITIONS, PAGES, b, l, m_r, cache, length):
     first = b
     position = tl.where(m, position, 0).to(tl.int32)
     if PAGES is not None:
-        first = tl.load(PAGES + b * cache.pages + position // cache.page_size, mask=m, other=-1).to(tl.int64)
+        first = tl.load(PAGES + b * cache.pages + position // cache.page_size, mask=m, other=-1).to(
+            tl.int64
+        )
         m = m & (first >= 0) & (first < cache.num_pages)
         position = position % cache.page_size
     return first, position.to(tl.int64), m
@@ -106,12 +119,24 @@ def eight_bits(b, b_scale, dtype: tl.constexpr):
         size = sizes(b)
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        bits = tl.where(size < 0x3C800000, small, normal) | ((b.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        bits = tl.where(size < 0x3C800000, small, normal) | (
+            (b.to(tl.int32, bitcast=True) >> 24) & 0x80
+        )
     return tl.where((b_scale == b_scale)[:, None], bits, 0).to(dtype)
 
 
 @triton.jit
-def as_stored(b_1, b_2, b_rest, SCALE, p_scale, m_r, row_dtype: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
+def as_stored(
+    b_1,
+    b_2,
+    b_rest,
+    SCALE,
+    p_scale,
+    m_r,
+    row_dtype: tl.constexpr,
+    dtype: tl.constexpr,
+    C: tl.constexpr,
+):
     """Return a row in the cache's dtype; for eight bits, store its scale."""
     b_1, b_2, b_rest = narrow(b_1, row_dtype), narrow(b_2, row_dtype), narrow(b_rest, row_dtype)
     if SCALE is not None:
@@ -120,10 +145,16 @@ def as_stored(b_1, b_2, b_rest, SCALE, p_scale, m_r, row_dtype: tl.constexpr, dt
         if C.BR:
             largest = tl.maximum(largest, tl.max(sizes(b_rest), 1))
         limit = tl.full(largest.shape, 127.0 if dtype == tl.int8 else 448.0, tl.float32)
-        b_scale = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), limit), 1.1754943508222875e-38)
+        b_scale = tl.maximum(
+            tl.div_rn(largest.to(tl.float32, bitcast=True), limit), 1.1754943508222875e-38
+        )
         b_scale = tl.where(largest < 0x7F800000, b_scale, float("nan"))
         tl.store(SCALE + p_scale, b_scale, mask=m_r)
-        b_1, b_2, b_rest = eight_bits(b_1, b_scale, dtype), eight_bits(b_2, b_scale, dtype), eight_bits(b_rest, b_scale, dtype)
+        b_1, b_2, b_rest = (
+            eight_bits(b_1, b_scale, dtype),
+            eight_bits(b_2, b_scale, dtype),
+            eight_bits(b_rest, b_scale, dtype),
+        )
     return b_1, b_2, b_rest
 
 
@@ -134,7 +165,9 @@ def append_queries(i_tile, o, n, s, p, C: tl.constexpr):
     b, h, l = place(r, p.heads, p.length)
     p_table = at(s.table, b, h, l) if o.cos is not None else r
     p_x = at(s.query, b, h, l)
-    b_1, b_2, b_rest = turned_row(o.query, o.cos, o.sin, o.q_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C)
+    b_1, b_2, b_rest = turned_row(
+        o.query, o.cos, o.sin, o.q_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C
+    )
     dtype: tl.constexpr = o.out.dtype.element_ty
     b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
     store_row(o.out, at(s.out, b, h, l), m_r, n.half, n.dim, b_1, b_2, b_rest, C.ROWS, C)
@@ -148,11 +181,17 @@ def append_keys(i_tile, o, n, s, p, cache, C: tl.constexpr):
     p_table = at(s.table, b, h, l) if o.cos is not None else r
     first, row, m_r = cache_rows(o.positions, o.pages, b, l, m_r, cache, p.length)
     p_x = at(s.key, b, h, l)
-    b_1, b_2, b_rest = turned_row(o.key, o.cos, o.sin, o.k_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C)
+    b_1, b_2, b_rest = turned_row(
+        o.key, o.cos, o.sin, o.k_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C
+    )
     dtype: tl.constexpr = o.key_cache.dtype.element_ty
     p_scale = at(s.key_scale, first, h, row) if o.key_scale is not None else r
-    b_1, b_2, b_rest = as_stored(b_1, b_2, b_rest, o.key_scale, p_scale, m_r, o.key.dtype.element_ty, dtype, C)
-    store_row(o.key_cache, at(s.key_cache, first, h, row), m_r, n.half, n.dim, b_1, b_2, b_rest, C.ROWS, C)
+    b_1, b_2, b_rest = as_stored(
+        b_1, b_2, b_rest, o.key_scale, p_scale, m_r, o.key.dtype.element_ty, dtype, C
+    )
+    store_row(
+        o.key_cache, at(s.key_cache, first, h, row), m_r, n.half, n.dim, b_1, b_2, b_rest, C.ROWS, C
+    )
 
 
 @triton.jit
@@ -161,10 +200,14 @@ def append_values(i_tile, o, n, s, p, cache, C: tl.constexpr):
     m_r = r < p.rows
     b, h, l = place(r, p.heads, p.length)
     first, row, m_r = cache_rows(o.positions, o.pages, b, l, m_r, cache, p.length)
-    b_1, b_2, b_rest = load_row(o.value, at(s.value, b, h, l), m_r, n.value_half, n.value_dim, C.ROWS, C)
+    b_1, b_2, b_rest = load_row(
+        o.value, at(s.value, b, h, l), m_r, n.value_half, n.value_dim, C.ROWS, C
+    )
     dtype: tl.constexpr = o.value_cache.dtype.element_ty  # exact through float32 and back
     p_scale = at(s.value_scale, first, h, row) if o.value_scale is not None else r
-    b_1, b_2, b_rest = as_stored(b_1, b_2, b_rest, o.value_scale, p_scale, m_r, o.value.dtype.element_ty, dtype, C)
+    b_1, b_2, b_rest = as_stored(
+        b_1, b_2, b_rest, o.value_scale, p_scale, m_r, o.value.dtype.element_ty, dtype, C
+    )
     p_out = at(s.value_cache, first, h, row)
     store_row(o.value_cache, p_out, m_r, n.value_half, n.value_dim, b_1, b_2, b_rest, C.ROWS, C)
 
@@ -206,13 +249,42 @@ def append(
     batch, _, length, dim = query.shape
     half, value_dim = pairs_of(query, tables[0]), value.shape[3]
     size = query.element_size()
-    kind, value_kind = kind_of(half, dim, interleaved, size), kind_of(value_dim // 2, value_dim, False, size)
-    q, k = (Problem(batch * t.shape[1] * length, t.shape[1], length, eps, weight_offset) for t in (query, key))
-    q_tiles, k_tiles, v_tiles = (-(-p.rows // rows_kind.ROWS) for p, rows_kind in ((q, kind), (k, kind), (k, value_kind)))
+    kind, value_kind = (
+        kind_of(half, dim, interleaved, size),
+        kind_of(value_dim // 2, value_dim, False, size),
+    )
+    q, k = (
+        Problem(batch * t.shape[1] * length, t.shape[1], length, eps, weight_offset)
+        for t in (query, key)
+    )
+    q_tiles, k_tiles, v_tiles = (
+        -(-p.rows // rows_kind.ROWS) for p, rows_kind in ((q, kind), (k, kind), (k, value_kind))
+    )
     page_size, pages = key_cache.shape[2], 1 if page_table is None else page_table.shape[1]
     cache = Cache(pages * page_size, page_size, pages, key_cache.shape[0])
-    s = AppendStrides(*map(strides, (query, key, value, out, key_cache, value_cache, *scales)), table_strides(tables[0]))  # type: ignore[arg-type]
-    o = Operands(*rows, key_cache, value_cache, *scales, page_table, positions, *tables, *norms, out)
+    s = AppendStrides(
+        *map(strides, (query, key, value, out, key_cache, value_cache, *scales)),
+        table_strides(tables[0]),
+    )  # type: ignore[arg-type]
+    o = Operands(
+        *rows, key_cache, value_cache, *scales, page_table, positions, *tables, *norms, out
+    )
     n = Columns(half, dim, value_dim // 2, value_dim)
     tiles = q_tiles + k_tiles + v_tiles
-    launch(rotary_append, tiles, query.device, q_tiles, k_tiles, o, n, s, q, k, cache, kind, value_kind, warps=WARPS, stages=1)
+    launch(
+        rotary_append,
+        tiles,
+        query.device,
+        q_tiles,
+        k_tiles,
+        o,
+        n,
+        s,
+        q,
+        k,
+        cache,
+        kind,
+        value_kind,
+        warps=WARPS,
+        stages=1,
+    )

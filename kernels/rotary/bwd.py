@@ -79,7 +79,11 @@ def rotary_backward(DOUT, X, tables, WEIGHT, RSTD, DX, DWEIGHT, half, dim, s, p,
         if WEIGHT is not None:
             b_rstd = tl.load(RSTD + r, mask=m_r, other=0.0)
             x_1, x_2, x_rest = load_row(X, at(s.x, b, h, l), m_r, half, dim, C.ROWS, C)
-            x_1, x_2, x_rest = x_1 * b_rstd[:, None], x_2 * b_rstd[:, None], x_rest * b_rstd[:, None]
+            x_1, x_2, x_rest = (
+                x_1 * b_rstd[:, None],
+                x_2 * b_rstd[:, None],
+                x_rest * b_rstd[:, None],
+            )
             if DWEIGHT is not None:
                 dw_1 += b_1 * x_1
                 dw_2 += b_2 * x_2
@@ -97,7 +101,11 @@ def rotary_backward(DOUT, X, tables, WEIGHT, RSTD, DX, DWEIGHT, half, dim, s, p,
             store_row(DX, at(s.dx, b, h, l), m_r, half, dim, b_1, b_2, b_rest, C.ROWS, C)
     if DWEIGHT is not None:
         p_part = tl.zeros([1], tl.int64) + tl.program_id(0).to(tl.int64) * dim
-        dw_1, dw_2, dw_rest = tl.sum(dw_1, 0)[None, :], tl.sum(dw_2, 0)[None, :], tl.sum(dw_rest, 0)[None, :]
+        dw_1, dw_2, dw_rest = (
+            tl.sum(dw_1, 0)[None, :],
+            tl.sum(dw_2, 0)[None, :],
+            tl.sum(dw_rest, 0)[None, :],
+        )
         store_row(DWEIGHT, p_part, tl.full([1], 1, tl.int1), half, dim, dw_1, dw_2, dw_rest, 1, C)
 
 
@@ -129,11 +137,13 @@ def backward(
     count = tiles if d_weight is None else min(programs(device), tiles)
     parts = None if d_weight is None else torch.empty(count, dim, device=device)
     launch(  # without a bound, ptxas targets 56 registers and spills (float32, sm_120)
-        rotary_backward, count, device, d_out, x, Tables(cos, sin), weight, rstd, dx, parts, half, dim, s, p, kind, warps=WARPS, stages=1,
+        rotary_backward, count, device, d_out, x, Tables(cos, sin), weight, rstd, dx, parts, half,
+        dim, s, p, kind, warps=WARPS, stages=1,
         maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     if d_weight is not None:
         launch(
-            layer_norm_backward_sums, -(-dim // SUMS.BN), device, parts, None, d_weight, None, dim, count, SUMS.ROWS, SUMS.BN,
+            layer_norm_backward_sums, -(-dim // SUMS.BN), device, parts, None, d_weight, None, dim,
+            count, SUMS.ROWS, SUMS.BN,
             warps=SUMS.warps, stages=1,
         )  # fmt: skip

@@ -37,9 +37,14 @@ class Kind:
 def kind_of(half: int, dim: int, interleaved: bool, itemsize: int) -> Kind:
     """Return the constants for rows of ``dim`` columns, 2 * half of which rotate."""
     rest = dim - 2 * half
-    pairs, others = triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(rest) if rest else 0
+    pairs, others = (
+        triton.next_power_of_2(max(half, 1)),
+        triton.next_power_of_2(rest) if rest else 0,
+    )
     numbers = INTERPRETED_NUMBERS if INTERPRETED else BYTES // itemsize
-    return Kind(max(1, numbers // triton.next_power_of_2(2 * pairs + others)), pairs, others, interleaved)
+    return Kind(
+        max(1, numbers // triton.next_power_of_2(2 * pairs + others)), pairs, others, interleaved
+    )
 
 
 def programs(device: torch.device) -> int:

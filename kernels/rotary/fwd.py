@@ -67,7 +67,9 @@ def rotary_forward(X, COS, SIN, WEIGHT, OUT, RSTD, half, dim, s, p, C: tl.conste
     m_r = r < p.rows
     b, h, l = place(r, p.heads, p.length)
     p_table = at(s.table, b, h, l) if COS is not None else r
-    b_1, b_2, b_rest = turned_row(X, COS, SIN, WEIGHT, RSTD, at(s.x, b, h, l), p_table, r, m_r, half, dim, p, C)
+    b_1, b_2, b_rest = turned_row(
+        X, COS, SIN, WEIGHT, RSTD, at(s.x, b, h, l), p_table, r, m_r, half, dim, p, C
+    )
     dtype: tl.constexpr = OUT.dtype.element_ty
     b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
     store_row(OUT, at(s.out, b, h, l), m_r, half, dim, b_1, b_2, b_rest, C.ROWS, C)

@@ -39,7 +39,9 @@ class Problem(NamedTuple):
 
 def strides(t: torch.Tensor | None) -> Rows | None:
     """Return the strides; 0 for dimensions of size 1."""
-    return None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride())))
+    return (
+        None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride())))
+    )
 
 
 def table_strides(t: torch.Tensor | None) -> Rows | None:
@@ -94,7 +96,9 @@ def store_pairs(P, p_row, m_r, half, b_1, b_2, ROWS: tl.constexpr, C: tl.constex
     if C.INTERLEAVED:
         j = tl.arange(0, 2 * C.BH)
         m = m_r[:, None] & (j < 2 * half)[None, :]
-        tl.store(P + p_row[:, None] + j[None, :], tl.reshape(tl.join(b_1, b_2), [ROWS, 2 * C.BH]), mask=m)
+        tl.store(
+            P + p_row[:, None] + j[None, :], tl.reshape(tl.join(b_1, b_2), [ROWS, 2 * C.BH]), mask=m
+        )
     else:
         j = tl.arange(0, C.BH)
         m = m_r[:, None] & (j < half)[None, :]
@@ -114,7 +118,9 @@ def load_row(P, p_row, m_r, half, dim, ROWS: tl.constexpr, C: tl.constexpr):
     b_rest = b_1
     if C.BR:
         j = rest_columns(half, C)
-        b_rest = tl.load(P + p_row[:, None] + j[None, :], mask=m_r[:, None] & (j < dim)[None, :], other=0.0).to(tl.float32)
+        b_rest = tl.load(
+            P + p_row[:, None] + j[None, :], mask=m_r[:, None] & (j < dim)[None, :], other=0.0
+        ).to(tl.float32)
     return b_1, b_2, b_rest
 
 
@@ -129,7 +135,9 @@ def store_row(P, p_row, m_r, half, dim, b_1, b_2, b_rest, ROWS: tl.constexpr, C:
 @triton.jit
 def load_weight(WEIGHT, half, dim, p, C: tl.constexpr):
     """Return the weight plus its offset as one row."""
-    b_1, b_2, b_rest = load_row(WEIGHT, tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1), half, dim, 1, C)
+    b_1, b_2, b_rest = load_row(
+        WEIGHT, tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1), half, dim, 1, C
+    )
     return b_1 + p.offset, b_2 + p.offset, b_rest + p.offset
 
 

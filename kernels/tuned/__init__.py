@@ -60,7 +60,9 @@ def read(op: str, gpu: str, folder: Path = FOLDER) -> Mapping[str, Mapping[str, 
     if not path.is_file():
         return {}
     kernels = json.loads(path.read_text())["kernels"]
-    return {key: {n: v for n, v in entry.items() if n not in MEASURED} for key, entry in kernels.items()}
+    return {
+        key: {n: v for n, v in entry.items() if n not in MEASURED} for key, entry in kernels.items()
+    }
 
 
 def path_of(op: str, gpu: str, folder: Path = FOLDER) -> Path:

@@ -33,21 +33,44 @@ class _Command(NamedTuple):
 
 # A command's module has `add_arguments(parser)` and `run(arguments) -> int`.
 _COMMANDS = {
-    "demo": _Command("pytransformer.cli.demo", "a minute of proof: attention and models, checked and beside PyTorch"),
-    "doctor": _Command("pytransformer.cli.doctor", "what works on this machine, and why the rest does not"),
-    "explain": _Command("pytransformer.cli.explain", "which backend one call would use, and why not the others"),
-    "bench": _Command("pytransformer.cli.benchmark.command", "speed, memory and error beside PyTorch and naive code"),
-    "verify": _Command("pytransformer.cli.verify", "check and time every backend here; the results are stored and used"),
-    "train": _Command("pytransformer.cli.train", "train a model in minutes: `train --help` lists the tasks"),
-    "translate": _Command("pytransformer.cli.translate", "translate a sentence, and draw what each word attended to"),
+    "demo": _Command(
+        "pytransformer.cli.demo",
+        "a minute of proof: attention and models, checked and beside PyTorch",
+    ),
+    "doctor": _Command(
+        "pytransformer.cli.doctor", "what works on this machine, and why the rest does not"
+    ),
+    "explain": _Command(
+        "pytransformer.cli.explain", "which backend one call would use, and why not the others"
+    ),
+    "bench": _Command(
+        "pytransformer.cli.benchmark.command",
+        "speed, memory and error beside PyTorch and naive code",
+    ),
+    "verify": _Command(
+        "pytransformer.cli.verify",
+        "check and time every backend here; the results are stored and used",
+    ),
+    "train": _Command(
+        "pytransformer.cli.train", "train a model in minutes: `train --help` lists the tasks"
+    ),
+    "translate": _Command(
+        "pytransformer.cli.translate", "translate a sentence, and draw what each word attended to"
+    ),
     "attention-map": _Command("pytransformer.cli.attention_map", "draw what a model attended to"),
 }
 
 # Commands whose module parses its own arguments: `run(argv) -> int`.
 _DELEGATED = {
-    "drop-in": _Command("pytransformer.cli.proof", "real models with PyTorch's kernels and with ours, compared"),
-    "bench compare": _Command("pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"),
-    "bench models": _Command("pytransformer.cli.benchmark.models", "whole models: ours, PyTorch's sdpa and eager code"),
+    "drop-in": _Command(
+        "pytransformer.cli.proof", "real models with PyTorch's kernels and with ours, compared"
+    ),
+    "bench compare": _Command(
+        "pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"
+    ),
+    "bench models": _Command(
+        "pytransformer.cli.benchmark.models", "whole models: ours, PyTorch's sdpa and eager code"
+    ),
 }
 
 _EPILOG = """\

@@ -41,16 +41,34 @@ WHICH = ("encoder", "decoder", "cross")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model")
     parser.add_argument(
-        "text", nargs="?", help="what the model reads, or the image that it looks at; not needed for positions"
+        "text",
+        nargs="?",
+        help="what the model reads, or the image that it looks at; not needed for positions",
     )
-    parser.add_argument("--target", metavar="TEXT", help="what a decoder says (default: what the translator says)")
-    parser.add_argument("--second", metavar="TEXT", help="a second sentence, for a model that reads two, as BERT does")
-    parser.add_argument("--kind", choices=KINDS, default="gallery", help="default %(default)s")
-    parser.add_argument("--which", choices=WHICH, help="attention of which stack (default: cross if there is one)")
-    parser.add_argument("--layer", type=int, default=-1, help="for heat and lines (default: the last)")
-    parser.add_argument("--head", type=int, help="for heat and lines (default: the mean of the layer's heads)")
     parser.add_argument(
-        "--out", type=Path, default=Path("attention.png"), metavar="FILE", help=".png or .svg (default %(default)s)"
+        "--target", metavar="TEXT", help="what a decoder says (default: what the translator says)"
+    )
+    parser.add_argument(
+        "--second",
+        metavar="TEXT",
+        help="a second sentence, for a model that reads two, as BERT does",
+    )
+    parser.add_argument("--kind", choices=KINDS, default="gallery", help="default %(default)s")
+    parser.add_argument(
+        "--which", choices=WHICH, help="attention of which stack (default: cross if there is one)"
+    )
+    parser.add_argument(
+        "--layer", type=int, default=-1, help="for heat and lines (default: the last)"
+    )
+    parser.add_argument(
+        "--head", type=int, help="for heat and lines (default: the mean of the layer's heads)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("attention.png"),
+        metavar="FILE",
+        help=".png or .svg (default %(default)s)",
     )
 
 
@@ -76,21 +94,32 @@ def _draw(arguments: argparse.Namespace) -> Any:
     if arguments.kind == "positions":
         return viz.plot_positions(position_table(model))
     if not arguments.text:
-        what = "an image for the model to look at" if _looks(model) else "a text for the model to read"
+        what = (
+            "an image for the model to look at" if _looks(model) else "a text for the model to read"
+        )
         raise UsageError(f"--kind {arguments.kind} needs {what}")
     inputs, texts = encode(arguments.text, arguments)
-    seen = (viz if isinstance(model, Model) else attention_of_hf).attention_of(model, inputs, arguments.which)
+    seen = (viz if isinstance(model, Model) else attention_of_hf).attention_of(
+        model, inputs, arguments.which
+    )
     about = " / ".join(filter(None, (arguments.text, arguments.second)))
     if arguments.kind == "patterns":
         if seen.which not in texts and seen.which != "cross":
             raise UsageError("--kind patterns is of a text's words")
         if seen.which == "cross":
-            raise UsageError("--kind patterns is of a stack's own attention: name it with --which encoder or decoder")
-        return viz.plot_patterns(seen.weights(), texts[seen.which], title=f"{seen.which} attention: {about}")
+            raise UsageError(
+                "--kind patterns is of a stack's own attention: name it with --which encoder or"
+                " decoder"
+            )
+        return viz.plot_patterns(
+            seen.weights(), texts[seen.which], title=f"{seen.which} attention: {about}"
+        )
     if arguments.kind == "distance":
         image = hasattr(model, "patches")
         far = seen.patch_distances(model) if image else seen.distances()
-        return viz.plot_distances(far, title=f"{seen.which} attention: {about}", unit="pixels" if image else "tokens")
+        return viz.plot_distances(
+            far, title=f"{seen.which} attention: {about}", unit="pixels" if image else "tokens"
+        )
     if arguments.kind == "gallery":
         return viz.gallery(seen.weights(), title=f"{seen.which} attention: {about}")
     heads = None if arguments.head is None else [arguments.head]
@@ -99,12 +128,20 @@ def _draw(arguments: argparse.Namespace) -> Any:
     queries, keys = (
         texts[stack].tokens if stack in texts else [str(n) for n in range(count)]
         for stack, count in zip(
-            ("encoder" if seen.which == "encoder" else "decoder", "decoder" if seen.which == "decoder" else "encoder"),
+            (
+                "encoder" if seen.which == "encoder" else "decoder",
+                "decoder" if seen.which == "decoder" else "encoder",
+            ),
             weights.shape,
         )
     )
     draw = viz.heat_map if arguments.kind == "heat" else viz.head_lines
-    return draw(weights, queries, keys, title=f"{seen.which} attention, layer {arguments.layer % len(seen.taps)}, {what}")
+    return draw(
+        weights,
+        queries,
+        keys,
+        title=f"{seen.which} attention, layer {arguments.layer % len(seen.taps)}, {what}",
+    )
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -144,7 +181,11 @@ Inputs = tuple[dict[str, torch.Tensor], dict[str, Any]]
 def _text(tokens: list[str], special: list[bool], sentences: list[int] | None = None) -> Any:
     from ..viz import Text
 
-    return Text(tokens, torch.tensor(sentences or [0] * len(tokens)), torch.tensor(special, dtype=torch.bool))
+    return Text(
+        tokens,
+        torch.tensor(sentences or [0] * len(tokens)),
+        torch.tensor(special, dtype=torch.bool),
+    )
 
 
 def _image_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Inputs:
@@ -167,7 +208,11 @@ def _looks(model: Any) -> bool:
     """Return True if the model reads images."""
     from ..models import Conformer
 
-    return hasattr(model, "patches") or isinstance(model, Conformer) or getattr(model, "main_input_name", "") == "pixel_values"
+    return (
+        hasattr(model, "patches")
+        or isinstance(model, Conformer)
+        or getattr(model, "main_input_name", "") == "pixel_values"
+    )
 
 
 def _image_inputs_of_hf(model: Any, path: str, arguments: argparse.Namespace) -> Inputs:
@@ -175,8 +220,15 @@ def _image_inputs_of_hf(model: Any, path: str, arguments: argparse.Namespace) ->
 
     size = getattr(model.config, "image_size", None)
     if size is None:
-        raise UsageError(f"{type(model).__name__} has no image_size in its config: the size to read {path} at is not known")
-    pixels = read_image(path, tuple(size) if isinstance(size, list) else size, getattr(model.config, "num_channels", 3))
+        raise UsageError(
+            f"{type(model).__name__} has no image_size in its config: the size to read {path} at is"
+            " not known"
+        )
+    pixels = read_image(
+        path,
+        tuple(size) if isinstance(size, list) else size,
+        getattr(model.config, "num_channels", 3),
+    )
     return {"pixel_values": pixels[None].to(model.dtype)}, {}
 
 
@@ -206,30 +258,50 @@ def _translator_inputs(translator: Any, text: str, arguments: argparse.Namespace
     said = translator.translate([text])[0] if arguments.target is None else arguments.target
     read = [translator.target.start_id, *translator.target.encode(said)]
     inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([read])}
-    last, first = [n == len(source) - 1 for n in range(len(source))], [n == 0 for n in range(len(read))]
-    texts = {"encoder": _text(translator.source.tokens(source), last), "decoder": _text(translator.target.tokens(read), first)}
+    last, first = (
+        [n == len(source) - 1 for n in range(len(source))],
+        [n == 0 for n in range(len(read))],
+    )
+    texts = {
+        "encoder": _text(translator.source.tokens(source), last),
+        "decoder": _text(translator.target.tokens(read), first),
+    }
     return inputs, texts
 
 
 def _tokenizer_inputs(folder: Path, model: Any, text: str, arguments: argparse.Namespace) -> Inputs:
     from ..extras import require
 
-    tokenizer = require("tokenizers", "models", "reading text").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = require("tokenizers", "models", "reading text").Tokenizer.from_file(
+        str(folder / "tokenizer.json")
+    )
     two = hasattr(model, "segments") or getattr(model.config, "type_vocab_size", 0) > 1
     if arguments.second is not None and not two:
-        raise UsageError(f"--second is for models that read two sentences, as BERT does; this is a {type(model).__name__}")
+        raise UsageError(
+            "--second is for models that read two sentences, as BERT does; this is a"
+            f" {type(model).__name__}"
+        )
     encoding = tokenizer.encode(text, arguments.second)
     inputs = {"input_ids": torch.tensor([encoding.ids])}
     special = [bool(n) for n in encoding.special_tokens_mask]
     # Without special tokens, the first token serves as the attention sink.
-    read = _text(encoding.tokens, special if any(special) else [n == 0 for n in range(len(special))], encoding.type_ids)
+    read = _text(
+        encoding.tokens,
+        special if any(special) else [n == 0 for n in range(len(special))],
+        encoding.type_ids,
+    )
     texts = {"encoder": read, "decoder": read}
     if _takes(model, "decoder_input_ids"):
         said = tokenizer.encode(arguments.target or "", add_special_tokens=False)
         names = ("start_token_id", "decoder_start_token_id", "bos_token_id")
-        start = next((n for name in names if (n := getattr(model.config, name, None)) is not None), 0)
+        start = next(
+            (n for name in names if (n := getattr(model.config, name, None)) is not None), 0
+        )
         inputs["decoder_input_ids"] = torch.tensor([[start, *said.ids]])
-        tokens = [json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name, *said.tokens]
+        tokens = [
+            json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name,
+            *said.tokens,
+        ]
         texts["decoder"] = _text(tokens, [n == 0 for n in range(len(tokens))])
     elif two:
         inputs["token_type_ids"] = torch.tensor([encoding.type_ids])

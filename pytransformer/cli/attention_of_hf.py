@@ -13,7 +13,11 @@ import torch
 
 from ..extras import require
 
-_FIELDS = {"encoder": ("encoder_attentions", "attentions"), "decoder": ("decoder_attentions",), "cross": ("cross_attentions",)}
+_FIELDS = {
+    "encoder": ("encoder_attentions", "attentions"),
+    "decoder": ("decoder_attentions",),
+    "cross": ("cross_attentions",),
+}
 
 
 def load(folder: Path) -> Any:
@@ -24,13 +28,19 @@ def load(folder: Path) -> Any:
             interface.
         ImportError: transformers is not installed.
     """
-    transformers = require("transformers", "hf", "a Hugging Face model that pytransformer.models has no class for")
+    transformers = require(
+        "transformers", "hf", "a Hugging Face model that pytransformer.models has no class for"
+    )
     from ..integrations.transformers import NAME, register
 
     register()
     try:
         model = transformers.AutoModel.from_pretrained(
-            folder, attn_implementation=NAME, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            folder,
+            attn_implementation=NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -52,13 +62,17 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
     for stack, names in _FIELDS.items():
         given = [out[name] for name in names if name in out and out[name] is not None]
         if given and all(weights is not None for weights in given[0]):
-            found[stack] = tuple(viz.Returned(weights) for weights in given[0] if weights.dim() == 4)
+            found[stack] = tuple(
+                viz.Returned(weights) for weights in given[0] if weights.dim() == 4
+            )
     if "attentions" in out and _is_causal(found.get("encoder", ())):
         found["decoder"] = found.pop("encoder")
     found = {stack: taps for stack, taps in found.items() if taps}
     name = type(model).__name__
     if not found:
-        raise ValueError(f"{name} returns no attention weights of whole sequences: there is nothing to draw")
+        raise ValueError(
+            f"{name} returns no attention weights of whole sequences: there is nothing to draw"
+        )
     which = which_stack(found, which, name)
     return viz.Seen(which, found[which])
 

@@ -45,9 +45,20 @@ class Ratio(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="*", default=SUBJECTS, choices=SUBJECTS, metavar="MODEL",
-                        help=f"models to run (default {' '.join(SUBJECTS)}; they need transformers)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=MODEL_SECONDS, help="timing per model and mode (default %(default)s)")
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        default=SUBJECTS,
+        choices=SUBJECTS,
+        metavar="MODEL",
+        help=f"models to run (default {' '.join(SUBJECTS)}; they need transformers)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=MODEL_SECONDS,
+        help="timing per model and mode (default %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,20 +84,32 @@ def checks(console: Console, backend: str) -> list[str]:
     """Check every op on every backend that works here; return the failures."""
     lines = doctor.self_check()
     wrong = [
-        f"{line['op']} {line['case']} on {line['backend']}: {line['detail']}" for line in lines if line["verdict"] != "ok"
+        f"{line['op']} {line['case']} on {line['backend']}: {line['detail']}"
+        for line in lines
+        if line["verdict"] != "ok"
     ]
     right = sum(line["verdict"] == "ok" for line in lines)
-    console.print(f"Attention runs on the backend {backend}. {right} of {len(lines)} checks against float64 are right.")
+    console.print(
+        f"Attention runs on the backend {backend}. {right} of {len(lines)} checks against float64"
+        " are right."
+    )
     return wrong
 
 
 def attention(console: Console, device: str, backend: str) -> tuple[list[Ratio], list[str]]:
     """Time CASES on our backend and on PyTorch; return the ratios and the failures."""
     if backend in (TORCH, REFERENCE):
-        console.print("No attention of ours to time: no kernels are built here (pytransformer doctor)")
+        console.print(
+            "No attention of ours to time: no kernels are built here (pytransformer doctor)"
+        )
         return [], []
-    steps = [plan.Step(plan.resized(plan.case(name, "medium"), SHAPE), torch.float32, "fwd+bwd") for name in CASES]
-    options = Options(device=device, backends=(backend, TORCH), memory=True, min_time=MIN_TIME, min_rounds=ROUNDS)
+    steps = [
+        plan.Step(plan.resized(plan.case(name, "medium"), SHAPE), torch.float32, "fwd+bwd")
+        for name in CASES
+    ]
+    options = Options(
+        device=device, backends=(backend, TORCH), memory=True, min_time=MIN_TIME, min_rounds=ROUNDS
+    )
     rows, ratios, wrong = [], [], []
     with memory.MemoryProbe() as probe, console.progress(len(steps)) as progress:
         for step in steps:
@@ -96,13 +119,20 @@ def attention(console: Console, device: str, backend: str) -> tuple[list[Ratio],
             progress.advance()
             timed = {row["backend"]: row for row in runner.rows}
             wrong += [
-                f"attention {step.case.name}: {e['reason']}" for e in runner.not_run if e["status"] in ("wrong", "failed")
+                f"attention {step.case.name}: {e['reason']}"
+                for e in runner.not_run
+                if e["status"] in ("wrong", "failed")
             ]
             if len(timed) == 2:
                 ours, peer = timed[backend], timed[TORCH]
-                ratios.append(Ratio(f"attention {name_of(step)}", peer["median_ms"] / ours["median_ms"]))
+                ratios.append(
+                    Ratio(f"attention {name_of(step)}", peer["median_ms"] / ours["median_ms"])
+                )
                 rows.append(attention_row(step, ours, peer))
-    console.heading(f"Attention, {SHAPE['Lk']} tokens, {SHAPE['Hq']} heads of {SHAPE['D']}, float32, forward and backward")
+    console.heading(
+        f"Attention, {SHAPE['Lk']} tokens, {SHAPE['Hq']} heads of {SHAPE['D']}, float32, forward"
+        " and backward"
+    )
     columns = ("problem", "ours", "PyTorch", "speed-up", "peak memory: ours", "PyTorch")
     console.table(columns, rows, right=columns[1:])
     return ratios, wrong
@@ -114,7 +144,10 @@ def name_of(step: plan.Step) -> str:
 
 def attention_row(step: plan.Step, mine: dict[str, float], peer: dict[str, float]) -> list[str]:
     """Return the cells of one attention problem."""
-    peaks = ["-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f} MiB" for row in (mine, peer)]
+    peaks = [
+        "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f} MiB"
+        for row in (mine, peer)
+    ]
     times = [f"{row['median_ms']:.1f} ms" for row in (mine, peer)]
     return [name_of(step), *times, f"{peer['median_ms'] / mine['median_ms']:.2f}x", *peaks]
 
@@ -130,14 +163,29 @@ def models(console: Console, names: Sequence[str], seconds: float) -> tuple[list
         base = entry["variants"]["sdpa"]
         for variant in (proof.OURS, CONVERTED):
             found = entry["variants"][variant]
-            speed = [base[f"{mode}_ms"] / found[f"{mode}_ms"] for mode in ("forward", "training_step")]
+            speed = [
+                base[f"{mode}_ms"] / found[f"{mode}_ms"] for mode in ("forward", "training_step")
+            ]
             title = f"{entry['model']}, {entry['batch']}"
-            rows.append([title, "converted" if variant == CONVERTED else "registered", *(f"{s:.2f}x" for s in speed)])
+            rows.append(
+                [
+                    title,
+                    "converted" if variant == CONVERTED else "registered",
+                    *(f"{s:.2f}x" for s in speed),
+                ]
+            )
             if variant == CONVERTED:
-                ratios += [Ratio(f"{entry['name']} converted, {what}", s) for what, s in zip(("forward", "training"), speed)]
+                ratios += [
+                    Ratio(f"{entry['name']} converted, {what}", s)
+                    for what, s in zip(("forward", "training"), speed)
+                ]
     console.heading("Models of transformers with random weights, float32: speed-up over sdpa")
-    console.table(("model", "", "forward", "training step"), rows, right=("forward", "training step"))
-    return ratios, [f"{entry['model']}: {problem}" for entry in entries for problem in entry["problems"]]
+    console.table(
+        ("model", "", "forward", "training step"), rows, right=("forward", "training step")
+    )
+    return ratios, [
+        f"{entry['model']}: {problem}" for entry in entries for problem in entry["problems"]
+    ]
 
 
 def summary(console: Console, ratios: Sequence[Ratio], wrong: Sequence[str]) -> None:
@@ -148,4 +196,6 @@ def summary(console: Console, ratios: Sequence[Ratio], wrong: Sequence[str]) -> 
     if ratios:
         ordered = sorted(ratios, key=lambda ratio: ratio.value)
         console.print(f"Fastest: {ordered[-1]}. Slowest: {ordered[0]}. Wrong: {len(wrong)}.")
-    console.print("Next: pytransformer doctor (what works here), pytransformer bench --quick (every op)")
+    console.print(
+        "Next: pytransformer doctor (what works here), pytransformer bench --quick (every op)"
+    )

@@ -43,15 +43,19 @@ OPTIONAL = {
 }
 
 NATIVE_COST = (
-    "CPU tensors run on the reference: right, but no faster than plain PyTorch code, and with memory that grows "
-    "with the square of the length"
+    "CPU tensors run on the reference: right, but no faster than plain PyTorch code, and with"
+    " memory that grows with the square of the length"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
-        "--model", metavar="NAME", help="what becomes of a Hugging Face architecture (bert, t5, llama, ...): a tiny one is run"
+        "--model",
+        metavar="NAME",
+        help=(
+            "what becomes of a Hugging Face architecture (bert, t5, llama, ...): a tiny one is run"
+        ),
     )
 
 
@@ -76,7 +80,10 @@ def examine() -> dict[str, Any]:
         "gpu": gpu(),
         "backends": backends(),
         "verification": [verification_of(device) for device in devices()],
-        "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
+        "optional": {
+            name: {"version": machine.version_of(name), "for": use}
+            for name, use in OPTIONAL.items()
+        },
         "self_check": self_check(),
     }
 
@@ -94,7 +101,10 @@ def architecture(console: Console, name: str) -> int:
     family = FAMILIES[name]
     model = family.build("pytransformer")
     conversion = pytransformer.integrations.convert(model)
-    console.heading(f"{family.model}, with attn_implementation='pytransformer' and pytransformer.integrations.convert(model)")
+    console.heading(
+        f"{family.model}, with attn_implementation='pytransformer' and"
+        " pytransformer.integrations.convert(model)"
+    )
     console.print(str(conversion))
     console.print(str(pytransformer.explain(model, inputs_of(family, "right"))))
     return OK
@@ -154,19 +164,26 @@ def native() -> dict[str, Any]:
 
 def cuda() -> dict[str, Any]:
     """Return the CUDA library's state: build targets, raw ops, and why they cannot run here."""
-    info = (cpu_library.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
+    info = (cpu_library.build_info() or {}).get(
+        "cuda", {"built": False, "reason": "this copy was never built"}
+    )
     why_not_loaded = cuda_library.why_not_loaded(f"{plan.OPS[0]}_fwd")
     names = torch._C._dispatch_get_all_op_names() if why_not_loaded is None else []
     reason = why_not_loaded
     if reason is None and not (reason := gpu()["why_not"]):
         reasons = [
-            cuda_library.why_not(f"{plan.OPS[0]}_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())
+            cuda_library.why_not(f"{plan.OPS[0]}_fwd", torch.device("cuda", i))
+            for i in range(torch.cuda.device_count())
         ]
         reason = None if None in reasons else reasons[0]
     return {
         **info,
         "loaded": why_not_loaded is None,
-        "ops": sorted(name.partition("::cuda_")[2] for name in names if name.startswith("pytransformer_C::cuda_")),
+        "ops": sorted(
+            name.partition("::cuda_")[2]
+            for name in names
+            if name.startswith("pytransformer_C::cuda_")
+        ),
         "why_not": reason,
     }
 
@@ -175,7 +192,8 @@ def gpu() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {
             "devices": [
-                f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
+                f"{torch.cuda.get_device_name(i)}"
+                f" (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
                 for i in range(torch.cuda.device_count())
             ],
             "why_not": None,
@@ -185,14 +203,20 @@ def gpu() -> dict[str, Any]:
     elif not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         reason = "torch is built for GPUs, but the system shows none (no /dev/nvidiactl)"
     else:
-        reason = "the system has a GPU, but torch cannot use it: the driver may be older than this torch needs"
+        reason = (
+            "the system has a GPU, but torch cannot use it: the driver may be older than this torch"
+            " needs"
+        )
     return {"devices": [], "why_not": reason}
 
 
 def backends() -> list[dict[str, Any]]:
     """Return each backend with the ops that it computes here and the reasons for the rest."""
     return [
-        _backend(backend, "cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
+        _backend(
+            backend,
+            "cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu",
+        )
         for backend in reversed(BACKENDS)
     ]
 
@@ -211,7 +235,11 @@ def _backend(backend: str, device: str) -> dict[str, Any]:
             reasons.setdefault(reason, []).append(op)
     if not works and not reasons:
         reasons["this version has no kernels of this backend"] = []
-    return {"backend": backend, "works": works, "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()]}
+    return {
+        "backend": backend,
+        "works": works,
+        "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()],
+    }
 
 
 def _cases() -> list[Case]:
@@ -220,14 +248,18 @@ def _cases() -> list[Case]:
 
 
 def devices() -> list[torch.device]:
-    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    return [
+        torch.device("cpu"),
+        *(torch.device("cuda", i) for i in range(torch.cuda.device_count())),
+    ]
 
 
 def verification_of(device: torch.device) -> dict[str, Any]:
     """Return the results in effect on the device, by op, backend and dtype."""
     content = verification_file.load(device)
     rows: dict[tuple[str, str, str], dict[str, Any]] = {
-        key: {"right": 0, "not checked": 0, "declined": 0, "bad": []} for key in verified.names(device)
+        key: {"right": 0, "not checked": 0, "declined": 0, "bad": []}
+        for key in verified.names(device)
     }
     shipped = len(rows)
     for line in (content or {}).get("checks", []):
@@ -271,15 +303,26 @@ def _check_case(case: Case, devices: tuple[str, ...]) -> Iterator[dict[str, Any]
             except providers.Unsupported:
                 continue  # `backends` reports the reason
             except Exception as error:  # report a crash as the result
-                yield _line(problem, provider.name, "failed", None, f"{type(error).__name__}: {error}")
+                yield _line(
+                    problem, provider.name, "failed", None, f"{type(error).__name__}: {error}"
+                )
                 continue
             verdict = check.judge(problem, found, solution, peer=False)
-            yield _line(problem, provider.name, "wrong" if verdict.wrong else "ok", verdict.bound_used, verdict.wrong)
+            yield _line(
+                problem,
+                provider.name,
+                "wrong" if verdict.wrong else "ok",
+                verdict.bound_used,
+                verdict.wrong,
+            )
 
 
-def _line(problem: providers.Problem, backend: str, verdict: str, used: float | None, detail: str | None) -> dict[str, Any]:
+def _line(
+    problem: providers.Problem, backend: str, verdict: str, used: float | None, detail: str | None
+) -> dict[str, Any]:
     return {
-        "op": problem.case.op, "case": problem.case.name, "device": problem.device, "backend": backend, "verdict": verdict,
+        "op": problem.case.op, "case": problem.case.name, "device": problem.device,
+        "backend": backend, "verdict": verdict,
         "bound_used": used if used is not None and math.isfinite(used) else None, "detail": detail,
     }  # fmt: skip
 
@@ -294,19 +337,26 @@ def show(console: Console, report: dict[str, Any]) -> None:
             if value not in (None, "", []):
                 console.print(f"  {name:<14} {clean_list(value)}")
 
-    here, cpu_, native_, gpu_ = report["installation"], report["cpu"], report["native"], report["gpu"]
+    here, cpu_, native_, gpu_ = (
+        report["installation"],
+        report["cpu"],
+        report["native"],
+        report["gpu"],
+    )
     facts("Installation", [
         ("pytransformer", here["pytransformer"] + (f" at {here['commit']}" if here["commit"] else "")),
         ("in", here["path"]), ("Python", here["python"]), ("torch", here["torch"]),
         ("Triton", here["triton"] or "not installed"), ("system", here["system"]),
     ])  # fmt: skip
     facts("CPU", [
-        ("name", cpu_["name"]), ("cores", f"{cpu_['cores']} usable; torch uses {cpu_['threads']} threads"),
+        ("name", cpu_["name"]),
+        ("cores", f"{cpu_['cores']} usable; torch uses {cpu_['threads']} threads"),
         ("has", cpu_["features"]), ("has not", cpu_["features_absent"]),
     ])  # fmt: skip
     facts("Native CPU library", [
         ("loaded", "yes" if native_["loaded"] else f"no: {native_['why_not']}"),
-        ("costs", native_["costs"]), ("in use", native_["isa"]), ("asked for", native_["isa_asked_for"]),
+        ("costs", native_["costs"]), ("in use", native_["isa"]),
+        ("asked for", native_["isa_asked_for"]),
         ("built for", native_["isas_built"]), ("runs here", native_["isas_usable"]),
         ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
         ("note", native_["note"]),
@@ -325,7 +375,10 @@ def show(console: Console, report: dict[str, Any]) -> None:
     rows = []
     for backend in report["backends"]:
         does = [", ".join(backend["works"])] if backend["works"] else []
-        refuses = [("not " + ", ".join(r["ops"]) + ": " if does else "") + r["reason"] for r in backend["why_not"]]
+        refuses = [
+            ("not " + ", ".join(r["ops"]) + ": " if does else "") + r["reason"]
+            for r in backend["why_not"]
+        ]
         rows.append((backend["backend"], "works" if does else "no", "; ".join(does + refuses)))
     console.table(("backend", "", "ops, or why not"), rows)
 
@@ -348,7 +401,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.table(("op", "case", "device", "backend", "", "share of the error bound"), verdicts)
     bad = sum(line["verdict"] != "ok" for line in lines)
     backends = ", ".join(dict.fromkeys(line["backend"] for line in lines))
-    console.print(f"{bad} of {len(lines)} checks failed." if bad else f"All {len(lines)} checks passed ({backends}).")
+    console.print(
+        f"{bad} of {len(lines)} checks failed."
+        if bad
+        else f"All {len(lines)} checks passed ({backends})."
+    )
 
 
 def show_verification(console: Console, results: dict[str, Any]) -> None:
@@ -361,7 +418,9 @@ def show_verification(console: Console, results: dict[str, Any]) -> None:
         return
     rows = []
     for row in results["rows"]:
-        shown = "; ".join(row["bad"]) or (f"{row['not checked']} not checked" if row["not checked"] else "")
+        shown = "; ".join(row["bad"]) or (
+            f"{row['not checked']} not checked" if row["not checked"] else ""
+        )
         state = "WRONG" if row["bad"] else "right"
         rows.append((row["op"], row["backend"], row["dtype"], state, row["right"], shown))
     if results["shipped"]:
@@ -374,7 +433,11 @@ def show_verification(console: Console, results: dict[str, Any]) -> None:
 
 
 def fast_path_told(why_not: str | None) -> str:
-    return "by the C++ fast path" if why_not is None else f"by Python, as the C++ fast path is {why_not}"
+    return (
+        "by the C++ fast path"
+        if why_not is None
+        else f"by Python, as the C++ fast path is {why_not}"
+    )
 
 
 def clean_list(value: object) -> str:

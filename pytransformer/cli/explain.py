@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="float32 (default), bfloat16, float16, float64",
     )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the tensors are (default cpu)",
+    )
     add("--backend", default=None, metavar="NAME", help="explain a call that forces this backend")
     add("--dropout", type=float, default=0.0, metavar="P")
     add("--grad", action="store_true", help="the inputs require gradients")
@@ -47,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     import pytransformer as pt
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why")
+        raise UsageError(
+            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why"
+        )
     try:
         args, kwargs = explained.call(arguments)
         with pt.use_backend(**({arguments.op: arguments.backend} if arguments.backend else {})):
@@ -61,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append((backend, verdict, reason or "", "" if extra is None else amount(extra)))
     console = Console()
     shape = "x".join(map(str, arguments.shape))
-    console.print(f"{arguments.op} {shape} {arguments.dtype}: {found.backend or 'no backend can do this'}")
+    console.print(
+        f"{arguments.op} {shape} {arguments.dtype}: {found.backend or 'no backend can do this'}"
+    )
     console.table(
         ("backend", "", "why not", "memory beyond inputs and outputs"),
         rows,
@@ -83,5 +92,7 @@ def amount(size: int) -> str:
 def _integers(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between, as 2,8,1024,64")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not numbers with commas between, as 2,8,1024,64"
+        )
     return tuple(int(word) for word in words)

@@ -24,7 +24,10 @@ def cpu_features() -> dict[str, bool]:
             flags = next((line.split() for line in info if line.startswith("flags")), [])
     except OSError:  # not Linux
         return {}
-    return {name: name in flags for name in ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16")}
+    return {
+        name: name in flags
+        for name in ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16")
+    }
 
 
 def usable_cores() -> int:

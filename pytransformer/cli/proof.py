@@ -50,16 +50,36 @@ ROUNDS = 5
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="pytransformer drop-in", description=__doc__.split("\n\n")[1])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default all: {', '.join(proof_models.SUBJECTS)}")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default ./results/drop-in-<date>)")
-    parser.add_argument(
-        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (default on)"
+    parser = argparse.ArgumentParser(
+        prog="pytransformer drop-in", description=__doc__.split("\n\n")[1]
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="timing per model and mode (default %(default)s)")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"default all: {', '.join(proof_models.SUBJECTS)}",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default ./results/drop-in-<date>)"
+    )
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure peak memory (default on)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="timing per model and mode (default %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.models) - proof_models.SUBJECTS.keys():
-        parser.error(f"unknown model {', '.join(sorted(unknown))}; there are {', '.join(proof_models.SUBJECTS)}")
+        parser.error(
+            f"unknown model {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(proof_models.SUBJECTS)}"
+        )
     console, started = Console(), time.monotonic()
     names = arguments.models or list(proof_models.SUBJECTS)
     missing = importlib.util.find_spec("transformers") is None
@@ -76,23 +96,37 @@ def run(argv: Sequence[str] | None = None) -> int:
     _show(console, entries)
     problems = [f"{e['model']}: {p}" for e in entries for p in e["problems"]]
     if left_out:
-        problems.append(f'{", ".join(left_out)}: not run; install transformers: pip install "pytransformer-kernels[hf]"')
+        problems.append(
+            f"{', '.join(left_out)}: not run; install transformers: pip install"
+            ' "pytransformer-kernels[hf]"'
+        )
     file = _write(arguments.out, entries, problems)
     for problem in problems:
         console.print(f"WRONG: {problem}")
-    console.print(f"{'Not proven' if problems else 'Proven'} in {time.monotonic() - started:.0f} s; all figures are in {file}")
+    console.print(
+        f"{'Not proven' if problems else 'Proven'} in {time.monotonic() - started:.0f} s; all"
+        f" figures are in {file}"
+    )
     return WRONG if problems else OK
 
 
 # ---- measure one model
 
 
-def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    progress: Progress, name: str, seconds: float, untimed: Sequence[str] = ()
+) -> dict[str, Any]:
     """Compare one model's variants and time all but `untimed`; advance progress by three steps."""
     subject = proof_models.build(name)
     progress.step(f"{subject.title}: outputs and gradients")
     pt.clear_fallbacks()
-    entry: dict[str, Any] = {"name": name, "model": subject.title, "batch": subject.batch, "dtype": "float32", "limit": LIMIT}
+    entry: dict[str, Any] = {
+        "name": name,
+        "model": subject.title,
+        "batch": subject.batch,
+        "dtype": "float32",
+        "limit": LIMIT,
+    }
     first, started = None, time.perf_counter()
     entry["variants"] = {}
     for variant in subject.variants:
@@ -114,7 +148,9 @@ def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str
             entry["variants"][variant][f"{mode}_ms"] = milliseconds
         entry[f"{mode}_rounds"] = rounds
         progress.advance()
-    entry["fallbacks"] = [f"{f.op} at {f.call_site}, {f.count} times: {f.reason}" for f in pt.fallbacks()]
+    entry["fallbacks"] = [
+        f"{f.op} at {f.call_site}, {f.count} times: {f.reason}" for f in pt.fallbacks()
+    ]
     entry["problems"] = _problems(entry, layers)
     pt.clear_fallbacks()
     return entry
@@ -123,7 +159,10 @@ def measure(progress: Progress, name: str, seconds: float, untimed: Sequence[str
 def _differences(first: Any, other: Any) -> dict[str, float]:
     """Return the max absolute and the relative 2-norm difference of outputs and all gradients."""
     figures = {}
-    flat = [[outputs, torch.cat([g.flatten() for _, g in sorted(grads.items())])] for outputs, grads in (first, other)]
+    flat = [
+        [outputs, torch.cat([g.flatten() for _, g in sorted(grads.items())])]
+        for outputs, grads in (first, other)
+    ]
     for what, exact, mine in zip(("outputs", "gradients"), *flat, strict=True):
         figures[f"{what}_max_difference"] = (mine - exact).abs().max().item()
         figures[f"{what}_relative_difference"] = ((mine - exact).norm() / exact.norm()).item()
@@ -164,14 +203,23 @@ class _layers:
         for name in self.subject.attentions:
             starts: list[int] = []
             self._hooks.append(
-                modules[name].register_forward_pre_hook(lambda *_, starts=starts: starts.append(len(self._record)))
+                modules[name].register_forward_pre_hook(
+                    lambda *_, starts=starts: starts.append(len(self._record))
+                )
             )
             self._hooks.append(
-                modules[name].register_forward_hook(lambda *_, n=name, starts=starts: self._note(n, starts.pop()))
+                modules[name].register_forward_hook(
+                    lambda *_, n=name, starts=starts: self._note(n, starts.pop())
+                )
             )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self._tracing.__exit__(kind, error, where)
         self.backward = Counter(b for raw, b in self._record if raw == "attention_bwd")
         for hook in self._hooks:
@@ -190,19 +238,30 @@ def _problems(entry: dict[str, Any], layers: _layers) -> list[str]:
         for what in ("outputs", "gradients") if variant in entry["variants"] else ():
             difference = entry["variants"][variant][f"{what}_relative_difference"]
             if not difference <= LIMIT:  # true for NaN as well
-                problems.append(f"{variant}: {what} differ by {difference:.1e}, more than {LIMIT:.0e}")
+                problems.append(
+                    f"{variant}: {what} differ by {difference:.1e}, more than {LIMIT:.0e}"
+                )
     elsewhere = [n for n, b in layers.forward.items() if b in ("not ours", "reference")]
     if elsewhere or len(layers.forward) != len(layers.subject.attentions):
-        problems.append(f"not on a fused kernel: {', '.join(elsewhere) or 'some attention modules never ran'}")
-    if layers.backward.get("reference") or layers.backward.total() != len(layers.subject.attentions):
-        problems.append(f"backward ran on {dict(layers.backward)} for {len(layers.subject.attentions)} attention modules")
+        problems.append(
+            f"not on a fused kernel: {', '.join(elsewhere) or 'some attention modules never ran'}"
+        )
+    if layers.backward.get("reference") or layers.backward.total() != len(
+        layers.subject.attentions
+    ):
+        problems.append(
+            f"backward ran on {dict(layers.backward)} for {len(layers.subject.attentions)}"
+            " attention modules"
+        )
     return problems + [f"fell back: {text}" for text in entry["fallbacks"]]
 
 
 def _add_memory(entries: list[dict[str, Any]]) -> str | None:
     """Add peak memory to each variant's figures; return why that failed, or None."""
     try:
-        peaks = proof_memory.peaks([(e["name"], variant) for e in entries for variant in e["variants"]])
+        peaks = proof_memory.peaks(
+            [(e["name"], variant) for e in entries for variant in e["variants"]]
+        )
     except proof_memory.Unmeasured as reason:
         return str(reason)
     for entry in entries:
@@ -224,18 +283,23 @@ def _show(console: Console, entries: list[dict[str, Any]]) -> None:
         for backend, count in Counter(entry["layers"].values()).items():
             console.print(f"  {count} of {len(entry['layers'])} attention layers ran on: {backend}")
     console.print(
-        f"\nDifferences from the first row: the largest of any value (and relative in 2-norm, allowed {LIMIT:.0e}). Times: median "
-        "(and speed relative to the first row)."
+        "\nDifferences from the first row: the largest of any value (and relative in 2-norm,"
+        f" allowed {LIMIT:.0e}). Times: median (and speed relative to the first row)."
     )
 
 
 def _row(variant: str, figures: dict[str, float], base: dict[str, float]) -> list[str]:
     cells = [variant]
     for what in ("outputs", "gradients"):
-        largest, relative = figures[f"{what}_max_difference"], figures[f"{what}_relative_difference"]
+        largest, relative = (
+            figures[f"{what}_max_difference"],
+            figures[f"{what}_relative_difference"],
+        )
         cells.append("-" if figures is base else f"{largest:.1e} ({relative:.1e})")
     for mode in ("forward", "training_step"):
-        cells.append(f"{figures[f'{mode}_ms']:.0f} ms ({base[f'{mode}_ms'] / figures[f'{mode}_ms']:.2f}x)")
+        cells.append(
+            f"{figures[f'{mode}_ms']:.0f} ms ({base[f'{mode}_ms'] / figures[f'{mode}_ms']:.2f}x)"
+        )
     peak = figures.get("training_step_peak_bytes")
     return [*cells, "-" if peak is None else f"{peak / 2**20:.0f} MiB"]
 
@@ -246,7 +310,9 @@ def _write(folder: Path | None, entries: list[dict[str, Any]], problems: list[st
     file = folder / "drop-in.json"
     document = {
         "schema_version": SCHEMA_VERSION,
-        "environment": results.environment("cpu", " ".join(["pytransformer drop-in", *sys.argv[2:]])),
+        "environment": results.environment(
+            "cpu", " ".join(["pytransformer drop-in", *sys.argv[2:]])
+        ),
         "proven": not problems,
         "problems": problems,
         "models": entries,

@@ -19,7 +19,9 @@ from .benchmark.memory import ENVIRONMENT, measure_rise, why_not
 from .benchmark.memory import Unmeasured as Unmeasured
 
 
-def peaks(requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.proof_models") -> dict[tuple[str, str], int]:
+def peaks(
+    requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.proof_models"
+) -> dict[tuple[str, str], int]:
     """Return the rise of resident memory at its peak, in bytes, per (subject, variant).
 
     ``source`` names the module whose ``build(name)`` creates the subjects.
@@ -31,10 +33,15 @@ def peaks(requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.
         raise Unmeasured(reason)
     import torch
 
-    code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.proof_memory import serve; serve()"
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.proof_memory import serve;"
+        " serve()"
+    )
     answer = subprocess.run(
         [sys.executable, "-c", code],
-        input=json.dumps({"requests": requests, "source": source, "threads": torch.get_num_threads()}),
+        input=json.dumps(
+            {"requests": requests, "source": source, "threads": torch.get_num_threads()}
+        ),
         capture_output=True,
         text=True,
         env={**os.environ, **ENVIRONMENT},

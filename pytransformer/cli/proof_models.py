@@ -72,8 +72,13 @@ def read_text(long: bool = False) -> Text:
 
     The vocabulary covers the whole file.
     """
-    lines = [re.findall(r"\w+|[^\w\s]", line.lower()) for line in SENTENCES.read_text(encoding="utf-8").splitlines()]
-    numbers = {word: n for n, word in enumerate(sorted({w for line in lines for w in line}), FIRST_WORD)}
+    lines = [
+        re.findall(r"\w+|[^\w\s]", line.lower())
+        for line in SENTENCES.read_text(encoding="utf-8").splitlines()
+    ]
+    numbers = {
+        word: n for n, word in enumerate(sorted({w for line in lines for w in line}), FIRST_WORD)
+    }
     rows = [torch.tensor([numbers[w] for w in line]) for line in lines[2::4]]
     if long:
         everything = torch.cat([torch.tensor([numbers[w] for w in line]) for line in lines])
@@ -86,12 +91,18 @@ def bert(text: Text) -> Subject:
     """Build two of BERT-base's twelve layers, trained to fill in 15 % of the words."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(vocab_size=text.words, num_hidden_layers=2, max_position_embeddings=LONG, pad_token_id=PAD)
+    config = BertConfig(
+        vocab_size=text.words, num_hidden_layers=2, max_position_embeddings=LONG, pad_token_id=PAD
+    )
     model = BertForMaskedLM._from_config(config, attn_implementation="eager")
-    chosen = (torch.rand(text.ids.shape, generator=torch.Generator().manual_seed(0)) < 0.15) & text.real
+    chosen = (
+        torch.rand(text.ids.shape, generator=torch.Generator().manual_seed(0)) < 0.15
+    ) & text.real
     inputs = {"input_ids": text.ids.masked_fill(chosen, MASKED), "attention_mask": text.real.long()}
     labels = text.ids.masked_fill(~chosen, IGNORED)
-    return _hugging_face("BERT-base, 2 of 12 layers", text, model, inputs, labels, text.real, layers=2)
+    return _hugging_face(
+        "BERT-base, 2 of 12 layers", text, model, inputs, labels, text.real, layers=2
+    )
 
 
 def t5(text: Text) -> Subject:
@@ -99,8 +110,10 @@ def t5(text: Text) -> Subject:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=text.words, d_model=512, d_kv=64, d_ff=1024, num_layers=2, num_heads=6, pad_token_id=PAD,
-        decoder_start_token_id=START, eos_token_id=None, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+        vocab_size=text.words, d_model=512, d_kv=64, d_ff=1024, num_layers=2, num_heads=6,
+        pad_token_id=PAD,
+        decoder_start_token_id=START, eos_token_id=None, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
     )  # fmt: skip
     model = T5ForConditionalGeneration._from_config(config, attn_implementation="eager")
     target, real = text.ids.roll(-1, 0), text.real.roll(-1, 0)
@@ -111,7 +124,13 @@ def t5(text: Text) -> Subject:
         "decoder_attention_mask": torch.nn.functional.pad(real.long(), (1, -1), value=1),
     }
     return _hugging_face(
-        "T5 v1.1 small, 2 + 2 of 8 + 8 layers", text, model, inputs, target.masked_fill(~real, IGNORED), real, layers=6
+        "T5 v1.1 small, 2 + 2 of 8 + 8 layers",
+        text,
+        model,
+        inputs,
+        target.masked_fill(~real, IGNORED),
+        real,
+        layers=6,
     )
 
 
@@ -126,7 +145,9 @@ def _hugging_face(
 ) -> Subject:
     @contextlib.contextmanager
     def select(variant: str) -> Iterator[None]:
-        pt.integrations.transformers.switch(model, "pytransformer" if variant == CONVERTED else variant)
+        pt.integrations.transformers.switch(
+            model, "pytransformer" if variant == CONVERTED else variant
+        )
         with contextlib.ExitStack() as undo:
             if variant == CONVERTED:
                 undo.callback(pt.integrations.convert(model).revert)
@@ -134,11 +155,23 @@ def _hugging_face(
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(**inputs).logits
-        return logits[real], cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return logits[real], cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
 
     attentions = tuple(n for n, m in model.named_modules() if hasattr(m, "is_causal"))
-    assert len(attentions) == layers, f"{title}: expected {layers} attention modules, found {attentions}"
-    return Subject(title, str(text), model.eval(), ("eager", "sdpa", "pytransformer", CONVERTED), select, call, attentions)
+    assert len(attentions) == layers, (
+        f"{title}: expected {layers} attention modules, found {attentions}"
+    )
+    return Subject(
+        title,
+        str(text),
+        model.eval(),
+        ("eager", "sdpa", "pytransformer", CONVERTED),
+        select,
+        call,
+        attentions,
+    )
 
 
 class Encoder(torch.nn.Module):
@@ -146,7 +179,9 @@ class Encoder(torch.nn.Module):
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, HIDDEN, activation="gelu", batch_first=True, norm_first=True)
+        layer = torch.nn.TransformerEncoderLayer(
+            WIDTH, 8, HIDDEN, activation="gelu", batch_first=True, norm_first=True
+        )
         self.embedding = torch.nn.Embedding(words, WIDTH)
         self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = torch.nn.Linear(WIDTH, words)
@@ -167,11 +202,21 @@ def torch_encoder(text: Text) -> Subject:
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(text.ids, text.real)
         labels = text.ids.roll(1, 1).masked_fill(~text.real, IGNORED)
-        return logits[text.real], cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return logits[text.real], cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
 
-    attentions = tuple(n for n, m in model.named_modules() if isinstance(m, torch.nn.MultiheadAttention))
+    attentions = tuple(
+        n for n, m in model.named_modules() if isinstance(m, torch.nn.MultiheadAttention)
+    )
     return Subject(
-        "torch.nn.TransformerEncoder, 2 layers", str(text), model, ("torch", "pytransformer"), select, call, attentions
+        "torch.nn.TransformerEncoder, 2 layers",
+        str(text),
+        model,
+        ("torch", "pytransformer"),
+        select,
+        call,
+        attentions,
     )
 
 

@@ -39,26 +39,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
     """Add the options shared by every task."""
     how = parser.add_argument_group("every task")
-    how.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default %(default)s)")
-    how.add_argument("--bf16", action="store_true", help="matrix products and attention in bfloat16")
+    how.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="batches a step (default %(default)s)",
+    )
+    how.add_argument(
+        "--bf16", action="store_true", help="matrix products and attention in bfloat16"
+    )
     how.add_argument("--seed", type=int, default=0, help="default %(default)s")
     how.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     how.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     how.add_argument("--out", type=Path, default=out, metavar="DIR", help="default %(default)s")
     how.add_argument(
-        "--save-every", type=int, default=500, metavar="N", help="steps between checkpoints (default %(default)s)"
+        "--save-every",
+        type=int,
+        default=500,
+        metavar="N",
+        help="steps between checkpoints (default %(default)s)",
     )
     how.add_argument(
         "--mesh", metavar="data=N,context=N,tensor=N",
         help="of torchrun's processes, how many groups have other batches, and how many share one: each with some rows of its sequences "
-        "(context), or with some of the heads, hidden layer and vocabulary (tensor) (default: all have other batches)",
+        "(context), or with some of the heads, hidden layer and vocabulary (tensor) (default: all "
+        "have other batches)",
     )  # fmt: skip
-    how.add_argument("--shard", action="store_true", help="split parameters and optimizer state over the data too (FSDP2)")
+    how.add_argument(
+        "--shard",
+        action="store_true",
+        help="split parameters and optimizer state over the data too (FSDP2)",
+    )
     how.add_argument(
         "--timeout", type=float, metavar="SECONDS",
         help="how long a process waits for another; longer than an evaluation and a checkpoint take (default 600)",
     )  # fmt: skip
-    how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    how.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --out"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"pytransformer train: error: {error}", file=sys.stderr, flush=True)
         return WRONG
     except LostProcess as error:
-        print(f"pytransformer train: error: {error}: start all again, with --resume", file=sys.stderr, flush=True)
+        print(
+            f"pytransformer train: error: {error}: start all again, with --resume",
+            file=sys.stderr,
+            flush=True,
+        )
         return WRONG
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from error

@@ -30,7 +30,8 @@ from ..training.schedule import Schedule
 from ..training.trainer import Evaluate, MakeOptimizer, Objective
 from . import OK, machine
 
-_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every", "epochs"} | {
+_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every",
+    "epochs"} | {
     # Options for how processes split a batch; the checkpoint stores how many make a step.
     "mesh", "shard", "timeout", "accumulate",
 }  # fmt: skip
@@ -84,15 +85,29 @@ class Run:
         for name, value in vars(self.arguments).items():
             if name.endswith("steps") and value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        options = {name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)}
+        options = {
+            name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)
+        }
         path = self.out / "run.json"
         if self.arguments.resume and path.exists():
             then = _files.read_json(path)
-            other = [f"{n}={then.get(n)} instead of {value}" for n, value in options.items() if then.get(n) != value]
+            other = [
+                f"{n}={then.get(n)} instead of {value}"
+                for n, value in options.items()
+                if then.get(n) != value
+            ]
             if other:
-                raise ValueError(f"--resume: {self.out} was begun with {', '.join(other)}: use those, or another --out")
-        if not self.arguments.resume and (checkpoints(self.out) or any(self.out.glob("*/checkpoint-*.safetensors"))):
-            raise ValueError(f"{self.out} holds checkpoints already: go on with --resume, or name another folder with --out")
+                raise ValueError(
+                    f"--resume: {self.out} was begun with {', '.join(other)}: use those, or another"
+                    " --out"
+                )
+        if not self.arguments.resume and (
+            checkpoints(self.out) or any(self.out.glob("*/checkpoint-*.safetensors"))
+        ):
+            raise ValueError(
+                f"{self.out} holds checkpoints already: go on with --resume, or name another folder"
+                " with --out"
+            )
         self._options = options
 
     def seed(self, *names: object) -> torch.Generator:
@@ -136,23 +151,29 @@ class Run:
         mark = _fingerprint(model, batches)
         if options.resume and checkpoints(folder) and (folder / "begin.txt").read_text() != mark:
             raise ValueError(
-                f"--resume: {folder} began with other weights or data than now (an earlier stage trained for longer, perhaps): "
-                "remove that folder to train it anew, or name another --out"
+                f"--resume: {folder} began with other weights or data than now (an earlier stage"
+                " trained for longer, perhaps): remove that folder to train it anew, or name"
+                " another --out"
             )
         recipe = Recipe(
-            steps=steps, accumulate=options.accumulate, autocast=torch.bfloat16 if options.bf16 else None, clip=clip,
+            steps=steps, accumulate=options.accumulate,
+            autocast=torch.bfloat16 if options.bf16 else None, clip=clip,
             log_every=max(1, min(100, steps // 20)), evaluate_every=max(1, steps // evaluations),
             save_every=options.save_every, seed=options.seed,
         )  # fmt: skip
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         trainer = Trainer(
-            model, objective, batches, recipe, schedule, out=folder, optimizer=optimizer, evaluate=evaluate,
+            model, objective, batches, recipe, schedule, out=folder, optimizer=optimizer,
+            evaluate=evaluate,
             world=self.world, console=self.console,
         )  # fmt: skip
         if self.world.first:
             self.write_options()
             _files.write_text(folder / "begin.txt", mark)
-        self.say(f"{stage}: {parameters:.2f} million parameters, {len(batches.examples)} examples, {steps} steps")
+        self.say(
+            f"{stage}: {parameters:.2f} million parameters, {len(batches.examples)} examples,"
+            f" {steps} steps"
+        )
         if options.resume and trainer.resume():
             self.say(f"going on from step {trainer.step}")
         trainer.fit()
@@ -171,14 +192,25 @@ class Run:
         if not self.world.first:
             return OK
         rows = [
-            (f.what, _short(f.value), _short(f.baseline) + (f" ({f.by})" if f.by else ""), _short(f.chance), f.of or "")
+            (
+                f.what,
+                _short(f.value),
+                _short(f.baseline) + (f" ({f.by})" if f.by else ""),
+                _short(f.chance),
+                f.of or "",
+            )
             for f in figures
         ]
-        self.console.table(("held out", "model", "baseline", "chance", "of"), rows, right=("model", "chance", "of"))
+        self.console.table(
+            ("held out", "model", "baseline", "chance", "of"), rows, right=("model", "chance", "of")
+        )
         seconds = round(time.monotonic() - self.started, 1)
         report = {
             "command": shlex.join(["pytransformer", *getattr(self.arguments, "argv", [])]),
-            "figures": [{name: value for name, value in f._asdict().items() if value not in (None, "")} for f in figures],
+            "figures": [
+                {name: value for name, value in f._asdict().items() if value not in (None, "")}
+                for f in figures
+            ],
             "stages": {name: _summary(trainer) for name, trainer in self.stages.items()},
             **({"sources": self.sources} if self.sources else {}),
             **facts,
@@ -187,15 +219,22 @@ class Run:
             "cpu": machine.cpu_name(),
             "isa": machine.active_isa(),
             "threads": torch.get_num_threads(),
-            "versions": {name: version for name in _LIBRARIES if (version := machine.version_of(name))},
+            "versions": {
+                name: version for name in _LIBRARIES if (version := machine.version_of(name))
+            },
         }
-        _files.write_text(self.out / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        _files.write_text(
+            self.out / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+        )
         try:
             runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
             plot_runs(runs, self.out / "training.png", self.arguments.task)
         except ImportError as error:
             self.say(f"no plot: {error}")
-        self.say(f"models, metrics.jsonl, report.json and training.png are in {self.out}; {seconds:.0f} s")
+        self.say(
+            f"models, metrics.jsonl, report.json and training.png are in {self.out};"
+            f" {seconds:.0f} s"
+        )
         return OK
 
     @staticmethod
@@ -214,7 +253,9 @@ def _fingerprint(model: nn.Module, batches: Batches) -> str:
     digest = hashlib.blake2b(digest_size=16)
     first = batches.batch(0, 0, batches.plan(0)[0])
     for name, tensor in [*model.state_dict().items(), *first.items()]:
-        digest.update(f"{name} {tuple(tensor.shape)} {torch.hash_tensor(tensor.detach()).item()}".encode())
+        digest.update(
+            f"{name} {tuple(tensor.shape)} {torch.hash_tensor(tensor.detach()).item()}".encode()
+        )
     return digest.hexdigest()
 
 
@@ -225,10 +266,21 @@ def _short(value: float | None) -> str:
 def _summary(trainer: Trainer) -> dict[str, Any]:
     rows: list[Row] = trainer.metrics.rows
     logged = [row for row in rows if "milliseconds_a_step" in row]
-    steps = [after["step"] - before for before, after in zip([0, *(row["step"] for row in logged)], logged)]
+    steps = [
+        after["step"] - before
+        for before, after in zip([0, *(row["step"] for row in logged)], logged)
+    ]
     seconds = sum(n * row["milliseconds_a_step"] for n, row in zip(steps, logged)) / 1e3
     last = {
-        name: value for row in rows for name, value in row.items() if "milliseconds" not in name and "a_second" not in name
+        name: value
+        for row in rows
+        for name, value in row.items()
+        if "milliseconds" not in name and "a_second" not in name
     }
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    return {"parameters": parameters, "examples": len(trainer.batches.examples), "training_seconds": round(seconds, 1), **last}
+    return {
+        "parameters": parameters,
+        "examples": len(trainer.batches.examples),
+        "training_seconds": round(seconds, 1),
+        **last,
+    }

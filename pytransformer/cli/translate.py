@@ -23,9 +23,18 @@ DEFAULT_OUT = Path("results") / "translate"  # the default of `pytransformer tra
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", nargs="*", help="sentences; none: the lines of standard input, without pictures")
-    parser.add_argument("--model", type=Path, default=DEFAULT_OUT, metavar="DIR", help="default %(default)s")
-    parser.add_argument("--beams", type=int, default=4, help="hypotheses of beam search, 1 for greedy (default %(default)s)")
+    parser.add_argument(
+        "text", nargs="*", help="sentences; none: the lines of standard input, without pictures"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=DEFAULT_OUT, metavar="DIR", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--beams",
+        type=int,
+        default=4,
+        help="hypotheses of beam search, 1 for greedy (default %(default)s)",
+    )
     parser.add_argument(
         "--map",
         type=Path,
@@ -33,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="picture of the cross-attention, .png or .svg (default: attention.png in --model)",
     )
     parser.add_argument("--no-map", action="store_true", help="draw no picture")
-    parser.add_argument("--layer", type=int, default=-1, help="layer drawn, the mean of its heads (default the last)")
+    parser.add_argument(
+        "--layer",
+        type=int,
+        default=-1,
+        help="layer drawn, the mean of its heads (default the last)",
+    )
     parser.add_argument("--head", type=int, help="draw this head alone")
 
 
@@ -45,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         translator = Translator.load(arguments.model)
     except FileNotFoundError as error:
         raise UsageError(
-            f"no translator in {arguments.model} ({error}): train one with `pytransformer train translate --data FILE`"
+            f"no translator in {arguments.model} ({error}): train one with `pytransformer train"
+            " translate --data FILE`"
         ) from error
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from error
@@ -73,7 +88,9 @@ def _draw(translator: Translator, texts: list[str], arguments: argparse.Namespac
             aligned = translator.align(text, beams=arguments.beams)
             layers, heads = aligned.weights.shape[:2]
             if not -layers <= arguments.layer < layers:
-                raise UsageError(f"--layer must be between 0 and {layers - 1}, got {arguments.layer}")
+                raise UsageError(
+                    f"--layer must be between 0 and {layers - 1}, got {arguments.layer}"
+                )
             if arguments.head is not None and not 0 <= arguments.head < heads:
                 raise UsageError(f"--head must be between 0 and {heads - 1}, got {arguments.head}")
             layer = aligned.weights[arguments.layer]
@@ -81,7 +98,12 @@ def _draw(translator: Translator, texts: list[str], arguments: argparse.Namespac
             what = "mean of the heads" if arguments.head is None else f"head {arguments.head}"
             title = f"Cross-attention, layer {arguments.layer % layers}, {what}"
             path = first if number == 1 else first.with_stem(f"{first.stem}-{number}")
-            written.append(viz.save(viz.heat_map(drawn, aligned.target_tokens, aligned.source_tokens, title=title), path))
+            written.append(
+                viz.save(
+                    viz.heat_map(drawn, aligned.target_tokens, aligned.source_tokens, title=title),
+                    path,
+                )
+            )
     except ImportError as error:
         return f"no picture: {error}"
     return "cross-attention: " + ", ".join(map(str, written))

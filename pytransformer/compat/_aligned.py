@@ -41,32 +41,52 @@ class Scores(NamedTuple):
 
 
 def lower_scores(
-    function: str, dropout_p: float, scale: float | None, causal: bool, window_size: Any, softcap: float,
+    function: str, dropout_p: float, scale: float | None, causal: bool, window_size: Any,
+    softcap: float,
     alibi_slopes: torch.Tensor | None, deterministic: bool,
 ) -> Scores:  # fmt: skip
     """Check and translate flash-attn's arguments: -1 is unbounded, and softcap 0 is off."""
     if causal not in (True, False):
-        raise TypeError(f"{function}: causal must be a bool, got {causal!r}; True aligns at the bottom right")
+        raise TypeError(
+            f"{function}: causal must be a bool, got {causal!r}; True aligns at the bottom right"
+        )
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or None in window_size:
-        raise TypeError(f"{function}: window_size must be (left, right), got {window_size!r}; write -1 for unbounded")
+        raise TypeError(
+            f"{function}: window_size must be (left, right), got {window_size!r}; write -1 for"
+            " unbounded"
+        )
     left, right = (None if side < 0 else side for side in window_size)
-    window = None if left is None and (right is None or causal) else (left, None if causal else right)
+    window = (
+        None if left is None and (right is None or causal) else (left, None if causal else right)
+    )
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, torch.Tensor) or alibi_slopes.dim() not in (1, 2):
-            got = tuple(alibi_slopes.shape) if isinstance(alibi_slopes, torch.Tensor) else type(alibi_slopes).__name__
-            raise TypeError(f"{function}: alibi_slopes must be a tensor (H,) or (B, H), got {got}; reshape it")
+            got = (
+                tuple(alibi_slopes.shape)
+                if isinstance(alibi_slopes, torch.Tensor)
+                else type(alibi_slopes).__name__
+            )
+            raise TypeError(
+                f"{function}: alibi_slopes must be a tensor (H,) or (B, H), got {got}; reshape it"
+            )
         alibi_slopes = alibi_slopes.detach()
     cap = None if softcap == 0.0 else softcap
     return Scores(dropout_p, scale, bool(causal), window, cap, alibi_slopes, deterministic)
 
 
 def attend(
-    function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, **visible: torch.Tensor | None
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: Scores,
+    **visible: torch.Tensor | None,
 ) -> OutLse:
     """Attend in (B, L, H, D).
 
     Args:
-        visible: tensors (B, ...) that :func:`pytransformer.attention` accepts by these names. k and v
+        visible: tensors (B, ...) that :func:`pytransformer.attention` accepts by these names. k and
+        v
             are pools of pages beside a ``page_table``.
     """
     slopes = scores.slopes
@@ -85,14 +105,21 @@ def attend(
 
 
 def _attend_one_by_one(
-    function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, visible: Visible
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: Scores,
+    visible: Visible,
 ) -> OutLse:
     """Attend with slopes (B, H), one call per sequence: an AlibiBias has slopes (H,)."""
     parts = []
     for b, slopes in enumerate(scores.slopes if scores.slopes is not None else ()):
         one = {name: None if t is None else t[b : b + 1] for name, t in visible.items()}
         keys, values = (k, v) if one.get("page_table") is not None else (k[b : b + 1], v[b : b + 1])
-        parts.append(attend(function, q[b : b + 1], keys, values, scores._replace(slopes=slopes), **one))
+        parts.append(
+            attend(function, q[b : b + 1], keys, values, scores._replace(slopes=slopes), **one)
+        )
     outs, lses = zip(*parts)
     return torch.cat(outs), torch.cat(lses)
 
@@ -114,8 +141,10 @@ def align(scores: Scores, q: torch.Tensor, k: torch.Tensor, visible: Visible) ->
 
 
 def attend_packed(
-    function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: tuple[torch.Tensor, torch.Tensor | None],
-    longest: tuple[int, int], scores: Scores, page_table: torch.Tensor | None = None, key_lengths: torch.Tensor | None = None,
+    function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    offsets: tuple[torch.Tensor, torch.Tensor | None],
+    longest: tuple[int, int], scores: Scores, page_table: torch.Tensor | None = None,
+    key_lengths: torch.Tensor | None = None,
 ) -> OutLse:  # fmt: skip
     """Attend in packed rows, (total, H, D).
 
@@ -127,7 +156,11 @@ def attend_packed(
         key_lengths: keys in use, (B,); by default all between the offsets.
     """
     cu_q, cu_k = offsets
-    plain = page_table is None and key_lengths is None and (scores.slopes is None or scores.slopes.dim() == 1)
+    plain = (
+        page_table is None
+        and key_lengths is None
+        and (scores.slopes is None or scores.slopes.dim() == 1)
+    )
     if plain and (scores.causal or not scores.uses_distance or _equal(cu_q, cu_k)):
         causal = "bottom_right" if scores.causal else None
         keywords: dict[str, Any] = {"causal": causal, **scores.keywords()}

@@ -17,4 +17,6 @@ def refuse(function: str, hint: str, **given: tuple[Any, Any]) -> None:
     """Raise ValueError if an argument, a pair (value, default), differs from its default."""
     for name, (value, default) in given.items():
         if value is not default and (isinstance(value, torch.Tensor) or value != default):
-            raise ValueError(f"{function}: {name} must be {default!r}, got {describe(value)}; {hint}")
+            raise ValueError(
+                f"{function}: {name} must be {default!r}, got {describe(value)}; {hint}"
+            )

@@ -37,18 +37,27 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         name = type(self).__name__
         refuse(
             name, "linear_cross_entropy has no such option",
-            ce_weight=(ce_weight, None), lse_square_scale=(lse_square_scale, 0.0), softcap=(softcap, None),
+            ce_weight=(ce_weight, None), lse_square_scale=(lse_square_scale, 0.0),
+            softcap=(softcap, None),
             return_z_loss=(return_z_loss, False), use_token_scaling=(use_token_scaling, False),
-            return_token_accuracy=(return_token_accuracy, False), return_predicted_tokens=(return_predicted_tokens, False),
+            return_token_accuracy=(return_token_accuracy, False),
+            return_predicted_tokens=(return_predicted_tokens, False),
         )  # fmt: skip
         if accum_dtype not in (None, torch.float32):
-            raise ValueError(f"{name}: accum_dtype must be None or torch.float32, got {accum_dtype}; leave it out")
+            raise ValueError(
+                f"{name}: accum_dtype must be None or torch.float32, got {accum_dtype}; leave"
+                " it out"
+            )
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.reduction: Reduction = reduction
 
     def forward(
-        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return linear_cross_entropy(
             _input, lin_weight, target, bias=bias, ignore_index=self.ignore_index,

@@ -27,7 +27,10 @@ class AttentionBias:
 
     def keywords(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
         """Return keywords of :func:`pytransformer.attention` for the caller's query and key."""
-        raise TypeError(f"{NAME}: attn_bias must be a mask of this module, got {type(self).__name__}; pass a tensor")
+        raise TypeError(
+            f"{NAME}: attn_bias must be a mask of this module, got {type(self).__name__}; pass a"
+            " tensor"
+        )
 
 
 class LowerTriangularMask(AttentionBias):
@@ -59,7 +62,9 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     def keywords(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
         return {"causal": "bottom_right"}
 
-    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+    def make_local_attention(
+        self, window_size: int
+    ) -> LowerTriangularFromBottomRightLocalAttentionMask:
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
@@ -68,7 +73,10 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
     def __init__(self, _window_size: int) -> None:
         if _window_size < 1:
-            raise ValueError(f"{type(self).__name__}: window_size must be at least 1, got {_window_size}; count the query")
+            raise ValueError(
+                f"{type(self).__name__}: window_size must be at least 1, got {_window_size}; count"
+                " the query"
+            )
         self._window_size = _window_size
 
     def keywords(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
@@ -81,13 +89,20 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     def __init__(self, window_left: int, window_right: int) -> None:
         for name, side in (("window_left", window_left), ("window_right", window_right)):
             if side < 0:
-                raise ValueError(f"{type(self).__name__}: {name} must be at least 0, got {side}; 0 ends at the query")
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be at least 0, got {side}; 0 ends at the"
+                    " query"
+                )
         self.window_left, self.window_right = window_left, window_right
 
     def keywords(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
         # A prefix of all keys undoes the causality of "bottom_right" and leaves its alignment.
         prefix = torch.full((query.shape[0],), key.shape[1], device=query.device)
-        return {"causal": "bottom_right", "window": (self.window_left, self.window_right), "prefix_lengths": prefix}
+        return {
+            "causal": "bottom_right",
+            "window": (self.window_left, self.window_right),
+            "prefix_lengths": prefix,
+        }
 
 
 class BlockDiagonalMask(AttentionBias):
@@ -95,12 +110,22 @@ class BlockDiagonalMask(AttentionBias):
 
     causal: ClassVar[Alignment | None] = None
 
-    def __init__(self, q_seqlen: Sequence[int], kv_seqlen: Sequence[int], batch_sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        q_seqlen: Sequence[int],
+        kv_seqlen: Sequence[int],
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
         if len(q_seqlen) != len(kv_seqlen):
             got = f"{len(q_seqlen)} and {len(kv_seqlen)}"
-            raise ValueError(f"{type(self).__name__}: q_seqlen and kv_seqlen must have one length, got {got}; pair them")
+            raise ValueError(
+                f"{type(self).__name__}: q_seqlen and kv_seqlen must have one length, got {got};"
+                " pair them"
+            )
         self.q_seqlen, self.kv_seqlen = list(q_seqlen), list(kv_seqlen)
-        self._batch_sizes = list(batch_sizes) if batch_sizes is not None else [1] * len(self.q_seqlen)
+        self._batch_sizes = (
+            list(batch_sizes) if batch_sizes is not None else [1] * len(self.q_seqlen)
+        )
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Self:
@@ -118,26 +143,39 @@ class BlockDiagonalMask(AttentionBias):
         starts = [0, *accumulate(self._batch_sizes)]
         sizes = [sum(self.q_seqlen[a:b]) for a, b in pairwise(starts)]
         parts = tensor.split(sizes, dim=1)
-        return [part.reshape(batch, -1, *part.shape[2:]) for batch, part in zip(self._batch_sizes, parts)]
+        return [
+            part.reshape(batch, -1, *part.shape[2:])
+            for batch, part in zip(self._batch_sizes, parts)
+        ]
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         return BlockDiagonalCausalMask(self.q_seqlen, self.kv_seqlen, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        return BlockDiagonalCausalFromBottomRightMask(self.q_seqlen, self.kv_seqlen, self._batch_sizes)
+        return BlockDiagonalCausalFromBottomRightMask(
+            self.q_seqlen, self.kv_seqlen, self._batch_sizes
+        )
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         """Attend in (1, H, total, D)."""
         for name, t, lengths in (("query", query, self.q_seqlen), ("key", key, self.kv_seqlen)):
             if t.shape[0] != 1 or t.shape[2] != sum(lengths):
                 got = f"a batch of {t.shape[0]} with {t.shape[2]} rows"
                 raise ValueError(
-                    f"{NAME}: {name} must be a batch of 1 with {sum(lengths)} rows, got {got}; join the sequences"
+                    f"{NAME}: {name} must be a batch of 1 with {sum(lengths)} rows, got {got}; join"
+                    " the sequences"
                 )
-        offsets = [torch.tensor([0, *accumulate(n)], device=query.device) for n in (self.q_seqlen, self.kv_seqlen)]
+        offsets = [
+            torch.tensor([0, *accumulate(n)], device=query.device)
+            for n in (self.q_seqlen, self.kv_seqlen)
+        ]
         longest = [max(n, default=0) for n in (self.q_seqlen, self.kv_seqlen)]
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        out = attention_varlen(q, k, v, offsets[0], offsets[1], longest[0], longest[1], causal=self.causal, **options)
+        out = attention_varlen(
+            q, k, v, offsets[0], offsets[1], longest[0], longest[1], causal=self.causal, **options
+        )
         return out.transpose(0, 1)[None]
 
 
@@ -166,9 +204,11 @@ def memory_efficient_attention(
     """Attention of query (B, Lq, H, D) to key (B, Lk, H, D) and value (B, Lk, H, Dv).
 
     Args:
-        query, key, value: also (B, L, D) of one head, or (B, L, G, H, D) of G groups of H heads; key
+        query, key, value: also (B, L, D) of one head, or (B, L, G, H, D) of G groups of H heads;
+        key
             and value that are expanded over H are read once.
-        attn_bias: a mask of this module, or a floating tensor that is added to the scores, (B, H, Lq,
+        attn_bias: a mask of this module, or a floating tensor that is added to the scores, (B, H,
+        Lq,
             Lk), without H or with G and H as query has them; each dimension full or 1.
         p: dropout probability.
     """
@@ -176,7 +216,10 @@ def memory_efficient_attention(
     dims = query.dim()
     if dims not in (3, 4, 5) or key.dim() != dims or value.dim() != dims:
         got = f"{dims}, {key.dim()} and {value.dim()}"
-        raise ValueError(f"{NAME}: query, key and value must all have 3, 4 or 5 dimensions, got {got}; reshape them")
+        raise ValueError(
+            f"{NAME}: query, key and value must all have 3, 4 or 5 dimensions, got {got}; reshape"
+            " them"
+        )
     q, k, v = (t.unsqueeze(2) if dims == 3 else t for t in (query, key, value))
     if dims == 5:
         if k.stride(3) == v.stride(3) == 0:
@@ -194,7 +237,10 @@ def memory_efficient_attention(
         out = attention(q, k, v, attn_mask=_dense(attn_bias, query), **options)
     else:
         got = f"{type(attn_bias).__module__}.{type(attn_bias).__name__}"
-        raise TypeError(f"{NAME}: attn_bias must be a tensor or a mask of this module, got {got}; build it from {__name__}")
+        raise TypeError(
+            f"{NAME}: attn_bias must be a tensor or a mask of this module, got {got}; build it from"
+            f" {__name__}"
+        )
     return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -203,5 +249,8 @@ def _dense(bias: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     dims = query.dim()
     if not bias.is_floating_point() or bias.dim() != dims:
         got = f"{describe(bias)} of {bias.dtype}"
-        raise TypeError(f"{NAME}: attn_bias must be floating with {dims} dimensions, got {got}; hide pairs by -inf")
+        raise TypeError(
+            f"{NAME}: attn_bias must be floating with {dims} dimensions, got {got}; hide pairs by"
+            " -inf"
+        )
     return bias if dims == 4 else bias.unsqueeze(1) if dims == 3 else bias.flatten(1, 2)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of sequences split over several processes, on torch.distributed. See docs/distributed.md.
+"""Attention of sequences split over several processes, on torch.distributed. See
+docs/distributed.md.
 
 Submodules load on first use: nn needs only the experts, and torch.compiler.disable imports the
 compiler, which takes a second.
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from .ulysses import ulysses_attention
 
 __all__ = ["gather_sequence", "ring_attention", "shard_sequence", "ulysses_attention"]
-_MODULES = {"gather_sequence": "layout", "ring_attention": "ring", "shard_sequence": "layout", "ulysses_attention": "ulysses"}
+_MODULES = {
+    "gather_sequence": "layout",
+    "ring_attention": "ring",
+    "shard_sequence": "layout",
+    "ulysses_attention": "ulysses",
+}
 
 
 def __getattr__(name: str) -> Any:

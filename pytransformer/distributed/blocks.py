@@ -35,10 +35,14 @@ class BlockParts:
             setattr(mask, _KEPT, kept := cls(mask))
         return kept
 
-    def part(self, *, heads: range | None = None, queries: range | None = None, keys: range | None = None) -> BlockMask:
+    def part(
+        self, *, heads: range | None = None, queries: range | None = None, keys: range | None = None
+    ) -> BlockMask:
         """Return the mask of these ranges, counted from 0; None: all."""
         every = (range(n) for n in self.mask.shape[1:])
-        place = tuple(whole if given is None else given for given, whole in zip((heads, queries, keys), every))
+        place = tuple(
+            whole if given is None else given for given, whole in zip((heads, queries, keys), every)
+        )
         if place not in self._parts:
             self._parts[place] = self.mask.part(*place)
         return self._parts[place]
@@ -50,7 +54,9 @@ class BlockParts:
             (q.start, k.start)
             for q in queries
             for k in keys
-            if not self._shown[q.start // rows : -(-q.stop // rows), k.start // width : -(-k.stop // width)].any()
+            if not self._shown[
+                q.start // rows : -(-q.stop // rows), k.start // width : -(-k.stop // width)
+            ].any()
         )
 
     @functools.cached_property

@@ -60,7 +60,10 @@ class RingCall:
         lengths = self.a.query_lengths
         if lengths is None:
             return None
-        places = [torch.arange(c.start, c.stop, device=lengths.device) for c in self.plan.queries[self.rank]]
+        places = [
+            torch.arange(c.start, c.stop, device=lengths.device)
+            for c in self.plan.queries[self.rank]
+        ]
         return torch.cat(places) < lengths[:, None, None]
 
     def own_keys(self, j: int, *, to_send: bool = False) -> Payload:
@@ -72,7 +75,9 @@ class RingCall:
         return tuple(t.contiguous() if to_send else t for t in of_keys)
 
     def empty_keys(self, j: int) -> Payload:
-        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.own_keys(j))
+        return tuple(
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.own_keys(j)
+        )
 
     def tile(self, i: int, j: int, step: int, keys: Payload) -> Any:
         """Return the raw op's arguments for query chunk i and key chunk j of the step's owner.
@@ -89,7 +94,9 @@ class RingCall:
             segments = a.query_segments[:, first:last].contiguous()
         blocks = {}
         if self.blocks is not None:
-            blocks = dict(zip(BLOCK_TENSORS, self.blocks.part(queries=queries, keys=of_keys).blocks))
+            blocks = dict(
+                zip(BLOCK_TENSORS, self.blocks.part(queries=queries, keys=of_keys).blocks)
+            )
         return a._replace(
             **blocks,
             query=a.query[:, :, first:last],
@@ -125,7 +132,9 @@ class RingCall:
 
     def empty_out(self) -> torch.Tensor:
         query, value_dim = self.a.query, self.a.value.shape[3]
-        return empty_in_order(query, None if value_dim == query.shape[3] else (*query.shape[:3], value_dim))
+        return empty_in_order(
+            query, None if value_dim == query.shape[3] else (*query.shape[:3], value_dim)
+        )
 
     def _ranges(self, i: int, j: int, step: int) -> tuple[range, range]:
         return self.plan.queries[self.rank][i], self.plan.keys[self.plan.owner(self.rank, step)][j]
@@ -155,10 +164,19 @@ def prepare(
     rank, ranks = check_call(OP, group, {**named, **options})
     check_layout(OP, layout)
     if key.shape[2] != value.shape[2]:
-        raise ValueError(f"{OP}: key and value must have the same length, got {shape_of(key)} and {shape_of(value)}")
+        raise ValueError(
+            f"{OP}: key and value must have the same length, got {shape_of(key)} and"
+            f" {shape_of(value)}"
+        )
     query, key, value = autocast(query.device, query, key, value)
     for name, t in (("query", query), ("key", key)):
-        check_length(OP, name, t.shape[2], chunks_of_a_rank(layout), f"with layout={layout!r} the length on each rank")
+        check_length(
+            OP,
+            name,
+            t.shape[2],
+            chunks_of_a_rank(layout),
+            f"with layout={layout!r} the length on each rank",
+        )
     options = dict(options)
     blocks = BlockParts.of(options.get("attn_mask"))
     segments = _segments(query, key, options)
@@ -174,8 +192,18 @@ def prepare(
         a = a._replace(dropout_seed=seed_of_the_first(a.dropout_seed, group))
     _check_rows(a, ranks)
     of_queries, of_keys = (chunk_ranges(layout, ranks, total) for total in totals)
-    hidden = blocks.hidden(sum(of_queries, ()), sum(of_keys, ())) if blocks is not None else frozenset()
-    pattern = Pattern(a.causal != "none", a.left, a.right, a.global_keys, _offset(a, totals), *_most(a, totals), hidden)
+    hidden = (
+        blocks.hidden(sum(of_queries, ()), sum(of_keys, ())) if blocks is not None else frozenset()
+    )
+    pattern = Pattern(
+        a.causal != "none",
+        a.left,
+        a.right,
+        a.global_keys,
+        _offset(a, totals),
+        *_most(a, totals),
+        hidden,
+    )
     plan = ring_plan(pattern, of_queries, of_keys)
     count = attention_op.num_tensors
     return RingCall(a, plan, group, rank, backend, strict, bool(sum_gradients), blocks), a[:count]
@@ -198,7 +226,8 @@ def _check_blocks(blocks: BlockParts, query: torch.Tensor, totals: tuple[int, in
     shape, wanted = blocks.mask.shape, (*query.shape[:2], *totals)
     if any(n not in (1, m) for n, m in zip(shape[:2], wanted)) or shape[2:] != wanted[2:]:
         raise ValueError(
-            f"{OP}: attn_mask is a block mask of {shape}; wanted that of the whole sequence, (B or 1, Hq or 1, Lq, Lk) of {wanted}"
+            f"{OP}: attn_mask is a block mask of {shape}; wanted that of the whole sequence, (B or"
+            f" 1, Hq or 1, Lq, Lk) of {wanted}"
         )
     check_same(OP, "query", query, "attn_mask", blocks.mask.blocks.offsets)
 
@@ -209,8 +238,9 @@ def _check_rows(a: Any, ranks: int) -> None:
         t = getattr(a, name)
         if ranks > 1 and t is not None and t.requires_grad and a.query.shape[2] == 1:
             raise ValueError(
-                f"{OP}: with one query on each rank the gradient of {'attn_mask' if name == 'mask' else name} may be this rank's row "
-                "or a share of what all ranks have: give it detached, or more queries"
+                f"{OP}: with one query on each rank the gradient of"
+                f" {'attn_mask' if name == 'mask' else name} may be this rank's row or a share of"
+                " what all ranks have: give it detached, or more queries"
             )
 
 
@@ -224,18 +254,22 @@ def _offset(a: Any, totals: tuple[int, int]) -> int:
     elif given[0] is given[1]:
         offset = 0
     else:
-        ends = [t if t is not None else a.key.new_full((a.key.shape[0],), n, dtype=torch.int64) for t, n in zip(given, totals)]
+        ends = [
+            t if t is not None else a.key.new_full((a.key.shape[0],), n, dtype=torch.int64)
+            for t, n in zip(given, totals)
+        ]
         offsets = (ends[1] - ends[0]).unique().tolist()
         if len(offsets) > 1:
             raise ValueError(
-                f'{OP}: causal="bottom_right" needs key_lengths - query_lengths to be the same for every sequence, got '
-                f"{offsets}: call once for each group of sequences that have it in common"
+                f'{OP}: causal="bottom_right" needs key_lengths - query_lengths to be the same for'
+                f" every sequence, got {offsets}: call once for each group of sequences that have"
+                " it in common"
             )
         offset = offsets[0] if offsets else 0
     if offset and a.dropout_p:
         raise ValueError(
-            f'{OP}: dropout goes by the index of the query, which causal="bottom_right" with {offset:+d} keys more than queries moves: '
-            'use causal="top_left", or no dropout'
+            f'{OP}: dropout goes by the index of the query, which causal="bottom_right" with'
+            f' {offset:+d} keys more than queries moves: use causal="top_left", or no dropout'
         )
     return int(offset)
 
@@ -253,8 +287,14 @@ def _most(a: Any, totals: tuple[int, int]) -> tuple[int, int, int]:
             return most
         low, high = int(t.min()), int(t.max())
         if low < 0 or high > most:
-            raise ValueError(f"{OP}: {name} must be between 0 and {most}, got {low if low < 0 else high}")
+            raise ValueError(
+                f"{OP}: {name} must be between 0 and {most}, got {low if low < 0 else high}"
+            )
         return high
 
     prefix = 0 if a.prefix_lengths is None else totals[1]
-    return longest("prefix_lengths", prefix), longest("query_lengths", totals[0]), longest("key_lengths", totals[1])
+    return (
+        longest("prefix_lengths", prefix),
+        longest("query_lengths", totals[0]),
+        longest("key_lengths", totals[1]),
+    )

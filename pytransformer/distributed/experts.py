@@ -39,7 +39,9 @@ class Dispatch:
         size = self.kept.shape[2] // self.kept.shape[1]
         return slice(self.rank * size, (self.rank + 1) * size)
 
-    def run(self, rows: torch.Tensor, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, rows: torch.Tensor, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """Return (slots of this rank, d), in ``order``, after their experts.
 
         Args:
@@ -56,7 +58,11 @@ class Dispatch:
 
 
 def dispatch(
-    slots: torch.Tensor, choices: int, experts: int, capacity_of: Callable[[int], int], group: dist.ProcessGroup | None
+    slots: torch.Tensor,
+    choices: int,
+    experts: int,
+    capacity_of: Callable[[int], int],
+    group: dist.ProcessGroup | None,
 ) -> Dispatch:
     """Return the destinations of this rank's slots.
 
@@ -79,7 +85,10 @@ def dispatch(
     kept = _with_room(counts, capacity_of(sum(int(f[-1]) for f in found)))
     # Unused slots have none.
     room = torch.nn.functional.pad(kept[:, rank].T.flatten(), (0, choices))
-    stays = torch.arange(len(key), device=key.device) - starts[key.clamp(max=experts * choices)] < room[key]
+    stays = (
+        torch.arange(len(key), device=key.device) - starts[key.clamp(max=experts * choices)]
+        < room[key]
+    )
     return Dispatch(group, rank, kept, order[stays])
 
 
@@ -95,11 +104,15 @@ def _by_expert(counts: torch.Tensor) -> torch.Tensor:
     Args:
         counts: (choices, ranks, experts).
     """
-    keys = torch.arange(counts.shape[2] * counts.shape[0], device=counts.device).repeat(counts.shape[1])
+    keys = torch.arange(counts.shape[2] * counts.shape[0], device=counts.device).repeat(
+        counts.shape[1]
+    )
     return keys.repeat_interleave(counts.permute(1, 2, 0).flatten()).argsort(stable=True)
 
 
-def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+def exchange(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """Return the rows that the ranks sent here, in rank order; backward returns their gradients.
 
     Args:
@@ -112,7 +125,9 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any
+    ) -> torch.Tensor:
         ctx.way = sent, received, group
         return _all_to_all(rows, sent, received, group)
 
@@ -123,7 +138,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, received, sent, group), None, None, None
 
 
-def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+def _all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: Any
+) -> torch.Tensor:
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
     return result

@@ -39,7 +39,9 @@ class Gradients:
     def add(self, i: int, j: int, step: int, found: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a tile, query chunk i and key chunk j."""
         by_name = {name: t for name, t in zip(PLACES, found) if t is not None}
-        of_keys = tuple(by_name.pop(name).to(self.call.a.work) for name in OF_KEYS if name in by_name)
+        of_keys = tuple(
+            by_name.pop(name).to(self.call.a.work) for name in OF_KEYS if name in by_name
+        )
         if step == 0:
             self._add_keys(j, of_keys)
         else:
@@ -54,7 +56,9 @@ class Gradients:
         """
         if not self._names:
             return {}
-        return exchange.add(self.call.plan.gradient_messages(step), lambda m: self._sums[m.chunk], self._empty)
+        return exchange.add(
+            self.call.plan.gradient_messages(step), lambda m: self._sums[m.chunk], self._empty
+        )
 
     def receive(self, coming: dict[Message, Payload]) -> None:
         """Accumulate received gradients, after the step's tiles and the exchange are complete."""
@@ -72,7 +76,9 @@ class Gradients:
         """
         if self.call.sum_gradients and self.call.plan.ranks > 1:
             alike = [name for name in self.of if self.call.is_alike(name)]
-            self.of.update(zip(alike, sum_over_ranks([self.of[name] for name in alike], self.call.group)))
+            self.of.update(
+                zip(alike, sum_over_ranks([self.of[name] for name in alike], self.call.group))
+            )
         pairs = ((self.of.get(name), t) for name, t in zip(PLACES, self.call.a))
         return [None if total is None else empty_in_order(t).copy_(total) for total, t in pairs]
 

@@ -25,34 +25,49 @@ def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in the group and the group's size."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"{op}: torch.distributed is not initialized: start the processes with torchrun and call "
-            "torch.distributed.init_process_group first"
+            f"{op}: torch.distributed is not initialized: start the processes with torchrun and"
+            " call torch.distributed.init_process_group first"
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        hint = "; of a mesh give mesh.get_group(name)" if type(group).__name__ == "DeviceMesh" else ""
-        raise ValueError(f"{op}: group must be a ProcessGroup or None, got {type(group).__name__}{hint}")
+        hint = (
+            "; of a mesh give mesh.get_group(name)" if type(group).__name__ == "DeviceMesh" else ""
+        )
+        raise ValueError(
+            f"{op}: group must be a ProcessGroup or None, got {type(group).__name__}{hint}"
+        )
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError(f"{op}: this process, rank {dist.get_rank()}, is not in group: only its members may call")
+        raise ValueError(
+            f"{op}: this process, rank {dist.get_rank()}, is not in group: only its members may"
+            " call"
+        )
     return rank, dist.get_world_size(group)
 
 
-def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]) -> tuple[int, int]:
+def check_call(
+    op: str, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]
+) -> tuple[int, int]:
     """Return (rank, ranks) of a call after the checks that ring and Ulysses attention share."""
     rank, ranks = check_group(op, group)
     if is_sharded(list(arguments.values())):
         raise ValueError(
-            f"{op}: takes this rank's rows as plain tensors: give to_local() of DTensors that are split by the sequence"
+            f"{op}: takes this rank's rows as plain tensors: give to_local() of DTensors that are"
+            " split by the sequence"
         )
     query = arguments["query"]
     for name in ("key_scale", "value_scale"):
         if arguments.get(name) is not None:
-            raise ValueError(f"{op}: {name} is for one process; give each rank its keys and values in query's dtype")
+            raise ValueError(
+                f"{op}: {name} is for one process; give each rank its keys and values in query's"
+                " dtype"
+            )
     for name in ("query", "key", "value"):
         check_tensor(op, name, arguments[name], floating=True, ndim=4)
         check_same(op, "query", query, name, arguments[name])
     if arguments.get("page_table") is not None:
-        raise ValueError(f"{op}: page_table is for one process; give each rank its keys and values themselves")
+        raise ValueError(
+            f"{op}: page_table is for one process; give each rank its keys and values themselves"
+        )
     check_agreement(op, group, query.device, arguments)
     return rank, ranks
 
@@ -92,7 +107,9 @@ def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
         known.add(device)
 
 
-def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.device, arguments: Mapping[str, Any]) -> None:
+def check_agreement(
+    op: str, group: dist.ProcessGroup | None, device: torch.device, arguments: Mapping[str, Any]
+) -> None:
     """Raise ValueError on every rank if the ranks call with different arguments.
 
     Otherwise they would deadlock or use wrong rows. The ranks exchange a checksum, and descriptions
@@ -122,7 +139,9 @@ def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.devi
         values = [d.get(name) for d in told]
         if any(v != values[0] for v in values):
             listed = ", ".join(f"{v} on rank {r}" for r, v in enumerate(values))
-            raise ValueError(f"{op}: every rank of the group must call with the same {name}, got {listed}")
+            raise ValueError(
+                f"{op}: every rank of the group must call with the same {name}, got {listed}"
+            )
     raise ValueError(f"{op}: the ranks of the group call with different arguments: {told}")
 
 
@@ -133,15 +152,27 @@ def describe(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         numbers = value.tolist() if value.dim() <= 1 and not value.is_floating_point() else ""
-        return f"{str(value.dtype)[6:]}{list(value.shape)}{' with gradient' if value.requires_grad else ''} {numbers}".rstrip()
+        return (
+            f"{str(value.dtype)[6:]}{list(value.shape)}{' with gradient' if value.requires_grad else ''}"
+            f" {numbers}".rstrip()
+        )
     if (blocks := BlockParts.of(value)) is not None:
-        return f"block mask of {blocks.mask.shape}, blocks of {blocks.mask.block_size}, checksum {blocks.checksum:x}"
+        return (
+            f"block mask of {blocks.mask.shape}, blocks of {blocks.mask.block_size}, checksum"
+            f" {blocks.checksum:x}"
+        )
     if dataclasses.is_dataclass(value):
-        return {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return repr(value) if isinstance(value, (str, int, float, tuple, list)) else type(value).__name__
+        return {
+            field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    return (
+        repr(value) if isinstance(value, (str, int, float, tuple, list)) else type(value).__name__
+    )
 
 
-def sum_over_ranks(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def sum_over_ranks(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
     """Return the sums over the group, bitwise equal on every rank.
 
     They are added in rank order, which all_reduce does not guarantee.
@@ -155,7 +186,9 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | N
     total = shares[0]
     for share in shares[1:]:
         total = total + share
-    return [piece.view(t.shape) for piece, t in zip(total.split([t.numel() for t in tensors]), tensors)]
+    return [
+        piece.view(t.shape) for piece, t in zip(total.split([t.numel() for t in tensors]), tensors)
+    ]
 
 
 def seed_of_the_first(seed: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

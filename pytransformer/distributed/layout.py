@@ -21,7 +21,9 @@ Layout = Literal["contiguous", "zigzag"]
 
 def check_layout(op: str, layout: object) -> None:
     if layout not in get_args(Layout):
-        raise ValueError(f"{op}: layout must be one of {', '.join(map(repr, get_args(Layout)))}, got {layout!r}")
+        raise ValueError(
+            f"{op}: layout must be one of {', '.join(map(repr, get_args(Layout)))}, got {layout!r}"
+        )
 
 
 def chunks_of_a_rank(layout: str) -> int:
@@ -44,13 +46,17 @@ def check_length(op: str, name: str, length: int, pieces: int, what: str) -> Non
     if length % pieces:
         padded = -(-length // pieces) * pieces
         raise ValueError(
-            f"{op}: {what} of {name} must be a multiple of {pieces}, got {length}: pad the sequence to {padded} and give "
-            f"query_lengths and key_lengths"
+            f"{op}: {what} of {name} must be a multiple of {pieces}, got {length}: pad the sequence"
+            f" to {padded} and give query_lengths and key_lengths"
         )
 
 
 def shard_sequence(
-    x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int = 2, layout: Layout = "zigzag"
+    x: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    dim: int = 2,
+    layout: Layout = "zigzag",
 ) -> torch.Tensor:
     """Return this rank's rows of a sequence that every rank has in full.
 
@@ -69,13 +75,19 @@ def shard_sequence(
     check_layout("shard_sequence", layout)
     rank, ranks = check_group("shard_sequence", group)
     length = x.shape[dim]
-    check_length("shard_sequence", f"dimension {dim}", length, ranks * chunks_of_a_rank(layout), "the length")
+    check_length(
+        "shard_sequence", f"dimension {dim}", length, ranks * chunks_of_a_rank(layout), "the length"
+    )
     pieces = [x.narrow(dim, c.start, len(c)) for c in chunk_ranges(layout, ranks, length)[rank]]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def gather_sequence(
-    x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int = 2, layout: Layout = "zigzag"
+    x: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    dim: int = 2,
+    layout: Layout = "zigzag",
 ) -> torch.Tensor:
     """Return the full sequence on every rank, the inverse of :func:`shard_sequence`.
 
@@ -84,7 +96,9 @@ def gather_sequence(
     """
     check_layout("gather_sequence", layout)
     _, ranks = check_group("gather_sequence", group)
-    check_length("gather_sequence", f"dimension {dim}", x.shape[dim], chunks_of_a_rank(layout), "the length")
+    check_length(
+        "gather_sequence", f"dimension {dim}", x.shape[dim], chunks_of_a_rank(layout), "the length"
+    )
     gathered: torch.Tensor = _Gather.apply(x, group, dim, layout, ranks)
     return gathered
 
@@ -110,7 +124,10 @@ class _Gather(torch.autograd.Function):
         group, dim, layout, ranks = ctx.rest
         rank = dist.get_rank(group)
         ranges = chunk_ranges(layout, ranks, grad.shape[dim])
-        shares = [torch.cat([grad.narrow(dim, c.start, len(c)) for c in ranges[r]], dim).contiguous() for r in range(ranks)]
+        shares = [
+            torch.cat([grad.narrow(dim, c.start, len(c)) for c in ranges[r]], dim).contiguous()
+            for r in range(ranks)
+        ]
         received = [torch.empty_like(shares[rank]) for _ in range(ranks)]
         dist.all_to_all(received, shares, group=group)
         total = received[0]

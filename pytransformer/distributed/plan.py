@@ -37,7 +37,9 @@ class Pattern:
             return False
         first, last = first + self.offset, last + self.offset
         below = not self.causal or least <= last or least < self.prefix
-        in_window = (self.left < 0 or most >= first - self.left) and (self.right < 0 or least <= last + self.right)
+        in_window = (self.left < 0 or most >= first - self.left) and (
+            self.right < 0 or least <= last + self.right
+        )
         return below and (in_window or least < self.global_keys)
 
 
@@ -85,13 +87,24 @@ class RingPlan:
         """Return the messages that must arrive before the rank computes the step."""
         owner, below = self.owner(rank, step), (rank - 1) % self.ranks
         had = self.needs(below, step - 1) if step > 1 else []
-        return [Message(below if j in had else owner, rank, owner, j) for j in self.needs(rank, step)] if step else []
+        return (
+            [Message(below if j in had else owner, rank, owner, j) for j in self.needs(rank, step)]
+            if step
+            else []
+        )
 
     def returns(self, rank: int, step: int) -> list[Message]:
         """Return the messages with a step's gradients after the rank has added its share."""
         owner, above = self.owner(rank, step), (rank + 1) % self.ranks
         next_too = self.needs(above, step + 1)
-        return [Message(rank, above if j in next_too else owner, owner, j) for j in self.needs(rank, step)] if step else []
+        return (
+            [
+                Message(rank, above if j in next_too else owner, owner, j)
+                for j in self.needs(rank, step)
+            ]
+            if step
+            else []
+        )
 
     def key_messages(self, step: int) -> tuple[Message, ...]:
         """Return the messages that must arrive before a step, in the same order on all ranks."""
@@ -104,12 +117,17 @@ class RingPlan:
     @functools.cached_property
     def _messages(self) -> tuple[dict[int, tuple[Message, ...]], ...]:
         return tuple(
-            {step: tuple(m for rank in range(self.ranks) for m in of(rank, step)) for step in range(1, self.ranks)}
+            {
+                step: tuple(m for rank in range(self.ranks) for m in of(rank, step))
+                for step in range(1, self.ranks)
+            }
             for of in (self.receives, self.returns)
         )
 
 
 @functools.lru_cache(maxsize=256)
-def ring_plan(pattern: Pattern, queries: tuple[tuple[range, ...], ...], keys: tuple[tuple[range, ...], ...]) -> RingPlan:
+def ring_plan(
+    pattern: Pattern, queries: tuple[tuple[range, ...], ...], keys: tuple[tuple[range, ...], ...]
+) -> RingPlan:
     """Return the cached plan; its messages, about n², are enumerated once."""
     return RingPlan(pattern, queries, keys)

@@ -2,7 +2,8 @@
 """Ring attention: the sequence is split over the ranks of a group, and keys and values rotate.
 
 Every rank keeps its queries and computes with its current keys while it receives the next. Memory
-per rank is 1/n, and no rank holds all keys. See docs/distributed.md for bytes and FLOPs, :mod:`.plan`
+per rank is 1/n, and no rank holds all keys. See docs/distributed.md for bytes and FLOPs,
+:mod:`.plan`
 for the messages, :mod:`.tile` for the arithmetic.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023);
@@ -100,7 +101,9 @@ def ring_attention(
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: RingCall, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, call: RingCall, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         call = call.with_tensors(tensors)
         out, lse = ring_forward(call)
         ctx.call = call.with_tensors([None] * len(tensors))
@@ -110,10 +113,14 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         *tensors, out, shift, rest = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1 : 1 + len(PLACES)]
-        grads = ring_backward(ctx.call.with_tensors(tensors), out, Lse(shift, rest), (d_out, d_lse), wanted)
+        grads = ring_backward(
+            ctx.call.with_tensors(tensors), out, Lse(shift, rest), (d_out, d_lse), wanted
+        )
         return (None, *grads, *(None for _ in tensors[len(PLACES) :]))
 
 
@@ -127,7 +134,9 @@ def ring_forward(call: RingCall) -> tuple[torch.Tensor, Lse]:
         arriving = _pass_keys(call, exchange, step, held)
         exchange.post()
         for i, j in plan.tiles(rank, step):
-            out, lse = tile_forward(call.tile(i, j, step, _keys_at(call, held, j)), call.backend, call.strict)
+            out, lse = tile_forward(
+                call.tile(i, j, step, _keys_at(call, held, j)), call.backend, call.strict
+            )
             merged.add(out, lse, *call.rows(i))
         exchange.wait()
         held = arriving
@@ -160,7 +169,13 @@ def ring_backward(
             first, last = call.rows(i)
             of_rows = tuple(None if g is None else g[:, :, first:last] for g in grads)
             found = tile_backward(
-                tile, out[:, :, first:last], lse.rows(first, last), of_rows, total.wanted_of_tiles, call.backend, call.strict
+                tile,
+                out[:, :, first:last],
+                lse.rows(first, last),
+                of_rows,
+                total.wanted_of_tiles,
+                call.backend,
+                call.strict,
             )
             total.add(i, j, step, found)
         exchange.wait()
@@ -171,15 +186,23 @@ def ring_backward(
     return total.finished()
 
 
-def _pass_keys(call: RingCall, exchange: Exchange, step: int, held: dict[Message, Payload]) -> dict[Message, Payload]:
+def _pass_keys(
+    call: RingCall, exchange: Exchange, step: int, held: dict[Message, Payload]
+) -> dict[Message, Payload]:
     """Send the next step's keys during a step, and return the receive buffers."""
 
     def sent(m: Message) -> Payload:
-        return call.own_keys(m.chunk, to_send=True) if m.owner == call.rank else _keys_at(call, held, m.chunk)
+        return (
+            call.own_keys(m.chunk, to_send=True)
+            if m.owner == call.rank
+            else _keys_at(call, held, m.chunk)
+        )
 
     return exchange.add(call.plan.key_messages(step + 1), sent, lambda m: call.empty_keys(m.chunk))
 
 
 def _keys_at(call: RingCall, held: dict[Message, Payload], chunk: int) -> Payload:
     """Return a chunk received for this step, or this rank's local one in the first step."""
-    return next((payload for m, payload in held.items() if m.chunk == chunk), None) or call.own_keys(chunk)
+    return next(
+        (payload for m, payload in held.items() if m.chunk == chunk), None
+    ) or call.own_keys(chunk)

@@ -19,13 +19,20 @@ def add_sinks(merged: Merged, sinks: torch.Tensor) -> None:
     sink = sink_logits(sinks, merged.out.dtype)[None, :, None]
     old = merged.lse
     live = old.total > -math.inf
-    merged.add(torch.zeros_like(merged.out), Lse(None, torch.where(live, sink, -math.inf)), 0, merged.out.shape[2])
+    merged.add(
+        torch.zeros_like(merged.out),
+        Lse(None, torch.where(live, sink, -math.inf)),
+        0,
+        merged.out.shape[2],
+    )
     shift, rest = merged.lse
     least = above_sinks(sink) if shift is None else above_sinks(sink) - shift
     merged.lse = Lse(shift, torch.where(live, torch.maximum(rest, least), -math.inf))
 
 
-def lse_of_queries(lse: Lse, sinks: torch.Tensor | None, queries: torch.Tensor | None) -> torch.Tensor:
+def lse_of_queries(
+    lse: Lse, sinks: torch.Tensor | None, queries: torch.Tensor | None
+) -> torch.Tensor:
     """Return the public lse, in which a query without visible keys has its sink only.
 
     Args:

@@ -54,7 +54,10 @@ class Lse(NamedTuple):
         return self.rest if self.shift is None else self.rest + self.shift
 
     def rows(self, start: int, stop: int) -> Lse:
-        return Lse(None if self.shift is None else self.shift[:, :, start:stop], self.rest[:, :, start:stop])
+        return Lse(
+            None if self.shift is None else self.shift[:, :, start:stop],
+            self.rest[:, :, start:stop],
+        )
 
 
 def shifted(a: Any, shift: torch.Tensor) -> Any:
@@ -80,7 +83,9 @@ def shifted(a: Any, shift: torch.Tensor) -> Any:
 def _with_dense_mask(a: Any) -> Any:
     """Return the tile with its block mask as a bool mask, for rare rows with lse beyond TRUSTED."""
     rows = torch.arange(a.query.shape[2], device=a.query.device)
-    pairs = visible_block_pairs(a.block_offsets, a.block_entries, a.block_bits, rows, a.key.shape[2])
+    pairs = visible_block_pairs(
+        a.block_offsets, a.block_entries, a.block_bits, rows, a.key.shape[2]
+    )
     return a._replace(mask=pairs, **dict.fromkeys(BLOCK_TENSORS))
 
 
@@ -194,7 +199,9 @@ def tile_backward(
         if rows is not None:
             of_rows = tuple(None if g is None else _only(rows, g) for g in grads)
             saved = torch.where(rows, saved, -math.inf)
-        results = attention_op.backward(*of_rows, *problem, out, saved.contiguous(), wanted, backend, strict)
+        results = attention_op.backward(
+            *of_rows, *problem, out, saved.contiguous(), wanted, backend, strict
+        )
         for place, (r, t, want) in enumerate(zip(results, given, wanted)):
             if want:  # only a shifted mask has a gradient larger than the argument
                 assert r is not None and t is not None
@@ -229,4 +236,8 @@ def _of_the_tile_alone(
     d_lse = inner if d_lse is None else inner + d_lse
     live = tile_lse.total > -math.inf
     d_lse = torch.where(live, share * d_lse, 0.0)
-    return ((share[..., None] * d_out).to(a.query.dtype), d_lse), tile_out, Lse(None, tile_lse.total)
+    return (
+        ((share[..., None] * d_out).to(a.query.dtype), d_lse),
+        tile_out,
+        Lse(None, tile_lse.total),
+    )

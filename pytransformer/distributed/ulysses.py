@@ -3,7 +3,8 @@
 
 An all-to-all gives each rank all rows of Hq / n heads, attention runs as in one process, and
 another all-to-all returns each rank's rows of all heads. It sends fewer bytes than a ring if n is
-large, but n must divide the heads, and each rank holds full rows of a mask. See docs/distributed.md.
+large, but n must divide the heads, and each rank holds full rows of a mask. See
+docs/distributed.md.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
@@ -25,7 +26,15 @@ from ..ops.attention import attention_op
 from ..ops.masks import AlibiBias, RelativePositionBias
 from .blocks import BlockParts
 from .group import check_call, outside_graphs, seed_of_the_first, sum_over_ranks
-from .layout import Layout, check_layout, check_length, chunk_ranges, chunks_of_a_rank, gather_sequence, in_order
+from .layout import (
+    Layout,
+    check_layout,
+    check_length,
+    chunk_ranges,
+    chunks_of_a_rank,
+    gather_sequence,
+    in_order,
+)
 
 OP = "ulysses_attention"
 
@@ -103,15 +112,23 @@ def ulysses_attention(
     return (out, swap.to_rows(lse[..., None], q)[..., 0]) if return_lse else out
 
 
-def _check_split(query: torch.Tensor, key: torch.Tensor, ranks: int, layout: str, options: dict[str, Any]) -> None:
+def _check_split(
+    query: torch.Tensor, key: torch.Tensor, ranks: int, layout: str, options: dict[str, Any]
+) -> None:
     heads, key_heads = query.shape[1], key.shape[1]
     if heads % ranks or (key_heads % ranks and ranks % max(key_heads, 1)):
         raise ValueError(
-            f"{OP}: {ranks} ranks must divide query's heads, and key's heads or be a multiple of them, got {heads} and {key_heads}: use "
-            "fewer ranks, or ring_attention"
+            f"{OP}: {ranks} ranks must divide query's heads, and key's heads or be a multiple of"
+            f" them, got {heads} and {key_heads}: use fewer ranks, or ring_attention"
         )
     for name, t in (("query", query), ("key", key)):
-        check_length(OP, name, t.shape[2], chunks_of_a_rank(layout), f"with layout={layout!r} the length on each rank")
+        check_length(
+            OP,
+            name,
+            t.shape[2],
+            chunks_of_a_rank(layout),
+            f"with layout={layout!r} the length on each rank",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,18 +164,25 @@ class _Swap:
             return dataclasses.replace(t, table=self._own_heads(t.table, 1))
         if name in ("attn_mask", "bias") and isinstance(t, torch.Tensor):
             return self._dense(name, t, query, key)
-        if name == "attn_mask" and (blocks := BlockParts.of(t)) is not None and blocks.mask.shape[1] > 1:
+        if (
+            name == "attn_mask"
+            and (blocks := BlockParts.of(t)) is not None
+            and blocks.mask.shape[1] > 1
+        ):
             self._check_heads(blocks.mask.shape[1], blocks.mask.shape)
             return blocks.part(heads=self.head_range)
         return t
 
-    def _dense(self, name: str, t: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def _dense(
+        self, name: str, t: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         """Return all rows of a mask for this rank's heads, from this rank's rows for all heads."""
         x = dense_term(name, t, (*query.shape[:3], key.shape[2] * self.ranks), query)
         assert x is not None
         if x.shape[2] == 1 and query.shape[2] == 1 and self.ranks > 1:
             raise ValueError(
-                f"{OP}: with one query on each rank {name} of one row may be this rank's or all ranks': give more queries"
+                f"{OP}: with one query on each rank {name} of one row may be this rank's or all"
+                " ranks': give more queries"
             )
         if x.shape[2] == 1:
             return self._own_heads(x, 1) if x.shape[1] > 1 else _alike(x, self)
@@ -180,7 +204,10 @@ class _Swap:
 
     def _check_heads(self, entries: int, shape: Sequence[int]) -> None:
         if entries != self.heads:
-            raise ValueError(f"{OP}: wanted one entry for each of query's {self.heads} heads, got shape {tuple(shape)}")
+            raise ValueError(
+                f"{OP}: wanted one entry for each of query's {self.heads} heads, got shape"
+                f" {tuple(shape)}"
+            )
 
 
 def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -197,7 +224,9 @@ def _heads_from_rows(x: torch.Tensor, swap: _Swap) -> torch.Tensor:
 
 def _rows_from_heads(x: torch.Tensor, swap: _Swap) -> torch.Tensor:
     ranges = chunk_ranges(swap.layout, swap.ranks, x.shape[2])
-    parts = torch.stack([torch.cat([x[:, :, c.start : c.stop] for c in of_rank], 2) for of_rank in ranges])
+    parts = torch.stack(
+        [torch.cat([x[:, :, c.start : c.stop] for c in of_rank], 2) for of_rank in ranges]
+    )
     return _all_to_all(parts, swap.group).movedim(0, 1).flatten(1, 2)
 
 

@@ -42,7 +42,10 @@ class ModelExplanation:
         lines = [f"{len(self.calls)} calls of our ops"]
         for (op, backend, reasons), members in _groups(self.calls).items():
             most = max(c.extra_bytes for c in members)
-            lines.append(f"  {op:22} {backend:10} {len(members)} calls, first in {members[0].module or 'the model'}")
+            lines.append(
+                f"  {op:22} {backend:10} {len(members)} calls, first in"
+                f" {members[0].module or 'the model'}"
+            )
             lines.append(f"  {'':22} {'':10} at most {most:,} bytes beyond inputs and outputs")
             lines += [f"  {'':22} {'':10} not {name}: {why}" for name, why in reasons]
         for (of, advice), count in Counter((of, advice) for _, of, advice in self.bypassed).items():
@@ -86,7 +89,15 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
             if name == chosen:
                 break
             before[name] = unasked_reason(op, backend, a, ask=False) or "another one was forced"
-        calls.append(Call(stack[-1] if stack else "", op.name, chosen, before, op.backends[chosen].extra_bytes(a)))
+        calls.append(
+            Call(
+                stack[-1] if stack else "",
+                op.name,
+                chosen,
+                before,
+                op.backends[chosen].extra_bytes(a),
+            )
+        )
 
     def enter(module: torch.nn.Module, inputs: Any) -> None:
         stack.append(names[module])
@@ -110,12 +121,18 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
     return ModelExplanation(calls, _bypassed(names, ran, calls))
 
 
-def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call]) -> list[tuple[str, str, str]]:
+def _bypassed(
+    names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call]
+) -> list[tuple[str, str, str]]:
     """Return the modules that resemble ours and ran without calling our ops, even inside."""
     from .convert.rules import Converted, find_rule
 
     def inside(name: str, ops: str) -> bool:
-        return any(c.op.startswith(ops) and (c.module == name or c.module.startswith(f"{name}.") or not name) for c in calls)
+        return any(
+            c.op.startswith(ops)
+            and (c.module == name or c.module.startswith(f"{name}.") or not name)
+            for c in calls
+        )
 
     found = []
     for module, name in names.items():
@@ -125,7 +142,13 @@ def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call
         if isinstance(module, Converted):
             converted_by = find_rule(module.converted_from)
             if converted_by is not None and (reason := converted_by.condition(module)) is not None:
-                found.append((name, of, f"is converted but runs its original {converted_by.method}: it {reason}"))
+                found.append(
+                    (
+                        name,
+                        of,
+                        f"is converted but runs its original {converted_by.method}: it {reason}",
+                    )
+                )
                 continue
         rule = None if isinstance(module, Converted) else find_rule(type(module))
         innermost = not any("Attention" in type(child).__name__ for child in module.children())
@@ -137,7 +160,9 @@ def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call
             and not inside(name, "")
             and rule.why_not(module) is None
         ):
-            found.append((name, of, f"pytransformer.integrations.convert(model) would make it {rule.what}"))
+            found.append(
+                (name, of, f"pytransformer.integrations.convert(model) would make it {rule.what}")
+            )
     return found
 
 
@@ -151,5 +176,11 @@ def _attention_advice(module: torch.nn.Module) -> str:
 
         ours = ALL_ATTENTION_FUNCTIONS.get(name) is attention_forward
         if not ours and models.why_not(type(module).__module__) is None:
-            return f"runs attn_implementation={name!r}; call pytransformer.integrations.transformers.register() and .switch(model)"
-    return "computes attention itself: it may ignore attn_implementation; pt.activate() or convert may reach it"
+            return (
+                f"runs attn_implementation={name!r}; call"
+                " pytransformer.integrations.transformers.register() and .switch(model)"
+            )
+    return (
+        "computes attention itself: it may ignore attn_implementation; pt.activate() or convert may"
+        " reach it"
+    )

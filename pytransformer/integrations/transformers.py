@@ -27,7 +27,9 @@ def register(name: str = NAME) -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"pytransformer: attn_implementation={name!r} needs transformers; {INSTALL} ({error})") from error
+        raise ImportError(
+            f"pytransformer: attn_implementation={name!r} needs transformers; {INSTALL} ({error})"
+        ) from error
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -35,8 +37,8 @@ def register(name: str = NAME) -> None:
         from .hugging_face import models
     except ImportError as error:
         raise ImportError(
-            f"pytransformer: attn_implementation={name!r} cannot be registered with transformers {transformers.__version__}: "
-            f"{error}; transformers >= 5.17 is supported"
+            f"pytransformer: attn_implementation={name!r} cannot be registered with transformers"
+            f" {transformers.__version__}: {error}; transformers >= 5.17 is supported"
         ) from error
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
@@ -105,16 +107,23 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     """
     try:
         from transformers import AttentionInterface, PreTrainedModel
-        from transformers.generation.continuous_batching import cache_allocators  # noqa: F401  # requires 5.23
+        from transformers.generation.continuous_batching import (  # noqa: F401
+            cache_allocators,  # requires 5.23
+        )
 
         from .hugging_face import models, paged
     except ImportError as error:
         raise ImportError(
-            "pytransformer: continuous_batching needs transformers >= 5.23; update it, or use Batcher"
+            "pytransformer: continuous_batching needs transformers >= 5.23; update it, or use"
+            " Batcher"
         ) from error
     AttentionInterface.register(paged.NAME, paged.paged_attention_forward)
     models.check(model)
-    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    configs = {
+        id(part.config): part.config
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():

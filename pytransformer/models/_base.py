@@ -51,7 +51,10 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not isinstance(config, self.Config):
-            raise TypeError(f"{type(self).__name__} is made from a {self.Config.__name__}, got {type(config).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} is made from a {self.Config.__name__}, got"
+                f" {type(config).__name__}"
+            )
         self.config = config
 
     @classmethod
@@ -66,11 +69,14 @@ class Model(nn.Module):
             TypeError: unknown field.
         """
         if name not in cls.PRESETS:
-            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.PRESETS))}")
+            raise ValueError(
+                f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.PRESETS))}"
+            )
         fields = {f.name for f in dataclasses.fields(cls.Config)}
         if unknown := changes.keys() - fields:
             raise TypeError(
-                f"{cls.Config.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(fields))}"
+                f"{cls.Config.__name__} has no field {', '.join(sorted(unknown))}; it has"
+                f" {', '.join(sorted(fields))}"
             )
         return cls(dataclasses.replace(cls.PRESETS[name], **changes))
 
@@ -80,29 +86,43 @@ class Model(nn.Module):
         if loss is None or experts is None or not self.training:
             return loss
         balance = balance_loss(self)
-        return loss if balance is None else loss + MixtureOptions(**experts).balance_weight * balance
+        return (
+            loss if balance is None else loss + MixtureOptions(**experts).balance_weight * balance
+        )
 
-    def _keys(self, attention_mask: torch.Tensor | None, batch: int, length: int) -> tuple[torch.Tensor | None, int, int]:
+    def _keys(
+        self, attention_mask: torch.Tensor | None, batch: int, length: int
+    ) -> tuple[torch.Tensor | None, int, int]:
         """Return (mask, sequences, keys) of the full sequence, arguments of ``padding``."""
         if self.context is None:
             return attention_mask, batch, length
         device = next(self.parameters()).device
-        return self.context.mask(attention_mask, batch, length, device), batch, self.context.length(length)
+        return (
+            self.context.mask(attention_mask, batch, length, device),
+            batch,
+            self.context.length(length),
+        )
 
     def _rows(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """Return this process's part of (B, L): all, or its rows under a context."""
         return x if self.context is None else self.context.rows(x, fill)
 
-    def _step(self, cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
+    def _step(
+        self, cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> Step:
         """Return the call's positions and masks, of the full sequence under a context."""
         if is_tree(attention_mask) and (reason := self._why_no_tree()) is not None:
             raise ValueError(
-                f"{type(self).__name__}: a tree of drafts, attention_mask {tuple(attention_mask.shape)}, is not read: {reason}"
+                f"{type(self).__name__}: a tree of drafts, attention_mask"
+                f" {tuple(attention_mask.shape)}, is not read: {reason}"
             )
         if self.context is None:
             return Step.of(cache, ids, attention_mask)
         if cache is not None:
-            raise ValueError(f"{type(self).__name__}: a cache is of one process: generate outside of context_parallel")
+            raise ValueError(
+                f"{type(self).__name__}: a cache is of one process: generate outside of"
+                " context_parallel"
+            )
         mask, batch, keys = self._keys(attention_mask, *ids.shape)
         return Step(0, keys, causal(padding(mask, batch, keys), 0, keys))
 
@@ -113,15 +133,23 @@ class Model(nn.Module):
         """
         return "its attention goes by the places of tokens in the cache"
 
-    def _places(self, at: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
+    def _places(
+        self, at: torch.Tensor | None, length: int, device: torch.device
+    ) -> torch.Tensor | None:
         """Return the position ids of this process's rows; None: consecutive from the start."""
         if self.context is None:
             return at
         return self._rows(torch.arange(length, device=device)[None] if at is None else at)
 
-    def _mean_loss(self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _mean_loss(
+        self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         """Return the mean loss over all labels, including other ranks' rows."""
-        return head.loss(hidden, labels) if self.context is None else self.context.mean_loss(head, hidden, labels)
+        return (
+            head.loss(hidden, labels)
+            if self.context is None
+            else self.context.mean_loss(head, hidden, labels)
+        )
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -162,10 +190,15 @@ class Model(nn.Module):
         state = self.state()
         if is_sharded(list(state.values())):
             raise ValueError(
-                f"{type(self).__name__}.save: its parameters are split over ranks: load_state(nn.parallel.gathered_state(model), …) into a "
-                "whole model and save that, or use torch.distributed.checkpoint"
+                f"{type(self).__name__}.save: its parameters are split over ranks:"
+                " load_state(nn.parallel.gathered_state(model), …) into a whole model and save"
+                " that, or use torch.distributed.checkpoint"
             )
-        about = {"model": type(self).__name__, "version": __version__, "config": dataclasses.asdict(self.config)}
+        about = {
+            "model": type(self).__name__,
+            "version": __version__,
+            "config": dataclasses.asdict(self.config),
+        }
         _files.write(folder, state, about)
 
     @classmethod
@@ -184,8 +217,13 @@ class Model(nn.Module):
             raise ValueError(f"{folder} holds a {about.get('model')}, not a {cls.__name__}")
         fields = {f.name: f for f in dataclasses.fields(cls.Config)}
         if unknown := (about["config"] | changes).keys() - fields.keys():
-            raise ValueError(f"{folder}: {cls.Config.__name__} has no field {', '.join(sorted(unknown))}")
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in (about["config"] | changes).items()}
+            raise ValueError(
+                f"{folder}: {cls.Config.__name__} has no field {', '.join(sorted(unknown))}"
+            )
+        settings = {
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in (about["config"] | changes).items()
+        }
         config = cls._checked_config(settings, state, f"{folder}")
         cls._without_memory(config, f"{folder}")._check_state(state, f"{folder}")
         model = cls(config)._in_dtype_of(state)
@@ -199,10 +237,14 @@ class Model(nn.Module):
             with torch.device("meta"), Undrawn():
                 return cls(config)
         except (RuntimeError, TypeError, ArithmeticError) as error:
-            raise ValueError(f"{source}: {cls.__name__} cannot be built from its config: {error}") from error
+            raise ValueError(
+                f"{source}: {cls.__name__} cannot be built from its config: {error}"
+            ) from error
 
     @classmethod
-    def _checked_config(cls, settings: dict[str, Any], state: dict[str, torch.Tensor], source: str) -> Any:
+    def _checked_config(
+        cls, settings: dict[str, Any], state: dict[str, torch.Tensor], source: str
+    ) -> Any:
         """Return the config of these settings.
 
         Raises:
@@ -241,7 +283,9 @@ class Model(nn.Module):
         ]
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise ValueError(f"{source} does not fit {type(self).__name__}: {'; '.join(sorted(wrong)[:8])}{more}")
+            raise ValueError(
+                f"{source} does not fit {type(self).__name__}: {'; '.join(sorted(wrong)[:8])}{more}"
+            )
 
     @classmethod
     def from_hf(cls, model: Any) -> Self:
@@ -252,7 +296,9 @@ class Model(nn.Module):
         Raises:
             ValueError: the model type or a setting is unsupported; the message names it.
         """
-        return cls._converted(model.config.to_dict(), dict(model.state_dict()), type(model).__name__).train(model.training)
+        return cls._converted(
+            model.config.to_dict(), dict(model.state_dict()), type(model).__name__
+        ).train(model.training)
 
     @classmethod
     def load_hf(cls, folder: str | os.PathLike[str]) -> Self:
@@ -262,24 +308,37 @@ class Model(nn.Module):
         """
         state, config = _files.read_hugging_face(folder)
         architectures = config.get("architectures")
-        if architectures and not (isinstance(architectures, list) and isinstance(architectures[0], str)):
-            raise ValueError(f"{folder}: architectures must be a list of names, got {architectures!r:.60}")
+        if architectures and not (
+            isinstance(architectures, list) and isinstance(architectures[0], str)
+        ):
+            raise ValueError(
+                f"{folder}: architectures must be a list of names, got {architectures!r:.60}"
+            )
         return cls._converted(config, state, (architectures or [""])[0]).eval()
 
     @classmethod
-    def _converted(cls, config: dict[str, Any], state: dict[str, torch.Tensor], architecture: str) -> Self:
+    def _converted(
+        cls, config: dict[str, Any], state: dict[str, torch.Tensor], architecture: str
+    ) -> Self:
         kind = config.get("model_type")
         if not isinstance(kind, str) or kind not in cls.CONVERSIONS:
             known = ", ".join(cls.CONVERSIONS) or "none"
-            raise ValueError(f"{cls.__name__}: cannot take the Hugging Face model type {kind!r}; it takes {known}")
+            raise ValueError(
+                f"{cls.__name__}: cannot take the Hugging Face model type {kind!r}; it takes"
+                f" {known}"
+            )
         conversion = cls.CONVERSIONS[kind]
         source = f"the Hugging Face model {architecture}"
         try:
             settings = conversion.settings(config, state, architecture)
         except KeyError as error:
-            raise ValueError(f"{source}: its config or its weights lack {error.args[0]!r}") from error
+            raise ValueError(
+                f"{source}: its config or its weights lack {error.args[0]!r}"
+            ) from error
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"{source}: its config has a value of a wrong type: {error}") from error
+            raise ValueError(
+                f"{source}: its config has a value of a wrong type: {error}"
+            ) from error
         ours = cls._checked_config(settings, state, source)
         shell = cls._without_memory(ours, source)
         translated = conversion.translate(shell.state(), state)

@@ -13,7 +13,8 @@ import torch
 from ..ops._core.options import ActivationName
 
 ACTIVATIONS: dict[str, ActivationName] = {
-    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu",
+    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu",
 }  # fmt: skip
 
 
@@ -68,24 +69,38 @@ class Conversion:
     renames: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = ()
     shared: Mapping[str, str] = field(default_factory=dict)
 
-    def translate(self, wanted: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def translate(
+        self, wanted: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return the source tensors under our names.
 
         Raises:
             ValueError: one of our tensors has no source, or a source tensor is unused.
         """
         theirs = {self.name(k): v for k, v in state.items()}
-        theirs.update({k: theirs[other] for k, other in self.shared.items() if k not in theirs and other in theirs})
+        theirs.update(
+            {
+                k: theirs[other]
+                for k, other in self.shared.items()
+                if k not in theirs and other in theirs
+            }
+        )
         used: set[str] = set()
         result = {}
         for name, mine in wanted.items():
             rule, sources = self.source(name, theirs)
             used.update(sources)
-            parts = [theirs[s].t() if rule.transposed and theirs[s].dim() == 2 else theirs[s] for s in sources]
+            parts = [
+                theirs[s].t() if rule.transposed and theirs[s].dim() == 2 else theirs[s]
+                for s in sources
+            ]
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             result[name] = joined.reshape(mine.shape) if joined.numel() == mine.numel() else joined
         if left := [k for k in theirs if k not in used and not re.fullmatch(self.ignored, k)]:
-            raise ValueError(f"the Hugging Face model has weights with no place here: {', '.join(sorted(left)[:6])}")
+            raise ValueError(
+                "the Hugging Face model has weights with no place here:"
+                f" {', '.join(sorted(left)[:6])}"
+            )
         return result
 
     def source(self, name: str, theirs: Mapping[str, torch.Tensor]) -> tuple[Rule, list[str]]:
@@ -97,7 +112,11 @@ class Conversion:
                 if all(s in theirs for s in sources):
                     return rule, sources
                 missing += [s for s in sources if s not in theirs]
-        reason = f"should come from {', '.join(missing)}, not in the Hugging Face model" if missing else "has no rule"
+        reason = (
+            f"should come from {', '.join(missing)}, not in the Hugging Face model"
+            if missing
+            else "has no rule"
+        )
         raise ValueError(f"{name} {reason}")
 
     def name(self, theirs: str) -> str:
@@ -110,7 +129,10 @@ class Conversion:
 def activation(name: str) -> ActivationName:
     """Return our name of a Hugging Face activation."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"the activation {name!r} has no fused feed-forward here; there are {', '.join(ACTIVATIONS)}")
+        raise ValueError(
+            f"the activation {name!r} has no fused feed-forward here; there are"
+            f" {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
@@ -118,4 +140,7 @@ def demand(config: dict[str, Any], **wanted: Any) -> None:
     """Raise ValueError unless these settings are absent or have these values."""
     for key, value in wanted.items():
         if config.get(key, value) != value:
-            raise ValueError(f"the Hugging Face setting {key}={config[key]!r} has no counterpart here, only {value!r}")
+            raise ValueError(
+                f"the Hugging Face setting {key}={config[key]!r} has no counterpart here, only"
+                f" {value!r}"
+            )

@@ -27,7 +27,9 @@ class Decoder:
         with cache.transaction():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def make_cache(self, max_length: int | None = None, dtype: torch.dtype | None = None) -> KeyValueCache:
+    def make_cache(
+        self, max_length: int | None = None, dtype: torch.dtype | None = None
+    ) -> KeyValueCache:
         """Return a cache for ``past_key_values`` with one buffer per sequence.
 
         Args:
@@ -40,10 +42,15 @@ class Decoder:
         """
         longest = getattr(self.config, "max_length", None) if max_length is None else max_length
         if longest is None:
-            raise ValueError(f"{type(self).__name__}.make_cache: give max_length; its positions are relative and have no end")
+            raise ValueError(
+                f"{type(self).__name__}.make_cache: give max_length; its positions are relative and"
+                " have no end"
+            )
         return KeyValueCache(len(self.decoder.blocks), longest, dtype)
 
-    def make_paged_cache(self, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> PagedCache:
+    def make_paged_cache(
+        self, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None
+    ) -> PagedCache:
         """Return a paged cache for ``past_key_values``; common prefixes share pages.
 
         Args:

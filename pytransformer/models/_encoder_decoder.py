@@ -37,7 +37,9 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
     takes_context = True
 
     @abc.abstractmethod
-    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return (B, L, d_model) from (B, L); attention_mask as in :meth:`forward`."""
 
     @abc.abstractmethod
@@ -95,18 +97,27 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
             encoder_outputs = self.encode(input_ids, attention_mask)
         memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
         if decoder_input_ids is None:
-            decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
+            decoder_input_ids = shifted_right(
+                labels, self.config.start_token_id, self.config.pad_token_id
+            )
         if labels is not None:
             check_labels(labels, decoder_input_ids.shape)
         step = self._step(past_key_values, decoder_input_ids, decoder_attention_mask)
         if self.context is not None and input_ids is None:
-            raise ValueError("in context_parallel give input_ids, which tell how long the source is")
-        source = memory.shape[1] if self.context is None or input_ids is None else input_ids.shape[1]
+            raise ValueError(
+                "in context_parallel give input_ids, which tell how long the source is"
+            )
+        source = (
+            memory.shape[1] if self.context is None or input_ids is None else input_ids.shape[1]
+        )
         context = memory, padding(*self._keys(attention_mask, memory.shape[0], source))
         labels = None if labels is None else self._rows(labels, IGNORE)
-        hidden = self.decode(decoder_input_ids, step, context, past_key_values, decoder_position_ids, learned(labels))
+        hidden = self.decode(
+            decoder_input_ids, step, context, past_key_values, decoder_position_ids, learned(labels)
+        )
         loss = None if labels is None else self._mean_loss(self.head, hidden, labels)
         return Output(
-            hidden, self._with_balance(loss), encoder_last_hidden_state=memory, past_key_values=past_key_values,
+            hidden, self._with_balance(loss), encoder_last_hidden_state=memory,
+            past_key_values=past_key_values,
             compute_logits=lambda: self.head(step.last(hidden, logits_to_keep)),
         )  # fmt: skip

@@ -28,7 +28,8 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise ImportError(
-            'reading and writing weights needs safetensors: pip install "pytransformer-kernels[models]"'
+            "reading and writing weights needs safetensors: pip install"
+            ' "pytransformer-kernels[models]"'
         ) from error
     return safetensors
 
@@ -69,7 +70,9 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
     """Replace a safetensors file; its header has ``metadata`` and a digest of tensors and metadata.
 
     Raises:
@@ -98,7 +101,9 @@ def digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     return state.hexdigest()
 
 
-def write(folder: str | os.PathLike[str], state: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def write(
+    folder: str | os.PathLike[str], state: dict[str, torch.Tensor], about: dict[str, Any]
+) -> None:
     """Write ``folder/model.safetensors`` with ``about`` in its header, and ``config.json``.
 
     The header binds the config to the weights; ``config.json`` is for readers. Each file is
@@ -117,7 +122,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
     state, metadata = tensors(path)
     if "pytransformer" not in metadata:
         raise ValueError(
-            f"{path} was not written by pytransformer: its header holds no config. For Hugging Face's use load_hf"
+            f"{path} was not written by pytransformer: its header holds no config. For Hugging"
+            " Face's use load_hf"
         )
     about = parse(metadata["pytransformer"], f"the config in the header of {path}")
     if not isinstance(about.get("config"), dict):
@@ -191,8 +197,8 @@ def refuse_pickle(path: Path) -> None:
         f"{str(path.with_name(WEIGHTS))!r})"
     )
     raise ValueError(
-        f"{path} is a pickle, which can run any code when read; only safetensors are. If you trust where it is from, convert it:\n"
-        f"    {shlex.join(['python', '-c', code])}"
+        f"{path} is a pickle, which can run any code when read; only safetensors are. If you trust"
+        f" where it is from, convert it:\n    {shlex.join(['python', '-c', code])}"
     )
 
 
@@ -206,19 +212,29 @@ def tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     with open(path, "rb") as binary:
         size = int.from_bytes(binary.read(8), "little")
     if size > MAX_HEADER:
-        raise ValueError(f"{path} is not a safetensors file: its header of {size} bytes is over the limit of {MAX_HEADER}")
+        raise ValueError(
+            f"{path} is not a safetensors file: its header of {size} bytes is over the limit of"
+            f" {MAX_HEADER}"
+        )
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except (safetensors.SafetensorError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is not a safetensors file, or an incomplete one: {error}") from error
+        raise ValueError(
+            f"{path} is not a safetensors file, or an incomplete one: {error}"
+        ) from error
     if DIGEST in metadata and metadata[DIGEST] != digest(state, metadata):
-        raise ValueError(f"{path} is damaged: its tensors or its header are not what was written; use another copy")
+        raise ValueError(
+            f"{path} is damaged: its tensors or its header are not what was written; use another"
+            " copy"
+        )
     return state, metadata
 
 
-def read_hugging_face(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_hugging_face(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors and config of a folder written by Hugging Face's ``save_pretrained``.
 
     The tensors are in one file or in shards.
@@ -226,12 +242,18 @@ def read_hugging_face(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Ten
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         refuse_pickle(folder)
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}; load_hf wants the folder of a Hugging Face model")
+        raise FileNotFoundError(
+            f"{folder} holds no {CONFIG}; load_hf wants the folder of a Hugging Face model"
+        )
     config = read_json(folder / CONFIG)
     if (folder / INDEX).is_file():
         places = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise ValueError(f"{folder / INDEX}: weight_map must be an object of file names, got {places!r:.80}")
+        if not isinstance(places, dict) or not all(
+            isinstance(name, str) for name in places.values()
+        ):
+            raise ValueError(
+                f"{folder / INDEX}: weight_map must be an object of file names, got {places!r:.80}"
+            )
         files = sorted(set(places.values()))
         if outside := [name for name in files if not _is_file_name(name)]:
             raise ValueError(f"{folder / INDEX} names files outside its folder: {outside[:8]}")

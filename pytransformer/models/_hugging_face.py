@@ -13,13 +13,23 @@ State = dict[str, torch.Tensor]
 
 
 def _gpt2(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
-    demand(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    demand(
+        config,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
     if config.get("embd_pdrop") != config.get("resid_pdrop"):
-        raise ValueError("GPT has one dropout; the Hugging Face model's embd_pdrop and resid_pdrop differ")
+        raise ValueError(
+            "GPT has one dropout; the Hugging Face model's embd_pdrop and resid_pdrop differ"
+        )
     return dict(
-        vocab_size=config["vocab_size"], d_model=config["n_embd"], num_layers=config["n_layer"], num_heads=config["n_head"],
-        hidden=config.get("n_inner"), activation=activation(config["activation_function"]), max_length=config["n_positions"],
-        dropout=config["resid_pdrop"], attention_dropout=config["attn_pdrop"], eps=config["layer_norm_epsilon"],
+        vocab_size=config["vocab_size"], d_model=config["n_embd"], num_layers=config["n_layer"],
+        num_heads=config["n_head"],
+        hidden=config.get("n_inner"), activation=activation(config["activation_function"]),
+        max_length=config["n_positions"],
+        dropout=config["resid_pdrop"], attention_dropout=config["attn_pdrop"],
+        eps=config["layer_norm_epsilon"],
         tied=config.get("tie_word_embeddings", True),
     )  # fmt: skip
 
@@ -46,19 +56,29 @@ GPT2 = Conversion(
 def _marian(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
     demand(config, encoder_layerdrop=0.0, decoder_layerdrop=0.0)
     if config["encoder_attention_heads"] != config["decoder_attention_heads"]:
-        raise ValueError("Transformer has one num_heads; the Hugging Face model's encoder and decoder differ")
+        raise ValueError(
+            "Transformer has one num_heads; the Hugging Face model's encoder and decoder differ"
+        )
     if config["encoder_ffn_dim"] != config["decoder_ffn_dim"]:
-        raise ValueError("Transformer has one hidden; the Hugging Face model's encoder and decoder differ")
+        raise ValueError(
+            "Transformer has one hidden; the Hugging Face model's encoder and decoder differ"
+        )
     shared = config.get("share_encoder_decoder_embeddings", True)
     return dict(
-        vocab_size=config["vocab_size"], target_vocab_size=None if shared else config["decoder_vocab_size"],
-        d_model=config["d_model"], hidden=config["encoder_ffn_dim"], num_heads=config["encoder_attention_heads"],
+        vocab_size=config["vocab_size"],
+        target_vocab_size=None if shared else config["decoder_vocab_size"],
+        d_model=config["d_model"], hidden=config["encoder_ffn_dim"],
+        num_heads=config["encoder_attention_heads"],
         num_encoder_layers=config["encoder_layers"], num_decoder_layers=config["decoder_layers"],
         activation=activation(config["activation_function"]), dropout=config["dropout"],
-        attention_dropout=config["attention_dropout"], activation_dropout=config["activation_dropout"],
-        max_length=config["max_position_embeddings"], positions="sinusoidal-halves", final_norm=False,
-        scale_embeddings=config["scale_embedding"], tied=config.get("tie_word_embeddings", True), logits_bias=True,
-        start_token_id=config["decoder_start_token_id"], pad_token_id=config["pad_token_id"], label_smoothing=0.0,
+        attention_dropout=config["attention_dropout"],
+        activation_dropout=config["activation_dropout"],
+        max_length=config["max_position_embeddings"], positions="sinusoidal-halves",
+        final_norm=False,
+        scale_embeddings=config["scale_embedding"], tied=config.get("tie_word_embeddings", True),
+        logits_bias=True,
+        start_token_id=config["decoder_start_token_id"], pad_token_id=config["pad_token_id"],
+        label_smoothing=0.0,
     )  # fmt: skip
 
 
@@ -72,7 +92,10 @@ def _marian_rules(side: str, ours: str) -> list[tuple[str, ...]]:
         (f"{ours}.blocks.*.feed_forward.w2.*", rf"{layer}.fc2.\2"),
         (f"{ours}.blocks.*.feed_forward_residual.norm.*", rf"{layer}.final_layer_norm.\2"),
         (f"{ours}.blocks.*.cross_attention.query.*", rf"{layer}.encoder_attn.q_proj.\2"),
-        (f"{ours}.blocks.*.cross_attention.key_value.*", *(rf"{layer}.encoder_attn.{p}_proj.\2" for p in "kv")),
+        (
+            f"{ours}.blocks.*.cross_attention.key_value.*",
+            *(rf"{layer}.encoder_attn.{p}_proj.\2" for p in "kv"),
+        ),
         (f"{ours}.blocks.*.cross_attention.out.*", rf"{layer}.encoder_attn.out_proj.\2"),
         (f"{ours}.blocks.*.cross_residual.norm.*", rf"{layer}.encoder_attn_layer_norm.\2"),
     ]
@@ -91,7 +114,8 @@ MARIAN = Conversion(
     ]),
     prefix="model.",
     ignored=r"shared\.weight|lm_head\.weight|(en|de)coder\.embed_(tokens|positions)\.weight",
-    shared={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+    shared={"encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight"},
 )  # fmt: skip
 
 
@@ -100,11 +124,16 @@ def _t5(config: dict[str, Any], state: State, architecture: str) -> dict[str, An
     name = kind.removeprefix("gated-")
     head = state.get("lm_head.weight")
     return dict(
-        vocab_size=config["vocab_size"], d_model=config["d_model"], head_dim=config["d_kv"], hidden=config["d_ff"],
-        num_layers=config["num_layers"], num_decoder_layers=config["num_decoder_layers"], num_heads=config["num_heads"],
-        buckets=config["relative_attention_num_buckets"], max_distance=config.get("relative_attention_max_distance", 128),
-        activation="gelu_tanh" if kind == "gated-gelu" else activation(name), gated=kind.startswith("gated-"),
-        dropout=config["dropout_rate"], eps=config["layer_norm_epsilon"], pad_token_id=config["pad_token_id"],
+        vocab_size=config["vocab_size"], d_model=config["d_model"], head_dim=config["d_kv"],
+        hidden=config["d_ff"],
+        num_layers=config["num_layers"], num_decoder_layers=config["num_decoder_layers"],
+        num_heads=config["num_heads"],
+        buckets=config["relative_attention_num_buckets"],
+        max_distance=config.get("relative_attention_max_distance", 128),
+        activation="gelu_tanh" if kind == "gated-gelu" else activation(name),
+        gated=kind.startswith("gated-"),
+        dropout=config["dropout_rate"], eps=config["layer_norm_epsilon"],
+        pad_token_id=config["pad_token_id"],
         start_token_id=config.get("decoder_start_token_id") or config["pad_token_id"],
         tied=head is None or torch.equal(head, state["shared.weight"]),
         scale_outputs=config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)),
@@ -114,7 +143,10 @@ def _t5(config: dict[str, Any], state: State, architecture: str) -> dict[str, An
 def _t5_rules(side: str) -> list[tuple[str, ...]]:
     layer, last = rf"{side}.block.\1.layer", 2 if side == "decoder" else 1
     table = [
-        (f"{side}.blocks.*.mixing.qkv.weight", *(f"{layer}.0.SelfAttention.{p}.weight" for p in "qkv")),
+        (
+            f"{side}.blocks.*.mixing.qkv.weight",
+            *(f"{layer}.0.SelfAttention.{p}.weight" for p in "qkv"),
+        ),
         (f"{side}.blocks.*.mixing.out.weight", f"{layer}.0.SelfAttention.o.weight"),
         (f"{side}.blocks.*.mixing_residual.norm.weight", f"{layer}.0.layer_norm.weight"),
         (f"{side}.blocks.*.feed_forward.gate.weight", f"{layer}.{last}.DenseReluDense.wi_0.weight"),
@@ -123,13 +155,22 @@ def _t5_rules(side: str) -> list[tuple[str, ...]]:
         (f"{side}.blocks.*.feed_forward.w1.weight", f"{layer}.{last}.DenseReluDense.wi.weight"),
         (f"{side}.blocks.*.feed_forward.w2.weight", f"{layer}.{last}.DenseReluDense.wo.weight"),
         (f"{side}.blocks.*.feed_forward_residual.norm.weight", f"{layer}.{last}.layer_norm.weight"),
-        (f"{side}_bias.table", f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        (
+            f"{side}_bias.table",
+            f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        ),
         (f"{side}.norm.weight", f"{side}.final_layer_norm.weight"),
     ]
     if side == "decoder":
         table += [
-            (f"{side}.blocks.*.cross_attention.query.weight", f"{layer}.1.EncDecAttention.q.weight"),
-            (f"{side}.blocks.*.cross_attention.key_value.weight", *(f"{layer}.1.EncDecAttention.{p}.weight" for p in "kv")),
+            (
+                f"{side}.blocks.*.cross_attention.query.weight",
+                f"{layer}.1.EncDecAttention.q.weight",
+            ),
+            (
+                f"{side}.blocks.*.cross_attention.key_value.weight",
+                *(f"{layer}.1.EncDecAttention.{p}.weight" for p in "kv"),
+            ),
             (f"{side}.blocks.*.cross_attention.out.weight", f"{layer}.1.EncDecAttention.o.weight"),
             (f"{side}.blocks.*.cross_residual.norm.weight", f"{layer}.1.layer_norm.weight"),
         ]
@@ -160,23 +201,38 @@ _BERT_HEADS = {
 
 
 def _encoder(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
-    demand(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, problem_type=None)
+    demand(
+        config,
+        position_embedding_type="absolute",
+        is_decoder=False,
+        add_cross_attention=False,
+        problem_type=None,
+    )
     suffix = next((s for s in _BERT_HEADS if architecture.endswith(s)), None)
     if suffix is None:
-        raise ValueError(f"no heads here for the Hugging Face class {architecture!r}; there are {', '.join(_BERT_HEADS)}")
+        raise ValueError(
+            f"no heads here for the Hugging Face class {architecture!r}; there are"
+            f" {', '.join(_BERT_HEADS)}"
+        )
     labels = state["classifier.weight"].shape[0] if "classifier.weight" in state else 2
     return dict(
-        vocab_size=config["vocab_size"], d_model=config["hidden_size"], num_layers=config["num_hidden_layers"],
-        hidden=config["intermediate_size"], activation=activation(config["hidden_act"]), num_labels=labels,
+        vocab_size=config["vocab_size"], d_model=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        hidden=config["intermediate_size"], activation=activation(config["hidden_act"]),
+        num_labels=labels,
         max_length=config["max_position_embeddings"], num_segments=config["type_vocab_size"],
-        dropout=config["hidden_dropout_prob"], eps=config["layer_norm_eps"], heads=_BERT_HEADS[suffix],
+        dropout=config["hidden_dropout_prob"], eps=config["layer_norm_eps"],
+        heads=_BERT_HEADS[suffix],
         pooler=any("pooler.dense" in name for name in state),
     )  # fmt: skip
 
 
 def _bert(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
     settings = _encoder(config, state, architecture)
-    return settings | dict(num_heads=config["num_attention_heads"], attention_dropout=config["attention_probs_dropout_prob"])
+    return settings | dict(
+        num_heads=config["num_attention_heads"],
+        attention_dropout=config["attention_probs_dropout_prob"],
+    )
 
 
 _LAYER = r"encoder.layer.\1"
@@ -204,7 +260,8 @@ BERT = Conversion(
     _bert,
     rules([
         *_EMBEDDING_RULES,
-        ("encoder.blocks.*.mixing.qkv.*", *(rf"{_LAYER}.attention.self.{p}.\2" for p in ("query", "key", "value"))),
+        ("encoder.blocks.*.mixing.qkv.*",
+            *(rf"{_LAYER}.attention.self.{p}.\2" for p in ("query", "key", "value"))),
         ("encoder.blocks.*.mixing.out.*", rf"{_LAYER}.attention.output.dense.\2"),
         ("encoder.blocks.*.mixing_residual.norm.*", rf"{_LAYER}.attention.output.LayerNorm.\2"),
     ]),
@@ -212,7 +269,8 @@ BERT = Conversion(
 )  # fmt: skip
 FNET = Conversion(
     _encoder,
-    rules([*_EMBEDDING_RULES, ("encoder.blocks.*.mixing_residual.norm.*", rf"{_LAYER}.fourier.output.LayerNorm.\2")]),
+    rules([*_EMBEDDING_RULES,
+        ("encoder.blocks.*.mixing_residual.norm.*", rf"{_LAYER}.fourier.output.LayerNorm.\2")]),
     prefix="fnet.", ignored=_IGNORED, renames=_RENAMES,
 )  # fmt: skip
 
@@ -222,9 +280,12 @@ def _vit(config: dict[str, Any], state: State, architecture: str) -> dict[str, A
     return dict(
         image_size=size if isinstance(size := config["image_size"], int) else tuple(size),
         patch_size=config["patch_size"], channels=config["num_channels"],
-        d_model=config["hidden_size"], num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
-        hidden=config["intermediate_size"], activation=activation(config["hidden_act"]), dropout=config["hidden_dropout_prob"],
-        attention_dropout=config["attention_probs_dropout_prob"], qkv_bias=config["qkv_bias"], eps=config["layer_norm_eps"],
+        d_model=config["hidden_size"], num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        hidden=config["intermediate_size"], activation=activation(config["hidden_act"]),
+        dropout=config["hidden_dropout_prob"],
+        attention_dropout=config["attention_probs_dropout_prob"], qkv_bias=config["qkv_bias"],
+        eps=config["layer_norm_eps"],
         pooler=any("pooler.dense" in name for name in state),
         num_labels=state["classifier.weight"].shape[0] if "classifier.weight" in state else 0,
     )  # fmt: skip

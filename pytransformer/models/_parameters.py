@@ -72,7 +72,8 @@ class ParameterTable:
     def parts(self) -> dict[str, int]:
         """Return part to parameters, in the order of the model."""
         return {
-            part: sum(r.parameters for r in self.rows if r.part == part) for part in dict.fromkeys(r.part for r in self.rows)
+            part: sum(r.parameters for r in self.rows if r.part == part)
+            for part in dict.fromkeys(r.part for r in self.rows)
         }
 
     def __str__(self) -> str:
@@ -106,7 +107,10 @@ def parameter_table(model: nn.Module, parts: dict[str, str]) -> ParameterTable:
 def _kind(model: nn.Module, path: list[str]) -> tuple[int, str]:
     """Return the length of the name prefix that identifies the module, and its kind."""
     if "blocks" not in path:
-        return 1, path[0].replace("_", " ") if path[0] not in ("encoder", "decoder") else "last norm"
+        return 1, path[0].replace("_", " ") if path[0] not in (
+            "encoder",
+            "decoder",
+        ) else "last norm"
     depth = path.index("blocks") + 2  # includes the block's number
     name = path[depth]
     module = getattr(model.get_submodule(".".join(path[:depth])), name)

@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 MAX_SIZE = 1 << 20
 
 
-def check_settings(config: type[Any], settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: str) -> None:
+def check_settings(
+    config: type[Any], settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], source: str
+) -> None:
     """Check the fields of a config against their annotations and against the size of the file.
 
     A model has a tensor for each layer, and no dimension is larger than the file. Building a model
@@ -34,7 +36,9 @@ def check_settings(config: type[Any], settings: Mapping[str, Any], state: Mappin
             raise ValueError(f"{source}: {name} must be {_words(hints[name])}, got {value!r:.60}")
         limit = len(state) if "layers" in name else largest
         if isinstance(value, int) and abs(value) > limit:
-            raise ValueError(f"{source}: {name} must be at most {limit} for weights of this size, got {value}")
+            raise ValueError(
+                f"{source}: {name} must be at most {limit} for weights of this size, got {value}"
+            )
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -46,7 +50,9 @@ def _has_type(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_has_type(each, arguments[0]) for each in value)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     plain = origin or hint

@@ -88,11 +88,19 @@ class BERT(Model):
         super().__init__(config)
         c = config
         if unknown := set(c.heads) - set(HEADS):
-            raise ValueError(f"{type(c).__name__}: heads are {', '.join(HEADS)}; got {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"{type(c).__name__}: heads are {', '.join(HEADS)}; got"
+                f" {', '.join(sorted(unknown))}"
+            )
         if not c.pooler and {"nsp", "classification"} & set(c.heads):
-            raise ValueError(f"{type(c).__name__}: the heads nsp and classification need pooler=True")
+            raise ValueError(
+                f"{type(c).__name__}: the heads nsp and classification need pooler=True"
+            )
         if len(tuned := [head for head in FINE_TUNED if head in c.heads]) > 1:
-            raise ValueError(f"{type(c).__name__}: one of the heads {', '.join(FINE_TUNED)} at a time; got {', '.join(tuned)}")
+            raise ValueError(
+                f"{type(c).__name__}: one of the heads {', '.join(FINE_TUNED)} at a time; got"
+                f" {', '.join(tuned)}"
+            )
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = LearnedPositions(c.max_length, c.d_model)
         self.segments = nn.Embedding(c.num_segments, c.d_model)
@@ -104,13 +112,19 @@ class BERT(Model):
         self.mlm = VocabularyHead(c, self.embedding) if "mlm" in c.heads else None
         self.nsp = Classifier(c.d_model, 2) if "nsp" in c.heads else None
         self.boundary = BoundaryHead(c, self.embedding) if "boundary" in c.heads else None
-        self.classifier = Classifier(c.d_model, c.num_labels) if {"classification", "tagging"} & set(c.heads) else None
+        self.classifier = (
+            Classifier(c.d_model, c.num_labels)
+            if {"classification", "tagging"} & set(c.heads)
+            else None
+        )
         self.answer = Classifier(c.d_model, 2) if "answer" in c.heads else None
         self.apply(self._initialise)
 
     def _mixing(self) -> nn.Module:
         c = self.config
-        return MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout, pattern=self._pattern)
+        return MultiHeadAttention(
+            c.d_model, c.num_heads, dropout=c.attention_dropout, pattern=self._pattern
+        )
 
     def _block(self, layer: int) -> Block:
         c = self.config
@@ -132,7 +146,9 @@ class BERT(Model):
         """
         c = self.config
         pooler = c.pooler or heads != ("mlm",)
-        config = dataclasses.replace(c, heads=heads, num_labels=num_labels or c.num_labels, pooler=pooler)
+        config = dataclasses.replace(
+            c, heads=heads, num_labels=num_labels or c.num_labels, pooler=pooler
+        )
         model = type(self)(config).to(self.embedding.weight.device, self.embedding.weight.dtype)
         mine, theirs = self.state(), model.state()
         with torch.no_grad():
@@ -200,9 +216,12 @@ class BERT(Model):
             assert pooled is not None
             losses.append(self.nsp.loss(pooled, next_sentence_label))
         if labels is not None and not losses:
-            raise ValueError(f"labels were given to a BERT whose heads {self.config.heads} have no loss for them")
+            raise ValueError(
+                f"labels were given to a BERT whose heads {self.config.heads} have no loss for them"
+            )
         return Output(
-            hidden, self._with_balance(sum(losses[1:], losses[0]) if losses else None), pooler_output=pooled, compute_logits=logits,
+            hidden, self._with_balance(sum(losses[1:], losses[0]) if losses else None),
+            pooler_output=pooled, compute_logits=logits,
             next_sentence_logits=None if self.nsp is None else self.nsp(pooled),
         )  # fmt: skip
 
@@ -247,7 +266,10 @@ def answer_loss(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """
     length = logits.shape[1]
     ends = torch.where((ends < 0) | (ends >= length), IGNORE, ends)
-    losses = [nn.functional.cross_entropy(logits[..., n].float(), ends[:, n], ignore_index=IGNORE) for n in (0, 1)]
+    losses = [
+        nn.functional.cross_entropy(logits[..., n].float(), ends[:, n], ignore_index=IGNORE)
+        for n in (0, 1)
+    ]
     return (losses[0] + losses[1]) / 2
 
 
@@ -306,10 +328,15 @@ class BoundaryHead(nn.Module):
     def __init__(self, config: BERTConfig, embedding: nn.Embedding) -> None:
         super().__init__()
         self.places = nn.Embedding(MAX_SPAN, config.d_model)
-        self.first, self.second = Transform(config, 3 * config.d_model), Transform(config, config.d_model)
+        self.first, self.second = (
+            Transform(config, 3 * config.d_model),
+            Transform(config, config.d_model),
+        )
         self.output = Classifier(config.d_model, config.vocab_size, embedding=embedding)
 
-    def predicted(self, hidden: torch.Tensor, masked: torch.Tensor, span_bounds: torch.Tensor) -> torch.Tensor:
+    def predicted(
+        self, hidden: torch.Tensor, masked: torch.Tensor, span_bounds: torch.Tensor
+    ) -> torch.Tensor:
         """Return (N, d) for the N masked tokens.
 
         Args:
@@ -321,9 +348,16 @@ class BoundaryHead(nn.Module):
         left, right = span_bounds[row, token].unbind(-1)
         place = token - left - 1
         if bool(((place < 0) | (place >= MAX_SPAN) | (right <= token)).any()):
-            raise ValueError(f"span_bounds: a masked token must lie between its bounds, at most {MAX_SPAN} after the first")
-        return self.second(self.first(torch.cat([hidden[row, left], hidden[row, right], self.places(place)], -1)))
+            raise ValueError(
+                f"span_bounds: a masked token must lie between its bounds, at most {MAX_SPAN} after"
+                " the first"
+            )
+        return self.second(
+            self.first(torch.cat([hidden[row, left], hidden[row, right], self.places(place)], -1))
+        )
 
-    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, span_bounds: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, span_bounds: torch.Tensor
+    ) -> torch.Tensor:
         masked = labels != IGNORE
         return self.output.loss(self.predicted(hidden, masked, span_bounds), labels[masked])

@@ -64,7 +64,8 @@ class Conformer(Model):
         self.subsampling = ConvolutionSubsampling(c.input_dim, c.d_model) if c.subsampling else None
         self.projection = None if c.subsampling else nn.Linear(c.input_dim, c.d_model)
         self.blocks = nn.ModuleList(
-            ConformerBlock(c.d_model, c.num_heads, c.hidden, c.kernel_size, c.dropout, c.relative) for _ in range(c.num_layers)
+            ConformerBlock(c.d_model, c.num_heads, c.hidden, c.kernel_size, c.dropout, c.relative)
+            for _ in range(c.num_layers)
         )
         self.head = Classifier(c.d_model, c.vocab_size) if c.vocab_size else None
 
@@ -89,29 +90,44 @@ class Conformer(Model):
         batch, length, _ = input_features.shape
         padding(attention_mask, batch, length)  # validate before any computation
         if self.subsampling is not None:
-            hidden, attention_mask = self.subsampling(input_features), self.subsampling.kept(attention_mask)
+            hidden, attention_mask = (
+                self.subsampling(input_features),
+                self.subsampling.kept(attention_mask),
+            )
         elif self.projection is not None:
             hidden = self.projection(input_features)
         visible = padding(attention_mask, batch, hidden.shape[1], queries=True)
         keep = kept(visible, hidden.shape[1], "Conformer")
         if self.config.relative:
-            visible["sinusoids"] = relative_sinusoids(hidden.shape[1], self.config.d_model, like=hidden)
+            visible["sinusoids"] = relative_sinusoids(
+                hidden.shape[1], self.config.d_model, like=hidden
+            )
         hidden = nn.functional.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden, visible, keep)
         if self.head is None:
             if labels is not None:
-                raise ValueError("labels were given to a Conformer with vocab_size=0, which has no classifier")
+                raise ValueError(
+                    "labels were given to a Conformer with vocab_size=0, which has no classifier"
+                )
             return Output(hidden)
         head, loss = self.head, None
         if labels is not None:
-            loss = ctc_loss(head(hidden), labels, keep) if self.config.ctc else head.loss(hidden, labels)
+            loss = (
+                ctc_loss(head(hidden), labels, keep)
+                if self.config.ctc
+                else head.loss(hidden, labels)
+            )
         return Output(hidden, loss, compute_logits=lambda: head(hidden))
 
     @torch.no_grad()
-    def read(self, input_features: torch.Tensor, attention_mask: torch.Tensor | None = None) -> list[list[int]]:
+    def read(
+        self, input_features: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> list[list[int]]:
         """Return the labels of each sequence by best path; requires ``ctc``."""
         logits = self(input_features, attention_mask).logits
         if self.subsampling is not None:
             attention_mask = self.subsampling.kept(attention_mask)
-        return ctc_read(logits, kept(padding(attention_mask, *logits.shape[:2]), logits.shape[1], "Conformer"))
+        return ctc_read(
+            logits, kept(padding(attention_mask, *logits.shape[:2]), logits.shape[1], "Conformer")
+        )

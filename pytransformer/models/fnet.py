@@ -34,7 +34,10 @@ class FNet(BERT):
 
     config: FNetConfig
     Config = FNetConfig
-    PRESETS: ClassVar = {"base": FNetConfig(), "large": FNetConfig(d_model=1024, num_layers=24, hidden=4096)}
+    PRESETS: ClassVar = {
+        "base": FNetConfig(),
+        "large": FNetConfig(d_model=1024, num_layers=24, hidden=4096),
+    }
     CONVERSIONS: ClassVar = {"fnet": _hugging_face.FNET}
 
     def __init__(self, config: FNetConfig) -> None:

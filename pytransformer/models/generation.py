@@ -57,16 +57,24 @@ class Decoding:
                 raise ValueError(f"Decoding: {name} must be at least 1, got {getattr(self, name)}")
         if not self.temperature > 0:
             raise ValueError(
-                f"Decoding: temperature must be above 0, got {self.temperature}; for the maximum leave sample=False"
+                f"Decoding: temperature must be above 0, got {self.temperature}; for the maximum"
+                " leave sample=False"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"Decoding: top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"Decoding: top_p must be above 0 and at most 1, got {self.top_p}")
         if self.sample and self.beams > 1:
-            raise ValueError(f"Decoding: beam search does not draw; wanted sample=False or beams=1, got beams={self.beams}")
-        if not self.sample and (self.top_k is not None or self.top_p is not None or self.temperature != 1.0):
-            raise ValueError("Decoding: temperature, top_k and top_p are for drawing; wanted sample=True")
+            raise ValueError(
+                "Decoding: beam search does not draw; wanted sample=False or beams=1, got"
+                f" beams={self.beams}"
+            )
+        if not self.sample and (
+            self.top_k is not None or self.top_p is not None or self.temperature != 1.0
+        ):
+            raise ValueError(
+                "Decoding: temperature, top_k and top_p are for drawing; wanted sample=True"
+            )
 
 
 @dataclass(frozen=True)
@@ -120,15 +128,23 @@ def generate(
     """
     how = decoding or Decoding(**settings)
     if decoding is not None and settings:
-        raise ValueError(f"generate: wanted decoding or its fields, got both: {', '.join(settings)}")
+        raise ValueError(
+            f"generate: wanted decoding or its fields, got both: {', '.join(settings)}"
+        )
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"generate: input_ids must be (B, L) with L > 0, got shape {tuple(input_ids.shape)}")
+        raise ValueError(
+            f"generate: input_ids must be (B, L) with L > 0, got shape {tuple(input_ids.shape)}"
+        )
     if isinstance(cache, DecoderCache) and cache.length:
-        raise ValueError(f"generate: the cache holds {cache.length} positions; free() it, or give another")
+        raise ValueError(
+            f"generate: the cache holds {cache.length} positions; free() it, or give another"
+        )
     given = cache if isinstance(cache, DecoderCache) else None
     with evaluation(model), nullcontext() if given is None else given.transaction():
         reader = _Reader(model, input_ids, attention_mask, how, prefix_lengths, cache)
-        generated = _beam_search(reader, how) if how.beams > 1 else _one_by_one(reader, how, generator)
+        generated = (
+            _beam_search(reader, how) if how.beams > 1 else _one_by_one(reader, how, generator)
+        )
         if given is not None:
             given.free()
     return generated
@@ -148,7 +164,9 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 
 def compact(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, prefix_lengths: torch.Tensor | None
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prefix_lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (ids, lengths, prefix lengths) of prompts with all padding moved to the end.
 
@@ -162,18 +180,26 @@ def compact(
         return input_ids, None, prefix_lengths
     check_not_additive(attention_mask)
     column = torch.arange(length, device=input_ids.device)
-    mask = column < attention_mask[:, None] if is_lengths(attention_mask, batch) else attention_mask.bool()
+    mask = (
+        column < attention_mask[:, None]
+        if is_lengths(attention_mask, batch)
+        else attention_mask.bool()
+    )
     if mask.shape != input_ids.shape:
         raise ValueError(
-            f"generate: attention_mask must be ({batch}, {length}) or lengths ({batch},), got {attention_mask.dtype} of shape "
-            f"{tuple(attention_mask.shape)}"
+            f"generate: attention_mask must be ({batch}, {length}) or lengths ({batch},), got"
+            f" {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
         )
     lengths = mask.sum(1)
     for b in (lengths == 0).nonzero()[:1, 0].tolist():
-        raise ValueError(f"generate: prompt {b} has no tokens; wanted at least one, what a new one is to follow")
+        raise ValueError(
+            f"generate: prompt {b} has no tokens; wanted at least one, what a new one is to follow"
+        )
     if bool(mask.all()):
         return input_ids, None, prefix_lengths
-    order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(lengths.max())]
+    order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
+        :, : int(lengths.max())
+    ]
     if prefix_lengths is not None:
         prefix_lengths = (mask & (column < prefix_lengths[:, None])).sum(1)
     return input_ids.gather(1, order), lengths, prefix_lengths
@@ -181,7 +207,10 @@ def compact(
 
 def most_positions(model: Any) -> int | None:
     """Return the maximum sequence length of the model's position tables; None: unlimited."""
-    return min((module.weight.shape[0] for module in model.modules() if isinstance(module, Positions)), default=None)
+    return min(
+        (module.weight.shape[0] for module in model.modules() if isinstance(module, Positions)),
+        default=None,
+    )
 
 
 class _Reader:
@@ -210,7 +239,9 @@ class _Reader:
                 self.constant["attention_mask"] = attention_mask
             self.prompts = input_ids.new_full((len(input_ids), 1), model.config.start_token_id)
         else:
-            self.prompts, self.lengths, prefix_lengths = compact(input_ids, attention_mask, prefix_lengths)
+            self.prompts, self.lengths, prefix_lengths = compact(
+                input_ids, attention_mask, prefix_lengths
+            )
         self.prefix = {} if prefix_lengths is None else {"prefix_lengths": prefix_lengths}
         self.new = self.prompts[:, :0]
         prompt = self.prompts.shape[1]
@@ -218,9 +249,12 @@ class _Reader:
         positions = most_positions(model)
         if positions is not None and total > positions:
             raise ValueError(
-                f"generate: {prompt} tokens and {how.max_new_tokens} new ones are more than the model's {positions} positions"
+                f"generate: {prompt} tokens and {how.max_new_tokens} new ones are more than the"
+                f" model's {positions} positions"
             )
-        self.cache = _cache_of(model, cache, len(self.prompts) * how.beams, total) if how.use_cache else None
+        self.cache = (
+            _cache_of(model, cache, len(self.prompts) * how.beams, total) if how.use_cache else None
+        )
 
     def log_probabilities(self) -> torch.Tensor:
         """Return (rows, vocabulary) float32 log-probabilities of the next token."""
@@ -256,7 +290,9 @@ class _Reader:
         if copies:
             self.prompts = self.prompts[rows]
             self.lengths = None if self.lengths is None else self.lengths[rows]
-            self.constant, self.prefix = ({name: v[rows] for name, v in what.items()} for what in (self.constant, self.prefix))
+            self.constant, self.prefix = (
+                {name: v[rows] for name, v in what.items()} for what in (self.constant, self.prefix)
+            )
         if self.cache is not None:
             self.cache.reorder(rows, cross=copies)
 
@@ -266,7 +302,9 @@ def _cache_of(model: Any, cache: str | DecoderCache, rows: int, total: int) -> D
     if isinstance(cache, DecoderCache):
         return cache
     if cache not in ("contiguous", "paged"):
-        raise ValueError(f"generate: cache must be 'contiguous', 'paged' or a cache of the model, got {cache!r}")
+        raise ValueError(
+            f"generate: cache must be 'contiguous', 'paged' or a cache of the model, got {cache!r}"
+        )
     if cache == "contiguous":
         made: DecoderCache = model.make_cache(total)
     else:
@@ -278,7 +316,10 @@ def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | Non
     """Decode greedily or by sampling, one hypothesis per sequence."""
     rows, device = len(reader.prompts), reader.prompts.device
     done = torch.zeros(rows, dtype=torch.bool, device=device)
-    lengths, scores = torch.zeros_like(done, dtype=torch.int64), torch.zeros_like(done, dtype=torch.float32)
+    lengths, scores = (
+        torch.zeros_like(done, dtype=torch.int64),
+        torch.zeros_like(done, dtype=torch.float32),
+    )
     stop = torch.tensor(how.stop, dtype=torch.int64, device=device)
     for _ in range(how.max_new_tokens):
         probabilities = reader.log_probabilities()
@@ -293,7 +334,9 @@ def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | Non
     return Generated(reader.new[:, :longest], lengths, scores)
 
 
-def choose(probabilities: torch.Tensor, how: Decoding, generator: torch.Generator | None) -> torch.Tensor:
+def choose(
+    probabilities: torch.Tensor, how: Decoding, generator: torch.Generator | None
+) -> torch.Tensor:
     """Return (rows,), the argmax of log-probabilities (rows, vocabulary), or a sample."""
     if not how.sample:
         return probabilities.argmax(-1)
@@ -326,7 +369,9 @@ class _Finished:
         self.hypotheses: list[tuple[float, list[int]]] = []
 
     def add(self, score: float, tokens: Sequence[int]) -> None:
-        self.hypotheses = sorted([*self.hypotheses, (score, list(tokens))], key=lambda h: -h[0])[: self.keep]
+        self.hypotheses = sorted([*self.hypotheses, (score, list(tokens))], key=lambda h: -h[0])[
+            : self.keep
+        ]
 
     def complete(self, best_possible: float) -> bool:
         """Return whether no unfinished hypothesis can enter."""
@@ -364,14 +409,18 @@ def _beam_search(reader: _Reader, how: Decoding) -> Generated:
         reader.choose(source.flatten(), copies=alive != beams)
         reader.append(token.gather(1, kept).flatten())
         longest = how.max_new_tokens if alpha > 0 else length
-        if all(f.complete(s.item() / _penalty(longest, alpha)) for f, s in zip(finished, scores[:, 0])):
+        if all(
+            f.complete(s.item() / _penalty(longest, alpha)) for f, s in zip(finished, scores[:, 0])
+        ):
             break
     else:
         for b in range(batch):
             for rank in range(beams):
                 row = reader.new[b * beams + rank].tolist()
                 if scores[b, rank] > -torch.inf:
-                    finished[b].add(scores[b, rank].item() / _penalty(how.max_new_tokens, alpha), row)
+                    finished[b].add(
+                        scores[b, rank].item() / _penalty(how.max_new_tokens, alpha), row
+                    )
     return _collected([f.hypotheses[0] for f in finished], how.pad_token_id, device)
 
 

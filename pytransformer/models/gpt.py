@@ -83,19 +83,38 @@ class GPT(Decoder, Model):
         super().__init__(config)
         c = config
         if c.positions not in ("learned", "rotary", "alibi"):
-            raise ValueError(f"GPTConfig: positions must be 'learned', 'rotary' or 'alibi', got {c.positions!r}")
+            raise ValueError(
+                f"GPTConfig: positions must be 'learned', 'rotary' or 'alibi', got {c.positions!r}"
+            )
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
-        self.positions = LearnedPositions(c.max_length, c.d_model) if c.positions == "learned" else None
+        self.positions = (
+            LearnedPositions(c.max_length, c.d_model) if c.positions == "learned" else None
+        )
         self.alibi = Alibi(c.num_heads) if c.positions == "alibi" else None
         self.rotary = RotaryPositions(c.d_model // c.num_heads) if c.positions == "rotary" else None
 
         def block(layer: int) -> Block:
-            kind = MultiHeadAttention if self.rotary is None else partial(RotaryMultiHeadAttention, rotary=self.rotary)
-            attention = kind(c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout)
-            inner = network(c.experts, layer, c.d_model, c.hidden or 4 * c.d_model, activation=c.activation)
-            return Block(attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+            kind = (
+                MultiHeadAttention
+                if self.rotary is None
+                else partial(RotaryMultiHeadAttention, rotary=self.rotary)
+            )
+            attention = kind(
+                c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout
+            )
+            inner = network(
+                c.experts, layer, c.d_model, c.hidden or 4 * c.d_model, activation=c.activation
+            )
+            return Block(
+                attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True
+            )
 
-        self.decoder = Stack([block(i) for i in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.decoder = Stack(
+            [block(i) for i in range(c.num_layers)],
+            LayerNorm(c.d_model, c.eps),
+            dropout=c.dropout,
+            pre=True,
+        )
         self.head = Classifier(
             c.d_model,
             c.vocab_size,
@@ -114,8 +133,13 @@ class GPT(Decoder, Model):
             module.initialise(lambda matrix: nn.init.normal_(matrix, std=0.02))
         if isinstance(module, Block):  # scale residual outputs down with depth
             attention, inner = module.mixing, module.feed_forward
-            assert isinstance(attention, MultiHeadAttention) and isinstance(inner, (FeedForward, MixtureOfExperts))
-            for weight in (attention.out.weight, inner.w2.weight if isinstance(inner, FeedForward) else inner.experts.w2):
+            assert isinstance(attention, MultiHeadAttention) and isinstance(
+                inner, (FeedForward, MixtureOfExperts)
+            )
+            for weight in (
+                attention.out.weight,
+                inner.w2.weight if isinstance(inner, FeedForward) else inner.experts.w2,
+            ):
                 with torch.no_grad():
                     weight.mul_((2 * self.config.num_layers) ** -0.5)
 
@@ -157,7 +181,10 @@ class GPT(Decoder, Model):
         step = self._step(past_key_values, input_ids, attention_mask)
         x = self.embedding(self._rows(input_ids))
         if self.positions is not None:
-            at, length = step.position_ids if position_ids is None else position_ids, input_ids.shape[1]
+            at, length = (
+                step.position_ids if position_ids is None else position_ids,
+                input_ids.shape[1],
+            )
             x = x + self.positions(length, step.start, self._places(at, length, x.device))
         visible: dict[str, Any] = {**step.visible}
         if self.alibi is not None:
@@ -169,9 +196,20 @@ class GPT(Decoder, Model):
             visible["window"] = (self.config.window, None)
         if prefix_lengths is not None:
             visible["prefix_lengths"] = prefix_lengths
-        following = None if labels is None else self._rows(nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE), IGNORE)
+        following = (
+            None
+            if labels is None
+            else self._rows(nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE), IGNORE)
+        )
         hidden = self.decoder(x, visible, cache=past_key_values, wanted=learned(following))
-        loss = None if following is None else self._with_balance(self._mean_loss(self.head, hidden, following))
+        loss = (
+            None
+            if following is None
+            else self._with_balance(self._mean_loss(self.head, hidden, following))
+        )
         return Output(
-            hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(step.last(hidden, logits_to_keep))
+            hidden,
+            loss,
+            past_key_values=past_key_values,
+            compute_logits=lambda: self.head(step.last(hidden, logits_to_keep)),
         )

@@ -58,7 +58,9 @@ class Mixer(Model):
     PRESETS: ClassVar = {
         "B/16": MixerConfig(),
         "L/16": MixerConfig(d_model=1024, num_layers=24, token_hidden=512, hidden=4096),
-        "H/14": MixerConfig(patch_size=14, d_model=1280, num_layers=32, token_hidden=640, hidden=5120),
+        "H/14": MixerConfig(
+            patch_size=14, d_model=1280, num_layers=32, token_hidden=640, hidden=5120
+        ),
     }
 
     def __init__(self, config: MixerConfig) -> None:
@@ -68,13 +70,22 @@ class Mixer(Model):
 
         def block() -> Block:
             if c.kernel_size:
-                mixing: nn.Module = SeparableMixing(c.d_model, c.kernel_size, grid=self.patches.grid)
+                mixing: nn.Module = SeparableMixing(
+                    c.d_model, c.kernel_size, grid=self.patches.grid
+                )
             else:
                 mixing = TokenMixing(self.patches.num_patches, c.token_hidden, dropout=c.dropout)
             network = FeedForward(c.d_model, c.hidden, activation="gelu", dropout=c.dropout)
-            return Block(mixing, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+            return Block(
+                mixing, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True
+            )
 
-        self.encoder = Stack([block() for _ in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.encoder = Stack(
+            [block() for _ in range(c.num_layers)],
+            LayerNorm(c.d_model, c.eps),
+            dropout=c.dropout,
+            pre=True,
+        )
         self.head = Classifier(c.d_model, c.num_labels, label_smoothing=c.label_smoothing)
         nn.init.zeros_(self.head.weight)  # the authors' initialization
 

@@ -61,10 +61,16 @@ class _Request:
 
     @property
     def unread(self) -> list[int]:
-        return self.prompt[self.read :] if self.read < len(self.prompt) else self.new[self.read - len(self.prompt) :]
+        return (
+            self.prompt[self.read :]
+            if self.read < len(self.prompt)
+            else self.new[self.read - len(self.prompt) :]
+        )
 
     def snapshot(self) -> Any:
-        draws = self.generator.get_state() if self.generator is not None and self.how.sample else None
+        draws = (
+            self.generator.get_state() if self.generator is not None and self.how.sample else None
+        )
         return self.sequence, self.read, len(self.new), self.score, self.result, draws
 
     def restore(self, snapshot: Any) -> None:
@@ -96,15 +102,30 @@ class Batcher:
         piece: maximum number of prompt tokens per request and step.
     """
 
-    def __init__(self, model: Any, cache: PagedCache, *, slots: int = 16, piece: int = 256, share: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache,
+        *,
+        slots: int = 16,
+        piece: int = 256,
+        share: bool = True,
+    ) -> None:
         if hasattr(model, "encode"):
             raise ValueError(
-                f"Batcher: {type(model).__name__} answers sources; wanted a model that continues prompts; use generate"
+                f"Batcher: {type(model).__name__} answers sources; wanted a model that continues"
+                " prompts; use generate"
             )
         for name, value in (("slots", slots), ("piece", piece)):
             if value < 1:
                 raise ValueError(f"Batcher: {name} must be at least 1, got {value}")
-        self.model, self.cache, self.slots, self.piece, self.share = model, cache, slots, piece, share
+        self.model, self.cache, self.slots, self.piece, self.share = (
+            model,
+            cache,
+            slots,
+            piece,
+            share,
+        )
         self._device = next(model.parameters()).device
         self._lock = threading.Lock()  # guards the three fields below
         self._waiting: deque[_Request] = deque()
@@ -139,19 +160,29 @@ class Batcher:
                 positions or the cache has pages.
         """
         if decoding is not None and settings:
-            raise ValueError(f"Batcher.submit: wanted decoding or its fields, got both: {', '.join(settings)}")
+            raise ValueError(
+                f"Batcher.submit: wanted decoding or its fields, got both: {', '.join(settings)}"
+            )
         if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"Batcher.submit: generator must be a torch.Generator or None, got {generator!r}")
+            raise TypeError(
+                f"Batcher.submit: generator must be a torch.Generator or None, got {generator!r}"
+            )
         request = _Request(self._ids(prompt), decoding or Decoding(**settings), generator)
         if request.how.beams > 1 or not request.how.use_cache:
-            raise ValueError("Batcher.submit: wanted beams=1 and use_cache=True; generate does the others")
-        pages, positions, longest = self.cache.pages, most_positions(self.model), request.max_positions
+            raise ValueError(
+                "Batcher.submit: wanted beams=1 and use_cache=True; generate does the others"
+            )
+        pages, positions, longest = (
+            self.cache.pages,
+            most_positions(self.model),
+            request.max_positions,
+        )
         if positions is not None and longest > positions:
             raise ValueError(f"Batcher.submit: {longest} positions, and the model has {positions}")
         if pages.pages_for(longest) > pages.num_pages:
             raise ValueError(
-                f"Batcher.submit: {longest} positions need {pages.pages_for(longest)} pages of {pages.page_size}, and the "
-                f"cache has {pages.num_pages}"
+                f"Batcher.submit: {longest} positions need {pages.pages_for(longest)} pages of"
+                f" {pages.page_size}, and the cache has {pages.num_pages}"
             )
         with self._lock:
             request.number = self._count
@@ -164,20 +195,26 @@ class Batcher:
         if isinstance(prompt, torch.Tensor):
             if prompt.dim() != 1 or prompt.is_floating_point():
                 raise TypeError(
-                    f"Batcher.submit: prompt must be integers of one dimension, got {prompt.dtype} of shape {tuple(prompt.shape)}"
+                    f"Batcher.submit: prompt must be integers of one dimension, got {prompt.dtype}"
+                    f" of shape {tuple(prompt.shape)}"
                 )
             prompt = prompt.tolist()
         try:
             ids = [operator.index(token) for token in prompt]
         except TypeError as error:
-            raise TypeError(f"Batcher.submit: prompt must be token ids, one integer each; {error}") from None
+            raise TypeError(
+                f"Batcher.submit: prompt must be token ids, one integer each; {error}"
+            ) from None
         if not ids:
             raise ValueError("Batcher.submit: the prompt has no tokens; wanted at least one")
         size = getattr(getattr(self.model, "config", None), "vocab_size", None)
         for token in (min(ids), max(ids)):
             if token < 0 or (size is not None and token >= size):
                 end = "" if size is None else f" to {size - 1}, the end of the vocabulary"
-                raise ValueError(f"Batcher.submit: token ids must be from 0{end}, got {token}; use the model's tokenizer")
+                raise ValueError(
+                    f"Batcher.submit: token ids must be from 0{end}, got {token}; use the model's"
+                    " tokenizer"
+                )
         return ids
 
     def cancel(self, number: int) -> bool:
@@ -187,7 +224,9 @@ class Batcher:
         not exist.
         """
         with self._lock:
-            running = any(r.number == number and r.result is None for r in (*self._waiting, *self._active))
+            running = any(
+                r.number == number and r.result is None for r in (*self._waiting, *self._active)
+            )
             if running:
                 self._cancelled.add(number)
         return running
@@ -222,7 +261,11 @@ class Batcher:
 
         One ``try`` covers both, so they agree after any interrupt.
         """
-        active, snapshots, cached = self._active, [request.snapshot() for request in requests], self.cache.snapshot()
+        active, snapshots, cached = (
+            self._active,
+            [request.snapshot() for request in requests],
+            self.cache.snapshot(),
+        )
         try:
             yield
         except BaseException:
@@ -237,7 +280,11 @@ class Batcher:
             return
         with self._lock:
             numbers = set(self._cancelled)
-            requests = [r for r in (*self._active, *self._waiting) if r.number in numbers and r.result is None]
+            requests = [
+                r
+                for r in (*self._active, *self._waiting)
+                if r.number in numbers and r.result is None
+            ]
         with self._transaction(requests):
             for request in requests:
                 if request.sequence is None:
@@ -249,7 +296,10 @@ class Batcher:
 
     def _admit(self) -> None:
         pages, running = self.cache.pages, self._running()
-        free, promised = self.slots - len(running), sum(pages.pages_for(request.max_positions) for request in running)
+        free, promised = (
+            self.slots - len(running),
+            sum(pages.pages_for(request.max_positions) for request in running),
+        )
         while self._waiting:
             request = self._waiting[0]
             if request.sequence is None:  # otherwise already admitted or cancelled
@@ -269,8 +319,12 @@ class Batcher:
         with self._transaction(requests):
             pieces = [request.unread[: self.piece] for request in requests]
             longest = max(map(len, pieces))
-            ids = torch.tensor([piece + [0] * (longest - len(piece)) for piece in pieces], device=self._device)
-            self.cache.select([request.sequence for request in requests if request.sequence is not None])
+            ids = torch.tensor(
+                [piece + [0] * (longest - len(piece)) for piece in pieces], device=self._device
+            )
+            self.cache.select(
+                [request.sequence for request in requests if request.sequence is not None]
+            )
             for request, piece in zip(requests, pieces):
                 request.read += len(piece)
             more = {}

@@ -59,7 +59,8 @@ class T5Config(EncoderDecoderConfig):
 
 def _v1_1(d_model: int, hidden: int, num_layers: int, num_heads: int) -> T5Config:
     return T5Config(
-        d_model=d_model, hidden=hidden, num_layers=num_layers, num_heads=num_heads, activation="gelu_tanh", gated=True,
+        d_model=d_model, hidden=hidden, num_layers=num_layers, num_heads=num_heads,
+        activation="gelu_tanh", gated=True,
         tied=False, scale_outputs=False,
     )  # fmt: skip
 
@@ -88,12 +89,16 @@ class T5(EncoderDecoder):
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)
         c = config
-        self.num_decoder_layers = c.num_layers if c.num_decoder_layers is None else c.num_decoder_layers
+        self.num_decoder_layers = (
+            c.num_layers if c.num_decoder_layers is None else c.num_decoder_layers
+        )
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.encoder = self._stack(c.num_layers, decoder=False)
         self.decoder = self._stack(self.num_decoder_layers, decoder=True)
         self.encoder_bias, self.decoder_bias = (
-            RelativePositionTable(c.buckets, c.num_heads, bidirectional=both, max_distance=c.max_distance)
+            RelativePositionTable(
+                c.buckets, c.num_heads, bidirectional=both, max_distance=c.max_distance
+            )
             for both in (True, False)
         )
         self.head = Classifier(
@@ -107,18 +112,35 @@ class T5(EncoderDecoder):
 
         def attention(cross: bool) -> MultiHeadAttention:
             return MultiHeadAttention(
-                c.d_model, c.num_heads, cross=cross, head_dim=c.head_dim, bias=False, scale=1.0, dropout=c.dropout
+                c.d_model,
+                c.num_heads,
+                cross=cross,
+                head_dim=c.head_dim,
+                bias=False,
+                scale=1.0,
+                dropout=c.dropout,
             )
 
         def block(layer: int) -> Block:
-            kind: dict[str, Any] = {"activation": c.activation, "gated": c.gated, "bias": False, "dropout": c.dropout}
+            kind: dict[str, Any] = {
+                "activation": c.activation,
+                "gated": c.gated,
+                "bias": False,
+                "dropout": c.dropout,
+            }
             inner = network(c.experts, layer, c.d_model, c.hidden, **kind)
             return Block(
-                attention(False), inner, lambda: RMSNorm(c.d_model, c.eps), pre=True, dropout=c.dropout,
+                attention(False), inner, lambda: RMSNorm(c.d_model, c.eps), pre=True,
+                dropout=c.dropout,
                 cross_attention=attention(True) if decoder else None,
             )  # fmt: skip
 
-        return Stack([block(i) for i in range(num_layers)], RMSNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        return Stack(
+            [block(i) for i in range(num_layers)],
+            RMSNorm(c.d_model, c.eps),
+            dropout=c.dropout,
+            pre=True,
+        )
 
     def _initialise(self, module: nn.Module) -> None:
         """Initialize as the authors do; queries absorb the missing scale 1 / sqrt(head_dim)."""
@@ -131,7 +153,9 @@ class T5(EncoderDecoder):
             module.initialise(lambda matrix: nn.init.normal_(matrix, std=matrix.shape[1] ** -0.5))
         elif isinstance(module, MultiHeadAttention):  # visited after its projections
             with torch.no_grad():
-                query = module.query.weight if module.cross else module.qkv.weight[: module.widths[0]]
+                query = (
+                    module.query.weight if module.cross else module.qkv.weight[: module.widths[0]]
+                )
                 query.mul_(c.head_dim**-0.5)
         elif isinstance(module, RelativePositionTable):
             nn.init.normal_(module.table, std=c.d_model**-0.5)
@@ -141,10 +165,16 @@ class T5(EncoderDecoder):
     def _finish(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, self.config.dropout, self.training)
 
-    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return (B, L, d_model) from (B, L); attention_mask as in :meth:`forward`."""
         visible = padding(*self._keys(attention_mask, *input_ids.shape), queries=True)
-        return self._finish(self.encoder(self.embedding(self._rows(input_ids)), {**visible, "bias": self.encoder_bias()}))
+        return self._finish(
+            self.encoder(
+                self.embedding(self._rows(input_ids)), {**visible, "bias": self.encoder_bias()}
+            )
+        )
 
     def decode(
         self,
@@ -158,4 +188,6 @@ class T5(EncoderDecoder):
         if at is not None:
             raise ValueError("T5 knows relative positions only: decoder_position_ids must be None")
         visible = {**step.visible, "bias": self.decoder_bias()}
-        return self._finish(self.decoder(self.embedding(self._rows(ids)), visible, *context, cache, wanted))
+        return self._finish(
+            self.decoder(self.embedding(self._rows(ids)), visible, *context, cache, wanted)
+        )

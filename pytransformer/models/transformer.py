@@ -87,12 +87,15 @@ class Transformer(EncoderDecoder):
         "base": TransformerConfig(),
         "big": TransformerConfig(d_model=1024, hidden=4096, num_heads=16, dropout=0.3),
         "notes-small": TransformerConfig(
-            vocab_size=7765, target_vocab_size=7010, d_model=128, hidden=512, num_heads=8, num_encoder_layers=4,
+            vocab_size=7765, target_vocab_size=7010, d_model=128, hidden=512, num_heads=8,
+            num_encoder_layers=4,
             num_decoder_layers=4, max_length=256, tied=False,
         ),
         "notes": TransformerConfig(
-            vocab_size=7765, target_vocab_size=7010, d_model=128, hidden=512, num_heads=8, head_dim=128, num_encoder_layers=4,
-            num_decoder_layers=4, max_length=2048, positions="sinusoidal-halves", tied=False, logits_bias=True,
+            vocab_size=7765, target_vocab_size=7010, d_model=128, hidden=512, num_heads=8,
+            head_dim=128, num_encoder_layers=4,
+            num_decoder_layers=4, max_length=2048, positions="sinusoidal-halves", tied=False,
+            logits_bias=True,
             attention_dropout=0.1, label_smoothing=0.0,
         ),
     }  # fmt: skip
@@ -104,10 +107,15 @@ class Transformer(EncoderDecoder):
         if c.norm not in ("pre", "post"):
             raise ValueError(f"TransformerConfig: norm must be 'pre' or 'post', got {c.norm!r}")
         if c.positions not in POSITIONS:
-            raise ValueError(f"TransformerConfig: positions must be one of {', '.join(POSITIONS)}, got {c.positions!r}")
+            raise ValueError(
+                f"TransformerConfig: positions must be one of {', '.join(POSITIONS)}, got"
+                f" {c.positions!r}"
+            )
         self.source_embedding = nn.Embedding(c.vocab_size, c.d_model)
         theirs = c.target_vocab_size
-        self.target_embedding = self.source_embedding if theirs is None else nn.Embedding(theirs, c.d_model)
+        self.target_embedding = (
+            self.source_embedding if theirs is None else nn.Embedding(theirs, c.d_model)
+        )
         self.source_positions, self.target_positions = self._positions(), self._positions()
         self.encoder = self._stack(c.num_encoder_layers, decoder=False)
         self.decoder = self._stack(c.num_decoder_layers, decoder=True)
@@ -121,28 +129,47 @@ class Transformer(EncoderDecoder):
         c = self.config
         if c.positions == "learned":
             return LearnedPositions(c.max_length, c.d_model)
-        return SinusoidalPositions(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves")
+        return SinusoidalPositions(
+            c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"
+        )
 
     def _stack(self, num_layers: int, decoder: bool) -> Stack:
         c = self.config
 
         def attention(cross: bool) -> MultiHeadAttention:
             return MultiHeadAttention(
-                c.d_model, c.num_heads, cross=cross, head_dim=c.head_dim, value_dim=c.value_dim, dropout=c.attention_dropout
+                c.d_model,
+                c.num_heads,
+                cross=cross,
+                head_dim=c.head_dim,
+                value_dim=c.value_dim,
+                dropout=c.attention_dropout,
             )
 
         def block(layer: int) -> Block:
-            inner = network(c.experts, layer, c.d_model, c.hidden, activation=c.activation, dropout=c.activation_dropout)
+            inner = network(
+                c.experts,
+                layer,
+                c.d_model,
+                c.hidden,
+                activation=c.activation,
+                dropout=c.activation_dropout,
+            )
             return Block(
-                attention(False), inner, lambda: LayerNorm(c.d_model), pre=c.norm == "pre", dropout=c.dropout,
+                attention(False), inner, lambda: LayerNorm(c.d_model), pre=c.norm == "pre",
+                dropout=c.dropout,
                 cross_attention=attention(True) if decoder else None,
             )  # fmt: skip
 
         last = LayerNorm(c.d_model) if c.final_norm or c.norm == "pre" else None
-        return Stack([block(i) for i in range(num_layers)], last, dropout=c.dropout, pre=c.norm == "pre")
+        return Stack(
+            [block(i) for i in range(num_layers)], last, dropout=c.dropout, pre=c.norm == "pre"
+        )
 
     def _initialise(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear) or (isinstance(module, Classifier) and not self.config.tied):
+        if isinstance(module, nn.Linear) or (
+            isinstance(module, Classifier) and not self.config.tied
+        ):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -153,11 +180,22 @@ class Transformer(EncoderDecoder):
 
     def _parts(self) -> dict[str, str]:
         """Return the parts by name; each side has an embedding unless they share it."""
-        sides = {f"{side}_{kind}": part for side, part in _SIDES for kind in ("embedding", "positions")}
-        return PARTS | sides | ({"source_embedding": "embeddings"} if self.config.target_vocab_size is None else {})
+        sides = {
+            f"{side}_{kind}": part for side, part in _SIDES for kind in ("embedding", "positions")
+        }
+        return (
+            PARTS
+            | sides
+            | ({"source_embedding": "embeddings"} if self.config.target_vocab_size is None else {})
+        )
 
     def _embed(
-        self, ids: torch.Tensor, embedding: nn.Embedding, positions: Positions, start: int = 0, at: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        embedding: nn.Embedding,
+        positions: Positions,
+        start: int = 0,
+        at: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = embedding(self._rows(ids))
         at = self._places(at, ids.shape[1], ids.device)
@@ -165,7 +203,9 @@ class Transformer(EncoderDecoder):
             x = x * math.sqrt(self.config.d_model)
         return x + positions(ids.shape[1], start, at).to(x.dtype)
 
-    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return (B, L, d_model) from (B, L); attention_mask as in :meth:`forward`."""
         x = self._embed(input_ids, self.source_embedding, self.source_positions)
         return self.encoder(x, padding(*self._keys(attention_mask, *input_ids.shape), queries=True))

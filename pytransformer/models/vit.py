@@ -87,11 +87,22 @@ class ViT(Model):
             if not c.qkv_bias:
                 attention.qkv.register_parameter("bias", None)
             inner = network(c.experts, layer, c.d_model, c.hidden, activation=c.activation)
-            return Block(attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+            return Block(
+                attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True
+            )
 
-        self.encoder = Stack([block(i) for i in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.encoder = Stack(
+            [block(i) for i in range(c.num_layers)],
+            LayerNorm(c.d_model, c.eps),
+            dropout=c.dropout,
+            pre=True,
+        )
         self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler else None
-        self.head = Classifier(c.d_model, c.num_labels, label_smoothing=c.label_smoothing) if c.num_labels else None
+        self.head = (
+            Classifier(c.d_model, c.num_labels, label_smoothing=c.label_smoothing)
+            if c.num_labels
+            else None
+        )
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -108,11 +119,15 @@ class ViT(Model):
         Source: Dosovitskiy et al. (2021), section 3.2, which fine-tunes at a higher resolution than
         in training.
         """
-        model = type(self)(replace(self.config, image_size=image_size)).to(self.cls_token.device, self.cls_token.dtype)
+        model = type(self)(replace(self.config, image_size=image_size)).to(
+            self.cls_token.device, self.cls_token.dtype
+        )
         state, place = self.state(), self.positions.weight.detach()
         # [1, d_model, rows, columns].
         grid = place[1:].T.unflatten(1, self.patches.grid)[None].float()
-        scaled = nn.functional.interpolate(grid, model.patches.grid, mode="bicubic", align_corners=False)
+        scaled = nn.functional.interpolate(
+            grid, model.patches.grid, mode="bicubic", align_corners=False
+        )
         state["positions.weight"] = torch.cat([place[:1], scaled[0].flatten(1).T.to(place.dtype)])
         model.load_state(state, f"a {type(self).__name__} for images of {self.config.image_size}")
         return model.train(self.training)
@@ -134,7 +149,9 @@ class ViT(Model):
         pooled = None if self.pooler is None else torch.tanh(self.pooler(first))
         if self.head is None:
             if labels is not None:
-                raise ValueError("labels were given to a ViT with num_labels=0, which has no classifier")
+                raise ValueError(
+                    "labels were given to a ViT with num_labels=0, which has no classifier"
+                )
             return Output(hidden, pooler_output=pooled)
         head = self.head
         loss = None if labels is None else self._with_balance(head.loss(first, labels))

@@ -20,7 +20,13 @@ from .mixing import FourierMixing, SeparableMixing, TokenMixing
 from .paged_cache import OutOfPages, PagedCache, PagedLayer, Pages
 from .patches import PatchEmbedding
 from .patterns import Pattern
-from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
+from .positions import (
+    Alibi,
+    LearnedPositions,
+    RelativePositionTable,
+    SinusoidalPositions,
+    sinusoidal,
+)
 from .relative import RelativeMultiHeadAttention, by_distance, relative_sinusoids
 from .rotary import RotaryMultiHeadAttention
 from .scoring import AdditiveScore, DotScore, GeneralScore, attend

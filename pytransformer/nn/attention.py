@@ -68,22 +68,34 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if cross and pattern is not None:
-            raise ValueError("MultiHeadAttention: a pattern is of self-attention; cross=True takes an attn_mask in the call")
+            raise ValueError(
+                "MultiHeadAttention: a pattern is of self-attention; cross=True takes an attn_mask"
+                " in the call"
+            )
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
-            raise ValueError(f"MultiHeadAttention: num_heads {num_heads} must be a multiple of num_kv_heads {kv_heads}")
+            raise ValueError(
+                f"MultiHeadAttention: num_heads {num_heads} must be a multiple of num_kv_heads"
+                f" {kv_heads}"
+            )
         if head_dim is None and d_model % num_heads:
             raise ValueError(
-                f"MultiHeadAttention: d_model {d_model} is not a multiple of num_heads {num_heads}; give head_dim"
+                f"MultiHeadAttention: d_model {d_model} is not a multiple of num_heads {num_heads};"
+                " give head_dim"
             )
         self.head_dim = d_model // num_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         if min(self.head_dim, self.value_dim) < 1:
             raise ValueError(
-                f"MultiHeadAttention: head_dim and value_dim must be at least 1, got {self.head_dim} and {self.value_dim}"
+                "MultiHeadAttention: head_dim and value_dim must be at least 1, got"
+                f" {self.head_dim} and {self.value_dim}"
             )
         self.scale, self.dropout = scale, dropout
-        self.widths = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.value_dim)
+        self.widths = (
+            num_heads * self.head_dim,
+            kv_heads * self.head_dim,
+            kv_heads * self.value_dim,
+        )
         if cross:
             self.query = Linear(d_model, self.widths[0], bias)
             self.key_value = Linear(context_dim or d_model, sum(self.widths[1:]), bias)
@@ -96,7 +108,12 @@ class MultiHeadAttention(nn.Module):
         self.context: Context | None = None  # set by nn.context: the ranks that share the sequence
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor | None = None, *, cache: Layer | None = None, **visible: Any
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None = None,
+        *,
+        cache: Layer | None = None,
+        **visible: Any,
     ) -> torch.Tensor:
         """Return the attention output, in the shape of x.
 
@@ -110,12 +127,21 @@ class MultiHeadAttention(nn.Module):
                 :func:`pytransformer.attention_varlen` for packed sequences.
         """
         if self.cross:
-            query, (key, value) = _heads(self.query(x), self.head_dim), self._context(context, cache)
+            query, (key, value) = (
+                _heads(self.query(x), self.head_dim),
+                self._context(context, cache),
+            )
         else:
             if context is not None:
-                raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
+                raise ValueError(
+                    "MultiHeadAttention: context is given, but it was made with cross=False"
+                )
             q, k, v = _parts(self.qkv(x), self.widths)
-            query, key, value = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
+            query, key, value = (
+                _heads(q, self.head_dim),
+                _heads(k, self.head_dim),
+                _heads(v, self.value_dim),
+            )
             query, key = self._positioned(query, key, cache, visible)
             if cache is not None:
                 key, value = cache.append(key, value)
@@ -129,7 +155,8 @@ class MultiHeadAttention(nn.Module):
         if self.context is not None:
             if packed or cache is not None:
                 raise ValueError(
-                    "MultiHeadAttention: in context_parallel neither a cache nor packed sequences are split over ranks"
+                    "MultiHeadAttention: in context_parallel neither a cache nor packed sequences"
+                    " are split over ranks"
                 )
             run = self.context.attention
         p = self.dropout if self.training else 0.0
@@ -150,23 +177,32 @@ class MultiHeadAttention(nn.Module):
         """
         return query, key
 
-    def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _place(
+        self, query: torch.Tensor, visible: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the queries and the call's masks and bias; relative encodings override it."""
         return query, visible
 
-    def _by_pattern(self, pattern: Pattern, x: torch.Tensor, cache: Layer | None, visible: dict[str, Any]) -> dict[str, Any]:
+    def _by_pattern(
+        self, pattern: Pattern, x: torch.Tensor, cache: Layer | None, visible: dict[str, Any]
+    ) -> dict[str, Any]:
         if cache is not None or x.dim() == 2:
             what = "a cache" if cache is not None else "packed sequences"
             raise ValueError(
-                f"MultiHeadAttention: {what} and the {pattern!r}: a pattern is of whole sequences, (B, L, d_model)"
+                f"MultiHeadAttention: {what} and the {pattern!r}: a pattern is of whole sequences,"
+                " (B, L, d_model)"
             )
         return pattern.visible(x, visible)
 
-    def _context(self, context: torch.Tensor | None, cache: Layer | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _context(
+        self, context: torch.Tensor | None, cache: Layer | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if cache is not None and cache.cross is not None:
             return cache.cross
         if context is None:
-            raise ValueError("MultiHeadAttention: cross-attention needs context, or a cache that has seen it")
+            raise ValueError(
+                "MultiHeadAttention: cross-attention needs context, or a cache that has seen it"
+            )
         k, v = _parts(self.key_value(context), self.widths[1:])
         key, value = _heads(k, self.head_dim), _heads(v, self.value_dim)
         if cache is not None:
@@ -175,10 +211,16 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         heads, kv_heads = (w // self.head_dim for w in self.widths[:2])
-        return f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}" + "".join(
-            f", {name}={value!r}"
-            for name, value, usual in (("value_dim", self.value_dim, self.head_dim), ("pattern", self.pattern, None))
-            if value != usual
+        return (
+            f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}"
+            + "".join(
+                f", {name}={value!r}"
+                for name, value, usual in (
+                    ("value_dim", self.value_dim, self.head_dim),
+                    ("pattern", self.pattern, None),
+                )
+                if value != usual
+            )
         )
 
 

@@ -105,7 +105,9 @@ class Block(nn.Module):
         stream = self.mixing_residual(stream, lambda x: self.mixing(x, **visible))
         cross = self.cross_attention
         if cross is not None and self.cross_residual is not None:
-            stream = self.cross_residual(stream, lambda x: cross(x, context, cache=cache, **(context_visible or {})))
+            stream = self.cross_residual(
+                stream, lambda x: cross(x, context, cache=cache, **(context_visible or {}))
+            )
         return self.feed_forward_residual(stream, self.feed_forward)
 
 
@@ -122,7 +124,13 @@ class Stack(nn.Module):
     this off, for hooks that need (B, L, d).
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], norm: Norm | None, dropout: float = 0.0, pre: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        norm: Norm | None,
+        dropout: float = 0.0,
+        pre: bool = False,
+    ) -> None:
         super().__init__()
         if pre and norm is None:
             raise ValueError("Stack: pre-norm blocks need a last norm")
@@ -131,7 +139,10 @@ class Stack(nn.Module):
         self.dropout, self.pre = dropout, pre
         # Packing requires that tokens mix by attention only. A pattern depends on positions.
         self.packs = all(
-            isinstance(b, Block) and isinstance(b.mixing, MultiHeadAttention) and b.mixing.pattern is None for b in blocks
+            isinstance(b, Block)
+            and isinstance(b.mixing, MultiHeadAttention)
+            and b.mixing.pattern is None
+            for b in blocks
         )
 
     def forward(
@@ -151,7 +162,11 @@ class Stack(nn.Module):
             wanted: (B, L) bool, the positions that are read; padding is packed away only if none of
                 it is read. None means no padding is read.
         """
-        packing = Packing.of(visible, x, wanted=wanted, if_worth=True) if self.packs and cache is None else None
+        packing = (
+            Packing.of(visible, x, wanted=wanted, if_worth=True)
+            if self.packs and cache is None
+            else None
+        )
         if packing is not None and context is not None:
             of_context = Packing.of(context_visible or {}, context)
             if of_context is None:
@@ -160,7 +175,11 @@ class Stack(nn.Module):
                 context, context_visible = of_context.pack(context), packing.visible({}, of_context)
         if packing is None:
             return self._run(x, visible, context, context_visible, cache)
-        return packing.unpack(self._run(packing.pack(x), packing.visible(visible, packing), context, context_visible, None))
+        return packing.unpack(
+            self._run(
+                packing.pack(x), packing.visible(visible, packing), context, context_visible, None
+            )
+        )
 
     def _run(
         self,

@@ -38,7 +38,9 @@ class Step(NamedTuple):
     at: torch.Tensor | None = None
 
     @staticmethod
-    def of(cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
+    def of(
+        cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> Step:
         """Return the cache's next step, or the only step without a cache.
 
         The cache then expects these tokens.
@@ -53,7 +55,9 @@ class Step(NamedTuple):
             return cache.step(ids, attention_mask)
         batch, columns = ids.shape[:2]
         visible = causal(padding(attention_mask, batch, columns), 0, columns)
-        return Step(0, columns, visible, attention_mask if is_lengths(attention_mask, batch) else None)
+        return Step(
+            0, columns, visible, attention_mask if is_lengths(attention_mask, batch) else None
+        )
 
     @property
     def position_ids(self) -> torch.Tensor | None:
@@ -78,7 +82,9 @@ class Step(NamedTuple):
         return hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
-def write(cache: KeyValues, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
+def write(
+    cache: KeyValues, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
+) -> None:
     """Store (B, Hkv, L, D) at positions (B, L) of each sequence; skip negative positions."""
     append_kv(key[:, :0], key, value, cache, positions)  # no query, so no rotation and no norm
 
@@ -212,8 +218,9 @@ def new_tokens(
     if lengths is not None and new.device.type == "cpu":
         for b in ((new < 0) | (new > columns)).nonzero()[:1, 0].tolist():
             raise ValueError(
-                f"{who}: sequence {b} holds {held[b]} tokens and {columns} columns came; wanted a length from {held[b]} to "
-                f"{held[b] + columns}, cached tokens included, got {total[b]}"
+                f"{who}: sequence {b} holds {held[b]} tokens and {columns} columns came; wanted a"
+                f" length from {held[b]} to {held[b] + columns}, cached tokens included, got"
+                f" {total[b]}"
             )
     new = new.clamp(0, columns)
     column = torch.arange(columns, device=held.device)
@@ -221,9 +228,13 @@ def new_tokens(
     return new, held + new, positions
 
 
-def reordered(cross: tuple[torch.Tensor, torch.Tensor] | None, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def reordered(
+    cross: tuple[torch.Tensor, torch.Tensor] | None, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the cross-attention keys and values of these rows."""
-    return None if cross is None else (cross[0].index_select(0, rows), cross[1].index_select(0, rows))
+    return (
+        None if cross is None else (cross[0].index_select(0, rows), cross[1].index_select(0, rows))
+    )
 
 
 def storage(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -234,14 +245,18 @@ def storage(dtype: torch.dtype | None) -> torch.dtype | None:
     """
     if dtype not in (None, *LIMITS):
         raise TypeError(
-            f"a cache's dtype must be torch.float8_e4m3fn, torch.int8 or None, which keeps keys and values as they come, got {dtype}"
+            "a cache's dtype must be torch.float8_e4m3fn, torch.int8 or None, which keeps keys and"
+            f" values as they come, got {dtype}"
         )
     return dtype
 
 
 def refuse_gradients(who: str, *tensors: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise ValueError(f"{who} is for inference: call the model under torch.no_grad() or torch.inference_mode()")
+        raise ValueError(
+            f"{who} is for inference: call the model under torch.no_grad() or"
+            " torch.inference_mode()"
+        )
 
 
 class LayerCache:
@@ -267,7 +282,11 @@ class LayerCache:
 
     @property
     def scales(self) -> dict[str, torch.Tensor]:
-        return {} if self.stored is None else {name: t[:, :, : self.length] for name, t in self.stored.scales.items()}
+        return (
+            {}
+            if self.stored is None
+            else {name: t[:, :, : self.length] for name, t in self.stored.scales.items()}
+        )
 
     def positions(self, columns: int, device: torch.device) -> torch.Tensor:
         return (self.step or Step(self.length, self.length + columns, {})).places(columns, device)
@@ -281,21 +300,32 @@ class LayerCache:
         """
         refuse_gradients("KeyValueCache", key, value)
         if self.step is None and self.lengths is not None:
-            raise ValueError("KeyValueCache: its sequences differ in length; call cache.step before its layers, as models do")
+            raise ValueError(
+                "KeyValueCache: its sequences differ in length; call cache.step before its layers,"
+                " as models do"
+            )
         step, self.step = self.step or Step(self.length, self.length + key.shape[2], {}), None
         if step.end > self.max_length:
-            raise ValueError(f"KeyValueCache: {step.end} positions, but it was made for max_length={self.max_length}")
+            raise ValueError(
+                f"KeyValueCache: {step.end} positions, but it was made for"
+                f" max_length={self.max_length}"
+            )
         if self.stored is None or (step.start == 0 and self.stored.key.shape[0] != key.shape[0]):
             self.stored = KeyValues.empty(key, value, (key.shape[0], self.max_length), self.dtype)
         for buffer, new, name in zip(self.stored[:2], (key, value), ("key", "value")):
             want = (*buffer.shape[:2], new.shape[2], buffer.shape[3])
             if tuple(new.shape) != want:
-                raise ValueError(f"KeyValueCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
+                raise ValueError(
+                    f"KeyValueCache: {name} must be {want} as before, got {tuple(new.shape)};"
+                    " reset() the cache"
+                )
             if step.positions is None and self.dtype is None:
                 buffer[:, :, step.start : step.end] = new
         positions = step.positions
         if positions is None and self.dtype is not None:
-            positions = torch.arange(step.start, step.end, device=key.device).expand(key.shape[0], -1)
+            positions = torch.arange(step.start, step.end, device=key.device).expand(
+                key.shape[0], -1
+            )
         if positions is not None:
             write(self.stored, key, value, positions)
         self.length, self.lengths = step.end, step.total
@@ -312,7 +342,10 @@ class LayerCache:
             filled = [b[:, :, : self.length].index_select(0, rows) for b in self.stored.numbers]
             if rows.shape[0] != self.stored.key.shape[0]:
                 self.stored = KeyValues.empty(
-                    self.stored.key, self.stored.value, (rows.shape[0], self.max_length), self.stored.key.dtype
+                    self.stored.key,
+                    self.stored.value,
+                    (rows.shape[0], self.max_length),
+                    self.stored.key.dtype,
                 )
             for buffer, kept in zip(self.stored.numbers, filled):
                 buffer[:, :, : self.length] = kept
@@ -352,7 +385,12 @@ class KeyValueCache(DecoderCache):
             return first.lengths
         if first.stored is None:
             return torch.zeros(0, dtype=torch.int64)
-        return torch.full(first.stored.key.shape[:1], first.length, dtype=torch.int64, device=first.stored.key.device)
+        return torch.full(
+            first.stored.key.shape[:1],
+            first.length,
+            dtype=torch.int64,
+            device=first.stored.key.device,
+        )
 
     def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
         (batch, columns), start = ids.shape[:2], self.length
@@ -363,13 +401,18 @@ class KeyValueCache(DecoderCache):
             visible, at = tree(attention_mask, batch, columns, start + columns)
             step = Step(start, start + columns, visible, at=at)
         elif not ragged:
-            step = Step(start, start + columns, causal(padding(attention_mask, batch, start + columns), start, columns))
+            step = Step(
+                start,
+                start + columns,
+                causal(padding(attention_mask, batch, start + columns), start, columns),
+            )
         elif attention_mask is None:
             step = self._ragged(batch, columns, None)
         else:
             raise ValueError(
-                f"KeyValueCache: its sequences differ in length; wanted attention_mask as lengths ({batch},), cached tokens included, or "
-                f"None, got shape {tuple(attention_mask.shape)}"
+                "KeyValueCache: its sequences differ in length; wanted attention_mask as lengths"
+                f" ({batch},), cached tokens included, or None, got shape"
+                f" {tuple(attention_mask.shape)}"
             )
         for layer in self.layers:
             layer.step = step
@@ -380,7 +423,9 @@ class KeyValueCache(DecoderCache):
         if self.length == 0 and lengths is not None:
             held = torch.zeros_like(lengths, dtype=torch.int64)
         if held.shape[0] != batch:
-            raise ValueError(f"KeyValueCache: it holds {held.shape[0]} sequences, got {batch}; reset() the cache")
+            raise ValueError(
+                f"KeyValueCache: it holds {held.shape[0]} sequences, got {batch}; reset() the cache"
+            )
         new, total, positions = new_tokens("KeyValueCache", held, columns, lengths)
         end = self.length + columns
         # on a GPU the bound suffices, without a synchronization
@@ -400,14 +445,19 @@ class KeyValueCache(DecoderCache):
             kept = length.to(self.lengths)
             if kept.shape != self.lengths.shape or bool(((kept < 0) | (kept > self.lengths)).any()):
                 raise ValueError(
-                    f"KeyValueCache.crop: lengths must be from 0 to {self.lengths.tolist()}, got {length.tolist()}"
+                    f"KeyValueCache.crop: lengths must be from 0 to {self.lengths.tolist()}, got"
+                    f" {length.tolist()}"
                 )
             end = int(kept.max()) if len(kept) else 0
         else:
             if not 0 <= length <= self.length:
-                raise ValueError(f"KeyValueCache.crop: length must be between 0 and {self.length}, got {length}")
+                raise ValueError(
+                    f"KeyValueCache.crop: length must be between 0 and {self.length}, got {length}"
+                )
             end, kept = length, self.lengths.clamp_max(length)
-        ragged = isinstance(length, torch.Tensor) or any(layer.lengths is not None for layer in self.layers)
+        ragged = isinstance(length, torch.Tensor) or any(
+            layer.lengths is not None for layer in self.layers
+        )
         for layer in self.layers:
             layer.length, layer.lengths = end, kept if ragged else None
 
@@ -418,7 +468,10 @@ class KeyValueCache(DecoderCache):
         if longest + tokens > self.max_length:  # on a GPU the length is an upper bound
             longest = int(lengths.max())
         if longest + tokens > self.max_length:
-            raise ValueError(f"KeyValueCache: {longest + tokens} positions, but it was made for max_length={self.max_length}")
+            raise ValueError(
+                f"KeyValueCache: {longest + tokens} positions, but it was made for"
+                f" max_length={self.max_length}"
+            )
         layers = [(layer.stored, layer.cross) for layer in self.layers if layer.stored is not None]
 
         ragged, device = self.layers[0].lengths is not None, lengths.device

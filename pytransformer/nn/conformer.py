@@ -48,7 +48,10 @@ class ConvolutionSubsampling(nn.Module):
     def __init__(self, input_dim: int, d_model: int) -> None:
         super().__init__()
         if input_dim < self.WINDOW:
-            raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} features a frame, got {input_dim}")
+            raise ValueError(
+                f"ConvolutionSubsampling: wanted at least {self.WINDOW} features a frame, got"
+                f" {input_dim}"
+            )
         self.first = nn.Conv2d(1, d_model, 3, stride=2)
         self.second = _SecondConvolution(d_model, d_model, 3, stride=2)
         self.out = nn.Linear(d_model * self.frames(input_dim), d_model)
@@ -75,7 +78,9 @@ class ConvolutionSubsampling(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (B, frames(L), d_model) from (B, L, input_dim)."""
         if x.shape[1] < self.WINDOW:
-            raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}")
+            raise ValueError(
+                f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}"
+            )
         x = nn.functional.relu(self.first(x[:, None]))
         x = nn.functional.relu(self.second(x))  # [B, d_model, L', F']
         return self.out(x.transpose(1, 2).flatten(2))
@@ -99,7 +104,9 @@ class ConvolutionModule(nn.Module):
         if kernel_size % 2 == 0:
             raise ValueError(f"ConvolutionModule: kernel_size must be odd, got {kernel_size}")
         self.pointwise_in = nn.Linear(d_model, 2 * d_model, bias)
-        self.depthwise = nn.Conv1d(d_model, d_model, kernel_size, padding=kernel_size // 2, groups=d_model, bias=bias)
+        self.depthwise = nn.Conv1d(
+            d_model, d_model, kernel_size, padding=kernel_size // 2, groups=d_model, bias=bias
+        )
         self.batch_norm = nn.BatchNorm1d(d_model)
         self.pointwise_out = nn.Linear(d_model, d_model, bias)
 
@@ -142,10 +149,14 @@ class ConformerBlock(nn.Module):
         attention = RelativeMultiHeadAttention if relative else MultiHeadAttention
         self.attention = attention(d_model, num_heads, dropout=dropout)
         self.convolution = ConvolutionModule(d_model, kernel_size)
-        self.residuals = nn.ModuleList(Residual(LayerNorm(d_model), p, pre=True) for p in (0.0, dropout, dropout, dropout))
+        self.residuals = nn.ModuleList(
+            Residual(LayerNorm(d_model), p, pre=True) for p in (0.0, dropout, dropout, dropout)
+        )
         self.norm, self.dropout = LayerNorm(d_model), dropout
 
-    def forward(self, x: torch.Tensor, visible: dict[str, Any], keep: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, visible: dict[str, Any], keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return (B, L, d) from x (B, L, d).
 
         Args:

@@ -36,7 +36,9 @@ class Context(NamedTuple):
         """Return the length of the sequence padded at the end to equal rows per rank."""
         return length + -length % (CHUNKS * self.ranks)
 
-    def mask(self, mask: torch.Tensor | None, batch: int, length: int, device: torch.device) -> torch.Tensor | None:
+    def mask(
+        self, mask: torch.Tensor | None, batch: int, length: int, device: torch.device
+    ) -> torch.Tensor | None:
         """Return the model's attention_mask of the full sequence, extended to hide that padding."""
         extra = self.length(length) - length
         if mask is None:
@@ -48,7 +50,9 @@ class Context(NamedTuple):
         padded = nn.functional.pad(x, (0, self.length(x.shape[1]) - x.shape[1]), value=fill)
         return shard_sequence(padded, group=self.group, dim=1)
 
-    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> Any:
         """Return ring attention for this rank's rows.
 
         Gradients of replicated tensors are this rank's share; the training loop sums all
@@ -56,7 +60,9 @@ class Context(NamedTuple):
         """
         return ring_attention(query, key, value, group=self.group, sum_gradients=False, **options)
 
-    def mean_loss(self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def mean_loss(
+        self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         """Return the mean loss over all ranks' labels; backward computes this rank's share."""
         count = (labels != IGNORE).sum()
         return _Mean.apply(head.loss(hidden, labels, reduction="sum"), count, self.group)
@@ -64,7 +70,9 @@ class Context(NamedTuple):
 
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         found = sum_over_ranks([total.detach().double(), count.double()], group)
         ctx.count = found[1]
         return (found[0] / found[1]).to(total.dtype)
@@ -94,7 +102,9 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
     _, ranks = check_group("context_parallel", group)
     _check(model)
     context = Context(group if group is not None else dist.group.WORLD, ranks)  # type: ignore[arg-type]
-    users: list[Any] = [m for m in model.modules() if isinstance(m, MultiHeadAttention) or m is model]
+    users: list[Any] = [
+        m for m in model.modules() if isinstance(m, MultiHeadAttention) or m is model
+    ]
     stacks = {m: m.packs for m in model.modules() if isinstance(m, Stack)}
     try:
         for m in users:
@@ -112,14 +122,23 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
 def _check(model: nn.Module) -> None:
     if not getattr(model, "takes_context", False):
         raise ValueError(
-            f"context_parallel: {type(model).__name__} does not take a part of a sequence; GPT, Transformer and T5 do: use data, or tensor"
+            f"context_parallel: {type(model).__name__} does not take a part of a sequence; GPT,"
+            " Transformer and T5 do: use data, or tensor"
         )
     for name, block in model.named_modules():
         if isinstance(block, Block):
             mixing = block.mixing
-            if type(mixing) is not MultiHeadAttention or mixing.pattern is not None or mixing.observer is not None:
-                raise ValueError(f"context_parallel: {name} mixes rows by more than plain attention, which needs them all")
+            if (
+                type(mixing) is not MultiHeadAttention
+                or mixing.pattern is not None
+                or mixing.observer is not None
+            ):
+                raise ValueError(
+                    f"context_parallel: {name} mixes rows by more than plain attention, which needs"
+                    " them all"
+                )
     if getattr(getattr(model, "config", None), "experts", None):
         raise ValueError(
-            "context_parallel: experts choose among all tokens: use MixtureOfExperts.parallelize(group), and data for the rest"
+            "context_parallel: experts choose among all tokens: use"
+            " MixtureOfExperts.parallelize(group), and data for the rest"
         )

@@ -11,7 +11,9 @@ from .heads import IGNORE
 BLANK = 0
 
 
-def ctc_loss(logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+def ctc_loss(
+    logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return ``-log p(labels | frames)``, summed over sequences, per label, in float32 nats.
 
     p sums over all alignments: one class per frame, the labels in order, with repeats of a label
@@ -27,7 +29,9 @@ def ctc_loss(logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | No
     Source: Graves et al., "Connectionist temporal classification" (2006); PyTorch's ``ctc_loss``.
     """
     if labels.dim() != 2 or len(labels) != len(logits):
-        raise ValueError(f"labels must have the shape ({len(logits)}, S), got {tuple(labels.shape)}")
+        raise ValueError(
+            f"labels must have the shape ({len(logits)}, S), got {tuple(labels.shape)}"
+        )
     log_p = logits.float().log_softmax(-1)
     if keep is not None:
         certain = torch.full_like(log_p[0, 0], -torch.inf)
@@ -37,7 +41,9 @@ def ctc_loss(logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | No
     counts = asked.sum(1)
     frames = torch.full_like(counts, log_p.shape[1])
     targets = labels.masked_fill(~asked, 1)  # beyond the counts, never read
-    nll = nn.functional.ctc_loss(log_p.transpose(0, 1), targets, frames, counts, blank=BLANK, reduction="sum")
+    nll = nn.functional.ctc_loss(
+        log_p.transpose(0, 1), targets, frames, counts, blank=BLANK, reduction="sum"
+    )
     return nll / counts.sum()
 
 

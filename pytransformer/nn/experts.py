@@ -46,7 +46,9 @@ class MixtureOptions:
     def of(experts: Mapping[str, Any] | None, layer: int) -> MixtureOptions | None:
         """Return the options of block ``layer`` (from 0); None for a feed-forward network."""
         options = None if experts is None else MixtureOptions(**experts)
-        return options if options is not None and layer % options.every == options.every - 1 else None
+        return (
+            options if options is not None and layer % options.every == options.every - 1 else None
+        )
 
 
 class Experts(nn.Module):
@@ -73,9 +75,12 @@ class Experts(nn.Module):
         shapes = {"w1": (hidden, d_model), "gate": (hidden, d_model), "w2": (d_model, hidden)}
         for name, shape in shapes.items():
             there = gated or name != "gate"
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)) if there else None)
             self.register_parameter(
-                f"{name}_bias", nn.Parameter(torch.empty(num_experts, shape[0])) if there and bias else None
+                name, nn.Parameter(torch.empty(num_experts, *shape)) if there else None
+            )
+            self.register_parameter(
+                f"{name}_bias",
+                nn.Parameter(torch.empty(num_experts, shape[0])) if there and bias else None,
             )
         self.reset_parameters()
 
@@ -97,7 +102,8 @@ class Experts(nn.Module):
         _, ranks = check_group("Experts", group)
         if len(self) % ranks:
             raise ValueError(
-                f"Experts: {ranks} ranks must divide the {len(self)} experts: use a smaller group, or another number of experts"
+                f"Experts: {ranks} ranks must divide the {len(self)} experts: use a smaller group,"
+                " or another number of experts"
             )
         # the import takes longer than this package
         from torch.distributed.device_mesh import DeviceMesh
@@ -121,7 +127,11 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize each expert as ``nn.Linear`` does."""
         self.initialise(lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)))
-        for weight, bias in ((self.w1, self.w1_bias), (self.gate, self.gate_bias), (self.w2, self.w2_bias)):
+        for weight, bias in (
+            (self.w1, self.w1_bias),
+            (self.gate, self.gate_bias),
+            (self.w2, self.w2_bias),
+        ):
             if weight is not None and bias is not None:
                 nn.init.uniform_(bias, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
@@ -129,7 +139,11 @@ class Experts(nn.Module):
         """Initialize each expert's matrices with ``fill`` and set biases to zero."""
         for name, parameter in self.named_parameters():
             with torch.no_grad():
-                parameter.zero_() if name.endswith("bias") else [fill(matrix) for matrix in parameter.unbind(0)]
+                (
+                    parameter.zero_()
+                    if name.endswith("bias")
+                    else [fill(matrix) for matrix in parameter.unbind(0)]
+                )
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Return (N, d) from (N, d); rows starts[e] to starts[e + 1] belong to expert e.
@@ -148,11 +162,23 @@ class Experts(nn.Module):
 
     def _one_by_one(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         p = self.dropout if self.training else 0.0
-        all_of = [self._own(name) for name in ("w1", "w1_bias", "w2", "w2_bias", "gate", "gate_bias")]
+        all_of = [
+            self._own(name) for name in ("w1", "w1_bias", "w2", "w2_bias", "gate", "gate_bias")
+        ]
         of_each = zip(*([None] * (len(starts) - 1) if t is None else t.unbind(0) for t in all_of))
         *rows, rest = x.tensor_split(starts[1:].long())
         outs = [
-            feed_forward(r, w1, b1, w2, b2, activation=self.activation, gate_weight=gate, gate_bias=b, dropout_p=p)
+            feed_forward(
+                r,
+                w1,
+                b1,
+                w2,
+                b2,
+                activation=self.activation,
+                gate_weight=gate,
+                gate_bias=b,
+                dropout_p=p,
+            )
             for r, (w1, b1, w2, b2, gate, b) in zip(rows, of_each)
         ]
         return torch.cat([*outs, rest.to(outs[0].dtype)])
@@ -175,13 +201,16 @@ class Experts(nn.Module):
         return linear(F.dropout(hidden, self.dropout, self.training), "w2")
 
 
-def network(experts: Mapping[str, Any] | None, layer: int, d_model: int, hidden: int, **networks: Any) -> nn.Module:
+def network(
+    experts: Mapping[str, Any] | None, layer: int, d_model: int, hidden: int, **networks: Any
+) -> nn.Module:
     """Return the feed-forward network or mixture of block ``layer``, by a config's ``experts``."""
     options = MixtureOptions.of(experts, layer)
     if options is None:
         return FeedForward(d_model, hidden, **networks)
     return MixtureOfExperts(
-        d_model, hidden, options.num_experts, choices=options.choices, capacity_factor=options.capacity_factor,
+        d_model, hidden, options.num_experts, choices=options.choices,
+        capacity_factor=options.capacity_factor,
         second=options.second, **networks,
     )  # fmt: skip
 
@@ -222,7 +251,10 @@ class MixtureOfExperts(nn.Module):
         if num_experts < 2:
             raise ValueError(f"MixtureOfExperts: num_experts must be at least 2, got {num_experts}")
         if not 1 <= choices <= num_experts:
-            raise ValueError(f"MixtureOfExperts: choices must be between 1 and {num_experts} experts, got {choices}")
+            raise ValueError(
+                f"MixtureOfExperts: choices must be between 1 and {num_experts} experts, got"
+                f" {choices}"
+            )
         if second not in ("all", "random"):
             raise ValueError(f"MixtureOfExperts: second must be 'all' or 'random', got {second!r}")
         self.choices, self.capacity_factor, self.second = choices, capacity_factor, second
@@ -234,7 +266,9 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         # The gate softmax is float32 even in a bfloat16 model: a rounded tie would change a token's
         # expert.
-        gates = torch.softmax(self.router(tokens).to(torch.promote_types(x.dtype, torch.float32)), -1)
+        gates = torch.softmax(
+            self.router(tokens).to(torch.promote_types(x.dtype, torch.float32)), -1
+        )
         best, expert = gates.topk(self.choices, -1)
         weight = best / best.sum(-1, keepdim=True) if self.choices > 1 else best
         self.balance_loss = self._balance(gates, expert[:, 0])
@@ -246,7 +280,10 @@ class MixtureOfExperts(nn.Module):
         # Rows without an expert are undefined in the output, and so would be their gradient.
         out = torch.where(sent, self.experts(torch.where(sent, rows, 0), starts), 0)
         # Each slot is read once here, so backward accumulates nothing in an undefined order.
-        mixed = (out[order.argsort()].unflatten(0, (self.choices, -1)) * weight.t()[..., None].to(out.dtype)).sum(0)
+        mixed = (
+            out[order.argsort()].unflatten(0, (self.choices, -1))
+            * weight.t()[..., None].to(out.dtype)
+        ).sum(0)
         return mixed.view_as(x)
 
     def parallelize(self, group: dist.ProcessGroup | None = None, *, mean: bool = False) -> None:
@@ -266,12 +303,20 @@ class MixtureOfExperts(nn.Module):
         self.experts.parallelize(group, mean=mean)
 
     def _elsewhere(
-        self, tokens: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None
+        self,
+        tokens: torch.Tensor,
+        expert: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         """Return the mixture's output, with experts split over ranks."""
-        found = dispatch(self._slots(expert, weight), self.choices, len(self.experts), self._capacity, group)
+        found = dispatch(
+            self._slots(expert, weight), self.choices, len(self.experts), self._capacity, group
+        )
         rows = found.run(tokens[found.order % max(1, len(tokens))], self.experts)
-        out = rows.new_zeros(self.choices * len(tokens), tokens.shape[1]).index_copy(0, found.order, rows)
+        out = rows.new_zeros(self.choices * len(tokens), tokens.shape[1]).index_copy(
+            0, found.order, rows
+        )
         return (out.unflatten(0, (self.choices, -1)) * weight.t()[..., None].to(out.dtype)).sum(0)
 
     def _slots(self, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -279,15 +324,23 @@ class MixtureOfExperts(nn.Module):
         slots = expert.t().flatten()
         if self.second == "random" and self.training:
             stays = torch.rand_like(weight[:, 1:]) < 2 * weight[:, 1:]
-            slots = torch.where(F.pad(stays, (1, 0), value=True).t().flatten(), slots, len(self.experts))
+            slots = torch.where(
+                F.pad(stays, (1, 0), value=True).t().flatten(), slots, len(self.experts)
+            )
         return slots
 
     def _capacity(self, tokens: int) -> int:
         """Return the maximum number of slots of an expert."""
         full = self.choices * tokens
-        return full if self.capacity_factor is None else math.ceil(full / len(self.experts) * self.capacity_factor)
+        return (
+            full
+            if self.capacity_factor is None
+            else math.ceil(full / len(self.experts) * self.capacity_factor)
+        )
 
-    def _sent(self, expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sent(
+        self, expert: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the flattened slots (choice, token) sorted by expert, and each expert's start.
 
         Unused slots are last; the final start is the end of the last expert's slots. All first
@@ -318,5 +371,9 @@ class MixtureOfExperts(nn.Module):
 
 def balance_loss(model: nn.Module) -> torch.Tensor | None:
     """Return the summed ``balance_loss`` of a model's mixtures after a forward, or None."""
-    losses = [m.balance_loss for m in model.modules() if isinstance(m, MixtureOfExperts) and m.balance_loss is not None]
+    losses = [
+        m.balance_loss
+        for m in model.modules()
+        if isinstance(m, MixtureOfExperts) and m.balance_loss is not None
+    ]
     return torch.stack(losses).sum() if losses else None

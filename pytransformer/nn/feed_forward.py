@@ -44,7 +44,9 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = self.gate
         return feed_forward(
-            x, self.w1.weight, self.w1.bias, self.w2.weight, self.w2.bias, activation=self.activation,
-            gate_weight=None if gate is None else gate.weight, gate_bias=None if gate is None else gate.bias,
+            x, self.w1.weight, self.w1.bias, self.w2.weight, self.w2.bias,
+            activation=self.activation,
+            gate_weight=None if gate is None else gate.weight,
+            gate_bias=None if gate is None else gate.bias,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip

@@ -19,7 +19,9 @@ from .masks import is_lengths
 class FixedLayer:
     """One layer with all of its memory; attention reads the part within the lengths."""
 
-    def __init__(self, steps: FixedSteps, held: KeyValues, cross: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def __init__(
+        self, steps: FixedSteps, held: KeyValues, cross: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
         self.steps, self.held, self.cross = steps, held, cross
 
     def positions(self, columns: int, device: torch.device) -> torch.Tensor:
@@ -56,7 +58,11 @@ class FixedSteps(DecoderCache):
             raise ValueError(f"FixedSteps: tokens must be at least 1, got {tokens}")
         reserved = cache.reserve(tokens)
         self._layers = [FixedLayer(self, held, cross) for held, cross in reserved.layers]
-        self._lengths, self._room, self._most = reserved.lengths.clone(), reserved.lengths + tokens, reserved.most
+        self._lengths, self._room, self._most = (
+            reserved.lengths.clone(),
+            reserved.lengths + tokens,
+            reserved.most,
+        )
         self._reserved: Reserved | None = reserved
         self._step: Step | None = None
         self._new = self._lengths  # (B,), tokens of the current step
@@ -92,7 +98,8 @@ class FixedSteps(DecoderCache):
             asked, some = torch.full_like(held, columns), False
         else:
             raise ValueError(
-                f"FixedSteps: wanted attention_mask as lengths ({batch},) or None, got {tuple(attention_mask.shape)}"
+                f"FixedSteps: wanted attention_mask as lengths ({batch},) or None, got"
+                f" {tuple(attention_mask.shape)}"
             )
         if held.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check(held + asked)
@@ -114,8 +121,8 @@ class FixedSteps(DecoderCache):
     def _check(self, lengths: torch.Tensor) -> None:
         for b in (lengths > self._room).nonzero()[:1, 0].tolist():
             raise ValueError(
-                f"FixedSteps: sequence {b} would hold {lengths[b]} tokens, and there is room for {self._room[b]}; "
-                "finish() and make room for more"
+                f"FixedSteps: sequence {b} would hold {lengths[b]} tokens, and there is room for"
+                f" {self._room[b]}; finish() and make room for more"
             )
 
     def finish(self) -> None:
@@ -133,8 +140,9 @@ class FixedSteps(DecoderCache):
         for b, (n, most) in enumerate(zip(lengths, room)):
             if n > most:
                 raise ValueError(
-                    f"FixedSteps.finish: sequence {b} was given {n - most} tokens more than there was room for; the results of those steps "
-                    "are wrong: make room for as many as are run"
+                    f"FixedSteps.finish: sequence {b} was given {n - most} tokens more than there"
+                    " was room for; the results of those steps are wrong: make room for as many as"
+                    " are run"
                 )
 
     def crop(self, length: int | torch.Tensor) -> None:

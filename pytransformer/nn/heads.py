@@ -67,7 +67,9 @@ class Classifier(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x * self.scale if self.scale != 1.0 else x, self.weight, self.bias)
 
-    def loss(self, x: torch.Tensor, labels: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+    def loss(
+        self, x: torch.Tensor, labels: torch.Tensor, reduction: Literal["mean", "sum"] = "mean"
+    ) -> torch.Tensor:
         """Return the mean or sum over the labels other than -100, in float32.
 
         Args:
@@ -80,6 +82,7 @@ class Classifier(nn.Module):
             rows = known.flatten().nonzero().squeeze(1)
             x, labels = select(x.flatten(0, -2), rows), labels.flatten()[rows]
         return linear_cross_entropy(
-            x * self.scale if self.scale != 1.0 else x, self.weight, labels, bias=self.bias, ignore_index=IGNORE,
+            x * self.scale if self.scale != 1.0 else x, self.weight, labels, bias=self.bias,
+            ignore_index=IGNORE,
             label_smoothing=self.label_smoothing if self.training else 0.0, reduction=reduction,
         )  # fmt: skip

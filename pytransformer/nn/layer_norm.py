@@ -21,12 +21,16 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
         self.bias = nn.Parameter(torch.zeros(d_model)) if bias else None
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None, dropout_p: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, dropout_p: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(stream), stream)`` with ``stream = residual + dropout(x)``, in one pass.
 
         It calls :func:`pytransformer.add_norm`.
         """
-        return add_norm(x, residual, self.weight, self.bias, eps=self.eps, dropout_p=dropout_p, kind=self.kind)
+        return add_norm(
+            x, residual, self.weight, self.bias, eps=self.eps, dropout_p=dropout_p, kind=self.kind
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -45,10 +45,14 @@ def of_few_rows(
     if found is not NotImplemented:
         return found
     weight = weight.t() if along_k else weight
-    return linear_of_few_rows(x, weight, bias) if _few_rows_of_plain_numbers(x, weight, bias) else None
+    return (
+        linear_of_few_rows(x, weight, bias) if _few_rows_of_plain_numbers(x, weight, bias) else None
+    )
 
 
-def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _few_rows_of_plain_numbers(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> bool:
     """Return whether the kernel supports the call.
 
     It requires few rows, the CPU, one dtype and layout, and no gradient, tracing or dispatch mode.

@@ -69,10 +69,14 @@ class LinformerSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if sharing not in SHARINGS:
-            raise ValueError(f"LinformerSelfAttention: sharing must be one of {', '.join(SHARINGS)}, got {sharing!r}")
+            raise ValueError(
+                f"LinformerSelfAttention: sharing must be one of {', '.join(SHARINGS)}, got"
+                f" {sharing!r}"
+            )
         if num_heads < 1 or (head_dim is None and d_model % num_heads):
             raise ValueError(
-                f"LinformerSelfAttention: d_model {d_model} is not a multiple of num_heads {num_heads}; give head_dim"
+                f"LinformerSelfAttention: d_model {d_model} is not a multiple of num_heads"
+                f" {num_heads}; give head_dim"
             )
         self.num_heads, self.head_dim = num_heads, head_dim or d_model // num_heads
         self.dropout, self.scale = dropout, scale
@@ -80,7 +84,11 @@ class LinformerSelfAttention(nn.Module):
         self.out = nn.Linear(num_heads * self.head_dim, d_model, bias)
         matrices = num_heads if sharing == "none" else 1
         self.keys = SequenceProjection(max_length, projected, matrices)
-        self.values = self.keys if sharing == "key_value" else SequenceProjection(max_length, projected, matrices)
+        self.values = (
+            self.keys
+            if sharing == "key_value"
+            else SequenceProjection(max_length, projected, matrices)
+        )
 
     def forward(
         self,
@@ -102,29 +110,45 @@ class LinformerSelfAttention(nn.Module):
         """
         if refused := [name for name, value in others.items() if value is not None]:
             raise ValueError(
-                f"LinformerSelfAttention: {', '.join(refused)} cannot be said of mixtures of all positions; "
-                "use nn.MultiHeadAttention, with a pattern for long sequences"
+                f"LinformerSelfAttention: {', '.join(refused)} cannot be said of mixtures of all"
+                " positions; use nn.MultiHeadAttention, with a pattern for long sequences"
             )
         if x.dim() != 3:
-            raise ValueError(f"LinformerSelfAttention: x must be (B, L, d_model), got {tuple(x.shape)}")
-        heads = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            raise ValueError(
+                f"LinformerSelfAttention: x must be (B, L, d_model), got {tuple(x.shape)}"
+            )
+        heads = (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
         query, key, value = heads
         keep = self._keep(x, attn_mask, key_lengths)
         if keep is not None:  # select instead of multiplying, because padding may be NaN
             key, value = (t.where(keep, 0) for t in (key, value))
         p = self.dropout if self.training else 0.0
-        out = attention(query, self.keys(key), self.values(value), scale=self.scale, dropout_p=p, query_lengths=query_lengths)
+        out = attention(
+            query,
+            self.keys(key),
+            self.values(value),
+            scale=self.scale,
+            dropout_p=p,
+            query_lengths=query_lengths,
+        )
         return self.out(out.transpose(1, 2).flatten(-2))
 
-    def _keep(self, x: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor | None:
+    def _keep(
+        self, x: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Return (B or 1, 1, L, 1) bool, False at padding."""
         batch, length = x.shape[0], x.shape[1]
         if mask is not None and (
-            mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, 1, length)
+            mask.dtype != torch.bool
+            or mask.dim() != 4
+            or mask.shape[0] not in (1, batch)
+            or mask.shape[1:] != (1, 1, length)
         ):
             raise ValueError(
-                f"LinformerSelfAttention: attn_mask must be key padding, bool ({batch}, 1, 1, {length}), "
-                f"got {mask.dtype} of {tuple(mask.shape)}"
+                f"LinformerSelfAttention: attn_mask must be key padding, bool ({batch}, 1, 1,"
+                f" {length}), got {mask.dtype} of {tuple(mask.shape)}"
             )
         keep = None if mask is None else mask.transpose(-1, -2)
         if lengths is not None:

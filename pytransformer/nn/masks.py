@@ -12,10 +12,17 @@ from typing_extensions import TypeIs
 def is_lengths(attention_mask: torch.Tensor | None, batch: int) -> TypeIs[torch.Tensor]:
     """Return whether the mask is (B,) integer lengths of sequences padded at the end."""
     mask = attention_mask
-    return mask is not None and mask.shape == (batch,) and not mask.dtype.is_floating_point and mask.dtype != torch.bool
+    return (
+        mask is not None
+        and mask.shape == (batch,)
+        and not mask.dtype.is_floating_point
+        and mask.dtype != torch.bool
+    )
 
 
-def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, queries: bool = False) -> dict[str, Any]:
+def padding(
+    attention_mask: torch.Tensor | None, batch: int, length: int, *, queries: bool = False
+) -> dict[str, Any]:
     """Return the visibility arguments of :func:`pytransformer.attention` for key padding.
 
     Args:
@@ -38,8 +45,9 @@ def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, que
         return {**lengths, "query_lengths": attention_mask} if queries else lengths
     if attention_mask.shape != (batch, length):
         raise ValueError(
-            f"attention_mask must be ({batch}, {length}), one entry for each token (cached ones too), or lengths ({batch},); "
-            f"got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
+            f"attention_mask must be ({batch}, {length}), one entry for each token (cached ones"
+            f" too), or lengths ({batch},); got {attention_mask.dtype} of shape"
+            f" {tuple(attention_mask.shape)}"
         )
     check_not_additive(attention_mask)
     return {"attn_mask": attention_mask.bool()[:, None, None, :]}
@@ -60,7 +68,11 @@ def causal(visible: dict[str, Any], cached: int, new: int) -> dict[str, Any]:
     Queries align with the last keys. With lengths, each sequence's queries end at its last key.
     """
     if "key_lengths" in visible:
-        return {**visible, "causal": "bottom_right", "query_lengths": (visible["key_lengths"] - cached).clamp(0, new)}
+        return {
+            **visible,
+            "causal": "bottom_right",
+            "query_lengths": (visible["key_lengths"] - cached).clamp(0, new),
+        }
     return {**visible, "causal": "bottom_right" if cached else "top_left"}
 
 
@@ -69,7 +81,9 @@ def is_tree(attention_mask: torch.Tensor | None) -> TypeIs[torch.Tensor]:
     return attention_mask is not None and attention_mask.dim() == 3
 
 
-def tree(attention_mask: torch.Tensor, batch: int, new: int, length: int) -> tuple[dict[str, Any], torch.Tensor]:
+def tree(
+    attention_mask: torch.Tensor, batch: int, new: int, length: int
+) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the visibility arguments and the position ids (batch, new) of a tree of drafts.
 
     The tree follows ``length - new`` cached tokens. A node sees itself, its ancestors and the
@@ -80,8 +94,9 @@ def tree(attention_mask: torch.Tensor, batch: int, new: int, length: int) -> tup
     """
     if attention_mask.shape != (batch, new, length) or attention_mask.dtype != torch.bool:
         raise ValueError(
-            f"attention_mask of a tree must be bool ({batch}, {new}, {length}), for each new token which keys it sees, cached ones too; "
-            f"got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
+            f"attention_mask of a tree must be bool ({batch}, {new}, {length}), for each new token"
+            f" which keys it sees, cached ones too; got {attention_mask.dtype} of shape"
+            f" {tuple(attention_mask.shape)}"
         )
     visible = {"attn_mask": attention_mask[:, None], "causal": "bottom_right"}
     return visible, attention_mask.sum(-1) - 1
@@ -113,5 +128,8 @@ def kept(visible: dict[str, Any], length: int, who: str) -> torch.Tensor | None:
     if mask is None:
         return None
     if mask.dtype != torch.bool or mask.dim() != 4 or tuple(mask.shape[1:]) != (1, 1, length):
-        raise ValueError(f"{who} follows padding only: attn_mask must be (B, 1, 1, {length}) bool, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"{who} follows padding only: attn_mask must be (B, 1, 1, {length}) bool, got"
+            f" {tuple(mask.shape)}"
+        )
     return mask[:, 0, 0]

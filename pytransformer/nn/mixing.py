@@ -35,7 +35,14 @@ class TokenMixing(nn.Module):
     Source: Tolstikhin et al., "MLP-Mixer" (2021), equation 1.
     """
 
-    def __init__(self, num_tokens: int, hidden: int, *, activation: ActivationName = "gelu", dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        hidden: int,
+        *,
+        activation: ActivationName = "gelu",
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.network = FeedForward(num_tokens, hidden, activation=activation, dropout=dropout)
 
@@ -61,13 +68,17 @@ class SeparableMixing(nn.Module):
     (2017).
     """
 
-    def __init__(self, d_model: int, kernel_size: int, *, grid: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, d_model: int, kernel_size: int, *, grid: tuple[int, int] | None = None
+    ) -> None:
         super().__init__()
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"SeparableMixing: kernel_size must be odd, got {kernel_size}")
         convolution = nn.Conv1d if grid is None else nn.Conv2d
         self.grid = grid
-        self.depthwise = convolution(d_model, d_model, kernel_size, padding=kernel_size // 2, groups=d_model)
+        self.depthwise = convolution(
+            d_model, d_model, kernel_size, padding=kernel_size // 2, groups=d_model
+        )
         self.pointwise = nn.Linear(d_model, d_model)
 
     def forward(self, x: torch.Tensor, **visible: Any) -> torch.Tensor:
@@ -75,12 +86,17 @@ class SeparableMixing(nn.Module):
         keep = kept(visible, x.shape[1], "SeparableMixing")
         if keep is not None:
             if self.grid is not None:
-                raise ValueError("SeparableMixing: the patches of an image have no padding, got a mask")
+                raise ValueError(
+                    "SeparableMixing: the patches of an image have no padding, got a mask"
+                )
             x = x.masked_fill(~keep[..., None], 0.0)
         tokens = x.transpose(1, 2)
         if self.grid is not None:
             if x.shape[1] != self.grid[0] * self.grid[1]:
-                raise ValueError(f"SeparableMixing: made for {self.grid[0]} x {self.grid[1]} tokens, got {x.shape[1]}")
+                raise ValueError(
+                    f"SeparableMixing: made for {self.grid[0]} x {self.grid[1]} tokens, got"
+                    f" {x.shape[1]}"
+                )
             tokens = tokens.unflatten(2, self.grid)
         mixed = self.depthwise(tokens).flatten(2).transpose(1, 2)
         return self.pointwise(nn.functional.gelu(mixed))

@@ -41,7 +41,9 @@ class _Select(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor
+    ) -> None:
         x, ctx.rows = inputs
         ctx.num_rows = x.shape[0]
 
@@ -78,7 +80,12 @@ class Packing:
 
     @classmethod
     def of(
-        cls, visible: Mapping[str, Any], x: torch.Tensor, *, wanted: torch.Tensor | None = None, if_worth: bool = False
+        cls,
+        visible: Mapping[str, Any],
+        x: torch.Tensor,
+        *,
+        wanted: torch.Tensor | None = None,
+        if_worth: bool = False,
     ) -> Packing | None:
         """Return the packing of x, (B, L, d), from the visibility arguments of attention.
 
@@ -103,7 +110,9 @@ class Packing:
         if if_worth and not worth_selecting(keep):
             return None
         lengths = keep.sum(1)
-        if not torch.equal(keep, places < lengths[:, None]) or (wanted is not None and bool((wanted & ~keep).any())):
+        if not torch.equal(keep, places < lengths[:, None]) or (
+            wanted is not None and bool((wanted & ~keep).any())
+        ):
             return None
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         longest = int(lengths.max()) if batch else 0

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from ..ops.append_kv import KeyValues
-from .cache import DecoderCache, Reserved, Step, new_tokens, refuse_gradients, reordered, storage, write
+from .cache import (
+    DecoderCache,
+    Reserved,
+    Step,
+    new_tokens,
+    refuse_gradients,
+    reordered,
+    storage,
+    write,
+)
 from .masks import is_lengths, is_tree, padding, tree
 from .pages import OutOfPages, Pages
 
@@ -46,7 +55,8 @@ class PagedLayer:
     def _next(self) -> Step:
         if self.step is None or self.step.positions is None:
             raise ValueError(
-                "PagedCache: call cache.step before its layers, as models do: it says in which pages the tokens are to lie"
+                "PagedCache: call cache.step before its layers, as models do: it says in which"
+                " pages the tokens are to lie"
             )
         return self.step
 
@@ -65,8 +75,13 @@ class PagedLayer:
         for pool, new, name in zip(self.stored[:2], (key, value), ("key", "value")):
             want = (step.positions.shape[0], pool.shape[1], step.positions.shape[1], pool.shape[3])
             if tuple(new.shape) != want:
-                raise ValueError(f"PagedCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
-        write(self.stored._replace(page_table=step.visible["page_table"]), key, value, step.positions)
+                raise ValueError(
+                    f"PagedCache: {name} must be {want} as before, got {tuple(new.shape)}; reset()"
+                    " the cache"
+                )
+        write(
+            self.stored._replace(page_table=step.visible["page_table"]), key, value, step.positions
+        )
         return self.stored[:2]
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
@@ -88,7 +103,9 @@ class PagedCache(DecoderCache):
     :meth:`close` manage named sequences, and :meth:`select` sets the rows of the next call.
     """
 
-    def __init__(self, num_layers: int, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, num_layers: int, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None
+    ) -> None:
         self.dtype = dtype
         self.pages = Pages(num_pages, page_size)
         self.rows: list[int] = []
@@ -105,7 +122,9 @@ class PagedCache(DecoderCache):
 
     @property
     def lengths(self) -> torch.Tensor:
-        return torch.tensor([self.pages.lengths[name] for name in self.rows], dtype=torch.int64, device=self._device)
+        return torch.tensor(
+            [self.pages.lengths[name] for name in self.rows], dtype=torch.int64, device=self._device
+        )
 
     @property
     def table(self) -> torch.Tensor:
@@ -130,7 +149,10 @@ class PagedCache(DecoderCache):
 
     def _step(self, batch: int, columns: int, attention_mask: torch.Tensor | None) -> Step:
         if len(self.rows) != batch:
-            raise ValueError(f"PagedCache: it holds {len(self.rows)} sequences, got {batch}; free() or select() them")
+            raise ValueError(
+                f"PagedCache: it holds {len(self.rows)} sequences, got {batch}; free() or select()"
+                " them"
+            )
         held, start = self.lengths.cpu(), self.length
         lengths = attention_mask if is_lengths(attention_mask, batch) else None
         visible: dict[str, Any] = {}
@@ -138,14 +160,17 @@ class PagedCache(DecoderCache):
         if lengths is None and attention_mask is not None:
             if bool((held != start).any()):
                 raise ValueError(
-                    f"PagedCache: its sequences differ in length; wanted attention_mask as lengths ({batch},), cached tokens included, "
-                    f"or None, got shape {tuple(attention_mask.shape)}"
+                    "PagedCache: its sequences differ in length; wanted attention_mask as lengths"
+                    f" ({batch},), cached tokens included, or None, got shape"
+                    f" {tuple(attention_mask.shape)}"
                 )
             if is_tree(attention_mask):
                 visible, at = tree(attention_mask, batch, columns, start + columns)
             else:
                 visible = padding(attention_mask, batch, start + columns)
-        new, total, positions = new_tokens("PagedCache", held, columns, None if lengths is None else lengths.cpu())
+        new, total, positions = new_tokens(
+            "PagedCache", held, columns, None if lengths is None else lengths.cpu()
+        )
         copies = self.pages.grow(dict(zip(self.rows, new.tolist())))
         table = self.table
         # Extend to full pages; attention ignores keys beyond the lengths.
@@ -156,7 +181,9 @@ class PagedCache(DecoderCache):
         visible |= {"causal": "bottom_right", "key_lengths": total, "page_table": table}
         if lengths is not None:
             visible["query_lengths"] = new
-        step = Step(start, self.length, visible, None if lengths is None else new, total, positions, at)
+        step = Step(
+            start, self.length, visible, None if lengths is None else new, total, positions, at
+        )
         for layer in self.layers:
             layer.copy(copies)
             layer.step = step
@@ -187,10 +214,13 @@ class PagedCache(DecoderCache):
     def select(self, names: Sequence[int]) -> None:
         """Set the rows of the next call, each a different sequence."""
         if len(set(names)) != len(names) or any(name not in self.pages.tables for name in names):
-            raise ValueError(f"PagedCache.select: wanted different open sequences, got {list(names)}")
+            raise ValueError(
+                f"PagedCache.select: wanted different open sequences, got {list(names)}"
+            )
         if any(layer.cross is not None for layer in self.layers):
             raise ValueError(
-                "PagedCache.select: the rows of cross-attention's keys follow reorder() alone; use that, or free() first"
+                "PagedCache.select: the rows of cross-attention's keys follow reorder() alone; use"
+                " that, or free() first"
             )
         self.rows = list(names)
 
@@ -214,7 +244,9 @@ class PagedCache(DecoderCache):
             if len(kept) != len(held) or any(not 0 <= n <= m for n, m in zip(kept, held)):
                 raise ValueError(f"PagedCache.crop: lengths must be from 0 to {held}, got {kept}")
         elif not 0 <= length <= self.length:
-            raise ValueError(f"PagedCache.crop: length must be between 0 and {self.length}, got {length}")
+            raise ValueError(
+                f"PagedCache.crop: length must be between 0 and {self.length}, got {length}"
+            )
         else:
             kept = [min(length, n) for n in held]
         for name, n in zip(self.rows, kept):
@@ -238,7 +270,11 @@ class PagedCache(DecoderCache):
             for layer in self.layers:
                 layer.copy(copies)
             table = self.table
-        layers = [(layer.stored._replace(page_table=table), layer.cross) for layer in self.layers if layer.stored is not None]
+        layers = [
+            (layer.stored._replace(page_table=table), layer.cross)
+            for layer in self.layers
+            if layer.stored is not None
+        ]
 
         def done(lengths: list[int]) -> None:
             for name, length in zip(names, lengths):
@@ -254,7 +290,12 @@ class PagedCache(DecoderCache):
             layer.cross, layer.step = None, None
 
     def snapshot(self) -> Any:
-        return dict(self.pages.tables), dict(self.pages.lengths), self.rows, [layer.cross for layer in self.layers]
+        return (
+            dict(self.pages.tables),
+            dict(self.pages.lengths),
+            self.rows,
+            [layer.cross for layer in self.layers],
+        )
 
     def restore(self, snapshot: Any) -> None:
         tables, lengths, self.rows, cross = snapshot
@@ -265,4 +306,8 @@ class PagedCache(DecoderCache):
     def reset(self) -> None:
         """Drop all contents, pools and known pages."""
         sizes = self.pages.num_pages, self.pages.page_size
-        self.pages, self.rows, self._layers = Pages(*sizes), [], [PagedLayer(*sizes, self.dtype) for _ in self.layers]
+        self.pages, self.rows, self._layers = (
+            Pages(*sizes),
+            [],
+            [PagedLayer(*sizes, self.dtype) for _ in self.layers],
+        )

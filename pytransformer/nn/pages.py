@@ -95,8 +95,9 @@ class Pages:
         needed = self._needed(new)
         if needed > self.available:
             raise OutOfPages(
-                f"PagedCache: {needed} more pages of {self.page_size} positions are needed, and {self.available} of {self.num_pages} are "
-                f"without a sequence; close sequences, or make it with num_pages={self.num_pages + needed - self.available} or more"
+                f"PagedCache: {needed} more pages of {self.page_size} positions are needed, and"
+                f" {self.available} of {self.num_pages} are without a sequence; close sequences, or"
+                f" make it with num_pages={self.num_pages + needed - self.available} or more"
             )
         copies = []
         for name, count in new.items():
@@ -166,7 +167,9 @@ class Pages:
         self.counts = counts
         self._pages = {known.key: page for page, known in self._known.items()}
         idle = dict.fromkeys(self._idle) | dict.fromkeys(self._known)  # in order of use
-        self._idle = OrderedDict.fromkeys(page for page in idle if page in self._known and not counts[page])
+        self._idle = OrderedDict.fromkeys(
+            page for page in idle if page in self._known and not counts[page]
+        )
         free = dict.fromkeys(self._free) | dict.fromkeys(range(self.num_pages))
         self._free = [page for page in free if page not in self._known and not counts[page]]
 

@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from ..distributed.sharding.call import from_local, whole
 from .attention import MultiHeadAttention
@@ -46,13 +51,16 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
             continue
         if isinstance(module, Experts):
             raise ValueError(
-                f"tensor_parallel_plan: {name} is a mixture's experts: split those over the ranks with MixtureOfExperts.parallelize(group)"
+                f"tensor_parallel_plan: {name} is a mixture's experts: split those over the ranks"
+                " with MixtureOfExperts.parallelize(group)"
             )
         if _is_whole(module):
             plan[name] = CopiesParallel()
             done.append(name)
         elif isinstance(module, (MultiHeadAttention, FeedForward)):
-            plan[name] = HeadsParallel() if isinstance(module, MultiHeadAttention) else HiddenParallel()
+            plan[name] = (
+                HeadsParallel() if isinstance(module, MultiHeadAttention) else HiddenParallel()
+            )
             done.append(name)
         elif isinstance(module, (nn.Embedding, Classifier)):
             plan[name] = vocabulary
@@ -67,12 +75,19 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
 
 def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the full, unsplit ``state()`` of a split model. Every rank must call."""
-    names, full = [*dict(model.named_parameters()), *dict(model.named_buffers())], model.state_dict()
+    names, full = (
+        [*dict(model.named_parameters()), *dict(model.named_buffers())],
+        model.state_dict(),
+    )
     return gathered(model, {name: full[name] for name in names if name in full})
 
 
 def gathered(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], *, keep: bool = True, device: torch.device | None = None
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    keep: bool = True,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gather tensors named like the model's parameters: parameters, gradients, optimizer state.
 
@@ -115,8 +130,13 @@ def parted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
 def names_before(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the names before the split; the parts of one matrix share a name."""
     split = [f"{name}." for name, m in model.named_modules() if isinstance(m, SplitProjection)]
-    inside = {name: next((prefix for prefix in split if name.startswith(prefix)), None) for name in names}
-    return {name: name if prefix is None else prefix + name.rsplit(".", 1)[1] for name, prefix in inside.items()}
+    inside = {
+        name: next((prefix for prefix in split if name.startswith(prefix)), None) for name in names
+    }
+    return {
+        name: name if prefix is None else prefix + name.rsplit(".", 1)[1]
+        for name, prefix in inside.items()
+    }
 
 
 def _is_whole(module: nn.Module) -> bool:
@@ -131,21 +151,28 @@ def _is_whole(module: nn.Module) -> bool:
     return isinstance(module, RelativeMultiHeadAttention)
 
 
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None, source: int | None) -> None:
+def _distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None, source: int | None
+) -> None:
     """Make the parameter a DTensor, sharded along ``dim`` or replicated.
 
     Rank ``source`` provides the values; None: each rank uses its local values.
     """
     old = getattr(module, name)
     if old is not None and not isinstance(old, DTensor):
-        t = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=source)
+        t = distribute_tensor(
+            old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=source
+        )
         module.register_parameter(name, nn.Parameter(t, requires_grad=old.requires_grad))
 
 
 def _mesh(style: str, mesh: DeviceMesh) -> int:
     """Return the number of ranks of a one-dimensional mesh."""
     if mesh.ndim != 1:
-        raise ValueError(f"{style}: the mesh must have one dimension, got {mesh}; of a larger one give mesh['its name']")
+        raise ValueError(
+            f"{style}: the mesh must have one dimension, got {mesh}; of a larger one give mesh['its"
+            " name']"
+        )
     return mesh.size()
 
 
@@ -169,7 +196,9 @@ class CopiesParallel(ParallelStyle):
         if self.src_data_rank is not None:
             group = device_mesh.get_group()
             for p in module.parameters():
-                dist.broadcast(p.detach(), dist.get_global_rank(group, self.src_data_rank), group=group)
+                dist.broadcast(
+                    p.detach(), dist.get_global_rank(group, self.src_data_rank), group=group
+                )
         return module
 
 
@@ -215,8 +244,9 @@ def _check_generators(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_gather(found, own, group=group)
     if any(int(other) != int(found[0]) for other in found):
         raise ValueError(
-            "tensor parallel: the ranks' random generators differ, and so would their dropout masks: call torch.manual_seed with the same "
-            "number on all ranks of the mesh before training"
+            "tensor parallel: the ranks' random generators differ, and so would their dropout"
+            " masks: call torch.manual_seed with the same number on all ranks of the mesh before"
+            " training"
         )
 
 
@@ -265,14 +295,23 @@ class HiddenParallel(ParallelStyle):
 class SplitProjection(nn.Module):
     """The projections of one fused matrix, each split by heads, returned as a tuple."""
 
-    def __init__(self, linear: nn.Linear, widths: Mapping[str, int], mesh: DeviceMesh, source: int | None) -> None:
+    def __init__(
+        self, linear: nn.Linear, widths: Mapping[str, int], mesh: DeviceMesh, source: int | None
+    ) -> None:
         super().__init__()
         self.mesh = mesh
         weights = linear.weight.detach().split_with_sizes(list(widths.values()))
-        biases = [None] * len(widths) if linear.bias is None else linear.bias.detach().split_with_sizes(list(widths.values()))
+        biases = (
+            [None] * len(widths)
+            if linear.bias is None
+            else linear.bias.detach().split_with_sizes(list(widths.values()))
+        )
         for (name, width), weight, bias in zip(widths.items(), weights, biases):
             part = nn.Linear(linear.in_features, width, bias is not None, device="meta")
-            part.weight, part.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+            part.weight, part.bias = (
+                nn.Parameter(weight),
+                None if bias is None else nn.Parameter(bias),
+            )
             _distribute(part, "weight", mesh, 0, source)
             _distribute(part, "bias", mesh, 0, source)
             self.add_module(name, part)
@@ -295,21 +334,29 @@ class HeadsParallel(ParallelStyle):
         heads, key_heads = (width // module.head_dim for width in module.widths[:2])
         if heads % ranks or key_heads % ranks:
             raise ValueError(
-                f"HeadsParallel: {ranks} ranks must divide the {heads} heads of queries and the {key_heads} of keys: use fewer ranks in "
-                "this dimension of the mesh, and more in that of the data"
+                f"HeadsParallel: {ranks} ranks must divide the {heads} heads of queries and the"
+                f" {key_heads} of keys: use fewer ranks in this dimension of the mesh, and more in"
+                " that of the data"
             )
         names = dict(zip(("query", "key", "value"), module.widths))
         if module.cross:
             parallelize_module(
-                module.query, device_mesh, ColwiseParallel(use_local_output=False), src_data_rank=self.src_data_rank
+                module.query,
+                device_mesh,
+                ColwiseParallel(use_local_output=False),
+                src_data_rank=self.src_data_rank,
             )
             names.pop("query")
-            module.key_value = SplitProjection(module.key_value, names, device_mesh, self.src_data_rank)  # type: ignore[assignment]
+            module.key_value = SplitProjection(
+                module.key_value, names, device_mesh, self.src_data_rank
+            )  # type: ignore[assignment]
         else:
             module.qkv = SplitProjection(module.qkv, names, device_mesh, self.src_data_rank)  # type: ignore[assignment]
         if module.sinks is not None:
             _distribute(module, "sinks", device_mesh, 0, self.src_data_rank)
-        parallelize_module(module.out, device_mesh, RowwiseParallel(), src_data_rank=self.src_data_rank)
+        parallelize_module(
+            module.out, device_mesh, RowwiseParallel(), src_data_rank=self.src_data_rank
+        )
         module.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
         return module
 
@@ -317,5 +364,6 @@ class HeadsParallel(ParallelStyle):
 def _refuse_cache(module: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
     if options.get("cache") is not None:
         raise ValueError(
-            "MultiHeadAttention: a cache of keys is not split over ranks: generate with the whole model, from gathered_state()"
+            "MultiHeadAttention: a cache of keys is not split over ranks: generate with the whole"
+            " model, from gathered_state()"
         )

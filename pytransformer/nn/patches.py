@@ -13,7 +13,10 @@ def height_and_width(image_size: ImageSize) -> tuple[int, int]:
     """Return (height, width); raise ValueError unless it is a positive number or a pair of them."""
     pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
-        raise ValueError(f"image_size must be a positive number, or a pair (height, width) of them, got {image_size!r}")
+        raise ValueError(
+            "image_size must be a positive number, or a pair (height, width) of them, got"
+            f" {image_size!r}"
+        )
     return pair
 
 
@@ -34,7 +37,10 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         height, width = height_and_width(image_size)
         if height % patch_size or width % patch_size:
-            raise ValueError(f"PatchEmbedding: image_size {image_size} is not a multiple of patch_size {patch_size}")
+            raise ValueError(
+                f"PatchEmbedding: image_size {image_size} is not a multiple of patch_size"
+                f" {patch_size}"
+            )
         self.image_shape = (channels, height, width)
         self.grid = height // patch_size, width // patch_size
         self.patch_size, self.num_patches = patch_size, self.grid[0] * self.grid[1]
@@ -42,7 +48,10 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if images.dim() != 4 or tuple(images.shape[1:]) != self.image_shape:
-            raise ValueError(f"pixel_values must be (B, {', '.join(map(str, self.image_shape))}), got {tuple(images.shape)}")
+            raise ValueError(
+                f"pixel_values must be (B, {', '.join(map(str, self.image_shape))}), got"
+                f" {tuple(images.shape)}"
+            )
         p = self.patch_size
         # [B, rows, columns, C, P, P].
         patches = images.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)

@@ -33,11 +33,19 @@ class Pattern:
         ValueError: unknown constructor. The constructor checks its arguments when it builds a mask.
     """
 
-    def __init__(self, make: str | Callable[[int, torch.device], BlockMask], **keywords: Any) -> None:
+    def __init__(
+        self, make: str | Callable[[int, torch.device], BlockMask], **keywords: Any
+    ) -> None:
         if isinstance(make, str) and make not in NAMES:
-            raise ValueError(f"Pattern: no pattern is called {make!r}; there are {', '.join(NAMES)}, or give a function")
+            raise ValueError(
+                f"Pattern: no pattern is called {make!r}; there are {', '.join(NAMES)}, or give a"
+                " function"
+            )
         if not isinstance(make, str) and keywords:
-            raise ValueError(f"Pattern: a function takes (length, device) alone, got the keywords {', '.join(keywords)}")
+            raise ValueError(
+                "Pattern: a function takes (length, device) alone, got the keywords"
+                f" {', '.join(keywords)}"
+            )
         self.make, self.keywords = make, keywords
         self._kept: dict[tuple[int, str, int | None], BlockMask] = {}  # least recently used first
 
@@ -86,16 +94,30 @@ class Pattern:
         mask = arguments.pop("attn_mask", None)
         batch, length = x.shape[0], x.shape[1]
         if mask is not None:
-            given = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape[1:] != (1, 1, length):
+            given = (
+                f"{mask.dtype} of {tuple(mask.shape)}"
+                if isinstance(mask, torch.Tensor)
+                else type(mask).__name__
+            )
+            if (
+                not isinstance(mask, torch.Tensor)
+                or mask.dtype != torch.bool
+                or mask.shape[1:] != (1, 1, length)
+            ):
                 raise ValueError(
-                    f"attention with a pattern: attn_mask must be key padding, bool ({batch}, 1, 1, {length}), got {given}; "
-                    "put it into the pattern, as a function that returns mask & another"
+                    f"attention with a pattern: attn_mask must be key padding, bool ({batch}, 1, 1,"
+                    f" {length}), got {given}; put it into the pattern, as a function that returns"
+                    " mask & another"
                 )
             if "key_segments" in arguments or "query_segments" in arguments:
-                raise ValueError("attention with a pattern: give padding as key_lengths where there are segments")
+                raise ValueError(
+                    "attention with a pattern: give padding as key_lengths where there are segments"
+                )
             hidden = (~mask[:, 0, 0]).to(torch.int32).expand(batch, length)
-            arguments |= {"query_segments": hidden.new_zeros(()).expand(batch, length), "key_segments": hidden}
+            arguments |= {
+                "query_segments": hidden.new_zeros(()).expand(batch, length),
+                "key_segments": hidden,
+            }
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.mark_static(x, 1)  # after two lengths a compiler would pass a symbol
         return {**arguments, "attn_mask": self(int(x.shape[1]), x.device)}
@@ -105,5 +127,11 @@ class Pattern:
         return {"make": self.make, "keywords": self.keywords, "_kept": {}}
 
     def __repr__(self) -> str:
-        name = self.make if isinstance(self.make, str) else getattr(self.make, "__name__", repr(self.make))
-        return f"Pattern({', '.join([repr(name), *(f'{k}={v!r}' for k, v in self.keywords.items())])})"
+        name = (
+            self.make
+            if isinstance(self.make, str)
+            else getattr(self.make, "__name__", repr(self.make))
+        )
+        return (
+            f"Pattern({', '.join([repr(name), *(f'{k}={v!r}' for k, v in self.keywords.items())])})"
+        )

@@ -31,7 +31,9 @@ def sinusoidal(
     if torch.empty(0, device=device).device.type == "meta":
         return torch.empty(length, d_model, dtype=dtype, device=device)
     rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model)
-    angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * rates
+    angles = (
+        torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * rates
+    )
     parts = (angles.sin(), angles.cos())
     return (torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(1)).to(dtype)
 
@@ -52,14 +54,20 @@ class Positions(nn.Module):
         """
         max_length = self.weight.shape[0]
         if ids is not None:
-            looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
+            looked_at = (
+                ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
+            )
             if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < max_length:
                 raise ValueError(
-                    f"position ids must be between 0 and {max_length - 1}, got {int(ids.min())} to {int(ids.max())}"
+                    f"position ids must be between 0 and {max_length - 1}, got {int(ids.min())} to"
+                    f" {int(ids.max())}"
                 )
             return nn.functional.embedding(ids, self.weight)
         if start + length > max_length:
-            raise ValueError(f"a sequence of {start + length} tokens is longer than the model's {max_length} positions")
+            raise ValueError(
+                f"a sequence of {start + length} tokens is longer than the model's {max_length}"
+                " positions"
+            )
         return self.weight[start : start + length]
 
 
@@ -68,7 +76,9 @@ class SinusoidalPositions(Positions):
 
     def __init__(self, max_length: int, d_model: int, halves: bool = False) -> None:
         super().__init__()
-        self.register_buffer("weight", sinusoidal(max_length, d_model, halves=halves), persistent=False)
+        self.register_buffer(
+            "weight", sinusoidal(max_length, d_model, halves=halves), persistent=False
+        )
 
 
 class LearnedPositions(Positions):
@@ -86,7 +96,9 @@ class RelativePositionTable(nn.Module):
     its gradient is materialized.
     """
 
-    def __init__(self, buckets: int, num_heads: int, *, bidirectional: bool, max_distance: int = 128) -> None:
+    def __init__(
+        self, buckets: int, num_heads: int, *, bidirectional: bool, max_distance: int = 128
+    ) -> None:
         super().__init__()
         self.bidirectional, self.max_distance = bidirectional, max_distance
         self.table = nn.Parameter(torch.empty(buckets, num_heads).normal_(std=0.02))

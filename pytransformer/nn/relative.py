@@ -19,7 +19,9 @@ def relative_sinusoids(length: int, d_model: int, like: torch.Tensor) -> torch.T
     it once per call. The first distance never occurs; it makes the rows of :func:`by_distance`
     start one element apart.
     """
-    return sinusoidal(2 * length, d_model, start=1 - length, dtype=like.dtype, device=like.device).flip(0)
+    return sinusoidal(
+        2 * length, d_model, start=1 - length, dtype=like.dtype, device=like.device
+    ).flip(0)
 
 
 def by_distance(scores: torch.Tensor) -> torch.Tensor:
@@ -51,20 +53,28 @@ class RelativeMultiHeadAttention(MultiHeadAttention):
     def __init__(self, d_model: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__(d_model, num_heads, dropout=dropout)
         self.position = nn.Linear(d_model, num_heads * self.head_dim, bias=False)
-        self.content_bias, self.position_bias = (nn.Parameter(torch.empty(num_heads, self.head_dim)) for _ in range(2))
+        self.content_bias, self.position_bias = (
+            nn.Parameter(torch.empty(num_heads, self.head_dim)) for _ in range(2)
+        )
         for bias in (self.content_bias, self.position_bias):
             nn.init.xavier_uniform_(bias)
 
-    def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _place(
+        self, query: torch.Tensor, visible: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Add the biases u and v; ``visible`` has ``sinusoids`` of the length besides padding."""
         if "sinusoids" not in visible:
-            raise ValueError("RelativeMultiHeadAttention: give sinusoids=relative_sinusoids(length, d_model, like=x)")
+            raise ValueError(
+                "RelativeMultiHeadAttention: give sinusoids=relative_sinusoids(length, d_model,"
+                " like=x)"
+            )
         others = {name: what for name, what in visible.items() if name != "sinusoids"}
         sinusoids = visible["sinusoids"]
         if "bias" in others or query.dim() != 4 or sinusoids.shape[0] != 2 * query.shape[2]:
             raise ValueError(
-                f"RelativeMultiHeadAttention: wanted (B, L, d_model) without bias, and sinusoids of 2 L distances; got queries of "
-                f"shape {tuple(query.shape)}, sinusoids of {tuple(sinusoids.shape)} and {', '.join(others) or 'nothing else'}"
+                "RelativeMultiHeadAttention: wanted (B, L, d_model) without bias, and sinusoids of"
+                f" 2 L distances; got queries of shape {tuple(query.shape)}, sinusoids of"
+                f" {tuple(sinusoids.shape)} and {', '.join(others) or 'nothing else'}"
             )
         # [heads, 2 L, D].
         keys = self.position(sinusoids).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)

@@ -44,15 +44,21 @@ class RotaryMultiHeadAttention(MultiHeadAttention):
         **others: Any,
     ) -> None:
         if others.get("cross") or others.get("pattern") is not None:
-            raise ValueError("RotaryMultiHeadAttention: is self-attention over all positions: leave cross and pattern out")
+            raise ValueError(
+                "RotaryMultiHeadAttention: is self-attention over all positions: leave cross and"
+                " pattern out"
+            )
         super().__init__(d_model, num_heads, **others)
         self.rotary = RotaryPositions(self.head_dim) if rotary is None else rotary
         if self.rotary.dims > self.head_dim:
             raise ValueError(
-                f"RotaryMultiHeadAttention: rotary turns {self.rotary.dims} dimensions, and head_dim is {self.head_dim}"
+                f"RotaryMultiHeadAttention: rotary turns {self.rotary.dims} dimensions, and"
+                f" head_dim is {self.head_dim}"
             )
         self.eps = eps
-        self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.head_dim)) if qk_norm else None for _ in range(2))
+        self.query_norm, self.key_norm = (
+            nn.Parameter(torch.ones(self.head_dim)) if qk_norm else None for _ in range(2)
+        )
 
     def _positioned(
         self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None, visible: dict[str, Any]
@@ -64,10 +70,17 @@ class RotaryMultiHeadAttention(MultiHeadAttention):
         if tables is None:
             length, device = query.shape[2], query.device
             tables = self.rotary.tables(
-                torch.arange(length, device=device) if cache is None else cache.positions(length, device)
+                torch.arange(length, device=device)
+                if cache is None
+                else cache.positions(length, device)
             )
         cos, sin = tables
         shared: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": self.rotary.interleaved}
-        shared |= {"dims": self.rotary.dims} | ({} if self.query_norm is None else {"eps": self.eps})
-        query, key = rotary(query, weight=self.query_norm, **shared), rotary(key, weight=self.key_norm, **shared)
+        shared |= {"dims": self.rotary.dims} | (
+            {} if self.query_norm is None else {"eps": self.eps}
+        )
+        query, key = (
+            rotary(query, weight=self.query_norm, **shared),
+            rotary(key, weight=self.key_norm, **shared),
+        )
         return (query[0].transpose(0, 1), key[0].transpose(0, 1)) if packed else (query, key)

@@ -54,10 +54,14 @@ class AdditiveScore(nn.Module):
         self.vector = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return self.vector(torch.tanh(self.query(query)[..., :, None, :] + self.key(key)[..., None, :, :])).squeeze(-1)
+        return self.vector(
+            torch.tanh(self.query(query)[..., :, None, :] + self.key(key)[..., None, :, :])
+        ).squeeze(-1)
 
 
-def attend(scores: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    scores: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``softmax(scores) @ value`` and the softmax.
 
     Args:

@@ -34,7 +34,11 @@ class AttentionTap:
 
     @staticmethod
     def of(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor, arguments: dict[str, Any]
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lse: torch.Tensor,
+        arguments: dict[str, Any],
     ) -> AttentionTap:
         """Return the tap of a call, with contiguous keys and values in query's dtype.
 
@@ -43,9 +47,15 @@ class AttentionTap:
         scales = [arguments.get(name) for name in ("key_scale", "value_scale")]
         if scales[0] is not None and scales[1] is not None:
             key, value = (
-                dequantize_kv(rows, scale, query.dtype) for rows, scale in zip((key, value), scales) if scale is not None
+                dequantize_kv(rows, scale, query.dtype)
+                for rows, scale in zip((key, value), scales)
+                if scale is not None
             )
-            arguments = {name: what for name, what in arguments.items() if name not in ("key_scale", "value_scale")}
+            arguments = {
+                name: what
+                for name, what in arguments.items()
+                if name not in ("key_scale", "value_scale")
+            }
         if "page_table" in arguments:
             table = arguments["page_table"].long()
             arguments = {name: what for name, what in arguments.items() if name != "page_table"}
@@ -54,11 +64,15 @@ class AttentionTap:
 
     def weights(self, rows: Any = None, heads: Any = None) -> torch.Tensor:
         """Return :func:`pytransformer.attention_weights` of the rows, (B, heads, rows, Lk)."""
-        return attention_weights(self.query, self.key, self.lse, rows=rows, heads=heads, **self.arguments)
+        return attention_weights(
+            self.query, self.key, self.lse, rows=rows, heads=heads, **self.arguments
+        )
 
     def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
         """Return :func:`pytransformer.attention_summary` of these kinds (default: all)."""
-        return attention_summary(self.query, self.key, self.lse, kinds=kinds or KINDS, **self.arguments)
+        return attention_summary(
+            self.query, self.key, self.lse, kinds=kinds or KINDS, **self.arguments
+        )
 
 
 @contextlib.contextmanager
@@ -85,7 +99,9 @@ def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
     chosen = {
         name: module
         for name, module in modules.items()
-        if (any(fnmatchcase(name, p) for p in patterns) if patterns else hasattr(module, "observer"))
+        if (
+            any(fnmatchcase(name, p) for p in patterns) if patterns else hasattr(module, "observer")
+        )
     }
     record: dict[str, Any] = {}
     handles = []
@@ -96,7 +112,11 @@ def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
         if hasattr(module, "observer"):
             module.observer = lambda tap, name=name: record.__setitem__(name, tap)
         else:
-            handles.append(module.register_forward_hook(lambda _m, _i, out, name=name: record.__setitem__(name, out)))
+            handles.append(
+                module.register_forward_hook(
+                    lambda _m, _i, out, name=name: record.__setitem__(name, out)
+                )
+            )
     try:
         yield record
     finally:

@@ -51,22 +51,27 @@ def check_scales(
             if t is not None:
                 of = name.removesuffix("_scale")
                 raise ValueError(
-                    f"attention: {name} belongs to a {of} in float8_e4m3fn or int8, and {of} is {key.dtype}; leave it out"
+                    f"attention: {name} belongs to a {of} in float8_e4m3fn or int8, and {of} is"
+                    f" {key.dtype}; leave it out"
                 )
         return None, None
     full, views = tuple(key.shape[:3]), []
     for name, t in both:
         if t is None:
             raise ValueError(
-                f"attention: {name.removesuffix('_scale')} is {key.dtype} and needs {name}; quantize_kv makes rows and scales, and "
-                "torch.ones(()) means that the numbers stand for themselves"
+                f"attention: {name.removesuffix('_scale')} is {key.dtype} and needs {name};"
+                " quantize_kv makes rows and scales, and torch.ones(()) means that the numbers"
+                " stand for themselves"
             )
         check_tensor("attention", name, t)
         check_same("attention", "query", query, name, t)
         if t.dtype != torch.float32:
             raise TypeError(f"attention: {name} must be float32, got {t.dtype}")
         if t.dim() > 3 or any(n not in (m, 1) for n, m in zip(t.shape[::-1], full[::-1])):
-            raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to key's first three, {full}")
+            raise ValueError(
+                f"attention: {name} of shape {shape_of(t)} does not broadcast to key's first three,"
+                f" {full}"
+            )
         views.append(t.expand(full))
     return views[0], views[1]
 
@@ -82,15 +87,18 @@ def refuse_gradients(op: Any, arguments: Any) -> None:
         return
     if paged:
         raise ValueError(
-            "attention: page_table has no gradients; call it under torch.no_grad(), or gather the pages and leave page_table out"
+            "attention: page_table has no gradients; call it under torch.no_grad(), or gather the"
+            " pages and leave page_table out"
         )
     raise ValueError(
-        "attention: keys and values in eight bits have no gradients; call it under torch.no_grad(), or give them as "
-        "key.float() * key_scale[..., None], without the scales"
+        "attention: keys and values in eight bits have no gradients; call it under torch.no_grad(),"
+        " or give them as key.float() * key_scale[..., None], without the scales"
     )
 
 
-def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, paged: bool = False) -> torch.Size:
+def check_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, paged: bool = False
+) -> torch.Size:
     """Check that query, key and value agree in shape and dtype; return query's shape.
 
     The shapes are (B, Hq, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv). With ``paged`` key and
@@ -100,7 +108,8 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
         check_same("attention", "key", key, "value", value, dtype=True)
         if query.dtype == torch.float64:
             raise TypeError(
-                f"attention: with a key in {key.dtype} query must be float32, bfloat16 or float16, got {query.dtype}"
+                f"attention: with a key in {key.dtype} query must be float32, bfloat16 or float16,"
+                f" got {query.dtype}"
             )
     elif not query.dtype == key.dtype == value.dtype:
         check_same("attention", "query", query, "key", key, dtype=True)
@@ -110,7 +119,11 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
     value_batch, value_heads, num_values, value_dim = value.shape
     wrong = None
     if key_batch != (value_batch if paged else batch) or value_batch != key_batch:
-        wrong = "key and value must have as many pages" if paged else "query, key and value must have the same batch size"
+        wrong = (
+            "key and value must have as many pages"
+            if paged
+            else "query, key and value must have the same batch size"
+        )
     elif key_dim != head_dim:
         wrong = "query and key must have the same head size"
     elif head_dim == 0 or value_dim == 0:
@@ -120,11 +133,16 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
     elif key_heads == 0 or heads % key_heads:
         wrong = "query's heads must be a multiple of key's heads"
     if wrong:
-        raise ValueError(f"attention: {wrong}, got query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}")
+        raise ValueError(
+            f"attention: {wrong}, got query {shape_of(query)}, key {shape_of(key)}, value"
+            f" {shape_of(value)}"
+        )
     return shape
 
 
-def check_pages(table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, int]:
+def check_pages(
+    table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.Tensor
+) -> tuple[torch.Tensor, int]:
     """Return the contiguous page table and the number of keys that a row of it addresses.
 
     The op checks the table's values.
@@ -134,13 +152,19 @@ def check_pages(table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.T
     if table.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"attention: page_table must be int32 or int64, got {table.dtype}")
     if table.dim() != 2 or table.shape[0] != query.shape[0]:
-        raise ValueError(f"attention: page_table must have shape (B, pages), B = {query.shape[0]}, got {shape_of(table)}")
+        raise ValueError(
+            f"attention: page_table must have shape (B, pages), B = {query.shape[0]}, got"
+            f" {shape_of(table)}"
+        )
     if key_lengths is None:
-        raise ValueError("attention: page_table needs key_lengths; they say which pages of the table are a sequence's")
+        raise ValueError(
+            "attention: page_table needs key_lengths; they say which pages of the table are a"
+            " sequence's"
+        )
     if pool.shape[2] == 0:
         raise ValueError(
-            "attention: with page_table key and value are pools (num_pages, Hkv, page_size, D), page_size at least 1, got key "
-            f"{shape_of(pool)}"
+            "attention: with page_table key and value are pools (num_pages, Hkv, page_size, D),"
+            f" page_size at least 1, got key {shape_of(pool)}"
         )
     return table.contiguous(), table.shape[1] * pool.shape[2]
 
@@ -153,12 +177,21 @@ def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int
     check_choice("attention", "causal", causal, ALIGNMENTS)
     global_keys = check_integer("attention", "global_keys", global_keys)
     sides = (None, None) if window is None else window
-    found = [None if side is None else as_integer(side) for side in sides] if isinstance(sides, (tuple, list)) else []
-    if len(found) != 2 or any(number is None or number < 0 for side, number in zip(sides, found) if side is not None):
-        raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
+    found = (
+        [None if side is None else as_integer(side) for side in sides]
+        if isinstance(sides, (tuple, list))
+        else []
+    )
+    if len(found) != 2 or any(
+        number is None or number < 0 for side, number in zip(sides, found) if side is not None
+    ):
+        raise ValueError(
+            f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}"
+        )
     if found == [None, None] and global_keys != 0:
         raise ValueError(
-            f"attention: global_keys must be left out without a window, which alone hides keys, got {global_keys!r}"
+            "attention: global_keys must be left out without a window, which alone hides keys, got"
+            f" {global_keys!r}"
         )
     left, right = (-1 if side is None else side for side in found)  # a side may be a SymInt
     return causal or "none", left, right, global_keys
@@ -174,7 +207,10 @@ def biases(
         check_tensor(op, "bias.slopes", bias.slopes, floating=True, ndim=1)
         check_same(op, "query", query, "bias.slopes", bias.slopes)
         if bias.slopes.shape[0] != heads:
-            raise ValueError(f"{op}: bias.slopes must have one slope per query head, {heads}, got {bias.slopes.shape[0]}")
+            raise ValueError(
+                f"{op}: bias.slopes must have one slope per query head, {heads}, got"
+                f" {bias.slopes.shape[0]}"
+            )
         return None, bias.slopes, None, False, 0
     if isinstance(bias, RelativePositionBias):
         table, distance = bias.table, bias.max_distance
@@ -182,11 +218,19 @@ def biases(
         check_same(op, "query", query, "bias.table", table)
         least = 4 if bias.bidirectional else 2
         if table.shape[0] > MAX_BUCKETS:
-            raise ValueError(f"{op}: bias.table must have at most {MAX_BUCKETS:,} buckets, got {table.shape[0]:,}")
-        if table.shape[1] != heads or table.shape[0] < least or (bias.bidirectional and table.shape[0] % 2):
+            raise ValueError(
+                f"{op}: bias.table must have at most {MAX_BUCKETS:,} buckets, got"
+                f" {table.shape[0]:,}"
+            )
+        if (
+            table.shape[1] != heads
+            or table.shape[0] < least
+            or (bias.bidirectional and table.shape[0] % 2)
+        ):
             even = "an even number of, " if bias.bidirectional else ""
             raise ValueError(
-                f"{op}: bias.table must be (buckets, Hq) with {even}at least {least} buckets and {heads} heads, got {shape_of(table)}"
+                f"{op}: bias.table must be (buckets, Hq) with {even}at least {least} buckets and"
+                f" {heads} heads, got {shape_of(table)}"
             )
         exact = table.shape[0] // (4 if bias.bidirectional else 2)
         found = as_integer(distance)
@@ -196,7 +240,9 @@ def biases(
                 f"{table.shape[0]} buckets, and below 2**31, got {distance!r}"
             )
         return None, None, table, bool(bias.bidirectional), found
-    raise TypeError(f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}")
+    raise TypeError(
+        f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}"
+    )
 
 
 def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.Tensor | None:
@@ -206,7 +252,9 @@ def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.T
     check_tensor(op, "sinks", sinks, floating=True, ndim=1)
     check_same(op, "query", query, "sinks", sinks)
     if sinks.shape[0] != heads:
-        raise ValueError(f"{op}: sinks must have one logit per query head, {heads}, got {sinks.shape[0]}")
+        raise ValueError(
+            f"{op}: sinks must have one logit per query head, {heads}, got {sinks.shape[0]}"
+        )
     return sinks
 
 
@@ -251,20 +299,28 @@ def causal_terms(
     return visible.tril(offset), causal
 
 
-def block_tensors(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tuple[Sequence[torch.Tensor | None], Any]:
+def block_tensors(
+    mask: Any, full: tuple[int, ...], query: torch.Tensor
+) -> tuple[Sequence[torch.Tensor | None], Any]:
     """Return (tensors of a block mask or Nones, the mask if it is not a block mask)."""
     blocks = as_block_mask(mask)
     if blocks is None:
         return NO_BLOCKS, mask
     check_same("attention", "query", query, "attn_mask", blocks.blocks.offsets)
-    if any(n not in (m, 1) for n, m in zip(blocks.shape[:2], full[:2])) or blocks.shape[2:] != full[2:]:
+    if (
+        any(n not in (m, 1) for n, m in zip(blocks.shape[:2], full[:2]))
+        or blocks.shape[2:] != full[2:]
+    ):
         raise ValueError(
-            f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq, Lk) of {tuple(full)}"
+            f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq,"
+            f" Lk) of {tuple(full)}"
         )
     return blocks.blocks, None
 
 
-def dense_term(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
+def dense_term(
+    name: str, t: Any, full: tuple[int, ...], query: torch.Tensor
+) -> torch.Tensor | None:
     """Return a mask or bias as a 4-dimensional view whose dimensions are full or 1."""
     if t is None:
         return None
@@ -276,7 +332,10 @@ def dense_term(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) ->
     if t.dtype.is_floating_point:
         check_tensor("attention", name, t, floating=True)
     if t.dim() > 4 or any(n not in (m, 1) for n, m in zip(t.shape[::-1], full[::-1])):
-        raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to (B, Hq, Lq, Lk) = {tuple(full)}")
+        raise ValueError(
+            f"attention: {name} of shape {shape_of(t)} does not broadcast to (B, Hq, Lq, Lk) ="
+            f" {tuple(full)}"
+        )
     return t[(None,) * (4 - t.dim())] if t.dim() < 4 else t
 
 

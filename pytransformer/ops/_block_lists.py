@@ -45,13 +45,23 @@ def evaluate(
     kept, places, words, partial = [], [], [], 0
     for first in range(0, count, at_once):
         end = min(count, first + at_once)
-        key = torch.arange(first, end, device=device) if candidates is None else candidates[first:end]
-        i = (key // across % down * sizes[0])[:, None, None] + torch.arange(sizes[0], device=device)[:, None]
+        key = (
+            torch.arange(first, end, device=device) if candidates is None else candidates[first:end]
+        )
+        i = (key // across % down * sizes[0])[:, None, None] + torch.arange(
+            sizes[0], device=device
+        )[:, None]
         j = (key % across * sizes[1])[:, None, None] + torch.arange(sizes[1], device=device)
         exists = (i < lq) & (j < lk)
         h, b = key // across // down % heads, key // across // down // heads
-        asked = torch.broadcast_tensors(b[:, None, None], h[:, None, None], i.clamp(max=lq - 1), j.clamp(max=lk - 1))
-        seen = function(*asked) if vectorized else function(*(t.reshape(-1) for t in asked)).view(exists.shape)
+        asked = torch.broadcast_tensors(
+            b[:, None, None], h[:, None, None], i.clamp(max=lq - 1), j.clamp(max=lk - 1)
+        )
+        seen = (
+            function(*asked)
+            if vectorized
+            else function(*(t.reshape(-1) for t in asked)).view(exists.shape)
+        )
         seen = seen & exists
         some, whole = seen.flatten(1).any(1), (seen | ~exists).flatten(1).all(1)
         part = some & ~whole
@@ -61,7 +71,9 @@ def evaluate(
         places.append(place[some])
         words.append(pack_bits(seen[part]))
     empty = torch.zeros(0, dtype=torch.int64, device=device)
-    bits = torch.cat([torch.zeros(0, sizes[0], sizes[1] // 32, dtype=torch.int32, device=device), *words])
+    bits = torch.cat(
+        [torch.zeros(0, sizes[0], sizes[1] // 32, dtype=torch.int32, device=device), *words]
+    )
     return assemble(shape, torch.cat([empty, *kept]), torch.cat([empty, *places]), bits)
 
 
@@ -70,10 +82,21 @@ def assemble(shape: Shape, keys: torch.Tensor, places: torch.Tensor, bits: torch
     batch, heads, lq, lk = shape
     down, across = counts(lq, lk, (bits.shape[1], 32 * bits.shape[2]))
 
-    def lists(rows: torch.Tensor, columns: torch.Tensor, n: int, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ends = torch.bincount(rows, minlength=batch * heads * n).view(batch, heads, n).flatten().cumsum(0)
+    def lists(
+        rows: torch.Tensor, columns: torch.Tensor, n: int, place: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ends = (
+            torch.bincount(rows, minlength=batch * heads * n)
+            .view(batch, heads, n)
+            .flatten()
+            .cumsum(0)
+        )
         first = torch.cat([ends.new_zeros(1), ends])
-        offsets = torch.stack([first[m * n : (m + 1) * n + 1] for m in range(batch * heads)]) if batch * heads else first[:0]
+        offsets = (
+            torch.stack([first[m * n : (m + 1) * n + 1] for m in range(batch * heads)])
+            if batch * heads
+            else first[:0]
+        )
         return offsets.view(batch, heads, n + 1).int(), torch.stack([columns, place], 1).int()
 
     outer, q, k = (
@@ -95,15 +118,21 @@ def part(blocks: Blocks, shape: Shape, heads: range, queries: range, keys: range
     sizes, device = blocks.block_size, blocks.offsets.device
     down, across = counts(shape[2], shape[3], sizes)
     counted, places = keys_of(blocks)
-    states = torch.full((shape[0] * shape[1] * down * across,), FULL - 1, dtype=torch.int64, device=device)
+    states = torch.full(
+        (shape[0] * shape[1] * down * across,), FULL - 1, dtype=torch.int64, device=device
+    )
     states[counted] = places
-    words = (blocks.bits if blocks.bits.shape[0] else blocks.bits.new_zeros(1, *blocks.bits.shape[1:])).flatten()
+    words = (
+        blocks.bits if blocks.bits.shape[0] else blocks.bits.new_zeros(1, *blocks.bits.shape[1:])
+    ).flatten()
 
     def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         i, j = i + queries.start, j + keys.start
         outer = b * shape[1] + h + heads.start
         place = states[(outer * down + i // sizes[0]) * across + j // sizes[1]]
-        word = (place.clamp_min(0) * sizes[0] + i % sizes[0]) * (sizes[1] // 32) + j % sizes[1] // 32
+        word = (place.clamp_min(0) * sizes[0] + i % sizes[0]) * (sizes[1] // 32) + j % sizes[
+            1
+        ] // 32
         return torch.where(place < 0, place == FULL, ((words[word] >> (j % 32).int()) & 1).bool())
 
     of = (shape[0], len(heads), len(queries), len(keys))
@@ -119,24 +148,34 @@ def part(blocks: Blocks, shape: Shape, heads: range, queries: range, keys: range
     return evaluate(mod, of, sizes, device, torch.cat(touched).unique(), vectorized=True)
 
 
-def _blocks_touched(block: torch.Tensor, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks_touched(
+    block: torch.Tensor, size: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first and last block of a part from ``start`` on that overlap ``block``."""
     return (block * size - start) // size, (block * size + size - 1 - start) // size
 
 
-def combine(shape: Shape, blocks: Blocks, other_shape: Shape, other: Blocks, how: str) -> tuple[Shape, Blocks]:
+def combine(
+    shape: Shape, blocks: Blocks, other_shape: Shape, other: Blocks, how: str
+) -> tuple[Shape, Blocks]:
     """Return the shape and blocks of the intersection (``&``) or union (``|``) of two masks."""
     if shape[2:] != other_shape[2:] or blocks.block_size != other.block_size:
         raise ValueError(
-            f"BlockMask: {how} of {shape} in blocks of {blocks.block_size} and {other_shape} in blocks of {other.block_size}; "
-            "lengths and block sizes must be equal"
+            f"BlockMask: {how} of {shape} in blocks of {blocks.block_size} and {other_shape} in"
+            f" blocks of {other.block_size}; lengths and block sizes must be equal"
         )
     try:
         batch, heads = torch.broadcast_shapes(shape[:2], other_shape[:2])
     except RuntimeError:
-        raise ValueError(f"BlockMask: {how} of batch and heads {shape[:2]} and {other_shape[:2]}; each equal or 1") from None
+        raise ValueError(
+            f"BlockMask: {how} of batch and heads {shape[:2]} and {other_shape[:2]}; each equal"
+            " or 1"
+        ) from None
     joint = (batch, heads, *shape[2:])
-    (keys, places), (more, others) = _broadcast(blocks, shape, batch, heads), _broadcast(other, other_shape, batch, heads)
+    (keys, places), (more, others) = (
+        _broadcast(blocks, shape, batch, heads),
+        _broadcast(other, other_shape, batch, heads),
+    )
     every = torch.cat([keys, more]).unique()
     mine, theirs = _lookup(every, keys, places), _lookup(every, more, others)
     none = FULL - 1
@@ -157,14 +196,20 @@ def combine(shape: Shape, blocks: Blocks, other_shape: Shape, other: Blocks, how
     return joint, assemble(joint, every[shown], place[shown], words[keep])
 
 
-def _broadcast(blocks: Blocks, shape: Shape, batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _broadcast(
+    blocks: Blocks, shape: Shape, batch: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the entries broadcast to this number of batch elements and heads."""
     keys, places = keys_of(blocks)
     per = (blocks.offsets.shape[2] - 1) * (blocks.key_offsets.shape[2] - 1)
     for size, own, unit in ((heads, shape[1], per), (batch, shape[0], per * heads)):
         if own == 1 < size:
             inner = keys % unit if unit else keys
-            keys = (inner + unit * torch.arange(size, device=keys.device)[:, None] + (keys - inner) * size).flatten()
+            keys = (
+                inner
+                + unit * torch.arange(size, device=keys.device)[:, None]
+                + (keys - inner) * size
+            ).flatten()
             places = places.repeat(size)
             keys, order = keys.sort()
             places = places[order]
@@ -173,9 +218,15 @@ def _broadcast(blocks: Blocks, shape: Shape, batch: int, heads: int) -> tuple[to
 
 def _words(blocks: Blocks, places: torch.Tensor) -> torch.Tensor:
     """Return the bits of the entries: ones for full blocks, zeros for absent blocks."""
-    words = torch.where(places == FULL, -1, 0)[:, None, None].int().expand(-1, *blocks.bits.shape[1:])
+    words = (
+        torch.where(places == FULL, -1, 0)[:, None, None].int().expand(-1, *blocks.bits.shape[1:])
+    )
     partial = (places >= 0)[:, None, None]
-    return torch.where(partial, blocks.bits[places.clamp_min(0)], words) if blocks.bits.shape[0] else words
+    return (
+        torch.where(partial, blocks.bits[places.clamp_min(0)], words)
+        if blocks.bits.shape[0]
+        else words
+    )
 
 
 def _existing(blocks: Blocks, shape: Shape, keys: torch.Tensor) -> torch.Tensor:
@@ -191,7 +242,9 @@ def counts(lq: int, lk: int, sizes: tuple[int, int]) -> tuple[int, int]:
     return -(-lq // sizes[0]), -(-lk // sizes[1])
 
 
-def band(length: int, left: int, right: int, sizes: tuple[int, int], device: torch.device) -> torch.Tensor:
+def band(
+    length: int, left: int, right: int, sizes: tuple[int, int], device: torch.device
+) -> torch.Tensor:
     """Return the flattened indices of the blocks that a band around the diagonal crosses."""
     down, across = counts(length, length, sizes)
     q = torch.arange(down, device=device)
@@ -199,16 +252,26 @@ def band(length: int, left: int, right: int, sizes: tuple[int, int], device: tor
     last = ((q + 1) * sizes[0] - 1 + right).clamp_max(max(length - 1, 0)) // sizes[1]
     number = last - first + 1
     row = torch.repeat_interleave(q, number)
-    return row * across + first[row] + torch.arange(row.numel(), device=device) - (number.cumsum(0) - number)[row]
+    return (
+        row * across
+        + first[row]
+        + torch.arange(row.numel(), device=device)
+        - (number.cumsum(0) - number)[row]
+    )
 
 
-def stripes(length: int, stride: int, causal: bool, sizes: tuple[int, int], device: torch.device) -> torch.Tensor:
+def stripes(
+    length: int, stride: int, causal: bool, sizes: tuple[int, int], device: torch.device
+) -> torch.Tensor:
     """Return the flattened indices of the blocks that a strided mask needs.
 
     A pair is visible if |i - j| < stride or i - j is a multiple of ``stride``.
     """
     down, across = counts(length, length, sizes)
-    apart = torch.arange(down, device=device)[:, None] * sizes[0] - torch.arange(across, device=device) * sizes[1]
+    apart = (
+        torch.arange(down, device=device)[:, None] * sizes[0]
+        - torch.arange(across, device=device) * sizes[1]
+    )
     least, most = apart - (sizes[1] - 1), apart + (sizes[0] - 1)  # distances within the block
     crossed = ((least < stride) & (most > -stride)) | (most // stride * stride >= least)
     if causal:

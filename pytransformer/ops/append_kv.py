@@ -19,7 +19,14 @@ from ._backends.triton import rotary as triton
 from ._core import fast_path
 from ._core.registry import Op, check_backend
 from ._core.sharded import is_sharded
-from ._core.tensors import check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
+from ._core.tensors import (
+    check_number,
+    check_same,
+    check_tensor,
+    check_unused,
+    empty_in_order,
+    shape_of,
+)
 from ._problem.rotary import check_positions
 from .rotary import EPS, check_integers, check_tables, check_weight
 from .rotary_positions import RotaryPositions
@@ -49,12 +56,16 @@ class KeyValues(NamedTuple):
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors that a write changes: key, value, and the scales if there are any."""
-        return tuple(t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None)
+        return tuple(
+            t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None
+        )
 
     @property
     def numbers(self) -> tuple[torch.Tensor, ...]:
         """Return ``stored``, with float8 as int8 views, which every torch copies by index."""
-        return tuple(t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in self.stored)
+        return tuple(
+            t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in self.stored
+        )
 
     @property
     def scales(self) -> dict[str, torch.Tensor]:
@@ -63,16 +74,26 @@ class KeyValues(NamedTuple):
         return {name: t for name, t in both.items() if t is not None}
 
     @staticmethod
-    def empty(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int], dtype: torch.dtype | None = None) -> KeyValues:
+    def empty(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: tuple[int, int],
+        dtype: torch.dtype | None = None,
+    ) -> KeyValues:
         """Return an uninitialized cache for keys and values like these, (B, Hkv, L, D).
 
         ``rows`` is its first and third dimension. ``dtype`` is float8_e4m3fn or int8; None means
         the tensors' dtype.
         """
         shapes = [(rows[0], t.shape[1], rows[1]) for t in (key, value)]
-        caches = [t.new_empty(*shape, t.shape[3], dtype=dtype) for t, shape in zip((key, value), shapes)]
+        caches = [
+            t.new_empty(*shape, t.shape[3], dtype=dtype) for t, shape in zip((key, value), shapes)
+        ]
         eight = dtype in LIMITS
-        scales = [t.new_empty(shape, dtype=torch.float32) if eight else None for t, shape in zip((key, value), shapes)]
+        scales = [
+            t.new_empty(shape, dtype=torch.float32) if eight else None
+            for t, shape in zip((key, value), shapes)
+        ]
         return KeyValues(caches[0], caches[1], None, scales[0], scales[1])
 
 
@@ -82,15 +103,18 @@ def _written(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if cache.key_scale is None:
         return {"key_cache": cache.key, "value_cache": cache.value}
     both = ((cache.key, cache.key_scale), (cache.value, cache.value_scale))
-    return dict(zip(("key_cache", "value_cache"), (dequantize_kv(rows, scale) for rows, scale in both)))
+    return dict(
+        zip(("key_cache", "value_cache"), (dequantize_kv(rows, scale) for rows, scale in both))
+    )
 
 
 append_kv_op = Op(
     "append_kv",
     arguments=(
-        "Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? page_table, Tensor(c!)? key_scale, "
-        "Tensor(d!)? value_scale, Tensor positions, "
-        "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, bool interleaved, float eps, float weight_offset"
+        "Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
+        " Tensor? page_table, Tensor(c!)? key_scale, Tensor(d!)? value_scale, Tensor positions,"
+        " Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, bool interleaved, float eps,"
+        " float weight_offset"
     ),
     # torch and the code that handles ops expect a tuple of at least two outputs
     outputs=("out", "nothing"),
@@ -155,20 +179,34 @@ def append_kv(
     """
     if not torch.compiler.is_compiling():
         found = fast_path.append_kv(
-            query, key, value, cache, positions, rotary, interleaved, dims, q_norm, k_norm, eps, weight_offset, backend, strict
+            query,
+            key,
+            value,
+            cache,
+            positions,
+            rotary,
+            interleaved,
+            dims,
+            q_norm,
+            k_norm,
+            eps,
+            weight_offset,
+            backend,
+            strict,
         )
         if found is not NotImplemented:
             return found
     prepared = _prepare(
-        query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, dims=dims, q_norm=q_norm,
+        query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, dims=dims,
+        q_norm=q_norm,
         k_norm=k_norm, eps=eps, weight_offset=weight_offset, backend=backend, strict=strict,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return append_kv_op(*prepared)[0]
     if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in cache.stored):
         raise RuntimeError(
-            "append_kv: cache must not hold inference tensors outside torch.inference_mode(); make the cache outside of it, or call "
-            "inside"
+            "append_kv: cache must not hold inference tensors outside torch.inference_mode(); make"
+            " the cache outside of it, or call inside"
         )
     out = append_kv_op(*prepared)[0]
     torch.autograd.graph.increment_version([t for t in cache.stored if not t.is_inference()])
@@ -200,32 +238,44 @@ def _prepare(
     if isinstance(rotary, RotaryPositions):
         check_unused(op, "beside RotaryPositions", dims=(dims, None))
         if not rotary.interleaved:
-            check_unused(op, "beside RotaryPositions with another layout", interleaved=(interleaved, False))
+            check_unused(
+                op, "beside RotaryPositions with another layout", interleaved=(interleaved, False)
+            )
         interleaved = rotary.interleaved
         if rotary.dims > query.shape[3]:
-            raise ValueError(f"{op}: rotary turns {rotary.dims} dimensions, and query's last dimension is {query.shape[3]}")
+            raise ValueError(
+                f"{op}: rotary turns {rotary.dims} dimensions, and query's last dimension is"
+                f" {query.shape[3]}"
+            )
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         cos, sin = rotary.tables(positions, dtype=work)
     elif rotary is not None:
         if not isinstance(rotary, tuple) or len(rotary) != 2:
-            raise TypeError(f"{op}: rotary must be a RotaryPositions, a pair (cos, sin) or None, got {type(rotary).__name__}")
+            raise TypeError(
+                f"{op}: rotary must be a RotaryPositions, a pair (cos, sin) or None, got"
+                f" {type(rotary).__name__}"
+            )
         cos, sin = check_tables(op, "query", query, *rotary, dims)
     else:
         check_unused(op, "without rotary", interleaved=(interleaved, False), dims=(dims, None))
     if q_norm is None and k_norm is None:
-        check_unused(op, "without q_norm and k_norm", eps=(eps, EPS), weight_offset=(weight_offset, 0.0))
+        check_unused(
+            op, "without q_norm and k_norm", eps=(eps, EPS), weight_offset=(weight_offset, 0.0)
+        )
     check_weight(op, "q_norm", q_norm, "query", query)
     check_weight(op, "k_norm", k_norm, "key", key)
     check_backend(op, backend)
     numbers = (check_number(op, "eps", eps), check_number(op, "weight_offset", weight_offset))
     a = append_kv_op.Arguments(
-        query, key, value, cache.key, cache.value, cache.page_table, cache.key_scale, cache.value_scale, positions.long(), cos, sin,
+        query, key, value, cache.key, cache.value, cache.page_table, cache.key_scale,
+        cache.value_scale, positions.long(), cos, sin,
         q_norm, k_norm, bool(interleaved), *numbers,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in a):
         raise ValueError(
-            f"{op}: gives no gradient, since what a cache holds has none; call it under torch.no_grad(), or train with "
-            "pytransformer.rotary(x, positions, weight=…) and the keys themselves"
+            f"{op}: gives no gradient, since what a cache holds has none; call it under"
+            " torch.no_grad(), or train with pytransformer.rotary(x, positions, weight=…) and the"
+            " keys themselves"
         )
     if is_sharded(a):
         raise TypeError(f"{op}: takes no DTensors; give each rank's heads by to_local()")
@@ -244,20 +294,30 @@ def _check_rows(query: Any, key: Any, value: Any) -> None:
         check_same(op, "query", query, name, t, dtype=True)
         if t.shape[0] != query.shape[0] or t.shape[2] != query.shape[2]:
             wanted = f"({query.shape[0]}, heads, {query.shape[2]}, …)"
-            raise ValueError(f"{op}: {name} must have query's batch and length, {wanted}, got {shape_of(t)}")
+            raise ValueError(
+                f"{op}: {name} must have query's batch and length, {wanted}, got {shape_of(t)}"
+            )
     if key.shape[1] != value.shape[1]:
         raise ValueError(f"{op}: key has {key.shape[1]} heads and value {value.shape[1]}")
     if key.shape[3] != query.shape[3]:
-        raise ValueError(f"{op}: key's last dimension is {key.shape[3]} and query's {query.shape[3]}")
+        raise ValueError(
+            f"{op}: key's last dimension is {key.shape[3]} and query's {query.shape[3]}"
+        )
 
 
 def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
     op = "append_kv"
     if not isinstance(cache, tuple) or len(cache) not in (2, 3, 5):
-        raise TypeError(f"{op}: cache must be a KeyValues(key, value, page_table=None), got {type(cache).__name__}")
+        raise TypeError(
+            f"{op}: cache must be a KeyValues(key, value, page_table=None), got"
+            f" {type(cache).__name__}"
+        )
     table = cache[2] if len(cache) > 2 else None
     if not isinstance(cache, KeyValues):
-        raise TypeError(f"{op}: cache must be a KeyValues, got {type(cache).__name__}: pytransformer.KeyValues(*cache)")
+        raise TypeError(
+            f"{op}: cache must be a KeyValues, got {type(cache).__name__}:"
+            " pytransformer.KeyValues(*cache)"
+        )
     for name, t, rows in (("key", cache.key, key), ("value", cache.value, value)):
         eight = isinstance(t, torch.Tensor) and t.dtype in LIMITS
         check_tensor(op, f"cache.{name}", t, floating=not eight, ndim=4)
@@ -268,7 +328,10 @@ def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
             raise ValueError(f"{op}: cache.{name} must have the shape {wanted}, got {shape_of(t)}")
         _check_own_memory(name, t)
         if t.stride(3) != 1 and t.shape[3] > 1:
-            raise ValueError(f"{op}: the last dimension of cache.{name} must be contiguous: a copy would not be the cache")
+            raise ValueError(
+                f"{op}: the last dimension of cache.{name} must be contiguous: a copy would not be"
+                " the cache"
+            )
     if cache.key is cache.value:
         raise ValueError(f"{op}: cache.key and cache.value must be two tensors")
     _check_scales(query, cache)
@@ -279,14 +342,16 @@ def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
             raise TypeError(f"{op}: cache.page_table must be int64 or int32, got {table.dtype}")
         if table.shape[0] != query.shape[0]:
             raise ValueError(
-                f"{op}: cache.page_table must have a row for each of {query.shape[0]} sequences, got {shape_of(table)}"
+                f"{op}: cache.page_table must have a row for each of {query.shape[0]} sequences,"
+                f" got {shape_of(table)}"
             )
 
 
 def _check_own_memory(name: str, t: torch.Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
         raise ValueError(
-            f"append_kv: cache.{name} is expanded, so that one number has several places; give it memory of its own"
+            f"append_kv: cache.{name} is expanded, so that one number has several places; give it"
+            " memory of its own"
         )
 
 
@@ -297,26 +362,36 @@ def _check_scales(query: torch.Tensor, cache: KeyValues) -> None:
     for name, t in (("key_scale", cache.key_scale), ("value_scale", cache.value_scale)):
         if not eight:
             if t is not None:
-                raise ValueError(f"{op}: cache.{name} belongs to a cache in float8_e4m3fn or int8, got {cache.key.dtype}")
+                raise ValueError(
+                    f"{op}: cache.{name} belongs to a cache in float8_e4m3fn or int8, got"
+                    f" {cache.key.dtype}"
+                )
             continue
         wanted = tuple(cache.key.shape[:3])
         if t is None:
-            raise ValueError(f"{op}: a cache in {cache.key.dtype} needs {name}, float32 of the shape {wanted}")
+            raise ValueError(
+                f"{op}: a cache in {cache.key.dtype} needs {name}, float32 of the shape {wanted}"
+            )
         check_tensor(op, f"cache.{name}", t)
         check_same(op, "query", query, f"cache.{name}", t)
         if t.dtype != torch.float32 or tuple(t.shape) != wanted:
             raise ValueError(
-                f"{op}: cache.{name} must be float32 of the shape {wanted}, got {t.dtype} {shape_of(t)}; each row that is written gets a "
-                "scale of its own"
+                f"{op}: cache.{name} must be float32 of the shape {wanted}, got {t.dtype}"
+                f" {shape_of(t)}; each row that is written gets a scale of its own"
             )
         _check_own_memory(name, t)
     if eight and query.dtype == torch.float64:
-        raise TypeError(f"{op}: into a cache in {cache.key.dtype} go float32, bfloat16 and float16, got {query.dtype}")
+        raise TypeError(
+            f"{op}: into a cache in {cache.key.dtype} go float32, bfloat16 and float16, got"
+            f" {query.dtype}"
+        )
     if eight and cache.key_scale is cache.value_scale:
         raise ValueError(f"{op}: cache.key_scale and cache.value_scale must be two tensors")
 
 
-append_kv_op.add_reference(append_kv_forward, extra_bytes=lambda a: 4 * 4 * a.query.numel(), check_values=check_positions)
+append_kv_op.add_reference(
+    append_kv_forward, extra_bytes=lambda a: 4 * 4 * a.query.numel(), check_values=check_positions
+)
 append_kv_op.backend(cpu.append_backend(append_kv_op))
 append_kv_op.backend(cuda.append_backend(append_kv_op))
 append_kv_op.backend(triton.append_backend(append_kv_op))

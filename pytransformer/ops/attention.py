@@ -76,7 +76,10 @@ LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, num_queries, head_dim = a.query.shape
     lse_dtype = torch.float64 if a.query.dtype == torch.float64 else torch.float32
-    out = empty_in_order(a.query, None if a.value.shape[3] == head_dim else (batch, heads, num_queries, a.value.shape[3]))
+    out = empty_in_order(
+        a.query,
+        None if a.value.shape[3] == head_dim else (batch, heads, num_queries, a.value.shape[3]),
+    )
     return out, a.query.new_empty((batch, heads, num_queries), dtype=lse_dtype)
 
 
@@ -123,7 +126,12 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     query: torch.Tensor,
@@ -213,17 +221,23 @@ def attention(
     """
     if not torch.compiler.is_compiling():
         found = fast_path.attention(
-            query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths, prefix_lengths, query_segments,
-            key_segments, page_table, key_scale, value_scale, bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse,
+            query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths,
+            prefix_lengths, query_segments,
+            key_segments, page_table, key_scale, value_scale, bias, sinks, softcap, scale,
+            dropout_p, dropout_seed, return_lse,
             deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
-        query, key, value, attn_mask=attn_mask, causal=causal, window=window, global_keys=global_keys, query_lengths=query_lengths,
-        key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
-        page_table=page_table, key_scale=key_scale, value_scale=value_scale, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, strict=strict,
+        query, key, value, attn_mask=attn_mask, causal=causal, window=window,
+        global_keys=global_keys, query_lengths=query_lengths,
+        key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments,
+        key_segments=key_segments,
+        page_table=page_table, key_scale=key_scale, value_scale=value_scale, bias=bias, sinks=sinks,
+        softcap=softcap, scale=scale,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+        backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -263,7 +277,9 @@ def _prepare(
     if not (alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4):
         check_rows(query, key, value)
     query, key, value = autocast(query.device, query, key, value)
-    batch, heads, num_queries, head_dim = check_shapes(query, key, value, paged=page_table is not None)
+    batch, heads, num_queries, head_dim = check_shapes(
+        query, key, value, paged=page_table is not None
+    )
     num_keys = key.shape[2]
     if page_table is not None:
         page_table, num_keys = check_pages(page_table, key_lengths, query, key)
@@ -273,28 +289,35 @@ def _prepare(
         attn_mask, full, query, causal,
         {
             "window": window, "query_lengths": query_lengths, "key_lengths": key_lengths,
-            "prefix_lengths": prefix_lengths, "bias": None if isinstance(bias, torch.Tensor) else bias,
+            "prefix_lengths": prefix_lengths,
+            "bias": None if isinstance(bias, torch.Tensor) else bias,
         },
     )  # fmt: skip
     align, left, right, global_keys = positions(causal, window, global_keys)
     if prefix_lengths is not None and align == "none":
         raise ValueError(
-            'attention: prefix_lengths needs causal="top_left" or "bottom_right"; without it every key is visible'
+            'attention: prefix_lengths needs causal="top_left" or "bottom_right"; without it every'
+            " key is visible"
         )
     if (query_segments is None) != (key_segments is None):
-        raise ValueError("attention: query_segments and key_segments go together; give both or neither")
+        raise ValueError(
+            "attention: query_segments and key_segments go together; give both or neither"
+        )
     dense, slopes, table, bidirectional, max_distance = biases("attention", bias, query, heads)
     blocks, attn_mask = block_tensors(attn_mask, full, query)
     p, seed = dropout_arguments("attention", dropout_p, dropout_seed, query.device)
     check_backend("attention", backend)
     arguments = attention_op.Arguments(
-        query, key, value, dense_term("attn_mask", attn_mask, full, query), dense_term("bias", dense, full, query), slopes, table,
+        query, key, value, dense_term("attn_mask", attn_mask, full, query),
+        dense_term("bias", dense, full, query), slopes, table,
         check_sinks("attention", sinks, query, heads),
-        integers("query_lengths", query_lengths, (batch,), query), integers("key_lengths", key_lengths, (batch,), query),
+        integers("query_lengths", query_lengths, (batch,), query),
+        integers("key_lengths", key_lengths, (batch,), query),
         integers("prefix_lengths", prefix_lengths, (batch,), query),
         integers("query_segments", query_segments, (batch, num_queries), query),
         integers("key_segments", key_segments, (batch, num_keys), query),
-        seed, *blocks, page_table, key_scale, value_scale, bidirectional, max_distance, align, left, right, global_keys, 0, 0, 0, 0,
+        seed, *blocks, page_table, key_scale, value_scale, bidirectional, max_distance, align, left,
+        right, global_keys, 0, 0, 0, 0,
         head_dim**-0.5 if scale is None else check_number("attention", "scale", scale),
         0.0 if softcap is None else check_number("attention", "softcap", softcap, positive=True),
         p, bool(deterministic),
@@ -317,13 +340,16 @@ def check_values(a: Any) -> None:
             end = a.query_start + a.query.shape[2] if queries else a.key_start + a.num_keys
             low, high = lengths.min().item(), lengths.max().item()
             if low < 0 or high > end:
-                raise ValueError(f"attention: {name} must be between 0 and {end}, got {low if low < 0 else high}")
+                raise ValueError(
+                    f"attention: {name} must be between 0 and {end}, got {low if low < 0 else high}"
+                )
     if a.page_table is not None:
         wrong = a.pages_used & ((a.page_table < 0) | (a.page_table >= a.key.shape[0]))
         if wrong.any():
             b, n = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"attention: page_table[{b}, {n}] must be a page from 0 to {a.key.shape[0] - 1}, got {a.page_table[b, n].item()}"
+                f"attention: page_table[{b}, {n}] must be a page from 0 to {a.key.shape[0] - 1},"
+                f" got {a.page_table[b, n].item()}"
             )
 
 
@@ -337,12 +363,21 @@ def _reference_bytes(a: Any) -> int:
     """
     size = 8 if a.query.dtype == torch.float64 else 4
     copied = a.page_table is not None or a.key_scale is not None  # gathered, or in float32
-    row = 0 if not copied else (a.head_dim + a.value_dim) * (a.key.element_size() if a.key_scale is None else 4)
+    row = (
+        0
+        if not copied
+        else (a.head_dim + a.value_dim) * (a.key.element_size() if a.key_scale is None else 4)
+    )
     gathered = a.sequences * a.num_keys * a.key_heads * row
-    return a.query.shape[0] * a.query.shape[1] * a.query.shape[2] * a.num_keys * (3 * size + 1) + gathered
+    return (
+        a.query.shape[0] * a.query.shape[1] * a.query.shape[2] * a.num_keys * (3 * size + 1)
+        + gathered
+    )
 
 
-attention_op.add_reference(attention_forward, extra_bytes=_reference_bytes, check_values=check_values)
+attention_op.add_reference(
+    attention_forward, extra_bytes=_reference_bytes, check_values=check_values
+)
 attention_op.backend(cpu_attention.backend(attention_op, check_values))
 attention_op.backend(triton_attention.backend(attention_op, check_values))
 attention_op.backend(cuda_attention.backend(attention_op, check_values))

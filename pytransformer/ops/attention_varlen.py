@@ -155,14 +155,17 @@ def attention_varlen(
     """
     if not torch.compiler.is_compiling():
         found = fast_path.attention_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, global_keys, bias, sinks, softcap,
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+            window, global_keys, bias, sinks, softcap,
             scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window,
-        global_keys=global_keys, bias=bias, sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
+        window=window,
+        global_keys=global_keys, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
+        dropout_p=dropout_p, dropout_seed=dropout_seed,
         deterministic=deterministic, backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_varlen_op(a, backend, strict)
@@ -204,26 +207,35 @@ def _prepare(
         return f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
 
     if key.shape[2] != query.shape[2] or 0 in (query.shape[2], value.shape[2]):
-        raise ValueError(f"{op}: query and key must have the same head size, at least 1, got {shapes()}")
+        raise ValueError(
+            f"{op}: query and key must have the same head size, at least 1, got {shapes()}"
+        )
     if key.shape[:2] != value.shape[:2]:
         raise ValueError(f"{op}: key and value must have the same rows and heads, got {shapes()}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(f"{op}: query's heads must be a multiple of key's heads, got {shapes()}")
-    cu_q, cu_k = (_offsets(op, n, t, query) for n, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)))
+    cu_q, cu_k = (
+        _offsets(op, n, t, query)
+        for n, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    )
     if cu_q.shape != cu_k.shape:
         raise ValueError(
-            f"{op}: cu_seqlens_q and cu_seqlens_k must have the same length, got {shape_of(cu_q)} and {shape_of(cu_k)}"
+            f"{op}: cu_seqlens_q and cu_seqlens_k must have the same length, got {shape_of(cu_q)}"
+            f" and {shape_of(cu_k)}"
         )
     max_seqlen_q = check_integer(op, "max_seqlen_q", max_seqlen_q)
     max_seqlen_k = check_integer(op, "max_seqlen_k", max_seqlen_k)
     if isinstance(bias, torch.Tensor):
-        raise TypeError(f"{op}: bias must be AlibiBias or RelativePositionBias; a dense bias has no packed form")
+        raise TypeError(
+            f"{op}: bias must be AlibiBias or RelativePositionBias; a dense bias has no packed form"
+        )
     align, left, right, global_keys = positions(causal, window, global_keys)
     _, slopes, table, bidirectional, max_distance = biases(op, bias, query, query.shape[1])
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, query.device)
     check_backend(op, backend)
     arguments = attention_varlen_op.Arguments(
-        query, key, value, cu_q, cu_k, slopes, table, check_sinks(op, sinks, query, query.shape[1]), seed,
+        query, key, value, cu_q, cu_k, slopes, table, check_sinks(op, sinks, query, query.shape[1]),
+        seed,
         max_seqlen_q, max_seqlen_k, bidirectional, max_distance,
         align, left, right, global_keys, 0, 0,
         query.shape[2] ** -0.5 if scale is None else check_number(op, "scale", scale),
@@ -253,11 +265,13 @@ def check_values(a: Any) -> None:
         lengths = [end - start for start, end in pairwise(offsets)]
         if offsets[0] != 0 or offsets[-1] > total or min(lengths, default=0) < 0:
             raise ValueError(
-                f"attention_varlen: cu_seqlens_{name} must start at 0, never decrease and end at most at {total}, got {offsets}"
+                f"attention_varlen: cu_seqlens_{name} must start at 0, never decrease and end at"
+                f" most at {total}, got {offsets}"
             )
         if max(lengths, default=0) > longest:
             raise ValueError(
-                f"attention_varlen: max_seqlen_{name} is {longest} but the longest sequence has {max(lengths)} rows"
+                f"attention_varlen: max_seqlen_{name} is {longest} but the longest sequence has"
+                f" {max(lengths)} rows"
             )
 
 

@@ -45,7 +45,12 @@ def attention_weights(
         is zero.
     """
     a = _arguments("attention_weights", query, key, lse, mask_and_bias_args)
-    return _weights(a, lse, _index("rows", rows, query.shape[2], query), _index("heads", heads, query.shape[1], query))[0]
+    return _weights(
+        a,
+        lse,
+        _index("rows", rows, query.shape[2], query),
+        _index("heads", heads, query.shape[1], query),
+    )[0]
 
 
 def attention_summary(
@@ -85,7 +90,13 @@ def attention_summary(
                 parts[kind].append(_summarise(kind, weights, relative))
         empty = lse.new_zeros(*lse.shape[:2], key.shape[2])
         joined = {
-            k: sum(p, empty) if k == "column_sum" else torch.cat(p, -1) if p else lse.new_zeros(lse.shape)
+            k: (
+                sum(p, empty)
+                if k == "column_sum"
+                else torch.cat(p, -1)
+                if p
+                else lse.new_zeros(lse.shape)
+            )
             for k, p in parts.items()
         }
         return {k: v.to(torch.int64) if k == "argmax" else v for k, v in joined.items()}
@@ -102,19 +113,28 @@ def _summarise(kind: str, weights: torch.Tensor, relative: torch.Tensor) -> torc
     return torch.where(top > 0, where, -1)
 
 
-def _arguments(op: str, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, keywords: MaskAndBias) -> Any:
+def _arguments(
+    op: str, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, keywords: MaskAndBias
+) -> Any:
     if is_sharded((query, key, lse)):
         raise ValueError(
-            f"{op}: query, key and lse must be plain tensors: give parts of one placement, to_local(), or full_tensor()"
+            f"{op}: query, key and lse must be plain tensors: give parts of one placement,"
+            " to_local(), or full_tensor()"
         )
     if unknown := sorted(keywords.keys() - MASK_AND_BIAS):
-        raise TypeError(f"{op}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(MASK_AND_BIAS))}")
+        raise TypeError(
+            f"{op}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(MASK_AND_BIAS))}"
+        )
     a, _, _ = attention_op.prepare(query, key, key, **keywords)
     check_tensor(op, "lse", lse, floating=True)
     if lse.shape != query.shape[:3]:
-        raise ValueError(f"{op}: lse must be (B, Hq, Lq) = {tuple(query.shape[:3])}, got {shape_of(lse)}")
+        raise ValueError(
+            f"{op}: lse must be (B, Hq, Lq) = {tuple(query.shape[:3])}, got {shape_of(lse)}"
+        )
     if a.query_lengths is None:  # chosen rows must not change the alignment
-        a = a._replace(query_lengths=torch.full((query.shape[0],), query.shape[2], device=query.device))
+        a = a._replace(
+            query_lengths=torch.full((query.shape[0],), query.shape[2], device=query.device)
+        )
     return a
 
 
@@ -127,11 +147,15 @@ def _index(name: str, chosen: Any, size: int, query: torch.Tensor) -> torch.Tens
     if index.dim() != 1 or (index.numel() and index.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"attention_weights: {name} must be a list of indices, got {chosen!r}")
     if index.numel() and not (-size <= int(index.min()) and int(index.max()) < size):
-        raise ValueError(f"attention_weights: {name} must be between {-size} and {size - 1}, got {chosen!r}")
+        raise ValueError(
+            f"attention_weights: {name} must be between {-size} and {size - 1}, got {chosen!r}"
+        )
     return index.to(torch.int64) % max(size, 1)
 
 
-def _weights(a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(
+    a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (weights, j - i - offset) of the chosen rows and heads."""
     work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
     group = a.query.shape[1] // a.key.shape[1]
@@ -146,9 +170,11 @@ def _weights(a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor)
         query=a.query[:, heads][:, :, rows].to(work),
         key=a.key[:, heads // group].to(work),
         mask=pick(a.mask),
-        block_offsets=a.block_offsets
-        if a.block_offsets is None or a.block_offsets.shape[1] == 1
-        else a.block_offsets[:, heads],
+        block_offsets=(
+            a.block_offsets
+            if a.block_offsets is None or a.block_offsets.shape[1] == 1
+            else a.block_offsets[:, heads]
+        ),
         bias=pick(a.bias),
         slopes=None if a.slopes is None else a.slopes[heads],
         table=None if a.table is None else a.table[:, heads],

@@ -47,12 +47,23 @@ class BlockMask:
     # ---- constructors
 
     @classmethod
-    def from_dense(cls, mask: torch.Tensor, *, block_size: int | tuple[int, int] | None = None) -> Self:
+    def from_dense(
+        cls, mask: torch.Tensor, *, block_size: int | tuple[int, int] | None = None
+    ) -> Self:
         """Build from a boolean mask (True = attend), (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk)."""
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
-            what = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        if (
+            not isinstance(mask, torch.Tensor)
+            or mask.dtype != torch.bool
+            or not 2 <= mask.dim() <= 4
+        ):
+            what = (
+                f"{mask.dtype} of {tuple(mask.shape)}"
+                if isinstance(mask, torch.Tensor)
+                else type(mask).__name__
+            )
             raise ValueError(
-                f"BlockMask.from_dense: mask must be bool and (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk), got {what}"
+                "BlockMask.from_dense: mask must be bool and (Lq, Lk), (H, Lq, Lk) or (B, H, Lq,"
+                f" Lk), got {what}"
             )
         mask = mask[(None,) * (4 - mask.dim())]
 
@@ -60,7 +71,10 @@ class BlockMask:
             return mask[b, h, i, j]
 
         shape = _shape(mask.shape)
-        return cls(shape, evaluate(mod, shape, _sizes(block_size, mask.device), mask.device, vectorized=True))
+        return cls(
+            shape,
+            evaluate(mod, shape, _sizes(block_size, mask.device), mask.device, vectorized=True),
+        )
 
     @classmethod
     def from_function(
@@ -84,11 +98,18 @@ class BlockMask:
             B, H: None or 1 if ``mask_mod`` does not depend on b or h.
         """
         shape = _shape((B or 1, H or 1, Lq, Lk))
-        return cls(shape, evaluate(mask_mod, shape, _sizes(block_size, device), torch.device(device)))
+        return cls(
+            shape, evaluate(mask_mod, shape, _sizes(block_size, device), torch.device(device))
+        )
 
     @classmethod
     def sliding_window(
-        cls, length: int, window: tuple[int, int], *, block_size: int | None = None, device: torch.device | str = "cpu"
+        cls,
+        length: int,
+        window: tuple[int, int],
+        *,
+        block_size: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> Self:
         """Build ``i - window[0] <= j <= i + window[1]``.
 
@@ -118,7 +139,9 @@ class BlockMask:
         4.2.
         """
         if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
-            raise ValueError(f"BlockMask.strided: stride must be an int of at least 1, got {stride!r}")
+            raise ValueError(
+                f"BlockMask.strided: stride must be an int of at least 1, got {stride!r}"
+            )
 
         def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             seen = ((i - j).abs() < stride) | ((i - j) % stride == 0)
@@ -148,15 +171,26 @@ class BlockMask:
         """
         device, sizes = torch.device(device), _sizes(block_size, device)
         (half,) = (n // 2 for n in _naturals("window", (window,)))
-        places = list(range(global_tokens)) if isinstance(global_tokens, int) else [int(n) for n in global_tokens]
+        places = (
+            list(range(global_tokens))
+            if isinstance(global_tokens, int)
+            else [int(n) for n in global_tokens]
+        )
         if any(not 0 <= n < length for n in places):
-            raise ValueError(f"BlockMask.longformer: global_tokens must be between 0 and {length - 1}, got {global_tokens!r}")
+            raise ValueError(
+                f"BlockMask.longformer: global_tokens must be between 0 and {length - 1}, got"
+                f" {global_tokens!r}"
+            )
         is_global = torch.zeros(length, dtype=torch.bool, device=device)
         is_global[torch.tensor(places, dtype=torch.long, device=device)] = True
         down, across = counts(length, length, sizes)
         keys = band(length, half, half, sizes, device)
-        rows = torch.tensor(sorted({n // sizes[0] for n in places}), dtype=torch.long, device=device)
-        columns = torch.tensor(sorted({n // sizes[1] for n in places}), dtype=torch.long, device=device)
+        rows = torch.tensor(
+            sorted({n // sizes[0] for n in places}), dtype=torch.long, device=device
+        )
+        columns = torch.tensor(
+            sorted({n // sizes[1] for n in places}), dtype=torch.long, device=device
+        )
         more = [
             rows[:, None] * across + torch.arange(across, device=device),
             torch.arange(down, device=device)[:, None] * across + columns,
@@ -188,7 +222,9 @@ class BlockMask:
         Source: Zaheer et al., "Big Bird: transformers for longer sequences" (2020), section 2
         (ITC).
         """
-        window_blocks, global_blocks, random_blocks = _naturals("blocks", (window_blocks, global_blocks, random_blocks))
+        window_blocks, global_blocks, random_blocks = _naturals(
+            "blocks", (window_blocks, global_blocks, random_blocks)
+        )
         sizes = _sizes(block_size, device)
         down, across = counts(length, length, sizes)
         generator = torch.Generator().manual_seed(seed)
@@ -199,7 +235,14 @@ class BlockMask:
                 (q[:, None] + torch.arange(-side, window_blocks - side)),
                 torch.arange(min(global_blocks, across)).expand(down, -1),
             ]
-            pairs.append(torch.stack([torch.randperm(across, generator=generator)[:random_blocks] for _ in range(down)]))
+            pairs.append(
+                torch.stack(
+                    [
+                        torch.randperm(across, generator=generator)[:random_blocks]
+                        for _ in range(down)
+                    ]
+                )
+            )
             columns = torch.cat(pairs, 1)
             keys = (q[:, None] * across + columns)[(columns >= 0) & (columns < across)]
             keys = torch.cat([keys, torch.arange(min(global_blocks, down) * across)]).unique()
@@ -225,7 +268,12 @@ class BlockMask:
         def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
             if counts is None or indices is None:
                 return torch.zeros(0, dtype=torch.int64, device=mask.kv_indices.device)
-            row = torch.arange(batch * heads * down, device=indices.device).view(batch, heads, down, 1) * across
+            row = (
+                torch.arange(batch * heads * down, device=indices.device).view(
+                    batch, heads, down, 1
+                )
+                * across
+            )
             return (row + indices)[torch.arange(across, device=indices.device) < counts[..., None]]
 
         partial = listed(mask.kv_num_blocks, mask.kv_indices)
@@ -254,7 +302,9 @@ class BlockMask:
     def to_dense(self) -> torch.Tensor:
         """Return bool (B, H, Lq, Lk)."""
         rows = torch.arange(self.shape[2], device=self.device)
-        return visible_block_pairs(self.blocks.offsets, self.blocks.entries, self.blocks.bits, rows, self.shape[3])
+        return visible_block_pairs(
+            self.blocks.offsets, self.blocks.entries, self.blocks.bits, rows, self.shape[3]
+        )
 
     def part(self, heads: range, queries: range, keys: range) -> Self:
         """Return the mask of these heads, queries and keys, whose indices start at 0.
@@ -262,9 +312,18 @@ class BlockMask:
         The block size stays, and the ranges may cut blocks. If all heads share the mask, ``heads``
         is ``range(1)``.
         """
-        for name, given, n in zip(("heads", "queries", "keys"), (heads, queries, keys), self.shape[1:]):
-            if not isinstance(given, range) or given.step != 1 or not 0 <= given.start <= given.stop <= n:
-                raise ValueError(f"BlockMask.part: {name} must be a range within range({n}), of step 1, got {given!r}")
+        for name, given, n in zip(
+            ("heads", "queries", "keys"), (heads, queries, keys), self.shape[1:]
+        ):
+            if (
+                not isinstance(given, range)
+                or given.step != 1
+                or not 0 <= given.start <= given.stop <= n
+            ):
+                raise ValueError(
+                    f"BlockMask.part: {name} must be a range within range({n}), of step 1, got"
+                    f" {given!r}"
+                )
         shape = (self.shape[0], len(heads), len(queries), len(keys))
         return type(self)(shape, part(self.blocks, self.shape, heads, queries, keys))
 
@@ -284,8 +343,8 @@ class BlockMask:
         rows, keys = self.block_size
         partial = self.blocks.bits.shape[0]
         return (
-            f"BlockMask(shape={self.shape}, blocks of {rows} x {keys}: {self.share:.1%} run, {partial} of them hide some pairs, "
-            f"{self.device})\n{picture(self.blocks)}"
+            f"BlockMask(shape={self.shape}, blocks of {rows} x {keys}: {self.share:.1%} run,"
+            f" {partial} of them hide some pairs, {self.device})\n{picture(self.blocks)}"
         )
 
     def _combined(self, other: Self, how: str) -> Self:
@@ -299,14 +358,18 @@ def as_block_mask(mask: Any) -> BlockMask | None:
     if isinstance(mask, BlockMask):
         return mask
     flex = sys.modules.get(_FLEX)
-    return BlockMask.from_flex(mask) if flex is not None and isinstance(mask, flex.BlockMask) else None
+    return (
+        BlockMask.from_flex(mask) if flex is not None and isinstance(mask, flex.BlockMask) else None
+    )
 
 
 # ---- checks and helpers
 
 
 def _shape(shape: Sequence[int]) -> Shape:
-    if len(shape) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+    if len(shape) != 4 or any(
+        isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape
+    ):
         raise ValueError(f"BlockMask: the shape must be (B, H, Lq, Lk), got {tuple(shape)}")
     return (shape[0], shape[1], shape[2], shape[3])
 
@@ -317,7 +380,10 @@ def _sizes(block_size: Any, device: torch.device | str) -> tuple[int, int]:
         block_size = BLOCK_SIZE.get(torch.device(device).type, BLOCK_SIZE_ELSEWHERE)
     sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
     if len(sizes) != 2 or any(n not in SIZES for n in sizes):
-        raise ValueError(f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got {block_size!r}")
+        raise ValueError(
+            f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got"
+            f" {block_size!r}"
+        )
     return sizes[0], sizes[1]
 
 

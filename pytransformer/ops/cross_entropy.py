@@ -19,10 +19,19 @@ from ._core import fast_path
 from ._core.autograd import needs_gradient
 from ._core.options import Reduction
 from ._core.registry import Op, check_backend
-from ._core.tensors import as_integer, autocast, check_choice, check_number, check_same, check_tensor, shape_of
+from ._core.tensors import (
+    as_integer,
+    autocast,
+    check_choice,
+    check_number,
+    check_same,
+    check_tensor,
+    shape_of,
+)
 
 ARGUMENTS = (
-    "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing,"
+    " str reduction, bool save"
 )
 REDUCTIONS = get_args(Reduction)
 # up to this size forward saves x weightᵀ, which saves backward one of three products
@@ -115,7 +124,8 @@ def linear_cross_entropy(
         if found is not NotImplemented:
             return found
     prepared = _prepare(
-        x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
+        x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        reduction=reduction,
         backend=backend, strict=strict,
     )  # fmt: skip
     return linear_cross_entropy_op(*prepared)[0]
@@ -142,16 +152,24 @@ def _prepare(
     if target.dtype != torch.int64:
         raise TypeError(f"{op}: target must be int64 class indices, got {target.dtype}")
     if x.dim() == 0 or x.shape[:-1] != target.shape:
-        raise ValueError(f"{op}: target must have x's leading shape, got {shape_of(target)} for x of shape {shape_of(x)}")
+        raise ValueError(
+            f"{op}: target must have x's leading shape, got {shape_of(target)} for x of shape"
+            f" {shape_of(x)}"
+        )
     x, weight = autocast(x.device, x, weight)
     check_same(op, "x", x, "weight", weight, dtype=True)
     if weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"{op}: weight must be (classes, d) with d = {x.shape[-1]} and classes > 0, got {shape_of(weight)}")
+        raise ValueError(
+            f"{op}: weight must be (classes, d) with d = {x.shape[-1]} and classes > 0, got"
+            f" {shape_of(weight)}"
+        )
     if bias is not None:
         check_tensor(op, "bias", bias, floating=True)
         check_same(op, "x", x, "bias", bias)
         if tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {shape_of(bias)}")
+            raise ValueError(
+                f"{op}: bias must have shape ({weight.shape[0]},), got {shape_of(bias)}"
+            )
     if (index := as_integer(ignore_index)) is None:
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     smoothing = check_number(op, "label_smoothing", label_smoothing)
@@ -176,8 +194,8 @@ def check_values(a: Any) -> None:
     wrong = (a.target != a.ignore_index) & ((a.target < 0) | (a.target >= a.weight.shape[0]))
     if bool(wrong.any()):
         raise ValueError(
-            f"linear_cross_entropy: target must be between 0 and {a.weight.shape[0] - 1} or ignore_index {a.ignore_index}, "
-            f"got {a.target[wrong][0].item()}"
+            f"linear_cross_entropy: target must be between 0 and {a.weight.shape[0] - 1} or"
+            f" ignore_index {a.ignore_index}, got {a.target[wrong][0].item()}"
         )
 
 
@@ -188,10 +206,14 @@ def _reference(a: Any) -> tuple[torch.Tensor, ...]:
 
 def _reference_bytes(a: Any) -> int:
     """Return the bytes of the logits and their exponentials."""
-    return 2 * math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
+    return (
+        2 * math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
+    )
 
 
-linear_cross_entropy_op.add_reference(_reference, extra_bytes=_reference_bytes, check_values=check_values)
+linear_cross_entropy_op.add_reference(
+    _reference, extra_bytes=_reference_bytes, check_values=check_values
+)
 linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, check_values))
 linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, check_values))
 linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, check_values, keeps))

@@ -16,22 +16,35 @@ from ._core import fast_path
 from ._core.autograd import needs_gradient
 from ._core.options import ActivationName
 from ._core.registry import Op, check_backend
-from ._core.tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._core.tensors import (
+    autocast,
+    check_choice,
+    check_same,
+    check_tensor,
+    dropout_arguments,
+    empty_in_order,
+    shape_of,
+)
 
 # Shapes: x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases
 # of any dtype. If ``save``, backward reads the stored pre-activations pre and gate, otherwise it
 # recomputes them. The starts are the absolute indices of the first row of x, over its flattened
 # leading dimensions, and of the first column of hidden; only dropout reads them.
 ARGUMENTS = (
-    "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate_weight, Tensor? gate_bias, Tensor? dropout_seed, "
-    "str activation, SymInt row_start, SymInt column_start, float dropout_p, bool save"
+    "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate_weight, Tensor?"
+    " gate_bias, Tensor? dropout_seed, str activation, SymInt row_start, SymInt column_start, float"
+    " dropout_p, bool save"
 )
 
 
 def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     out = empty_in_order(a.x, (*a.x.shape[:-1], a.w2.shape[0]))
     hidden = (*a.x.shape[:-1], a.w1.shape[0])
-    return out, a.x.new_empty(hidden if a.save else 0), a.x.new_empty(hidden if a.save and a.gate_weight is not None else 0)
+    return (
+        out,
+        a.x.new_empty(hidden if a.save else 0),
+        a.x.new_empty(hidden if a.save and a.gate_weight is not None else 0),
+    )
 
 
 def _flops_in(a: Any) -> int:
@@ -112,12 +125,25 @@ def feed_forward(
     """
     if not torch.compiler.is_compiling():
         found = fast_path.feed_forward(
-            x, w1, b1, w2, b2, activation, gate_weight, gate_bias, dropout_p, dropout_seed, recompute, backend, strict
+            x,
+            w1,
+            b1,
+            w2,
+            b2,
+            activation,
+            gate_weight,
+            gate_bias,
+            dropout_p,
+            dropout_seed,
+            recompute,
+            backend,
+            strict,
         )
         if found is not NotImplemented:
             return found
     prepared = _prepare(
-        x, w1, b1, w2, b2, activation=activation, gate_weight=gate_weight, gate_bias=gate_bias, dropout_p=dropout_p,
+        x, w1, b1, w2, b2, activation=activation, gate_weight=gate_weight, gate_bias=gate_bias,
+        dropout_p=dropout_p,
         dropout_seed=dropout_seed, recompute=recompute, backend=backend, strict=strict,
     )  # fmt: skip
     return feed_forward_op(*prepared)[0]
@@ -155,14 +181,27 @@ def _prepare(
     x, w1, w2, gate_weight = autocast(x.device, x, w1, w2, gate_weight)
     hidden, d = w1.shape
     if x.shape[-1] != d:
-        raise ValueError(f"{op}: w1 must be (hidden, d) with d = {x.shape[-1]}, the last dimension of x, got {shape_of(w1)}")
+        raise ValueError(
+            f"{op}: w1 must be (hidden, d) with d = {x.shape[-1]}, the last dimension of x, got"
+            f" {shape_of(w1)}"
+        )
     if w2.shape[1] != hidden:
-        raise ValueError(f"{op}: w2 must be (d_out, hidden) with hidden = {hidden}, the rows of w1, got {shape_of(w2)}")
+        raise ValueError(
+            f"{op}: w2 must be (d_out, hidden) with hidden = {hidden}, the rows of w1, got"
+            f" {shape_of(w2)}"
+        )
     if gate_weight is not None and gate_weight.shape != w1.shape:
-        raise ValueError(f"{op}: gate_weight must have the shape of w1 {shape_of(w1)}, got {shape_of(gate_weight)}")
+        raise ValueError(
+            f"{op}: gate_weight must have the shape of w1 {shape_of(w1)}, got"
+            f" {shape_of(gate_weight)}"
+        )
     for name, t in (("w1", w1), ("w2", w2), ("gate_weight", gate_weight)):
         check_same(op, "x", x, name, t, dtype=True)
-    for name, t, n in (("b1", b1, hidden), ("b2", b2, w2.shape[0]), ("gate_bias", gate_bias, hidden)):
+    for name, t, n in (
+        ("b1", b1, hidden),
+        ("b2", b2, w2.shape[0]),
+        ("gate_bias", gate_bias, hidden),
+    ):
         if t is not None:
             check_tensor(op, name, t, floating=True)
             check_same(op, "x", x, name, t)
@@ -173,7 +212,9 @@ def _prepare(
     check_backend(op, backend)
     save = not recompute and needs_gradient(x, w1, b1, w2, b2, gate_weight, gate_bias)
     return (
-        feed_forward_op.Arguments(x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, 0, 0, p, save),
+        feed_forward_op.Arguments(
+            x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, 0, 0, p, save
+        ),
         backend,
         bool(strict),
     )
@@ -190,7 +231,12 @@ def _reference_bytes(a: Any) -> int:
     """Return the bytes of the intermediates and of the operands in the work dtype."""
     size = 8 if a.x.dtype == torch.float64 else 4
     rows = math.prod(a.x.shape[:-1])
-    return size * (rows * a.w1.shape[0] * (2 if a.gate_weight is None else 4) + a.x.numel() + a.w1.numel() + a.w2.numel())
+    return size * (
+        rows * a.w1.shape[0] * (2 if a.gate_weight is None else 4)
+        + a.x.numel()
+        + a.w1.numel()
+        + a.w2.numel()
+    )
 
 
 feed_forward_op.add_reference(feed_forward_forward, extra_bytes=_reference_bytes)

@@ -52,7 +52,12 @@ def _empty_rms_norm(a: Any) -> tuple[torch.Tensor, ...]:
 def _empty_add_norm(a: Any) -> tuple[torch.Tensor, ...]:
     stream = a.x if a.residual is None else a.residual
     residual_out = empty_in_order(stream)
-    return empty_in_order(a.x), residual_out, _statistics(stream, a.dims, rms=a.rms), _statistics(stream, a.dims)
+    return (
+        empty_in_order(a.x),
+        residual_out,
+        _statistics(stream, a.dims, rms=a.rms),
+        _statistics(stream, a.dims),
+    )
 
 
 layer_norm_op = Op(
@@ -77,8 +82,8 @@ rms_norm_op = Op(
 add_norm_op = Op(
     "add_norm",
     arguments=(
-        "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, int dims, SymInt row_start, float eps, "
-        "float dropout_p, bool rms"
+        "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, int dims,"
+        " SymInt row_start, float eps, float dropout_p, bool rms"
     ),
     outputs=("normed", "residual_out", "mean", "rstd"),
     differentiable_outputs=2,
@@ -128,7 +133,9 @@ def layer_norm(
         found = fast_path.layer_norm(x, normalized_shape, weight, bias, eps, backend, strict)
         if found is not NotImplemented:
             return found
-    return layer_norm_op(*_prepare_layer_norm(x, normalized_shape, weight, bias, eps, backend=backend, strict=strict))[0]
+    return layer_norm_op(
+        *_prepare_layer_norm(x, normalized_shape, weight, bias, eps, backend=backend, strict=strict)
+    )[0]
 
 
 def rms_norm(
@@ -151,7 +158,9 @@ def rms_norm(
         found = fast_path.rms_norm(x, normalized_shape, weight, eps, backend, strict)
         if found is not NotImplemented:
             return found
-    return rms_norm_op(*_prepare_rms_norm(x, normalized_shape, weight, eps, backend=backend, strict=strict))[0]
+    return rms_norm_op(
+        *_prepare_rms_norm(x, normalized_shape, weight, eps, backend=backend, strict=strict)
+    )[0]
 
 
 def add_norm(
@@ -195,7 +204,9 @@ def add_norm(
             reference supports it.
     """
     if not torch.compiler.is_compiling():
-        found = fast_path.add_norm(x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict)
+        found = fast_path.add_norm(
+            x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict
+        )
         if found is not NotImplemented:
             return found
     prepared = _prepare_add_norm(
@@ -233,11 +244,21 @@ def _prepare_layer_norm(
     _check_parameters(op, x, shape, weight, bias)
     check_backend(op, backend)
     x, weight, bias = _as_autocast_norm(x, weight, bias)
-    return layer_norm_op.Arguments(x, weight, bias, len(shape), check_number(op, "eps", eps)), backend, bool(strict)
+    return (
+        layer_norm_op.Arguments(x, weight, bias, len(shape), check_number(op, "eps", eps)),
+        backend,
+        bool(strict),
+    )
 
 
 def _prepare_rms_norm(
-    x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None, *, backend: Any = None, strict: bool = False
+    x: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: Any = None,
+    *,
+    backend: Any = None,
+    strict: bool = False,
 ) -> tuple[Any, str | None, bool]:
     op = "rms_norm"
     check_tensor(op, "x", x, floating=True)
@@ -245,7 +266,11 @@ def _prepare_rms_norm(
     _check_parameters(op, x, shape, weight, None)
     check_backend(op, backend)
     x, weight = _as_autocast_norm(x, weight)
-    return rms_norm_op.Arguments(x, weight, len(shape), _eps(op, eps, x.dtype)), backend, bool(strict)
+    return (
+        rms_norm_op.Arguments(x, weight, len(shape), _eps(op, eps, x.dtype)),
+        backend,
+        bool(strict),
+    )
 
 
 def _prepare_add_norm(
@@ -268,11 +293,15 @@ def _prepare_add_norm(
             check_tensor(op, "residual", residual, floating=True)
             check_same(op, "x", x, "residual", residual)
         if residual.shape != x.shape:
-            raise ValueError(f"{op}: residual must have x's shape {shape_of(x)}, got {shape_of(residual)}")
+            raise ValueError(
+                f"{op}: residual must have x's shape {shape_of(x)}, got {shape_of(residual)}"
+            )
     if weight is not None:
         check_tensor(op, "weight", weight, floating=True)
         if weight.dim() == 0:
-            raise ValueError(f"{op}: weight must have the shape of the normalized dimensions, got a number")
+            raise ValueError(
+                f"{op}: weight must have the shape of the normalized dimensions, got a number"
+            )
     shape = _trailing(op, x, x.shape[-1:] if weight is None else weight.shape, "weight.shape")
     _check_parameters(op, x, shape, weight, bias)
     check_choice(op, "kind", kind, KINDS)
@@ -280,7 +309,13 @@ def _prepare_add_norm(
     check_backend(op, backend)
     x, residual, weight, bias = _as_autocast_norm(x, residual, weight, bias)
     eps = _eps(op, eps, (x if residual is None else residual).dtype)
-    return add_norm_op.Arguments(x, residual, weight, bias, seed, len(shape), 0, eps, p, kind == "rms"), backend, bool(strict)
+    return (
+        add_norm_op.Arguments(
+            x, residual, weight, bias, seed, len(shape), 0, eps, p, kind == "rms"
+        ),
+        backend,
+        bool(strict),
+    )
 
 
 layer_norm_op.prepare = _prepare_layer_norm
@@ -288,33 +323,48 @@ rms_norm_op.prepare = _prepare_rms_norm
 add_norm_op.prepare = _prepare_add_norm
 
 
-def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "normalized_shape") -> tuple[int, ...]:
+def _trailing(
+    op: str, x: torch.Tensor, normalized_shape: Any, name: str = "normalized_shape"
+) -> tuple[int, ...]:
     """Return normalized_shape as a tuple after checking that it is x's trailing shape."""
     last = x.shape[-1:]
     if type(normalized_shape) is int and last == (normalized_shape,):
         return (normalized_shape,)
-    if type(normalized_shape) in (tuple, torch.Size) and len(normalized_shape) == 1 and last == normalized_shape:
+    if (
+        type(normalized_shape) in (tuple, torch.Size)
+        and len(normalized_shape) == 1
+        and last == normalized_shape
+    ):
         return normalized_shape
     one = as_integer(normalized_shape)
     given = normalized_shape if one is None else (one,)
     if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
-        raise TypeError(f"{op}: {name} must be an int or a sequence of ints, got {type(normalized_shape).__name__}")
+        raise TypeError(
+            f"{op}: {name} must be an int or a sequence of ints, got"
+            f" {type(normalized_shape).__name__}"
+        )
     shape = tuple(n if (size := as_integer(n)) is None else size for n in given)
     if not shape:
         raise ValueError(f"{op}: {name} must have at least one dimension, got ()")
     if len(shape) > x.dim() or tuple(x.shape[x.dim() - len(shape) :]) != shape:
-        raise ValueError(f"{op}: {name} must be x's trailing shape, got {shape} for x of shape {shape_of(x)}")
+        raise ValueError(
+            f"{op}: {name} must be x's trailing shape, got {shape} for x of shape {shape_of(x)}"
+        )
     return shape
 
 
-def _check_parameters(op: str, x: torch.Tensor, shape: tuple[int, ...], weight: Any, bias: Any) -> None:
+def _check_parameters(
+    op: str, x: torch.Tensor, shape: tuple[int, ...], weight: Any, bias: Any
+) -> None:
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None:
             if not alike(x, t):
                 check_tensor(op, name, t, floating=True)
                 check_same(op, "x", x, name, t)
             if t.shape != shape:
-                raise ValueError(f"{op}: {name} must have the normalized shape {shape}, got {shape_of(t)}")
+                raise ValueError(
+                    f"{op}: {name} must have the normalized shape {shape}, got {shape_of(t)}"
+                )
 
 
 def _eps(op: str, eps: Any, dtype: torch.dtype) -> float:
@@ -337,7 +387,11 @@ def _reference_bytes(a: Any) -> int:
     return 3 * a.x.numel() * (8 if a.x.dtype == torch.float64 else 4)
 
 
-for _op, _forward in ((layer_norm_op, layer_norm_forward), (rms_norm_op, rms_norm_forward), (add_norm_op, add_norm_forward)):
+for _op, _forward in (
+    (layer_norm_op, layer_norm_forward),
+    (rms_norm_op, rms_norm_forward),
+    (add_norm_op, add_norm_forward),
+):
     _op.add_reference(_forward, extra_bytes=_reference_bytes)
     _op.backend(cpu.backend(_op))
     _op.backend(cuda.backend(_op))

@@ -70,9 +70,13 @@ def bucket_starts(buckets: int, bidirectional: bool, max_distance: int) -> tuple
     return tuple(starts)
 
 
-def buckets_of(relative: torch.Tensor, buckets: int, bidirectional: bool, max_distance: int) -> torch.Tensor:
+def buckets_of(
+    relative: torch.Tensor, buckets: int, bidirectional: bool, max_distance: int
+) -> torch.Tensor:
     """Return the int64 bucket of each ``j - i - offset`` (any integer tensor)."""
-    starts = torch.tensor(bucket_starts(buckets, bidirectional, max_distance), device=relative.device)
+    starts = torch.tensor(
+        bucket_starts(buckets, bidirectional, max_distance), device=relative.device
+    )
     distance = relative.abs() if bidirectional else (-relative).clamp_min(0)
     bucket = torch.searchsorted(starts, distance.contiguous(), right=True) - 1
     return bucket + (relative > 0) * (buckets // 2) if bidirectional else bucket
@@ -89,4 +93,10 @@ def bucket_row(
     before = bucket_starts(buckets, bidirectional, max_distance)[-1]
     after = before if bidirectional else 0
     distance = torch.arange(-before - pad, after + pad + 1)
-    return buckets_of(distance, buckets, bidirectional, max_distance).to(device=device, dtype=torch.int32), before, after
+    return (
+        buckets_of(distance, buckets, bidirectional, max_distance).to(
+            device=device, dtype=torch.int32
+        ),
+        before,
+        after,
+    )

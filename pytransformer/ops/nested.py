@@ -24,7 +24,14 @@ class Packed(NamedTuple):
 
 
 def lower(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
     """Return attention_varlen's arguments and a function that nests its output like query.
 
@@ -36,19 +43,26 @@ def lower(
             besides the length is ragged, or there is a mask.
     """
     if attn_mask is not None:
-        raise ValueError(f"{OP}: attn_mask must be None with nested tensors; is_causal goes by sequence")
+        raise ValueError(
+            f"{OP}: attn_mask must be None with nested tensors; is_causal goes by sequence"
+        )
     operands = (("query", query), ("key", key), ("value", value))
     for name, t in operands:
         if not isinstance(t, torch.Tensor) or not t.is_nested or t.layout != query.layout:
             raise TypeError(
-                f"{OP}: query, key and value must be nested tensors of one layout, all three or none; {name} is not"
+                f"{OP}: query, key and value must be nested tensors of one layout, all three or"
+                f" none; {name} is not"
             )
     q, k, v = (pack(name, t) for name, t in operands)
     check_same_lengths(OP, k, v)
     if not enable_gqa and q.rows.shape[1] != k.rows.shape[1]:
-        raise ValueError(f"{OP}: query has {q.rows.shape[1]} heads and key {k.rows.shape[1]}; enable_gqa=True groups them")
+        raise ValueError(
+            f"{OP}: query has {q.rows.shape[1]} heads and key {k.rows.shape[1]}; enable_gqa=True"
+            " groups them"
+        )
     a, _, _ = attention_varlen_op.prepare(
-        q.rows, k.rows, v.rows, q.offsets, k.offsets, q.longest, k.longest, causal="top_left" if is_causal else None,
+        q.rows, k.rows, v.rows, q.offsets, k.offsets, q.longest, k.longest,
+        causal="top_left" if is_causal else None,
         scale=scale, dropout_p=dropout_p,
     )  # fmt: skip
     return a, lambda rows: like(query, q, rows)
@@ -73,20 +87,29 @@ def check_same_lengths(op: str, key: Packed, value: Packed) -> None:
 def pack(name: str, t: torch.Tensor) -> Packed:
     """Return (B, H, L*, D) or (B, L*, D) as rows (total, H, D), with gradients."""
     if t.dim() not in (3, 4):
-        raise ValueError(f"{OP}: nested {name} must be (B, H, L*, D) or (B, L*, D), got {t.dim()} dimensions")
+        raise ValueError(
+            f"{OP}: nested {name} must be (B, H, L*, D) or (B, L*, D), got {t.dim()} dimensions"
+        )
     if t.layout == torch.jagged:
         return _pack_jagged(name, t)
     parts = [part.unsqueeze(0) if t.dim() == 3 else part for part in t.unbind()]
     if not parts or len({(part.shape[0], part.shape[2]) for part in parts}) > 1:
-        raise ValueError(f"{OP}: nested {name} must have sequences, and only their lengths may differ")
+        raise ValueError(
+            f"{OP}: nested {name} must have sequences, and only their lengths may differ"
+        )
     lengths = [part.shape[1] for part in parts]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(t.device)
-    return Packed(torch.cat([part.transpose(0, 1) for part in parts]), offsets, max(lengths), lengths)
+    return Packed(
+        torch.cat([part.transpose(0, 1) for part in parts]), offsets, max(lengths), lengths
+    )
 
 
 def _pack_jagged(name: str, t: Any) -> Packed:
     if t._ragged_idx != t.dim() - 2 or t.lengths() is not None:
-        raise ValueError(f"{OP}: nested {name} must be ragged in its next to last dimension, the length, and without holes")
+        raise ValueError(
+            f"{OP}: nested {name} must be ragged in its next to last dimension, the length, and"
+            " without holes"
+        )
     check_tensor(OP, name, t.values(), floating=True)
     rows = t.values().unsqueeze(1) if t.dim() == 3 else t.transpose(1, 2).values()
     return Packed(rows, t.offsets(), t._get_max_seqlen(), None)

@@ -16,7 +16,15 @@ from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
 from ._core import fast_path
 from ._core.registry import Op, check_backend
-from ._core.tensors import as_integer, check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
+from ._core.tensors import (
+    as_integer,
+    check_number,
+    check_same,
+    check_tensor,
+    check_unused,
+    empty_in_order,
+    shape_of,
+)
 from .rotary_positions import RotaryPositions, RotaryScaling, known_frequencies, tables
 
 BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/fast_path/rotary.cpp repeats them
@@ -24,12 +32,17 @@ BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/fast_path/rotary.cpp repeats the
 
 def _empty_rotary(a: Any) -> tuple[torch.Tensor, ...]:
     statistics = torch.float64 if a.x.dtype == torch.float64 else torch.float32
-    return empty_in_order(a.x), a.x.new_empty((0,) if a.weight is None else a.x.shape[:3], dtype=statistics)
+    return empty_in_order(a.x), a.x.new_empty(
+        (0,) if a.weight is None else a.x.shape[:3], dtype=statistics
+    )
 
 
 rotary_op = Op(
     "rotary",
-    arguments="Tensor x, Tensor? cos, Tensor? sin, Tensor? weight, bool interleaved, float eps, float weight_offset",
+    arguments=(
+        "Tensor x, Tensor? cos, Tensor? sin, Tensor? weight, bool interleaved, float eps, float"
+        " weight_offset"
+    ),
     outputs=("out", "rstd"),
     differentiable_outputs=1,
     differentiable=("x", "weight"),
@@ -91,12 +104,26 @@ def rotary(
     """
     if not torch.compiler.is_compiling():
         found = fast_path.rotary(
-            x, positions, cos, sin, base, frequencies, scaling, dims, interleaved, weight, eps, weight_offset, backend, strict
+            x,
+            positions,
+            cos,
+            sin,
+            base,
+            frequencies,
+            scaling,
+            dims,
+            interleaved,
+            weight,
+            eps,
+            weight_offset,
+            backend,
+            strict,
         )
         if found is not NotImplemented:
             return found
     prepared = _prepare(
-        x, positions, cos=cos, sin=sin, base=base, frequencies=frequencies, scaling=scaling, dims=dims, interleaved=interleaved,
+        x, positions, cos=cos, sin=sin, base=base, frequencies=frequencies, scaling=scaling,
+        dims=dims, interleaved=interleaved,
         weight=weight, eps=eps, weight_offset=weight_offset, backend=backend, strict=strict,
     )  # fmt: skip
     return rotary_op(*prepared)[0]
@@ -124,28 +151,49 @@ def _prepare(
     if (positions is None) == (cos is None) or (positions is not None and sin is not None):
         raise ValueError(f"{op}: give positions, or cos and sin, and not both")
     if positions is None:
-        check_unused(op, "beside cos and sin", base=(base, BASE), frequencies=(frequencies, None), scaling=(scaling, None))
+        check_unused(
+            op,
+            "beside cos and sin",
+            base=(base, BASE),
+            frequencies=(frequencies, None),
+            scaling=(scaling, None),
+        )
         cos, sin = check_tables(op, "x", x, cos, sin, dims)
     else:
         check_integers(op, "positions", positions, "x", x)
         if frequencies is None:
             turning = RotaryPositions(
-                _turning(op, x, dims), check_number(op, "base", base, positive=True), scaling, bool(interleaved)
+                _turning(op, x, dims),
+                check_number(op, "base", base, positive=True),
+                scaling,
+                bool(interleaved),
             )
             cos, sin = turning.tables(positions, dtype=_table_dtype(x))
         else:
             check_tensor(op, "frequencies", frequencies, floating=True, ndim=1)
             check_same(op, "x", x, "frequencies", frequencies)
-            check_unused(op, "beside frequencies", base=(base, BASE), scaling=(scaling, None), dims=(dims, None))
+            check_unused(
+                op,
+                "beside frequencies",
+                base=(base, BASE),
+                scaling=(scaling, None),
+                dims=(dims, None),
+            )
             _turning(op, x, 2 * len(frequencies), "2 * len(frequencies)")
-            cos, sin = tables(positions, frequencies.detach(), bool(interleaved), 1.0, _table_dtype(x))
+            cos, sin = tables(
+                positions, frequencies.detach(), bool(interleaved), 1.0, _table_dtype(x)
+            )
         cos, sin = (t[None] if t.dim() == 2 else t for t in (cos, sin))
     check_weight(op, "weight", weight, "x", x)
     if weight is None:
         check_unused(op, "without weight", eps=(eps, EPS), weight_offset=(weight_offset, 0.0))
     check_backend(op, backend)
     numbers = (check_number(op, "eps", eps), check_number(op, "weight_offset", weight_offset))
-    return rotary_op.Arguments(x, cos, sin, weight, bool(interleaved), *numbers), backend, bool(strict)
+    return (
+        rotary_op.Arguments(x, cos, sin, weight, bool(interleaved), *numbers),
+        backend,
+        bool(strict),
+    )
 
 
 rotary_op.prepare = _prepare
@@ -166,11 +214,16 @@ def _table_dtype(x: torch.Tensor) -> torch.dtype:
 def _turning(op: str, x: torch.Tensor, dims: Any, name: str = "dims") -> int:
     found = x.shape[3] if dims is None else as_integer(dims)
     if found is None or found <= 0 or found % 2 or found > x.shape[3]:
-        raise ValueError(f"{op}: {name} must be an even number from 2 to x's last dimension, {x.shape[3]}, got {dims!r}")
+        raise ValueError(
+            f"{op}: {name} must be an even number from 2 to x's last dimension, {x.shape[3]}, got"
+            f" {dims!r}"
+        )
     return found
 
 
-def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, shared: bool = True) -> None:
+def check_integers(
+    op: str, name: str, t: Any, first: str, x: torch.Tensor, *, shared: bool = True
+) -> None:
     """Raise unless ``t`` holds integer positions (batch, length) of ``x``.
 
     ``shared`` also accepts one row of positions for all sequences.
@@ -182,10 +235,15 @@ def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, s
     whole, one = (x.shape[0], x.shape[2]), (x.shape[2],)
     if tuple(t.shape) != whole and not (shared and tuple(t.shape) in (one, (1, *one))):
         wanted = f"{whole} or {one}" if shared else f"{whole}"
-        raise ValueError(f"{op}: {name} must have the shape {wanted}, (batch, length) of {first}, got {shape_of(t)}")
+        raise ValueError(
+            f"{op}: {name} must have the shape {wanted}, (batch, length) of {first}, got"
+            f" {shape_of(t)}"
+        )
 
 
-def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any, dims: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def check_tables(
+    op: str, first: str, x: torch.Tensor, cos: Any, sin: Any, dims: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin as (B or 1, L, turned).
 
     ``dims`` must confirm tables narrower than x, because FlashAttention's tables have one column
@@ -195,19 +253,30 @@ def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any, dims:
         check_tensor(op, name, t, floating=True)
         check_same(op, first, x, name, t)
         batches = (x.shape[0], 1)
-        if t.dim() not in (2, 3) or t.shape[-2] != x.shape[2] or (t.dim() == 3 and t.shape[0] not in batches):
+        if (
+            t.dim() not in (2, 3)
+            or t.shape[-2] != x.shape[2]
+            or (t.dim() == 3 and t.shape[0] not in batches)
+        ):
             raise ValueError(
-                f"{op}: {name} must have the shape ({x.shape[0]} or 1, {x.shape[2]}, dims) or ({x.shape[2]}, dims), got {shape_of(t)}"
+                f"{op}: {name} must have the shape ({x.shape[0]} or 1, {x.shape[2]}, dims) or"
+                f" ({x.shape[2]}, dims), got {shape_of(t)}"
             )
         if torch.is_grad_enabled() and t.requires_grad:
-            raise ValueError(f"{op}: {name} has no gradient; detach() it, or turn x by plain PyTorch where angles are learned")
+            raise ValueError(
+                f"{op}: {name} has no gradient; detach() it, or turn x by plain PyTorch where"
+                " angles are learned"
+            )
     if cos.shape != sin.shape:
-        raise ValueError(f"{op}: cos and sin must have one shape, got {shape_of(cos)} and {shape_of(sin)}")
+        raise ValueError(
+            f"{op}: cos and sin must have one shape, got {shape_of(cos)} and {shape_of(sin)}"
+        )
     width = _turning(op, x, cos.shape[-1], "the last dimension of cos")
     if width != (x.shape[3] if dims is None else as_integer(dims)):
         raise ValueError(
-            f"{op}: cos must have {x.shape[3] if dims is None else dims} columns, got {width}; give dims={width} if so "
-            "many columns turn, or repeat tables that have a column for each pair: torch.cat((cos, cos), -1)"
+            f"{op}: cos must have {x.shape[3] if dims is None else dims} columns, got {width}; give"
+            f" dims={width} if so many columns turn, or repeat tables that have a column for each"
+            " pair: torch.cat((cos, cos), -1)"
         )
     return (cos, sin) if cos.dim() == 3 else (cos[None], sin[None])
 
@@ -219,7 +288,8 @@ def check_weight(op: str, name: str, weight: Any, first: str, x: torch.Tensor) -
     check_same(op, first, x, name, weight)
     if tuple(weight.shape) != (x.shape[3],):
         raise ValueError(
-            f"{op}: {name} must have the shape ({x.shape[3]},), the last dimension of {first}, got {shape_of(weight)}"
+            f"{op}: {name} must have the shape ({x.shape[3]},), the last dimension of {first}, got"
+            f" {shape_of(weight)}"
         )
 
 

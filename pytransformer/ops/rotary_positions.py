@@ -29,7 +29,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor", "alpha"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (
-        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "truncate",
     ),
 }  # fmt: skip
 _KEYS_OF_ALL = (
@@ -83,11 +84,15 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.kind not in get_args(ScalingKind):
             raise ValueError(
-                f"RotaryScaling: kind must be one of {', '.join(map(repr, get_args(ScalingKind)))}, got {self.kind!r}"
+                f"RotaryScaling: kind must be one of {', '.join(map(repr, get_args(ScalingKind)))},"
+                f" got {self.kind!r}"
             )
         check_number("RotaryScaling", "factor", self.factor, positive=True)
         if "original_length" in _FIELDS[self.kind] and not self.original_length:
-            raise ValueError(f"RotaryScaling: {self.kind} needs original_length, the length that the model was trained on")
+            raise ValueError(
+                f"RotaryScaling: {self.kind} needs original_length, the length that the model was"
+                " trained on"
+            )
         unread = [f for f in fields(self) if f.name not in ("kind", "factor", *_FIELDS[self.kind])]
         given = {f.name: (getattr(self, f.name), f.default) for f in unread}
         check_unused("RotaryScaling", f"with kind {self.kind!r}", **given)
@@ -121,14 +126,23 @@ class RotaryPositions:
     def __post_init__(self) -> None:
         dims = as_integer(self.dims)
         if dims is None or not 0 < dims <= MAX_DIMS or dims % 2:
-            raise ValueError(f"RotaryPositions: dims must be an even int from 2 to {MAX_DIMS:,}, got {self.dims!r}")
+            raise ValueError(
+                f"RotaryPositions: dims must be an even int from 2 to {MAX_DIMS:,}, got"
+                f" {self.dims!r}"
+            )
         if self.scaling is not None and self.scaling.kind == "dynamic" and dims == 2:
             raise ValueError("RotaryPositions: dims must be at least 4 with dynamic scaling, got 2")
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "base", check_number("RotaryPositions", "base", self.base, positive=True))
+        object.__setattr__(
+            self, "base", check_number("RotaryPositions", "base", self.base, positive=True)
+        )
 
     def frequencies(
-        self, length: int | None = None, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+        self,
+        length: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """Return (dims / 2,) radians per position; dynamic scaling needs the sequence's ``length``.
 
@@ -141,13 +155,19 @@ class RotaryPositions:
         if scaling is not None and scaling.kind == "dynamic":
             assert scaling.original_length is not None
             ratio = max(length or 0, scaling.original_length) / scaling.original_length
-            base = base * (scaling.factor * ratio - (scaling.factor - 1)) ** (self.dims / (self.dims - 2))
+            base = base * (scaling.factor * ratio - (scaling.factor - 1)) ** (
+                self.dims / (self.dims - 2)
+            )
         if where.type == "cpu" or torch.compiler.is_compiling() or _transformed():
             return _computed(self, base, dtype).to(where)
         return _kept(self, base, dtype, where)
 
     def tables(
-        self, positions: torch.Tensor, *, dtype: torch.dtype = torch.float32, length: int | None = None
+        self,
+        positions: torch.Tensor,
+        *,
+        dtype: torch.dtype = torch.float32,
+        length: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, (*positions.shape, dims) each, which all layers can share.
 
@@ -155,7 +175,12 @@ class RotaryPositions:
         length for dynamic scaling; None means the highest position plus one, which synchronizes
         with a GPU.
         """
-        if self.scaling is not None and self.scaling.kind == "dynamic" and length is None and positions.numel():
+        if (
+            self.scaling is not None
+            and self.scaling.kind == "dynamic"
+            and length is None
+            and positions.numel()
+        ):
             length = int(positions.max()) + 1
         work = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = self.frequencies(length, dtype=work, device=positions.device)
@@ -163,7 +188,9 @@ class RotaryPositions:
         return tables(positions, frequencies, self.interleaved, factor, dtype)
 
     @classmethod
-    def from_hugging_face(cls, config: Any, *, interleaved: bool = False, layer_type: str | None = None) -> RotaryPositions:
+    def from_hugging_face(
+        cls, config: Any, *, interleaved: bool = False, layer_type: str | None = None
+    ) -> RotaryPositions:
         """Read a configuration of transformers.
 
         The fields are ``rope_parameters``, or the older ``rope_theta``, ``rope_scaling`` and
@@ -196,7 +223,9 @@ def _computed(positions: RotaryPositions, base: float, dtype: torch.dtype) -> to
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(positions: RotaryPositions, base: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _kept(
+    positions: RotaryPositions, base: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return the frequencies on a GPU, copied once.
 
     A copy synchronizes, and a CUDA graph cannot capture it.
@@ -215,19 +244,27 @@ def _transformed() -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def known_frequencies(dims: int, base: float, scaling: RotaryScaling | None, wide: bool) -> tuple[torch.Tensor, float] | None:
+def known_frequencies(
+    dims: int, base: float, scaling: RotaryScaling | None, wide: bool
+) -> tuple[torch.Tensor, float] | None:
     """Return (float64 frequencies, factor of the tables) for the C++ fast path.
 
     Dynamic scaling depends on the sequence's length and gives None.
     """
     if scaling is not None and scaling.kind == "dynamic":
         return None
-    found = RotaryPositions(dims, base, scaling).frequencies(dtype=torch.float64 if wide else torch.float32, device="cpu")
+    found = RotaryPositions(dims, base, scaling).frequencies(
+        dtype=torch.float64 if wide else torch.float32, device="cpu"
+    )
     return found.double(), 1.0 if scaling is None else float(scaling.of_tables)
 
 
 def tables(
-    positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool, factor: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    interleaved: bool,
+    factor: float,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of position times frequency, one entry per column.
 
@@ -243,7 +280,9 @@ def tables(
     return both[0], both[1]
 
 
-def _llama3(powers: torch.Tensor, positions: RotaryPositions, scaling: RotaryScaling) -> torch.Tensor:
+def _llama3(
+    powers: torch.Tensor, positions: RotaryPositions, scaling: RotaryScaling
+) -> torch.Tensor:
     """Divide the frequencies of pairs that rotate slowly within the trained length.
 
     A pair with fewer than low_frequency_factor rotations is divided by factor. A pair with more
@@ -251,7 +290,11 @@ def _llama3(powers: torch.Tensor, positions: RotaryPositions, scaling: RotarySca
     linearly.
     """
     assert scaling.original_length is not None
-    length, low, high = scaling.original_length, scaling.low_frequency_factor, scaling.high_frequency_factor
+    length, low, high = (
+        scaling.original_length,
+        scaling.low_frequency_factor,
+        scaling.high_frequency_factor,
+    )
     fast = 1.0 / powers
     wavelength = 2 * math.pi / fast
     share = (length / wavelength - low) / (high - low)
@@ -270,7 +313,11 @@ def _yarn(powers: torch.Tensor, positions: RotaryPositions, scaling: RotaryScali
 
     def dimension(turns: float) -> float:
         assert scaling.original_length is not None
-        return dims * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(positions.base))
+        return (
+            dims
+            * math.log(scaling.original_length / (turns * 2 * math.pi))
+            / (2 * math.log(positions.base))
+        )
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -301,7 +348,9 @@ def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
             f"got a {name}" + ("" if how == "rotary" else f" with position_embedding_type {how!r}")
         )
     if getattr(config, "patch_size", None) and not getattr(config, "vocab_size", None):
-        raise ValueError(f"{op}: config must be of sequences, got a {name} of images, whose positions are pairs")
+        raise ValueError(
+            f"{op}: config must be of sequences, got a {name} of images, whose positions are pairs"
+        )
     if reason := _OTHER_POSITIONS.get(getattr(config, "model_type", "")):
         raise ValueError(f"{op}: config must be of a supported model, got a {name}, which {reason}")
     types = [key for key, value in found.items() if isinstance(value, Mapping)]
@@ -311,7 +360,10 @@ def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
             f"differ in a {name}, got {layer_type!r}"
         )
     if layer_type is not None and not types:
-        raise ValueError(f"{op}: layer_type must be None, for all layers of this {name} turn alike, got {layer_type!r}")
+        raise ValueError(
+            f"{op}: layer_type must be None, for all layers of this {name} turn alike, got"
+            f" {layer_type!r}"
+        )
     found = found[layer_type] if types else found
     kind = found.get("rope_type", found.get("type", "default"))
     read = (*_KEYS_OF_ALL, *_KEYS.get(kind, found))  # an unknown kind raises below
@@ -320,8 +372,9 @@ def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     unread += [key for key, value in own.items() if value and key not in _CONFIG_FIELDS]
     if unread:
         raise ValueError(
-            f"{op}: config must say nothing that is not read here, got {', '.join(map(repr, unread))} "
-            f"in a {name}; give the model's own frequencies to pytransformer.rotary(frequencies=…)"
+            f"{op}: config must say nothing that is not read here, got"
+            f" {', '.join(map(repr, unread))} in a {name}; give the model's own frequencies to"
+            " pytransformer.rotary(frequencies=…)"
         )
     return found
 
@@ -349,8 +402,12 @@ def _scaling(kind: str | None, found: Mapping[str, Any], config: Any) -> RotaryS
     if kind in _KEYS and kind != "yarn":
         for key in _KEYS[kind]:
             if key != "alpha" and found.get(key) is None:
-                raise ValueError(f"RotaryPositions.from_hugging_face: rope_type {kind!r} needs {key!r}")
-    original = found.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+                raise ValueError(
+                    f"RotaryPositions.from_hugging_face: rope_type {kind!r} needs {key!r}"
+                )
+    original = found.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
     longest = getattr(config, "max_position_embeddings", None)
     match kind:
         case "linear":
@@ -358,7 +415,13 @@ def _scaling(kind: str | None, found: Mapping[str, Any], config: Any) -> RotaryS
         case "dynamic":
             return RotaryScaling("dynamic", found["factor"], longest)
         case "llama3":
-            return RotaryScaling("llama3", found["factor"], original, found["low_freq_factor"], found["high_freq_factor"])
+            return RotaryScaling(
+                "llama3",
+                found["factor"],
+                original,
+                found["low_freq_factor"],
+                found["high_freq_factor"],
+            )
         case "yarn":
             factor = found.get("factor")
             if factor is None and original and longest:
@@ -368,10 +431,12 @@ def _scaling(kind: str | None, found: Mapping[str, Any], config: Any) -> RotaryS
             if attention is None and grown and all_dims:
                 attention = _grown(factor or 1.0, grown) / _grown(factor or 1.0, all_dims)
             return RotaryScaling(
-                "yarn", factor or 1.0, original, beta_fast=found.get("beta_fast") or 32, beta_slow=found.get("beta_slow") or 1,
+                "yarn", factor or 1.0, original, beta_fast=found.get("beta_fast") or 32,
+                beta_slow=found.get("beta_slow") or 1,
                 attention_factor=attention, truncate=found.get("truncate", True),
             )  # fmt: skip
     raise ValueError(
-        f"RotaryPositions: rope_type {kind!r} is not known; {', '.join(map(repr, ('default', *get_args(ScalingKind))))} are. Give its "
-        "frequencies to pytransformer.rotary(frequencies=…)"
+        f"RotaryPositions: rope_type {kind!r} is not known;"
+        f" {', '.join(map(repr, ('default', *get_args(ScalingKind))))} are. Give its frequencies to"
+        " pytransformer.rotary(frequencies=…)"
     )

@@ -20,7 +20,8 @@ def _public(op: Op) -> Any:
         for name in ("backend", "strict", "deterministic"):
             if name in kwargs:
                 raise TypeError(
-                    f"reference.{op.name}: {name} must be left out, got {kwargs[name]!r}; pytransformer.{op.name} accepts it"
+                    f"reference.{op.name}: {name} must be left out, got {kwargs[name]!r};"
+                    f" pytransformer.{op.name} accepts it"
                 )
         a, _, _ = op.prepare(*args, **kwargs)
         results = op.reference(a)
@@ -28,7 +29,9 @@ def _public(op: Op) -> Any:
         return results[0] if wanted == 1 else tuple(results[:wanted])
 
     function.__name__ = function.__qualname__ = op.name
-    function.__doc__ = f"Plain PyTorch for pytransformer.{op.name}; the same arguments, checked the same way."
+    function.__doc__ = (
+        f"Plain PyTorch for pytransformer.{op.name}; the same arguments, checked the same way."
+    )
     return function
 
 

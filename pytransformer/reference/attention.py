@@ -56,12 +56,18 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     value = _select(live_keys[..., None], a.value.to(work)).repeat_interleave(group, 1)
 
     score = scores(a, query, key, visible)
-    top = score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
+    top = (
+        score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
+    )
     sinks = None if a.sinks is None else sink_logits(a.sinks, work)[:, None, None]
     top = top if sinks is None else torch.maximum(top, sinks.detach())
     top = torch.where(top == -math.inf, 0.0, top)
     weight = torch.exp(score - top)
-    total = weight.sum(-1, keepdim=True) if sinks is None else weight.sum(-1, keepdim=True) + torch.exp(sinks - top)
+    total = (
+        weight.sum(-1, keepdim=True)
+        if sinks is None
+        else weight.sum(-1, keepdim=True) + torch.exp(sinks - top)
+    )
     total = torch.where(live_queries[..., None], total, 1.0)
     lse = torch.where(live_queries, (top + torch.log(total))[..., 0], -math.inf)
     weight = weight / total
@@ -69,7 +75,8 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
         lse = _lse_with_sinks(a, lse, live_queries, sinks[..., 0])
     if a.dropout_p:
         keep = keep_mask(
-            a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start, a.key_start, a.head_start, a.batch_start
+            a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start,
+            a.key_start, a.head_start, a.batch_start
         )  # fmt: skip
         weight = weight * keep * keep_scale(a.dropout_p)
     out = torch.where(live_queries[..., None], weight @ value, 0.0)
@@ -115,7 +122,9 @@ def above_sinks(sinks: torch.Tensor) -> torch.Tensor:
     return torch.where(sinks == -torch.inf, sinks, sinks + (size * finfo.eps).clamp(min=finfo.tiny))
 
 
-def _lse_with_sinks(a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _lse_with_sinks(
+    a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
     """Return lse (B, Hq, Lq) raised above the sink for every query that sees a key.
 
     A query that sees no key gets its sink, and a query past the lengths gets -inf.
@@ -124,11 +133,17 @@ def _lse_with_sinks(a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks
     i, _, _ = indices(a)
     is_query = True if a.query_lengths is None else i[:, 0] < a.query_lengths[:, None, None]
     alone = torch.where(is_query & (sinks > -math.inf), sinks, -math.inf)
-    return torch.where(live_queries, lse + torch.where(live_queries, raised - lse, 0.0).detach(), alone)
+    return torch.where(
+        live_queries, lse + torch.where(live_queries, raised - lse, 0.0).detach(), alone
+    )
 
 
 def scores(
-    a: Any, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, rows: torch.Tensor | None = None
+    a: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the scores (B, Hq, Lq, Lk) with all terms added, and -inf for invisible pairs.
 
@@ -151,13 +166,17 @@ def visible_pairs(a: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
     ``rows``: absolute indices of the queries, if they are not consecutive.
     """
     batch, heads, num_queries, _ = a.query.shape
-    visible = torch.ones(batch, heads, num_queries, a.key.shape[2], dtype=torch.bool, device=a.query.device)
+    visible = torch.ones(
+        batch, heads, num_queries, a.key.shape[2], dtype=torch.bool, device=a.query.device
+    )
     for part in visible_parts(a, rows):
         visible = visible & part
     return visible
 
 
-def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = True) -> Iterator[torch.Tensor]:
+def visible_parts(
+    a: Any, rows: torch.Tensor | None = None, *, causal: bool = True
+) -> Iterator[torch.Tensor]:
     """Yield bool tensors that broadcast to (B, Hq, Lq, Lk); a pair is visible if all are true.
 
     ``causal=False`` omits the causal term.
@@ -168,7 +187,10 @@ def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = Tr
         if a.prefix_lengths is not None:
             below = below | (j < _per_batch(a.prefix_lengths))
         yield below
-    for bounded, inside in ((a.left >= 0, j >= i + offset - a.left), (a.right >= 0, j <= i + offset + a.right)):
+    for bounded, inside in (
+        (a.left >= 0, j >= i + offset - a.left),
+        (a.right >= 0, j <= i + offset + a.right),
+    ):
         if bounded:
             yield inside | (j < a.global_keys)
     if a.query_lengths is not None:
@@ -178,14 +200,22 @@ def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = Tr
     if a.query_segments is not None:
         yield a.query_segments[:, None, :, None] == a.key_segments[:, None, None, :]
     if a.block_offsets is not None:
-        local = torch.arange(a.query.shape[2], device=i.device) if rows is None else rows - a.query_start
-        yield visible_block_pairs(a.block_offsets, a.block_entries, a.block_bits, local, a.key.shape[2])
+        local = (
+            torch.arange(a.query.shape[2], device=i.device)
+            if rows is None
+            else rows - a.query_start
+        )
+        yield visible_block_pairs(
+            a.block_offsets, a.block_entries, a.block_bits, local, a.key.shape[2]
+        )
     for dense in (a.mask, a.bias):
         if dense is not None:
             yield dense if dense.dtype == torch.bool else dense.detach() != -math.inf
 
 
-def indices(a: Any, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
+def indices(
+    a: Any, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
     """Return absolute query indices (Lq, 1), key indices (Lk,), and offset (B, 1, 1, 1) or 0."""
     device = a.query.device
     end_i, end_j = a.query_start + a.query.shape[2], a.key_start + a.key.shape[2]
@@ -198,7 +228,9 @@ def indices(a: Any, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, tor
     return i, j, valid_keys - valid_queries
 
 
-def additive_terms(a: Any, work: torch.dtype, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
+def additive_terms(
+    a: Any, work: torch.dtype, rows: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Return the terms added to the scores, each broadcastable to (B, Hq, Lq, Lk)."""
     limit = torch.finfo(work).max  # finite float64 terms stay finite in float32
     dense = [t for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
@@ -240,13 +272,20 @@ def attention_varlen_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     key, key_lengths, _ = _pad(a.key, a.cu_seqlens_k, a.max_seqlen_k)
     value, _, _ = _pad(a.value, a.cu_seqlens_k, a.max_seqlen_k)
     padded = a._asdict() | dict.fromkeys(PADDED_ONLY)
-    padded |= dict(query=query, key=key, value=value, query_lengths=query_lengths, key_lengths=key_lengths)
+    padded |= dict(
+        query=query, key=key, value=value, query_lengths=query_lengths, key_lengths=key_lengths
+    )
     padded |= dict(query_start=0, key_start=0)
     out, lse = attention_forward(SimpleNamespace(**padded))
-    return _unpad(out, rows, a.query.shape[0], 0.0), _unpad(lse[..., None], rows, a.query.shape[0], -math.inf)[..., 0].T
+    return (
+        _unpad(out, rows, a.query.shape[0], 0.0),
+        _unpad(lse[..., None], rows, a.query.shape[0], -math.inf)[..., 0].T,
+    )
 
 
-def _pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pad(
+    packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the padded rows (B, H, longest, D), the lengths (B,) and the row map (B, longest).
 
     The row map holds the packed row of each position, or total for padding.
@@ -254,7 +293,11 @@ def _pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[
     lengths = cu_seqlens.diff()
     place = torch.arange(longest, device=packed.device)
     rows = torch.where(place < lengths[:, None], cu_seqlens[:-1, None] + place, packed.shape[0])
-    return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[rows].transpose(1, 2), lengths, rows
+    return (
+        torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[rows].transpose(1, 2),
+        lengths,
+        rows,
+    )
 
 
 def _unpad(padded: torch.Tensor, rows: torch.Tensor, total: int, fill: float) -> torch.Tensor:

@@ -46,4 +46,8 @@ def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     loss = torch.where(valid, loss, 0.0)
     if a.reduction != "none":
         loss = loss.sum()
-    return loss / valid.sum() if a.reduction == "mean" else loss, torch.stack([row_max, log_sum.detach()]), product.detach()
+    return (
+        loss / valid.sum() if a.reduction == "mean" else loss,
+        torch.stack([row_max, log_sum.detach()]),
+        product.detach(),
+    )

@@ -31,7 +31,9 @@ def quantize_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
         TypeError: x has another dtype, or ``dtype`` is not float8_e4m3fn or int8.
     """
     if dtype not in LIMITS:
-        raise TypeError(f"quantize_kv: dtype must be torch.float8_e4m3fn or torch.int8, got {dtype}")
+        raise TypeError(
+            f"quantize_kv: dtype must be torch.float8_e4m3fn or torch.int8, got {dtype}"
+        )
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize_kv: x must be float32, bfloat16 or float16, got {x.dtype}")
     rows = x.detach().to(torch.float32)
@@ -44,6 +46,8 @@ def quantize_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     return (parts.round() if dtype == torch.int8 else parts).to(dtype), scale
 
 
-def dequantize_kv(rows: torch.Tensor, scale: torch.Tensor, work: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize_kv(
+    rows: torch.Tensor, scale: torch.Tensor, work: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Return scale * rows, (..., D) times (...), in the dtype ``work``."""
     return rows.to(work) * scale.to(work)[..., None]

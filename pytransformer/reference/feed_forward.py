@@ -48,7 +48,9 @@ def feed_forward_forward(a: Any) -> tuple[torch.Tensor, ...]:
     if a.dropout_p > 0.0:
         rows, columns = math.prod(hidden.shape[:-1]), hidden.shape[-1]
         starts = a.row_start, a.column_start
-        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_FEED_FORWARD, *starts).view(hidden.shape)
+        keep = column_keep_mask(
+            a.dropout_seed, a.dropout_p, rows, columns, TAG_FEED_FORWARD, *starts
+        ).view(hidden.shape)
         # select, not multiply: removes a dropped NaN
         hidden = torch.where(keep, hidden * keep_scale(a.dropout_p), 0.0)
     out = _linear(hidden, a.w2, a.b2).to(a.x.dtype)

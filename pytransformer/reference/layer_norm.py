@@ -53,7 +53,9 @@ def _add_dropped(a: Any) -> torch.Tensor:
     if a.dropout_p > 0.0:
         split = a.x.dim() - a.dims
         rows, columns = math.prod(a.x.shape[:split]), math.prod(a.x.shape[split:])
-        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_ADD_NORM, a.row_start).view(a.x.shape)
+        keep = column_keep_mask(
+            a.dropout_seed, a.dropout_p, rows, columns, TAG_ADD_NORM, a.row_start
+        ).view(a.x.shape)
         # select, not multiply: removes a dropped NaN
         branch = torch.where(keep, branch * keep_scale(a.dropout_p), 0.0)
     if a.residual is None:
@@ -61,7 +63,9 @@ def _add_dropped(a: Any) -> torch.Tensor:
     return (a.residual.to(work) + branch).to(a.residual.dtype)
 
 
-def _normalize(h: torch.Tensor, a: Any, bias: torch.Tensor | None, *, rms: bool) -> tuple[torch.Tensor, ...]:
+def _normalize(
+    h: torch.Tensor, a: Any, bias: torch.Tensor | None, *, rms: bool
+) -> tuple[torch.Tensor, ...]:
     """Return (normed in x's dtype, mean, rstd) of h over its last a.dims dimensions.
 
     The statistics have the leading shape.
@@ -84,4 +88,8 @@ def _normalize(h: torch.Tensor, a: Any, bias: torch.Tensor | None, *, rms: bool)
 
 
 def _work_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+    return (
+        torch.float64
+        if any(t is not None and t.dtype == torch.float64 for t in tensors)
+        else torch.float32
+    )

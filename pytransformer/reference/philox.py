@@ -69,7 +69,12 @@ def _draws(columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor) -> t
 
 
 def _keep(
-    p: float, device: torch.device, shape: tuple[int, ...], columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor
+    p: float,
+    device: torch.device,
+    shape: tuple[int, ...],
+    columns: torch.Tensor,
+    seed: torch.Tensor,
+    *words: torch.Tensor,
 ) -> torch.Tensor:
     t = threshold(p)
     if t in (0, 65536):
@@ -106,7 +111,13 @@ def keep_mask(
 
 
 def column_keep_mask(
-    seed: torch.Tensor, p: float, num_rows: int, num_columns: int, tag: int, row_start: int = 0, column_start: int = 0
+    seed: torch.Tensor,
+    p: float,
+    num_rows: int,
+    num_columns: int,
+    tag: int,
+    row_start: int = 0,
+    column_start: int = 0,
 ) -> torch.Tensor:
     """Return the keep mask (num_rows, num_columns) of add_norm or feed_forward, by ``tag``.
 
@@ -114,7 +125,9 @@ def column_keep_mask(
     index.
     """
     device = seed.device
-    columns = torch.arange(column_start, column_start + num_columns, dtype=torch.int64, device=device)
+    columns = torch.arange(
+        column_start, column_start + num_columns, dtype=torch.int64, device=device
+    )
     rows = torch.arange(row_start, row_start + num_rows, dtype=torch.int64, device=device)[:, None]
     word = torch.tensor(tag, dtype=torch.int64, device=device)
     return _keep(p, device, (num_rows, num_columns), columns, seed, rows & _MASK, rows >> 32, word)

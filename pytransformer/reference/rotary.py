@@ -38,7 +38,10 @@ def append_kv_forward(a: Any) -> tuple[torch.Tensor, ...]:
 def write_rows(a: Any, key: torch.Tensor) -> None:
     """Write rotated keys (B, Hkv, L, D) and the op's values into its caches."""
     kept, (first, row) = cache_slots(a)
-    for cache, scales, rows in ((a.key_cache, a.key_scale, key), (a.value_cache, a.value_scale, a.value)):
+    for cache, scales, rows in (
+        (a.key_cache, a.key_scale, key),
+        (a.value_cache, a.value_scale, a.value),
+    ):
         # Advanced indices on both sides of a slice move their dimension first: rows are (n, H, D).
         found = rows.transpose(1, 2)[kept]
         if scales is not None:
@@ -66,7 +69,9 @@ def cache_slots(a: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]
     return kept, (page[kept], (position % size)[kept])
 
 
-def _turned(x: torch.Tensor, weight: torch.Tensor | None, a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _turned(
+    x: torch.Tensor, weight: torch.Tensor | None, a: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     rstd = y.new_zeros(0)
     if weight is not None:

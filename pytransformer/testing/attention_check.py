@@ -14,7 +14,11 @@ from .cases import leaves
 
 
 def run_attention(
-    args: tuple[Any, ...], kwargs: dict[str, Any], backend: str, grad_out: Tensor, grad_lse: Tensor | None = None
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return "out", "lse" and the gradient of every floating argument, on a forced backend."""
     import pytransformer as pt
@@ -52,14 +56,18 @@ def check_attention(
         dead, unseen = solution.dead_queries, solution.unseen_keys
         rows = (dead, unseen, unseen, dead)
         tensors = (query, key, value, grad_out)
-        query, key, value, grad_out = (t.detach().masked_fill(r[..., None], torch.nan) for t, r in zip(tensors, rows))
+        query, key, value, grad_out = (
+            t.detach().masked_fill(r[..., None], torch.nan) for t, r in zip(tensors, rows)
+        )
     results = run_attention((query, key, value), kwargs, backend, grad_out, grad_lse)
     wrong = [str(c) for c in bounds.check(solution, results, query.dtype, data) if not c.ok]
     assert not wrong, "\n".join(wrong)
     return results
 
 
-def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, mask_kind: str = "none") -> None:
+def check_starts(
+    backend: str, causal: str, dtype: torch.dtype = torch.float32, mask_kind: str = "none"
+) -> None:
     """Assert that a part of a longer sequence uses absolute indices, forward and backward.
 
     This covers visibility, biases and dropout. The mask uses the part's indices: "none", "padding"
@@ -68,7 +76,9 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, 
     from pytransformer.ops.attention import attention_op
     from pytransformer.ops.masks import RelativePositionBias
 
-    query, key, value = (torch.randn(2, 2, n, 24, dtype=dtype, requires_grad=True) for n in (45, 70, 70))
+    query, key, value = (
+        torch.randn(2, 2, n, 24, dtype=dtype, requires_grad=True) for n in (45, 70, 70)
+    )
     table = torch.randn(8, 2, requires_grad=True)
     bias = RelativePositionBias(table, bidirectional=True, max_distance=20)
     lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
@@ -78,7 +88,14 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, 
     results = {}
     for name in ("reference", backend):
         a, _, _ = attention_op.prepare(
-            query, key, value, attn_mask=mask, bias=bias, dropout_p=0.2, dropout_seed=7, window=(60, 40)
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            bias=bias,
+            dropout_p=0.2,
+            dropout_seed=7,
+            window=(60, 40),
         )
         a = a._replace(query_start=90, key_start=45, causal=causal, **lengths)
         out, lse = attention_op(a, name, True)
@@ -100,7 +117,8 @@ def check_slices(backend: str, dtype: torch.dtype = torch.float32, packed: bool 
 
     batch, heads, group, length = 3, 4, 2, 41
     query, key, value, grad = (
-        torch.randn(batch, h, length, 16).to(dtype) for h in (heads, heads // group, heads // group, heads)
+        torch.randn(batch, h, length, 16).to(dtype)
+        for h in (heads, heads // group, heads // group, heads)
     )
     op = attention_varlen_op if packed else attention_op
     rows = lambda t: t.transpose(1, 2).flatten(0, 1) if packed else t
@@ -108,15 +126,24 @@ def check_slices(backend: str, dtype: torch.dtype = torch.float32, packed: bool 
 
     def call(b: slice, h: slice, **starts: int) -> list[Tensor]:
         of_keys = slice(h.start // group, h.stop // group)
-        inputs = [rows(t[b, of]).requires_grad_() for t, of in ((query, h), (key, of_keys), (value, of_keys))]
+        inputs = [
+            rows(t[b, of]).requires_grad_()
+            for t, of in ((query, h), (key, of_keys), (value, of_keys))
+        ]
         offsets = torch.arange(b.stop - b.start + 1) * length
         ends = (offsets, offsets, length, length) if packed else ()
         a, _, _ = op.prepare(*inputs, *ends, causal="top_left", dropout_p=0.3, dropout_seed=-5)
         out, _ = op(a._replace(**starts), backend, True)
-        return [back(t.detach()) for t in (out, *torch.autograd.grad(out, inputs, rows(grad[b, h])))]
+        return [
+            back(t.detach()) for t in (out, *torch.autograd.grad(out, inputs, rows(grad[b, h])))
+        ]
 
     whole = call(slice(0, batch), slice(0, heads))
-    for b, h in ((slice(1, 3), slice(0, 4)), (slice(0, 3), slice(2, 4)), (slice(2, 3), slice(2, 4))):
+    for b, h in (
+        (slice(1, 3), slice(0, 4)),
+        (slice(0, 3), slice(2, 4)),
+        (slice(2, 3), slice(2, 4)),
+    ):
         for turn in (0, 2**32):
             part = call(b, h, batch_start=b.start + turn, head_start=h.start - turn)
             for n, (ours, want) in enumerate(zip(part, whole)):
@@ -124,11 +151,18 @@ def check_slices(backend: str, dtype: torch.dtype = torch.float32, packed: bool 
                 assert torch.equal(ours, want[b, of]), f"result {n} of sequences {b} and heads {h}"
     if packed:
         return
-    zeros, eye = torch.zeros(2, 2, 5, 32, dtype=dtype), torch.eye(32, dtype=dtype).expand(2, 2, -1, -1)
+    zeros, eye = (
+        torch.zeros(2, 2, 5, 32, dtype=dtype),
+        torch.eye(32, dtype=dtype).expand(2, 2, -1, -1),
+    )
     for batch_start, head_start in ((2**31 - 1, 2**32 - 1), (2**32 - 1, 2**31 - 1)):
         a, _, _ = attention_op.prepare(zeros, eye, eye, dropout_p=0.3, dropout_seed=9)
-        out, _ = attention_op(a._replace(batch_start=batch_start, head_start=head_start), backend, True)
-        keep = keep_mask(torch.tensor(9), 0.3, 2, 2, 5, 32, head_start=head_start, batch_start=batch_start)
+        out, _ = attention_op(
+            a._replace(batch_start=batch_start, head_start=head_start), backend, True
+        )
+        keep = keep_mask(
+            torch.tensor(9), 0.3, 2, 2, 5, 32, head_start=head_start, batch_start=batch_start
+        )
         assert torch.equal(out != 0, keep)
 
 
@@ -146,7 +180,12 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) ->
         return out
 
     def packed(t: Tensor, ends: list[int]) -> Tensor:
-        return torch.cat([t[b, :, : end - start].transpose(0, 1) for b, (start, end) in enumerate(itertools.pairwise(ends))])
+        return torch.cat(
+            [
+                t[b, :, : end - start].transpose(0, 1)
+                for b, (start, end) in enumerate(itertools.pairwise(ends))
+            ]
+        )
 
     sides = ((ends[0], longest_q), (ends[1], longest_k), (ends[1], longest_k))
     generator = torch.Generator().manual_seed(1)
@@ -158,10 +197,14 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) ->
         t.requires_grad_()
     out = pt.attention_varlen(*inputs, *args[3:], **kwargs, backend=backend, strict=True)
     lengths = {"query_lengths": offsets[0].diff(), "key_lengths": offsets[1].diff()}
-    want = pt.attention(wide[0], wide[1], wide[2], **lengths, **kwargs, backend=backend, strict=True)
+    want = pt.attention(
+        wide[0], wide[1], wide[2], **lengths, **kwargs, backend=backend, strict=True
+    )
     ours = [out, *torch.autograd.grad(out, inputs, grad)]
     theirs = [want, *torch.autograd.grad(want, wide, padded(grad, *sides[0]))]
-    for name, a, b, (end, _) in zip(("out", "query", "key", "value"), ours, theirs, (sides[0], *sides)):
+    for name, a, b, (end, _) in zip(
+        ("out", "query", "key", "value"), ours, theirs, (sides[0], *sides)
+    ):
         assert torch.equal(a, packed(b, end)), f"{name}: packed and padded differ"
 
 
@@ -172,6 +215,9 @@ def check_no_sequences(backend: str, device: str) -> None:
     """
     import pytransformer as pt
 
-    x, ends = torch.randn(5, 2, 16, device=device, requires_grad=True), torch.zeros(1, dtype=torch.int64, device=device)
+    x, ends = (
+        torch.randn(5, 2, 16, device=device, requires_grad=True),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     out = pt.attention_varlen(x, x, x, ends, ends, 5, 5, backend=backend, strict=True)
     assert not out.any() and not torch.autograd.grad(out.sum(), x)[0].any()

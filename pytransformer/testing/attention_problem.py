@@ -61,15 +61,26 @@ class Problem:
     def solve(self) -> oracle.Solution:
         """Return the float64 solution."""
         t = self.tensors
-        return oracle.solve(t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t))
+        return oracle.solve(
+            t["query"],
+            t["key"],
+            t["value"],
+            self.grad_out,
+            self.grad_lse,
+            **self.public_keywords(t),
+        )
 
     def __str__(self) -> str:
         shapes = " ".join(f"{n}{tuple(t.shape)}" for n, t in self.tensors.items())
-        others = ", ".join(f"{k}={_short(v)}" for k, v in self.keywords.items() if k not in self.tensors)
-        layouts = " ".join(f"{n}:{layout}" for n, layout in self.layouts.items() if layout != "contiguous")
+        others = ", ".join(
+            f"{k}={_short(v)}" for k, v in self.keywords.items() if k not in self.tensors
+        )
+        layouts = " ".join(
+            f"{n}:{layout}" for n, layout in self.layouts.items() if layout != "contiguous"
+        )
         return (
-            f"{'varlen ' if self.packed else ''}{str(self.dtype)[6:]} {self.data} {shapes} [{others}] "
-            f"grads {','.join(self.wanted) or 'none'} layouts {layouts or 'contiguous'}"
+            f"{'varlen ' if self.packed else ''}{str(self.dtype)[6:]} {self.data} {shapes}"
+            f" [{others}] grads {','.join(self.wanted) or 'none'} layouts {layouts or 'contiguous'}"
         )
 
 
@@ -77,9 +88,11 @@ def _short(value: Any) -> str:
     return (
         str(value.tolist())
         if isinstance(value, Tensor) and value.numel() <= 4
-        else f"{str(value.dtype)[6:]}{tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else repr(value)
+        else (
+            f"{str(value.dtype)[6:]}{tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else repr(value)
+        )
     )
 
 

@@ -54,7 +54,9 @@ class Check:
     def __str__(self) -> str:
         at = ",".join(map(str, self.worst))
         verdict = "ok" if self.ok else "WRONG"
-        numbers = f"{self.ours:.9g}, exact {self.exact:.9g}: c {self.reached:.3g} of {self.allowed:g}"
+        numbers = (
+            f"{self.ours:.9g}, exact {self.exact:.9g}: c {self.reached:.3g} of {self.allowed:g}"
+        )
         return f"{self.name}[{at}] = {numbers} {verdict}"
 
 
@@ -63,14 +65,22 @@ class Check:
 LONG = 96
 
 
-def limit(dtype: torch.dtype, gradient: bool, data: str = "any", head_dim: int = 1, limits: Limits = LIMITS) -> float:
+def limit(
+    dtype: torch.dtype,
+    gradient: bool,
+    data: str = "any",
+    head_dim: int = 1,
+    limits: Limits = LIMITS,
+) -> float:
     """Return c for a result of this dtype."""
     c = limits[dtype][data][gradient]
     wide = dtype in (torch.float32, torch.float64)
     return c * max(1.0, head_dim / LONG) ** 0.5 if wide and data != "zero_mean" else c
 
 
-def coefficients(ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype) -> Tensor:
+def coefficients(
+    ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype
+) -> Tensor:
     """Return the min c per element that meets the bound.
 
     It is inf for a NaN, and for an inexact element where S is 0.
@@ -115,7 +125,11 @@ def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
 
 
 def check(
-    solution: Solution, ours: Mapping[str, Tensor | None], dtype: torch.dtype, data: str = "any", limits: Limits = LIMITS
+    solution: Solution,
+    ours: Mapping[str, Tensor | None],
+    dtype: torch.dtype,
+    data: str = "any",
+    limits: Limits = LIMITS,
 ) -> list[Check]:
     """Compare every tensor of `ours` with the solution; None counts as a zero gradient.
 
@@ -133,7 +147,15 @@ def check(
         unit = r.dtype if name == "lse" else rounding(r, dtype)
         floor = r.floor + torch.finfo(r.dtype).tiny * torch.finfo(r.dtype).eps * (r.S > 0)
         checks.append(
-            compare(name, tensor, r.value, r.S, floor, unit, limit(unit, r.gradient, data, solution.head_dim, limits))
+            compare(
+                name,
+                tensor,
+                r.value,
+                r.S,
+                floor,
+                unit,
+                limit(unit, r.gradient, data, solution.head_dim, limits),
+            )
         )
     return checks
 
@@ -178,6 +200,8 @@ def other_bits(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -
     def equal(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None:
             return x is y
-        return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) and torch.equal(x.signbit(), y.signbit())
+        return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) and torch.equal(
+            x.signbit(), y.signbit()
+        )
 
     return [name for name in a if not equal(a[name], b[name])]

@@ -29,13 +29,17 @@ Table = dict[tuple[str, str, str, str], list[float]]
 
 def calibrations() -> dict[str, Calibration]:
     """Return the calibrations by family."""
-    return {family: kit.calibration for family, kit in kits().items() if kit.calibration is not None}
+    return {
+        family: kit.calibration for family, kit in kits().items() if kit.calibration is not None
+    }
 
 
 def calibrate(family: str, seed: int, cases: int, backends: list[str]) -> Table:
     """Return c of every result, by (kernel, dtype, data, result)."""
     how = calibrations()[family]
-    runs = dict(how.peers) | {f"ours, {name}": lambda p, name=name: how.ours(p, name) for name in backends}
+    runs = dict(how.peers) | {
+        f"ours, {name}": lambda p, name=name: how.ours(p, name) for name in backends
+    }
     table: Table = defaultdict(list)
     for case in range(cases):
         p = how.problem(seed, case)
@@ -60,32 +64,57 @@ def calibrate(family: str, seed: int, cases: int, backends: list[str]) -> Table:
 def markdown(family: str, table: Table) -> str:
     """Return the table of docs/accuracy.md: p50 / p99 / max of c."""
     names = calibrations()[family].columns
-    lines = [f"| {family} | dtype | data | problems | " + " | ".join(names) + " |", "|---" * (4 + len(names)) + "|"]
+    lines = [
+        f"| {family} | dtype | data | problems | " + " | ".join(names) + " |",
+        "|---" * (4 + len(names)) + "|",
+    ]
     for kernel, dtype, data in sorted({k[:3] for k in table}):
         cells = []
         for name in names:
             c = torch.tensor(table.get((kernel, dtype, data, name)) or [torch.nan])
-            cells.append("–" if c.isnan().all() else f"{c.median():.2f} / {c.quantile(0.99):.2f} / {c.max():.2f}")
+            cells.append(
+                "–"
+                if c.isnan().all()
+                else f"{c.median():.2f} / {c.quantile(0.99):.2f} / {c.max():.2f}"
+            )
         count = len(table[kernel, dtype, data, names[0]])
-        lines.append(f"| {kernel} | {dtype} | {data.replace('_', ' ')} | {count} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {kernel} | {dtype} | {data.replace('_', ' ')} | {count} | "
+            + " | ".join(cells)
+            + " |"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.calibrate", description=__doc__.split("\n")[0])
-    parser.add_argument("family", nargs="*", metavar="FAMILY", help=f"{', '.join(calibrations())} (default all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m pytransformer.testing.calibrate", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "family", nargs="*", metavar="FAMILY", help=f"{', '.join(calibrations())} (default all)"
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=100)
-    parser.add_argument("--backend", action="append", default=[], help="also measure this backend of ours")
+    parser.add_argument(
+        "--backend", action="append", default=[], help="also measure this backend of ours"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.family) - calibrations().keys():
-        parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(calibrations())}")
+        parser.error(
+            f"no family {', '.join(sorted(unknown))}; there are {', '.join(calibrations())}"
+        )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # SDPA warns of every problem that a kernel refuses
     for family in options.family or calibrations():
         started = time.monotonic()
-        print(markdown(family, calibrate(family, options.seed, options.cases, options.backend)), end="\n\n")
-        told = f"{options.cases} problems, seed {options.seed}, torch {torch.__version__}, {time.monotonic() - started:.0f} s"
+        print(
+            markdown(family, calibrate(family, options.seed, options.cases, options.backend)),
+            end="\n\n",
+        )
+        told = (
+            f"{options.cases} problems, seed {options.seed}, torch {torch.__version__},"
+            f" {time.monotonic() - started:.0f} s"
+        )
         print(f"{family}: {told}", file=sys.stderr)
     return 0
 

@@ -26,7 +26,9 @@ def usual(p: Any, as_drawn: tuple[str, ...] = ()) -> Any | None:
     """
     for name in ("dropout_p", "dropout_seed", "recompute"):
         p.keywords.pop(name, None)
-    p.tensors = {n: (t if n in as_drawn else t.to(p.dtype)).contiguous() for n, t in p.tensors.items()}
+    p.tensors = {
+        n: (t if n in as_drawn else t.to(p.dtype)).contiguous() for n, t in p.tensors.items()
+    }
     return None if not p.wanted or p.tensors["x"].numel() == 0 else p
 
 
@@ -45,9 +47,13 @@ def plain_calibration(
 
     def results(p: Any, run: Callable[[Mapping[str, Tensor]], Tensor]) -> dict[str, Tensor]:
         given = {n: t for n, t in p.tensors.items() if n != "grad_out"}
-        leaves = {n: t.detach().requires_grad_() if t.is_floating_point() else t for n, t in given.items()}
+        leaves = {
+            n: t.detach().requires_grad_() if t.is_floating_point() else t for n, t in given.items()
+        }
         out = run(leaves)
-        grads = torch.autograd.grad(out, [leaves[n] for n in p.wanted], p.tensors["grad_out"].to(out.dtype))
+        grads = torch.autograd.grad(
+            out, [leaves[n] for n in p.wanted], p.tensors["grad_out"].to(out.dtype)
+        )
         return {columns[0]: out, **dict(zip(p.wanted, grads))}
 
     return Calibration(

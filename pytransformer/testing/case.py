@@ -32,9 +32,14 @@ class Draw:
     def __getitem__(self, name: str) -> int:
         return self.shape[name]
 
-    def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def normal(
+        self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         generator = self.on_device or self.generator
-        x = torch.randn(*size, generator=generator, dtype=torch.float32, device=generator.device) * scale
+        x = (
+            torch.randn(*size, generator=generator, dtype=torch.float32, device=generator.device)
+            * scale
+        )
         return x.to(device=self.device, dtype=dtype or self.dtype)
 
     def integers(self, low: int, high: int, *size: int) -> torch.Tensor:
@@ -77,7 +82,12 @@ class Case:
         return dataclasses.replace(self, shape=new)
 
     def make(
-        self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False, on_device: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        seed: int,
+        requires_grad: bool = False,
+        on_device: bool = False,
     ) -> Arguments:
         """Return (args, kwargs) of `pytransformer.<op>`.
 
@@ -86,7 +96,17 @@ class Case:
         nothing requires one.
         """
         there = torch.Generator(device).manual_seed(seed) if on_device else None
-        values = dict(self.build(Draw(self.shape, torch.device(device), dtype, torch.Generator().manual_seed(seed), there)))
+        values = dict(
+            self.build(
+                Draw(
+                    self.shape,
+                    torch.device(device),
+                    dtype,
+                    torch.Generator().manual_seed(seed),
+                    there,
+                )
+            )
+        )
         given = list(itertools.takewhile(values.__contains__, OPS[self.op].positional))
         args = tuple(values.pop(name) for name in given)
         if requires_grad and not self.forward_only:
@@ -125,6 +145,14 @@ def leaves(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
     return found
 
 
-def made(name: str, op: str, dims: str, size: Mapping[str, int], build: Builder, tags: str, work: Callable[..., Work]) -> Case:
+def made(
+    name: str,
+    op: str,
+    dims: str,
+    size: Mapping[str, int],
+    build: Builder,
+    tags: str,
+    work: Callable[..., Work],
+) -> Case:
     """Return a case with the dimensions of a size that `dims` names."""
     return Case(name, op, {k: size[k] for k in dims.split()}, build, frozenset(tags.split()), work)

@@ -22,7 +22,18 @@ from .kits import kits, ops
 APART = "apart"  # the tag of cases with separate tests; verify and benchmarks request them
 SIZES: dict[str, dict[str, int]] = {
     # Odd lengths give every tile a tail.
-    "small": {"B": 2, "Hq": 4, "Hkv": 4, "Lq": 67, "Lk": 67, "D": 32, "rows": 37, "d": 96, "hidden": 200, "classes": 131},
+    "small": {
+        "B": 2,
+        "Hq": 4,
+        "Hkv": 4,
+        "Lq": 67,
+        "Lk": 67,
+        "D": 32,
+        "rows": 37,
+        "d": 96,
+        "hidden": 200,
+        "classes": 131,
+    },
     "medium": {
         "B": 2,
         "Hq": 8,
@@ -60,7 +71,11 @@ def cases(op: str | None = None, size: str = "small", tags: set[str] | None = No
     if op is not None and op not in ops():
         raise ValueError(f"op must be one of {sorted(ops())}, got {op!r}")
     wanted = frozenset(tags or ())
-    return [c for c in _all(size) if op in (None, c.op) and wanted <= c.tags and (APART not in c.tags or APART in wanted)]
+    return [
+        c
+        for c in _all(size)
+        if op in (None, c.op) and wanted <= c.tags and (APART not in c.tags or APART in wanted)
+    ]
 
 
 def _all(size: str) -> list[Case]:

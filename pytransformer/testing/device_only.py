@@ -10,7 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 # Operations whose result, or result size, the host waits for.
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "unique_consecutive")
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "unique",
+    "_unique2",
+    "unique_consecutive",
+)
 
 
 class HostRead(AssertionError):
@@ -33,7 +42,11 @@ class DeviceOnly(TorchDispatchMode):
         if name in WAITS and not self.checks:
             raise HostRead(f"{func} reads a tensor on the host")
         found = func(*args, **kwargs)
-        devices = {t.device for t in tree_flatten((args, kwargs, found))[0] if isinstance(t, Tensor) and t.dim()}
+        devices = {
+            t.device
+            for t in tree_flatten((args, kwargs, found))[0]
+            if isinstance(t, Tensor) and t.dim()
+        }
         if len(devices) > 1:
             raise HostRead(f"{func} copies between {' and '.join(sorted(map(str, devices)))}")
         self.tape.append((func, args, kwargs, found))

@@ -45,7 +45,13 @@ CHANCES = {
     "dropout_p": 0.3,
     "return_lse": 0.5,
 }
-LENGTHS_AND_SEGMENTS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
+LENGTHS_AND_SEGMENTS = (
+    "query_lengths",
+    "key_lengths",
+    "prefix_lengths",
+    "query_segments",
+    "key_segments",
+)
 BY_POSITION = ("causal", "window", "global_keys", *LENGTHS_AND_SEGMENTS)
 LATER = ("sinks",)
 PACKED = ("causal", "window", "bias", "sinks", "softcap", "scale", "dropout_p", "return_lse")
@@ -169,7 +175,11 @@ class _Drawer:
         r, generator = self.later, torch.Generator().manual_seed(self.later.getrandbits(60))
         x = torch.randn(self.Hq, generator=generator) * r.choice((0.0, 1.0, 4.0, 30.0))
         x = x.masked_fill(torch.rand(self.Hq, generator=generator) < 0.15, -torch.inf)
-        x = x.to(torch.float64 if self.dtype == torch.float64 else r.choice((self.dtype, torch.float32, torch.bfloat16)))
+        x = x.to(
+            torch.float64
+            if self.dtype == torch.float64
+            else r.choice((self.dtype, torch.float32, torch.bfloat16))
+        )
         self.layouts["sinks"] = random_layout(r, x)
         self.tensors["sinks"] = place(x, self.layouts["sinks"])
         return r.random() < 0.9
@@ -180,13 +190,20 @@ class _Drawer:
         r = self.rng
         plain = self.chance(0.08)
         self.packed = self.chance(0.15) and self.only is None
-        drawn = {k for k, p in CHANCES.items() if not plain and (self.later.random() if k in LATER else r.random()) < p}
+        drawn = {
+            k
+            for k, p in CHANCES.items()
+            if not plain and (self.later.random() if k in LATER else r.random()) < p
+        }
         want = {k for k in drawn if not self.packed or k in PACKED}
         if self.only is not None:
             want &= self.only
         self.keywords: dict[str, Any] = {}
         if self.packed:
-            self.keywords |= {"query_lengths": self.lengths(self.Lq), "key_lengths": self.lengths(self.Lk)}
+            self.keywords |= {
+                "query_lengths": self.lengths(self.Lq),
+                "key_lengths": self.lengths(self.Lk),
+            }
             if self.B and self.chance(0.2):
                 self.keywords["key_lengths"].fill_(self.Lk)
         if "prefix_lengths" in want:
@@ -201,18 +218,26 @@ class _Drawer:
             if self.only is None and self.global_rng.random() < 0.5 and bounded:
                 self.keywords["global_keys"] = self.global_rng.choice((1, 1, 4, 33, 70, self.Lk))
                 want.add("global_keys")
-        for name, full in (("query_lengths", self.Lq), ("key_lengths", self.Lk), ("prefix_lengths", self.Lk)):
+        for name, full in (
+            ("query_lengths", self.Lq),
+            ("key_lengths", self.Lk),
+            ("prefix_lengths", self.Lk),
+        ):
             if name in want:
                 self.keywords[name] = self.lengths(full)
         if "segments" in want:
             self.keywords["query_segments"] = self.segments(self.Lq)
             self.keywords["key_segments"] = (
-                self.keywords["query_segments"] if self.Lq == self.Lk and self.chance(0.5) else self.segments(self.Lk)
+                self.keywords["query_segments"]
+                if self.Lq == self.Lk and self.chance(0.5)
+                else self.segments(self.Lk)
             )
         if "softcap" in want:
             self.keywords["softcap"] = r.choice((0.5, 5.0, 20.0, 50.0))
         if "scale" in want:
-            self.keywords["scale"] = r.choice((1.0, 1.0, 0.3, 0.05, -0.2, 0.0)) / (1 if self.D < 40 else 4)
+            self.keywords["scale"] = r.choice((1.0, 1.0, 0.3, 0.05, -0.2, 0.0)) / (
+                1 if self.D < 40 else 4
+            )
         if "dropout_p" in want:
             self.keywords["dropout_p"] = r.choice((0.1, 0.1, 0.3, 0.5, 0.9, 1e-5, 1.0))
             self.keywords["dropout_seed"] = r.getrandbits(64) - 2**63
@@ -221,19 +246,30 @@ class _Drawer:
         self.features = set(want)
         if self.only is None and not self.packed and self.page_rng.random() < 0.3:
             self.features.add("pages")
-        if self.only is None and not self.packed and self.dtype != torch.float64 and self.eight_rng.random() < 0.25:
+        if (
+            self.only is None
+            and not self.packed
+            and self.dtype != torch.float64
+            and self.eight_rng.random() < 0.25
+        ):
             self.features.add("eight bits")
 
     def draw_terms(self, want: set[str]) -> None:
         """Draw masks and biases into `tensors` if floating, else into the keywords."""
         r = self.rng
-        near = [torch.float64] if self.dtype == torch.float64 else [self.dtype, torch.float32, torch.bfloat16]
+        near = (
+            [torch.float64]
+            if self.dtype == torch.float64
+            else [self.dtype, torch.float32, torch.bfloat16]
+        )
         if "attn_mask" in want:
             boolean = self.chance(0.5)
             mask = self.dense(boolean=boolean)
             if boolean:
                 layout = random_layout(r, mask)
-                self.keywords["attn_mask"] = mask if 0 in mask.stride() else place(mask, layout, fill=True)
+                self.keywords["attn_mask"] = (
+                    mask if 0 in mask.stride() else place(mask, layout, fill=True)
+                )
                 self.features.add("bool_mask")
                 if self.only is None and self.block_rng.random() < 0.4:
                     self.features.add("blocks")
@@ -247,7 +283,9 @@ class _Drawer:
                 bias = self.dense(boolean=False).to(r.choice(near))
                 self.tensors["bias"] = self.extremes(bias) if self.chance(0.2) else bias
             elif kind == "alibi":
-                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(r.choice(near))
+                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(
+                    r.choice(near)
+                )
             else:
                 bidirectional, buckets = self.chance(0.5), r.choice((4, 8, 32, 32))
                 self.tensors["table"] = self.normal(buckets, self.Hq).to(r.choice(near))
@@ -271,10 +309,18 @@ class _Drawer:
                     x = self.tensors.get(tensor)
                     if x is not None and not (x.dim() == 4 and 0 in x.stride()):
                         past = torch.arange(x.shape[2]) >= k[name].long()[:, None]
-                        x.masked_fill_(past[:, None, :, None] if x.dim() == 4 else past[:, None, :], bad())
+                        x.masked_fill_(
+                            past[:, None, :, None] if x.dim() == 4 else past[:, None, :], bad()
+                        )
                 self.features.add("spoiled")
         mask = k.get("attn_mask")
-        if mask is not None and mask.dim() == 4 and mask.shape[2] == 1 and mask.shape[1] == 1 and self.chance(0.7):
+        if (
+            mask is not None
+            and mask.dim() == 4
+            and mask.shape[2] == 1
+            and mask.shape[1] == 1
+            and self.chance(0.7)
+        ):
             hidden = ~mask.expand(self.B, 1, 1, self.Lk)[:, 0, 0]
             for tensor in ("key", "value"):
                 if 0 not in self.tensors[tensor].stride():
@@ -283,7 +329,9 @@ class _Drawer:
         names = [n for n in ("attn_mask", "bias") if n in self.tensors]
         if names and self.chance(0.6):
             by_position: dict[str, Any] = {n: k[n] for n in BY_POSITION if n in k}
-            visible, _ = oracle.visible_pairs(oracle.Keywords(**by_position), self.B, self.Lq, self.Lk)
+            visible, _ = oracle.visible_pairs(
+                oracle.Keywords(**by_position), self.B, self.Lq, self.Lk
+            )
             visible = visible.expand(self.B, self.Hq, self.Lq, self.Lk)
             if mask is not None:
                 visible = visible & mask
@@ -291,7 +339,12 @@ class _Drawer:
                 x = self.tensors[name]
                 if 0 in x.stride() or visible.numel() == 0:
                     continue
-                seen = visible.double().sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape)).reshape(x.shape) > 0
+                seen = (
+                    visible.double()
+                    .sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape))
+                    .reshape(x.shape)
+                    > 0
+                )
                 x.masked_fill_(~seen, bad() if self.chance(0.5) else float("nan"))
             self.features.add("spoiled")
 
@@ -299,7 +352,11 @@ class _Drawer:
         """Move every tensor to its memory layout."""
         self.layouts = {}
         for name, x in self.tensors.items():
-            if name in ("query", "key", "value", "grad_out") and 0 not in x.shape and self.chance(0.08):
+            if (
+                name in ("query", "key", "value", "grad_out")
+                and 0 not in x.shape
+                and self.chance(0.08)
+            ):
                 axis = self.rng.choice([0, 1] if name != "grad_out" else [0, 1, 2, 3])
                 self.tensors[name] = x.narrow(axis, 0, 1).expand(x.shape)
                 self.layouts[name] = f"expanded{axis}"
@@ -342,7 +399,9 @@ class _Drawer:
         self.features |= {"gqa"} if self.G > 1 else set()
         self.features |= {"value_dim"} if self.Dv != self.D else set()
         self.features |= {"varlen"} if self.packed else set()
-        self.features |= {"strided"} if set(self.layouts.values()) - {"contiguous"} or expanded else set()
+        self.features |= (
+            {"strided"} if set(self.layouts.values()) - {"contiguous"} or expanded else set()
+        )
         return Problem(
             self.tensors,
             self.keywords,
@@ -355,8 +414,12 @@ class _Drawer:
             frozenset(self.features),
             self.layouts,
             self.block_rng.choice(BLOCK_SIZES) if "blocks" in self.features else None,
-            (self.page_rng.choice(PAGE_SIZES), self.page_rng.getrandbits(30)) if "pages" in self.features else None,
-            self.eight_rng.choice((torch.float8_e4m3fn, torch.int8)) if "eight bits" in self.features else None,
+            (self.page_rng.choice(PAGE_SIZES), self.page_rng.getrandbits(30))
+            if "pages" in self.features
+            else None,
+            self.eight_rng.choice((torch.float8_e4m3fn, torch.int8))
+            if "eight bits" in self.features
+            else None,
         )
 
 

@@ -56,19 +56,26 @@ def expect(condition: bool, what: str) -> None:
         raise Different(what)
 
 
-def build(family: Family, implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(
+    family: Family, implementation: str, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     model = family.build(implementation, dtype)
     if implementation != "eager":
         pt.integrations.convert(model)
     return model
 
 
-def same_as_eager(family: Family, inputs: dict[str, torch.Tensor], real: torch.Tensor | None = None) -> str:
+def same_as_eager(
+    family: Family, inputs: dict[str, torch.Tensor], real: torch.Tensor | None = None
+) -> str:
     logits, grads = run(build(family, "eager"), family, inputs, real)
     with trace() as ran:
         ours, our_grads = run(build(family, "pytransformer"), family, inputs, real)
     calls = [op for op, _ in ran if op.startswith("attention")]
-    expect(calls == ["attention_fwd"] * family.attentions + ["attention_bwd"] * family.attentions, f"attention ran as {calls}")
+    expect(
+        calls == ["attention_fwd"] * family.attentions + ["attention_bwd"] * family.attentions,
+        f"attention ran as {calls}",
+    )
     expect(distance(ours, logits) < LIMIT, f"logits differ by {distance(ours, logits):.1e}")
     expect(our_grads.keys() == grads.keys(), "gradients reach other parameters")
     off = distance(flat(our_grads), flat(grads))
@@ -101,12 +108,17 @@ def generated(cache: str | None) -> Callable[[Family], str]:
             return NOTHING
         # Random models may emit the end token at once, depending on the seed.
         settings: dict[str, Any] = dict(
-            max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, use_cache=cache is not None
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            use_cache=cache is not None,
         )
         if cache == "static":
             settings.update(cache_implementation="static", disable_compile=True)
         for side in ("none",) if family.kind == "audio" else ("left", "right"):
-            inputs = {k: v for k, v in inputs_of(family, side).items() if not k.startswith("decoder_")}
+            inputs = {
+                k: v for k, v in inputs_of(family, side).items() if not k.startswith("decoder_")
+            }
             if side == "right" and (window := family.settings.get("sliding_window")):
                 sees = inputs["attention_mask"][:, -window:].any(1)
                 expect(int(sees.sum()) >= 2, "too few sequences to compare")
@@ -115,7 +127,9 @@ def generated(cache: str | None) -> Callable[[Family], str]:
             with trace() as ran:
                 ours = build(family, "pytransformer").generate(**inputs, **settings)
             expect(torch.equal(ours, tokens), f"other tokens, padding {side}")
-            expect(sum(op == "attention_fwd" for op, _ in ran) >= 2 * TOKENS, "attention ran past us")
+            expect(
+                sum(op == "attention_fwd" for op, _ in ran) >= 2 * TOKENS, "attention ran past us"
+            )
         return OURS
 
     return cell
@@ -130,13 +144,19 @@ def attention_weights(family: Family) -> str:
     expect(bool(names), "eager code returned no weights")
     for n in names:
         expect(len(ours[n]) == len(eager[n]), f"{len(ours[n])} {n} of {len(eager[n])}")
-        key = "decoder_attention_mask" if n != "encoder_attentions" and family.kind == "seq2seq" else "attention_mask"
+        key = (
+            "decoder_attention_mask"
+            if n != "encoder_attentions" and family.kind == "seq2seq"
+            else "attention_mask"
+        )
         queries = inputs.get(key)
         for theirs, weights in zip(eager[n], ours[n], strict=True):
             # A padding row may have no visible key: zeros.
             if queries is not None and theirs.shape[2] == queries.shape[1]:
                 theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
-            expect(distance(weights, theirs) < LIMIT, f"{n} differ by {distance(weights, theirs):.1e}")
+            expect(
+                distance(weights, theirs) < LIMIT, f"{n} differ by {distance(weights, theirs):.1e}"
+            )
     return OURS
 
 
@@ -167,7 +187,14 @@ def bfloat16(family: Family) -> str:
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model in training mode, which enables checkpoints, without dropout."""
     for module in model.modules():
-        for name in ("p", "dropout", "activation_dropout", "attention_dropout", "layerdrop", "encoder_layerdrop"):
+        for name in (
+            "p",
+            "dropout",
+            "activation_dropout",
+            "attention_dropout",
+            "layerdrop",
+            "encoder_layerdrop",
+        ):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     if hasattr(model.config, "apply_spec_augment"):
@@ -183,7 +210,10 @@ def checkpointing(family: Family) -> str:
     with trace() as ran:
         _, ours = run(model, family, inputs)
     forward = sum(op == "attention_fwd" for op, _ in ran)
-    expect(forward == 2 * family.attentions, f"{forward} forward calls of attention, not twice {family.attentions}")
+    expect(
+        forward == 2 * family.attentions,
+        f"{forward} forward calls of attention, not twice {family.attentions}",
+    )
     off = distance(flat(ours), flat(grads))
     expect(off < LIMIT, f"gradients differ by {off:.1e}")
     return OURS
@@ -199,7 +229,9 @@ def compiled(family: Family) -> str:
         model = torch.compile(build(family, "pytransformer"), backend="aot_eager", fullgraph=True)
         with trace() as ran:
             ours = model(**inputs).logits[real]
-    expect(sum(op == "attention_fwd" for op, _ in ran) == family.attentions, "attention ran past us")
+    expect(
+        sum(op == "attention_fwd" for op, _ in ran) == family.attentions, "attention ran past us"
+    )
     expect(distance(ours, logits) < LIMIT, f"logits differ by {distance(ours, logits):.1e}")
     return OURS
 
@@ -259,13 +291,22 @@ def lines(rows: dict[str, dict[str, str]]) -> list[str]:
         return f"{kind} ({reasons.index(reason) + 1})"
 
     table = ["| | " + " | ".join(FEATURES) + " |", "|---" * (1 + len(FEATURES)) + "|"]
-    table += [f"| {name} | " + " | ".join(short(cells[f]) for f in FEATURES) + " |" for name, cells in rows.items()]
+    table += [
+        f"| {name} | " + " | ".join(short(cells[f]) for f in FEATURES) + " |"
+        for name, cells in rows.items()
+    ]
     return [*table, "", *(f"({i}) {reason}." for i, reason in enumerate(reasons, 1))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite tests/integrations/drop_in.md instead of printing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="rewrite tests/integrations/drop_in.md instead of printing",
+    )
     write = parser.parse_args().write
     pt.integrations.transformers.register()
     text = "\n".join(lines({name: row(name) for name in FAMILIES}))

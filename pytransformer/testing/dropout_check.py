@@ -15,7 +15,10 @@ ROW_STARTS = (5, 2**32 - 4, 2**40 + 1)  # within 32 bits, across 2^32, and beyon
 
 def check_norm_starts(backend: str, columns: int, dtype: torch.dtype = torch.float32) -> None:
     """Assert that row_start offsets add_norm's mask like the reference, forward and backward."""
-    x, seed = torch.full((3, 4, columns), 7.0, dtype=dtype, requires_grad=True), torch.tensor(-(2**61) + 12345)
+    x, seed = (
+        torch.full((3, 4, columns), 7.0, dtype=dtype, requires_grad=True),
+        torch.tensor(-(2**61) + 12345),
+    )
     a, _, _ = add_norm_op.prepare(x, None, None, dropout_p=0.3, dropout_seed=seed)
     for start in ROW_STARTS:
         _, stream = add_norm_op(a._replace(row_start=start), backend, True)[:2]
@@ -24,7 +27,9 @@ def check_norm_starts(backend: str, columns: int, dtype: torch.dtype = torch.flo
         assert torch.equal(stream != 0, keep) and torch.equal(dx != 0, keep), f"row_start={start}"
 
 
-def check_hidden_starts(backend: str, columns: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+def check_hidden_starts(
+    backend: str, columns: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> None:
     """Assert the same for feed_forward with row_start and each of these column_starts.
 
     Identity weights expose the hidden activations.
@@ -38,7 +43,13 @@ def check_hidden_starts(backend: str, columns: tuple[int, ...], dtype: torch.dty
     a, _, _ = feed_forward_op.prepare(x, eye, None, eye, None, dropout_p=0.3, dropout_seed=seed)
     for row in ROW_STARTS:
         for column in columns:
-            (out,) = feed_forward_op(a._replace(row_start=row, column_start=column), backend, True)[:1]
+            (out,) = feed_forward_op(a._replace(row_start=row, column_start=column), backend, True)[
+                :1
+            ]
             (dx,) = torch.autograd.grad(out.sum(), x)
-            keep = column_keep_mask(seed, 0.3, 12, size, TAG_FEED_FORWARD, row, column).view(x.shape)
-            assert torch.equal(out != 0, keep) and torch.equal(dx != 0, keep), f"row_start={row}, column_start={column}"
+            keep = column_keep_mask(seed, 0.3, 12, size, TAG_FEED_FORWARD, row, column).view(
+                x.shape
+            )
+            assert torch.equal(out != 0, keep) and torch.equal(dx != 0, keep), (
+                f"row_start={row}, column_start={column}"
+            )

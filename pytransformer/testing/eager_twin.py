@@ -51,7 +51,10 @@ class WideAttention(nn.Module):
         attn_mask (L, L) and key_padding_mask (B, L) are added to the scores; boolean masks are True
         at hidden pairs.
         """
-        weights, biases = self.in_proj_weight.split(self.widths), self.in_proj_bias.split(self.widths)
+        weights, biases = (
+            self.in_proj_weight.split(self.widths),
+            self.in_proj_bias.split(self.widths),
+        )
         q, k, v = (
             F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x, w, b in zip((query, key, value), weights, biases)
@@ -61,12 +64,18 @@ class WideAttention(nn.Module):
         if key_padding_mask is not None:
             masks.append(_added(key_padding_mask, q.dtype)[:, None, None, :])
         p = self.dropout if self.training else 0.0
-        result = F.scaled_dot_product_attention(q, k, v, sum(masks, q.new_zeros(())) if masks else None, p, is_causal)
+        result = F.scaled_dot_product_attention(
+            q, k, v, sum(masks, q.new_zeros(())) if masks else None, p, is_causal
+        )
         return self.out_proj(result.transpose(1, 2).flatten(-2)), None
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+    return (
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+        if mask.dtype == torch.bool
+        else mask
+    )
 
 
 def widen(core: nn.Transformer, config: TransformerConfig) -> nn.Transformer:
@@ -95,13 +104,18 @@ class EagerTransformer(nn.Module):
         self.config = c
         self.source_embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.target_embedding = (
-            self.source_embedding if c.target_vocab_size is None else nn.Embedding(c.target_vocab_size, c.d_model)
+            self.source_embedding
+            if c.target_vocab_size is None
+            else nn.Embedding(c.target_vocab_size, c.d_model)
         )
         self.register_buffer(
-            "places", sinusoidal(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"), persistent=False
+            "places",
+            sinusoidal(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"),
+            persistent=False,
         )
         core = nn.Transformer(
-            c.d_model, c.num_heads, c.num_encoder_layers, c.num_decoder_layers, c.hidden, c.dropout, c.activation,
+            c.d_model, c.num_heads, c.num_encoder_layers, c.num_decoder_layers, c.hidden, c.dropout,
+            c.activation,
             batch_first=True, norm_first=c.norm == "pre",
         )  # fmt: skip
         self.core = widen(core, c)
@@ -115,13 +129,18 @@ class EagerTransformer(nn.Module):
     def translated(self, ours: Transformer) -> dict[str, torch.Tensor]:
         """Return our state dict under the names of these modules."""
         state = {
-            "source_embedding.weight": ours.source_embedding.weight, "target_embedding.weight": ours.target_embedding.weight,
+            "source_embedding.weight": ours.source_embedding.weight,
+            "target_embedding.weight": ours.target_embedding.weight,
             "output.weight": ours.head.weight,
         }  # fmt: skip
         if ours.head.bias is not None:
             state["output.bias"] = ours.head.bias
         for side, stack in (("encoder", ours.encoder), ("decoder", ours.decoder)):
-            norms = ("mixing", "feed_forward") if side == "encoder" else ("mixing", "cross", "feed_forward")
+            norms = (
+                ("mixing", "feed_forward")
+                if side == "encoder"
+                else ("mixing", "cross", "feed_forward")
+            )
             for i, block in enumerate(stack.blocks):
                 assert isinstance(block, Block)
                 mixing, network, cross = block.mixing, block.feed_forward, block.cross_attention
@@ -133,25 +152,37 @@ class EagerTransformer(nn.Module):
                     state[f"{to}.linear1.{kind}"] = getattr(network.w1, kind)
                     state[f"{to}.linear2.{kind}"] = getattr(network.w2, kind)
                     for n, norm in enumerate(norms, 1):
-                        state[f"{to}.norm{n}.{kind}"] = getattr(getattr(block, f"{norm}_residual").norm, kind)
+                        state[f"{to}.norm{n}.{kind}"] = getattr(
+                            getattr(block, f"{norm}_residual").norm, kind
+                        )
                     if isinstance(cross, MultiHeadAttention):
                         parts = getattr(cross.query, kind), getattr(cross.key_value, kind)
                         state[f"{to}.multihead_attn.in_proj_{kind}"] = torch.cat(parts)
                         state[f"{to}.multihead_attn.out_proj.{kind}"] = getattr(cross.out, kind)
             if stack.norm is not None:
-                state |= {f"core.{side}.norm.{kind}": getattr(stack.norm, kind) for kind in ("weight", "bias")}
+                state |= {
+                    f"core.{side}.norm.{kind}": getattr(stack.norm, kind)
+                    for kind in ("weight", "bias")
+                }
         return state
 
     def embed(self, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
-        x = embedding(ids) * math.sqrt(self.config.d_model) + self.places[: ids.shape[1]].to(embedding.weight.dtype)
+        x = embedding(ids) * math.sqrt(self.config.d_model) + self.places[: ids.shape[1]].to(
+            embedding.weight.dtype
+        )
         return nn.functional.dropout(x, self.config.dropout, self.training)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Return logits (B, L, vocabulary); attention_mask is (B, Ls), 0 = padding."""
         length = decoder_input_ids.shape[1]
         hidden = self.core(
-            self.embed(input_ids, self.source_embedding), self.embed(decoder_input_ids, self.target_embedding),
-            tgt_mask=torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1), tgt_is_causal=True,
-            src_key_padding_mask=~attention_mask.bool(), memory_key_padding_mask=~attention_mask.bool(),
+            self.embed(input_ids, self.source_embedding),
+            self.embed(decoder_input_ids, self.target_embedding),
+            tgt_mask=torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1),
+            tgt_is_causal=True,
+            src_key_padding_mask=~attention_mask.bool(),
+            memory_key_padding_mask=~attention_mask.bool(),
         )  # fmt: skip
         return self.output(hidden)

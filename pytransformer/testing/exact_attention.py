@@ -19,7 +19,18 @@ from . import oracle
 # Max pairs of query and key over all heads in a partial comparison; they take about a second.
 PAIRS = 1 << 21
 # A row is an independent problem only if scores depend on nothing except these arguments.
-ROWWISE = {"query", "key", "value", "causal", "window", "global_keys", "scale", "softcap", "key_lengths", "query_lengths"}
+ROWWISE = {
+    "query",
+    "key",
+    "value",
+    "causal",
+    "window",
+    "global_keys",
+    "scale",
+    "softcap",
+    "key_lengths",
+    "query_lengths",
+}
 
 
 def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> torch.Tensor | None:
@@ -36,20 +47,35 @@ def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> to
     if stretch == 1:
         return None
     starts = torch.arange(0, shape["Lq"], stretch)
-    drawn = starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(seed))
+    drawn = starts + torch.randint(
+        stretch, starts.shape, generator=torch.Generator().manual_seed(seed)
+    )
     return drawn.clamp(max=shape["Lq"] - 1)
 
 
-def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: torch.Tensor) -> oracle.Solution:
+def some_rows(
+    named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: torch.Tensor
+) -> oracle.Solution:
     """Return the solution of those query rows."""
     query, key, value = (named[name] for name in ("query", "key", "value"))
     parts = visible_parts(OPS["attention"].prepare(**named)[0], rows)
-    mask = functools.reduce(torch.Tensor.logical_and, parts, torch.ones(1, 1, len(rows), key.shape[2], dtype=torch.bool))
+    mask = functools.reduce(
+        torch.Tensor.logical_and, parts, torch.ones(1, 1, len(rows), key.shape[2], dtype=torch.bool)
+    )
     terms: dict[str, Any] = {name: named[name] for name in ("scale", "softcap") if name in named}
-    return oracle.solve(query[..., rows, :], key, value, *(g[..., rows, :] for g in grads or []), attn_mask=mask, **terms)
+    return oracle.solve(
+        query[..., rows, :],
+        key,
+        value,
+        *(g[..., rows, :] for g in grads or []),
+        attn_mask=mask,
+        **terms,
+    )
 
 
-def eight_bit_floor(answer: oracle.Solution, dtype: torch.dtype, keys: int, dropout_p: float) -> oracle.Solution:
+def eight_bit_floor(
+    answer: oracle.Solution, dtype: torch.dtype, keys: int, dropout_p: float
+) -> oracle.Solution:
     """Return the solution with the extra underflow of eight-bit values in its floor.
 
     Kernels multiply a weight by the scale of its value. A product below the min normal float32 may
@@ -58,7 +84,11 @@ def eight_bit_floor(answer: oracle.Solution, dtype: torch.dtype, keys: int, drop
     out = answer.results["out"]
     lost = LIMITS[dtype] * LEAST_SCALE * keys / max(1 - dropout_p, 2.0**-16)
     return dataclasses.replace(
-        answer, results={**answer.results, "out": dataclasses.replace(out, floor=out.floor + lost * (out.S > 0))}
+        answer,
+        results={
+            **answer.results,
+            "out": dataclasses.replace(out, floor=out.floor + lost * (out.S > 0)),
+        },
     )
 
 
@@ -67,14 +97,21 @@ def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
     eight = named["key"].dtype if named.get("key_scale") is not None else None
     if eight is not None:
         scales = {n: named[f"{n}_scale"].expand(named[n].shape[:3]) for n in ("key", "value")}
-        named = {**named, **{n: dequantize_kv(named[n], scale, torch.float64) for n, scale in scales.items()}}
+        named = {
+            **named,
+            **{n: dequantize_kv(named[n], scale, torch.float64) for n, scale in scales.items()},
+        }
         del named["key_scale"], named["value_scale"]
     if (table := named.get("page_table")) is not None:
         rows = {n: named[n][table.long()].transpose(1, 2).flatten(2, 3) for n in ("key", "value")}
         named = {**named, **rows}
         del named["page_table"]
     answer = oracle.solve(**{**named, **dict(zip(("grad_out", "grad_lse"), grads or []))})
-    return answer if eight is None else eight_bit_floor(answer, eight, named["key"].shape[2], named.get("dropout_p", 0.0))
+    return (
+        answer
+        if eight is None
+        else eight_bit_floor(answer, eight, named["key"].shape[2], named.get("dropout_p", 0.0))
+    )
 
 
 def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
@@ -83,7 +120,10 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
     qkv = [named.pop(name) for name in ("query", "key", "value")]
     cu_q, cu_k = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
     longest_q, longest_k = named.pop("max_seqlen_q"), named.pop("max_seqlen_k")
-    spans = [(cu[:-1].tolist(), cu.diff().tolist(), longest) for cu, longest in ((cu_q, longest_q), (cu_k, longest_k))]
+    spans = [
+        (cu[:-1].tolist(), cu.diff().tolist(), longest)
+        for cu, longest in ((cu_q, longest_q), (cu_k, longest_k))
+    ]
 
     def pad(rows: torch.Tensor, side: int) -> torch.Tensor:
         starts, lengths, longest = spans[side]
@@ -94,7 +134,9 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
 
     def pack(padded: torch.Tensor, side: int) -> torch.Tensor:
         lengths = spans[side][1]
-        return torch.cat([padded[b, :, :length].transpose(0, 1) for b, length in enumerate(lengths)])
+        return torch.cat(
+            [padded[b, :, :length].transpose(0, 1) for b, length in enumerate(lengths)]
+        )
 
     # Packed lse is (heads, rows); the other tensors have rows first.
     upstream = [pad(g if g.dim() == 3 else g.t(), 0) for g in grads or []]

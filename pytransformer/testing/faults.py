@@ -63,7 +63,9 @@ def patching(module: Any, **names: Callable[..., Any]) -> Fault:
         with contextlib.ExitStack() as stack:
             for name, f in names.items():
                 original = getattr(module, name)
-                stack.enter_context(mock.patch.object(module, name, lambda *x, f=f, o=original: f(o, *x)))
+                stack.enter_context(
+                    mock.patch.object(module, name, lambda *x, f=f, o=original: f(o, *x))
+                )
             return forward(a)
 
     return fault
@@ -79,7 +81,9 @@ def as_contiguous(t: Tensor) -> Tensor:
     end = t.storage_offset() + t.numel()
     if end * t.element_size() > t.untyped_storage().nbytes():
         return t.new_zeros(t.shape)
-    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride())
+    return torch.empty(0, dtype=t.dtype).set_(
+        t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride()
+    )
 
 
 def shifted(keep: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -88,9 +92,14 @@ def shifted(keep: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 BACKWARD_FAULTS: dict[str, BackwardFault] = {
-    "gradient_readas_contiguous": lambda a, grads: (a, [None if g is None else as_contiguous(g) for g in grads]),
+    "gradient_readas_contiguous": lambda a, grads: (
+        a,
+        [None if g is None else as_contiguous(g) for g in grads],
+    ),
     "backward_with_another_dropout_mask": lambda a, grads: (
-        a if getattr(a, "dropout_seed", None) is None else a._replace(dropout_seed=a.dropout_seed + 1),
+        a
+        if getattr(a, "dropout_seed", None) is None
+        else a._replace(dropout_seed=a.dropout_seed + 1),
         grads,
     ),
 }
@@ -113,21 +122,29 @@ def _backend(op_name: str, name: str, fault: Fault, backward_fault: BackwardFaul
             replaced, grads = backward_fault(
                 a._replace(**{a._fields[p]: leaf for p, leaf in zip(places, leaves)}), list(grads)
             )
-            pairs = [(o, g) for o, g in zip(wrong(replaced), grads) if g is not None and o.requires_grad]
+            pairs = [
+                (o, g) for o, g in zip(wrong(replaced), grads) if g is not None and o.requires_grad
+            ]
             found: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs:
-                found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+                found = torch.autograd.grad(
+                    [o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
+                )
         return stored(op, a, wanted, dict(zip(places, found)))
 
     return Backend(name, forward, backward, lambda a: None)
 
 
-def stored(op: Op, a: Any, wanted: Sequence[bool], by_place: Mapping[int, Tensor | None]) -> list[Tensor | None]:
+def stored(
+    op: Op, a: Any, wanted: Sequence[bool], by_place: Mapping[int, Tensor | None]
+) -> list[Tensor | None]:
     """Return gradients by argument position as a backend does; missing ones are zero."""
     gradients: list[Tensor | None] = []
     for place, empty in zip(op.positions, op.empty_gradients(a, wanted)):
         found = by_place.get(place)
-        gradients.append(empty if empty is None else empty.zero_() if found is None else empty.copy_(found))
+        gradients.append(
+            empty if empty is None else empty.zero_() if found is None else empty.copy_(found)
+        )
     return gradients
 
 
@@ -136,7 +153,9 @@ def mutant_backends(
     ops: Sequence[str], faults: Mapping[str, Fault], backward_faults: Mapping[str, BackwardFault]
 ) -> Iterator[list[str]]:
     """Register every mutant of the ops as a backend within the block; yield the names."""
-    wrong: dict[str, tuple[Fault, BackwardFault]] = {n: (f, lambda a, grads: (a, grads)) for n, f in faults.items()}
+    wrong: dict[str, tuple[Fault, BackwardFault]] = {
+        n: (f, lambda a, grads: (a, grads)) for n, f in faults.items()
+    }
     wrong |= {n: (FAITHFUL, f) for n, f in backward_faults.items()}
     saved = {op: dict(OPS[op].backends) for op in ops}
     for op in ops:

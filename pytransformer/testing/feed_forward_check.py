@@ -13,9 +13,16 @@ from . import bounds
 
 def check_dropout_mask(backend: str) -> None:
     """Raise AssertionError unless the dropped hidden elements equal the reference's."""
-    x, eye = torch.ones(1000, 512, device="cuda", dtype=torch.bfloat16), torch.eye(512, device="cuda", dtype=torch.bfloat16)
-    out = pt.feed_forward(x, eye, None, eye, None, dropout_p=0.3, dropout_seed=-77, backend=backend, strict=True)
-    assert torch.equal((out != 0).cpu(), column_keep_mask(torch.tensor(-77), 0.3, 1000, 512, TAG_FEED_FORWARD))
+    x, eye = (
+        torch.ones(1000, 512, device="cuda", dtype=torch.bfloat16),
+        torch.eye(512, device="cuda", dtype=torch.bfloat16),
+    )
+    out = pt.feed_forward(
+        x, eye, None, eye, None, dropout_p=0.3, dropout_seed=-77, backend=backend, strict=True
+    )
+    assert torch.equal(
+        (out != 0).cpu(), column_keep_mask(torch.tensor(-77), 0.3, 1000, 512, TAG_FEED_FORWARD)
+    )
 
 
 def check_addresses(backend: str) -> None:
@@ -24,4 +31,6 @@ def check_addresses(backend: str) -> None:
     x[-40:] = torch.randn(40, 1024, device="cuda")
     weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32
     y = pt.feed_forward(x, weight, None, weight, None, backend=backend, strict=True)
-    assert bounds.agree(y[-40:], pt.feed_forward(x[-40:], weight, None, weight, None, backend="reference"))
+    assert bounds.agree(
+        y[-40:], pt.feed_forward(x[-40:], weight, None, weight, None, backend="reference")
+    )

@@ -57,7 +57,10 @@ class Report:
         lines = ["largest error as a share of the bound:"]
         for backend, dtype in sorted({k[:2] for k in self.reached}):
             worst = {k[2]: v for k, v in self.reached.items() if k[:2] == (backend, dtype)}
-            lines.append(f"  {backend:10} {dtype:9} " + "  ".join(f"{n} {v:.2f}" for n, v in sorted(worst.items())))
+            lines.append(
+                f"  {backend:10} {dtype:9} "
+                + "  ".join(f"{n} {v:.2f}" for n, v in sorted(worst.items()))
+            )
         return "\n".join(lines)
 
 
@@ -68,7 +71,9 @@ def fuzzers() -> dict[str, Fuzzer]:
 
 def reproduce(op: str, seed: int, case: int, backend: str) -> str:
     """Return the command that reruns one problem."""
-    return f"python -m pytransformer.testing.fuzz {op} --seed {seed} --case {case} --backend {backend}"
+    return (
+        f"python -m pytransformer.testing.fuzz {op} --seed {seed} --case {case} --backend {backend}"
+    )
 
 
 def fuzz(
@@ -88,7 +93,9 @@ def fuzz(
         report.declined.update(backend for backend in backends if backend not in verdicts)
         for backend, (_, wrong) in verdicts.items():
             if wrong:
-                report.failures.append("\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong]))
+                report.failures.append(
+                    "\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong])
+                )
         report.seconds = time.monotonic() - started
         if progress:
             progress(report)
@@ -103,7 +110,8 @@ def _progress(total: int) -> Callable[[Report], None] | None:
 
     def show(report: Report) -> None:
         print(
-            f"\r{report.cases}/{total} cases, {len(report.failures)} failures, {report.seconds:.0f} s",
+            f"\r{report.cases}/{total} cases, {len(report.failures)} failures,"
+            f" {report.seconds:.0f} s",
             end="" if report.cases < total else "\n",
             file=sys.stderr,
             flush=True,
@@ -114,21 +122,34 @@ def _progress(total: int) -> Callable[[Report], None] | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 1 if anything failed."""
-    parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("op", choices=list(fuzzers()))
-    parser.add_argument("--backend", action="append", help="may be given several times (default: reference)")
+    parser.add_argument(
+        "--backend", action="append", help="may be given several times (default: reference)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=500, help="how many problems (default 500)")
     parser.add_argument("--case", type=int, help="one problem only, told in full")
-    parser.add_argument("--first", type=int, default=0, help="number of the first problem (default 0)")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first problem (default 0)"
+    )
     parser.add_argument("--stop-after", type=int, help="end after so many failures")
-    parser.add_argument("--threads", type=int, default=1, help="threads for torch (default 1, fastest for small problems)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="threads for torch (default 1, fastest for small problems)",
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     backends = options.backend or ["reference"]
 
     if options.case is not None:
-        problem, verdicts = fuzzers()[options.op].examine(options.seed, options.case, backends, True)
+        problem, verdicts = fuzzers()[options.op].examine(
+            options.seed, options.case, backends, True
+        )
         print(problem)
         for backend, (checks, wrong) in verdicts.items():
             print(
@@ -152,8 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(failure)
     print(report.table())
     print(
-        f"{options.op} on {', '.join(backends)}: {report.cases} cases, {len(report.failures)} failures, "
-        f"{sum(report.declined.values())} declined, seed {options.seed}, {report.seconds:.0f} s"
+        f"{options.op} on {', '.join(backends)}: {report.cases} cases, {len(report.failures)}"
+        f" failures, {sum(report.declined.values())} declined, seed {options.seed},"
+        f" {report.seconds:.0f} s"
     )
     return int(bool(report.failures))
 

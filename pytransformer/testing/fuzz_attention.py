@@ -50,7 +50,9 @@ class _Packing:
 
     def unpack(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Convert (total, H, ...) to (B, H, L, ...)."""
-        out = torch.full((len(self.lengths), x.shape[1], self.longest, *x.shape[2:]), fill, dtype=x.dtype)
+        out = torch.full(
+            (len(self.lengths), x.shape[1], self.longest, *x.shape[2:]), fill, dtype=x.dtype
+        )
         for b, n in enumerate(self.lengths):
             start = int(self.offsets[b])
             out[b, :, :n] = x[start : start + n].transpose(0, 1)
@@ -74,7 +76,9 @@ def _gradients(
     outputs, grads = [out], [grad_out]
     if lse is not None and grad_lse is not None:
         outputs, grads = [out, lse], [grad_out, grad_lse]
-    found = torch.autograd.grad(outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True)
+    found = torch.autograd.grad(
+        outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True
+    )
     return dict(zip(problem.wanted, found))
 
 
@@ -88,10 +92,16 @@ def run(problem: Problem, backend: str) -> Run:
         else:
             leaves = _leaves(problem, problem.tensors)
             args = leaves["query"], leaves["key"], leaves["value"]
-            out, lse, explained = _call(problem, backend, args, problem.public_keywords(leaves), args[1].shape[2])
+            out, lse, explained = _call(
+                problem, backend, args, problem.public_keywords(leaves), args[1].shape[2]
+            )
             results = {"out": out, "lse": lse}
             results |= _gradients(problem, leaves, out, lse, problem.grad_out, problem.grad_lse)
-    return Run({n: t for n, t in results.items() if not (n == "lse" and t is None)}, list(record), explained)
+    return Run(
+        {n: t for n, t in results.items() if not (n == "lse" and t is None)},
+        list(record),
+        explained,
+    )
 
 
 def run_in_pages(problem: Problem, backend: str) -> Run:
@@ -103,10 +113,14 @@ def run_in_pages(problem: Problem, backend: str) -> Run:
     lengths, batch = problem.keywords.get("key_lengths"), query.shape[0]
     lengths = torch.full((batch,), key.shape[2]) if lengths is None else lengths
     pools = in_pages(key, value, lengths, *problem.pages)
-    keywords = widened(problem.public_keywords(problem.tensors), key.shape[2], pools.num_keys, batch, lengths)
+    keywords = widened(
+        problem.public_keywords(problem.tensors), key.shape[2], pools.num_keys, batch, lengths
+    )
     with poisoned(), trace() as record:
         args = query, *pools.tensors
-        out, lse, explained = _call(problem, backend, args, {**keywords, "page_table": pools.table}, pools.num_keys)
+        out, lse, explained = _call(
+            problem, backend, args, {**keywords, "page_table": pools.table}, pools.num_keys
+        )
     return Run({"out": out} if lse is None else {"out": out, "lse": lse}, list(record), explained)
 
 
@@ -118,7 +132,9 @@ def in_eight_bits(problem: Problem) -> Problem:
     assert problem.eight_bits is not None
     tensors = dict(problem.tensors)
     for name in ("key", "value"):
-        tensors[name] = dequantize_kv(*quantize_kv(tensors[name], problem.eight_bits), work=torch.float64)
+        tensors[name] = dequantize_kv(
+            *quantize_kv(tensors[name], problem.eight_bits), work=torch.float64
+        )
     return replace(problem, tensors=tensors, wanted=())
 
 
@@ -136,7 +152,9 @@ def run_in_eight_bits(problem: Problem, backend: str) -> Run:
         lengths, batch = problem.keywords.get("key_lengths"), query.shape[0]
         lengths = torch.full((batch,), num_keys) if lengths is None else lengths
         pools = in_pages(key, value, lengths, *problem.pages)
-        keywords = widened(keywords, num_keys, pools.num_keys, batch, lengths) | {"page_table": pools.table}
+        keywords = widened(keywords, num_keys, pools.num_keys, batch, lengths) | {
+            "page_table": pools.table
+        }
         (key, value), num_keys = pools.tensors, pools.num_keys
     for name, rows in (("key", key), ("value", value)):
         rows, scale = quantize_kv(rows, problem.eight_bits)
@@ -151,7 +169,11 @@ def run_in_eight_bits(problem: Problem, backend: str) -> Run:
 
 
 def _call(
-    problem: Problem, backend: str, args: tuple[Tensor, ...], keywords: dict[str, Any], num_keys: int
+    problem: Problem,
+    backend: str,
+    args: tuple[Tensor, ...],
+    keywords: dict[str, Any],
+    num_keys: int,
 ) -> tuple[Tensor, Tensor | None, str | None]:
     """Call attention with the mask in blocks if requested.
 
@@ -173,11 +195,16 @@ def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:
     return returned if isinstance(returned, tuple) else (returned, None)
 
 
-def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, Tensor | None], str | None]:
+def _run_packed(
+    problem: Problem, keywords: dict[str, Any]
+) -> tuple[dict[str, Tensor | None], str | None]:
     import pytransformer as pt
 
     t, k = problem.tensors, dict(problem.keywords)
-    q, kv = (_Packing(k[name], t[of].shape[2]) for name, of in (("query_lengths", "query"), ("key_lengths", "key")))
+    q, kv = (
+        _Packing(k[name], t[of].shape[2])
+        for name, of in (("query_lengths", "query"), ("key_lengths", "key"))
+    )
     places = {
         n: problem.layouts[n] if problem.layouts[n] in ("offset", "step", "fused") else "contiguous"
         for n in ("query", "key", "value", "grad_out")
@@ -185,13 +212,17 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     sides = {"query": q, "key": kv, "value": kv}
     packed = {n: sides[n].pack(t[n], places[n]) if n in sides else t[n] for n in t}
     leaves = _leaves(problem, packed)
-    keywords |= {n: v for n, v in problem.public_keywords(leaves).items() if not n.endswith("_lengths")}
+    keywords |= {
+        n: v for n, v in problem.public_keywords(leaves).items() if not n.endswith("_lengths")
+    }
     args = leaves["query"], leaves["key"], leaves["value"], q.offsets, kv.offsets, q.max, kv.max
     explained = pt.explain("attention_varlen", *args, **keywords).backend
     out, lse = _outputs(pt.attention_varlen(*args, **keywords))
     results = {"out": q.unpack(out), "lse": None if lse is None else q.unpack(lse.mT, -torch.inf)}
     grad_lse = None if problem.grad_lse is None else q.pack(problem.grad_lse, "contiguous").mT
-    grads = _gradients(problem, leaves, out, lse, q.pack(problem.grad_out, places["grad_out"]), grad_lse)
+    grads = _gradients(
+        problem, leaves, out, lse, q.pack(problem.grad_out, places["grad_out"]), grad_lse
+    )
     for name, grad in grads.items():
         results[name] = sides[name].unpack(grad) if name in sides and grad is not None else grad
         if name in sides and grad is not None and bool(grad[-TAIL:].count_nonzero()):
@@ -199,7 +230,9 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     return results, explained
 
 
-def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -> tuple[list[bounds.Check], list[str]]:
+def judge(
+    problem: Problem, solution: oracle.Solution, run: Run, backend: str
+) -> tuple[list[bounds.Check], list[str]]:
     """Return every comparison with float64 and the list of other faults."""
     wrong = []
     checks = bounds.check(solution, run.results, problem.dtype, problem.limits)
@@ -217,7 +250,10 @@ def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -
             where = exact[name]
             found, want = tensor.detach()[where].double(), solution.results[name].value[where]
             if bool((found != want).any()):
-                wrong.append(f"{name} is not {'0' if name != 'lse' else 'the sink'} in rows that take part in no pair")
+                wrong.append(
+                    f"{name} is not {'0' if name != 'lse' else 'the sink'} in rows that take part"
+                    " in no pair"
+                )
 
     op = "attention_varlen" if problem.packed else "attention"
     expected = [(f"{op}_fwd", backend)] + [(f"{op}_bwd", backend)] * bool(problem.wanted)
@@ -243,15 +279,22 @@ def examine(
             first = run(problem, backend)
             checks, wrong = judge(problem, solution, first, backend)
             if problem.pages and backend not in TAKE_NO_PAGES:
-                more = judge(replace(problem, wanted=()), solution, run_in_pages(problem, backend), backend)
+                more = judge(
+                    replace(problem, wanted=()), solution, run_in_pages(problem, backend), backend
+                )
                 checks, wrong = checks + more[0], wrong + [f"in pages: {text}" for text in more[1]]
             if problem.eight_bits and backend not in TAKE_NO_EIGHT_BITS:
                 eight = in_eight_bits(problem)
                 keys, p = eight.tensors["key"].shape[2], eight.keywords.get("dropout_p", 0.0)
                 exact = eight_bit_floor(eight.solve(), problem.eight_bits, keys, p)
                 more = judge(eight, exact, run_in_eight_bits(problem, backend), backend)
-                checks, wrong = checks + more[0], wrong + [f"in {problem.eight_bits}: {text}" for text in more[1]]
-            if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
+                checks, wrong = (
+                    checks + more[0],
+                    wrong + [f"in {problem.eight_bits}: {text}" for text in more[1]],
+                )
+            if repeat and (
+                different := bounds.other_bits(first.results, run(problem, backend).results)
+            ):
                 wrong.append(f"two runs differ in {', '.join(different)}")
         except BackendError:
             continue  # unsupported by the backend: the report counts these

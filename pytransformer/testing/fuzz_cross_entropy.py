@@ -37,7 +37,10 @@ from .poison import poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
-LIMITS: bounds.Limits = {**bounds.LIMITS, torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 6.0)}}
+LIMITS: bounds.Limits = {
+    **bounds.LIMITS,
+    torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 6.0)},
+}
 
 
 @dataclass
@@ -53,8 +56,14 @@ class Problem:
     features: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}" for n, t in self.tensors.items())
-        return f"linear_cross_entropy, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
+        shapes = ", ".join(
+            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
+            for n, t in self.tensors.items()
+        )
+        return (
+            f"linear_cross_entropy, {self.data} data, {self.keywords}, gradients of {self.wanted}:"
+            f" {shapes}"
+        )
 
 
 def draw(seed: int, case: int) -> Problem:
@@ -86,20 +95,33 @@ def draw(seed: int, case: int) -> Problem:
         target = torch.where(ignored, keywords.get("ignore_index", -100), target)
         features.add("ignored")
         if rng.random() < 0.5:
-            x = torch.where((target == keywords.get("ignore_index", -100)).unsqueeze(-1), rng.choice((math.nan, math.inf)), x)
+            x = torch.where(
+                (target == keywords.get("ignore_index", -100)).unsqueeze(-1),
+                rng.choice((math.nan, math.inf)),
+                x,
+            )
             features.add("ignored_nan")
-    tensors = {"x": x.to(dtype), "weight": values(classes, d, scale=d**-0.5).to(dtype), "target": target}
+    tensors = {
+        "x": x.to(dtype),
+        "weight": values(classes, d, scale=d**-0.5).to(dtype),
+        "target": target,
+    }
     if rng.random() < 0.6:
         other = torch.float32 if dtype != torch.float64 and rng.random() < 0.4 else dtype
         tensors["bias"] = values(classes).to(other)
     wanted = [n for n in tensors if n != "target" and rng.random() < 0.8]
     if wanted:
         shape = lead if keywords["reduction"] == "none" else ()
-        tensors["grad_out"] = torch.randn(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        tensors["grad_out"] = torch.randn(
+            shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+        )
         if keywords["reduction"] == "none" and rng.random() < 0.3:  # rows of very different weight
             tensors["grad_out"] *= 10.0 ** (4 * torch.rand(shape) - 3).to(tensors["grad_out"].dtype)
     layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
-    features |= {*tensors, *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ())}
+    features |= {
+        *tensors,
+        *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ()),
+    }
     return Problem(dtype, data, tensors, layouts, keywords, wanted, features)
 
 
@@ -112,7 +134,9 @@ def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
     wanted = [n for n in tensors if n != "target"]
     shape = tensors["target"].shape if keywords.get("reduction") == "none" else ()
     tensors["grad_out"] = torch.randn(shape)
-    return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted)
+    return Problem(
+        dtype, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted
+    )
 
 
 def solve(problem: Problem) -> dict[str, oracle.Result]:
@@ -122,23 +146,34 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     valid = target != problem.keywords.get("ignore_index", -100)
     x = torch.where(valid[:, None], t["x"].double().reshape(len(target), t["weight"].shape[1]), 0.0)
     weight, bias = t["weight"].double(), t.get("bias", torch.zeros(classes)).double()
-    smoothing, reduction = problem.keywords.get("label_smoothing", 0.0), problem.keywords.get("reduction", "mean")
+    smoothing, reduction = (
+        problem.keywords.get("label_smoothing", 0.0),
+        problem.keywords.get("reduction", "mean"),
+    )
     r = 1.0 if dtype == torch.float64 else torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
     z = x @ weight.T + bias
     summed = r * (x.abs() @ weight.abs().T + bias.abs())
     q = torch.full_like(z, smoothing / classes)
-    q.scatter_add_(1, torch.where(valid, target, 0)[:, None], torch.full((len(z), 1), 1 - smoothing, dtype=torch.float64))
+    q.scatter_add_(
+        1,
+        torch.where(valid, target, 0)[:, None],
+        torch.full((len(z), 1), 1 - smoothing, dtype=torch.float64),
+    )
     lse = torch.logsumexp(z, 1)
     moved = summed + r * (z.abs() + lse.abs()[:, None])
     losses = torch.where(valid, lse - (q * z).sum(1), 0.0)
     # The loss is always float32. In units of a 16-bit eps, whose c is 1, S includes float32's c.
     c = 1.0 if r == 1.0 else max(LIMITS[torch.float32]["any"])
-    sizes = c * torch.where(valid, summed.amax(1) + r * (losses.abs() + lse.abs() + (q * z).abs().sum(1)), 0.0)
+    sizes = c * torch.where(
+        valid, summed.amax(1) + r * (losses.abs() + lse.abs() + (q * z).abs().sum(1)), 0.0
+    )
     share = 1.0 / valid.sum().double() if reduction == "mean" else torch.ones(())
     stored = torch.float64 if dtype == torch.float64 else torch.float32
     results: dict[str, oracle.Result] = {}
 
-    def put(name: str, value: Tensor, size: Tensor, kept: torch.dtype, terms: Tensor | None = None) -> None:
+    def put(
+        name: str, value: Tensor, size: Tensor, kept: torch.dtype, terms: Tensor | None = None
+    ) -> None:
         # An element of dz is multiplied by `terms`; each product may lose the part below the
         # smallest subnormal.
         tiny = 2.0**-24 if dtype == torch.float16 else 2.0**-120
@@ -154,8 +189,20 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     upstream = torch.where(valid, t["grad_out"].double().reshape(-1) * share, 0.0)[:, None]
     p = torch.softmax(z, 1)
     dz, size = (p - q) * upstream, (p * (1 + moved) + q) * upstream.abs()
-    put("x", (dz @ weight).view(t["x"].shape), (size @ weight.abs()).view(t["x"].shape), dtype, weight.abs().sum(0))
-    put("weight", dz.T @ x, (1 + r * math.sqrt(len(x)) / 4) * (size.T @ x.abs()), dtype, x.abs().sum(0))
+    put(
+        "x",
+        (dz @ weight).view(t["x"].shape),
+        (size @ weight.abs()).view(t["x"].shape),
+        dtype,
+        weight.abs().sum(0),
+    )
+    put(
+        "weight",
+        dz.T @ x,
+        (1 + r * math.sqrt(len(x)) / 4) * (size.T @ x.abs()),
+        dtype,
+        x.abs().sum(0),
+    )
     if "bias" in t:
         put("bias", dz.sum(0), size.sum(0), t["bias"].dtype, torch.tensor(float(len(x))))
     return results
@@ -169,7 +216,11 @@ def run(
     from pytransformer.ops._core.registry import trace
 
     laid = {n: place(t.to(device), problem.layouts[n]) for n, t in problem.tensors.items()}
-    leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n not in ("grad_out", "target")}
+    leaves = {
+        n: t.requires_grad_(n in problem.wanted)
+        for n, t in laid.items()
+        if n not in ("grad_out", "target")
+    }
     with poisoned(), trace() as record:
         loss = pt.linear_cross_entropy(
             leaves["x"],
@@ -192,7 +243,8 @@ def judge(
 ) -> tuple[list[bounds.Check], list[str]]:
     """Check one backend on the problem; `repeat` runs it twice and compares bits."""
     return judge_run(
-        lambda: run(problem, backend, device), lambda results: exact(solve(problem)), backend, repeat,
+        lambda: run(problem, backend, device), lambda results: exact(solve(problem)), backend,
+        repeat,
         dtype=problem.dtype, data=data_of(problem), limits=LIMITS, special=_mean_over_nothing,
     )  # fmt: skip
 
@@ -202,7 +254,11 @@ def _mean_over_nothing(solution: oracle.Solution, results: dict[str, Tensor | No
     if not solution.results["loss"].value.isnan().any():
         return []
     loss = results.pop("loss")
-    return [] if loss is not None and loss.isnan() else [f"loss = {loss}, the mean over no target is NaN: WRONG"]
+    return (
+        []
+        if loss is not None and loss.isnan()
+        else [f"loss = {loss}, the mean over no target is NaN: WRONG"]
+    )
 
 
 def examine(

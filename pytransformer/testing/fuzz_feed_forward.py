@@ -57,8 +57,13 @@ class Problem:
     features: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}" for n, t in self.tensors.items())
-        return f"feed_forward, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
+        shapes = ", ".join(
+            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
+            for n, t in self.tensors.items()
+        )
+        return (
+            f"feed_forward, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
+        )
 
 
 def draw(seed: int, case: int) -> Problem:
@@ -80,9 +85,15 @@ def draw(seed: int, case: int) -> Problem:
         return (t.abs() if data == "positive" else t * 4 if data == "large" else t).to(kind)
 
     def bias(n: int) -> Tensor:
-        return values(n, kind=torch.float32 if dtype != torch.float64 and rng.random() < 0.3 else dtype)
+        return values(
+            n, kind=torch.float32 if dtype != torch.float64 and rng.random() < 0.3 else dtype
+        )
 
-    tensors = {"x": values(*lead, d), "w1": values(hidden, d, scale=d**-0.5), "w2": values(out, hidden, scale=hidden**-0.5)}
+    tensors = {
+        "x": values(*lead, d),
+        "w1": values(hidden, d, scale=d**-0.5),
+        "w2": values(out, hidden, scale=hidden**-0.5),
+    }
     if rng.random() < 0.7:
         tensors["b1"] = bias(hidden)
     if rng.random() < 0.7:
@@ -93,7 +104,10 @@ def draw(seed: int, case: int) -> Problem:
             tensors["gate_bias"] = bias(hidden)
     keywords: dict[str, Any] = {"activation": rng.choice(ACTIVATIONS)}
     if rng.random() < 0.4:
-        keywords |= {"dropout_p": rng.choice((0.1, 0.5, 1.0)), "dropout_seed": rng.getrandbits(63) - 2**62}
+        keywords |= {
+            "dropout_p": rng.choice((0.1, 0.5, 1.0)),
+            "dropout_seed": rng.getrandbits(63) - 2**62,
+        }
     if rng.random() < 0.4:
         keywords["recompute"] = True
     wanted = [n for n in tensors if rng.random() < 0.8]
@@ -150,7 +164,9 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     if threshold in (0, 65536):
         keep = torch.full_like(pre, 0.0 if threshold else 1.0)
     else:
-        keep = column_keep(problem.keywords["dropout_seed"], threshold, pre.shape[0], pre.shape[1], TAG)
+        keep = column_keep(
+            problem.keywords["dropout_seed"], threshold, pre.shape[0], pre.shape[1], TAG
+        )
     name = problem.keywords["activation"]
     gated = "gate_weight" in t
     source, e_source = pre, e_pre
@@ -168,7 +184,13 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
         h, e_h = value, value.abs() + SLOPE * e_source
     h, e_h = h * keep, e_h * keep
     shape = (*problem.tensors["x"].shape[:-1], t["w2"].shape[0])
-    put("out", (h @ t["w2"].T + b2).reshape(shape), (e_h @ t["w2"].abs().T + b2.abs()).reshape(shape), False, "x")
+    put(
+        "out",
+        (h @ t["w2"].T + b2).reshape(shape),
+        (e_h @ t["w2"].abs().T + b2.abs()).reshape(shape),
+        False,
+        "x",
+    )
     if "grad_out" not in t:
         return out
 
@@ -207,7 +229,8 @@ def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[
     leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n != "grad_out"}
     with poisoned(), trace() as record:
         out = pt.feed_forward(
-            leaves["x"], leaves["w1"], leaves.get("b1"), leaves["w2"], leaves.get("b2"), gate_weight=leaves.get("gate_weight"),
+            leaves["x"], leaves["w1"], leaves.get("b1"), leaves["w2"], leaves.get("b2"),
+            gate_weight=leaves.get("gate_weight"),
             gate_bias=leaves.get("gate_bias"), **problem.keywords, backend=backend, strict=True,
         )  # fmt: skip
         results: dict[str, Tensor | None] = {"out": out}

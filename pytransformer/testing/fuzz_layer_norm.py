@@ -36,7 +36,10 @@ from .poison import poisoned
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("layer_norm", "rms_norm", "add_norm")
 TAG = 0x80000001
-LIMITS: bounds.Limits = {**bounds.LIMITS, torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 8.0)}}
+LIMITS: bounds.Limits = {
+    **bounds.LIMITS,
+    torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 8.0)},
+}
 
 
 @dataclass
@@ -54,8 +57,14 @@ class Problem:
     features: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}" for n, t in self.tensors.items())
-        return f"{self.op} over {self.dims} dims, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
+        shapes = ", ".join(
+            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
+            for n, t in self.tensors.items()
+        )
+        return (
+            f"{self.op} over {self.dims} dims, {self.data} data, {self.keywords}, gradients of"
+            f" {self.wanted}: {shapes}"
+        )
 
     @property
     def rms(self) -> bool:
@@ -85,8 +94,14 @@ def draw(seed: int, case: int) -> Problem:
     torch.manual_seed(rng.getrandbits(40))
     op, dtype = rng.choice(KINDS), rng.choice(DTYPES)
     dims = rng.choice((1, 1, 1, 2, 3))
-    columns = rng.choice((1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 96, 100, 127, 130, 257, 768, 1025))
-    inner = {1: (columns,), 2: (rng.choice((1, 3, 5)), columns), 3: (2, rng.choice((1, 3)), columns)}[dims]
+    columns = rng.choice(
+        (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 96, 100, 127, 130, 257, 768, 1025)
+    )
+    inner = {
+        1: (columns,),
+        2: (rng.choice((1, 3, 5)), columns),
+        3: (2, rng.choice((1, 3)), columns),
+    }[dims]
     lead = tuple(rng.choice((1, 2, 3, 5, 9)) for _ in range(rng.choice((0, 1, 2, 2, 3))))
     if rng.random() < 0.04:
         lead = (0, *lead)
@@ -105,7 +120,10 @@ def draw(seed: int, case: int) -> Problem:
         if rng.random() < 0.85:
             tensors["residual"] = _values(rng, data, shape, other(0.4))
         if rng.random() < 0.4:
-            keywords |= {"dropout_p": rng.choice((0.1, 0.5, 0.9, 1.0)), "dropout_seed": rng.getrandbits(63)}
+            keywords |= {
+                "dropout_p": rng.choice((0.1, 0.5, 0.9, 1.0)),
+                "dropout_seed": rng.getrandbits(63),
+            }
         keywords["kind"] = rng.choice(("layer", "rms"))
     if (op == "add_norm" and dims > 1) or rng.random() < 0.75:
         tensors["weight"] = torch.randn(inner, dtype=torch.float64).add(1).to(other(0.3))
@@ -117,12 +135,21 @@ def draw(seed: int, case: int) -> Problem:
     if wanted and (op != "add_norm" or rng.random() < 0.9):
         tensors["grad_out"] = torch.randn(shape, dtype=torch.float64).to(dtype)
     if wanted and op == "add_norm" and (rng.random() < 0.6 or "grad_out" not in tensors):
-        tensors["grad_residual_out"] = torch.randn(shape, dtype=torch.float64).to(tensors.get("residual", tensors["x"]).dtype)
+        tensors["grad_residual_out"] = torch.randn(shape, dtype=torch.float64).to(
+            tensors.get("residual", tensors["x"]).dtype
+        )
     layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
     if "grad_out" in tensors and rng.random() < 0.1:
         layouts["grad_out"] = "expanded"
         tensors["grad_out"] = tensors["grad_out"][tuple(slice(0, 1) for _ in shape)].expand(shape)
-    features = {*tensors, *keywords, data, f"{dims}d", op, *(n for n, v in layouts.items() if v != "contiguous" and n == "x")}
+    features = {
+        *tensors,
+        *keywords,
+        data,
+        f"{dims}d",
+        op,
+        *(n for n, v in layouts.items() if v != "contiguous" and n == "x"),
+    }
     if any(tensors[n].dtype != dtype for n in ("residual", "weight", "bias") if n in tensors):
         features.add("mixed")
     return Problem(op, dtype, dims, data, tensors, layouts, keywords, wanted, features)
@@ -153,7 +180,11 @@ def keep_factor(problem: Problem) -> Tensor | float:
     shape = problem.tensors["x"].shape
     split = len(shape) - problem.dims
     return column_keep(
-        problem.keywords["dropout_seed"], threshold, math.prod(shape[:split]), math.prod(shape[split:]), TAG
+        problem.keywords["dropout_seed"],
+        threshold,
+        math.prod(shape[:split]),
+        math.prod(shape[split:]),
+        TAG,
     ).view(shape)
 
 
@@ -187,7 +218,13 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     if problem.op == "add_norm":
         branch = torch.where(torch.as_tensor(factor) == 0, 0.0, t["x"] * factor)
         residual = t.get("residual", torch.zeros(()))
-        put("residual_out", branch + residual, branch.abs() + residual.abs() + 0 * branch, False, problem.stream_dtype)
+        put(
+            "residual_out",
+            branch + residual,
+            branch.abs() + residual.abs() + 0 * branch,
+            False,
+            problem.stream_dtype,
+        )
         h = out["residual_out"].value if stored is None else stored.detach().double()
     over = tuple(range(-problem.dims, 0))
     eps = problem.keywords.get("eps")
@@ -199,7 +236,13 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     m = 0.0 if problem.rms else rstd * h.abs().mean(over, keepdim=True)
     weight, bias = t.get("weight", torch.ones(())), t.get("bias", torch.zeros(()))
     name = "normed" if problem.op == "add_norm" else "out"
-    put(name, xhat * weight + bias, (xhat * weight).abs() + bias.abs() + ratio * weight.abs() * m, False, problem.dtype)
+    put(
+        name,
+        xhat * weight + bias,
+        (xhat * weight).abs() + bias.abs() + ratio * weight.abs() * m,
+        False,
+        problem.dtype,
+    )
 
     dy = t.get("grad_out", torch.zeros_like(h))
     stream = t.get("grad_residual_out", torch.zeros_like(h))
@@ -212,7 +255,13 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
     size = rstd * (size if problem.rms else size + gm_size) + stream.abs()
     put("residual", dh, size, True, problem.stream_dtype)
     dropped = torch.as_tensor(factor) == 0
-    put("x", torch.where(dropped, 0.0, dh * factor), torch.where(dropped, 0.0, size * factor), True, problem.dtype)
+    put(
+        "x",
+        torch.where(dropped, 0.0, dh * factor),
+        torch.where(dropped, 0.0, size * factor),
+        True,
+        problem.dtype,
+    )
     lead = tuple(range(h.dim() - problem.dims))
 
     def over_rows(v: Tensor) -> Tensor:
@@ -241,7 +290,9 @@ def call(problem: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str,
     keywords = problem.keywords | {"backend": backend, "strict": True}
     weight, bias = leaves.get("weight"), leaves.get("bias")
     if problem.op == "add_norm":
-        normed, residual_out = pt.add_norm(leaves["x"], leaves.get("residual"), weight, bias, **keywords)
+        normed, residual_out = pt.add_norm(
+            leaves["x"], leaves.get("residual"), weight, bias, **keywords
+        )
         return {"normed": normed, "residual_out": residual_out}
     shape = leaves["x"].shape[leaves["x"].dim() - problem.dims :]
     if problem.op == "rms_norm":
@@ -256,17 +307,31 @@ def run(
     from pytransformer.ops._core.registry import trace
 
     laid = {
-        n: t.to(device) if problem.layouts[n] == "expanded" else place(t.to(device), problem.layouts[n])
+        n: (
+            t.to(device)
+            if problem.layouts[n] == "expanded"
+            else place(t.to(device), problem.layouts[n])
+        )
         for n, t in problem.tensors.items()
     }
-    leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if not n.startswith("grad_")}
+    leaves = {
+        n: t.requires_grad_(n in problem.wanted)
+        for n, t in laid.items()
+        if not n.startswith("grad_")
+    }
     with poisoned(), trace() as record:
         results: dict[str, Tensor | None] = dict(call(problem, leaves, backend))
-        asked = [(results[n], laid[g]) for n, g in zip(results, ("grad_out", "grad_residual_out")) if g in laid]
+        asked = [
+            (results[n], laid[g])
+            for n, g in zip(results, ("grad_out", "grad_residual_out"))
+            if g in laid
+        ]
         asked = [(out, grad) for out, grad in asked if out is not None and out.requires_grad]
         if asked:
             outputs, grads = zip(*asked)
-            found = torch.autograd.grad(outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True)
+            found = torch.autograd.grad(
+                outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True
+            )
             results |= dict(zip(problem.wanted, found))
     return {n: None if r is None else r.cpu() for n, r in results.items()}, list(record)
 
@@ -277,7 +342,8 @@ def judge(
     """Check one backend on the problem; `repeat` runs it twice and compares bits."""
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
     return judge_run(
-        lambda: run(problem, backend, device), lambda results: exact(solve(problem, results.get("residual_out"))), backend, repeat,
+        lambda: run(problem, backend, device),
+        lambda results: exact(solve(problem, results.get("residual_out"))), backend, repeat,
         dtype=coarse, data=data_of(problem), limits=LIMITS,
     )  # fmt: skip
 

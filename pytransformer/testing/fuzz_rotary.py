@@ -54,7 +54,10 @@ class Problem:
     features: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}" for n, t in self.tensors.items())
+        shapes = ", ".join(
+            f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}"
+            for n, t in self.tensors.items()
+        )
         return f"{self.op}, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
 
 
@@ -64,7 +67,10 @@ def draw(seed: int, case: int) -> Problem:
     torch.manual_seed(rng.getrandbits(40))
     op, dtype = rng.choice(("rotary", "rotary", "append_kv")), rng.choice(DTYPES)
     batch, length = rng.choice((1, 2, 2, 3)), rng.choice((1, 1, 2, 5, 17, 40))
-    heads, dim = rng.choice((1, 2, 3, 8)), rng.choice((2, 4, 6, 10, 16, 30, 32, 34, 48, 64, 66, 80, 128, 130, 256))
+    heads, dim = (
+        rng.choice((1, 2, 3, 8)),
+        rng.choice((2, 4, 6, 10, 16, 30, 32, 34, 48, 64, 66, 80, 128, 130, 256)),
+    )
     if rng.random() < 0.04:
         batch = 0
     data = rng.choice(("zero_mean", "zero_mean", "positive", "offset", "heavy", "tiny"))
@@ -96,7 +102,9 @@ def draw(seed: int, case: int) -> Problem:
     return Problem(op, dtype, data, tensors, layouts, keywords, wanted, features)
 
 
-def _rows(rng: random.Random, op: str, data: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _rows(
+    rng: random.Random, op: str, data: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> dict[str, Tensor]:
     if op == "rotary":
         return {"x": _values(rng, data, shape, dtype)}
     batch, _, length, dim = shape
@@ -136,7 +144,9 @@ def _positions(
     if rng.random() < 0.4:
         keywords["interleaved"] = True
         features.add("interleaved")
-    kind = rng.choice(("base", "tables", "frequencies") if op == "rotary" else ("base", "tables", "none"))
+    kind = rng.choice(
+        ("base", "tables", "frequencies") if op == "rotary" else ("base", "tables", "none")
+    )
     features.add(kind)
     if kind == "tables":  # not cos and sin of an angle, and the halves differ
         size = (rng.choice((1, batch)), length, turned)
@@ -157,8 +167,14 @@ def _positions(
             features.add("scaling")
 
 
-def _caches(rng: random.Random, tensors: dict[str, Tensor], features: set[str], batch: int, room: int) -> None:
-    heads, dim, value_dim = tensors["key"].shape[1], tensors["key"].shape[3], tensors["value"].shape[3]
+def _caches(
+    rng: random.Random, tensors: dict[str, Tensor], features: set[str], batch: int, room: int
+) -> None:
+    heads, dim, value_dim = (
+        tensors["key"].shape[1],
+        tensors["key"].shape[3],
+        tensors["value"].shape[3],
+    )
     first, rows = batch, room
     if rng.random() < 0.5:
         rows = rng.choice((1, 3, 8))
@@ -182,7 +198,8 @@ def turning(p: Problem) -> Any:
     scaling = p.keywords.get("scaling")
     return pt.RotaryPositions(
         p.keywords.get("dims") or first.shape[-1], p.keywords.get("base", 10000.0),
-        pt.RotaryScaling(*scaling) if isinstance(scaling, tuple) else scaling, p.keywords.get("interleaved", False),
+        pt.RotaryScaling(*scaling) if isinstance(scaling, tuple) else scaling,
+        p.keywords.get("interleaved", False),
     )  # fmt: skip
 
 
@@ -207,7 +224,10 @@ def _partner(p: Problem, y: Tensor) -> tuple[Tensor, Tensor]:
     column, half = torch.arange(y.shape[-1]), y.shape[-1] // 2
     if p.keywords.get("interleaved"):
         return y[..., column ^ 1], torch.where(column % 2 == 0, -1.0, 1.0).double()
-    return y[..., (column + half) % max(y.shape[-1], 1)], torch.where(column < half, -1.0, 1.0).double()
+    return (
+        y[..., (column + half) % max(y.shape[-1], 1)],
+        torch.where(column < half, -1.0, 1.0).double(),
+    )
 
 
 def _turned(p: Problem, y: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
@@ -247,7 +267,12 @@ def solve(p: Problem) -> dict[str, oracle.Result]:
         put("out", *_turned(p, _normed(p, t["query"], t.get("q_norm"))[0]), False, p.dtype)
         key, key_size = _turned(p, _normed(p, t["key"], t.get("k_norm"))[0])
         put("key_cache", *_kept(p, t["key_cache"], key, key_size), False, p.dtype)
-        put("value_cache", *_kept(p, t["value_cache"], t["value"], torch.zeros_like(t["value"])), False, p.dtype)
+        put(
+            "value_cache",
+            *_kept(p, t["value_cache"], t["value"], torch.zeros_like(t["value"])),
+            False,
+            p.dtype,
+        )
         return results
     y, rstd, scale = _normed(p, t["x"], t.get("weight"))
     put("out", *_turned(p, y), False, p.dtype)
@@ -257,8 +282,20 @@ def solve(p: Problem) -> dict[str, oracle.Result]:
         return results
     xhat, g, g_size = t["x"] * rstd, dy * scale, size * scale.abs()
     dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
-    put("x", dx, rstd * (g_size + xhat.abs() * (g_size * xhat.abs()).mean(-1, keepdim=True)), True, p.dtype)
-    put("weight", (dy * xhat).sum((0, 1, 2)), (size * xhat.abs()).sum((0, 1, 2)), True, p.tensors["weight"].dtype)
+    put(
+        "x",
+        dx,
+        rstd * (g_size + xhat.abs() * (g_size * xhat.abs()).mean(-1, keepdim=True)),
+        True,
+        p.dtype,
+    )
+    put(
+        "weight",
+        (dy * xhat).sum((0, 1, 2)),
+        (size * xhat.abs()).sum((0, 1, 2)),
+        True,
+        p.tensors["weight"].dtype,
+    )
     return results
 
 
@@ -270,7 +307,10 @@ def _kept(p: Problem, before: Tensor, rows: Tensor, size: Tensor) -> tuple[Tenso
         for i, position in enumerate(own):
             if position >= 0:
                 first = b if table is None else int(table[b, position // page])
-                after[first, :, position % page], sizes[first, :, position % page] = rows[b, :, i], size[b, :, i]
+                after[first, :, position % page], sizes[first, :, position % page] = (
+                    rows[b, :, i],
+                    size[b, :, i],
+                )
     return after, sizes
 
 
@@ -288,12 +328,16 @@ def call(p: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tenso
     if "cos" in leaves:
         keywords["dims"] = leaves["cos"].shape[-1]
     if p.op == "rotary":
-        given: dict[str, Any] = {n: leaves.get(n) for n in ("positions", "cos", "sin", "frequencies", "weight")}
+        given: dict[str, Any] = {
+            n: leaves.get(n) for n in ("positions", "cos", "sin", "frequencies", "weight")
+        }
         if "dims" in p.keywords:
             keywords |= {"base": t.base, "dims": t.dims, "scaling": t.scaling}
         return {"out": pt.rotary(leaves["x"], **given, interleaved=t.interleaved, **keywords)}
     cache = pt.KeyValues(leaves["key_cache"], leaves["value_cache"], leaves.get("page_table"))
-    angles: Any = t if "base" in p.keywords else (leaves["cos"], leaves["sin"]) if "cos" in leaves else None
+    angles: Any = (
+        t if "base" in p.keywords else (leaves["cos"], leaves["sin"]) if "cos" in leaves else None
+    )
     if angles is not None:
         keywords["interleaved"] = t.interleaved
     out = pt.append_kv(
@@ -310,17 +354,28 @@ def run(
     from pytransformer.ops._core.registry import trace
 
     laid = {n: place(t.to(device), p.layouts[n]) for n, t in p.tensors.items()}
-    leaves = {n: t.requires_grad_(n in p.wanted) if t.is_floating_point() else t for n, t in laid.items() if n != "grad_out"}
+    leaves = {
+        n: t.requires_grad_(n in p.wanted) if t.is_floating_point() else t
+        for n, t in laid.items()
+        if n != "grad_out"
+    }
     with poisoned(), trace() as record:
         results: dict[str, Tensor | None] = dict(call(p, leaves, backend))
         if p.wanted:
             out = results["out"]
             assert out is not None
-            results |= dict(zip(p.wanted, torch.autograd.grad(out, [leaves[n] for n in p.wanted], laid["grad_out"])))
+            results |= dict(
+                zip(
+                    p.wanted,
+                    torch.autograd.grad(out, [leaves[n] for n in p.wanted], laid["grad_out"]),
+                )
+            )
     return {n: None if r is None else r.cpu() for n, r in results.items()}, list(record)
 
 
-def judge(p: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu") -> tuple[list[bounds.Check], list[str]]:
+def judge(
+    p: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
+) -> tuple[list[bounds.Check], list[str]]:
     """Check one backend on the problem; `repeat` runs it twice and compares bits."""
     return judge_run(
         lambda: run(p, backend, device),

@@ -73,7 +73,9 @@ def place(x: Tensor, layout: str = "contiguous", fill: float | int | bool | None
     if step > 1:
         for dim in range(max(0, x.dim() - 2), x.dim()):
             inner = inner[(slice(None),) * dim + (slice(None, None, 2),)]
-    view = inner.permute([permutation.index(i) for i in range(x.dim())]) if x.dim() else inner.view(())
+    view = (
+        inner.permute([permutation.index(i) for i in range(x.dim())]) if x.dim() else inner.view(())
+    )
     view.copy_(x)
     return view.detach()
 
@@ -82,7 +84,9 @@ def random_layout(rng: random.Random, x: Tensor, plain: float = 0.4) -> str:
     """Return a random layout that x supports."""
     if rng.random() < plain:
         return "contiguous"
-    return rng.choice([name for name in LAYOUTS if name in _slots(x.dim()) or name in ("step", "offset")])
+    return rng.choice(
+        [name for name in LAYOUTS if name in _slots(x.dim()) or name in ("step", "offset")]
+    )
 
 
 @dataclass(frozen=True)

@@ -80,5 +80,7 @@ class Kit:
     fuzzer: Fuzzer | None = None
     mutants: Mutants | None = None
     calibration: Calibration | None = None
-    rows_of: Callable[[Mapping[str, int], Mapping[str, Any], int], Tensor | None] = lambda shape, named, seed: None
+    rows_of: Callable[[Mapping[str, int], Mapping[str, Any], int], Tensor | None] = (
+        lambda shape, named, seed: None
+    )
     solve_rows: Callable[[Mapping[str, Any], list[Tensor] | None, Tensor], Solution] | None = None

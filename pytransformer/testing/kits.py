@@ -16,7 +16,9 @@ from .kit import Kit
 def kits() -> dict[str, Kit]:
     """Return the families' test support by name."""
     families = sorted(found.name for found in pkgutil.iter_modules(folder.__path__))
-    return {family: importlib.import_module(f"{folder.__name__}.{family}").KIT for family in families}
+    return {
+        family: importlib.import_module(f"{folder.__name__}.{family}").KIT for family in families
+    }
 
 
 def ops() -> tuple[str, ...]:

@@ -42,15 +42,21 @@ def t5(length: int, implementation: str) -> Subject:
         pt.integrations.convert(model)
     ids = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0))
     return Subject(
-        model, lambda _: contextlib.nullcontext(), lambda: model(input_ids=ids, decoder_input_ids=ids).logits.float().sum()
+        model,
+        lambda _: contextlib.nullcontext(),
+        lambda: model(input_ids=ids, decoder_input_ids=ids).logits.float().sum(),
     )
 
 
 def checkpointed_bert() -> Subject:
     """Build sixteen layers; checkpoints save only their inputs."""
     bert = FAMILIES["bert"]
-    sizes = dict(num_hidden_layers=16, hidden_size=64, intermediate_size=256, max_position_embeddings=512)
-    model = Family(bert.model, bert.config, bert.settings | sizes, bert.kind, attentions=16).build("pytransformer")
+    sizes = dict(
+        num_hidden_layers=16, hidden_size=64, intermediate_size=256, max_position_embeddings=512
+    )
+    model = Family(bert.model, bert.config, bert.settings | sizes, bert.kind, attentions=16).build(
+        "pytransformer"
+    )
     pt.integrations.convert(model)
     ids = torch.randint(3, 50, (8, 512), generator=torch.Generator().manual_seed(0))
 

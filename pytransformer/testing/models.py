@@ -58,7 +58,9 @@ def assert_same_gradient(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert worst <= GRADIENT, f"gradients differ by {worst:.2e}, allowed {GRADIENT:.2e}"
 
 
-def assert_same_elements(ours: torch.Tensor, theirs: torch.Tensor, *, gradient: bool = False) -> None:
+def assert_same_elements(
+    ours: torch.Tensor, theirs: torch.Tensor, *, gradient: bool = False
+) -> None:
     """Raise AssertionError unless all attention outputs or gradients are within :data:`ELEMENT`."""
     size = GRADIENT_SIZE if gradient else OUTPUT_SIZE
     torch.testing.assert_close(ours, theirs, rtol=ELEMENT, atol=size * ELEMENT)
@@ -69,7 +71,9 @@ def assert_same_training(ours: dict[str, torch.Tensor], theirs: dict[str, torch.
     assert ours.keys() == theirs.keys()
 
     def same(name: str) -> None:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=TRAINED, atol=TRAINED_LEAST, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=TRAINED, atol=TRAINED_LEAST, msg=lambda m: f"{name}: {m}"
+        )
 
     for name in ours:
         same(name)

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from ..ops._problem.blocks import FULL
 from .faults import BACKWARD_FAULTS as FAULTS_OF_ANY_BACKWARD
-from .faults import FAITHFUL, BackwardFault, Fault, Forward, Outputs, as_contiguous, patching, replacing, value_of
+from .faults import (
+    FAITHFUL,
+    BackwardFault,
+    Fault,
+    Forward,
+    Outputs,
+    as_contiguous,
+    patching,
+    replacing,
+    value_of,
+)
 
 # Import the module, because `pytransformer.reference.attention` is also the public function.
 source = importlib.import_module("pytransformer.reference.attention")
@@ -68,19 +78,27 @@ FAULTS |= {
     "scale_into_rounded_query": replacing(query=lambda a: a.query * a.scale, scale=lambda a: 1.0),
     "softcap_ignored": replacing(softcap=lambda a: 0.0),
     "softcap_without_derivative": _torch_with(tanh=lambda x: value_of(torch.tanh(x), x)),
-    "float_mask_rounded_to_half": replacing(mask=_if_floating(lambda m: value_of(m.half().to(m.dtype), m))),
+    "float_mask_rounded_to_half": replacing(
+        mask=_if_floating(lambda m: value_of(m.half().to(m.dtype), m))
+    ),
     "bias_of_first_head": replacing(bias=lambda a: a.bias[:, :1]),
     "bias_detached": replacing(bias=lambda a: a.bias.detach()),
     "mask_detached": replacing(mask=lambda a: a.mask.detach()),
     "alibi_sign": replacing(slopes=lambda a: -a.slopes),
     "alibi_gradient_of_next_head": replacing(slopes=lambda a: value_of(a.slopes, a.slopes.roll(1))),
     "t5_direction": _patching(buckets_of=lambda f, relative, *x: f(-relative, *x)),
-    "t5_bucket_off_by_one": _patching(buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)),
-    "t5_max_distance_off": _patching(buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)),
+    "t5_bucket_off_by_one": _patching(
+        buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)
+    ),
+    "t5_max_distance_off": _patching(
+        buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)
+    ),
     "t5_detached": replacing(table=lambda a: a.table.detach()),
     "t5_gradient_of_next_head": replacing(table=lambda a: value_of(a.table, a.table.roll(1, 1))),
     "distances_without_offset": _patching(
-        additive_terms=lambda f, a, *x: f(a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), *x)
+        additive_terms=lambda f, a, *x: f(
+            a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), *x
+        )
     ),
 }
 
@@ -98,13 +116,19 @@ def lse_without_its_sink(a: Any, attend: Forward) -> Outputs:
 
 
 FAULTS |= {
-    "sinks_ignored": replacing(sinks=lambda a: torch.full_like(a.sinks, -math.inf) + 0 * a.sinks.nan_to_num(neginf=0.0)),
+    "sinks_ignored": replacing(
+        sinks=lambda a: torch.full_like(a.sinks, -math.inf) + 0 * a.sinks.nan_to_num(neginf=0.0)
+    ),
     "sinks_detached": replacing(sinks=lambda a: a.sinks.detach()),
-    "sinks_scaled": replacing(sinks=lambda a: torch.where(a.sinks.isinf(), a.sinks, a.sinks * a.scale)),
+    "sinks_scaled": replacing(
+        sinks=lambda a: torch.where(a.sinks.isinf(), a.sinks, a.sinks * a.scale)
+    ),
     "sinks_once_a_split": replacing(sinks=lambda a: a.sinks + math.log(2)),
     "sinks_of_next_head": replacing(sinks=lambda a: a.sinks.roll(1)),
     "sinks_gradient_sign": replacing(sinks=lambda a: value_of(a.sinks, -a.sinks)),
-    "sinks_dropped_too": replacing(sinks=lambda a: a.sinks - math.log1p(-a.dropout_p) if a.dropout_p < 1 else a.sinks),
+    "sinks_dropped_too": replacing(
+        sinks=lambda a: a.sinks - math.log1p(-a.dropout_p) if a.dropout_p < 1 else a.sinks
+    ),
     "minus_infinite_sinks_as_lowest": replacing(sinks=lambda a: a.sinks.clamp(min=-30.0)),
 }
 
@@ -161,9 +185,13 @@ FAULTS |= {
     "window_right_ignored": replacing(right=lambda a: -1),
     "global_keys_ignored": replacing(global_keys=lambda a: 0),
     "global_keys_off_by_one": replacing(global_keys=lambda a: a.global_keys + (a.global_keys > 0)),
-    "global_keys_despite_causality": _hiding(lambda a, v: v | (torch.arange(v.shape[-1]) < a.global_keys)),
+    "global_keys_despite_causality": _hiding(
+        lambda a, v: v | (torch.arange(v.shape[-1]) < a.global_keys)
+    ),
     "alignments_swapped": replacing(
-        causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[a.causal]
+        causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[
+            a.causal
+        ]
     ),
     "causal_without_diagonal": _hiding(lambda a, v: v & ~_diagonal(a) if a.causal != "none" else v),
     "causal_ignored": replacing(causal=lambda a: "none"),
@@ -184,14 +212,24 @@ FAULTS |= {
             )
         )
     ),
-    "segments_of_first_sequence": replacing(key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)),
-    "key_lengths_rounded_up": _both(SOME_PAGES, replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.num_keys))),
-    "key_lengths_ignored": _both(SOME_PAGES, replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.num_keys))),
-    "query_lengths_ignored": replacing(query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])),
+    "segments_of_first_sequence": replacing(
+        key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)
+    ),
+    "key_lengths_rounded_up": _both(
+        SOME_PAGES, replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.num_keys))
+    ),
+    "key_lengths_ignored": _both(
+        SOME_PAGES, replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.num_keys))
+    ),
+    "query_lengths_ignored": replacing(
+        query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])
+    ),
     "last_key_of_a_tail_ignored": _hiding(
         lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))
     ),
-    "mask_bit_at_tile_end": replacing(mask=_if_bool(lambda m: m ^ (torch.arange(m.shape[-1]) % 64 == 63))),
+    "mask_bit_at_tile_end": replacing(
+        mask=_if_bool(lambda m: m ^ (torch.arange(m.shape[-1]) % 64 == 63))
+    ),
     "mask_of_first_head": replacing(mask=lambda a: a.mask[:, :1]),
     "mask_of_first_sequence": replacing(mask=lambda a: a.mask[:1]),
     "minus_infinity_as_lowest": replacing(
@@ -200,10 +238,18 @@ FAULTS |= {
     "lowest_as_minus_infinity": replacing(
         mask=_if_floating(lambda m: torch.where(m == torch.finfo(m.dtype).min, -math.inf, m))
     ),
-    "hidden_by_addition": _both(_torch_with(where=_add_to_hide), _patching(_select=_select_rows_only)),
-    "visible_block_skipped": replacing(block_offsets=lambda a: _without_last_block(a.block_offsets)),
-    "partial_block_lost": replacing(block_bits=lambda a: a.block_bits * (torch.arange(len(a.block_bits)) > 0)[:, None, None]),
-    "partial_blocks_taken_whole": replacing(block_entries=lambda a: a.block_entries.index_fill(1, torch.tensor([1]), FULL)),
+    "hidden_by_addition": _both(
+        _torch_with(where=_add_to_hide), _patching(_select=_select_rows_only)
+    ),
+    "visible_block_skipped": replacing(
+        block_offsets=lambda a: _without_last_block(a.block_offsets)
+    ),
+    "partial_block_lost": replacing(
+        block_bits=lambda a: a.block_bits * (torch.arange(len(a.block_bits)) > 0)[:, None, None]
+    ),
+    "partial_blocks_taken_whole": replacing(
+        block_entries=lambda a: a.block_entries.index_fill(1, torch.tensor([1]), FULL)
+    ),
     "bits_of_the_next_block": replacing(block_bits=lambda a: a.block_bits.roll(1, 0)),
     "blocks_of_first_head": replacing(block_offsets=lambda a: a.block_offsets[:, :1]),
     "hidden_rows_not_cleared": _patching(_select=lambda f, where, x: x),
@@ -215,7 +261,9 @@ FAULTS |= {
 
 def _last_page_stale(a: Any) -> Tensor:
     """Return a table whose sequences' last page is the previous one."""
-    last = a.pages_used & ~torch.cat([a.pages_used[:, 1:], torch.zeros_like(a.pages_used[:, :1])], 1)
+    last = a.pages_used & ~torch.cat(
+        [a.pages_used[:, 1:], torch.zeros_like(a.pages_used[:, :1])], 1
+    )
     return torch.where(last, a.page_table.roll(1, 1), a.page_table)
 
 
@@ -252,7 +300,11 @@ def _as_unsigned(rows: Tensor) -> Tensor:
 
 
 def _without_subnormals(rows: Tensor) -> Tensor:
-    return rows if rows.dtype == torch.int8 else torch.where(rows.float().abs() < 2**-6, 0.0, rows.float())
+    return (
+        rows
+        if rows.dtype == torch.int8
+        else torch.where(rows.float().abs() < 2**-6, 0.0, rows.float())
+    )
 
 
 FAULTS |= {
@@ -260,7 +312,9 @@ FAULTS |= {
     "value_scale_forgotten": replacing(value_scale=lambda a: torch.ones_like(a.value_scale)),
     "key_scale_of_the_next_key": replacing(key_scale=lambda a: a.key_scale.roll(-1, 2)),
     "value_scale_of_the_next_head": replacing(value_scale=lambda a: a.value_scale.roll(1, 1)),
-    "scales_exchanged": replacing(key_scale=lambda a: a.value_scale, value_scale=lambda a: a.key_scale),
+    "scales_exchanged": replacing(
+        key_scale=lambda a: a.value_scale, value_scale=lambda a: a.key_scale
+    ),
     "int8_read_as_unsigned": _numbers(_as_unsigned),
     "e4m3_subnormals_as_zero": _numbers(_without_subnormals),
 }
@@ -275,7 +329,9 @@ FAULTS |= {
         keep_mask=lambda f, seed, p, batch, *x: f(seed, p, 1, *x).expand(batch, -1, -1, -1)
     ),
     "dropout_same_in_all_heads": _patching(
-        keep_mask=lambda f, seed, p, batch, heads, *x: f(seed, p, batch, 1, *x).expand(-1, heads, -1, -1)
+        keep_mask=lambda f, seed, p, batch, heads, *x: f(seed, p, batch, 1, *x).expand(
+            -1, heads, -1, -1
+        )
     ),
     "dropout_seed_in_32_bits": replacing(dropout_seed=lambda a: a.dropout_seed & 0xFFFFFFFF),
     "dropout_probability_inverted": replacing(dropout_p=lambda a: a.dropout_p and 1 - a.dropout_p),
@@ -290,9 +346,13 @@ def heads_interleaved(a: Any, attend: Forward) -> Outputs:
     """Let query head h read key head h % Hkv instead of h // group."""
     group = a.query.shape[1] // a.key.shape[1]
     scales = {
-        n: None if t is None else t.repeat(1, group, 1) for n in ("key_scale", "value_scale") for t in [getattr(a, n, None)]
+        n: None if t is None else t.repeat(1, group, 1)
+        for n in ("key_scale", "value_scale")
+        for t in [getattr(a, n, None)]
     }
-    return attend(a._replace(key=a.key.repeat(1, group, 1, 1), value=a.value.repeat(1, group, 1, 1), **scales))
+    return attend(
+        a._replace(key=a.key.repeat(1, group, 1, 1), value=a.value.repeat(1, group, 1, 1), **scales)
+    )
 
 
 @_fault
@@ -318,7 +378,12 @@ def dead_rows_mean_of_value(a: Any, attend: Forward) -> Outputs:
     out, lse = attend(a)
     if a.page_table is not None or a.key_scale is not None:
         return out, lse
-    mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
+    mean = (
+        a.value.detach()
+        .nan_to_num(0.0)
+        .mean(2, keepdim=True)
+        .repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
+    )
     return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse
 
 

@@ -55,7 +55,9 @@ def _norm_of_the_unrounded_sum(a: Any, forward: Callable[[Any], Outputs]) -> Out
 def _stream_gradient_ignored(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
     outputs = forward(a)
     return (
-        outputs if len(outputs) < 4 else (outputs[0], outputs[1].detach() + 0 * outputs[0].to(outputs[1].dtype), *outputs[2:])
+        outputs
+        if len(outputs) < 4
+        else (outputs[0], outputs[1].detach() + 0 * outputs[0].to(outputs[1].dtype), *outputs[2:])
     )
 
 
@@ -67,7 +69,9 @@ FAULTS: dict[str, Fault] = {
     "eps_always_1e-5": replacing(eps=lambda a: 1e-5),
     "weight_ignored": replacing(weight=lambda a: value_of(torch.ones_like(a.weight), a.weight)),
     "bias_ignored": replacing(bias=lambda a: value_of(torch.zeros_like(a.bias), a.bias)),
-    "weight_rounded_to_half": replacing(weight=lambda a: value_of(a.weight.half().to(a.weight.dtype), a.weight)),
+    "weight_rounded_to_half": replacing(
+        weight=lambda a: value_of(a.weight.half().to(a.weight.dtype), a.weight)
+    ),
     "weight_gradient_dropped": replacing(weight=lambda a: a.weight.detach()),
     "bias_gradient_dropped": replacing(bias=lambda a: a.bias.detach()),
     "bias_gradient_off_by_0.4_percent": replacing(bias=lambda a: value_of(a.bias, 1.004 * a.bias)),
@@ -75,9 +79,13 @@ FAULTS: dict[str, Fault] = {
     "stream_gradient_ignored": _stream_gradient_ignored,
     "norm_of_the_unrounded_sum": _norm_of_the_unrounded_sum,
     "dropoutshifted_by_a_column": patching(norms, column_keep_mask=shifted),
-    "dropout_with_the_tag_of_feed_forward": patching(norms, column_keep_mask=lambda keep, *a: keep(*a[:-1], 0x80000002)),
+    "dropout_with_the_tag_of_feed_forward": patching(
+        norms, column_keep_mask=lambda keep, *a: keep(*a[:-1], 0x80000002)
+    ),
     "dropout_not_scaled": patching(norms, keep_scale=lambda scale, p: 1.0),
-    "dropout_scaled_by_p_alone": patching(norms, keep_scale=lambda scale, p: 1 / (1 - p) if p < 1 else 0.0),
+    "dropout_scaled_by_p_alone": patching(
+        norms, keep_scale=lambda scale, p: 1 / (1 - p) if p < 1 else 0.0
+    ),
     "x_read_as_contiguous": replacing(x=lambda a: value_of(as_contiguous(a.x), a.x)),
     "different_every_time": different_every_time,
 }

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from . import faults
-from .faults import FAITHFUL, Fault, Outputs, as_contiguous, different_every_time, outputs, replacing, value_of
+from .faults import (
+    FAITHFUL,
+    Fault,
+    Outputs,
+    as_contiguous,
+    different_every_time,
+    outputs,
+    replacing,
+    value_of,
+)
 
 Forward = Callable[[Any], Outputs]
 
@@ -38,7 +47,9 @@ def _norm_of_turned_columns_alone(a: Any, forward: Forward) -> Outputs:
 
 def _backward_turns_forward(a: Any, forward: Forward) -> Outputs:
     out, *rest = forward(a)
-    return out if hasattr(a, "key_cache") else value_of(out, forward(a._replace(sin=-a.sin))[0]), *rest
+    return out if hasattr(a, "key_cache") else value_of(
+        out, forward(a._replace(sin=-a.sin))[0]
+    ), *rest
 
 
 def _norm_taken_for_a_constant(a: Any, forward: Forward) -> Outputs:
@@ -56,7 +67,9 @@ def _of_keys(**change: Callable[[Any], Any]) -> Fault:
     def fault(a: Any, forward: Forward) -> Outputs:
         if not hasattr(a, "key_cache"):
             return forward(a)
-        found = forward(a._replace(key_cache=a.key_cache.clone(), value_cache=a.value_cache.clone()))
+        found = forward(
+            a._replace(key_cache=a.key_cache.clone(), value_cache=a.value_cache.clone())
+        )
         forward(a._replace(**{n: f(a) for n, f in change.items() if getattr(a, n) is not None}))
         return found
 
@@ -74,8 +87,12 @@ FAULTS: dict[str, Fault] = {
     "turned_the_other_way": replacing(sin=lambda a: -a.sin),
     "the_other_layout": replacing(interleaved=lambda a: not a.interleaved),
     "one_position_late": replacing(cos=lambda a: a.cos.roll(1, 1), sin=lambda a: a.sin.roll(1, 1)),
-    "first_sequence_for_all": replacing(cos=lambda a: a.cos[:1].expand_as(a.cos), sin=lambda a: a.sin[:1].expand_as(a.sin)),
-    "halves_of_tables_alike": replacing(cos=lambda a: _halves_alike(a.cos), sin=lambda a: _halves_alike(a.sin)),
+    "first_sequence_for_all": replacing(
+        cos=lambda a: a.cos[:1].expand_as(a.cos), sin=lambda a: a.sin[:1].expand_as(a.sin)
+    ),
+    "halves_of_tables_alike": replacing(
+        cos=lambda a: _halves_alike(a.cos), sin=lambda a: _halves_alike(a.sin)
+    ),
     "tables_rounded_to_half": replacing(
         cos=lambda a: a.cos.half().to(a.cos.dtype), sin=lambda a: a.sin.half().to(a.sin.dtype)
     ),
@@ -89,10 +106,16 @@ FAULTS: dict[str, Fault] = {
     "backward_turns_forward": _backward_turns_forward,
     "norm_taken_for_a_constant": _norm_taken_for_a_constant,
     "x_read_as_contiguous": replacing(x=lambda a: value_of(as_contiguous(a.x), a.x)),
-    "keys_one_slot_late": _of_keys(positions=lambda a: torch.where(a.positions < 0, a.positions, a.positions + 1)),
+    "keys_one_slot_late": _of_keys(
+        positions=lambda a: torch.where(a.positions < 0, a.positions, a.positions + 1)
+    ),
     "padding_written": _of_keys(positions=lambda a: a.positions.clamp(min=0)),
-    "page_table_ignored": _of_keys(page_table=lambda a: torch.arange(a.page_table.numel()).view(a.page_table.shape)),
-    "keys_not_turned": _of_keys(cos=lambda a: torch.ones_like(a.cos), sin=lambda a: torch.zeros_like(a.sin)),
+    "page_table_ignored": _of_keys(
+        page_table=lambda a: torch.arange(a.page_table.numel()).view(a.page_table.shape)
+    ),
+    "keys_not_turned": _of_keys(
+        cos=lambda a: torch.ones_like(a.cos), sin=lambda a: torch.zeros_like(a.sin)
+    ),
     "norm_of_queries_for_keys": _of_keys(k_norm=lambda a: a.q_norm),
     "different_every_time": different_every_time,
 }

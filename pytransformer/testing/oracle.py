@@ -59,7 +59,9 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return (high + (low >> 16)) >> 16, (constant * x) & 0xFFFFFFFF
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = 7) -> tuple[Tensor, ...]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = 7
+) -> tuple[Tensor, ...]:
     """Compute Philox-4x32 (Random123) on broadcastable int64 counters with 32-bit values."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
@@ -71,14 +73,20 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
     return c0, c1, c2, c3
 
 
-def keep_factor(seed: int, p: float, batch: int, heads: int, rows: Tensor, columns: Tensor) -> Tensor:
+def keep_factor(
+    seed: int, p: float, batch: int, heads: int, rows: Tensor, columns: Tensor
+) -> Tensor:
     """Return (B, H, Lq, Lk) float64: 0 at dropped weights, else 1 / (1 - p).
 
     p is in steps of 2**-16.
     """
     threshold = round(65536 * p)
     if threshold in (0, 65536):
-        return torch.full((batch, heads, len(rows), len(columns)), 1.0 if threshold == 0 else 0.0, dtype=torch.float64)
+        return torch.full(
+            (batch, heads, len(rows), len(columns)),
+            1.0 if threshold == 0 else 0.0,
+            dtype=torch.float64,
+        )
     group = 4 * (columns // 32) + (columns % 8) // 2
     slot = 2 * ((columns % 32) // 8) + columns % 2
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
@@ -103,7 +111,9 @@ def _side_buckets(n: int, max_distance: int, distances: int) -> Tensor:
         if d < exact:
             out.append(d)
             continue
-        while k + 1 < n - exact and d ** (n - exact) * exact ** (k + 1) >= max_distance ** (k + 1) * exact ** (n - exact):
+        while k + 1 < n - exact and d ** (n - exact) * exact ** (k + 1) >= max_distance ** (
+            k + 1
+        ) * exact ** (n - exact):
             k += 1
         out.append(exact + k)
     return torch.tensor(out, dtype=torch.int64)
@@ -113,7 +123,9 @@ def t5_bucket(relative: Tensor, buckets: int, bidirectional: bool, max_distance:
     """Return the bucket of the relative position key - query - offset."""
     n = buckets // 2 if bidirectional else buckets
     distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
-    side = _side_buckets(n, max_distance, int(distance.max()) + 1 if distance.numel() else 1)[distance]
+    side = _side_buckets(n, max_distance, int(distance.max()) + 1 if distance.numel() else 1)[
+        distance
+    ]
     return side + n * (relative > 0) if bidirectional else side
 
 
@@ -163,14 +175,18 @@ def visible_pairs(k: Keywords, batch: int, Lq: int, Lk: int) -> tuple[Tensor, Te
     if k.causal is not None:
         before = relative <= 0
         prefix = k.prefix_lengths
-        visible = visible & (before if prefix is None else before | (j < prefix.cpu()[:, None, None, None]))
+        visible = visible & (
+            before if prefix is None else before | (j < prefix.cpu()[:, None, None, None])
+        )
     left, right = k.window or (None, None)
     if left is not None:
         visible = visible & ((relative >= -left) | (j < k.global_keys))
     if right is not None:
         visible = visible & ((relative <= right) | (j < k.global_keys))
     if k.query_segments is not None and k.key_segments is not None:
-        visible = visible & (k.query_segments.cpu()[:, None, :, None] == k.key_segments.cpu()[:, None, None, :])
+        visible = visible & (
+            k.query_segments.cpu()[:, None, :, None] == k.key_segments.cpu()[:, None, None, :]
+        )
     return visible, relative
 
 
@@ -182,7 +198,12 @@ def _reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def solve(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None, grad_lse: Tensor | None = None, **keywords: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    **keywords: Any,
 ) -> Solution:
     """Return "out", "lse" and, given grad_out, gradients by name, with "slopes" and "table".
 
@@ -239,9 +260,14 @@ class _Answer:
         if mask is not None and mask.dtype == torch.bool:
             self.visible, mask = self.visible & mask.cpu(), None
         terms = []
-        for name, term in (("attn_mask", mask), ("bias", bias if isinstance(bias, Tensor) else None)):
+        for name, term in (
+            ("attn_mask", mask),
+            ("bias", bias if isinstance(bias, Tensor) else None),
+        ):
             if term is not None:
-                terms.append(torch.where(self.visible, term.detach().cpu().double().expand(self.shape), 0.0))
+                terms.append(
+                    torch.where(self.visible, term.detach().cpu().double().expand(self.shape), 0.0)
+                )
                 self.sources[name] = term
                 self.visible = self.visible & (terms[-1] != -torch.inf)
         self.distance = self.relative.abs().double()
@@ -249,8 +275,12 @@ class _Answer:
             terms.append(-bias.slopes.detach().cpu().double()[:, None, None] * self.distance)
             self.sources["slopes"] = bias.slopes
         if hasattr(bias, "table"):
-            self.bucket = t5_bucket(self.relative, bias.table.shape[0], bias.bidirectional, bias.max_distance)
-            terms.append(bias.table.detach().cpu().double().t()[:, self.bucket].transpose(0, 1).squeeze(2))
+            self.bucket = t5_bucket(
+                self.relative, bias.table.shape[0], bias.bidirectional, bias.max_distance
+            )
+            terms.append(
+                bias.table.detach().cpu().double().t()[:, self.bucket].transpose(0, 1).squeeze(2)
+            )
             self.sources["table"] = bias.table
         return terms
 
@@ -261,7 +291,9 @@ class _Answer:
         if softcap := self.k.softcap:
             t = torch.tanh(x / softcap)
             self.slope = 1 - t * t
-            self.slope_S = self.slope + self.ratio * (2 * t * t + 2 * t.abs() * self.slope * a / softcap)
+            self.slope_S = self.slope + self.ratio * (
+                2 * t * t + 2 * t.abs() * self.slope * a / softcap
+            )
             x = softcap * t
         for term in terms:
             x = x + term
@@ -269,7 +301,15 @@ class _Answer:
         x = x.clamp(-self.saturation, self.saturation).masked_fill(~self.visible, -torch.inf)
         # The sink is one more column with value zero.
         sink = self._sink()[..., None]
-        x = torch.cat([x, torch.where(sink == -torch.inf, sink, sink.clamp(-self.saturation, self.saturation))], -1)
+        x = torch.cat(
+            [
+                x,
+                torch.where(
+                    sink == -torch.inf, sink, sink.clamp(-self.saturation, self.saturation)
+                ),
+            ],
+            -1,
+        )
         a = torch.cat([a, torch.where(sink.abs() < LOST, sink.abs(), 0.0)], -1)
         # Store row max and log of the sum apart; in rows of finfo.min their sum loses the latter.
         top = x.amax(-1)
@@ -286,7 +326,9 @@ class _Answer:
         if self.k.sinks is None:
             return torch.full(self.shape[:3], -torch.inf, dtype=torch.float64)
         sinks = self.k.sinks.detach().cpu().double()[:, None].expand(self.shape[:3])
-        ends = _per_sequence(self.k.query_lengths, self.k.query_start + self.Lq, self.B)[:, None, None]
+        ends = _per_sequence(self.k.query_lengths, self.k.query_start + self.Lq, self.B)[
+            :, None, None
+        ]
         return sinks.masked_fill(self.k.query_start + torch.arange(self.Lq) >= ends, -torch.inf)
 
     def outputs(self) -> None:
@@ -309,7 +351,9 @@ class _Answer:
             dl = grad_lse.detach().cpu().double().masked_fill(self.lse == -torch.inf, 0.0)
         dP = self.M * (do @ self.vv.mT)
         dS = self.P * (dP - (do * self.out).sum(-1, keepdim=True) + dl[..., None])
-        factor_S = self.M * (doa @ va.mT) + (doa * self.out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
+        factor_S = (
+            self.M * (doa @ va.mT) + (doa * self.out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
+        )
         dS_S = amp * self.P * factor_S
         # Cover the underflow of dS, of its weight, and of the output in rowsum(dO * O).
         lost = (doa * self.results["out"].floor).sum(-1, keepdim=True)
@@ -336,7 +380,9 @@ class _Answer:
             value, S, floor = (part.sum((0, 2)) for part in parts)
             self.results["sinks"] = Result(value, S, floor, True, self.k.sinks.dtype)
         for name, source in self.sources.items():
-            value, S, floor = (self._sum(name, p, source.shape, i == 0) for i, p in enumerate((dS, dS_S, dS_floor)))
+            value, S, floor = (
+                self._sum(name, p, source.shape, i == 0) for i, p in enumerate((dS, dS_S, dS_floor))
+            )
             self.results[name] = Result(value, S, floor, True, source.dtype)
 
     def _per_key(self, x: Tensor) -> Tensor:

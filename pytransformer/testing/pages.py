@@ -43,7 +43,15 @@ class Pools:
         return self.table.shape[1] * self.tensors[0].shape[2]
 
 
-def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, seed: int = 0, *, hostile: bool = True) -> Pools:
+def in_pages(
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    seed: int = 0,
+    *,
+    hostile: bool = True,
+) -> Pools:
     """Put keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv) into pages.
 
     Without ``hostile``, unused rows and entries are 0 and the pools are contiguous.
@@ -52,11 +60,20 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, seed: 
     batch, num_keys = key.shape[0], key.shape[2]
     width, used = -(-num_keys // page_size), [-(-n // page_size) for n in lengths.tolist()]
     pages = rng.sample(range(sum(used) + FREE), sum(used))
-    table = [[pages.pop() for _ in range(n)] + [rng.choice(WILD) if hostile else 0] * (width - n) for n in used]
-    dtype, layout = (rng.choice((torch.int32, torch.int64)), rng.choice(LAYOUTS)) if hostile else (torch.int32, "contiguous")
+    table = [
+        [pages.pop() for _ in range(n)] + [rng.choice(WILD) if hostile else 0] * (width - n)
+        for n in used
+    ]
+    dtype, layout = (
+        (rng.choice((torch.int32, torch.int64)), rng.choice(LAYOUTS))
+        if hostile
+        else (torch.int32, "contiguous")
+    )
     pools, whole = [], []
     for t in (key.detach(), value.detach()):
-        pool = t.new_full((sum(used) + FREE, t.shape[1], page_size, t.shape[3]), torch.nan if hostile else 0.0)
+        pool = t.new_full(
+            (sum(used) + FREE, t.shape[1], page_size, t.shape[3]), torch.nan if hostile else 0.0
+        )
         rows = t.new_zeros(batch, t.shape[1], width * page_size, t.shape[3])
         for b, n in enumerate(lengths.tolist()):
             rows[b, :, :n] = t[b, :, :n]
@@ -69,14 +86,18 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, seed: 
     return Pools((pools[0], pools[1]), named, (whole[0], whole[1]))
 
 
-def widened(keywords: dict[str, Any], num_keys: int, width: int, batch: int, lengths: Tensor) -> dict[str, Any]:
+def widened(
+    keywords: dict[str, Any], num_keys: int, width: int, batch: int, lengths: Tensor
+) -> dict[str, Any]:
     """Extend the keywords of a call over ``num_keys`` keys to full pages, ``width`` keys."""
     found = {**keywords, "key_lengths": lengths}
     for name in BY_KEY:
         t = keywords.get(name)
         if isinstance(t, Tensor) and t.shape[-1] == num_keys and width > num_keys:
             more = torch.ones if t.dtype == torch.bool else torch.zeros
-            found[name] = torch.cat([t, more(*t.shape[:-1], width - num_keys, dtype=t.dtype, device=t.device)], -1)
+            found[name] = torch.cat(
+                [t, more(*t.shape[:-1], width - num_keys, dtype=t.dtype, device=t.device)], -1
+            )
     if (t := keywords.get("key_segments")) is not None:
         found["key_segments"] = torch.cat([t, t.new_zeros(batch, width - num_keys)], 1)
     return found
@@ -86,7 +107,9 @@ def check_pages(pages: Pages) -> None:
     """Assert that each page is in tables, free, or cached and idle; check counts and index."""
     counts = Counter(page for table in pages.tables.values() for page in table)
     assert pages.tables.keys() == pages.lengths.keys()
-    assert all(len(table) == pages.pages_for(pages.lengths[name]) for name, table in pages.tables.items())
+    assert all(
+        len(table) == pages.pages_for(pages.lengths[name]) for name, table in pages.tables.items()
+    )
     assert pages.counts == [counts[page] for page in range(pages.num_pages)]
     free, idle = set(pages._free), set(pages._idle)
     assert len(free) == len(pages._free), "a page is free twice"
@@ -106,7 +129,12 @@ def poison_free_rows(cache: PagedCache) -> None:
         for i in range(pages.lengths[name]):
             held[table[i // pages.page_size], i % pages.page_size] = True
     held[list(pages._known)] = True
-    for pool in (pool for layer in cache.layers if layer.stored is not None for pool in layer.stored.numbers):
+    for pool in (
+        pool for layer in cache.layers if layer.stored is not None for pool in layer.stored.numbers
+    ):
         free = ~held.to(pool.device)[:, None, :]
         # In eight bits, 0x7f is float8's NaN and int8's max; the scales are NaN for both.
-        pool.masked_fill_(free[..., None] if pool.dim() == 4 else free, 127 if pool.dtype == torch.int8 else torch.nan)
+        pool.masked_fill_(
+            free[..., None] if pool.dim() == 4 else free,
+            127 if pool.dtype == torch.int8 else torch.nan,
+        )

@@ -17,7 +17,9 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
 
-needs_fast_path = pytest.mark.skipif(fast_path.why_not() is not None, reason=f"no C++ fast path: {fast_path.why_not()}")
+needs_fast_path = pytest.mark.skipif(
+    fast_path.why_not() is not None, reason=f"no C++ fast path: {fast_path.why_not()}"
+)
 
 
 class Sees(torch.utils._python_dispatch.TorchDispatchMode):
@@ -77,7 +79,13 @@ def bits(t: Tensor) -> Tensor:
 
 
 def qkv(
-    dtype: torch.dtype = torch.float32, *, kv_heads: int = 2, grad: bool = True, lq: int = 8, lk: int = 8, dv: int = 16
+    dtype: torch.dtype = torch.float32,
+    *,
+    kv_heads: int = 2,
+    grad: bool = True,
+    lq: int = 8,
+    lk: int = 8,
+    dv: int = 16,
 ) -> list[Tensor]:
     shapes = (2, 2, lq, 16), (2, kv_heads, lk, 16), (2, kv_heads, lk, dv)
     return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
@@ -103,7 +111,9 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
         assert torch.equal(bits(x), bits(y)), (x - y).abs().max()
 
 
-def same_in_both(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[Tensor], **options: Any) -> None:
+def same_in_both(
+    function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[Tensor], **options: Any
+) -> None:
     """Assert that the function gives the same bits with and without the C++ fast path."""
     got = []
     for which in (contextlib.nullcontext, fast_path.off):

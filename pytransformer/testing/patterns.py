@@ -40,7 +40,12 @@ class Pattern:
             return self.mod
         (queries, keys), lists = mask.block_size, mask.blocks
         row, entry = entry_rows(lists.offsets)
-        table = torch.zeros(lists.offsets.shape[2] - 1, lists.key_offsets.shape[2] - 1, dtype=torch.bool, device=mask.device)
+        table = torch.zeros(
+            lists.offsets.shape[2] - 1,
+            lists.key_offsets.shape[2] - 1,
+            dtype=torch.bool,
+            device=mask.device,
+        )
         table[row, lists.entries[entry, 0].long()] = True
         return lambda b, h, i, j: table[i // queries, j // keys]
 
@@ -56,7 +61,9 @@ PATTERNS = {
         lambda n, device: BlockMask.longformer(n, 512, min(n, 2), device=device),
         lambda b, h, i, j: ((i - j).abs() <= 256) | (i < 2) | (j < 2),
     ),
-    "big_bird": Pattern("big_bird 3 + 2 + 3", lambda n, device: BlockMask.big_bird(n, device=device)),
+    "big_bird": Pattern(
+        "big_bird 3 + 2 + 3", lambda n, device: BlockMask.big_bird(n, device=device)
+    ),
     "strided": Pattern(
         "strided 512",
         lambda n, device: BlockMask.strided(n, 512, device=device),

@@ -51,9 +51,15 @@ FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
     "hang": (_hang, "verify: hung here: no answer in"),
     "crash": (_crash, "verify: crashed here: the process ended by SIGSEGV"),
     "compile error": (_raising("at 3:4: dot() missing b"), "RuntimeError: at 3:4: dot() missing b"),
-    "no compiler": (_raising("Failed to find C compiler"), "RuntimeError: Failed to find C compiler"),
+    "no compiler": (
+        _raising("Failed to find C compiler"),
+        "RuntimeError: Failed to find C compiler",
+    ),
     "driver too old": (
-        _raising("a kernel could not be launched: the provided PTX was compiled with an unsupported toolchain."),
+        _raising(
+            "a kernel could not be launched: the provided PTX was compiled with an unsupported"
+            " toolchain."
+        ),
         "unsupported toolchain",
     ),
 }
@@ -74,7 +80,10 @@ def broken(fault: str, first: Backend) -> Backend:
 def plant(fault: str) -> None:
     """Plant the fault in attention's backend, native on the CPU, permanently (in the worker)."""
     op = _registry.OPS["attention"]
-    op.backends = {BACKEND: broken(fault, op.backends["cpu"]), **{n: b for n, b in op.backends.items() if n != BACKEND}}
+    op.backends = {
+        BACKEND: broken(fault, op.backends["cpu"]),
+        **{n: b for n, b in op.backends.items() if n != BACKEND},
+    }
     _registry.HOME[BACKEND] = "cpu"
 
 
@@ -93,12 +102,19 @@ def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[li
         return cpu.forward(a)
 
     preamble = f"from pytransformer.testing.planted_backend import plant; plant({fault!r})"
-    with checked_apart(dataclasses.replace(cpu, name=BACKEND, forward=forward, infer=None), preamble, folder, seconds=seconds):
+    with checked_apart(
+        dataclasses.replace(cpu, name=BACKEND, forward=forward, infer=None),
+        preamble,
+        folder,
+        seconds=seconds,
+    ):
         yield ran
 
 
 @contextlib.contextmanager
-def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
+def checked_apart(
+    backend: Backend, preamble: str, folder: object, *, seconds: float = 60.0
+) -> Iterator[None]:
     """Put the guarded backend first for attention, as if native on the CPU, without the fast path.
 
     The checking process runs ``preamble`` first and has ``seconds``; results are stored in
@@ -113,7 +129,9 @@ def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: f
         patch.setattr(verification, "HANG_SECONDS", seconds)
         patch.setattr(verification, "CHECK_SECONDS", 300.0)
         patch.setitem(_registry.HOME, backend.name, "cpu")
-        op.backends = {backend.name: backend} | {n: b for n, b in saved.items() if n != backend.name}
+        op.backends = {backend.name: backend} | {
+            n: b for n, b in saved.items() if n != backend.name
+        }
         verification.forget()
         try:
             yield
@@ -122,7 +140,9 @@ def checked_apart(backend: Backend, preamble: str, folder: object, *, seconds: f
             verification.forget()
 
 
-def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], backend: str, says: str) -> None:
+def check_told_once(
+    way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], backend: str, says: str
+) -> None:
     """Run the call twice on a broken backend; assert correct results and one warning.
 
     The backend cpu must compute both, and the warning must contain the check's result.

@@ -42,7 +42,9 @@ class StrayWrite(AssertionError):
 
 def _from_package(frame: Any) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return (name.startswith("pytransformer.") or name == "pytransformer") and not name.startswith("pytransformer.testing")
+    return (name.startswith("pytransformer.") or name == "pytransformer") and not name.startswith(
+        "pytransformer.testing"
+    )
 
 
 @contextlib.contextmanager
@@ -51,7 +53,9 @@ def poisoned() -> Iterator[list[Guard]]:
     guards: list[Guard] = []
 
     def guarded(tensor: Tensor) -> Tensor:
-        replacement, guard = guarded_output(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        replacement, guard = guarded_output(
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        )
         guards.append(guard)
         return replacement
 
@@ -59,7 +63,11 @@ def poisoned() -> Iterator[list[Guard]]:
         @functools.wraps(allocate)
         def poison(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)
-            if type(tensor) is not Tensor or tensor.device.type == "meta" or not _from_package(sys._getframe(1)):
+            if (
+                type(tensor) is not Tensor
+                or tensor.device.type == "meta"
+                or not _from_package(sys._getframe(1))
+            ):
                 return tensor
             return guarded(tensor)
 
@@ -79,4 +87,7 @@ def poisoned() -> Iterator[list[Guard]]:
             setattr(owner, name, original)
     broken = [tuple(g.buffer.shape) for g in guards if not g.intact()]
     if broken:
-        raise StrayWrite(f"{len(broken)} of {len(guards)} outputs were written beyond their ends; buffers {broken}")
+        raise StrayWrite(
+            f"{len(broken)} of {len(guards)} outputs were written beyond their ends; buffers"
+            f" {broken}"
+        )

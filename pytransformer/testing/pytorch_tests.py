@@ -20,10 +20,18 @@ from xml.etree import ElementTree
 
 # Test name pattern -> why it fails with ours only.
 KNOWN: dict[str, str] = {
-    "test_disable_fastpath_cpu": "wants the inference fast path, which is off while ours are active",
-    "test_mask_check_fastpath_cpu": "wants the inference fast path, which is off while ours are active",
-    "test_scaled_dot_product_attention_*_causal_attn_mask_*": "wants an error for a mask with is_causal; ours intersects them",
-    "test_scaled_dot_product_attention_*_dropout_p_0_[25]_cpu": "wants the random numbers of torch.nn.functional.dropout",
+    "test_disable_fastpath_cpu": (
+        "wants the inference fast path, which is off while ours are active"
+    ),
+    "test_mask_check_fastpath_cpu": (
+        "wants the inference fast path, which is off while ours are active"
+    ),
+    "test_scaled_dot_product_attention_*_causal_attn_mask_*": (
+        "wants an error for a mask with is_causal; ours intersects them"
+    ),
+    "test_scaled_dot_product_attention_*_dropout_p_0_[25]_cpu": (
+        "wants the random numbers of torch.nn.functional.dropout"
+    ),
 }
 PLUGIN = "import pytransformer\npytransformer.activate()\n"
 
@@ -47,23 +55,38 @@ def run(path: Path, options: list[str], *, active: bool) -> dict[str, bool]:
             *options,
         ]
         search = os.pathsep.join([folder, *sys.path])
-        environment = {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1", "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": search,
+            "PYTHONSAFEPATH": "1",
+            "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu",
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not report.exists():
-            raise RuntimeError(f"pytest wrote no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"pytest wrote no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         cases = ElementTree.parse(report).getroot().iter("testcase")
-        ran = {f"{c.get('classname')}.{c.get('name')}": c for c in cases if c.find("skipped") is None}
+        ran = {
+            f"{c.get('classname')}.{c.get('name')}": c for c in cases if c.find("skipped") is None
+        }
         if not ran:
             raise RuntimeError(f"no test ran:\n{done.stdout[-2000:]}")
-        return {name: c.find("failure") is None and c.find("error") is None for name, c in ran.items()}
+        return {
+            name: c.find("failure") is None and c.find("error") is None for name, c in ran.items()
+        }
 
 
 def compare(theirs: dict[str, bool], ours: dict[str, bool]) -> tuple[list[str], list[str]]:
     """Return unknown tests that fail only with ours, and known ones that do not fail."""
     new = [name for name, passed in ours.items() if not passed and theirs.get(name, True)]
-    known = {k: [name for name in new if fnmatch.fnmatchcase(name.rpartition(".")[2], k)] for k in KNOWN}
+    known = {
+        k: [name for name in new if fnmatch.fnmatchcase(name.rpartition(".")[2], k)] for k in KNOWN
+    }
     explained = {name for names in known.values() for name in names}
-    return [name for name in new if name not in explained], [k for k, names in known.items() if not names]
+    return [name for name in new if name not in explained], [
+        k for k, names in known.items() if not names
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -73,7 +96,10 @@ def main(arguments: list[str]) -> int:
     path, options = Path(arguments[0]).resolve(), arguments[1:]
     theirs, ours = (run(path, options, active=active) for active in (False, True))
     new, outdated = compare(theirs, ours)
-    print(f"PyTorch's kernels: {sum(theirs.values())} of {len(theirs)} pass. Ours: {sum(ours.values())} of {len(ours)}.")
+    print(
+        f"PyTorch's kernels: {sum(theirs.values())} of {len(theirs)} pass. Ours:"
+        f" {sum(ours.values())} of {len(ours)}."
+    )
     for name in new:
         print(f"fails with ours alone: {name}")
     for name in theirs.keys() - ours.keys():

@@ -42,7 +42,9 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.sizes, os.path.join(folder, "store"), theirs), daemon=True
+                target=_serve,
+                args=(rank, self.sizes, os.path.join(folder, "store"), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -50,7 +52,9 @@ class Pool:
             self._processes.append(process)
         self._answers(self.size, START)
 
-    def run(self, ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    def run(
+        self, ranks: int, function: Callable[..., Any], *args: Any, **options: Any
+    ) -> list[Any]:
         for pipe in self._pipes[:ranks]:
             pipe.send((ranks, function, args, options))
         return self._answers(ranks)

@@ -65,10 +65,14 @@ def recorded_cases() -> list[Case]:
     """Return every named case, at shapes that take well under a millisecond."""
     small = {"Lq": 9, "Lk": 11, "D": 8, "rows": 5, "d": 24, "hidden": 40, "classes": 13}
     found = [*cases(), *map(case, EXTRA_CASES)]
-    return [c.resize(**{name: size for name, size in small.items() if name in c.shape}) for c in found]
+    return [
+        c.resize(**{name: size for name, size in small.items() if name in c.shape}) for c in found
+    ]
 
 
-def record(chosen: Case, dtype: torch.dtype = torch.float32, backend: str | None = None) -> list[RawCall]:
+def record(
+    chosen: Case, dtype: torch.dtype = torch.float32, backend: str | None = None
+) -> list[RawCall]:
     """Return the raw calls of one case, forward and backward."""
     import pytransformer as pt
 
@@ -77,13 +81,20 @@ def record(chosen: Case, dtype: torch.dtype = torch.float32, backend: str | None
     with Recorder(calls):
         outputs = getattr(pt, chosen.op)(*args, **kwargs, backend=backend)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        sum(o.sum() for o in outputs if o.requires_grad).backward() if any(o.requires_grad for o in outputs) else None
+        sum(o.sum() for o in outputs if o.requires_grad).backward() if any(
+            o.requires_grad for o in outputs
+        ) else None
     return calls
 
 
 def corpus() -> list[RawCall]:
     """Return valid calls of every Python raw op and every op of the CPU library."""
-    calls = [c for chosen in recorded_cases() for dtype in (torch.float32, torch.bfloat16) for c in record(chosen, dtype)]
+    calls = [
+        c
+        for chosen in recorded_cases()
+        for dtype in (torch.float32, torch.bfloat16)
+        for c in record(chosen, dtype)
+    ]
     x, bias = torch.randn(4, 8), torch.randn(5)
     for weight in (torch.randn(5, 8), torch.randn(8, 5).T):
         calls.append(RawCall(NATIVE, "feed_forward_linear", (x, weight, bias, torch.empty(4, 5))))
@@ -91,7 +102,9 @@ def corpus() -> list[RawCall]:
     sizes["linear_cross_entropy_scratch"] = (4, 8, 16, True)
     calls += [RawCall(NATIVE, op, (x, *numbers)) for op, numbers in sizes.items()]
     forward = [c for c in calls if c.namespace == NATIVE and c.op == "attention_fwd"]
-    return calls + [RawCall(NATIVE, "attention_scratch", (*c.args[:3], *c.args[5:], True)) for c in forward]
+    return calls + [
+        RawCall(NATIVE, "attention_scratch", (*c.args[:3], *c.args[5:], True)) for c in forward
+    ]
 
 
 def freed(t: Tensor) -> Tensor:

@@ -34,10 +34,31 @@ INTEGERS = (
 )
 FLOATS = (0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e308, 5e-324, 0.5, 1 - 1e-9)
 DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8),
+    *(
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    ),
     *(torch.bool, torch.complex64, torch.float8_e4m3fn),
 )
-WORDS = ("none", "top_left", "bottom_right", "", "relu", "silu", "cpu", "reference", "torch", "triton", "x")
+WORDS = (
+    "none",
+    "top_left",
+    "bottom_right",
+    "",
+    "relu",
+    "silu",
+    "cpu",
+    "reference",
+    "torch",
+    "triton",
+    "x",
+)
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -54,7 +75,11 @@ def _reshaped(t: Tensor, rng: random.Random) -> Tensor:
     else:
         at = rng.randrange(len(shape))
         n = shape[at]
-        shape[at] = 0 if change == "empty" else max(0, rng.choice((n - 1, n + 1, 2 * n, n // 2, 0, 1, 2, 16, 513)))
+        shape[at] = (
+            0
+            if change == "empty"
+            else max(0, rng.choice((n - 1, n + 1, 2 * n, n // 2, 0, 1, 2, 16, 513)))
+        )
     return _random(shape, t.dtype)
 
 
@@ -67,7 +92,9 @@ def _restrided(t: Tensor, rng: random.Random) -> Tensor:
         return t.transpose(first, second).contiguous().transpose(first, second)
     if how == "shared":
         return t.narrow(first, 0, 1).expand(t.shape)
-    return torch.repeat_interleave(t, 2, dim=first)[(slice(None),) * first + (slice(None, None, 2),)]
+    return torch.repeat_interleave(t, 2, dim=first)[
+        (slice(None),) * first + (slice(None, None, 2),)
+    ]
 
 
 def _revalued(t: Tensor, rng: random.Random) -> Tensor:
@@ -77,7 +104,9 @@ def _revalued(t: Tensor, rng: random.Random) -> Tensor:
     flat, limits = t.view(-1), torch.iinfo(t.dtype) if not t.is_floating_point() else None
     for _ in range(rng.randint(1, 3)):
         value = rng.choice(INTEGERS if limits else FLOATS)
-        flat[rng.randrange(t.numel())] = value if limits is None else max(limits.min, min(limits.max, value))
+        flat[rng.randrange(t.numel())] = (
+            value if limits is None else max(limits.min, min(limits.max, value))
+        )
     return t
 
 
@@ -85,11 +114,27 @@ def _wrong_tensor(t: Tensor | None, args: Sequence[Any], rng: random.Random) -> 
     if t is None:
         given = [a for a in args if isinstance(a, Tensor)]
         return rng.choice(
-            (rng.choice(given or [None]), _random([rng.choice((1, 2, 4, 8))] * rng.randint(0, 4), rng.choice(DTYPES)))
+            (
+                rng.choice(given or [None]),
+                _random([rng.choice((1, 2, 4, 8))] * rng.randint(0, 4), rng.choice(DTYPES)),
+            )
         )
     if t.numel() and not t.untyped_storage().nbytes():
         return t  # an earlier mutation freed it; PyTorch itself would read the missing storage
-    kind = rng.choice(("none", "shape", "shape", "dtype", "strides", "values", "values", "another", "freed", "meta"))
+    kind = rng.choice(
+        (
+            "none",
+            "shape",
+            "shape",
+            "dtype",
+            "strides",
+            "values",
+            "values",
+            "another",
+            "freed",
+            "meta",
+        )
+    )
     if kind == "none":
         return None
     if kind == "another":
@@ -119,7 +164,9 @@ def mutated(call: RawCall, rng: random.Random) -> RawCall:
         elif isinstance(value, str):
             value = rng.choice(WORDS)
         else:
-            value = [rng.random() < 0.5 for _ in range(max(0, len(value) + rng.choice((-1, 0, 0, 1))))]
+            value = [
+                rng.random() < 0.5 for _ in range(max(0, len(value) + rng.choice((-1, 0, 0, 1))))
+            ]
         call = call.replace(at, value)
     return call
 
@@ -147,7 +194,12 @@ class Guarded:
         """
         count = 0 if 0 in t.shape else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
         size = count * t.element_size()
-        if t.device.type != "cpu" or not 0 < size <= SLOT or slot >= SLOTS or not t.untyped_storage().nbytes():
+        if (
+            t.device.type != "cpu"
+            or not 0 < size <= SLOT
+            or slot >= SLOTS
+            or not t.untyped_storage().nbytes()
+        ):
             return t
         start = self.base + PAGE + slot * (SLOT + PAGE) + (SLOT - size if at_end else 0)
         flat = torch.frombuffer((ctypes.c_char * size).from_address(start), dtype=t.dtype)
@@ -205,7 +257,11 @@ def run_mutants(count: int, first: int = 0, max_failures: int = 10) -> list[str]
             failures.append(f"the worker did not start: {process.stderr[-2000:]}")
             break
         seed, namespace, op = json.loads(lines[-1])
-        ended = signal.Signals(-process.returncode).name if process.returncode < 0 else f"exit {process.returncode}"
+        ended = (
+            signal.Signals(-process.returncode).name
+            if process.returncode < 0
+            else f"exit {process.returncode}"
+        )
         failures.append(f"seed {seed}: {namespace}::{op} ended by {ended}: {process.stderr[-500:]}")
         first = seed + 1
     return failures

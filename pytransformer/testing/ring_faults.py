@@ -13,7 +13,9 @@ import torch
 from ..distributed import blocks, call, gradients, plan, sinks, tile
 
 
-def _merged_without_weights(merged: tile.Merged, out: torch.Tensor, lse: tile.Lse, start: int, stop: int) -> None:
+def _merged_without_weights(
+    merged: tile.Merged, out: torch.Tensor, lse: tile.Lse, start: int, stop: int
+) -> None:
     merged.out[:, :, start:stop] += out
     merged.lse.rest[:, :, start:stop] = torch.logaddexp(merged.lse.rest[:, :, start:stop], lse.rest)
 
@@ -44,22 +46,46 @@ def _part_of_other_rows(of: blocks.BlockParts, queries: range, keys: range) -> A
     return PART(of, queries=range(len(queries)), keys=keys)
 
 
-def _all_but_the_first(of: blocks.BlockParts, queries: Any, keys: Any) -> frozenset[tuple[int, int]]:
-    return frozenset((q.start, k.start) for q in queries for k in keys if k.start and q.start != k.start)
+def _all_but_the_first(
+    of: blocks.BlockParts, queries: Any, keys: Any
+) -> frozenset[tuple[int, int]]:
+    return frozenset(
+        (q.start, k.start) for q in queries for k in keys if k.start and q.start != k.start
+    )
 
 
 PART = blocks.BlockParts.part
 VISIBLE, TILE = plan.Pattern.visible, call.RingCall.tile
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "merged without the weights of lse": (tile.Merged, "add", _merged_without_weights),
-    "tiles on the diagonal neither sent nor computed": (plan.Pattern, "visible", _visible_below_the_diagonal),
+    "tiles on the diagonal neither sent nor computed": (
+        plan.Pattern,
+        "visible",
+        _visible_below_the_diagonal,
+    ),
     "queries count from the rank's start": (call.RingCall, "tile", _at(query_start=lambda a: 0)),
-    "keys count from the rank's start": (call.RingCall, "tile", _at(key_start=lambda a: 0, key_lengths=lambda a: None)),
-    "lengths not cut, but halved": (call, "_cut", lambda lengths, shift, rows: None if lengths is None else lengths // 2),
+    "keys count from the rank's start": (
+        call.RingCall,
+        "tile",
+        _at(key_start=lambda a: 0, key_lengths=lambda a: None),
+    ),
+    "lengths not cut, but halved": (
+        call,
+        "_cut",
+        lambda lengths, shift, rows: None if lengths is None else lengths // 2,
+    ),
     "a sink in every tile": (call.RingCall, "tile", _with_sinks),
     "no sink": (sinks, "sink_logits", lambda s, work: torch.full_like(s, -torch.inf, dtype=work)),
-    "the rank's own share of the table's gradient": (gradients, "sum_over_ranks", lambda tensors, group: list(tensors)),
-    "gradients of other ranks' keys dropped": (gradients.Gradients, "_add_keys", lambda self, chunk, payload: None),
+    "the rank's own share of the table's gradient": (
+        gradients,
+        "sum_over_ranks",
+        lambda tensors, group: list(tensors),
+    ),
+    "gradients of other ranks' keys dropped": (
+        gradients.Gradients,
+        "_add_keys",
+        lambda self, chunk, payload: None,
+    ),
     "lse that lost the sum": (tile, "TRUSTED", float("inf")),
     "what finfo.min swallows counts again": (tile, "SWALLOWS", float("inf")),
     "blocks of the first queries": (blocks.BlockParts, "part", _part_of_other_rows),

@@ -20,8 +20,14 @@ CHUNKS = (range(9), range(9, 40))
 
 
 def _keywords(kind: str, length: int) -> dict[str, Any]:
-    by_kind: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": "top_left", "dropout_p": 0.3, "dropout_seed": 5}}
-    by_kind["causal"] |= {"bias": RelativePositionBias(torch.randn(8, 2), False, 20), "window": (20, None)}
+    by_kind: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"causal": "top_left", "dropout_p": 0.3, "dropout_seed": 5},
+    }
+    by_kind["causal"] |= {
+        "bias": RelativePositionBias(torch.randn(8, 2), False, 20),
+        "window": (20, None),
+    }
     by_kind["mask"] = {
         "attn_mask": torch.randn(2, 1, length, length),
         "key_lengths": torch.tensor([length, 25]),
@@ -40,7 +46,9 @@ def _keywords(kind: str, length: int) -> dict[str, Any]:
 def check_tiles(kind: str, backend: str, dtype: torch.dtype) -> None:
     """Assert that the merged and differentiated tiles of CHUNKS equal the full attention."""
     length = CHUNKS[-1].stop
-    query, key, value, grad_out = (torch.randn(2, heads, length, 16).to(dtype) for heads in (2, 1, 1, 2))
+    query, key, value, grad_out = (
+        torch.randn(2, heads, length, 16).to(dtype) for heads in (2, 1, 1, 2)
+    )
     keywords = _keywords(kind, length)
     a, _, _ = attention_op.prepare(query, key, value, **keywords)
     pattern = Pattern(a.causal != "none", a.left, a.right)
@@ -48,7 +56,15 @@ def check_tiles(kind: str, backend: str, dtype: torch.dtype) -> None:
     out, lse = ring_forward(call)
     wanted = tuple(t is not None and t.is_floating_point() for t in a[: len(NAMES)])
     grads = ring_backward(call, out, lse, (grad_out, None), wanted)
-    results = {"out": out, "lse": lse.total, **{name: g for name, g, want in zip(NAMES, grads, wanted) if want}}
+    results = {
+        "out": out,
+        "lse": lse.total,
+        **{name: g for name, g, want in zip(NAMES, grads, wanted) if want},
+    }
     solution = oracle.solve(query, key, value, grad_out, None, **keywords)
-    wrong = [str(c) for c in bounds.check(solution, results, dtype, "zero_mean") if not within(c, dtype, "ring")]
+    wrong = [
+        str(c)
+        for c in bounds.check(solution, results, dtype, "zero_mean")
+        if not within(c, dtype, "ring")
+    ]
     assert not wrong, "\n".join(wrong)

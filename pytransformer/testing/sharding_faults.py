@@ -61,7 +61,11 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         lambda n, mesh, places: range(-(-n // mesh.size(0))),
     ),
     "the target's logit from every rank": (cross_entropy, "_merged", _counted_twice),
-    "dropout counts from the rank's own start": (call, "starts_of", lambda tensors, mesh, chosen: {}),
+    "dropout counts from the rank's own start": (
+        call,
+        "starts_of",
+        lambda tensors, mesh, chosen: {},
+    ),
     "slopes of other heads": (call, "to_local", _of_the_next_rank(0, 1)),
     "columns of the table of other heads": (call, "to_local", _of_the_next_rank(1, 2)),
 }

@@ -14,37 +14,48 @@ VOCABULARY = 31
 _SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=16, num_heads=4, hidden=24)
 
 CONFIGS: dict[str, Any] = {
-    "Transformer": models.TransformerConfig(**_SIZES, num_encoder_layers=2, num_decoder_layers=2, max_length=12),
+    "Transformer": models.TransformerConfig(**_SIZES, num_encoder_layers=2, num_decoder_layers=2,
+        max_length=12),
     "Transformer-pre": models.TransformerConfig(
-        **_SIZES, target_vocab_size=29, num_encoder_layers=2, num_decoder_layers=2, max_length=12, norm="pre", tied=False,
+        **_SIZES, target_vocab_size=29, num_encoder_layers=2, num_decoder_layers=2, max_length=12,
+        norm="pre", tied=False,
         positions="learned", logits_bias=True, experts={"num_experts": 3},
     ),
     "Transformer-wide": models.TransformerConfig(  # heads of a free size, values of another
-        **_SIZES, head_dim=8, value_dim=6, num_encoder_layers=1, num_decoder_layers=1, max_length=12, tied=False,
+        **_SIZES, head_dim=8, value_dim=6, num_encoder_layers=1, num_decoder_layers=1,
+        max_length=12, tied=False,
         logits_bias=True,
     ),
-    "BERT": models.BERTConfig(**_SIZES, num_layers=2, max_length=12, heads=("mlm", "nsp", "boundary")),
-    "BERT-classifier": models.BERTConfig(**_SIZES, num_layers=2, max_length=12, heads=("classification",), num_labels=3),
+    "BERT": models.BERTConfig(**_SIZES, num_layers=2, max_length=12,
+        heads=("mlm", "nsp", "boundary")),
+    "BERT-classifier": models.BERTConfig(**_SIZES, num_layers=2, max_length=12,
+        heads=("classification",), num_labels=3),
     "GPT": models.GPTConfig(**_SIZES, num_layers=2, max_length=12),
     "GPT-alibi": models.GPTConfig(
-        **_SIZES, num_layers=2, max_length=12, num_kv_heads=2, positions="alibi", window=4, tied=False
+        **_SIZES, num_layers=2, max_length=12, num_kv_heads=2, positions="alibi", window=4,
+        tied=False
     ),
     "T5": models.T5Config(**_SIZES, head_dim=6, num_layers=2, buckets=8, max_distance=9),
     "T5-v1.1": models.T5Config(
-        **_SIZES, head_dim=4, num_layers=1, num_decoder_layers=2, buckets=8, max_distance=9, activation="gelu_tanh", gated=True,
+        **_SIZES, head_dim=4, num_layers=1, num_decoder_layers=2, buckets=8, max_distance=9,
+        activation="gelu_tanh", gated=True,
         tied=False, scale_outputs=False,
     ),
-    "ViT": models.ViTConfig(image_size=8, patch_size=4, d_model=16, num_layers=2, num_heads=4, hidden=24, num_labels=3),
+    "ViT": models.ViTConfig(image_size=8, patch_size=4, d_model=16, num_layers=2, num_heads=4,
+        hidden=24, num_labels=3),
     "FNet": models.FNetConfig(**_SIZES, num_layers=2, max_length=12),
-    "Mixer": models.MixerConfig(image_size=8, patch_size=4, d_model=16, num_layers=2, token_hidden=6, hidden=24, num_labels=3),
+    "Mixer": models.MixerConfig(image_size=8, patch_size=4, d_model=16, num_layers=2,
+        token_hidden=6, hidden=24, num_labels=3),
     "Mixer-separable": models.MixerConfig(
         image_size=8, patch_size=2, d_model=16, num_layers=2, hidden=24, num_labels=3, kernel_size=3
     ),
     "Conformer": models.ConformerConfig(
-        input_dim=5, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3, vocab_size=VOCABULARY, subsampling=False
+        input_dim=5, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3,
+        vocab_size=VOCABULARY, subsampling=False
     ),
     "Conformer-ctc": models.ConformerConfig(
-        input_dim=9, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3, vocab_size=VOCABULARY, ctc=True
+        input_dim=9, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3,
+        vocab_size=VOCABULARY, ctc=True
     ),
 }  # fmt: skip
 
@@ -71,7 +82,8 @@ def inputs(name: str, length: int = 9) -> dict[str, torch.Tensor]:
     if name == "Conformer-ctc":  # 33 frames, 17 and 29 of them real: 7, 3 and 6 remain
         features, lengths = torch.randn(3, 33, 9), torch.tensor([33, 17, 29])
         return {
-            "input_features": features, "attention_mask": (torch.arange(33) < lengths[:, None]).long(),
+            "input_features": features,
+            "attention_mask": (torch.arange(33) < lengths[:, None]).long(),
             "labels": torch.tensor([[3, 3, 4], [5, -100, -100], [6, 7, -100]]),
         }  # fmt: skip
     if kind == "Conformer":
@@ -89,4 +101,6 @@ def inputs(name: str, length: int = 9) -> dict[str, torch.Tensor]:
         "token_type_ids": torch.randint(0, 2, ids.shape), "labels": ids.masked_fill(~masked, -100),
         "next_sentence_label": torch.tensor([0, 1, 0]),
     }  # fmt: skip
-    return given | ({"span_bounds": torch.tensor([0, 3]).expand(3, length, 2)} if kind == "BERT" else {})
+    return given | (
+        {"span_bounds": torch.tensor([0, 3]).expand(3, length, 2)} if kind == "BERT" else {}
+    )

@@ -41,14 +41,19 @@ def padded(problem: Problem, multiple: int) -> Problem:
             if name in ("query", "key", "value"):
                 held[name] = _grown(t, 2, more["query" if name == "query" else "key"])
             elif name in ("attn_mask", "bias"):
-                for dim, length, n in ((-2, lengths["query"], grow_query), (-1, lengths["key"], grow_key)):
+                for dim, length, n in (
+                    (-2, lengths["query"], grow_query),
+                    (-1, lengths["key"], grow_key),
+                ):
                     t = _grown(t, dim, n) if t.dim() >= -dim and t.shape[dim] == length != 1 else t
                 held[name] = t
             elif name in ("query_segments", "key_segments"):
                 held[name] = _grown(t, 1, more[name.split("_")[0]])
     grad_lse = None if problem.grad_lse is None else _grown(problem.grad_lse, 2, grow_query)
     grad_out = _grown(problem.grad_out, 2, grow_query)
-    return dataclasses.replace(problem, tensors=tensors, keywords=keywords, grad_out=grad_out, grad_lse=grad_lse)
+    return dataclasses.replace(
+        problem, tensors=tensors, keywords=keywords, grad_out=grad_out, grad_lse=grad_lse
+    )
 
 
 def _grown(t: Tensor, dim: int, n: int) -> Tensor:
@@ -66,7 +71,9 @@ def split_by_rows(name: str, t: Tensor, num_queries: int) -> int | None:
     return BY_ROW.get(name)
 
 
-def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str, **options: Any) -> dict[str, Any]:
+def attend(
+    rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str, **options: Any
+) -> dict[str, Any]:
     """Return a rank's out, lse and gradients by name."""
     ranks, num_queries = dist.get_world_size(group), problem.tensors["query"].shape[2]
 
@@ -75,12 +82,21 @@ def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, l
         return t if dim is None else t.index_select(dim, rows_of(t.shape[dim], ranks, rank, layout))
 
     with poisoned():
-        leaves = {n: mine(n, t).detach().requires_grad_(n in problem.wanted) for n, t in problem.tensors.items()}
+        leaves = {
+            n: mine(n, t).detach().requires_grad_(n in problem.wanted)
+            for n, t in problem.tensors.items()
+        }
         keywords = {n: mine(n, t) for n, t in problem.keywords.items()}
-        keywords = dataclasses.replace(problem, keywords=keywords).public_keywords(leaves) | options | {"return_lse": True}
+        keywords = (
+            dataclasses.replace(problem, keywords=keywords).public_keywords(leaves)
+            | options
+            | {"return_lse": True}
+        )
         if problem.block_size:
             lengths = num_queries, problem.tensors["key"].shape[2]
-            keywords["attn_mask"] = in_blocks(problem.keywords["attn_mask"], lengths, problem.block_size)
+            keywords["attn_mask"] = in_blocks(
+                problem.keywords["attn_mask"], lengths, problem.block_size
+            )
         args = leaves["query"], leaves["key"], leaves["value"]
         out, lse = SCHEMES[scheme](*args, group=group, layout=layout, **keywords)
         results = {"out": out, "lse": lse}
@@ -88,12 +104,16 @@ def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, l
             outputs, grads = [out], [mine("query", problem.grad_out)]
             if problem.grad_lse is not None:
                 outputs, grads = [out, lse], [*grads, mine("query", problem.grad_lse)]
-            found = torch.autograd.grad(outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True)
+            found = torch.autograd.grad(
+                outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True
+            )
             results |= dict(zip(problem.wanted, found))
     return {n: None if t is None else t.detach().clone() for n, t in results.items()}
 
 
-def attend_or_refuse(rank: int, group: dist.ProcessGroup, *args: Any, **options: Any) -> dict[str, Any] | str:
+def attend_or_refuse(
+    rank: int, group: dist.ProcessGroup, *args: Any, **options: Any
+) -> dict[str, Any] | str:
     """Return :func:`attend`'s results, or why the scheme refuses the problem."""
     try:
         return attend(rank, group, *args, **options)
@@ -112,11 +132,15 @@ def joined(problem: Problem, shards: list[dict[str, Any]], layout: str) -> dict[
         if first is None:
             whole[name] = None
         elif dim is None:
-            assert not any(bounds.other_bits({name: first}, {name: p}) for p in pieces), f"{name} differs between ranks"
+            assert not any(bounds.other_bits({name: first}, {name: p}) for p in pieces), (
+                f"{name} differs between ranks"
+            )
             whole[name] = first
         else:
             together = torch.cat(pieces, dim)
-            order = torch.cat([rows_of(together.shape[dim], ranks, r, layout) for r in range(ranks)])
+            order = torch.cat(
+                [rows_of(together.shape[dim], ranks, r, layout) for r in range(ranks)]
+            )
             whole[name] = together.index_select(dim, order.argsort())
     return whole
 
@@ -125,7 +149,10 @@ def cut(results: dict[str, Tensor | None], problem: Problem) -> dict[str, Tensor
     """Return the results without padding."""
     shapes = {n: t.shape for n, t in problem.tensors.items()}
     shapes["out"], shapes["lse"] = problem.grad_out.shape, problem.grad_out.shape[:3]
-    return {n: None if t is None else t[tuple(slice(0, size) for size in shapes[n])] for n, t in results.items()}
+    return {
+        n: None if t is None else t[tuple(slice(0, size) for size in shapes[n])]
+        for n, t in results.items()
+    }
 
 
 def within(check: bounds.Check, dtype: torch.dtype, scheme: str) -> bool:

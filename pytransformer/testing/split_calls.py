@@ -55,7 +55,9 @@ def upstream(name: str, dtype: torch.dtype) -> list[Tensor]:
     a, _, _ = _prepared(chosen.op, *chosen.make("cpu", dtype, SEED))
     op, generator = OPS[chosen.op], torch.Generator().manual_seed(SEED)
     outputs = op.empty_outputs(a)[: len(op.returned)]
-    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    return [
+        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs
+    ]
 
 
 def solution(name: str, dtype: torch.dtype) -> Solution:
@@ -68,7 +70,10 @@ def solution(name: str, dtype: torch.dtype) -> Solution:
 def placements(name: str, t: Tensor, ways: Sequence[Way]) -> list[Placement]:
     """Return an argument's placements for the ways; broadcast dimensions are replicated."""
     found = [way.argument(ARGUMENT.get(name, name)) for way in ways]
-    fits = (p if isinstance(p, Replicate) or (p.dim < t.dim() and t.shape[p.dim] > 1) else Replicate() for p in found)  # type: ignore[attr-defined]
+    fits = (
+        p if isinstance(p, Replicate) or (p.dim < t.dim() and t.shape[p.dim] > 1) else Replicate()
+        for p in found
+    )  # type: ignore[attr-defined]
     return [p if name not in ("attn_mask", "bias") or t.dim() == 4 else Replicate() for p in fits]
 
 
@@ -105,29 +110,50 @@ def compute(
             values[argument] = placed(argument, value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and argument == "bias":
             part = "slopes" if hasattr(value, "slopes") else "table"
-            values[argument] = dataclasses.replace(value, **{part: placed(part, getattr(value, part))})
+            values[argument] = dataclasses.replace(
+                value, **{part: placed(part, getattr(value, part))}
+            )
     with planted(fault):
         try:
-            return _run(chosen.op, values, found, [g.to(dtype) if g.dim() else g for g in upstream(name, dtype)], mesh)
+            return _run(
+                chosen.op,
+                values,
+                found,
+                [g.to(dtype) if g.dim() else g for g in upstream(name, dtype)],
+                mesh,
+            )
         except ValueError as error:
             return str(error)
 
 
 def _run(
-    op: str, values: Mapping[str, Any], found: Mapping[str, Tensor], grads: list[Tensor], mesh: DeviceMesh
+    op: str,
+    values: Mapping[str, Any],
+    found: Mapping[str, Tensor],
+    grads: list[Tensor],
+    mesh: DeviceMesh,
 ) -> dict[str, Tensor | None]:
     import pytransformer as pt
 
     outputs = getattr(pt, op)(**values)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    sent = [distribute_tensor(g.to(o.dtype), mesh, [Replicate()] * mesh.ndim) for g, o in zip(grads, outputs)]
+    sent = [
+        distribute_tensor(g.to(o.dtype), mesh, [Replicate()] * mesh.ndim)
+        for g, o in zip(grads, outputs)
+    ]
     of = torch.autograd.grad(outputs, list(found.values()), sent, allow_unused=True)
     results = dict(zip(OPS[op].returned, outputs)) | dict(zip(found, of))
     return {n: None if t is None else _full(t) for n, t in results.items()}
 
 
 def loss_of(
-    rank: int, group: dist.ProcessGroup, number: int, shape: tuple[int, ...], places: Any, fault: str | None, **options: Any
+    rank: int,
+    group: dist.ProcessGroup,
+    number: int,
+    shape: tuple[int, ...],
+    places: Any,
+    fault: str | None,
+    **options: Any,
 ) -> dict[str, Tensor | None] | str:
     """Return the full loss and gradients of a random linear_cross_entropy.
 
@@ -144,18 +170,26 @@ def loss_of(
     leaves = {n: t[n].requires_grad_() for n in problem.wanted}
     with planted(fault):
         try:
-            loss = pt.linear_cross_entropy(t["x"], t["weight"], t["target"], bias=t.get("bias"), **problem.keywords, **options)
+            loss = pt.linear_cross_entropy(
+                t["x"], t["weight"], t["target"], bias=t.get("bias"), **problem.keywords, **options
+            )
             found = dict.fromkeys(leaves, None)
             if leaves:
                 assert grad is not None
-                sent = distribute_tensor(grad, mesh, [Replicate()] * mesh.ndim) if isinstance(loss, DTensor) else grad
+                sent = (
+                    distribute_tensor(grad, mesh, [Replicate()] * mesh.ndim)
+                    if isinstance(loss, DTensor)
+                    else grad
+                )
                 found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), sent)))
         except ValueError as error:
             return str(error)
     return {n: None if r is None else _full(r) for n, r in {"loss": loss, **found}.items()}
 
 
-def sums_meet_norms(rank: int, group: dist.ProcessGroup, whole: Mapping[str, Tensor], place: int | None) -> dict[str, Tensor]:
+def sums_meet_norms(
+    rank: int, group: dist.ProcessGroup, whole: Mapping[str, Tensor], place: int | None
+) -> dict[str, Tensor]:
     """Feed a hidden-split feed-forward network, a pending sum, into add_norm.
 
     add_norm is split by rows (``place`` 0) or replicated (None). Return outputs and gradients.
@@ -164,7 +198,11 @@ def sums_meet_norms(rank: int, group: dist.ProcessGroup, whole: Mapping[str, Ten
 
     mesh = mesh_of(group, (dist.get_world_size(group),))
     split = {"w1": [Shard(0)], "w2": [Shard(1)]}
-    t = {n: distribute_tensor(x, mesh, split.get(n, [Replicate()])).requires_grad_() for n, x in whole.items() if n != "grad"}
+    t = {
+        n: distribute_tensor(x, mesh, split.get(n, [Replicate()])).requires_grad_()
+        for n, x in whole.items()
+        if n != "grad"
+    }
     inner = pt.feed_forward(t["x"], t["w1"], None, t["w2"], t["b2"])
     assert isinstance(inner, DTensor) and inner.placements[0].is_partial()
     residual = t["x"]
@@ -186,8 +224,13 @@ def second_derivative(rank: int, group: dist.ProcessGroup) -> str:
     import pytransformer as pt
 
     mesh = mesh_of(group, (dist.get_world_size(group),))
-    x, w1 = torch.randn(4, 8, requires_grad=True), distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)])
-    y = pt.feed_forward(x, w1, None, distribute_tensor(torch.randn(8, 6), mesh, [Shard(1)]), None, activation="gelu")
+    x, w1 = (
+        torch.randn(4, 8, requires_grad=True),
+        distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]),
+    )
+    y = pt.feed_forward(
+        x, w1, None, distribute_tensor(torch.randn(8, 6), mesh, [Shard(1)]), None, activation="gelu"
+    )
     try:
         torch.autograd.grad(y.sum(), x, create_graph=True)
     except NotImplementedError as error:
@@ -201,7 +244,8 @@ def other_mesh(rank: int, group: dist.ProcessGroup) -> str:
 
     both = mesh_of(group, (2, 2))
     x, weight = (
-        distribute_tensor(torch.ones(4, 8)[i], both[name], [Replicate()]) for i, name in ((slice(None), "data"), (0, "tensor"))
+        distribute_tensor(torch.ones(4, 8)[i], both[name], [Replicate()])
+        for i, name in ((slice(None), "data"), (0, "tensor"))
     )
     try:
         pt.rms_norm(x, 8, weight)
@@ -217,7 +261,10 @@ def plain_only(rank: int, group: dist.ProcessGroup) -> list[str]:
 
     mesh, told = mesh_of(group, (dist.get_world_size(group),)), []
     x = distribute_tensor(torch.zeros(1, 2, 8, 8), mesh, [Shard(2)])
-    for call in (lambda: pt.attention_weights(x, x, x[..., 0]), lambda: ring_attention(x, x, x, group=group)):
+    for call in (
+        lambda: pt.attention_weights(x, x, x[..., 0]),
+        lambda: ring_attention(x, x, x, group=group),
+    ):
         try:
             call()
         except ValueError as error:
@@ -230,7 +277,10 @@ def wrong_target(rank: int, group: dist.ProcessGroup) -> str:
     import pytransformer as pt
 
     mesh = mesh_of(group, (dist.get_world_size(group),))
-    x, target = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.ones(4, 8), torch.tensor([0, 1, 2, 3])))
+    x, target = (
+        distribute_tensor(t, mesh, [Shard(0)])
+        for t in (torch.ones(4, 8), torch.tensor([0, 1, 2, 3]))
+    )
     try:
         pt.linear_cross_entropy(x, torch.ones(3, 8), target)
     except ValueError as error:
@@ -249,17 +299,31 @@ def mask_drawn(rank: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def results_of(
-    rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any
+    rank: int,
+    group: dist.ProcessGroup,
+    shape: tuple[int, ...],
+    op: str,
+    tensors: Any,
+    **keywords: Any,
 ) -> list[Tensor]:
     """Return a call's full outputs; ``tensors`` maps name to (tensor, placements)."""
     import pytransformer as pt
 
     mesh = mesh_of(group, shape)
-    outputs = getattr(pt, op)(**{n: distribute_tensor(t, mesh, where) for n, (t, where) in tensors.items()}, **keywords)
+    outputs = getattr(pt, op)(
+        **{n: distribute_tensor(t, mesh, where) for n, (t, where) in tensors.items()}, **keywords
+    )
     return [_full(o) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
-def refusal(rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any) -> str:
+def refusal(
+    rank: int,
+    group: dist.ProcessGroup,
+    shape: tuple[int, ...],
+    op: str,
+    tensors: Any,
+    **keywords: Any,
+) -> str:
     """Return the error of a call on zeros; ``tensors`` maps name to (shape, placements)."""
     import pytransformer as pt
 

@@ -22,15 +22,29 @@ from .ring_faults import planted
 from .split_attention import SCHEMES, attend, rows_of
 
 
-def attend_with(rank: int, group: dist.ProcessGroup, fault: str | None, *args: Any, **options: Any) -> dict[str, Any]:
+def attend_with(
+    rank: int, group: dist.ProcessGroup, fault: str | None, *args: Any, **options: Any
+) -> dict[str, Any]:
     """Run :func:`attend` with a planted fault."""
     with planted(fault):
         return attend(rank, group, *args, **options)
 
 
-def outputs(rank: int, group: dist.ProcessGroup, scheme: str, layout: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+def outputs(
+    rank: int,
+    group: dist.ProcessGroup,
+    scheme: str,
+    layout: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    **options: Any,
+) -> Any:
     """Return out of this rank's rows, without gradients."""
-    shards = [t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)) for t in (q, k, v)]
+    shards = [
+        t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout))
+        for t in (q, k, v)
+    ]
     return SCHEMES[scheme](*shards, group=group, layout=layout, **options)
 
 
@@ -61,7 +75,9 @@ def counted() -> Iterator[Counter[str]]:
         yield sent
 
 
-def bytes_sent(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str) -> dict[str, int]:
+def bytes_sent(
+    rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str
+) -> dict[str, int]:
     """Return the bytes sent forward and backward, without the initial consistency check."""
     with counted() as sent, mock.patch("pytransformer.distributed.group.check_agreement"):
         attend(rank, group, problem, scheme, layout)
@@ -95,7 +111,9 @@ def first_collectives(rank: int, group: dist.ProcessGroup, problem: Problem) -> 
 def peak_bytes(rank: int, group: dist.ProcessGroup, problem: Problem, layout: str) -> int:
     """Return this rank's peak tensor memory, forward and backward, without the full inputs."""
     shards = [
-        t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)).requires_grad_()
+        t.index_select(
+            2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)
+        ).requires_grad_()
         for t in (problem.tensors["query"], problem.tensors["key"], problem.tensors["value"])
     ]
     tracker = MemTracker()
@@ -106,7 +124,9 @@ def peak_bytes(rank: int, group: dist.ProcessGroup, problem: Problem, layout: st
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def refusal(rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any], by_rank: list[Any]) -> str:
+def refusal(
+    rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any], by_rank: list[Any]
+) -> str:
     """Return the error of a call with options that differ by rank; "" for none."""
     options = {"group": group, **by_rank[rank]}
     try:
@@ -129,7 +149,9 @@ def seed_drawn(rank: int, group: dist.ProcessGroup, scheme: str) -> int:
     return int(call.a.dropout_seed)
 
 
-def there_and_back(rank: int, group: dist.ProcessGroup, x: torch.Tensor, dim: int, layout: Any) -> tuple[torch.Tensor, ...]:
+def there_and_back(
+    rank: int, group: dist.ProcessGroup, x: torch.Tensor, dim: int, layout: Any
+) -> tuple[torch.Tensor, ...]:
     """Return this rank's rows, the gathered tensor, and a gradient through shard and gather.
 
     The upstream gradient is rank + 1.

@@ -29,7 +29,9 @@ def mixture(options: Mapping[str, Any], dtype: torch.dtype) -> MixtureOfExperts:
     return MixtureOfExperts(D_MODEL, HIDDEN, **options).to(dtype).train()
 
 
-def results(m: MixtureOfExperts, tokens: torch.Tensor, grad: torch.Tensor, share: float) -> dict[str, torch.Tensor]:
+def results(
+    m: MixtureOfExperts, tokens: torch.Tensor, grad: torch.Tensor, share: float
+) -> dict[str, torch.Tensor]:
     """Return out, the balance loss and gradients; ``share`` weights the balance loss."""
     x = tokens.clone().requires_grad_()
     out = m(x)
@@ -50,7 +52,11 @@ def _no_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "every rank and choice has all the room": (experts, "_with_room", _room_of_its_own),
-    "rows in the order in which they came": (experts, "_by_expert", lambda counts: torch.arange(int(counts.sum()))),
+    "rows in the order in which they came": (
+        experts,
+        "_by_expert",
+        lambda counts: torch.arange(int(counts.sum())),
+    ),
     "gradients of rows not sent back": (experts._Exchange, "backward", staticmethod(_no_gradient)),
 }
 
@@ -67,7 +73,9 @@ def mixed(
     m, sent = mixture(options, tokens[0].dtype), 0
     m.parallelize(group)
 
-    def counted(out: torch.Tensor, rows: torch.Tensor, received: list[int], counts: list[int], **given: Any) -> Any:
+    def counted(
+        out: torch.Tensor, rows: torch.Tensor, received: list[int], counts: list[int], **given: Any
+    ) -> Any:
         nonlocal sent
         sent += (sum(counts) - counts[rank]) * rows.shape[1] * rows.element_size()
         return all_to_all(out, rows, received, counts, **given)
@@ -88,7 +96,10 @@ def refusal(rank: int, group: dist.ProcessGroup, options: Mapping[str, Any], giv
 
 
 def trained(
-    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], batches: Sequence[Batch]
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    batches: Sequence[Batch],
 ) -> list[torch.Tensor]:
     """Train a model with split experts, the rest under FSDP2 on the same ranks; return losses."""
     model, data = make(*made), mesh_of(group, (dist.get_world_size(group),))
@@ -101,7 +112,11 @@ def trained(
     for block in [m for m in model.modules() if isinstance(m, Block)]:
         fully_shard(block, mesh=data, ignored_params=apart)
     fully_shard(model, mesh=data, ignored_params=apart)
-    losses = train(model, [{n: t.chunk(data.size())[rank] for n, t in batch.items()} for batch in batches], clip=None)
+    losses = train(
+        model,
+        [{n: t.chunk(data.size())[rank] for n, t in batch.items()} for batch in batches],
+        clip=None,
+    )
     for loss in losses:
         dist.all_reduce(loss, group=group)
         loss /= data.size()

@@ -30,9 +30,15 @@ class Holder(nn.Module):
             self.register_parameter(name, nn.Parameter(t))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = {**self.others, self.first: x, **{name: getattr(self, name) for name in self.names}}
+        values = {
+            **self.others,
+            self.first: x,
+            **{name: getattr(self, name) for name in self.names},
+        }
         outputs = getattr(pt, self.op)(**values)
-        return sum(o.square().sum() for o in (outputs if isinstance(outputs, tuple) else (outputs,)))
+        return sum(
+            o.square().sum() for o in (outputs if isinstance(outputs, tuple) else (outputs,))
+        )
 
 
 def gradients_and_refusal(rank: int, group: Any, name: str) -> str:

@@ -34,7 +34,9 @@ def make(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     return kind(kind.Config(**config)).to(dtype).train()
 
 
-def train(model: nn.Module, batches: Sequence[Batch], seed: int = 1, clip: float | None = 0.5) -> list[torch.Tensor]:
+def train(
+    model: nn.Module, batches: Sequence[Batch], seed: int = 1, clip: float | None = 0.5
+) -> list[torch.Tensor]:
     """Return the loss of each AdamW step."""
     torch.manual_seed(seed)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
@@ -101,15 +103,30 @@ class Given(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             # The DTensor op calls the collectives on its parts, which come here.
             return NotImplemented
-        kind = func.name().split("::")[1].strip("_").removesuffix("_into_tensor").replace("all_gather", "allgather")
-        if "c10d" in func.name() and kind in ("all_reduce", "allgather", "broadcast", "all_to_all_single", "reduce_scatter"):
+        kind = (
+            func.name()
+            .split("::")[1]
+            .strip("_")
+            .removesuffix("_into_tensor")
+            .replace("all_gather", "allgather")
+        )
+        if "c10d" in func.name() and kind in (
+            "all_reduce",
+            "allgather",
+            "broadcast",
+            "all_to_all_single",
+            "reduce_scatter",
+        ):
             first = args[1] if func.name() == "c10d::allgather_" else args[0]
             self.bytes[kind] += (first[0] if isinstance(first, list) else first).nbytes
         return func(*args, **(kwargs or {}))
 
 
 def bytes_given(
-    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], batch: Batch
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    batch: Batch,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes passed to collectives, forward and backward, under a plan."""
     model = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),)))
@@ -122,7 +139,10 @@ def bytes_given(
 
 
 def sizes(
-    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], by_data: int
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    by_data: int,
 ) -> dict[str, tuple[int, int]]:
     """Return each parameter's local and total number of elements."""
     tensor = dist.get_world_size(group) // by_data
@@ -145,19 +165,29 @@ def small(name: str) -> nn.Module:
 
 def loss_and_gradients(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     """Return loss and gradients for padded inputs."""
-    given = {n: t.double() if t.is_floating_point() else t for n, t in small_models.inputs(name).items()}
+    given = {
+        n: t.double() if t.is_floating_point() else t for n, t in small_models.inputs(name).items()
+    }
     torch.manual_seed(5)
     loss = model(**given).loss
     loss.backward()
-    return {"loss": loss.detach()} | gathered(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return {"loss": loss.detach()} | gathered(
+        model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    )
 
 
 def split_gradients(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, torch.Tensor]:
-    return loss_and_gradients(split(small(name), None, mesh_of(group, (dist.get_world_size(group),))), name)
+    return loss_and_gradients(
+        split(small(name), None, mesh_of(group, (dist.get_world_size(group),))), name
+    )
 
 
 def refusal(
-    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], seeds: bool, **batch: Any
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    seeds: bool,
+    **batch: Any,
 ) -> str:
     """Return the error of a plan or of a training call; ``seeds`` makes the ranks' RNGs differ."""
     try:
@@ -170,7 +200,10 @@ def refusal(
 
 
 def saved_and_back(
-    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], folder: str
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    folder: str,
 ) -> tuple[str, bool]:
     """Return the error of saving a split model, and whether its gathered state loads again."""
     model, refused = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),))), ""
@@ -195,7 +228,9 @@ def converted(rank: int, group: dist.ProcessGroup, batches: Sequence[Batch]) -> 
     for layer in model.bert.encoder.layer:
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
-    losses = train(model, [{n: t.chunk(data.size())[rank] for n, t in batch.items()} for batch in batches])
+    losses = train(
+        model, [{n: t.chunk(data.size())[rank] for n, t in batch.items()} for batch in batches]
+    )
     for loss in losses:
         dist.all_reduce(loss, group=group)
         loss /= data.size()
@@ -209,9 +244,18 @@ def hugging_face_model() -> Any:
     from ..integrations.convert import convert
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
     config = transformers.BertConfig(
-        **sizes, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        **sizes,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     model = transformers.BertForSequenceClassification(config).double().train()
     convert(model)

@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import models
 from ..nn.context import context_parallel
-from ..training import Batches, Recipe, Trainer, World, causal_collate, of_model, translation_collate, warmup_cosine
+from ..training import (
+    Batches,
+    Recipe,
+    Trainer,
+    World,
+    causal_collate,
+    of_model,
+    translation_collate,
+    warmup_cosine,
+)
 from ..training.mesh import Mesh, make_mesh
 from ..training.parallel import local
 from . import small_models
@@ -25,10 +34,13 @@ from .split_models import make, small
 VOCABULARY = 61
 _SIZES = {"d_model": 16, "num_heads": 4, "hidden": 24}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "GPT": {**_SIZES, "num_layers": 2, "vocab_size": VOCABULARY, "max_length": 16, "attention_dropout": 0.1, "dropout": 0.1},
-    "T5": {**_SIZES, "num_layers": 1, "vocab_size": VOCABULARY, "head_dim": 4, "buckets": 8, "dropout": 0.1},
+    "GPT": {**_SIZES, "num_layers": 2, "vocab_size": VOCABULARY, "max_length": 16,
+        "attention_dropout": 0.1, "dropout": 0.1},
+    "T5": {**_SIZES, "num_layers": 1, "vocab_size": VOCABULARY, "head_dim": 4, "buckets": 8,
+        "dropout": 0.1},
     "Transformer": {
-        **_SIZES, "num_encoder_layers": 1, "num_decoder_layers": 1, "vocab_size": VOCABULARY, "max_length": 16, "dropout": 0.1,
+        **_SIZES, "num_encoder_layers": 1, "num_decoder_layers": 1, "vocab_size": VOCABULARY,
+        "max_length": 16, "dropout": 0.1,
     },
 }  # fmt: skip
 
@@ -60,7 +72,8 @@ class Job(NamedTuple):
         )
         out = None if self.out is None else Path(self.out)
         return Trainer(
-            model, of_model, _batches(self.model), recipe, warmup_cosine(0.01, 5, self.steps + 1), out=out, world=world,
+            model, of_model, _batches(self.model), recipe, warmup_cosine(0.01, 5, self.steps + 1),
+            out=out, world=world,
             optimizer=partial(torch.optim.AdamW, lr=0.0),
         )  # fmt: skip
 
@@ -69,8 +82,15 @@ class Job(NamedTuple):
             trainer = self.trainer(world)
             trainer.resume()
             trainer.fit(until=self.until)
-        state = dict(trainer.model.state_dict()) if trainer.split is None else trainer.split.state(keep=True)
-        return Ran([row["loss"] for row in trainer.metrics.rows], {name: t.clone() for name, t in state.items()})
+        state = (
+            dict(trainer.model.state_dict())
+            if trainer.split is None
+            else trainer.split.state(keep=True)
+        )
+        return Ran(
+            [row["loss"] for row in trainer.metrics.rows],
+            {name: t.clone() for name, t in state.items()},
+        )
 
 
 class Ran(NamedTuple):
@@ -91,7 +111,10 @@ def _batches(model: str) -> Batches:
     if model == "GPT":
         return Batches([sequence() for _ in range(66)], 4, causal_collate(0), seed=3)
     return Batches(
-        [(s := sequence(), [3 + (t * 7) % 58 for t in s]) for _ in range(66)], 4, translation_collate(0, 1, 2), seed=3
+        [(s := sequence(), [3 + (t * 7) % 58 for t in s]) for _ in range(66)],
+        4,
+        translation_collate(0, 1, 2),
+        seed=3,
     )
 
 
@@ -103,11 +126,15 @@ def world_of(sizes: tuple[tuple[str, int], ...], shard: bool) -> World:
     return World(dist.get_rank(), ranks, torch.device("cpu"), mesh)
 
 
-def on_a_mesh(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool = False) -> Ran:
+def on_a_mesh(
+    rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool = False
+) -> Ran:
     return job.run(world_of(tuple(sizes.items()), shard))
 
 
-def refusal_to_resume(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int]) -> str:
+def refusal_to_resume(
+    rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int]
+) -> str:
     """Return the error of resuming from another run's checkpoint."""
     try:
         job.trainer(world_of(tuple(sizes.items()), False)).resume()
@@ -116,13 +143,20 @@ def refusal_to_resume(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapp
     return ""
 
 
-def held(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool) -> tuple[int, int]:
+def held(
+    rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool
+) -> tuple[int, int]:
     """Return the bytes of parameters and optimizer state on this rank and of the full model."""
     trainer = job.trainer(world_of(tuple(sizes.items()), shard))
     trainer.fit(until=1)
-    tensors = [*trainer.model.parameters(), *(t for entries in trainer.optimizer.state.values() for t in entries.values())]
+    tensors = [
+        *trainer.model.parameters(),
+        *(t for entries in trainer.optimizer.state.values() for t in entries.values()),
+    ]
     of_matrices = [t.detach() for t in tensors if t.dim()]
-    return sum(local(t).nbytes for t in of_matrices), sum(t.numel() * t.itemsize for t in of_matrices)
+    return sum(local(t).nbytes for t in of_matrices), sum(
+        t.numel() * t.itemsize for t in of_matrices
+    )
 
 
 def difference(found: Ran, want: Ran) -> float:
@@ -152,14 +186,33 @@ def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
             with context_parallel(models.BERT(models.BERTConfig(num_layers=1))):
                 pass
         elif name == "heads":
-            Job("GPT", changes={"d_model": 12, "num_heads": 3, "num_kv_heads": 3}).trainer(world_of(sizes, False))
+            Job("GPT", changes={"d_model": 12, "num_heads": 3, "num_kv_heads": 3}).trainer(
+                world_of(sizes, False)
+            )
         else:
-            model = torch.nn.Linear(2, 2) if name == "no plan" else models.GPT(models.GPTConfig(**CONFIGS["GPT"]))
+            model = (
+                torch.nn.Linear(2, 2)
+                if name == "no plan"
+                else models.GPT(models.GPTConfig(**CONFIGS["GPT"]))
+            )
             optimizer: Any = {
-                "optimizer": torch.optim.AdamW(model.parameters()), "by matrix": partial(torch.optim.Adafactor, lr=0.0)
+                "optimizer": torch.optim.AdamW(model.parameters()),
+                "by matrix": partial(torch.optim.Adafactor, lr=0.0)
             }.get(name)  # fmt: skip
-            batches = Batches([[3, 4]] * 4, 4, causal_collate(0)) if name == "few batches" else _batches("GPT")
-            Trainer(model, of_model, batches, recipe, schedule, optimizer=optimizer, world=world_of(sizes, False))
+            batches = (
+                Batches([[3, 4]] * 4, 4, causal_collate(0))
+                if name == "few batches"
+                else _batches("GPT")
+            )
+            Trainer(
+                model,
+                of_model,
+                batches,
+                recipe,
+                schedule,
+                optimizer=optimizer,
+                world=world_of(sizes, False),
+            )
     except ValueError as error:
         return str(error)
     return ""
@@ -178,32 +231,49 @@ def small_run(name: str, world: World | None = None) -> Ran:
         found = {n: t[[i % rows for i in places]] for n, t in given.items()}
         return {n: t.double() if t.is_floating_point() else t for n, t in found.items()}
 
-    def objective(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    def objective(
+        model: torch.nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, int]:
         return model(**batch).loss, len(batch["labels"])
 
     recipe = Recipe(steps=3, accumulate=2 // (world.parts if world else 1), clip=0.5, log_every=1)
     trainer = Trainer(
-        small(name), objective, Batches(list(range(24)), 4, collate), recipe, lambda step: 0.01, world=world,
+        small(name), objective, Batches(list(range(24)), 4, collate), recipe, lambda step: 0.01,
+        world=world,
         optimizer=partial(torch.optim.SGD, lr=0.0, momentum=0.9),
     )  # fmt: skip
     trainer.fit()
-    state = dict(trainer.model.state_dict()) if trainer.split is None else trainer.split.state(keep=True)
+    state = (
+        dict(trainer.model.state_dict())
+        if trainer.split is None
+        else trainer.split.state(keep=True)
+    )
     learned = {n for n, _ in small(name).named_parameters()}
-    return Ran([row["loss"] for row in trainer.metrics.rows], {n: t.clone() for n, t in state.items() if n in learned})
+    return Ran(
+        [row["loss"] for row in trainer.metrics.rows],
+        {n: t.clone() for n, t in state.items() if n in learned},
+    )
 
 
-def small_on_a_mesh(rank: int, group: dist.ProcessGroup, name: str, sizes: Mapping[str, int]) -> Ran:
+def small_on_a_mesh(
+    rank: int, group: dist.ProcessGroup, name: str, sizes: Mapping[str, int]
+) -> Ran:
     return small_run(name, world_of(tuple(sizes.items()), False))
 
 
 def loss_and_gradients(model: Any, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     loss = model(**given).loss
     loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def in_context(
-    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], given: Mapping[str, Any]
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    given: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Return the loss of sequences shared by the group's ranks, and the sum of their gradients."""
     model = make(*made)

@@ -42,7 +42,9 @@ FAULTS = (
 def _differentiated(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     """Return the output for random query, key and value, and their gradients."""
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3))
+    query, key, value = (
+        torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3)
+    )
     out = call(query, key, value)
     return [out.detach(), *torch.autograd.grad(random_sum(out), [query, key, value])]
 
@@ -53,14 +55,18 @@ def attention() -> list[torch.Tensor]:
 
 def activated() -> list[torch.Tensor]:
     with pt.activate():
-        return _differentiated(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
+        return _differentiated(
+            lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)
+        )
 
 
 def hugging_face() -> list[torch.Tensor]:
     pytest.importorskip("transformers", reason='transformers is not installed (the extra "hf")')
     pt.integrations.transformers.register()
     family = FAMILIES["bert"]
-    logits, grads = run(family.build("pytransformer"), family, inputs_of(family, "right", batch=2, length=8))
+    logits, grads = run(
+        family.build("pytransformer"), family, inputs_of(family, "right", batch=2, length=8)
+    )
     return [logits, flat(grads)]
 
 
@@ -77,7 +83,9 @@ def failing(error: Callable[[], Exception]) -> Callable[..., NoReturn]:
 
 
 @contextlib.contextmanager
-def preferred(backend: str, *, then: str = "cpu", only_backward: Exception | None = None) -> Iterator[None]:
+def preferred(
+    backend: str, *, then: str = "cpu", only_backward: Exception | None = None
+) -> Iterator[None]:
     """Give attention two backends: `backend`, as if native on the CPU, and its fallback `then`.
 
     With `only_backward`, only its backward fails.
@@ -87,7 +95,9 @@ def preferred(backend: str, *, then: str = "cpu", only_backward: Exception | Non
     if only_backward is not None:
         error = only_backward
         first = dataclasses.replace(first, backward=failing(lambda: error))
-    op.backends = {backend: first} | {name: b for name, b in saved.items() if name in (then, "reference") and name != backend}
+    op.backends = {backend: first} | {
+        name: b for name, b in saved.items() if name in (then, "reference") and name != backend
+    }
     pt.clear_fallbacks()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +108,9 @@ def preferred(backend: str, *, then: str = "cpu", only_backward: Exception | Non
         pt.clear_fallbacks()
 
 
-def check(way: str, want: list[torch.Tensor], backend: str, says: str, fails: str = "attention_fwd") -> None:
+def check(
+    way: str, want: list[torch.Tensor], backend: str, says: str, fails: str = "attention_fwd"
+) -> None:
     """Assert that two calls on a failing backend are right, with one warning and no second try.
 
     Under activate(), PyTorch's kernel computes, never the reference.

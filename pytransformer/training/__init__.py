@@ -10,7 +10,14 @@ from .catalogues import catalogue_pairs
 from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
 from .images import ImageFolder, collate_images, read_image
-from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
+from .masking import (
+    SentencePair,
+    Vocabulary,
+    mask_spans,
+    mask_tokens,
+    masked_collate,
+    next_sentence_pairs,
+)
 from .metrics import plot_epochs, plot_losses, plot_runs, read_metrics
 from .objective import of_model
 from .quality import translation_scores

@@ -39,7 +39,9 @@ class MostFrequent(Generic[K, T]):
         return self._best.get(key, self._rest)
 
 
-def label_scores(texts: Sequence[str], labels: Sequence[str], asked: Sequence[str]) -> list[dict[str, float]]:
+def label_scores(
+    texts: Sequence[str], labels: Sequence[str], asked: Sequence[str]
+) -> list[dict[str, float]]:
     """Return each label's probability for the texts `asked`.
 
     The model is logistic regression on tf-idf word weights (scikit-learn's defaults, C = 10).
@@ -52,7 +54,10 @@ def label_scores(texts: Sequence[str], labels: Sequence[str], asked: Sequence[st
     words = text.TfidfVectorizer(sublinear_tf=True)
     model = linear.LogisticRegression(C=10.0, max_iter=300)
     model.fit(words.fit_transform(texts), labels)
-    return [dict(zip(map(str, model.classes_), row)) for row in model.predict_proba(words.transform(asked)).tolist()]
+    return [
+        dict(zip(map(str, model.classes_), row))
+        for row in model.predict_proba(words.transform(asked)).tolist()
+    ]
 
 
 class Bigrams:
@@ -84,5 +89,9 @@ class Bigrams:
 
     def loss(self, sequences: Iterable[Sequence[int]]) -> float:
         """Return the mean of -log p over each sequence's tokens but the first, in nats."""
-        logs = [-math.log(self.probability(a, b)) for sequence in sequences for a, b in itertools.pairwise(sequence)]
+        logs = [
+            -math.log(self.probability(a, b))
+            for sequence in sequences
+            for a, b in itertools.pairwise(sequence)
+        ]
         return sum(logs) / max(1, len(logs))

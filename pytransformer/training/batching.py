@@ -44,7 +44,9 @@ class Batches:
         if len(examples) == 0:
             raise ValueError("Batches: no example to make a batch of")
         if lengths is not None and len(lengths) != len(examples):
-            raise ValueError(f"Batches: wanted a length for each of {len(examples)} examples, got {len(lengths)}")
+            raise ValueError(
+                f"Batches: wanted a length for each of {len(examples)} examples, got {len(lengths)}"
+            )
         self.examples, self.collate, self.seed = examples, collate, seed
         self.batch_size = min(batch_size, len(examples))
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
@@ -60,12 +62,17 @@ class Batches:
         if self.lengths is not None:
             # Sorting by length within pools of 50 batches groups similar lengths and still varies
             # the batches between epochs.
-            pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(50 * self.batch_size)]
+            pools = [
+                pool[self.lengths[pool].argsort(stable=True)]
+                for pool in order.split(50 * self.batch_size)
+            ]
             order = torch.cat(pools)
         batches = order[: len(self) * self.batch_size].view(len(self), self.batch_size)
         return batches[torch.randperm(len(self), generator=draw)].tolist()
 
-    def epoch(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+    def epoch(
+        self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1
+    ) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start`: every `world`-th, offset by `rank`.
 
         The last batches are dropped if they do not suffice for all processes.
@@ -75,7 +82,9 @@ class Batches:
             yield self.batch(epoch, first + rank, plan[first + rank])
 
     def batch(self, epoch: int, number: int, indices: list[int]) -> Batch:
-        return self.collate([self.examples[i] for i in indices], _generator(self.seed, epoch, number + 1))
+        return self.collate(
+            [self.examples[i] for i in indices], _generator(self.seed, epoch, number + 1)
+        )
 
 
 def _generator(*numbers: int) -> torch.Generator:
@@ -95,7 +104,9 @@ def pad(sequences: Sequence[Sequence[int]], value: int, *, left: bool = False) -
     """Return (B, longest) int64; pad with `value` at the end, or at the start with `left`."""
     width = max(map(len, sequences))
     fill = [[value] * (width - len(s)) for s in sequences]
-    return torch.tensor([[*f, *s] if left else [*s, *f] for s, f in zip(sequences, fill)], dtype=torch.int64)
+    return torch.tensor(
+        [[*f, *s] if left else [*s, *f] for s, f in zip(sequences, fill)], dtype=torch.int64
+    )
 
 
 def attention_mask(sequences: Sequence[Sequence[int]], *, left: bool = False) -> torch.Tensor:

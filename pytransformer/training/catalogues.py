@@ -66,7 +66,9 @@ def language_tag(name: str) -> str:
 
 def speaks(language: str, wanted: str) -> bool:
     """Return True if the language matches: "pt" matches "pt_BR"; "pt_BR" only itself."""
-    return language_tag(language) == language_tag(wanted) or language_tag(language).startswith(language_tag(wanted) + "_")
+    return language_tag(language) == language_tag(wanted) or language_tag(language).startswith(
+        language_tag(wanted) + "_"
+    )
 
 
 def find_catalogues(package: str) -> Catalogues:
@@ -82,9 +84,14 @@ def find_catalogues(package: str) -> Catalogues:
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"gettext:{package}: no such package is installed; pip install {package}") from error
+        raise ValueError(
+            f"gettext:{package}: no such package is installed; pip install {package}"
+        ) from error
     if found.files is None:
-        raise ValueError(f"gettext:{package}: its installation has no record of its files; install it from a wheel")
+        raise ValueError(
+            f"gettext:{package}: its installation has no record of its files; install it from a"
+            " wheel"
+        )
     with_polib = _has_polib()
     files: dict[tuple[Path, str], dict[str, Path]] = defaultdict(dict)
     # The preferred kind comes last.
@@ -93,10 +100,16 @@ def find_catalogues(package: str) -> Catalogues:
             path = Path(str(found.locate_file(file)))
             files[path.parents[2], path.stem][path.parents[1].name] = path
     if not files:
-        raise ValueError(f"gettext:{package}: it has no gettext catalogue, <language>/LC_MESSAGES/<domain>.mo")
-    if not with_polib and all(path.suffix == ".po" for languages in files.values() for path in languages.values()):
+        raise ValueError(
+            f"gettext:{package}: it has no gettext catalogue, <language>/LC_MESSAGES/<domain>.mo"
+        )
+    if not with_polib and all(
+        path.suffix == ".po" for languages in files.values() for path in languages.values()
+    ):
         require("polib", "corpora", f"reading the .po files of {package}")
-    return Catalogues(f"{found.metadata['Name']} {found.version}", licence_of(found.metadata), dict(files))
+    return Catalogues(
+        f"{found.metadata['Name']} {found.version}", licence_of(found.metadata), dict(files)
+    )
 
 
 def licence_of(metadata: Any) -> str:
@@ -104,9 +117,18 @@ def licence_of(metadata: Any) -> str:
 
     The field License may contain a full text.
     """
-    classifiers = [c.rpartition(" :: ")[2] for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
+    classifiers = [
+        c.rpartition(" :: ")[2]
+        for c in metadata.get_all("Classifier") or []
+        if c.startswith("License ::")
+    ]
     text = (metadata.get("License") or "").strip()
-    return metadata.get("License-Expression") or (text if "\n" not in text else "") or ", ".join(classifiers) or "not named"
+    return (
+        metadata.get("License-Expression")
+        or (text if "\n" not in text else "")
+        or ", ".join(classifiers)
+        or "not named"
+    )
 
 
 def catalogue_pairs(packages: Iterable[str], source: str, target: str) -> Corpus:
@@ -142,7 +164,9 @@ def catalogue_pairs(packages: Iterable[str], source: str, target: str) -> Corpus
                     kept[cleaned] = None
         described.append(f"{found.package}, licence {found.licence}: {len(kept) - before} pairs")
     if not kept:
-        raise ValueError(f"gettext: no pair of {source} and {target} in {', '.join(described) or 'no package'}")
+        raise ValueError(
+            f"gettext: no pair of {source} and {target} in {', '.join(described) or 'no package'}"
+        )
     return Corpus(list(kept), described, dict(left_out))
 
 
@@ -154,21 +178,34 @@ def _aligned(languages: dict[str, Path], source: str, target: str) -> Iterator[t
         for name, path in languages.items()
         if name == ENGLISH or any(speaks(name, language) for language in wanted)
     }
-    ones, others = ([_english(read)] if language == ENGLISH else _variants(read, language) for language in wanted)
+    ones, others = (
+        [_english(read)] if language == ENGLISH else _variants(read, language)
+        for language in wanted
+    )
     for one in ones:
         for other in others:
             yield from ((text, other[key]) for key, text in one.items() if key in other)
 
 
 def _variants(read: dict[str, dict[Key, Message]], language: str) -> list[dict[Key, str]]:
-    return [{key: m.text for key, m in messages.items()} for name, messages in read.items() if speaks(name, language)]
+    return [
+        {key: m.text for key, m in messages.items()}
+        for name, messages in read.items()
+        if speaks(name, language)
+    ]
 
 
 def _english(read: dict[str, dict[Key, Message]]) -> dict[Key, str]:
     """Return the English text of every message, except those known only by an id."""
-    texts = {key: message.english for messages in read.values() for key, message in messages.items()}
+    texts = {
+        key: message.english for messages in read.values() for key, message in messages.items()
+    }
     texts |= {key: message.text for key, message in read.get(ENGLISH, {}).items()}
-    return {key: text for key, text in texts.items() if text != key.id or not _SYMBOLIC.fullmatch(key.id)}
+    return {
+        key: text
+        for key, text in texts.items()
+        if text != key.id or not _SYMBOLIC.fullmatch(key.id)
+    }
 
 
 def english_messages(found: Catalogues) -> Iterator[str]:
@@ -179,7 +216,10 @@ def english_messages(found: Catalogues) -> Iterator[str]:
     """
     for languages in found.files.values():
         large = sorted(languages, key=lambda name: -languages[name].stat().st_size)[:3]
-        read = {name: read_catalogue(languages[name]) for name in sorted({*large, ENGLISH} & languages.keys())}
+        read = {
+            name: read_catalogue(languages[name])
+            for name in sorted({*large, ENGLISH} & languages.keys())
+        }
         yield from dict.fromkeys(_english(read).values())
 
 
@@ -226,10 +266,16 @@ def _read_po(path: Path) -> Iterator[tuple[Key, Message]]:
         if entry.fuzzy or entry.obsolete:
             continue
         ids = [entry.msgid] + ([entry.msgid_plural] if entry.msgid_plural else [])
-        texts = [entry.msgstr_plural[i] for i in sorted(entry.msgstr_plural)] if entry.msgid_plural else [entry.msgstr]
+        texts = (
+            [entry.msgstr_plural[i] for i in sorted(entry.msgstr_plural)]
+            if entry.msgid_plural
+            else [entry.msgstr]
+        )
         default = _DEFAULT.search(entry.comment or "")
         for key, message in _forms(entry.msgctxt or "", ids, texts):
-            english = default[1].replace('\\"', '"') if default and key.form == 0 else message.english
+            english = (
+                default[1].replace('\\"', '"') if default and key.form == 0 else message.english
+            )
             yield key, Message(english, message.text)
 
 

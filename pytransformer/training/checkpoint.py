@@ -51,7 +51,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     tensors, header = _files.tensors(path)
     if _HEADER not in header:
-        raise ValueError(f"{path} is not a checkpoint of a training run: its header has no entry {_HEADER!r}")
+        raise ValueError(
+            f"{path} is not a checkpoint of a training run: its header has no entry {_HEADER!r}"
+        )
     return Checkpoint(tensors, _files.parse(header[_HEADER], f"the header of {path}"))
 
 
@@ -61,7 +63,9 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a folder, oldest first."""
-    found = {path: match for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    found = {
+        path: match for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
+    }
     return sorted(found, key=lambda path: int(found[path][1]))
 
 
@@ -100,7 +104,9 @@ def locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not try_lock(handle):
-            raise ValueError(f"another run writes into {folder}: wait for it, or name another folder")
+            raise ValueError(
+                f"another run writes into {folder}: wait for it, or name another folder"
+            )
         _held.add(folder)
         yield
     finally:
@@ -133,5 +139,7 @@ def unpack_optimizer(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) 
     for name, value in [*tensors.items(), *rest["numbers"].items()]:
         index, _, entry = name.partition(".")
         state.setdefault(int(index), {})[entry] = value
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in rest["groups"]]
+    groups = [
+        {k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in rest["groups"]
+    ]
     return {"state": state, "param_groups": groups}

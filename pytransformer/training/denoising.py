@@ -22,7 +22,11 @@ class TextToText(NamedTuple):
 
 
 def corrupt_spans(
-    ids: Sequence[int], sentinels: Sequence[int], generator: torch.Generator, share: float = 0.15, mean_length: float = 3.0
+    ids: Sequence[int],
+    sentinels: Sequence[int],
+    generator: torch.Generator,
+    share: float = 0.15,
+    mean_length: float = 3.0,
 ) -> tuple[list[int], list[int]]:
     """Return (source, target) of T5's span corruption (Raffel et al. 2020, section 3.1.4).
 
@@ -42,7 +46,9 @@ def corrupt_spans(
     hidden = min(max(1, round(share * len(ids))), len(ids) - 1)
     spans = min(max(1, round(hidden / mean_length)), len(ids) - hidden + 1, hidden)
     if spans + 1 > len(sentinels):
-        raise ValueError(f"corrupt_spans: {spans} spans want {spans + 1} sentinels, got {len(sentinels)}")
+        raise ValueError(
+            f"corrupt_spans: {spans} spans want {spans + 1} sentinels, got {len(sentinels)}"
+        )
     kept = _partition(len(ids) - hidden + 2, spans + 1, generator)
     kept[0] -= 1  # the parts before the first span and after the last may be empty
     left_out = _partition(hidden, spans, generator)
@@ -64,7 +70,9 @@ def _partition(total: int, parts: int, generator: torch.Generator) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
 
 
-def text_to_text_collate(pad_id: int, start_id: int, end_id: int, sentinels: Sequence[int]) -> Collate:
+def text_to_text_collate(
+    pad_id: int, start_id: int, end_id: int, sentinels: Sequence[int]
+) -> Collate:
     """Return a collate of :class:`TextToText` of any tasks, with teacher forcing."""
     plain = translation_collate(pad_id, start_id, end_id)
 
@@ -81,7 +89,9 @@ def text_to_text_collate(pad_id: int, start_id: int, end_id: int, sentinels: Seq
     return collate
 
 
-def sampling_rates(sizes: Mapping[str, int], temperature: float = 1.0, limit: int | None = None) -> dict[str, float]:
+def sampling_rates(
+    sizes: Mapping[str, int], temperature: float = 1.0, limit: int | None = None
+) -> dict[str, float]:
     """Return each task's share: min(size, limit)^(1 / temperature), normalized.
 
     Temperature 1 is proportional to size; infinity is uniform (Raffel et al. 2020, section 3.5.2).
@@ -90,17 +100,24 @@ def sampling_rates(sizes: Mapping[str, int], temperature: float = 1.0, limit: in
         ValueError: a temperature below 1, or a size below 1.
     """
     if temperature < 1 or min(sizes.values()) < 1:
-        raise ValueError(f"sampling_rates: wanted a temperature and sizes of at least 1, got {temperature} and {dict(sizes)}")
+        raise ValueError(
+            f"sampling_rates: wanted a temperature and sizes of at least 1, got {temperature} and"
+            f" {dict(sizes)}"
+        )
     weights = {name: min(size, limit or size) ** (1 / temperature) for name, size in sizes.items()}
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
-def mixed(tasks: Mapping[str, Sequence[T]], temperature: float = 1.0, limit: int | None = None) -> list[T]:
+def mixed(
+    tasks: Mapping[str, Sequence[T]], temperature: float = 1.0, limit: int | None = None
+) -> list[T]:
     """Return the examples of all tasks in the proportions of :func:`sampling_rates`.
 
     Small tasks repeat. The task with the lowest rate relative to its size occurs once.
     """
-    rates = sampling_rates({name: len(examples) for name, examples in tasks.items()}, temperature, limit)
+    rates = sampling_rates(
+        {name: len(examples) for name, examples in tasks.items()}, temperature, limit
+    )
     total = max(len(examples) / rates[name] for name, examples in tasks.items())
     out: list[T] = []
     for name, examples in tasks.items():

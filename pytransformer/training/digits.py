@@ -57,7 +57,9 @@ def load_digits() -> tuple[Digits, Digits]:
 
 def logistic_regression(train: Digits, held_out: Digits) -> float:
     """Return the held-out accuracy of scikit-learn's LogisticRegression on the pixels."""
-    linear = require("sklearn.linear_model", "corpora", "logistic regression").LogisticRegression(max_iter=2000)
+    linear = require("sklearn.linear_model", "corpora", "logistic regression").LogisticRegression(
+        max_iter=2000
+    )
     linear.fit(train.images.flatten(1).numpy(), train.labels.numpy())
     return float(linear.score(held_out.images.flatten(1).numpy(), held_out.labels.numpy()))
 
@@ -67,7 +69,9 @@ def drawn_at(digits: Digits, size: ImageSize) -> Digits:
     size = height_and_width(size)
     if size == tuple(digits.images.shape[2:]):
         return digits
-    images = torch.nn.functional.interpolate(digits.images, size, mode="bicubic", align_corners=False)
+    images = torch.nn.functional.interpolate(
+        digits.images, size, mode="bicubic", align_corners=False
+    )
     return Digits(images.clamp(-1.0, 1.0), digits.labels)
 
 
@@ -82,8 +86,12 @@ def image_collate(shift: int = 0) -> Collate:
         if shift:
             height, width = images.shape[2:]
             wide = torch.nn.functional.pad(images, [shift] * 4, value=-1.0)
-            moves = torch.randint(0, 2 * shift + 1, (len(examples), 2), generator=generator).tolist()
-            images = torch.stack([image[:, y : y + height, x : x + width] for image, (y, x) in zip(wide, moves)])
+            moves = torch.randint(
+                0, 2 * shift + 1, (len(examples), 2), generator=generator
+            ).tolist()
+            images = torch.stack(
+                [image[:, y : y + height, x : x + width] for image, (y, x) in zip(wide, moves)]
+            )
         return {"pixel_values": images, "labels": torch.tensor([label for _, label in examples])}
 
     return collate
@@ -100,7 +108,10 @@ def level_collate(shift: int = 0) -> Collate:
     def collate(examples: list[tuple[torch.Tensor, int]], generator: torch.Generator) -> Batch:
         batch = moved(examples, generator)
         levels = ((batch["pixel_values"] + 1.0) * 8.0).round().long().flatten(1)
-        return {"input_ids": torch.nn.functional.pad(levels, (1, 0), value=LEVELS), "labels": batch["labels"]}
+        return {
+            "input_ids": torch.nn.functional.pad(levels, (1, 0), value=LEVELS),
+            "labels": batch["labels"],
+        }
 
     return collate
 
@@ -113,7 +124,13 @@ class Strip(NamedTuple):
 
 
 def make_strips(
-    digits: Digits, count: int, generator: torch.Generator, *, longest: int = 6, rows: int = 16, noise: float = 0.2
+    digits: Digits,
+    count: int,
+    generator: torch.Generator,
+    *,
+    longest: int = 6,
+    rows: int = 16,
+    noise: float = 0.2,
 ) -> list[Strip]:
     """Return strips of 2 to ``longest`` digits with normal noise.
 
@@ -131,9 +148,17 @@ def make_strips(
         chosen = [number(0, len(digits) - 1) for _ in range(number(2, longest))]
         parts = [paper(number(3, 8))]
         for index in chosen:
-            parts += [drawn_at(digits.part(index, index + 1), (rows, number(12, 20))).images[0, 0], paper(number(0, 6))]
+            parts += [
+                drawn_at(digits.part(index, index + 1), (rows, number(12, 20))).images[0, 0],
+                paper(number(0, 6)),
+            ]
         strip = torch.cat([*parts, paper(number(3, 8))], 1).T
-        made.append(Strip(strip + noise * torch.randn(strip.shape, generator=generator), digits.labels[chosen].tolist()))
+        made.append(
+            Strip(
+                strip + noise * torch.randn(strip.shape, generator=generator),
+                digits.labels[chosen].tolist(),
+            )
+        )
     return made
 
 
@@ -145,7 +170,9 @@ def strip_collate() -> Collate:
 
     def collate(examples: list[Strip], generator: torch.Generator) -> Batch:
         return {
-            "input_features": torch.nn.utils.rnn.pad_sequence([strip.features for strip in examples], True),
+            "input_features": torch.nn.utils.rnn.pad_sequence(
+                [strip.features for strip in examples], True
+            ),
             "attention_mask": torch.tensor([len(strip.features) for strip in examples]),
             "labels": pad([[digit + 1 for digit in strip.digits] for strip in examples], IGNORED),
         }
@@ -171,5 +198,10 @@ def reading_errors(model: Any, batches: Sequence[Batch]) -> dict[str, float]:
         for one, labels in zip(said, batch["labels"]):
             wanted = labels[labels != IGNORED].tolist()
             far = edits(one, wanted)
-            wrong, digits, right, strips = wrong + far, digits + len(wanted), right + (far == 0), strips + 1
+            wrong, digits, right, strips = (
+                wrong + far,
+                digits + len(wanted),
+                right + (far == 0),
+                strips + 1,
+            )
     return {"digit_errors": wrong / digits, "exact": right / strips}

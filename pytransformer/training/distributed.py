@@ -73,7 +73,9 @@ class World(NamedTuple):
         return value
 
 
-def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, seconds: float = 10.0) -> None:
+def _all_reduce(
+    value: torch.Tensor, group: dist.ProcessGroup | None, seconds: float = 10.0
+) -> None:
     """Sum over the group in place; return once gloo has released `value` too.
 
     gloo's threads release a tensor after the collective has ended and take the GIL for it. If the
@@ -89,7 +91,11 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, seconds: f
 
 @contextmanager
 def distributed(
-    device: str | None = None, *, mesh: Mapping[str, int] | None = None, shard: bool = False, timeout: float | None = None
+    device: str | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    shard: bool = False,
+    timeout: float | None = None,
 ) -> Iterator[World]:
     """Join the processes that `torchrun` started, with NCCL on GPUs and gloo on CPUs.
 
@@ -111,15 +117,20 @@ def distributed(
     if size == 1:
         if others := {name: n for name, n in (mesh or {}).items() if n != 1}:
             raise ValueError(
-                f"mesh: {others} wants several processes, and this is one: start them with torchrun --nproc-per-node"
+                f"mesh: {others} wants several processes, and this is one: start them with torchrun"
+                " --nproc-per-node"
             )
         yield World(device=torch.device(kind))
         return
-    where = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    where = (
+        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    )
     if kind == "cuda":
         torch.cuda.set_device(where)
     wait = TIMEOUT if timeout is None else timeout
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=wait))
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=wait)
+    )
     try:
         made = None
         if mesh is not None or shard:
@@ -131,6 +142,8 @@ def distributed(
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         told = str(error).partition("\n")[0]
-        raise LostProcess(f"another process of the run has ended, or did not answer within {wait:g} s ({told})") from error
+        raise LostProcess(
+            f"another process of the run has ended, or did not answer within {wait:g} s ({told})"
+        ) from error
     finally:
         dist.destroy_process_group()

@@ -45,9 +45,14 @@ def docstring_pairs(packages: Iterable[str]) -> Corpus:
         try:
             found = importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError as error:
-            raise ValueError(f"docstrings:{package}: no such package is installed; pip install {package}") from error
+            raise ValueError(
+                f"docstrings:{package}: no such package is installed; pip install {package}"
+            ) from error
         if found.files is None:
-            raise ValueError(f"docstrings:{package}: its installation has no record of its files; install it from a wheel")
+            raise ValueError(
+                f"docstrings:{package}: its installation has no record of its files; install it"
+                " from a wheel"
+            )
         before = len(kept)
         for file in found.files:
             if file.suffix == ".py":
@@ -58,10 +63,14 @@ def docstring_pairs(packages: Iterable[str]) -> Corpus:
                     elif kept.setdefault(sentence_key(pair.source), pair) is not pair:
                         left_out["a duplicate"] += 1
         described.append(
-            f"{found.metadata['Name']} {found.version}, licence {licence_of(found.metadata)}: {len(kept) - before} pairs"
+            f"{found.metadata['Name']} {found.version}, licence {licence_of(found.metadata)}:"
+            f" {len(kept) - before} pairs"
         )
         if len(kept) == before:
-            raise ValueError(f"docstrings:{package}: no docstring with a summary and a text of {_SHORTEST} words that is new")
+            raise ValueError(
+                f"docstrings:{package}: no docstring with a summary and a text of {_SHORTEST} words"
+                " that is new"
+            )
     if not kept:
         raise ValueError("docstrings: names no package")
     return Corpus(list(kept.values()), described, dict(left_out))
@@ -97,7 +106,11 @@ def summed_up(docstring: str) -> Pair | str:
     if not _FEWEST <= len(summary.split()) <= _MOST:
         return "a summary of other length"
     source = " ".join(text[:LONGEST])
-    return "the summary stands in the text" if sentence_key(summary) in sentence_key(source) else Pair(source, summary)
+    return (
+        "the summary stands in the text"
+        if sentence_key(summary) in sentence_key(source)
+        else Pair(source, summary)
+    )
 
 
 def _plain(text: str) -> str:

@@ -73,7 +73,8 @@ class ImageFolder:
         ]
         if not self.files:
             raise ValueError(
-                f"ImageFolder: no image in {root}: wanted {root}/<class>/<name> with one of {', '.join(SUFFIXES)}"
+                f"ImageFolder: no image in {root}: wanted {root}/<class>/<name> with one of"
+                f" {', '.join(SUFFIXES)}"
             )
 
     def __len__(self) -> int:

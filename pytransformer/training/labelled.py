@@ -42,7 +42,13 @@ def catalogue_texts(packages: Iterable[str]) -> Texts:
         found, before = find_catalogues(package), len(kept)
         for raw in english_messages(found):
             text = clean_text(raw)
-            reason = "no word" if not has_word(text) else "too long" if len(text.split()) > LONGEST else None
+            reason = (
+                "no word"
+                if not has_word(text)
+                else "too long"
+                if len(text.split()) > LONGEST
+                else None
+            )
             reason = reason or ("a duplicate" if sentence_key(text) in kept else None)
             if reason is None:
                 kept[sentence_key(text)] = Labelled(text, package)
@@ -68,7 +74,9 @@ def read_labelled(path: str | Path) -> Texts:
     return Texts(list(dict.fromkeys(texts)), [f"{path}: {len(texts)} lines"], {})
 
 
-def split_texts(texts: Sequence[Labelled], seed: int = 0, every: int = 20) -> tuple[list[Labelled], list[Labelled]]:
+def split_texts(
+    texts: Sequence[Labelled], seed: int = 0, every: int = 20
+) -> tuple[list[Labelled], list[Labelled]]:
     """Return (training, held-out) texts; one in `every` is held out.
 
     The choice is a hash of the seed and the text's letters, so that texts which differ only in

@@ -28,7 +28,9 @@ class Vocabulary(NamedTuple):
     special: frozenset[int]  # never masked, never drawn as a replacement
 
 
-def mask_tokens(ids: Sequence[int], vocabulary: Vocabulary, generator: torch.Generator, share: float = 0.15) -> Masked:
+def mask_tokens(
+    ids: Sequence[int], vocabulary: Vocabulary, generator: torch.Generator, share: float = 0.15
+) -> Masked:
     """Mask tokens as BERT does (Devlin et al. 2019, section 3.1).
 
     A `share` of the tokens gets labels. 80 % of these become the mask token, 10 % a random token,
@@ -88,7 +90,9 @@ class SentencePair(NamedTuple):
 
 
 def masked_collate(
-    pad_id: int, vocabulary: Vocabulary, mask: Callable[[Sequence[int], Vocabulary, torch.Generator], Masked] = mask_tokens
+    pad_id: int,
+    vocabulary: Vocabulary,
+    mask: Callable[[Sequence[int], Vocabulary, torch.Generator], Masked] = mask_tokens,
 ) -> Callable[[list[Any], torch.Generator], Batch]:
     """Return a collate that draws masks anew for each batch.
 
@@ -98,7 +102,9 @@ def masked_collate(
 
     def collate(examples: list[Any], generator: torch.Generator) -> Batch:
         pairs = [example for example in examples if isinstance(example, SentencePair)]
-        masked = [mask(ids, vocabulary, generator) for ids in ([pair.ids for pair in pairs] or examples)]
+        masked = [
+            mask(ids, vocabulary, generator) for ids in [pair.ids for pair in pairs] or examples
+        ]
         batch = {
             "input_ids": pad([m.ids for m in masked], pad_id),
             "attention_mask": attention_mask([m.ids for m in masked]),
@@ -108,7 +114,9 @@ def masked_collate(
             batch["token_type_ids"] = pad([pair.segments for pair in pairs], 0)
             batch["next_sentence_label"] = torch.tensor([pair.label for pair in pairs])
         if any(m.spans for m in masked):
-            batch["span_bounds"] = bounds = torch.zeros(*batch["labels"].shape, 2, dtype=torch.int64)
+            batch["span_bounds"] = bounds = torch.zeros(
+                *batch["labels"].shape, 2, dtype=torch.int64
+            )
             for row, m in enumerate(masked):
                 for first, last in m.spans:
                     bounds[row, first : last + 1] = torch.tensor([first - 1, last + 1])
@@ -118,7 +126,10 @@ def masked_collate(
 
 
 def next_sentence_pairs(
-    documents: Sequence[Sequence[Sequence[int]]], start_id: int, end_id: int, generator: torch.Generator
+    documents: Sequence[Sequence[Sequence[int]]],
+    start_id: int,
+    end_id: int,
+    generator: torch.Generator,
 ) -> list[SentencePair]:
     """Return BERT's pairs (Devlin et al. 2019, section 3.1).
 
@@ -133,7 +144,10 @@ def next_sentence_pairs(
     """
     documents = [document for document in documents if document]
     if len(documents) < 2:
-        raise ValueError(f"next_sentence_pairs: wanted at least two documents with sentences, got {len(documents)}")
+        raise ValueError(
+            "next_sentence_pairs: wanted at least two documents with sentences, got"
+            f" {len(documents)}"
+        )
     pairs = []
     for number, document in enumerate(documents):
         for first, second in itertools.pairwise(document):
@@ -157,7 +171,9 @@ def _span_length(generator: torch.Generator, success: float, longest: int) -> in
     return 1 + int(torch.multinomial(weights, 1, generator=generator))
 
 
-def _replace(ids: Sequence[int], spans: list[list[int]], vocabulary: Vocabulary, generator: torch.Generator) -> Masked:
+def _replace(
+    ids: Sequence[int], spans: list[list[int]], vocabulary: Vocabulary, generator: torch.Generator
+) -> Masked:
     """Replace each span by masks or random tokens, or leave it, and set labels for its tokens."""
     read, labels = list(ids), [IGNORED] * len(ids)
     for span in spans:

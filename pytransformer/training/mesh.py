@@ -30,7 +30,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = (p.strip() for p in part.partition("="))
         if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
             raise ValueError(
-                f"a mesh is written as data=2,tensor=2: each of {', '.join(AXES)} at most once, with a size of at least 1; got {text!r}"
+                f"a mesh is written as data=2,tensor=2: each of {', '.join(AXES)} at most once,"
+                f" with a size of at least 1; got {text!r}"
             )
         sizes[name] = int(size)
     return sizes
@@ -51,8 +52,9 @@ def make_mesh(sizes: Mapping[str, int], ranks: int, device: str) -> DeviceMesh:
     if math.prod(shape) != ranks:
         told = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"mesh: {told} is a mesh of {math.prod(shape) if 'data' in sizes else f'a multiple of {others}'} ranks, and there are {ranks}: "
-            f"start as many with torchrun --nproc-per-node, or change the sizes"
+            f"mesh: {told} is a mesh of"
+            f" {math.prod(shape) if 'data' in sizes else f'a multiple of {others}'} ranks, and"
+            f" there are {ranks}: start as many with torchrun --nproc-per-node, or change the sizes"
         )
     return init_device_mesh(device, shape, mesh_dim_names=AXES)
 
@@ -84,25 +86,37 @@ class Mesh:
         ValueError: unknown dimensions, missing ranks, or both context and tensor.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, shard: bool = False, timeout: float | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, shard: bool = False, timeout: float | None = None
+    ) -> None:
         names = mesh.mesh_dim_names or ()
         if not names or set(names) - set(AXES):
             raise ValueError(
-                f"mesh: wanted dimensions among {', '.join(AXES)}, got {', '.join(names) or 'none with a name'}: "
-                f"init_device_mesh(device, shape, mesh_dim_names={AXES})"
+                f"mesh: wanted dimensions among {', '.join(AXES)}, got"
+                f" {', '.join(names) or 'none with a name'}: init_device_mesh(device, shape,"
+                f" mesh_dim_names={AXES})"
             )
         if mesh.size() != dist.get_world_size():
-            raise ValueError(f"mesh: it has {mesh.size()} of {dist.get_world_size()} ranks: all train, so wanted all")
+            raise ValueError(
+                f"mesh: it has {mesh.size()} of {dist.get_world_size()} ranks: all train, so"
+                " wanted all"
+            )
         sizes = dict(zip(names, mesh.mesh.shape))
         ranks = mesh.mesh.permute([names.index(name) for name in AXES if name in names])
         self.data, self.context, self.tensor = (sizes.get(name, 1) for name in AXES)
         if self.context > 1 and self.tensor > 1:
-            raise ValueError("mesh: context and tensor both split attention: use one of them, with data")
+            raise ValueError(
+                "mesh: context and tensor both split attention: use one of them, with data"
+            )
         self.shard = shard
         ranks = ranks.reshape(self.data, self.context, self.tensor)
         shape = (1, self.replicas, self.tensor) if shard else (self.replicas, 1, self.tensor)
-        self.wrapping = _mesh_with_timeout(mesh.device_type, ranks.reshape(shape), ("replica", "shard", "tensor"), timeout)
-        self.replica_group = self.data_group = self.wrapping.get_group("shard" if shard else "replica")
+        self.wrapping = _mesh_with_timeout(
+            mesh.device_type, ranks.reshape(shape), ("replica", "shard", "tensor"), timeout
+        )
+        self.replica_group = self.data_group = self.wrapping.get_group(
+            "shard" if shard else "replica"
+        )
         self.context_group: dist.ProcessGroup | None = None
         if self.context > 1:
             self.data_group, self.context_group, _ = _groups(ranks, timeout)
@@ -120,10 +134,14 @@ class Mesh:
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name in AXES if (size := getattr(self, name)) > 1]
-        return ", ".join(sizes or ["one rank"]) + (", parameters over the data" if self.shard else "")
+        return ", ".join(sizes or ["one rank"]) + (
+            ", parameters over the data" if self.shard else ""
+        )
 
 
-def _mesh_with_timeout(device: str, ranks: torch.Tensor, names: tuple[str, ...], timeout: float | None) -> DeviceMesh:
+def _mesh_with_timeout(
+    device: str, ranks: torch.Tensor, names: tuple[str, ...], timeout: float | None
+) -> DeviceMesh:
     """Return a device mesh with groups whose collectives have a timeout."""
     return DeviceMesh.from_group(_groups(ranks, timeout), device, mesh=ranks, mesh_dim_names=names)
 

@@ -25,7 +25,11 @@ class Metrics:
         """Drop rows after `step`, which the resumed run computes and writes again."""
         if self.path is None:
             return
-        self.rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else []
+        self.rows = (
+            [row for row in read_metrics(self.path) if row["step"] <= step]
+            if self.path.exists()
+            else []
+        )
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def add(self, row: Row) -> None:
@@ -67,7 +71,9 @@ def plot_losses(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     axis = fig.subplots()
     for name in names:
         points = [(row["step"], row[name]) for row in rows if name in row]
-        axis.plot(*zip(*points), label=name.replace("_", " "), marker="." if len(points) < 30 else None)
+        axis.plot(
+            *zip(*points), label=name.replace("_", " "), marker="." if len(points) < 30 else None
+        )
     axis.set_xlabel("step")
     axis.set_ylabel("loss, nats a token")
     axis.set_title(title)
@@ -94,7 +100,10 @@ def plot_epochs(rows: Sequence[Row], path: Path, title: str = "") -> Path:
         raise ValueError("plot_epochs: no epoch among the rows; train with Recipe(epoch_steps=...)")
     panels = {
         "loss, nats a token": {"epoch_loss": "training", "validation_loss": "held out"},
-        "masked accuracy": {"training_accuracy": "training sentences, without dropout", "accuracy": "held out"},
+        "masked accuracy": {
+            "training_accuracy": "training sentences, without dropout",
+            "accuracy": "held out",
+        },
     }
     fig = figure(10, 4)
     for axis, (what, names) in zip(fig.subplots(1, len(panels)), panels.items()):
@@ -123,7 +132,12 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") ->
     fig = figure(11, 4)
     for axis, loss in zip(fig.subplots(1, 2), (True, False)):
         for run, rows in runs.items():
-            told = dict.fromkeys(name for row in rows for name in row if name not in passed and name.endswith("loss") == loss)
+            told = dict.fromkeys(
+                name
+                for row in rows
+                for name in row
+                if name not in passed and name.endswith("loss") == loss
+            )
             # Distances have another scale; viz draws them.
             names = [name for name in told if not name.startswith("distance")]
             for name in names:

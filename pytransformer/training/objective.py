@@ -28,4 +28,7 @@ def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float
         loss_sum += out.loss.item() * number
         right += int((out.logits.argmax(-1)[asked] == batch["labels"][asked]).sum())
         count += number
-    return {"validation_loss": loss_sum / max(count, 1) if count else math.nan, "accuracy": right / max(count, 1)}
+    return {
+        "validation_loss": loss_sum / max(count, 1) if count else math.nan,
+        "accuracy": right / max(count, 1),
+    }

@@ -53,7 +53,9 @@ class SplitModel:
             p.data = p.data.new_empty(0)
         self._parameters = dict(self.model.named_parameters())
 
-    def make_optimizer(self, make: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, make: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
         """Return an optimizer of the part's parameters, grouped by mesh.
 
         A fused optimizer kernel accepts parameters of one mesh only.
@@ -64,14 +66,18 @@ class SplitModel:
         """
         if isinstance(make, torch.optim.Optimizer):
             raise ValueError(
-                f"Trainer: the mesh {self.mesh} splits parameters when the trainer is made: give what makes an optimizer of parameters, as "
-                f"partial(torch.optim.{type(make).__name__}, lr=0.0)"
+                f"Trainer: the mesh {self.mesh} splits parameters when the trainer is made: give"
+                " what makes an optimizer of parameters, as"
+                f" partial(torch.optim.{type(make).__name__}, lr=0.0)"
             )
-        optimizer = make([{"params": group} for group in by_mesh(self._parameters.values()).values()])
+        optimizer = make(
+            [{"params": group} for group in by_mesh(self._parameters.values()).values()]
+        )
         if (name := type(optimizer).__name__) in BY_MATRIX:
             raise ValueError(
-                f"Trainer: {name} looks at whole matrices, of which a rank of {self.mesh} has parts: give an optimizer that goes number "
-                "by number, as AdamW, or a mesh of data alone, without shard"
+                f"Trainer: {name} looks at whole matrices, of which a rank of {self.mesh} has"
+                " parts: give an optimizer that goes number by number, as AdamW, or a mesh of data"
+                " alone, without shard"
             )
         return optimizer
 
@@ -108,8 +114,12 @@ class SplitModel:
         entries = dict.fromkeys(entry for found in by_name.values() for entry in found)
         found: dict[int, dict[str, Any]] = {}
         for entry in entries:
-            values = {name: by_name[name][entry] for name in self._parameters if entry in by_name[name]}
-            tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and t.dim()}
+            values = {
+                name: by_name[name][entry] for name in self._parameters if entry in by_name[name]
+            }
+            tensors = {
+                name: t for name, t in values.items() if isinstance(t, torch.Tensor) and t.dim()
+            }
             before = names_before(self.model, values)
             # Entries such as the step count.
             whole = {before[name]: value for name, value in values.items() if name not in tensors}
@@ -117,21 +127,31 @@ class SplitModel:
             for name, value in whole.items():
                 found.setdefault(self._order.index(name), {})[entry] = value
         group = {k: v for k, v in state["param_groups"][0].items() if k != "params"}
-        return {"state": found, "param_groups": [group | {"params": list(range(len(self._order)))}]} if keep else {}
+        return (
+            {"state": found, "param_groups": [group | {"params": list(range(len(self._order)))}]}
+            if keep
+            else {}
+        )
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of the full optimizer's state_dict."""
         entries = dict.fromkeys(entry for found in state["state"].values() for entry in found)
         found: dict[int, dict[str, Any]] = {}
         for entry in entries:
-            whole = {self._order[i]: values[entry] for i, values in state["state"].items() if entry in values}
+            whole = {
+                self._order[i]: values[entry]
+                for i, values in state["state"].items()
+                if entry in values
+            }
             parts = parted(self.model, whole)
             for i, name in enumerate(self._names(optimizer)):
                 if name in parts:
                     value = parts[name]
                     # Parts of a matrix have separate step counts.
                     if isinstance(value, torch.Tensor):
-                        value = like(value, self._parameters[name]) if value.dim() else value.clone()
+                        value = (
+                            like(value, self._parameters[name]) if value.dim() else value.clone()
+                        )
                     found.setdefault(i, {})[entry] = value
         own = optimizer.state_dict()["param_groups"]
         groups = [state["param_groups"][0] | {"params": group["params"]} for group in own]
@@ -147,14 +167,18 @@ class SplitModel:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(now)
 
-    def finish_gradients(self, parameters: Iterable[torch.Tensor], factor: float, clip: float | None) -> float:
+    def finish_gradients(
+        self, parameters: Iterable[torch.Tensor], factor: float, clip: float | None
+    ) -> float:
         """Scale gradients by a factor, clip them to a global norm, and return that norm."""
         kinds = list(by_mesh(parameters).values())
         gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
         for kind in gradients:
             torch._foreach_mul_(kind, factor)
         norms = [nn.utils.get_total_norm(kind) for kind in gradients]
-        total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+        total = torch.stack(
+            [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+        ).norm()
         for kind in kinds if clip is not None else ():
             nn.utils.clip_grads_with_norm_(kind, clip or 0.0, total)
         return total.item()
@@ -175,8 +199,9 @@ def _split(model: nn.Module, mesh: Mesh) -> None:
         plan = getattr(model, "tensor_parallel_plan", None)
         if plan is None:
             raise ValueError(
-                f"Trainer: a mesh with tensor={mesh.tensor} needs a model with tensor_parallel_plan(), as those of "
-                f"pytransformer.models have, got {type(model).__name__}: use data alone, with shard if its parameters are many"
+                f"Trainer: a mesh with tensor={mesh.tensor} needs a model with"
+                " tensor_parallel_plan(), as those of pytransformer.models have, got"
+                f" {type(model).__name__}: use data alone, with shard if its parameters are many"
             )
         parallelize_module(model, mesh.wrapping["tensor"], plan())
     if mesh.replicas > 1:

@@ -26,7 +26,10 @@ def translation_scores(said: Sequence[str], wanted: Sequence[str]) -> dict[str, 
     """
     sacrebleu = require("sacrebleu", "corpora", "BLEU and chrF")
     if not said or len(said) != len(wanted):
-        raise ValueError(f"translation_scores: wanted a translation for each reference, got {len(said)} and {len(wanted)}")
+        raise ValueError(
+            f"translation_scores: wanted a translation for each reference, got {len(said)} and"
+            f" {len(wanted)}"
+        )
     scores: dict[str, Any] = {}
     for name, metric in (("bleu", sacrebleu.metrics.BLEU()), ("chrf", sacrebleu.metrics.CHRF())):
         scores[name] = round(metric.corpus_score(list(said), [list(wanted)]).score, 2)
@@ -43,7 +46,9 @@ def from_memory(memory: Sequence[Pair], texts: Sequence[str]) -> list[str]:
     return [memory[best[0]].target if best else text for text, best in zip(texts, found)]
 
 
-def most_alike(memory: Sequence[str], texts: Sequence[str], count: int, look_at: int | None = None) -> list[list[int]]:
+def most_alike(
+    memory: Sequence[str], texts: Sequence[str], count: int, look_at: int | None = None
+) -> list[list[int]]:
     """Return, for each text, the indices of the `count` most similar memory texts, best first.
 
     The list is shorter if fewer texts share a word. Similarity is the cosine of word counts
@@ -60,12 +65,16 @@ def most_alike(memory: Sequence[str], texts: Sequence[str], count: int, look_at:
         for word in counts:
             holders[word].append(index)
     weight = {word: math.log(1 + len(memory) / len(where)) for word, where in holders.items()}
-    norms = [math.sqrt(sum((n * weight[word]) ** 2 for word, n in counts.items())) for counts in words]
+    norms = [
+        math.sqrt(sum((n * weight[word]) ** 2 for word, n in counts.items())) for counts in words
+    ]
     answers = []
     for text in texts:
         likeness: dict[int, float] = defaultdict(float)
         met = 0
-        for word, n in sorted(Counter(_words(text)).items(), key=lambda item: len(holders.get(item[0], ()))):
+        for word, n in sorted(
+            Counter(_words(text)).items(), key=lambda item: len(holders.get(item[0], ()))
+        ):
             where = holders.get(word, ())
             met += len(where)
             if look_at is not None and likeness and met > look_at:

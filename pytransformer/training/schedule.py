@@ -15,7 +15,10 @@ def warmup_inverse_square_root(d_model: int, warmup: int = 4000, factor: float =
     Source: Vaswani et al. 2017, section 5.3, equation 3.
     """
     if warmup < 1 or d_model < 1:
-        raise ValueError(f"warmup_inverse_square_root: d_model and warmup must be at least 1, got {d_model} and {warmup}")
+        raise ValueError(
+            f"warmup_inverse_square_root: d_model and warmup must be at least 1, got {d_model} and"
+            f" {warmup}"
+        )
     return lambda step: factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
@@ -25,13 +28,17 @@ def cooled_down(schedule: Schedule, steps: int, share: float = 0.3) -> Schedule:
     The decay averages out the noise of a high rate.
     """
     begin = steps * (1 - share)
-    return lambda step: schedule(step) * min(1.0, max(0.0, (steps - step + 1) / (steps - begin + 1)))
+    return lambda step: (
+        schedule(step) * min(1.0, max(0.0, (steps - step + 1) / (steps - begin + 1)))
+    )
 
 
 def warmup_cosine(peak: float, warmup: int, steps: int, floor: float = 0.0) -> Schedule:
     """Return a linear warmup to `peak`, then half a cosine to `floor` at step `steps`."""
     if not 0 <= warmup < steps:
-        raise ValueError(f"warmup_cosine: warmup must be between 0 and steps - 1 = {steps - 1}, got {warmup}")
+        raise ValueError(
+            f"warmup_cosine: warmup must be between 0 and steps - 1 = {steps - 1}, got {warmup}"
+        )
 
     def rate(step: int) -> float:
         if step < warmup:

@@ -25,11 +25,20 @@ def read_pairs(path: str | Path) -> list[Pair]:
     for number, line in _lines(Path(path)):
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) != 2 or not all(columns):
-            got = "an empty column" if len(columns) == 2 else f"{len(columns)} column{'s' * (len(columns) != 1)}"
-            raise ValueError(f"{path}, line {number}: wanted two texts with a tab between them, got {got}: {line[:60]!r}")
+            got = (
+                "an empty column"
+                if len(columns) == 2
+                else f"{len(columns)} column{'s' * (len(columns) != 1)}"
+            )
+            raise ValueError(
+                f"{path}, line {number}: wanted two texts with a tab between them, got {got}:"
+                f" {line[:60]!r}"
+            )
         pairs.append(Pair(*columns))
     if not pairs:
-        raise ValueError(f"{path} is empty: wanted sentence pairs, one a line, with a tab between the two")
+        raise ValueError(
+            f"{path} is empty: wanted sentence pairs, one a line, with a tab between the two"
+        )
     return pairs
 
 
@@ -55,12 +64,16 @@ def write_pairs(path: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
     lines = []
     for pair in pairs:
         if any(not text.strip() or any(mark in text for mark in "\t\n\r") for text in pair):
-            raise ValueError(f"write_pairs: wanted two texts without tabs and line breaks, got {pair!r}")
+            raise ValueError(
+                f"write_pairs: wanted two texts without tabs and line breaks, got {pair!r}"
+            )
         lines.append("\t".join(pair) + "\n")
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-def split_pairs(pairs: list[Pair], every: int = 20, key: Callable[[str], str] | None = None) -> tuple[list[Pair], list[Pair]]:
+def split_pairs(
+    pairs: list[Pair], every: int = 20, key: Callable[[str], str] | None = None
+) -> tuple[list[Pair], list[Pair]]:
     """Return (training, held-out) pairs; one source in `every` is held out with all translations.
 
     The choice depends on the sentence only, so equal pairs are on the same side.

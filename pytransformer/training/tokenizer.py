@@ -23,11 +23,16 @@ class Tokenizer:
         self._inner = inner
         ids = {name: inner.token_to_id(name) for name in SPECIAL}
         if missing := [name for name, number in ids.items() if number is None]:
-            raise ValueError(f"Tokenizer: no token {', '.join(missing)}; wanted a tokenizer made by Tokenizer.train")
+            raise ValueError(
+                f"Tokenizer: no token {', '.join(missing)}; wanted a tokenizer made by"
+                " Tokenizer.train"
+            )
         self.pad_id, self.unknown_id, self.start_id, self.end_id, self.mask_id = ids.values()
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocabulary: int, *, special: Sequence[str] = ()) -> Tokenizer:
+    def train(
+        cls, texts: Iterable[str], vocabulary: int, *, special: Sequence[str] = ()
+    ) -> Tokenizer:
         """Train byte-pair merges (Sennrich et al. 2016, section 3.2) up to `vocabulary` tokens.
 
         Numbers and punctuation never merge with letters. Spaces become "▁", so that decoding
@@ -101,7 +106,10 @@ class Tokenizer:
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids, without special tokens."""
@@ -112,16 +120,21 @@ class Tokenizer:
         return [self._inner.id_to_token(int(i)) for i in ids]
 
 
-def check_tokenizer(name: str, tokenizer: Tokenizer, vocabulary: int, fingerprint: str | None = None) -> None:
+def check_tokenizer(
+    name: str, tokenizer: Tokenizer, vocabulary: int, fingerprint: str | None = None
+) -> None:
     """Raise unless the tokenizer and the model belong together.
 
     Raises:
         ValueError: the sizes differ, or the model was trained with another tokenizer.
     """
     if len(tokenizer) != vocabulary:
-        raise ValueError(f"{name}: the tokenizer has {len(tokenizer)} tokens, and the model was trained with {vocabulary}")
+        raise ValueError(
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, and the model was trained with"
+            f" {vocabulary}"
+        )
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ValueError(
-            f"{name}: another tokenizer (fingerprint {tokenizer.fingerprint}) than the one that the model was trained with "
-            f"({fingerprint}): its ids mean other tokens"
+            f"{name}: another tokenizer (fingerprint {tokenizer.fingerprint}) than the one that the"
+            f" model was trained with ({fingerprint}): its ids mean other tokens"
         )

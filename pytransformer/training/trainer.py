@@ -127,7 +127,10 @@ class Trainer:
     ) -> None:
         self.world = world or World(device=next(model.parameters()).device)
         if len(batches) < self.world.parts:
-            raise ValueError(f"Trainer: {len(batches)} batches an epoch do not suffice for {self.world.parts} processes")
+            raise ValueError(
+                f"Trainer: {len(batches)} batches an epoch do not suffice for {self.world.parts}"
+                " processes"
+            )
         self.batches, self.recipe, self.schedule = batches, recipe, schedule
         self.evaluate, self.console = evaluate, console if self.world.first else None
         self.split: SplitModel | None = None
@@ -136,11 +139,16 @@ class Trainer:
 
             assert self.world.mesh is not None
             self.split = SplitModel(model, self.world.mesh, self.world.device)
-            self.model, self.optimizer = self.split.model, self.split.make_optimizer(optimizer or _ADAM)
+            self.model, self.optimizer = (
+                self.split.model,
+                self.split.make_optimizer(optimizer or _ADAM),
+            )
         else:
             self.model = model.to(self.world.device)
             made = optimizer or _ADAM
-            self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+            self.optimizer = (
+                made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+            )
         self._step: _Step | nn.parallel.DistributedDataParallel = _Step(self.model, objective)
         if self.split is None and self.world.replicas > 1:
             group = None if self.world.mesh is None else self.world.mesh.replica_group
@@ -148,7 +156,9 @@ class Trainer:
         self.out = out
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        self.metrics = Metrics(out / "metrics.jsonl" if out is not None and self.world.first else None)
+        self.metrics = Metrics(
+            out / "metrics.jsonl" if out is not None and self.world.first else None
+        )
         self.step, self.epoch, self.position = 0, 0, 0  # position: batches used in this epoch
         self.last_loss = math.nan
         # Loss * labels and labels of this process since the last epoch row.
@@ -172,8 +182,17 @@ class Trainer:
             return
         stream, steps, tokens, start = self._stream(), 0, 0, time.monotonic()
         self.model.train()
-        progress = self.console.progress(last - self.step) if self.console and self.console.terminal else nullcontext()
-        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []), progress as bar:
+        progress = (
+            self.console.progress(last - self.step)
+            if self.console and self.console.terminal
+            else nullcontext()
+        )
+        with (
+            torch.random.fork_rng(
+                devices=[self.world.device] if self.world.device.type == "cuda" else []
+            ),
+            progress as bar,
+        ):
             while self.step < last:
                 loss, count = self._train_step(stream)
                 self.log_sums = [self.log_sums[0] + loss * count, self.log_sums[1] + count]
@@ -218,12 +237,21 @@ class Trainer:
             of_optimizer = self.split.optimizer_state(self.optimizer, keep=self.world.first)
         if not self.world.first:
             return None
-        if wrong := [name for name in self._trained(state) if not bool(state[name].isfinite().all())]:
-            raise Diverged(f"{', '.join(wrong[:3])} is not finite at step {self.step}; no checkpoint is written")
+        if wrong := [
+            name for name in self._trained(state) if not bool(state[name].isfinite().all())
+        ]:
+            raise Diverged(
+                f"{', '.join(wrong[:3])} is not finite at step {self.step}; no checkpoint is"
+                " written"
+            )
         tensors, rest = pack_optimizer(of_optimizer)
         named = {f"model.{name}": tensor for name, tensor in state.items()}
         named |= {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
-        facts = {"place": [self.step, self.epoch, self.position], "optimizer": rest, "run": self._run()}
+        facts = {
+            "place": [self.step, self.epoch, self.position],
+            "optimizer": rest,
+            "run": self._run(),
+        }
         facts |= {"epoch_sums": self.epoch_sums, "log_sums": self.log_sums}
         path = checkpoint_path(self.out, self.step)
         write_checkpoint(path, Checkpoint(named, facts))
@@ -251,18 +279,34 @@ class Trainer:
             path, checkpoint, wrong = result
             self._damaged = [each for each in checkpoints(self.out) if each.name > path.name]
             if wrong:
-                warnings.warn(f"resuming from {path.name}, because {'; '.join(wrong)}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"resuming from {path.name}, because {'; '.join(wrong)}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         else:
             checkpoint = read_checkpoint(path)
         then, now = checkpoint.facts["run"], self._run()
-        if different := [f"{name} {then.get(name)} instead of {now[name]}" for name in now if then.get(name) != now[name]]:
+        if different := [
+            f"{name} {then.get(name)} instead of {now[name]}"
+            for name in now
+            if then.get(name) != now[name]
+        ]:
             raise ValueError(f"{path} is of another run: it has {', '.join(different)}")
-        state = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+        state = {
+            n.removeprefix("model."): t
+            for n, t in checkpoint.tensors.items()
+            if n.startswith("model.")
+        }
         try:
             self.model.load_state_dict(state) if self.split is None else self.split.load(state)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} does not fit the model: {error}") from error
-        tensors = {n.removeprefix("optimizer."): t for n, t in checkpoint.tensors.items() if n.startswith("optimizer.")}
+        tensors = {
+            n.removeprefix("optimizer."): t
+            for n, t in checkpoint.tensors.items()
+            if n.startswith("optimizer.")
+        }
         of_optimizer = unpack_optimizer(tensors, checkpoint.facts["optimizer"])
         if self.split is None:
             self.optimizer.load_state_dict(of_optimizer)
@@ -281,8 +325,14 @@ class Trainer:
 
         The number of steps and the assignment of batches to processes may change.
         """
-        recipe = {k: str(v) for k, v in asdict(self.recipe).items() if k in ("autocast", "clip", "seed")}
-        batches = {"examples": len(self.batches.examples), "batch_size": self.batches.batch_size, "order": self.batches.seed}
+        recipe = {
+            k: str(v) for k, v in asdict(self.recipe).items() if k in ("autocast", "clip", "seed")
+        }
+        batches = {
+            "examples": len(self.batches.examples),
+            "batch_size": self.batches.batch_size,
+            "order": self.batches.seed,
+        }
         parts = self.world.parts
         counts = {
             "batches a step": self.recipe.accumulate * parts,
@@ -295,7 +345,9 @@ class Trainer:
 
     def _stream(self) -> Iterator[Batch]:
         while True:
-            for batch in self.batches.epoch(self.epoch, start=self.position, rank=self.world.part, world=self.world.parts):
+            for batch in self.batches.epoch(
+                self.epoch, start=self.position, rank=self.world.part, world=self.world.parts
+            ):
                 self.position += self.world.parts
                 yield {name: tensor.to(self.world.device) for name, tensor in batch.items()}
             self.epoch, self.position = self.epoch + 1, 0
@@ -310,28 +362,41 @@ class Trainer:
             batch = next(stream)
             # Seed by the batch's position in the step, so that dropout masks are equal on every
             # mesh.
-            torch.manual_seed(mix(recipe.seed, self.step, number * self.world.parts + self.world.part, *self.world.rows))
+            torch.manual_seed(
+                mix(
+                    recipe.seed,
+                    self.step,
+                    number * self.world.parts + self.world.part,
+                    *self.world.rows,
+                )
+            )
             with self._no_sync(number), self._context():
-                with torch.autocast(device.type, dtype=recipe.autocast, enabled=recipe.autocast is not None):
+                with torch.autocast(
+                    device.type, dtype=recipe.autocast, enabled=recipe.autocast is not None
+                ):
                     loss, count = self._step(batch)
                 (loss * count).backward()
             loss_sum += loss.detach().double() * count
             count_sum += count
-        sums = torch.stack([loss_sum, torch.tensor(float(count_sum), device=device, dtype=torch.float64)])
+        sums = torch.stack(
+            [loss_sum, torch.tensor(float(count_sum), device=device, dtype=torch.float64)]
+        )
         total_loss, total = self.world.total(sums).tolist()
         rate = self.schedule(self.step)
         self.last_loss = loss_sum.item() / count_sum
         if not math.isfinite(total_loss):  # on every process, so that none waits for a failed one
             raise Diverged(
-                f"the loss is {total_loss / total} at step {self.step} (learning rate {rate:.3g}): a lower rate, a longer warm-up or "
-                "a bound of the gradient's norm may help; the checkpoints of before are as they were"
+                f"the loss is {total_loss / total} at step {self.step} (learning rate {rate:.3g}):"
+                " a lower rate, a longer warm-up or a bound of the gradient's norm may help; the"
+                " checkpoints of before are as they were"
             )
         # DDP has already divided by the number of replicas
         norm = self._finish_gradients(self.world.replicas / total)
         if not math.isfinite(norm):
             raise Diverged(
-                f"the gradient's norm is {norm} at step {self.step} (loss {total_loss / total:.4g}); the parameters and the "
-                "checkpoints of before are as they were"
+                f"the gradient's norm is {norm} at step {self.step} (loss"
+                f" {total_loss / total:.4g}); the parameters and the checkpoints of before are as"
+                " they were"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -342,7 +407,10 @@ class Trainer:
         """Skip the gradient reduction for all but the step's last batch."""
         if self.split is not None:
             self.split.sync_gradients(number == self.recipe.accumulate - 1)
-        if isinstance(self._step, nn.parallel.DistributedDataParallel) and number < self.recipe.accumulate - 1:
+        if (
+            isinstance(self._step, nn.parallel.DistributedDataParallel)
+            and number < self.recipe.accumulate - 1
+        ):
             return self._step.no_sync()
         return nullcontext()
 
@@ -384,7 +452,9 @@ class Trainer:
 
     def _over_processes(self, numbers: list[float]) -> list[float]:
         """Return the sums over all processes."""
-        return self.world.total(torch.tensor(numbers, dtype=torch.float64, device=self.world.device)).tolist()
+        return self.world.total(
+            torch.tensor(numbers, dtype=torch.float64, device=self.world.device)
+        ).tolist()
 
     def _figures(self) -> dict[str, float]:
         """Return the results of `evaluate`."""
@@ -403,7 +473,9 @@ class Trainer:
     def _gather_sums(self) -> None:
         """Send the sums of all processes to the first one, which writes the checkpoint."""
         sums = self._over_processes([*self.epoch_sums, *self.log_sums])
-        self.epoch_sums, self.log_sums = (sums[:2], sums[2:]) if self.world.first else ([0.0, 0.0], [0.0, 0.0])
+        self.epoch_sums, self.log_sums = (
+            (sums[:2], sums[2:]) if self.world.first else ([0.0, 0.0], [0.0, 0.0])
+        )
 
     def _trained(self, state: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of parameters in a state dict; a buffer may be infinite."""
@@ -416,10 +488,15 @@ class Trainer:
         figures = {"epoch_loss": loss_sum / count} | self._figures()
         number = self.step // self.recipe.epoch_steps
         names = {
-            name: name.removeprefix("epoch_").replace("accuracy", "masked accuracy").replace("_", " ") for name in figures
+            name: (
+                name.removeprefix("epoch_").replace("accuracy", "masked accuracy").replace("_", " ")
+            )
+            for name in figures
         }
         told = "  ".join(f"{names[name]} {value:.4f}" for name, value in figures.items())
-        self._tell({"step": self.step, "epochs": number} | figures, f"epoch {number}: {told}", always=True)
+        self._tell(
+            {"step": self.step, "epochs": number} | figures, f"epoch {number}: {told}", always=True
+        )
 
     def _tell(self, row: dict[str, Any], text: str, always: bool = False) -> None:
         """Write a row; print it without a progress bar, or `always` above the bar."""

@@ -42,15 +42,23 @@ class Translator:
     source: Tokenizer
     target: Tokenizer
 
-    def translate(self, texts: Sequence[str], *, beams: int = 1, max_new_tokens: int | None = None) -> list[str]:
+    def translate(
+        self, texts: Sequence[str], *, beams: int = 1, max_new_tokens: int | None = None
+    ) -> list[str]:
         """Return translations of up to `max_new_tokens` tokens (None: twice the source plus 20)."""
-        return [self.target.decode(ids) for ids in self._translate_ids(texts, beams, max_new_tokens)[1]]
+        return [
+            self.target.decode(ids) for ids in self._translate_ids(texts, beams, max_new_tokens)[1]
+        ]
 
     def align(self, text: str, *, beams: int = 1) -> Alignment:
         """Translate one sentence and recompute its cross-attention from the saved lse."""
         (source,), (ids,) = self._translate_ids([text], beams, None)
         device = next(self.model.parameters()).device
-        with evaluation(self.model), torch.no_grad(), taps(self.model, "decoder.*.cross_attention") as seen:
+        with (
+            evaluation(self.model),
+            torch.no_grad(),
+            taps(self.model, "decoder.*.cross_attention") as seen,
+        ):
             read = torch.tensor([[self.target.start_id, *ids]], device=device)
             self.model(torch.tensor([source], device=device), decoder_input_ids=read)
         weights = torch.stack([tap.weights()[0] for tap in seen.values()])
@@ -64,7 +72,10 @@ class Translator:
         sources = [[*ids, self.source.end_id] for ids in self.source.encode_all(texts)]
         longest, limit = max(map(len, sources)), self.model.config.max_length
         if longest > limit:
-            raise ValueError(f"translate: a sentence of {longest} tokens is longer than the model's {limit} positions")
+            raise ValueError(
+                f"translate: a sentence of {longest} tokens is longer than the model's {limit}"
+                " positions"
+            )
         max_tokens = min(2 * longest + 20, limit) if max_tokens is None else max_tokens
         ids = pad(sources, self.source.pad_id).to(device)
         mask = ids != self.source.pad_id
@@ -106,7 +117,9 @@ class Translator:
             path = folder / f"{name}.tokenizer.json"
             tokenizers[name] = Tokenizer.load(path)
             embedding = getattr(model, f"{name}_embedding")
-            check_tokenizer(str(path), tokenizers[name], embedding.num_embeddings, facts["tokenizers"][name])
+            check_tokenizer(
+                str(path), tokenizers[name], embedding.num_embeddings, facts["tokenizers"][name]
+            )
         return cls(model, **tokenizers)
 
 
@@ -129,7 +142,9 @@ class TranslationPlan:
 
 def new_translator(pairs: Sequence[Pair], plan: TranslationPlan) -> Translator:
     """Return an untrained model with tokenizers trained on the pairs."""
-    source, target = (Tokenizer.train([pair[side] for pair in pairs], plan.vocabulary) for side in (0, 1))
+    source, target = (
+        Tokenizer.train([pair[side] for pair in pairs], plan.vocabulary) for side in (0, 1)
+    )
     torch.manual_seed(plan.seed)
     model = Transformer.from_preset(
         plan.preset,
@@ -146,24 +161,37 @@ def new_translator(pairs: Sequence[Pair], plan: TranslationPlan) -> Translator:
     return Translator(model, source, target)
 
 
-def translation_batches(translator: Translator, pairs: Sequence[Pair], batch_size: int, seed: int = 0) -> Batches:
+def translation_batches(
+    translator: Translator, pairs: Sequence[Pair], batch_size: int, seed: int = 0
+) -> Batches:
     """Return the pairs as ids, batched by length, without those beyond the model's positions."""
     source, target = translator.source, translator.target
-    sides = zip(source.encode_all([p.source for p in pairs]), target.encode_all([p.target for p in pairs]))
+    sides = zip(
+        source.encode_all([p.source for p in pairs]), target.encode_all([p.target for p in pairs])
+    )
     limit = translator.model.config.max_length
     examples = [(s, t) for s, t in sides if max(len(s), len(t)) < limit]
     collate = translation_collate(source.pad_id, target.start_id, target.end_id)
-    return Batches(examples, batch_size, collate, lengths=[len(s) + len(t) for s, t in examples], seed=seed)
+    return Batches(
+        examples, batch_size, collate, lengths=[len(s) + len(t) for s, t in examples], seed=seed
+    )
 
 
 def translation_trainer(
-    translator: Translator, train: Sequence[Pair], held_out: Sequence[Pair], plan: TranslationPlan, recipe: Recipe, **more: Any
+    translator: Translator,
+    train: Sequence[Pair],
+    held_out: Sequence[Pair],
+    plan: TranslationPlan,
+    recipe: Recipe,
+    **more: Any,
 ) -> Trainer:
     """Return a trainer of the translator; `more`: out, world and console of :class:`Trainer`."""
     batches = translation_batches(translator, train, plan.batch_size, plan.seed)
     checked = translation_batches(translator, held_out, plan.batch_size)
     sample = (
-        translation_batches(translator, train[:: max(1, len(train) // len(held_out))], plan.batch_size)
+        translation_batches(
+            translator, train[:: max(1, len(train) // len(held_out))], plan.batch_size
+        )
         if plan.epochs
         else None
     )
@@ -175,7 +203,15 @@ def translation_trainer(
         return figures
 
     schedule = warmup_inverse_square_root(plan.d_model, plan.warmup, plan.rate)
-    return Trainer(translator.model, of_model, batches, recipe, cooled_down(schedule, recipe.steps), evaluate=evaluate, **more)
+    return Trainer(
+        translator.model,
+        of_model,
+        batches,
+        recipe,
+        cooled_down(schedule, recipe.steps),
+        evaluate=evaluate,
+        **more,
+    )
 
 
 class Exactness(NamedTuple):
@@ -190,7 +226,9 @@ class Exactness(NamedTuple):
         return self.right / self.total
 
 
-def translate_all(translator: Translator, texts: Sequence[str], *, beams: int = 1, batch_size: int = 100) -> list[str]:
+def translate_all(
+    translator: Translator, texts: Sequence[str], *, beams: int = 1, batch_size: int = 100
+) -> list[str]:
     """Return the translations in the order of the texts; batches have texts of similar length."""
     said, order = [""] * len(texts), sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for first in range(0, len(order), batch_size):

@@ -26,7 +26,9 @@ def figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(min(width, LARGEST), min(height, LARGEST)), dpi=130, layout="constrained")
+    made = Figure(
+        figsize=(min(width, LARGEST), min(height, LARGEST)), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(made)
     return made
 
@@ -63,11 +65,16 @@ def check_matrix(name: str, weights: torch.Tensor, ndim: int) -> torch.Tensor:
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"{name}: weights must be a tensor, got {type(weights).__name__}")
     if weights.dim() != ndim or weights.numel() == 0:
-        raise ValueError(f"{name}: weights must have {ndim} dimensions, none of them 0, got shape {tuple(weights.shape)}")
+        raise ValueError(
+            f"{name}: weights must have {ndim} dimensions, none of them 0, got shape"
+            f" {tuple(weights.shape)}"
+        )
     return weights.detach().float().cpu()
 
 
-def check_tokens(name: str, argument: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
+def check_tokens(
+    name: str, argument: str, tokens: Sequence[str] | None, count: int
+) -> list[str] | None:
     """Return readable labels, one per row or column."""
     if tokens is None:
         return None

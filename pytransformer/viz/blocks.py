@@ -28,10 +28,14 @@ def block_map(mask: BlockMask, *, title: str = "") -> Any:
     from matplotlib.collections import PolyCollection
 
     axis = fig.subplots()
-    for colour, label, (q, k) in zip((FULL, PARTIAL), ("all pairs", "some pairs"), block_states(mask.blocks)):
+    for colour, label, (q, k) in zip(
+        (FULL, PARTIAL), ("all pairs", "some pairs"), block_states(mask.blocks)
+    ):
         spans = [(float(j) * keys, float(i) * rows) for i, j in zip(q.tolist(), k.tolist())]
         corners = [[(x, y), (x + keys, y), (x + keys, y + rows), (x, y + rows)] for x, y in spans]
-        axis.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", label=label))
+        axis.add_collection(
+            PolyCollection(corners, facecolors=colour, edgecolors="none", label=label)
+        )
     axis.set_xlim(0, mask.shape[3])
     axis.set_ylim(mask.shape[2], 0)
     axis.set_aspect("equal")

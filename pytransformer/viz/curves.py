@@ -11,7 +11,12 @@ from ._figure import figure
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, title: str = "", log_x: bool = False
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    x: str,
+    y: str,
+    *,
+    title: str = "",
+    log_x: bool = False,
 ) -> Any:
     """Plot points (x, y) joined by lines, such as accuracy over data size (log_x).
 

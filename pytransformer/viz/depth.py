@@ -26,7 +26,9 @@ def mean_distances(distance: torch.Tensor, valid: torch.Tensor | None = None) ->
     return (distance * kept).sum((0, 2)) / kept.sum((0, 2))
 
 
-def plot_distances(distances: torch.Tensor | Sequence[torch.Tensor], *, title: str = "", unit: str = "tokens") -> Any:
+def plot_distances(
+    distances: torch.Tensor | Sequence[torch.Tensor], *, title: str = "", unit: str = "tokens"
+) -> Any:
     """Plot mean attention distance by depth, a point per head (Dosovitskiy et al., figure 7).
 
     Args:
@@ -38,8 +40,22 @@ def plot_distances(distances: torch.Tensor | Sequence[torch.Tensor], *, title: s
     fig = figure(3.5 + 0.25 * len(distances), 3.6)
     axis = fig.subplots()
     for layer, heads in enumerate(distances.sort(1).values):
-        axis.scatter([layer] * len(heads), heads.numpy(), s=18, color="#0072B2", alpha=0.7, edgecolors="white", linewidths=0.4)
-    axis.plot(range(len(distances)), distances.mean(1).numpy(), color="#D55E00", linewidth=1.2, label="mean of the heads")
+        axis.scatter(
+            [layer] * len(heads),
+            heads.numpy(),
+            s=18,
+            color="#0072B2",
+            alpha=0.7,
+            edgecolors="white",
+            linewidths=0.4,
+        )
+    axis.plot(
+        range(len(distances)),
+        distances.mean(1).numpy(),
+        color="#D55E00",
+        linewidth=1.2,
+        label="mean of the heads",
+    )
     axis.set_xlabel("layer")
     axis.set_ylabel(f"mean attention distance, {escape_plot(unit)}")
     axis.set_xticks(range(0, len(distances), max(1, len(distances) // 12)))
@@ -56,12 +72,16 @@ def plot_positions(table: torch.Tensor, *, title: str = "Position encoding") -> 
     fig = figure(9.5, 4)
     values, similar = fig.subplots(1, 2)
     bound = table.abs().max().item() or 1.0
-    image = values.imshow(table.numpy(), cmap="RdBu", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")
+    image = values.imshow(
+        table.numpy(), cmap="RdBu", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest"
+    )
     values.set_xlabel("dimension")
     values.set_ylabel("position")
     fig.colorbar(image, ax=values, label="value")
     unit = torch.nn.functional.normalize(table, dim=1)
-    image = similar.imshow((unit @ unit.T).numpy(), cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+    image = similar.imshow(
+        (unit @ unit.T).numpy(), cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest"
+    )
     similar.set_xlabel("position")
     similar.set_ylabel("position")
     fig.colorbar(image, ax=similar, label="cosine similarity")

@@ -37,7 +37,9 @@ def heat_map(
     side = _INCHES if max(rows, columns) <= _MOST_LABELS else 10 / max(rows, columns)
     fig = figure(2.2 + 0.08 * longest + side * columns, 1.4 + 0.08 * longest + side * rows)
     axis = fig.subplots()
-    image = axis.imshow(weights.numpy(), vmin=0, vmax=1, cmap=COLOURS, aspect="equal", interpolation="nearest")
+    image = axis.imshow(
+        weights.numpy(), vmin=0, vmax=1, cmap=COLOURS, aspect="equal", interpolation="nearest"
+    )
     axis.xaxis.tick_top()
     axis.xaxis.set_label_position("top")
     _ticks(axis.xaxis, column_labels, columns, rotation=90)
@@ -50,7 +52,11 @@ def heat_map(
 
 
 def gallery(
-    weights: torch.Tensor, *, title: str = "", layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
+    weights: torch.Tensor,
+    *,
+    title: str = "",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
 ) -> Any:
     """Plot every head of every layer as a small map, layers by heads.
 
@@ -65,14 +71,17 @@ def gallery(
     heads = range(weights.shape[1]) if heads is None else heads
     if (len(layers), len(heads)) != tuple(weights.shape[:2]):
         raise ValueError(
-            f"gallery: wanted names of {tuple(weights.shape[:2])} layers and heads, got {len(layers)}, {len(heads)}"
+            f"gallery: wanted names of {tuple(weights.shape[:2])} layers and heads, got"
+            f" {len(layers)}, {len(heads)}"
         )
     fig = figure(0.9 + 1.15 * len(heads), 0.9 + 1.15 * len(layers))
     axes = fig.subplots(len(layers), len(heads), squeeze=False)
     for i, layer in enumerate(layers):
         for j, head in enumerate(heads):
             axis = axes[i][j]
-            axis.imshow(weights[i, j].numpy(), vmin=0, cmap=COLOURS, aspect="auto", interpolation="nearest")
+            axis.imshow(
+                weights[i, j].numpy(), vmin=0, cmap=COLOURS, aspect="auto", interpolation="nearest"
+            )
             axis.set_xticks([])
             axis.set_yticks([])
             if i == 0:
@@ -84,7 +93,12 @@ def gallery(
 
 
 def head_lines(
-    weights: torch.Tensor, queries: Sequence[str], keys: Sequence[str], *, title: str = "", least: float = 0.02
+    weights: torch.Tensor,
+    queries: Sequence[str],
+    keys: Sequence[str],
+    *,
+    title: str = "",
+    least: float = 0.02,
 ) -> Any:
     """Plot one head as lines from each query (left) to its keys (right); opacity is the weight.
 
@@ -97,7 +111,9 @@ def head_lines(
     rows, columns = weights.shape
     left = check_tokens("head_lines", "queries", queries, rows) or []
     right = check_tokens("head_lines", "keys", keys, columns) or []
-    fig = figure(3.0 + 0.08 * (max(map(len, left)) + max(map(len, right))), 0.8 + 0.25 * max(rows, columns))
+    fig = figure(
+        3.0 + 0.08 * (max(map(len, left)) + max(map(len, right))), 0.8 + 0.25 * max(rows, columns)
+    )
     axis = fig.subplots()
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection

@@ -36,14 +36,21 @@ class Returned:
             if chosen is not None:
                 count = found.shape[dim]
                 if wrong := [n for n in chosen if not -count <= n < count]:
-                    raise ValueError(f"{what} must be between {-count} and {count - 1}, got {wrong[0]}")
-                found = found.index_select(dim, torch.tensor([n % count for n in chosen], device=found.device))
+                    raise ValueError(
+                        f"{what} must be between {-count} and {count - 1}, got {wrong[0]}"
+                    )
+                found = found.index_select(
+                    dim, torch.tensor([n % count for n in chosen], device=found.device)
+                )
         return found
 
     def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
         """Return the "distance" only, sum_j p |j - i| of each query."""
         if kinds != ("distance",):
-            raise ValueError(f"of weights that a model returned there is the distance only, got {', '.join(kinds) or 'all'}")
+            raise ValueError(
+                "of weights that a model returned there is the distance only, got"
+                f" {', '.join(kinds) or 'all'}"
+            )
         i, j = (torch.arange(n, device=self.all_weights.device) for n in self.all_weights.shape[2:])
         return {"distance": (self.all_weights * (j - i[:, None]).abs()).sum(-1)}
 
@@ -76,7 +83,9 @@ class Seen:
         chosen = range(count) if layers is None else layers
         if wrong := [layer for layer in chosen if not -count <= layer < count]:
             raise ValueError(f"layer must be between 0 and {count - 1}, got {wrong[0]}")
-        return torch.stack([self.taps[layer].weights(rows=rows, heads=heads)[batch] for layer in chosen])
+        return torch.stack(
+            [self.taps[layer].weights(rows=rows, heads=heads)[batch] for layer in chosen]
+        )
 
     def distances(self, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean attention distance (layers, heads), in linear memory.
@@ -84,7 +93,9 @@ class Seen:
         Args:
             valid: (B, Lq), queries to include.
         """
-        return torch.stack([mean_distances(tap.summary("distance")["distance"], valid) for tap in self.taps])
+        return torch.stack(
+            [mean_distances(tap.summary("distance")["distance"], valid) for tap in self.taps]
+        )
 
     def patch_distances(self, model: Any) -> torch.Tensor:
         """Return a ViT's mean patch distance (layers, heads) in pixels, without [CLS].
@@ -92,7 +103,10 @@ class Seen:
         Source: Dosovitskiy et al. (2021), section 4.5 and figure 7.
         """
         rows, columns = model.patches.grid
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).float() * model.patches.patch_size
+        places = (
+            torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).float()
+            * model.patches.patch_size
+        )
         apart = torch.cdist(places, places)
         found = []
         for tap in self.taps:
@@ -116,7 +130,9 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
     """
     there = _stacks(model)
     if not there:
-        raise ValueError(f"{type(model).__name__} mixes tokens without attention: there are no weights to draw")
+        raise ValueError(
+            f"{type(model).__name__} mixes tokens without attention: there are no weights to draw"
+        )
     which = which_stack(there, which, type(model).__name__)
     training = model.training
     model.eval()
@@ -174,14 +190,24 @@ def load_model(folder: Path) -> Any:
     facts = json.loads(config.read_text())
     if "model" in facts:
         if facts["model"] not in models.__all__:
-            raise ValueError(f"{folder} holds a {facts['model']}, which is none of pytransformer.models")
+            raise ValueError(
+                f"{folder} holds a {facts['model']}, which is none of pytransformer.models"
+            )
         return getattr(models, facts["model"]).load(folder).eval()
     kind, kinds = facts.get("model_type"), hugging_face_types()
     if kind not in kinds:
-        raise ValueError(f"{folder} holds a Hugging Face model of type {kind!r}; wanted one of {', '.join(sorted(kinds))}")
+        raise ValueError(
+            f"{folder} holds a Hugging Face model of type {kind!r}; wanted one of"
+            f" {', '.join(sorted(kinds))}"
+        )
     return kinds[kind].load_hf(folder)
 
 
 def hugging_face_types() -> dict[str, Any]:
     """Return the supported Hugging Face model types and their classes."""
-    return {k: cls for name in models.__all__ for cls in [getattr(models, name)] for k in getattr(cls, "CONVERSIONS", {})}
+    return {
+        k: cls
+        for name in models.__all__
+        for cls in [getattr(models, name)]
+        for k in getattr(cls, "CONVERSIONS", {})
+    }

@@ -73,7 +73,10 @@ def pattern_scores(weights: torch.Tensor, text: Text) -> dict[str, torch.Tensor]
     """
     length = len(text.tokens)
     if weights.dim() != 4 or tuple(weights.shape[2:]) != (length, length):
-        raise ValueError(f"pattern_scores: weights must be (layers, heads, {length}, {length}), got {tuple(weights.shape)}")
+        raise ValueError(
+            f"pattern_scores: weights must be (layers, heads, {length}, {length}), got"
+            f" {tuple(weights.shape)}"
+        )
     found = {}
     for name, keys_of in PATTERNS.items():
         keys = keys_of(text)
@@ -94,11 +97,22 @@ def find_patterns(weights: torch.Tensor, text: Text) -> list[Found]:
 
 def plot_patterns(weights: torch.Tensor, text: Text, *, title: str = "") -> Any:
     """Plot a heat map of each pattern's highest-scoring head."""
-    words, found = check_tokens("plot_patterns", "tokens", text.tokens, len(text.tokens)), find_patterns(weights, text)
+    words, found = (
+        check_tokens("plot_patterns", "tokens", text.tokens, len(text.tokens)),
+        find_patterns(weights, text),
+    )
     side = 1.4 + 0.19 * len(text.tokens)
     fig = figure(side * len(found), side + 0.9)
-    for axis, (name, layer, head, score) in zip(fig.subplots(1, len(found), squeeze=False)[0], found):
-        axis.imshow(weights[layer, head].cpu().numpy(), vmin=0, vmax=1, cmap=COLOURS, interpolation="nearest")
+    for axis, (name, layer, head, score) in zip(
+        fig.subplots(1, len(found), squeeze=False)[0], found
+    ):
+        axis.imshow(
+            weights[layer, head].cpu().numpy(),
+            vmin=0,
+            vmax=1,
+            cmap=COLOURS,
+            interpolation="nearest",
+        )
         _ticks(axis.xaxis, words, len(text.tokens), rotation=90)
         _ticks(axis.yaxis, words, len(text.tokens))
         axis.tick_params(labelsize=7)

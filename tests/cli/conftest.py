@@ -42,20 +42,30 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark's clock counts what this process has of the processor, not what others leave it waiting."""
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep))
+    """The benchmark's clock counts what this process has of the processor, not what others leave it
+    waiting."""
+    monkeypatch.setattr(
+        clock, "time", SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep)
+    )
 
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """The environment of a command: this checkout first, no terminal's width, and nothing inherited that changes output."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR", "PYTRANSFORMER_CPU_ISA")}
+    """The environment of a command: this checkout first, no terminal's width, and nothing inherited
+    that changes output."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("COLUMNS", "FORCE_COLOR", "PYTRANSFORMER_CPU_ISA")
+    }
     paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
 
 
 @pytest.fixture
-def cli(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def cli(
+    tmp_path: Path, environment: dict[str, str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`cli("bench", "--quick")`: the finished process, its output as text."""
 
     def run(*arguments: str, expect: int = 0, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +77,9 @@ def cli(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess
             text=True,
             timeout=300,
         )
-        assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == expect, (
+            f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     return run
@@ -75,17 +87,16 @@ def cli(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess
 
 @pytest.fixture
 def hide(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, str]]:
-    """`hide("rich")`: changes to the environment under which these modules cannot be found, as if never installed."""
+    """`hide("rich")`: changes to the environment under which these modules cannot be found, as if
+    never installed."""
 
     def changes(*modules: str) -> dict[str, str]:
         folder = tmp_path / "site"
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(
-            "from importlib.machinery import PathFinder\n"
-            "find = PathFinder.find_spec\n"
-            "def without(name, path=None, target=None):\n"
-            f"    return None if name.partition('.')[0] in {modules!r} else find(name, path, target)\n"
-            "PathFinder.find_spec = without\n"
+            "from importlib.machinery import PathFinder\nfind = PathFinder.find_spec\ndef"
+            " without(name, path=None, target=None):\n    return None if name.partition('.')[0] in"
+            f" {modules!r} else find(name, path, target)\nPathFinder.find_spec = without\n"
         )
         return {"PYTHONPATH": os.pathsep.join([str(folder), environment["PYTHONPATH"]])}
 

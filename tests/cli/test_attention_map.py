@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer attention-map` takes every model of pytransformer.models, and Hugging Face's that have no class there."""
+"""`pytransformer attention-map` takes every model of pytransformer.models, and Hugging Face's that
+have no class there."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ WORDS = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "saw", "a", "dog"]
 @pytest.fixture
 def tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers (the extra models)")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return made
 
@@ -52,7 +55,9 @@ def draw(folder: Path, what: str, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_model_of_ours(name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any) -> None:
+def test_every_model_of_ours(
+    name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
+) -> None:
     model, folder = build(name).eval(), tmp_path / "model"
     model.save(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -60,7 +65,11 @@ def test_every_model_of_ours(name: str, tokenizer: Any, picture: str, tmp_path: 
     what = picture if looks else "the cat saw a dog"
     code, drawn = draw(folder, what, "--kind", "gallery")
     if name == "FNet" or isinstance(model, Mixer):
-        assert code == USAGE and "mixes tokens without attention: there are no weights to draw" in capsys.readouterr().err
+        assert (
+            code == USAGE
+            and "mixes tokens without attention: there are no weights to draw"
+            in capsys.readouterr().err
+        )
         return
     assert code == OK and "<!-- head 0 -->" in drawn and "<!-- layer 0 -->" in drawn
     for kind in ("heat", "lines", "distance"):
@@ -70,7 +79,9 @@ def test_every_model_of_ours(name: str, tokenizer: Any, picture: str, tmp_path: 
         if kind == "heat" and not looks:
             assert "<!-- saw -->" in drawn
     assert main(["attention-map", str(folder)]) == USAGE
-    assert ("an image for the model" if looks else "a text for the model") in capsys.readouterr().err
+    assert (
+        "an image for the model" if looks else "a text for the model"
+    ) in capsys.readouterr().err
 
 
 def test_the_columns_of_a_strip_are_a_conformer_s_frames(picture: str, tmp_path: Path) -> None:
@@ -80,11 +91,19 @@ def test_the_columns_of_a_strip_are_a_conformer_s_frames(picture: str, tmp_path:
     assert code == OK and drawn.count("<!-- 8 -->") == 2 and drawn.count("<!-- 9 -->") == 0
 
 
-HUGGING_FACE = {"roberta": "encoder", "llama": "decoder", "mistral": "decoder", "bart": "cross", "deit": "encoder"}
+HUGGING_FACE = {
+    "roberta": "encoder",
+    "llama": "decoder",
+    "mistral": "decoder",
+    "bart": "cross",
+    "deit": "encoder",
+}
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_models_of_hugging_face(families: Any, name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any) -> None:
+def test_models_of_hugging_face(
+    families: Any, name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
+) -> None:
     """As transformers' own eager code gives the weights; the command draws them."""
     family, folder = families.FAMILIES[name], tmp_path / "model"
     whole = family.build("eager")
@@ -105,7 +124,10 @@ def test_models_of_hugging_face(families: Any, name: str, tokenizer: Any, pictur
         code, _ = draw(folder, picture if family.kind == "image" else "the cat saw", "--kind", kind)
         assert code == OK, capsys.readouterr().err
     if name != "bart":
-        assert draw(folder, picture if family.kind == "image" else "the cat", "--which", "cross")[0] == USAGE
+        assert (
+            draw(folder, picture if family.kind == "image" else "the cat", "--which", "cross")[0]
+            == USAGE
+        )
 
 
 def test_what_a_model_has_not_is_named(families: Any, tmp_path: Path) -> None:

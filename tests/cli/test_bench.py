@@ -21,7 +21,8 @@ from pytransformer.cli import INTERRUPTED, OK, WRONG, main, providers
 from pytransformer.cli.benchmark import command, memory, plan, report, results
 from pytransformer.cli.benchmark.runner import Options, Runner
 
-# Memory filled with NaN would be measured with the rest. One thread: problems this small are fastest so.
+# Memory filled with NaN would be measured with the rest. One thread: problems this small are
+# fastest so.
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  # which take seconds
@@ -31,7 +32,17 @@ SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  
 def written(tmp_path_factory) -> Path:
     """The folder of one small benchmark, run without a terminal."""
     folder = tmp_path_factory.mktemp("bench")
-    arguments = ["bench", "attention", "--case", "full,dropout", *SMALL, "--dtype", "f32,bf16", "--out", str(folder)]
+    arguments = [
+        "bench",
+        "attention",
+        "--case",
+        "full,dropout",
+        *SMALL,
+        "--dtype",
+        "f32,bf16",
+        "--out",
+        str(folder),
+    ]
     assert main([*arguments, "--mode", "fwd,bwd,fwd+bwd"]) == OK
     return folder
 
@@ -55,7 +66,10 @@ def test_results_fit_the_schema_and_cover_what_was_asked(written):
         if row["backend"] == "naive":
             assert row["speedup_naive"] == 1 and row["error_ratio_naive"] == 1
     noted = {(r["case"], r["backend"]) for r in rows if r["note"]}
-    assert noted == {("dropout", "naive"), ("dropout", "torch")}, "whose mask is random must be said"
+    assert noted == {
+        ("dropout", "naive"),
+        ("dropout", "torch"),
+    }, "whose mask is random must be said"
 
 
 def test_peak_memory_is_measured(written):
@@ -142,7 +156,9 @@ def _off_by(factor: float, gradient_factor: float = 1.0) -> providers.Provider:
 
     def prepare(problem: providers.Problem) -> providers.Prepared:
         right = providers.ours("attention")[-1].prepare(problem)
-        return providers.Prepared("planted", lambda: tuple(Scale.apply(o) for o in right.forward()), right.context)
+        return providers.Prepared(
+            "planted", lambda: tuple(Scale.apply(o) for o in right.forward()), right.context
+        )
 
     return providers.Provider("planted", prepare)
 
@@ -176,10 +192,15 @@ def test_the_planted_fault_alone_is_what_is_refused():
 def test_a_wrong_mask_in_a_peer_is_found():
     def acausal(problem):
         query, key, value = (problem.named[n] for n in ("query", "key", "value"))
-        return providers.Prepared("no mask", lambda: (torch.nn.functional.scaled_dot_product_attention(query, key, value),))
+        return providers.Prepared(
+            "no mask",
+            lambda: (torch.nn.functional.scaled_dot_product_attention(query, key, value),),
+        )
 
     runner = Runner(
-        Options(memory=False, min_time=0.0), memory.MemoryProbe(), find=lambda op: (providers.Provider("torch", acausal),)
+        Options(memory=False, min_time=0.0),
+        memory.MemoryProbe(),
+        find=lambda op: (providers.Provider("torch", acausal),),
     )
     runner.run(_step("fwd"))
     assert runner.rows == []
@@ -202,7 +223,17 @@ def test_a_crash_is_a_finding_about_its_provider_alone():
 
 def test_a_wrong_result_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "Runner", partial(Runner, find=_with(_off_by(1.01))))
-    arguments = ["bench", "attention", "--case", "causal", *SMALL, "--mode", "fwd", "--no-memory", "--no-plots"]
+    arguments = [
+        "bench",
+        "attention",
+        "--case",
+        "causal",
+        *SMALL,
+        "--mode",
+        "fwd",
+        "--no-memory",
+        "--no-plots",
+    ]
     assert main([*arguments, "--out", str(tmp_path)]) == WRONG
     assert "WRONG, not timed: out[" in capsys.readouterr().out
     assert "WRONG, not timed" in (tmp_path / "report.md").read_text()
@@ -212,7 +243,9 @@ def test_a_wrong_result_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
 
 
 def test_plain_output_without_a_terminal(cli, tmp_path):
-    text = cli("bench", "attention", "--case", "window", *SMALL, "--mode", "fwd", "--out", "here").stdout
+    text = cli(
+        "bench", "attention", "--case", "window", *SMALL, "--mode", "fwd", "--out", "here"
+    ).stdout
     assert "[1/1] attention window float32 fwd" in text
     assert "\x1b" not in text and "\r" not in text
     assert "Written to here: results.json, results.csv, report.md" in text
@@ -220,7 +253,18 @@ def test_plain_output_without_a_terminal(cli, tmp_path):
 
 
 def test_default_folder_is_named_after_the_date(cli, tmp_path):
-    cli("bench", "attention", "--case", "full", *SMALL, "--mode", "fwd", "--no-memory", "--no-plots", "--no-verify")
+    cli(
+        "bench",
+        "attention",
+        "--case",
+        "full",
+        *SMALL,
+        "--mode",
+        "fwd",
+        "--no-memory",
+        "--no-plots",
+        "--no-verify",
+    )
     (folder,) = (tmp_path / "results").iterdir()
     assert folder.name.startswith("bench-20")
     rows = report.load(folder / "results.json")["rows"]
@@ -229,7 +273,8 @@ def test_default_folder_is_named_after_the_date(cli, tmp_path):
 
 def test_without_matplotlib_and_rich(cli, hide, tmp_path):
     text = cli(
-        "bench", "attention", "--case", "full", *SMALL, "--mode", "fwd", "--no-memory", "--out", "here",
+        "bench", "attention", "--case", "full", *SMALL, "--mode", "fwd", "--no-memory", "--out",
+        "here",
         **hide("matplotlib", "rich"),
     ).stdout  # fmt: skip
     assert "no plots: matplotlib is not installed. pip install rich matplotlib" in text
@@ -238,11 +283,24 @@ def test_without_matplotlib_and_rich(cli, hide, tmp_path):
 
 
 def test_ctrl_c_leaves_partial_results(tmp_path, environment):
-    """The signal comes while a later step runs; what was done before is written and marked as incomplete."""
-    bench = [sys.executable, "-m", "pytransformer", "bench", "attention", "--size", "small", "--threads", "1"]
+    """The signal comes while a later step runs; what was done before is written and marked as
+    incomplete."""
+    bench = [
+        sys.executable,
+        "-m",
+        "pytransformer",
+        "bench",
+        "attention",
+        "--size",
+        "small",
+        "--threads",
+        "1",
+    ]
     process = subprocess.Popen(
-        [*bench, "--out", "here", "--no-memory"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a run in the background ignores it
+        [*bench, "--out", "here", "--no-memory"], cwd=tmp_path, env=environment,
+        stdout=subprocess.PIPE, text=True,
+        # a run in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     said = []
     for line in process.stdout:
@@ -262,9 +320,20 @@ def test_ctrl_c_leaves_partial_results(tmp_path, environment):
 def test_progress_on_a_terminal(tmp_path, environment):
     """In a pseudo-terminal: a bar with the time left, gone at the end."""
     master, slave = pty.openpty()
-    bench = [sys.executable, "-m", "pytransformer", "bench", "attention", "--case", "full", *SMALL, "--no-memory"]
+    bench = [
+        sys.executable,
+        "-m",
+        "pytransformer",
+        "bench",
+        "attention",
+        "--case",
+        "full",
+        *SMALL,
+        "--no-memory",
+    ]
     process = subprocess.Popen(
-        [*bench, "--out", "here"], cwd=tmp_path, env={**environment, "TERM": "xterm", "COLUMNS": "200"},
+        [*bench, "--out", "here"], cwd=tmp_path,
+        env={**environment, "TERM": "xterm", "COLUMNS": "200"},
         stdin=slave, stdout=slave, stderr=slave,
     )  # fmt: skip
     os.close(slave)

@@ -29,11 +29,24 @@ def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
 @pytest.mark.slow  # base-size models
 @pytest.mark.unpoisoned
 def test_one_model(tmp_path: Path) -> None:
-    arguments = ["vit", "--layers", "1", "--seconds", "0", "--dtype", "float32", "--no-memory", "--out", str(tmp_path)]
+    arguments = [
+        "vit",
+        "--layers",
+        "1",
+        "--seconds",
+        "0",
+        "--dtype",
+        "float32",
+        "--no-memory",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(["bench", "models", *arguments]) == OK
     rows = json.loads((tmp_path / "models.json").read_text())["rows"]
     assert {(r["mode"], r["variant"]) for r in rows} == {
-        (mode, variant) for mode in ("forward", "training_step") for variant in ("eager", "sdpa", "pytransformer")
+        (mode, variant)
+        for mode in ("forward", "training_step")
+        for variant in ("eager", "sdpa", "pytransformer")
     }
     assert all(r["wrong"] is None and r["median_ms"] > 0 and r["speedup_sdpa"] > 0 for r in rows)
     assert "ViT-B/16, 1 of 12 layers" in (tmp_path / "models.md").read_text()

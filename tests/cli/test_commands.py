@@ -17,11 +17,25 @@ from pytransformer.cli.benchmark import plan
 def test_help_names_every_command(cli):
     listed = cli("--help").stdout
     assert cli().stdout == listed, "no command at all must be the same as --help"
-    for command in ("demo", "doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"):
-        assert re.search(rf"^ +{command}\s+\w", listed, re.MULTILINE), f"--help does not list {command}"
+    for command in (
+        "demo",
+        "doctor",
+        "explain",
+        "bench",
+        "train",
+        "translate",
+        "attention-map",
+        "drop-in",
+    ):
+        assert re.search(rf"^ +{command}\s+\w", listed, re.MULTILINE), (
+            f"--help does not list {command}"
+        )
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"])
+@pytest.mark.parametrize(
+    "command",
+    ["demo", "doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"],
+)
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -46,12 +60,18 @@ def test_version(capsys):
         (["bench", "--backends", "tpu"], "tpu is not one of reference, cpu"),
         (["bench", "--shape", "Lq=0"], "'Lq=0' is not NAME=SIZE"),
         (["bench", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (["bench", "--quick", "--dtype", "bf16"], "--quick chooses its own cases, so it does not go with --dtype"),
+        (
+            ["bench", "--quick", "--dtype", "bf16"],
+            "--quick chooses its own cases, so it does not go with --dtype",
+        ),
         (["bench", "--quick", "--out", "/proc/nowhere"], "cannot make the folder /proc/nowhere"),
         (["explain", "attention", "--shape", "2,8"], "--shape of attention is B,H,L,D"),
         (["explain", "attention", "--shape", "2,x"], "'2,x' is not numbers with commas between"),
         (["explain", "attention", "--shape", "1,3,8,8", "--kv-heads", "2"], "error: attention: "),
-        (["explain", "attention", "--shape", "1,2,8,8", "--backend", "tpu"], "unknown backend 'tpu'"),
+        (
+            ["explain", "attention", "--shape", "1,2,8,8", "--backend", "tpu"],
+            "unknown backend 'tpu'",
+        ),
     ],
 )
 def test_errors_say_what_to_do(capsys, arguments, said):
@@ -67,12 +87,23 @@ def test_errors_say_what_to_do(capsys, arguments, said):
 
 def test_an_error_ends_the_process_without_a_traceback(cli):
     done = cli("bench", "atention", expect=USAGE)
-    assert done.stderr == f"pytransformer: error: unknown op atention; the ops are {', '.join(plan.OPS)}\n"
+    assert (
+        done.stderr
+        == f"pytransformer: error: unknown op atention; the ops are {', '.join(plan.OPS)}\n"
+    )
 
 
 def test_doctor_checks_every_op(cli):
     text = cli("doctor").stdout
-    for heading in ("Installation", "CPU", "Native CPU library", "GPU", "Backends", "Optional libraries", "Self-check"):
+    for heading in (
+        "Installation",
+        "CPU",
+        "Native CPU library",
+        "GPU",
+        "Backends",
+        "Optional libraries",
+        "Self-check",
+    ):
         assert re.search(rf"^{heading}", text, re.MULTILINE)
     report = json.loads(cli("doctor", "--json").stdout)
     assert {line["op"] for line in report["self_check"]} == set(plan.OPS)
@@ -81,7 +112,9 @@ def test_doctor_checks_every_op(cli):
     assert set(backends) == {"reference", "torch", "cpu", "triton", "cuda"}
     assert set(backends["reference"]["works"]) == set(plan.OPS)
     for backend in backends.values():
-        assert backend["works"] or backend["why_not"], f"{backend['backend']} neither works nor says why not"
+        assert backend["works"] or backend["why_not"], (
+            f"{backend['backend']} neither works nor says why not"
+        )
 
 
 def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
@@ -90,7 +123,9 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
     def two_percent_off(backend, problem):
         prepared = prepare(backend, problem)
         forward = prepared.forward
-        return providers.Prepared("wrong", lambda: tuple(1.02 * o for o in forward()), prepared.context)
+        return providers.Prepared(
+            "wrong", lambda: tuple(1.02 * o for o in forward()), prepared.context
+        )
 
     monkeypatch.setattr(providers, "prepare_ours", two_percent_off)
     assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
@@ -99,8 +134,20 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
 
 
 def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
-    text = cli("explain", "attention", "--shape", "1,4,64,1000", "--causal", "top_left", "--bias", "t5", "--grad").stdout
-    rows = [line.split(None, 2) for line in text.splitlines() if line.startswith(("cpu ", "reference "))]
+    text = cli(
+        "explain",
+        "attention",
+        "--shape",
+        "1,4,64,1000",
+        "--causal",
+        "top_left",
+        "--bias",
+        "t5",
+        "--grad",
+    ).stdout
+    rows = [
+        line.split(None, 2) for line in text.splitlines() if line.startswith(("cpu ", "reference "))
+    ]
     verdicts = {row[0]: row[1] for row in rows}
     assert verdicts == {"cpu": "no", "reference": "chosen"}, text
     assert len(next(row for row in rows if row[0] == "cpu")[2]) > 10, "no reason beside the refusal"
@@ -108,9 +155,25 @@ def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
 
 def test_explain_takes_every_option():
     options = [
-        "explain", "attention", "--shape", "2,8,64,96,32", "--dtype", "bf16", "--kv-heads", "2", "--value-dim", "48",
-        "--causal", "bottom_right", "--window", "16,", "--mask", "bool", "--bias", "alibi", "--lengths", "--segments",
+        "explain", "attention", "--shape", "2,8,64,96,32", "--dtype", "bf16", "--kv-heads", "2",
+        "--value-dim", "48",
+        "--causal", "bottom_right", "--window", "16,", "--mask", "bool", "--bias", "alibi",
+        "--lengths", "--segments",
         "--prefix", "--softcap", "20", "--dropout", "0.1", "--grad",
     ]  # fmt: skip
     assert main(options) == OK
-    assert main(["explain", "attention_varlen", "--shape", "2,8,64,32", "--bias", "t5", "--causal", "bottom_right"]) == OK
+    assert (
+        main(
+            [
+                "explain",
+                "attention_varlen",
+                "--shape",
+                "2,8,64,32",
+                "--bias",
+                "t5",
+                "--causal",
+                "bottom_right",
+            ]
+        )
+        == OK
+    )

@@ -22,7 +22,14 @@ ENVIRONMENT = {
     "isa": None,
     "gpu": None,
 }
-ENVIRONMENT |= {"system": "Linux", "python": "3.11", "torch": "2.13", "triton": None, "pytransformer": "0", "commit": None}
+ENVIRONMENT |= {
+    "system": "Linux",
+    "python": "3.11",
+    "torch": "2.13",
+    "triton": None,
+    "pytransformer": "0",
+    "commit": None,
+}
 ENVIRONMENT |= {"date": "2026-01-01", "load": None, "command": "pytransformer bench"}
 
 
@@ -46,13 +53,24 @@ def row(backend: str, ms: float, **more: Any) -> dict[str, Any]:
         "tflops": 1.0,
         "gbps": 1.0,
     }
-    base |= {"peak_bytes": None, "error": 1e-7, "error_bound": 1e-6, "bound_used": 0.2, "errors": {"out": 1e-7}}
+    base |= {
+        "peak_bytes": None,
+        "error": 1e-7,
+        "error_bound": 1e-6,
+        "bound_used": 0.2,
+        "errors": {"out": 1e-7},
+    }
     base |= {"error_ratio_naive": None, "speedup_naive": None, "speedup_torch": None, "note": ""}
     return base | more
 
 
 def document(*rows: dict[str, Any], not_run: tuple[Any, ...] = ()) -> dict[str, Any]:
-    made = {"schema_version": results.SCHEMA_VERSION, "environment": ENVIRONMENT, "complete": True, "rows": list(rows)}
+    made = {
+        "schema_version": results.SCHEMA_VERSION,
+        "environment": ENVIRONMENT,
+        "complete": True,
+        "rows": list(rows),
+    }
     made["not_run"] = list(not_run)
     assert results.validate(made) == []
     return made
@@ -85,7 +103,9 @@ def test_a_faster_machine_hides_nothing() -> None:
 
 
 def test_noise_and_small_changes_are_not_flagged() -> None:
-    assert kinds(document(row("cpu", 1.3, p20_ms=1.01, p80_ms=1.4), row("torch", 2.0))) == [], "the intervals meet"
+    assert kinds(document(row("cpu", 1.3, p20_ms=1.01, p80_ms=1.4), row("torch", 2.0))) == [], (
+        "the intervals meet"
+    )
     assert kinds(document(row("cpu", 1.08), row("torch", 2.0))) == [], "below the threshold"
     assert kinds(document(row("cpu", 1.08), row("torch", 2.0)), threshold=0.05) == ["slower"]
 
@@ -94,15 +114,23 @@ def test_what_did_not_change_tells_the_noise() -> None:
     old = document(row("cpu", 1.0), row("torch", 2.0), row("naive", 4.0))
     for naive in (8.0, 2.0):  # twice as slow, or as fast, though nothing in it had changed
         new = document(row("cpu", 1.8), row("torch", 2.0), row("naive", naive))
-        assert compare.noise(old, new) == pytest.approx(1.95), "between no change at all and the one row's"
+        assert compare.noise(old, new) == pytest.approx(1.95), (
+            "between no change at all and the one row's"
+        )
         assert compare.compare(old, new) == []
         worse = document(row("cpu", 2.5), row("torch", 2.0), row("naive", naive))
         assert [c.kind for c in compare.compare(old, worse)] == ["slower"]
-    assert compare.noise(old, old) == 1.0 == compare.noise(document(row("cpu", 1.0)), document(row("cpu", 3.0)))
+    assert (
+        compare.noise(old, old)
+        == 1.0
+        == compare.noise(document(row("cpu", 1.0)), document(row("cpu", 3.0)))
+    )
 
 
 def test_a_peer_that_changed_alone_is_no_change_of_ours() -> None:
-    others = [row(name, 3.0, case=case) for case in ("causal", "window") for name in ("torch", "naive")]
+    others = [
+        row(name, 3.0, case=case) for case in ("causal", "window") for name in ("torch", "naive")
+    ]
     old = document(row("cpu", 1.0), row("naive", 8.0), *others)
     for theirs in (2.0, 32.0):
         assert compare.compare(old, document(row("cpu", 1.05), row("naive", theirs), *others)) == []
@@ -111,15 +139,23 @@ def test_a_peer_that_changed_alone_is_no_change_of_ours() -> None:
         assert change.kind == kind
     elsewhere = document(row("cpu", 1.0), row("naive", 2.0), *others)
     elsewhere["environment"] = ENVIRONMENT | {"device_name": "Another"}
-    assert [c.kind for c in compare.compare(old, elsewhere)] == ["slower"], "times of two devices say nothing"
+    assert [c.kind for c in compare.compare(old, elsewhere)] == ["slower"], (
+        "times of two devices say nothing"
+    )
 
 
 def test_several_runs_are_taken_together() -> None:
     runs = [document(row("cpu", ms), row("torch", 2.0)) for ms in (0.9, 1.0, 1.6)]
     together = compare.merged(runs)
-    assert [(r["p20_ms"], r["median_ms"], r["p80_ms"]) for r in together["rows"][:1]] == [(0.98 * 0.9, 1.0, 1.02 * 1.6)]
-    assert compare.compare(together, document(row("cpu", 1.5), row("torch", 2.0))) == [], "one of the runs was as slow"
-    assert [c.kind for c in compare.compare(together, document(row("cpu", 2.0), row("torch", 2.0)))] == ["slower"]
+    assert [(r["p20_ms"], r["median_ms"], r["p80_ms"]) for r in together["rows"][:1]] == [
+        (0.98 * 0.9, 1.0, 1.02 * 1.6)
+    ]
+    assert compare.compare(together, document(row("cpu", 1.5), row("torch", 2.0))) == [], (
+        "one of the runs was as slow"
+    )
+    assert [
+        c.kind for c in compare.compare(together, document(row("cpu", 2.0), row("torch", 2.0)))
+    ] == ["slower"]
 
 
 def test_a_faster_kernel_is_told_and_no_regression() -> None:
@@ -129,20 +165,27 @@ def test_a_faster_kernel_is_told_and_no_regression() -> None:
 
 def test_quantiles_of_few_samples_are_not_trusted() -> None:
     few = {"samples": 5, "p20_ms": 1.1, "p80_ms": 1.3}
-    assert kinds(document(row("cpu", 1.2, **few), row("torch", 2.0))) == [], "widened, the intervals meet"
-    assert kinds(document(row("cpu", 1.2, **few | {"samples": 200}), row("torch", 2.0))) == ["slower"]
+    assert kinds(document(row("cpu", 1.2, **few), row("torch", 2.0))) == [], (
+        "widened, the intervals meet"
+    )
+    assert kinds(document(row("cpu", 1.2, **few | {"samples": 200}), row("torch", 2.0))) == [
+        "slower"
+    ]
     assert kinds(document(row("cpu", 9.0), row("torch", 2.0))) == ["slower"]
     for ours, theirs in ((4, 9), (9, 1)):
-        assert kinds(document(row("cpu", 9.0, samples=ours), row("torch", 2.0, samples=theirs))) == [], (
-            "too few to say anything"
-        )
+        assert (
+            kinds(document(row("cpu", 9.0, samples=ours), row("torch", 2.0, samples=theirs))) == []
+        ), "too few to say anything"
 
 
 def test_without_pytorch_naive_code_is_the_measure() -> None:
     old = document(row("cpu", 1.0), row("naive", 4.0))
     assert compare.compare(old, document(row("cpu", 1.5), row("naive", 6.0))) == []
     (change,) = compare.compare(old, document(row("cpu", 1.5), row("naive", 4.0)))
-    assert (change.kind, change.detail) == ("slower", "0.250 before, 0.375 now of naive code's time")
+    assert (change.kind, change.detail) == (
+        "slower",
+        "0.250 before, 0.375 now of naive code's time",
+    )
 
 
 def test_without_peers_times_count_as_they_are() -> None:
@@ -153,7 +196,9 @@ def test_without_peers_times_count_as_they_are() -> None:
 def test_the_reference_is_judged_by_its_errors_alone() -> None:
     old = document(row("reference", 1.0), row("torch", 2.0))
     assert compare.compare(old, document(row("reference", 9.0), row("torch", 2.0))) == []
-    (change,) = compare.compare(old, document(row("reference", 1.0, bound_used=0.9), row("torch", 2.0)))
+    (change,) = compare.compare(
+        old, document(row("reference", 1.0, bound_used=0.9), row("torch", 2.0))
+    )
     assert change.kind == "less exact"
 
 
@@ -164,7 +209,14 @@ def test_errors_that_grow_are_flagged() -> None:
 
 def test_rows_that_vanish_are_flagged() -> None:
     assert kinds(document(row("torch", 2.0))) == ["lost"]
-    reason = {"op": "attention", "backend": "cpu", "case": "full", "dtype": "float32", "mode": "fwd", "status": "wrong"}
+    reason = {
+        "op": "attention",
+        "backend": "cpu",
+        "case": "full",
+        "dtype": "float32",
+        "mode": "fwd",
+        "status": "wrong",
+    }
     reason |= {"reason": "out is off", "error": None, "error_bound": None}
     assert kinds(document(row("torch", 2.0), not_run=(reason,))) == ["wrong"]
     assert kinds(document()) == [], "a line-up that was not run says nothing"

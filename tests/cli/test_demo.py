@@ -22,7 +22,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.doctor, "self_check", list)
     monkeypatch.setattr(proof, "ROUNDS", 1)
     text = proof_models.read_text()
-    short = proof_models.Text(text.ids[:2, :12].contiguous(), text.real[:2, :12].contiguous(), text.words)
+    short = proof_models.Text(
+        text.ids[:2, :12].contiguous(), text.real[:2, :12].contiguous(), text.words
+    )
     monkeypatch.setattr(proof_models, "read_text", lambda long=False: short)
 
 
@@ -30,7 +32,11 @@ def test_demo_ends_with_fastest_slowest_and_no_wrong(capsys: pytest.CaptureFixtu
     pytest.importorskip("transformers", reason="transformers is not installed")
     assert main(["demo", "--models", "bert", "--seconds", "0"]) == OK
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("Fastest: ") and lines[-2].endswith("Wrong: 0.") and lines[-1].startswith("Next: ")
+    assert (
+        lines[-2].startswith("Fastest: ")
+        and lines[-2].endswith("Wrong: 0.")
+        and lines[-1].startswith("Next: ")
+    )
     for row in ("causal", "t5 bias", "registered", "converted"):
         assert any(row in line and "x" in line for line in lines), row
 
@@ -43,7 +49,9 @@ def test_wrong_attention_ends_demo_with_exit_code_1(
     def wrong(self, step, problem, prepared, *, peer):
         forward = prepared.forward
         if not peer:
-            prepared = type(prepared)(prepared.label, lambda: tuple(1.02 * o for o in forward()), prepared.context)
+            prepared = type(prepared)(
+                prepared.label, lambda: tuple(1.02 * o for o in forward()), prepared.context
+            )
         return prepare(self, step, problem, prepared, peer=peer)
 
     monkeypatch.setattr(demo.Runner, "_judge", wrong)
@@ -51,9 +59,13 @@ def test_wrong_attention_ends_demo_with_exit_code_1(
     assert "WRONG: attention causal" in capsys.readouterr().out
 
 
-def test_demo_without_kernels_times_no_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_without_kernels_times_no_attention(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     explanation = demo.pt.explain("attention", *(torch.zeros(1, 1, 4, 8),) * 3)
-    monkeypatch.setattr(demo.pt, "explain", lambda *_: dataclasses.replace(explanation, backend="torch"))
+    monkeypatch.setattr(
+        demo.pt, "explain", lambda *_: dataclasses.replace(explanation, backend="torch")
+    )
     assert main(["demo", "--models"]) == OK
     assert "no kernels are built here" in capsys.readouterr().out
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row's limit is said to be, and what it is told by: the roofs, the call's floor, the kernels alone, a settled clock."""
+"""What a row's limit is said to be, and what it is told by: the roofs, the call's floor, the
+kernels alone, a settled clock."""
 
 from __future__ import annotations
 
@@ -25,9 +26,17 @@ PEAKS = {
 }
 
 
-def row(gflop: float, megabytes: float, ms: float, floor: float, alone: float | None, cache: str = "warm") -> dict:
+def row(
+    gflop: float,
+    megabytes: float,
+    ms: float,
+    floor: float,
+    alone: float | None,
+    cache: str = "warm",
+) -> dict:
     return {
-        "dtype": "float32", "median_ms": ms, "tflops": gflop / ms, "gbps": megabytes / ms, "cache": cache,
+        "dtype": "float32", "median_ms": ms, "tflops": gflop / ms, "gbps": megabytes / ms,
+        "cache": cache,
         "floor_ms": floor, "alone_ms": alone,
     }  # fmt: skip
 
@@ -66,7 +75,18 @@ def test_without_what_it_is_told_by_there_is_no_limit() -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The document of a small benchmark with peaks."""
     folder: Path = tmp_path_factory.mktemp("limits")
-    small = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-memory", "--no-plots", "--mode", "fwd,fwd+bwd")
+    small = (
+        "--size",
+        "small",
+        "--min-time",
+        "0",
+        "--threads",
+        "1",
+        "--no-memory",
+        "--no-plots",
+        "--mode",
+        "fwd,fwd+bwd",
+    )
     assert main(["bench", "layer_norm", "--case", "layer_norm", *small, "--out", str(folder)]) == OK
     assert " limit " in (folder / "report.md").read_text()
     return json.loads((folder / "results.json").read_text())
@@ -76,10 +96,15 @@ def test_every_row_says_what_limits_it(written: dict) -> None:
     assert results.validate(written) == []
     for found in written["rows"]:
         assert (found["limit"], found["limit_shares"]) == limits.of(found, written["peaks"])
-        assert found["floor_ms"] > 0 and (found["alone_ms"] is not None) == (found["backend"] == "cpu")
+        assert found["floor_ms"] > 0 and (found["alone_ms"] is not None) == (
+            found["backend"] == "cpu"
+        )
         share = found["limit_shares"][found["limit"]]
         assert report.table_row(found)[-1] == f"{found['limit']} {share:.0%}"
-        assert sum(v for k, v in found["limit_shares"].items() if k not in ("product", "bandwidth")) <= 2
+        assert (
+            sum(v for k, v in found["limit_shares"].items() if k not in ("product", "bandwidth"))
+            <= 2
+        )
 
 
 def test_a_document_with_another_limit_is_refused(written: dict) -> None:
@@ -90,16 +115,23 @@ def test_a_document_with_another_limit_is_refused(written: dict) -> None:
 
     for name in limits.LIMITS:
         if name != written["rows"][0]["limit"]:
-            assert "rows[0].limit" in faults(lambda d, name=name: d["rows"][0].update(limit=name)), name
+            assert "rows[0].limit" in faults(
+                lambda d, name=name: d["rows"][0].update(limit=name)
+            ), name
     slow = written["rows"][0]["p80_ms"]
-    slower = {"median_ms": slow * 2, "p80_ms": slow * 3}  # of 0.999 p80_ms nothing was seen where all samples were alike
+    slower = {
+        "median_ms": slow * 2,
+        "p80_ms": slow * 3,
+    }  # of 0.999 p80_ms nothing was seen where all samples were alike
     assert "rows[0].limit" in faults(lambda d: d["rows"][0].update(slower))
     assert "rows[0].limit" in faults(lambda d: d["rows"][0].update(limit=None, limit_shares=None))
     assert ".limit" in faults(lambda d: d["peaks"].update(copy_gbps={"1000": 1e-3}))
     assert "positive rates" in faults(lambda d: d["peaks"].update(copy_gbps={"1000": 0}))
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "full", "feed_forward_gelu", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "full", "feed_forward_gelu", "linear_cross_entropy"]
+)
 def test_kernels_alone_compute_the_same_into_the_same_tensors(name: str) -> None:
     case = plan.case(name, "small")
     problem = providers.Problem.make(case, torch.float32, "cpu", seed=5, grad=False)
@@ -137,14 +169,17 @@ def test_calls_that_get_faster_are_called_until_they_do_not() -> None:
     def call() -> None:
         clock.time.sleep(next(takes, 0.004))
 
-    (timing,) = clock.interleaved({"": clock.Contender(call, contextlib.nullcontext)}, min_time=0.02).values()
+    (timing,) = clock.interleaved(
+        {"": clock.Contender(call, contextlib.nullcontext)}, min_time=0.02
+    ).values()
     assert timing.median_ms == timing.p80_ms == pytest.approx(4)
     assert timing.samples >= clock.SHORT_ROUNDS
 
 
 @pytest.mark.usefixtures("watch")
 def test_a_sample_does_not_pay_for_its_neighbour() -> None:
-    """What the other contender left costs the first call after it: nine times the call itself, and no sample may show it."""
+    """What the other contender left costs the first call after it: nine times the call itself, and
+    no sample may show it."""
     last: list[str] = []
 
     def contender(name: str) -> clock.Contender:
@@ -162,7 +197,8 @@ def test_what_tells_the_limit_is_measured_only_where_it_was_asked_for() -> None:
     step = plan.Step(plan.case("layer_norm", "small"), torch.float32, "fwd")
     for wanted in (True, False):
         runs = runner.Runner(
-            runner.Options(memory=False, min_time=0.0, limits=wanted, backends=("naive",)), memory.MemoryProbe()
+            runner.Options(memory=False, min_time=0.0, limits=wanted, backends=("naive",)),
+            memory.MemoryProbe(),
         )
         runs.run(step)
         assert (runs.rows[0]["floor_ms"] is not None) == wanted and runs.rows[0]["alone_ms"] is None

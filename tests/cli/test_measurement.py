@@ -23,14 +23,22 @@ def _found(case, dtype):
     problem = providers.Problem.make(case, dtype, "cpu", seed=3, grad=True)
     grads = check.upstream(problem, seed=4)
     reference = next(p for p in providers.ours(case.op) if p.name == "reference")
-    return problem, check.compute(problem, reference.prepare(problem), grads), exact.solve(problem, grads)
+    return (
+        problem,
+        check.compute(problem, reference.prepare(problem), grads),
+        exact.solve(problem, grads),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=plan.dtype_name)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
     problem, found, solution = _found(case, dtype)
-    assert set(found) == {*OPS[case.op].returned, *OPS[case.op].written(problem.named), *problem.leaves}
+    assert set(found) == {
+        *OPS[case.op].returned,
+        *OPS[case.op].written(problem.named),
+        *problem.leaves,
+    }
     assert check.judge(problem, found, solution, peer=False).wrong is None
     # Spoil the largest element by some ten times what its bound allows.
     for name, value in found.items():
@@ -41,7 +49,9 @@ def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
         spoilt = value.clone()
         spoilt.view(-1)[largest] += step
         verdict = check.judge(problem, {**found, name: spoilt}, solution, peer=False)
-        assert verdict.wrong is not None and verdict.wrong.startswith(name), f"{name} off by {step} was not found"
+        assert verdict.wrong is not None and verdict.wrong.startswith(name), (
+            f"{name} off by {step} was not found"
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -55,12 +65,16 @@ def test_every_peer_is_right_or_says_why_not(case):
         if provider.prepare(problem).own_dropout:
             checked = problem.without_dropout()
         found = check.compute(checked, provider.prepare(checked), grads)
-        assert check.judge(checked, found, exact.solve(checked, grads), peer=True).wrong is None, provider.name
+        assert check.judge(checked, found, exact.solve(checked, grads), peer=True).wrong is None, (
+            provider.name
+        )
 
 
 def test_the_bound_of_cross_entropy_holds_for_many_classes():
     """With the classes the log of the sum grows, and its rounding moves every probability."""
-    case = plan.resized(plan.case("linear_cross_entropy", "small"), {"rows": 256, "d": 256, "classes": 8192})
+    case = plan.resized(
+        plan.case("linear_cross_entropy", "small"), {"rows": 256, "d": 256, "classes": 8192}
+    )
     problem, found, solution = _found(case, torch.float32)
     verdict = check.judge(problem, found, solution, peer=False)
     assert verdict.wrong is None
@@ -95,7 +109,9 @@ def _sleeper(seconds: float) -> clock.Contender:
 @pytest.mark.usefixtures("watch")
 def test_clock_orders_contenders_and_quantiles():
     timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.05)
-    assert timings["fast"].median_ms == pytest.approx(5) and timings["slow"].median_ms == pytest.approx(20)
+    assert timings["fast"].median_ms == pytest.approx(5) and timings[
+        "slow"
+    ].median_ms == pytest.approx(20)
     for timing in timings.values():
         assert timing.p20_ms <= timing.median_ms <= timing.p80_ms
         assert timing.samples >= clock.MIN_ROUNDS
@@ -129,9 +145,16 @@ def test_the_clock_loses_its_patience_with_the_slow(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("watch")
 def test_one_sample_is_enough_of_a_long_call_that_is_many_times_slower() -> None:
     seconds = {"hopeless": 0.4, "slow": 0.2, "fast": 0.06, "short": 0.004, "many times": 0.04}
-    timings = clock.interleaved({name: _sleeper(seconds[name]) for name in ("hopeless", "slow", "fast")}, min_time=0.0)
-    assert timings["hopeless"].samples == 1 and timings["slow"].samples == timings["fast"].samples == clock.MIN_ROUNDS
-    timings = clock.interleaved({name: _sleeper(seconds[name]) for name in ("short", "many times")}, min_time=0.0)
+    timings = clock.interleaved(
+        {name: _sleeper(seconds[name]) for name in ("hopeless", "slow", "fast")}, min_time=0.0
+    )
+    assert (
+        timings["hopeless"].samples == 1
+        and timings["slow"].samples == timings["fast"].samples == clock.MIN_ROUNDS
+    )
+    timings = clock.interleaved(
+        {name: _sleeper(seconds[name]) for name in ("short", "many times")}, min_time=0.0
+    )
     assert timings["many times"].samples >= clock.MIN_ROUNDS, "a short call costs nobody's time"
 
 
@@ -156,7 +179,8 @@ def test_quantile_interpolates():
 
 @pytest.mark.parametrize("rounds", [3, clock.MIN_ROUNDS])
 def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: pytest.MonkeyPatch):
-    """Of --quick once, of a suite with the samples of short calls; on a busy machine the calls count as short too."""
+    """Of --quick once, of a suite with the samples of short calls; on a busy machine the calls
+    count as short too."""
     monkeypatch.setattr(clock, "SHORT_SECONDS", 10.0)
 
     def run(name: str, size: int) -> runner.Runner:
@@ -164,7 +188,9 @@ def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: p
         step = plan.Step(plan.resized(plan.case(name, "small"), {"D": size}), torch.float32, "fwd")
         late.run(step, seconds=0.0)
         samples = [row["samples"] for row in late.rows]
-        assert max(samples) <= 2 if rounds < clock.MIN_ROUNDS else max(samples) == clock.SHORT_ROUNDS
+        assert (
+            max(samples) <= 2 if rounds < clock.MIN_ROUNDS else max(samples) == clock.SHORT_ROUNDS
+        )
         assert all(row["peak_bytes"] is None for row in late.rows)
         return late
 
@@ -182,14 +208,20 @@ def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: p
 def test_peak_memory_of_naive_attention_is_its_score_matrices():
     if memory.why_not() is not None:
         pytest.skip(memory.why_not())
-    case = plan.resized(plan.case("full", "small"), {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 1024, "Lk": 1024})
+    case = plan.resized(
+        plan.case("full", "small"), {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 1024, "Lk": 1024}
+    )
     score = 2 * 1024 * 1024 * 4
     step = plan.Step(case, torch.float32, "fwd")
     with memory.MemoryProbe() as probe:
-        first, again = (probe.measure(runner.memory_request(step, "naive", "cpu")) for _ in range(2))
+        first, again = (
+            probe.measure(runner.memory_request(step, "naive", "cpu")) for _ in range(2)
+        )
         with pytest.raises(memory.Unmeasured, match="StopIteration"):
             probe.measure({**runner.memory_request(step, "naive", "cpu"), "backend": "nobody"})
-        assert probe.measure(runner.memory_request(step, "torch", "cpu")) < score, "the probe survives a failed request"
+        assert probe.measure(runner.memory_request(step, "torch", "cpu")) < score, (
+            "the probe survives a failed request"
+        )
     assert 2 * score <= first <= 2.5 * score, "scores and their softmax at once"
     assert abs(first - again) < 2**19
 
@@ -202,28 +234,46 @@ def test_a_narrow_terminal_gets_fewer_columns():
     columns, cells = report.fitting([row], None)
     assert columns == report.COLUMNS and cells == [row]
     columns, cells = report.fitting([row], 110)
-    assert "p20-p80" not in columns and {"case", "backend", "ms", "x torch", "error"} <= set(columns)
+    assert "p20-p80" not in columns and {"case", "backend", "ms", "x torch", "error"} <= set(
+        columns
+    )
     assert console.table_width(columns, cells) <= 110
     assert cells == [[f"{name} value" for name in columns]]
 
 
 def test_names_are_escaped_in_every_report():
     evil = "a|b`c`<script>\x1b[31m\n# h *x* [l](u) $m$ \u202e"
-    assert "\x1b" not in console.clean(evil) and "\n" not in console.clean(evil) and "\u202e" not in console.clean(evil)
+    assert (
+        "\x1b" not in console.clean(evil)
+        and "\n" not in console.clean(evil)
+        and "\u202e" not in console.clean(evil)
+    )
     cell = console.escape_markdown(evil)
     assert "<script>" not in cell and "&lt;script&gt;" in cell
     assert r"a\|b" in cell and r"\`c\`" in cell and r"\[l\]" in cell
     assert console.escape_csv("=1+1") == "'=1+1"
     assert console.escape_plot("$x$") == r"\$x\$"
-    assert report.figure(0.000123) == "1.2e-04" and report.figure(12.345) == "12.3" and report.figure(None) == "-"
+    assert (
+        report.figure(0.000123) == "1.2e-04"
+        and report.figure(12.345) == "12.3"
+        and report.figure(None) == "-"
+    )
 
 
 def test_a_report_shows_kernel_times_and_regimes_where_they_were_measured():
     step = plan.Step(plan.case("full", "small"), torch.float32, "fwd")
-    runs = runner.Runner(runner.Options(memory=False, min_time=0.0, sustained=0.01, backends=("naive",)), memory.MemoryProbe())
+    runs = runner.Runner(
+        runner.Options(memory=False, min_time=0.0, sustained=0.01, backends=("naive",)),
+        memory.MemoryProbe(),
+    )
     runs.run(step)
     (row,) = runs.rows
-    assert row["kernel_ms"] is None and row["burst_ms"] > 0 and row["sustained_ms"] > 0 and row["cache"] == "warm"
+    assert (
+        row["kernel_ms"] is None
+        and row["burst_ms"] > 0
+        and row["sustained_ms"] > 0
+        and row["cache"] == "warm"
+    )
     assert report.kernel_rows(runs.rows) == [] and len(report.regime_rows(runs.rows)) == 1
     (line,) = report.kernel_rows([{**row, "kernel_ms": row["median_ms"] / 2}])
     assert line[:5] == report.table_row(row)[:5] and line[-1] == "0.500"

@@ -20,14 +20,18 @@ pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 
 def run(case: str, *backends: str, mode: str = "fwd") -> Runner:
-    runner = Runner(Options(memory=False, min_time=0.0, backends=backends or None), memory.MemoryProbe())
+    runner = Runner(
+        Options(memory=False, min_time=0.0, backends=backends or None), memory.MemoryProbe()
+    )
     runner.run(plan.Step(plan.case(case, "small"), plan.DTYPES["float32"], mode))
     return runner
 
 
 def test_who_is_not_named_is_not_even_refused() -> None:
     runner = run("full")
-    assert not {entry["backend"] for entry in (*runner.rows, *runner.not_run)} & set(providers.ON_REQUEST)
+    assert not {entry["backend"] for entry in (*runner.rows, *runner.not_run)} & set(
+        providers.ON_REQUEST
+    )
 
 
 def test_pytorchs_kernels_one_by_one() -> None:
@@ -36,7 +40,9 @@ def test_pytorchs_kernels_one_by_one() -> None:
         "torch_flash": "scaled_dot_product_attention [flash]",
         "torch_math": "scaled_dot_product_attention [math]",
     }
-    assert [(e["backend"], e["reason"]) for e in runner.not_run] == [("torch_cudnn", "cudnn_attention does not run on cpu")]
+    assert [(e["backend"], e["reason"]) for e in runner.not_run] == [
+        ("torch_cudnn", "cudnn_attention does not run on cpu")
+    ]
 
 
 def test_those_for_gpus_say_so() -> None:
@@ -48,7 +54,19 @@ def test_those_for_gpus_say_so() -> None:
 
 @pytest.mark.slow  # the compiler takes 20 s a case
 @pytest.mark.parametrize(
-    "case", ["full", "causal", "window", "segments", "key_padding", "alibi", "t5_bias", "bias", "softcap", "gqa"]
+    "case",
+    [
+        "full",
+        "causal",
+        "window",
+        "segments",
+        "key_padding",
+        "alibi",
+        "t5_bias",
+        "bias",
+        "softcap",
+        "gqa",
+    ],
 )
 def test_flex_attention_computes_the_case(case: str) -> None:
     runner = run(case, "flex")
@@ -57,10 +75,14 @@ def test_flex_attention_computes_the_case(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["causal", "add_norm", "feed_forward_gelu", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "case", ["causal", "add_norm", "feed_forward_gelu", "linear_cross_entropy"]
+)
 def test_compiled_naive_code_takes_part(case: str) -> None:
     runner = run(case, "compile", mode="fwd+bwd")
-    assert [row["provider"].split(":")[0] for row in runner.rows] == ["torch.compile"], runner.not_run
+    assert [row["provider"].split(":")[0] for row in runner.rows] == ["torch.compile"], (
+        runner.not_run
+    )
 
 
 def test_a_sweep_draws_its_curves(tmp_path: Path) -> None:
@@ -77,7 +99,12 @@ def test_a_sweep_draws_its_curves(tmp_path: Path) -> None:
         "--providers",
         "cpu,torch,reference",
     ]
-    assert main([*arguments, "--min-time", "0", "--threads", "1", "--size", "small", "--out", str(out)]) == OK
+    assert (
+        main(
+            [*arguments, "--min-time", "0", "--threads", "1", "--size", "small", "--out", str(out)]
+        )
+        == OK
+    )
     document = report.load(out / "results.json")
     assert {row["shape"]["Lk"] for row in document["rows"]} == {16, 32, 64}
     assert document["peaks"]["tflops"]["float32"] > 0
@@ -90,7 +117,13 @@ def test_a_sweep_draws_its_curves(tmp_path: Path) -> None:
 
 def test_what_varies_is_found() -> None:
     def row(**shape: int) -> dict[str, object]:
-        return {"op": "attention", "case": "full", "dtype": "float32", "mode": "fwd", "shape": shape}
+        return {
+            "op": "attention",
+            "case": "full",
+            "dtype": "float32",
+            "mode": "fwd",
+            "shape": shape,
+        }
 
     assert list(curves.sweeps([row(Lq=1, Lk=1, D=8), row(Lq=2, Lk=2, D=8)])) == ["L"]
     assert list(curves.sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=2, D=8)])) == ["Lk"]
@@ -106,7 +139,10 @@ def test_what_varies_is_found() -> None:
         (["--sweep", "L=a:b"], "is not NAME=SIZE"),
         (["--sweep", "L="], "is not NAME=SIZE"),
         (["--providers", "fastest"], "fastest is not one of"),
-        (["--quick", "--sweep", "L=8:16"], "--quick chooses its own cases, so it does not go with --sweep"),
+        (
+            ["--quick", "--sweep", "L=8:16"],
+            "--quick chooses its own cases, so it does not go with --sweep",
+        ),
     ],
 )
 def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,12 +155,17 @@ def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
-    """Each `pytransformer bench` that bench/gpu.sh would run is understood: on a GPU there is no time to find out."""
+    """Each `pytransformer bench` that bench/gpu.sh would run is understood: on a GPU there is no
+    time to find out."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
-    said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     commands = [
-        line.partition("-m pytransformer ")[2].split() for line in said.splitlines() if " -m pytransformer bench" in line
+        line.partition("-m pytransformer ")[2].split()
+        for line in said.splitlines()
+        if " -m pytransformer bench" in line
     ]
     assert len(commands) >= 6
     for words in commands:
@@ -134,16 +175,27 @@ def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
 
 
 def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
-    """Few files, for a machine that gives back no more; and a later run carries out the steps that are asked for."""
+    """Few files, for a machine that gives back no more; and a later run carries out the steps that
+    are asked for."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": "false"}
-    assert subprocess.run(["bash", str(script)], env=environment, capture_output=True).returncode == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.txt", "results.tar.gz", "steps.txt"]
-    assert (tmp_path / "steps.txt").read_text().count("exit code 1") == 2  # as it should be, and with slow kernels
+    assert (
+        subprocess.run(["bash", str(script)], env=environment, capture_output=True).returncode == 1
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "facts.txt",
+        "results.tar.gz",
+        "steps.txt",
+    ]
+    assert (tmp_path / "steps.txt").read_text().count(
+        "exit code 1"
+    ) == 2  # as it should be, and with slow kernels
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         assert "logs/install.log" in archive.getnames()
     environment |= {"DRY_RUN": "1", "ONLY": "portable|decode"}
-    said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     steps = [line.partition(" (")[0] for line in said.splitlines() if " s): " in line]
     assert [step for step in steps if not step.startswith("decode_8k_B=")] == [
         "install",
@@ -168,6 +220,8 @@ def test_the_products_peak_is_the_best_of_pytorchs_and_ours() -> None:
     assert asked == ["mm", "ours"] * 4
     rates["ours"] = 11.0
     assert peaks._product("cpu", torch.float32, fastest) == 11.0 * 2 * max(peaks.SIZES) ** 3 / 1e12
-    assert asked[8:] == ["mm", "ours", "ours"], "who is five times slower at one size is not waited for at the next"
+    assert asked[8:] == ["mm", "ours", "ours"], (
+        "who is five times slower at one size is not waited for at the next"
+    )
     x, w = torch.randn(3, 70), torch.randn(5, 70)
     torch.testing.assert_close(peaks.own_product(x, w, None), x @ w.t())

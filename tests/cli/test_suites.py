@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed suites, the check of large problems in part, and the figures of a row that only they need."""
+"""Fixed suites, the check of large problems in part, and the figures of a row that only they
+need."""
 
 from __future__ import annotations
 
@@ -40,9 +41,18 @@ pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 def test_the_suite_has_every_case_with_an_aim() -> None:
     steps = list(suites.aims())
-    assert len({(s.case.name, tuple(s.case.shape.items()), s.dtype, s.mode) for s in steps}) == len(steps)
+    assert len({(s.case.name, tuple(s.case.shape.items()), s.dtype, s.mode) for s in steps}) == len(
+        steps
+    )
     grid = {
-        (s.case.name, s.case.shape["Lq"], s.case.shape["D"], s.case.shape["B"] * s.case.shape["Hq"] > 1, s.dtype, s.mode)
+        (
+            s.case.name,
+            s.case.shape["Lq"],
+            s.case.shape["D"],
+            s.case.shape["B"] * s.case.shape["Hq"] > 1,
+            s.dtype,
+            s.mode,
+        )
         for s in steps
         if s.case.op == "attention"
     }
@@ -62,7 +72,9 @@ def test_the_suite_has_every_case_with_an_aim() -> None:
 
 
 def test_naive_code_is_left_out_where_it_would_take_all_the_time_and_that_is_said() -> None:
-    large = next(s for s in suites.aims() if s.case.shape.get("Lq") == 4096 and s.case.shape["B"] == 2)
+    large = next(
+        s for s in suites.aims() if s.case.shape.get("Lq") == 4096 and s.case.shape["B"] == 2
+    )
     assert set(large.left_out) == {"reference", "naive"}
     small = plan.Step(plan.case("full", "small"), torch.float32, "fwd", left_out=large.left_out)
     done = runner.Runner(runner.Options(memory=False, min_time=0.0), memory.MemoryProbe())
@@ -71,16 +83,18 @@ def test_naive_code_is_left_out_where_it_would_take_all_the_time_and_that_is_sai
     skipped = {e["backend"]: e["reason"] for e in done.not_run if e["status"] == "skipped"}
     assert set(skipped) == {"reference", "naive"} and "too long" in skipped["naive"]
     assert all(e["reason"].strip() for e in done.not_run)
-    asked = runner.Runner(runner.Options(memory=False, min_time=0.0, backends=("naive",)), memory.MemoryProbe())
+    asked = runner.Runner(
+        runner.Options(memory=False, min_time=0.0, backends=("naive",)), memory.MemoryProbe()
+    )
     asked.run(small)
     assert [row["backend"] for row in asked.rows] == ["naive"], "who is named takes part"
 
 
 def test_patterns_by_length_and_who_cannot_skip() -> None:
     steps = list(suites.patterns())
-    assert {s.case.shape["Lk"] for s in steps} == {1024 << n for n in range(7)} and {s.case.name for s in steps} == set(
-        PATTERNS
-    )
+    assert {s.case.shape["Lk"] for s in steps} == {1024 << n for n in range(7)} and {
+        s.case.name for s in steps
+    } == set(PATTERNS)
     for step in steps:
         assert ("torch" in step.left_out) == (step.case.shape["Lk"] > suites.LONGEST_DENSE)
     local = steps[0].case.resize(Lq=1024, Lk=1024)
@@ -97,32 +111,75 @@ def test_flex_attention_is_told_the_same_pattern(name: str) -> None:
 
 
 def test_rows_of_patterns_have_the_share_of_blocks_and_a_reason_is_short() -> None:
-    done = runner.Runner(runner.Options(memory=False, min_time=0.0, backends=("reference", "torch")), memory.MemoryProbe())
-    step = plan.Step(plan.case("strided", "small").resize(Lq=700, Lk=700), torch.float32, "fwd", left_out={"naive": "x"})
+    done = runner.Runner(
+        runner.Options(memory=False, min_time=0.0, backends=("reference", "torch")),
+        memory.MemoryProbe(),
+    )
+    step = plan.Step(
+        plan.case("strided", "small").resize(Lq=700, Lk=700),
+        torch.float32,
+        "fwd",
+        left_out={"naive": "x"},
+    )
     done.run(step)
-    assert [row["share"] for row in done.rows] == [PATTERNS["strided"].share(700)] * 2 and 0.5 < done.rows[0]["share"] < 0.9
+    assert [row["share"] for row in done.rows] == [
+        PATTERNS["strided"].share(700)
+    ] * 2 and 0.5 < done.rows[0]["share"] < 0.9
     done.run(dataclasses.replace(step, case=plan.case("full", "small")))
     assert done.rows[-1]["share"] is None
-    done._refuse(step, "flex", "failed", "CppCompileError: it did not compile\n" + "warning: \n" * 1000)
+    done._refuse(
+        step, "flex", "failed", "CppCompileError: it did not compile\n" + "warning: \n" * 1000
+    )
     done._refuse(step, "flex", "failed", "x" * 1000)
-    assert done.not_run[-2]["reason"] == "CppCompileError: it did not compile" and len(done.not_run[-1]["reason"]) < 310
+    assert (
+        done.not_run[-2]["reason"] == "CppCompileError: it did not compile"
+        and len(done.not_run[-1]["reason"]) < 310
+    )
 
 
 def test_a_blank_reason_is_no_reason() -> None:
-    blank = {"op": "a", "backend": "b", "case": "c", "dtype": "float32", "mode": "fwd", "status": "skipped", "reason": " "}
-    document = {"schema_version": results.SCHEMA_VERSION, "complete": True, "rows": [], "environment": None}
-    document |= {"not_run": [blank | {"error": None, "error_bound": None}], "environment": results.environment("cpu", "x")}
-    assert results.validate(document) == ["not_run[0].reason is blank: who does not take part says why"]
+    blank = {
+        "op": "a",
+        "backend": "b",
+        "case": "c",
+        "dtype": "float32",
+        "mode": "fwd",
+        "status": "skipped",
+        "reason": " ",
+    }
+    document = {
+        "schema_version": results.SCHEMA_VERSION,
+        "complete": True,
+        "rows": [],
+        "environment": None,
+    }
+    document |= {
+        "not_run": [blank | {"error": None, "error_bound": None}],
+        "environment": results.environment("cpu", "x"),
+    }
+    assert results.validate(document) == [
+        "not_run[0].reason is blank: who does not take part says why"
+    ]
 
 
 def test_an_instruction_set_holds_every_library(environment: dict[str, str]) -> None:
     for isa in command.ISAS:
-        names = {"PYTRANSFORMER_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"}
+        names = {
+            "PYTRANSFORMER_CPU_ISA",
+            "ATEN_CPU_CAPABILITY",
+            "MKL_ENABLE_INSTRUCTIONS",
+            "ONEDNN_MAX_CPU_ISA",
+        }
         assert set(command.held_to(isa)) == names
-    code = "import torch; from pytransformer.cli.benchmark.command import held_to; assert held_to('generic') == {}"
+    code = (
+        "import torch; from pytransformer.cli.benchmark.command import held_to; assert"
+        " held_to('generic') == {}"
+    )
     tell = "; print(torch.backends.cpu.get_cpu_capability())"
     held = {**environment, **command.held_to("generic")}
-    done = subprocess.run([sys.executable, "-c", code + tell], env=held, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code + tell], env=held, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "DEFAULT"
 
@@ -136,7 +193,9 @@ def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _verdict(case: str, change=lambda found: found) -> check.Verdict:
-    problem = providers.Problem.make(plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=True)
+    problem = providers.Problem.make(
+        plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=True
+    )
     reference = next(p for p in providers.ours("attention") if p.name == "reference")
     rows = exact.rows_of(problem)
     assert rows is not None and 1 < len(rows) < 67
@@ -147,7 +206,19 @@ def _verdict(case: str, change=lambda found: found) -> check.Verdict:
 
 
 @pytest.mark.parametrize(
-    "case", ["full", "causal", "window", "key_padding", "padding", "softcap", "gqa", "cross", *PATTERNS, "blocks"]
+    "case",
+    [
+        "full",
+        "causal",
+        "window",
+        "key_padding",
+        "padding",
+        "softcap",
+        "gqa",
+        "cross",
+        *PATTERNS,
+        "blocks",
+    ],
 )
 def test_in_part_the_reference_is_right(case: str, few_pairs: None) -> None:
     assert _verdict(case).wrong is None
@@ -165,7 +236,9 @@ def test_in_part_errors_are_found(name: str, few_pairs: None) -> None:
 
 def test_in_part_a_gradient_where_none_is_due_is_found(few_pairs: None) -> None:
     def leak(found):
-        problem = providers.Problem.make(plan.case("causal", "small"), torch.float32, "cpu", seed=3, grad=True)
+        problem = providers.Problem.make(
+            plan.case("causal", "small"), torch.float32, "cpu", seed=3, grad=True
+        )
         other = next(i for i in range(67) if i not in exact.rows_of(problem).tolist())
         query = found["query"].clone()
         query[..., other, 0] = 0.1
@@ -176,15 +249,22 @@ def test_in_part_a_gradient_where_none_is_due_is_found(few_pairs: None) -> None:
 
 def test_in_part_a_wrong_mask_is_found(few_pairs: None) -> None:
     def acausal(found):
-        problem = providers.Problem.make(plan.case("full", "small"), torch.float32, "cpu", seed=3, grad=True)
-        return {**found, "out": torch.nn.functional.scaled_dot_product_attention(*problem.args).detach()}
+        problem = providers.Problem.make(
+            plan.case("full", "small"), torch.float32, "cpu", seed=3, grad=True
+        )
+        return {
+            **found,
+            "out": torch.nn.functional.scaled_dot_product_attention(*problem.args).detach(),
+        }
 
     assert (_verdict("causal", acausal).wrong or "").startswith("out")
 
 
 def test_problems_that_rows_do_not_separate_are_solved_whole(few_pairs: None) -> None:
     for case in ("dropout", "bias", "t5_bias", "bool_mask", "layer_norm"):
-        problem = providers.Problem.make(plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=False)
+        problem = providers.Problem.make(
+            plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=False
+        )
         assert exact.rows_of(problem) is None, case
 
 
@@ -230,7 +310,10 @@ def test_kernel_time_is_the_sum_of_what_the_profiler_saw(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     calls: list[int] = []
-    assert clock.kernel_ms(clock.Contender(lambda: calls.append(1), contextlib.nullcontext)) == 1.0 and len(calls) == 6
+    assert (
+        clock.kernel_ms(clock.Contender(lambda: calls.append(1), contextlib.nullcontext)) == 1.0
+        and len(calls) == 6
+    )
 
 
 def test_saved_bytes_are_what_backward_needs_beyond_the_inputs() -> None:
@@ -264,19 +347,44 @@ def _slowed(factor: float):
     def find(op: str):
         own = {provider.name for provider in providers.ours(op)} - set(providers.PEERS)
         every = providers.providers(op)
-        return tuple(providers.Provider(p.name, partial(prepare, p)) if p.name in own else p for p in every)
+        return tuple(
+            providers.Provider(p.name, partial(prepare, p)) if p.name in own else p for p in every
+        )
 
     return find
 
 
 @pytest.mark.usefixtures("processor_time")
-def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(tmp_path: Path, monkeypatch, capsys) -> None:
-    what = ["bench", "attention", "--case", "full,causal", "--size", "small", "--mode", "fwd", "--min-time", "0.1"]
-    what += ["--backends", "cpu,reference,naive,torch", "--no-memory", "--no-plots", "--no-peaks", "--shape", "L=256"]
+def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    what = [
+        "bench",
+        "attention",
+        "--case",
+        "full,causal",
+        "--size",
+        "small",
+        "--mode",
+        "fwd",
+        "--min-time",
+        "0.1",
+    ]
+    what += [
+        "--backends",
+        "cpu,reference,naive,torch",
+        "--no-memory",
+        "--no-plots",
+        "--no-peaks",
+        "--shape",
+        "L=256",
+    ]
     for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so that what drifts drifts for both
         assert main([*what, "--out", str(tmp_path / name)]) == OK
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), capsys.readouterr().out
+    assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), (
+        capsys.readouterr().out
+    )
     monkeypatch.setattr(command, "Runner", partial(runner.Runner, find=_slowed(12)))
     assert main([*what, "--out", str(tmp_path / "slow")]) == OK
     capsys.readouterr()
@@ -289,44 +397,112 @@ def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(tmp_pat
 # ---- pictures
 
 
-def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(tmp_path: Path) -> None:
+def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(
+    tmp_path: Path,
+) -> None:
     document = None
     for length in (32, 64, 128):
         out = tmp_path / str(length)
         shape = f"L={length}"
-        assert main(["bench", "attention", "--case", "full", "--size", "small", "--mode", "fwd", "--min-time", "0", "--no-memory",
-                     "--shape", shape, "--no-plots", "--no-peaks", "--out", str(out)]) == OK  # fmt: skip
+        assert (
+            main(
+                [
+                    "bench",
+                    "attention",
+                    "--case",
+                    "full",
+                    "--size",
+                    "small",
+                    "--mode",
+                    "fwd",
+                    "--min-time",
+                    "0",
+                    "--no-memory",
+                    "--shape",
+                    shape,
+                    "--no-plots",
+                    "--no-peaks",
+                    "--out",
+                    str(out),
+                ]
+            )
+            == OK
+        )
         new = report.load(out / "results.json")
         document = new if document is None else {**new, "rows": document["rows"] + new["rows"]}
     rows = document["rows"] + [{**r, "shape": {**r["shape"], "D": 64}} for r in document["rows"]]
     assert {row["shape"]["Lq"] for row in plots.one_shape_each(rows)} == {128}
     (groups,) = curves.sweeps(rows).values()
-    assert len(groups) == 2 and all({r["shape"]["Lq"] for r in group} == {32, 64, 128} for group in groups)
-    many = [{**r, "case": f"c{i}", "mode": mode} for i in range(8) for mode in results.MODES for r in document["rows"]]
-    assert set(curves._figures(curves.sweeps(many)["L"])) == {"_f32_fwd", "_f32_bwd", "_f32_fwd_bwd"}
+    assert len(groups) == 2 and all(
+        {r["shape"]["Lq"] for r in group} == {32, 64, 128} for group in groups
+    )
+    many = [
+        {**r, "case": f"c{i}", "mode": mode}
+        for i in range(8)
+        for mode in results.MODES
+        for r in document["rows"]
+    ]
+    assert set(curves._figures(curves.sweeps(many)["L"])) == {
+        "_f32_fwd",
+        "_f32_bwd",
+        "_f32_fwd_bwd",
+    }
     assert "speed_by_l_f32_fwd.png" in curves.draw_all(tmp_path, {**document, "rows": many})
 
 
 @pytest.mark.slow
-def test_the_suite_from_the_command_line_to_the_document(tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the suite at small shapes: checked, timed, drawn, and told by docs/performance.md's tool."""
+def test_the_suite_from_the_command_line_to_the_document(
+    tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the suite at small shapes: checked, timed, drawn, and told by docs/performance.md's
+    tool."""
     whole, steps = suites.aims, {}
-    limits = {"B": 1, "Hq": 2, "Hkv": 2, "D": 64, "rows": 32, "d": 64, "hidden": 128, "classes": 100}
-    wanted = ("full", "causal", "key_padding", "varlen", "add_norm", "feed_forward_gelu", "linear_cross_entropy", "decode")
+    limits = {
+        "B": 1,
+        "Hq": 2,
+        "Hkv": 2,
+        "D": 64,
+        "rows": 32,
+        "d": 64,
+        "hidden": 128,
+        "classes": 100,
+    }
+    wanted = (
+        "full",
+        "causal",
+        "key_padding",
+        "varlen",
+        "add_norm",
+        "feed_forward_gelu",
+        "linear_cross_entropy",
+        "decode",
+    )
 
     def small() -> list[plan.Step]:
         for step in whole():
-            shape = {name: min(size, limits.get(name, size)) for name, size in step.case.shape.items()}
-            shape |= {name: max(1, step.case.shape[name] // 32) for name in ("Lq", "Lk") if name in shape}
-            smaller = dataclasses.replace(step, case=plan.resized(step.case, shape), sustained=step.sustained / 100)
+            shape = {
+                name: min(size, limits.get(name, size)) for name, size in step.case.shape.items()
+            }
+            shape |= {
+                name: max(1, step.case.shape[name] // 32) for name in ("Lq", "Lk") if name in shape
+            }
+            smaller = dataclasses.replace(
+                step, case=plan.resized(step.case, shape), sustained=step.sustained / 100
+            )
             if step.case.name in wanted and step.dtype == torch.bfloat16:
-                steps.setdefault((smaller.case.name, tuple(smaller.case.shape.items()), step.dtype, step.mode), smaller)
+                steps.setdefault(
+                    (smaller.case.name, tuple(smaller.case.shape.items()), step.dtype, step.mode),
+                    smaller,
+                )
         return list(steps.values())
 
     monkeypatch.setitem(suites.SUITES, "aims", small)
     monkeypatch.setattr(clock, "evicting_bytes", lambda: 1 << 20)
     folder = tmp_path / "bench" / "results" / "here"
-    assert main(["bench", "--min-time", "0", "--threads", "1", "--no-memory", "--out", str(folder)]) == OK
+    assert (
+        main(["bench", "--min-time", "0", "--threads", "1", "--no-memory", "--out", str(folder)])
+        == OK
+    )
     document = report.load(folder / "results.json")
     assert {"fwd", "fwd+bwd"} == {row["mode"] for row in document["rows"]} and {"warm", "cold"} == {
         row["cache"] for row in document["rows"]
@@ -338,7 +514,9 @@ def test_the_suite_from_the_command_line_to_the_document(tool, tmp_path: Path, m
     }
     refused = {e["case"] for e in document["not_run"] if e["backend"] == "torch"}
     assert {key for key in steps if key[0] not in refused} <= run
-    assert {"roofline.png", "speed.png", "speed_by_l.png"} <= {path.name for path in folder.iterdir()}
+    assert {"roofline.png", "speed.png", "speed_by_l.png"} <= {
+        path.name for path in folder.iterdir()
+    }
     performance, medians = tool("performance"), tool("medians")
     cells = performance.by_op(medians.collect(folder))
     assert "attention, decoding, bf16" in cells and "attention, full and causal, bf16" in cells

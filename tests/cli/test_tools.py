@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of bench/tools: documents that are made of committed results are current, and the tools say what is so."""
+"""The tools of bench/tools: documents that are made of committed results are current, and the tools
+say what is so."""
 
 from __future__ import annotations
 
@@ -26,10 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_performance_tables_match_the_committed_medians(tool) -> None:
     performance = tool("performance")
     runs = performance.load()
-    pages = {performance.PAGE: performance.section(runs), performance.README: performance.readme_section(runs)}
+    pages = {
+        performance.PAGE: performance.section(runs),
+        performance.README: performance.readme_section(runs),
+    }
     for page, text in pages.items():
         old = page.read_text(encoding="utf-8")
-        assert performance.replaced(old, text) == old, "run: python bench/tools/performance.py --write"
+        assert performance.replaced(old, text) == old, (
+            "run: python bench/tools/performance.py --write"
+        )
 
 
 def test_committed_medians_are_complete_and_consistent(tool) -> None:
@@ -39,8 +45,13 @@ def test_committed_medians_are_complete_and_consistent(tool) -> None:
         assert len(run.rows) <= 550, name
         seen = {}
         for row in run.rows:
-            assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"]), (name, row)
-            problem = tuple(row[key] for key in ("suite", "op", "case", "dtype", "direction", "cache", "shape"))
+            assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"]), (
+                name,
+                row,
+            )
+            problem = tuple(
+                row[key] for key in ("suite", "op", "case", "dtype", "direction", "cache", "shape")
+            )
             assert seen.setdefault((problem, row["implementation"]), row) is row, (name, row)
         for (problem, implementation), row in seen.items():
             peer = seen.get((problem, "sdpa" if row["suite"] == "models" else "torch"))
@@ -52,7 +63,14 @@ def test_committed_medians_are_complete_and_consistent(tool) -> None:
 def _document(ours: dict[str, float], peer: dict[str, float], **more) -> dict:
     """Return a results file with one problem of plain attention."""
     shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
-    base = {"op": "attention", "case": "full", "shape": shape, "dtype": "bfloat16", "cache": "warm", **more}
+    base = {
+        "op": "attention",
+        "case": "full",
+        "shape": shape,
+        "dtype": "bfloat16",
+        "cache": "warm",
+        **more,
+    }
     rows = [
         {
             **base,
@@ -68,7 +86,11 @@ def _document(ours: dict[str, float], peer: dict[str, float], **more) -> dict:
         for mode in ms
     ]
     environment = {"isa": "avx512_bf16", "threads": 2}
-    return {"environment": environment, "peaks": {"tflops": {"bfloat16": 1.0}, "copy_gbps": {}}, "rows": rows}
+    return {
+        "environment": environment,
+        "peaks": {"tflops": {"bfloat16": 1.0}, "copy_gbps": {}},
+        "rows": rows,
+    }
 
 
 def test_medians_read_back_what_they_wrote(tool, tmp_path: Path) -> None:
@@ -87,7 +109,9 @@ def test_medians_read_back_what_they_wrote(tool, tmp_path: Path) -> None:
 
 def test_performance_marks_slower_rows_and_counts_reached_aims(tool, tmp_path: Path) -> None:
     performance, medians = tool("performance"), tool("medians")
-    (tmp_path / "results.json").write_text(json.dumps(_document({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 2.7})))
+    (tmp_path / "results.json").write_text(
+        json.dumps(_document({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 2.7}))
+    )
     run = medians.collect(tmp_path)
     assert performance.by_op(run) == {
         "attention, full and causal, bf16": "5.00 / **0.90**",
@@ -101,7 +125,9 @@ def test_performance_marks_slower_rows_and_counts_reached_aims(tool, tmp_path: P
     assert performance.times(0.999) == "1.00" and performance.times(None) == "–"
 
 
-def test_performance_run_executes_every_command_in_its_folder(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_performance_run_executes_every_command_in_its_folder(
+    tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     performance, ran = tool("performance"), []
 
     def run(command: list[str], cwd: Path, env: dict[str, str]) -> SimpleNamespace:
@@ -114,7 +140,9 @@ def test_performance_run_executes_every_command_in_its_folder(tool, monkeypatch:
     assert len(ran) == len(performance.COMMANDS)
     for words in ran:
         assert words[:3] == ["-m", "pytransformer", "bench"] or Path(words[0]).is_file()
-    monkeypatch.setattr(performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
+    monkeypatch.setattr(
+        performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2)
+    )
     with pytest.raises(SystemExit, match="exit code 2"):
         performance.run_all(tmp_path / "run")
 
@@ -140,15 +168,34 @@ def test_every_phase_is_noted(tmp_path: Path) -> None:
     """On the generic set; the tool itself refuses wrong results and phases without a note."""
     out = tmp_path / "phases.json"
     script = ROOT / "bench" / "tools" / "attention_phases.py"
-    options = ["--isa", "generic", "--lengths", "256", "--dims", "64", "--threads", "1", "--rounds", "3", "--out", str(out)]
+    options = [
+        "--isa",
+        "generic",
+        "--lengths",
+        "256",
+        "--dims",
+        "64",
+        "--threads",
+        "1",
+        "--rounds",
+        "3",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads(out.read_text())
-    assert document["isa"] == "generic" and [row["dtype"] for row in document["rows"]] == ["bfloat16", "float32"]
+    assert document["isa"] == "generic" and [row["dtype"] for row in document["rows"]] == [
+        "bfloat16",
+        "float32",
+    ]
     for row in document["rows"]:
         for direction in ("forward", "backward"):
             shares, products = row[direction]["shares"], row[direction]["rates"]
-            assert 0.7 < sum(shares.values()) <= 1.0001 and sum(shares[phase] for phase in products) > 0.5, shares
+            assert (
+                0.7 < sum(shares.values()) <= 1.0001
+                and sum(shares[phase] for phase in products) > 0.5
+            ), shares
 
 
 # ---- golden
@@ -170,8 +217,13 @@ def test_errors_are_of_every_tensor_and_backend(tool) -> None:
     assert {"naive", "torch"} <= set(found)
     assert all(set(errors) == {"out", "query", "key", "value", "bias"} for errors in found.values())
     assert all(0 < error < 1e-5 for errors in found.values() for error in errors.values())
-    assert "torch" not in golden.errors(plan.case("dropout", "small"), "float32"), "whose mask is its own"
-    row = {"errors": {"cpu": {"out": 2.0, "key": 1.0}, "torch": {"out": 1.0, "key": 0.0}}, "op": "attention"}
+    assert "torch" not in golden.errors(plan.case("dropout", "small"), "float32"), (
+        "whose mask is its own"
+    )
+    row = {
+        "errors": {"cpu": {"out": 2.0, "key": 1.0}, "torch": {"out": 1.0, "key": 0.0}},
+        "op": "attention",
+    }
     assert golden.ratios(row, "torch") == [2.0] and golden.ratios(row, "naive") == []
 
 
@@ -182,15 +234,33 @@ def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
     if importlib.util.find_spec("pytest_benchmark") is None:
         pytest.skip("pytest-benchmark is not installed")
     out = tmp_path / "timed.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "bench" / "ops" / "layer_norm.py")]
-    command += ["--size", "small", "-k", "rms_norm and fwd and (reference or naive or torch)", f"--benchmark-json={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(ROOT / "bench" / "ops" / "layer_norm.py"),
+    ]
+    command += [
+        "--size",
+        "small",
+        "-k",
+        "rms_norm and fwd and (reference or naive or torch)",
+        f"--benchmark-json={out}",
+    ]
     command += ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1"]
-    alone = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}  # under which the plugin times nothing
+    alone = {
+        k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")
+    }  # under which the plugin times nothing
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     timed = json.loads(out.read_text())["benchmarks"]
     assert {(b["params"]["backend"], "bwd" in b["name"]) for b in timed} == {
-        (backend, backwards) for backend in ("reference", "naive", "torch") for backwards in (False, True)
+        (backend, backwards)
+        for backend in ("reference", "naive", "torch")
+        for backwards in (False, True)
     }
     assert all(b["extra_info"]["error"] <= b["extra_info"]["error_bound"] for b in timed)
 
@@ -209,7 +279,11 @@ def test_the_tests_run_first_and_stops_at_a_failure(tool, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["test_then_time", "add_norm", "--size", "small"])
     assert verify.main() == 1 and len(ran) == 2
     assert "tests/ops/test_layer_norm.py" in ran[0] and "tests/test_fuzz_ops.py" in ran[1]
-    assert verify.commands("attention", ["--size", "small"])[2][-3:] == ["attention", "--size", "small"]
+    assert verify.commands("attention", ["--size", "small"])[2][-3:] == [
+        "attention",
+        "--size",
+        "small",
+    ]
     assert all((ROOT / word).exists() for word in ran[0] + ran[1] if word.startswith("tests/"))
     with pytest.raises(SystemExit, match="no op 'softmax'"):
         verify.family_of("softmax")
@@ -220,7 +294,9 @@ def test_inspect_shows_the_committed_tables(tool) -> None:
     script = ROOT / "bench" / "tools" / "inspect_kernels.py"
 
     def shown(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, str(script), "--table", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, str(script), "--table", *arguments], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -241,23 +317,47 @@ def test_inspect_shows_the_committed_tables(tool) -> None:
 
 def test_ab_takes_turns_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ab, ran = tool("ab"), []
-    monkeypatch.setattr(ab, "pytransformer", lambda checkout, *words: ran.append((checkout.name, words)) or 0)
+    monkeypatch.setattr(
+        ab, "pytransformer", lambda checkout, *words: ran.append((checkout.name, words)) or 0
+    )
     for name in ("old", "new"):
         (tmp_path / name / "pytransformer").mkdir(parents=True)
         (tmp_path / name / "pytransformer" / "__init__.py").touch()
     ends = [str(tmp_path / "old"), str(tmp_path / "new")]
     monkeypatch.setattr(
-        sys, "argv", ["ab", *ends, "--repeat", "2", "--out", str(tmp_path / "runs"), "--", "attention", "--size", "small"]
+        sys,
+        "argv",
+        [
+            "ab",
+            *ends,
+            "--repeat",
+            "2",
+            "--out",
+            str(tmp_path / "runs"),
+            "--",
+            "attention",
+            "--size",
+            "small",
+        ],
     )
     assert ab.main() == 0
     assert [name for name, words in ran if words[1] == "attention"] == ["old", "new", "new", "old"]
-    assert ran[-1][1][:4] == ("bench", "compare", str(tmp_path / "runs" / "old"), str(tmp_path / "runs" / "new"))
+    assert ran[-1][1][:4] == (
+        "bench",
+        "compare",
+        str(tmp_path / "runs" / "old"),
+        str(tmp_path / "runs" / "new"),
+    )
 
 
-def test_overhead_writes_what_it_measured(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_overhead_writes_what_it_measured(
+    tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     overhead = tool("overhead")
     file = tmp_path / "overhead.json"
-    monkeypatch.setattr(sys, "argv", ["overhead", "--rounds", "2", "--repeat", "1", "--out", str(file)])
+    monkeypatch.setattr(
+        sys, "argv", ["overhead", "--rounds", "2", "--repeat", "1", "--out", str(file)]
+    )
     overhead.main()
     document = json.loads(file.read_text())
     assert {(r["op"], r["mode"]) for r in document["rows"]} == {
@@ -266,7 +366,9 @@ def test_overhead_writes_what_it_measured(tool, monkeypatch: pytest.MonkeyPatch,
     assert all(r[f"{who}_us"] > 0 for r in document["rows"] for who in ("ours", "python", "torch"))
 
 
-def test_steps_run_apart_and_none_takes_another_with_it(tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_steps_run_apart_and_none_takes_another_with_it(
+    tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """What bench/gpu.sh calls; one that fails, one that takes too long, and one after them."""
     common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd --shape"
     (tmp_path / "steps").write_text(f"""\
@@ -274,7 +376,12 @@ wrong 60 PYTRANSFORMER_CPU_ISA=generic attention --no-such-option
 long 5 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01 --sustained 600
 right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01
 """)
-    assert tool("steps").main([str(tmp_path / "steps"), "--seconds", "100", "--out", str(tmp_path / "out")]) == 1
+    assert (
+        tool("steps").main(
+            [str(tmp_path / "steps"), "--seconds", "100", "--out", str(tmp_path / "out")]
+        )
+        == 1
+    )
     said = capfd.readouterr().out
     assert (
         "wrong: exit code 2" in said
@@ -283,5 +390,10 @@ right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --m
         and "right: exit code 0" in said
     )
     assert "layer_norm layer_norm fwd: torch 0.0" in said
-    assert tool("steps").main([str(tmp_path / "steps"), "--seconds", "1", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        tool("steps").main(
+            [str(tmp_path / "steps"), "--seconds", "1", "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     assert capfd.readouterr().out.count("left out, no time") == 3

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer verify` and `pt.verify`: what they check, write and say; that a broken backend costs itself alone."""
+"""`pytransformer verify` and `pt.verify`: what they check, write and say; that a broken backend
+costs itself alone."""
 
 from __future__ import annotations
 
@@ -27,17 +28,25 @@ JOB = {
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"json": True, "backend": None, "op": None, "device": ["cpu"], "seconds": 60.0, **changes})
+    return argparse.Namespace(
+        **{"json": True, "backend": None, "op": None, "device": ["cpu"], "seconds": 60.0, **changes}
+    )
 
 
 def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_path: Path) -> None:
     keep = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache"), "PYTRANSFORMER_VERIFY": "first"}
-    (found,) = json.loads(cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout)
-    assert Path(found["path"]).is_file() and found["key"] == verification_file.key(torch.device("cpu"))
+    (found,) = json.loads(
+        cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout
+    )
+    assert Path(found["path"]).is_file() and found["key"] == verification_file.key(
+        torch.device("cpu")
+    )
     assert [line["dtype"] for line in found["checks"]] == list(plan.DTYPES)
     assert all(line["outcome"] == "right" and line["bound_used"] <= 1 for line in found["checks"])
     assert found["complete"] == [["rms_norm", "cpu", dtype] for dtype in plan.DTYPES]
-    text = cli("verify", "--op", "layer_norm", "--backend", "cpu", **keep).stdout  # another run adds to the first
+    text = cli(
+        "verify", "--op", "layer_norm", "--backend", "cpu", **keep
+    ).stdout  # another run adds to the first
     assert "layer_norm" in text and "rms_norm" in text and found["path"] in text
     report = json.loads(cli("doctor", "--json", **keep).stdout)
     (results,) = report["verification"]
@@ -62,16 +71,26 @@ def test_a_broken_backend_costs_itself_alone(
 ) -> None:
     """Exit code 1, the lines that say so, and calls go to the next backend from then on."""
     checks = plan.checks
-    monkeypatch.setattr(plan, "checks", lambda *a: [job for job in checks(*a) if job["case"] == "full" and not job["last"]])
+    monkeypatch.setattr(
+        plan,
+        "checks",
+        lambda *a: [job for job in checks(*a) if job["case"] == "full" and not job["last"]],
+    )
     monkeypatch.setattr(plan, "timings", lambda *a: [])
     with planted(fault, tmp_path):
-        assert verify.run(arguments(op=["attention"], backend=[BACKEND, "cpu"], seconds=600.0)) == WRONG
+        assert (
+            verify.run(arguments(op=["attention"], backend=[BACKEND, "cpu"], seconds=600.0))
+            == WRONG
+        )
         (found,) = json.loads(capsys.readouterr().out)
         outcomes = {(line["backend"], line["outcome"]) for line in found["checks"]}
         assert outcomes == {("cpu", "right"), (BACKEND, "crashed" if fault == "crash" else "wrong")}
         with (
             trace() as ran,
-            pytest.warns(RuntimeWarning, match=f"runs on the backend cpu: {BACKEND}: verify: (wrong|crashed) here: full"),
+            pytest.warns(
+                RuntimeWarning,
+                match=f"runs on the backend cpu: {BACKEND}: verify: (wrong|crashed) here: full",
+            ),
         ):
             pt.attention(*inputs())
         assert ran == [("attention_fwd", "cpu")]
@@ -86,28 +105,41 @@ def test_a_broken_backend_costs_itself_alone(
 
 
 def test_everything_is_checked() -> None:
-    """Each backend, op, dtype and case, core cases with wide heads, a large mask; what is most used comes first."""
+    """Each backend, op, dtype and case, core cases with wide heads, a large mask; what is most used
+    comes first."""
     for backend in ("cpu", "torch", "cuda"):
         jobs = plan.checks(backend, "cuda", OPS)
-        assert {job["op"] for job in jobs} == {name for name, op in OPS.items() if backend in op.backends}
+        assert {job["op"] for job in jobs} == {
+            name for name, op in OPS.items() if backend in op.backends
+        }
         for op in {job["op"] for job in jobs}:
-            assert {job["case"] for job in jobs if job["op"] == op} == {c.name for c in plan.cases_of(op)}
+            assert {job["case"] for job in jobs if job["op"] == op} == {
+                c.name for c in plan.cases_of(op)
+            }
             assert {job["dtype"] for job in jobs if job["op"] == op} == set(plan.DTYPES)
-        assert {job["last"] for job in jobs if job["op"] == "attention"} == {None, plan.LARGE, *plan.WIDE}
+        assert {job["last"] for job in jobs if job["op"] == "attention"} == {
+            None,
+            plan.LARGE,
+            *plan.WIDE,
+        }
         assert jobs[0]["dtype"] == "bfloat16"
 
 
 def test_a_run_whose_time_was_up_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it found right stays checked; what was not checked or not right is checked. After a whole run all is checked anew."""
+    """What it found right stays checked; what was not checked or not right is checked. After a
+    whole run all is checked anew."""
     monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
     outcomes = ["right", "declined", "wrong", "not checked"]
     ran: list[int] = []
 
     def run_jobs(jobs: list[Any], **_: Any) -> list[Any]:
         ran.append(len(jobs))
-        return [job | {"outcome": outcomes[place % len(outcomes)], "detail": None} for place, job in enumerate(jobs)]
+        return [
+            job | {"outcome": outcomes[place % len(outcomes)], "detail": None}
+            for place, job in enumerate(jobs)
+        ]
 
     def run() -> dict[str, Any]:
         verify.run(arguments(op=["rms_norm", "layer_norm"], backend=["cpu"], seconds=None))
@@ -140,13 +172,19 @@ def test_an_order_needs_a_clear_lead_in_every_case() -> None:
 
 
 def test_first_check_has_every_feature_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the call's last dimension: all core cases if there is time, else one; none after a wrong one."""
+    """At the call's last dimension: all core cases if there is time, else one; none after a wrong
+    one."""
     ran: list[tuple[str, int]] = []
     outcomes: dict[str, str] = {}
 
     def check_case(found: Any, *_: Any) -> dict[str, Any]:
         ran.append((found.name, found.shape["D"]))
-        return {"case": found.name, "outcome": outcomes.get(found.name, "right"), "detail": "d", "size": 1}
+        return {
+            "case": found.name,
+            "outcome": outcomes.get(found.name, "right"),
+            "detail": "d",
+            "size": 1,
+        }
 
     monkeypatch.setattr(worker, "check_case", check_case)
     result = worker._check_first(JOB)
@@ -175,8 +213,14 @@ def test_times_are_of_those_that_are_right() -> None:
     (job,) = plan.timings(found, "cpu", ["attention"])
     assert job["backends"] == ["cpu", "torch"] and job["shape"]["Lq"] == 512
     assert plan.timings([*found[:1], found[1] | {"outcome": "wrong"}], "cpu", ["attention"]) == []
-    small = worker._time(job | {"shape": {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 8, "Lk": 8}, "threads": 1})
-    assert small["outcome"] == "right" and set(small["ms"]) == {"cpu", "torch"} and min(small["ms"].values()) > 0
+    small = worker._time(
+        job | {"shape": {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 8, "Lk": 8}, "threads": 1}
+    )
+    assert (
+        small["outcome"] == "right"
+        and set(small["ms"]) == {"cpu", "torch"}
+        and min(small["ms"].values()) > 0
+    )
 
 
 def test_exit_code_when_all_is_right(

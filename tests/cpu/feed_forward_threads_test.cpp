@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of feed_forward's kernel layer on a pool of std::thread, for the sanitizers: test_threads.py builds and runs it. Threads
-// share packed weights, pack rows of their own, and take over each other's panels when they have done theirs.
+// The products of feed_forward's kernel layer on a pool of std::thread, for the sanitizers:
+// test_threads.py builds and runs it. Threads share packed weights, pack rows of their own, and
+// take over each other's panels when they have done theirs.
 #include <cstdint>
 #include <vector>
 
@@ -28,25 +29,30 @@ std::vector<Buffers> run(const Case& c, int threads) {
   Random random;
   const auto drawn = [&](int64_t n) { return random.numbers(n, c.dtype); };
   const auto floats = [&](int64_t n) { return random.numbers(n, pt::DType::f32); };
-  Buffers x = drawn(c.rows * c.in), w1 = drawn(c.hidden * c.in), gate_weight = drawn(c.hidden * c.in), w2 = drawn(c.out * c.hidden),
-          dy = drawn(c.rows * c.out), b1 = floats(c.hidden), b2 = floats(c.out), h(c.rows * c.hidden), dpre(c.rows * c.hidden),
-          dgate(c.rows * c.hidden);
+  Buffers x = drawn(c.rows * c.in), w1 = drawn(c.hidden * c.in),
+          gate_weight = drawn(c.hidden * c.in), w2 = drawn(c.out * c.hidden),
+          dy = drawn(c.rows * c.out), b1 = floats(c.hidden), b2 = floats(c.out),
+          h(c.rows * c.hidden), dpre(c.rows * c.hidden), dgate(c.rows * c.hidden);
   std::vector<Buffers> results;
-  for (int64_t n : {c.rows * c.hidden, c.rows * c.hidden, c.rows * c.out, c.rows * c.in, c.hidden * c.in, c.hidden * c.in, c.out * c.hidden,
-                    c.hidden, c.out})
+  for (int64_t n : {c.rows * c.hidden, c.rows * c.hidden, c.rows * c.out, c.rows * c.in,
+                    c.hidden * c.in, c.hidden * c.in, c.out * c.hidden, c.hidden, c.out})
     results.emplace_back(n);
   const auto at = [&](int i) { return results[i].get(); };
 
   pt::FeedForwardProblem p{};
-  p.dtype = c.dtype, p.rows = c.rows, p.in = c.in, p.hidden = c.hidden, p.out = c.out, p.threads = threads;
-  p.x = x.get(), p.w1 = w1.get(), p.w2 = w2.get(), p.b1 = b1.get(), p.b2 = b2.get(), p.activation = pt::Activation::gelu;
+  p.dtype = c.dtype, p.rows = c.rows, p.in = c.in, p.hidden = c.hidden, p.out = c.out,
+  p.threads = threads;
+  p.x = x.get(), p.w1 = w1.get(), p.w2 = w2.get(), p.b1 = b1.get(), p.b2 = b2.get(),
+  p.activation = pt::Activation::gelu;
   p.seed = 3, p.drop_threshold = c.drop_threshold;
   if (c.gated) p.gate_weight = gate_weight.get();
   pt::FeedForwardForward f{};
   f.pre = at(0), f.gate = c.gated ? at(1) : nullptr, f.y = at(2);
   pt::FeedForwardBackward b{};
-  b.dy = dy.get(), b.pre = f.pre, b.gate = f.gate, b.h = h.get(), b.dpre = dpre.get(), b.dgate = c.gated ? dgate.get() : nullptr;
-  b.dx = at(3), b.dw1 = at(4), b.dgate_weight = c.gated ? at(5) : nullptr, b.dw2 = at(6), b.db1 = at(7), b.db2 = at(8);
+  b.dy = dy.get(), b.pre = f.pre, b.gate = f.gate, b.h = h.get(), b.dpre = dpre.get(),
+  b.dgate = c.gated ? dgate.get() : nullptr;
+  b.dx = at(3), b.dw1 = at(4), b.dgate_weight = c.gated ? at(5) : nullptr, b.dw2 = at(6),
+  b.db1 = at(7), b.db2 = at(8);
   pt::PT_ISA::feed_forward_kernels.forward(p, f);
   pt::PT_ISA::feed_forward_kernels.backward(p, b);
   return results;

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of attention on the CPU: against float64 within the bound, and what the fuzzer cannot see from outside.
+"""Gradients of attention on the CPU: against float64 within the bound, and what the fuzzer cannot
+see from outside.
 
-The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (128) and keys (192), splits and phases.
+The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (128) and keys
+(192), splits and phases.
 """
 
 from __future__ import annotations
@@ -35,12 +37,20 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """query, key, value and grad_out for (B, Hq, Hkv, Lq, Lk, D, Dv)."""
     b, hq, hkv, lq, lk, d, dv = shape
-    sizes = {"query": (b, hq, lq, d), "key": (b, hkv, lk, d), "value": (b, hkv, lk, dv), "grad_out": (b, hq, lq, dv)}
+    sizes = {
+        "query": (b, hq, lq, d),
+        "key": (b, hkv, lk, d),
+        "value": (b, hkv, lk, dv),
+        "grad_out": (b, hq, lq, dv),
+    }
     return {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
 
 
-def gradients(t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any) -> dict[str, torch.Tensor]:
-    """Gradients by name of query, key, value and of every floating-point term, on the backend under test."""
+def gradients(
+    t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any
+) -> dict[str, torch.Tensor]:
+    """Gradients by name of query, key, value and of every floating-point term, on the backend under
+    test."""
     inputs = {name: t[name].detach().requires_grad_() for name in ("query", "key", "value")}
     bias = keywords.get("bias")
     for name, term in (("attn_mask", keywords.get("attn_mask")), ("bias", bias)):
@@ -53,11 +63,15 @@ def gradients(t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, 
             inputs[name] = getattr(bias, name).requires_grad_()
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     out, lse = pt.attention(query, key, value, return_lse=True, backend="cpu", **keywords)
-    outputs, upstream = ((out,), (t["grad_out"],)) if grad_lse is None else ((out, lse), (t["grad_out"], grad_lse))
+    outputs, upstream = (
+        ((out,), (t["grad_out"],)) if grad_lse is None else ((out, lse), (t["grad_out"], grad_lse))
+    )
     return dict(zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), upstream)))
 
 
-def check(t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any) -> dict[str, torch.Tensor]:
+def check(
+    t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any
+) -> dict[str, torch.Tensor]:
     found = gradients(t, grad_lse, **keywords)
     exact = oracle.solve(**t, grad_lse=grad_lse, **keywords)
     wrong = [str(c) for c in bounds.check(exact, found, t["query"].dtype) if not c.ok]
@@ -83,21 +97,40 @@ FEATURES: dict[str, Any] = {
         "query_lengths": torch.tensor([257, 199]),
     },
     "window": lambda: {"window": (30, 3)},
-    "prefix": lambda: {"causal": "top_left", "prefix_lengths": torch.tensor([200, 0]), "softcap": 4.0},
+    "prefix": lambda: {
+        "causal": "top_left",
+        "prefix_lengths": torch.tensor([200, 0]),
+        "softcap": 4.0,
+    },
     "segments": lambda: {"query_segments": segments(257), "key_segments": segments(389)},
     "documents": lambda: {
         "query_segments": segments(257).sort(-1)[0],
         "key_segments": segments(389).sort(-1)[0],
         "causal": "top_left",
     },
-    "mask": lambda: {"attn_mask": torch.rand(2, 1, 257, 389) > 0.4, "dropout_p": 0.3, "dropout_seed": 5},
+    "mask": lambda: {
+        "attn_mask": torch.rand(2, 1, 257, 389) > 0.4,
+        "dropout_p": 0.3,
+        "dropout_seed": 5,
+    },
     "padding": lambda: {"attn_mask": torch.rand(2, 1, 1, 389) > 0.4},
-    "dropout": lambda: {"dropout_p": 0.5, "dropout_seed": -77, "causal": "top_left", "window": (100, None)},
+    "dropout": lambda: {
+        "dropout_p": 0.5,
+        "dropout_seed": -77,
+        "causal": "top_left",
+        "window": (100, None),
+    },
     "all_dropped": lambda: {"dropout_p": 1.0, "dropout_seed": 1},
     "bias": lambda: {"bias": torch.randn(2, 4, 257, 389), "scale": -0.2, "causal": "top_left"},
     "shared_bias": lambda: {"bias": torch.randn(1, 1, 257, 389), "softcap": 2.0},
-    "bias_of_heads": lambda: {"bias": torch.randn(1, 4, 257, 389), "attn_mask": torch.randn(2, 1, 257, 1)},
-    "bias_of_keys": lambda: {"bias": torch.randn(1, 4, 1, 389), "attn_mask": torch.randn(1, 1, 1, 1)},
+    "bias_of_heads": lambda: {
+        "bias": torch.randn(1, 4, 257, 389),
+        "attn_mask": torch.randn(2, 1, 257, 1),
+    },
+    "bias_of_keys": lambda: {
+        "bias": torch.randn(1, 4, 1, 389),
+        "attn_mask": torch.randn(1, 1, 1, 1),
+    },
     "sinks": lambda: {
         "sinks": torch.tensor([0.0, -torch.inf, 30.0, -2.0]),
         "causal": "bottom_right",
@@ -131,17 +164,22 @@ def test_every_instruction_set(isa: str, dtype: torch.dtype, feature: str) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_long_sums_are_cut(seed: int) -> None:
-    """Heads of 256, data not around zero: where one sum runs over a head, c of out and of value's gradient is 4 to 10; in four parts 2."""
+    """Heads of 256, data not around zero: where one sum runs over a head, c of out and of value's
+    gradient is 4 to 10; in four parts 2."""
     torch.manual_seed(seed)
     t = {name: x + 2 for name, x in draw((1, 1, 1, 200, 200, 256, 256), torch.float32).items()}
     exact = oracle.solve(**t, scale=0.25)
     found = {name: x for name, x in gradients(t, scale=0.25).items() if name == "value"}
-    found["out"] = pt.attention(t["query"], t["key"], t["value"], scale=0.25, backend="cpu", strict=True)
+    found["out"] = pt.attention(
+        t["query"], t["key"], t["value"], scale=0.25, backend="cpu", strict=True
+    )
     for check in bounds.check(exact, found, torch.float32):
         assert check.reached < 3.5, check
 
 
-@pytest.mark.parametrize("feature", ["plain", "shared_bias", "bias_of_heads", "alibi", "t5", "sinks"])
+@pytest.mark.parametrize(
+    "feature", ["plain", "shared_bias", "bias_of_heads", "alibi", "t5", "sinks"]
+)
 def test_threads_change_nothing(feature: str) -> None:
     t, keywords = draw((2, 4, 2, 257, 389, 40, 24), torch.bfloat16), FEATURES[feature]()
     threads = torch.get_num_threads()
@@ -165,7 +203,9 @@ def test_batch_neighbours_change_nothing() -> None:
     }
     together = gradients(t, **lengths)
     for b in range(3):
-        one = {name: x[b : b + 1] if isinstance(x, torch.Tensor) else x for name, x in lengths.items()}
+        one = {
+            name: x[b : b + 1] if isinstance(x, torch.Tensor) else x for name, x in lengths.items()
+        }
         same(
             gradients({name: x[b : b + 1] for name, x in t.items()}, **one),
             {name: x[b : b + 1] for name, x in together.items()},
@@ -173,25 +213,46 @@ def test_batch_neighbours_change_nothing() -> None:
 
 
 def test_more_than_one_phase() -> None:
-    """20 query heads of one key head need more scratch than a phase has: dK and dV are carried on."""
-    check(draw((1, 20, 1, 300, 300, 512, 512), torch.float32), causal="top_left", bias=torch.randn(1, 1, 300, 300))
+    """20 query heads of one key head need more scratch than a phase has: dK and dV are carried
+    on."""
+    check(
+        draw((1, 20, 1, 300, 300, 512, 512), torch.float32),
+        causal="top_left",
+        bias=torch.randn(1, 1, 300, 300),
+    )
 
 
 @pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "sinks"])
 def test_one_gradient_alone_is_the_same(wanted: str) -> None:
-    t, bias, sinks = draw((2, 4, 2, 130, 200, 40, 24), torch.bfloat16), torch.randn(2, 1, 130, 200), torch.randn(4)
+    t, bias, sinks = (
+        draw((2, 4, 2, 130, 200, 40, 24), torch.bfloat16),
+        torch.randn(2, 1, 130, 200),
+        torch.randn(4),
+    )
     every = gradients(t, bias=bias, sinks=sinks)
-    inputs = {"query": t["query"], "key": t["key"], "value": t["value"], "bias": bias.detach(), "sinks": sinks}
+    inputs = {
+        "query": t["query"],
+        "key": t["key"],
+        "value": t["value"],
+        "bias": bias.detach(),
+        "sinks": sinks,
+    }
     inputs[wanted] = inputs[wanted].detach().requires_grad_()
     out = pt.attention(
-        inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"], sinks=inputs["sinks"], backend="cpu"
+        inputs["query"],
+        inputs["key"],
+        inputs["value"],
+        bias=inputs["bias"],
+        sinks=inputs["sinks"],
+        backend="cpu",
     )
     assert torch.equal(torch.autograd.grad(out, inputs[wanted], t["grad_out"])[0], every[wanted])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
-    """lse cannot hold finfo.min + log(n): the maximum and the sum are found again, and weights are 1 / n."""
+    """lse cannot hold finfo.min + log(n): the maximum and the sum are found again, and weights are
+    1 / n."""
     t = draw((1, 2, 2, 140, 200, 40, 24), dtype)
     mask = torch.zeros(1, 1, 140, 200, dtype=dtype if dtype not in HALF else torch.float32)
     mask[..., 3:9, :], mask[..., 150:] = torch.finfo(mask.dtype).min, -math.inf
@@ -201,7 +262,10 @@ def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
     only["grad_out"][:, :, :3], only["grad_out"][:, :, 9:] = 0, 0
     dv = gradients(only, attn_mask=mask)["value"].double()
     torch.testing.assert_close(
-        dv[:, :, :150], mean[:, :, None].expand(-1, -1, 150, -1), rtol=2e-2 if dtype in HALF else 1e-5, atol=1e-6
+        dv[:, :, :150],
+        mean[:, :, None].expand(-1, -1, 150, -1),
+        rtol=2e-2 if dtype in HALF else 1e-5,
+        atol=1e-6,
     )
     assert not found["value"][:, :, 150:].any()
 
@@ -210,8 +274,16 @@ def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
 def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
     t = draw((2, 4, 2, 130, 200, 40, 24), dtype)
     mask = torch.rand(2, 1, 1, 200) > 0.3
-    keywords = {"query_lengths": torch.tensor([77, 130]), "key_lengths": torch.tensor([150, 0]), "attn_mask": mask}
-    clean = check(t, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords)
+    keywords = {
+        "query_lengths": torch.tensor([77, 130]),
+        "key_lengths": torch.tensor([150, 0]),
+        "attn_mask": mask,
+    }
+    clean = check(
+        t,
+        torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+        **keywords,
+    )
     dirty = {name: x.clone() for name, x in t.items()}
     for name in ("query", "grad_out"):
         dirty[name][0, :, 77:], dirty[name][1] = math.nan, math.nan
@@ -219,7 +291,13 @@ def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
         dirty[name][0, :, 150:], dirty[name][1] = math.nan, math.inf
         dirty[name][0, :, ~mask[0, 0, 0]] = math.nan
     same(
-        gradients(dirty, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords),
+        gradients(
+            dirty,
+            torch.zeros(
+                2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+            ),
+            **keywords,
+        ),
         clean,
     )
 
@@ -234,7 +312,10 @@ def test_a_key_hidden_pair_by_pair_reaches_nothing(dtype: torch.dtype, kind: str
     keywords = {
         "bool": {"attn_mask": seen},
         "float": {"attn_mask": torch.where(seen, 0.0, -math.inf)},
-        "segments": {"query_segments": segments(130), "key_segments": torch.where(dead, 9, segments(200))},
+        "segments": {
+            "query_segments": segments(130),
+            "key_segments": torch.where(dead, 9, segments(200)),
+        },
     }[kind]
     clean = check(t, **keywords)
     for name in ("key", "value"):
@@ -244,7 +325,8 @@ def test_a_key_hidden_pair_by_pair_reaches_nothing(dtype: torch.dtype, kind: str
 
 
 def test_segments_that_cannot_meet_cost_nothing() -> None:
-    """Unsorted, but far apart in the two halves: the backward must find that out rather than multiply."""
+    """Unsorted, but far apart in the two halves: the backward must find that out rather than
+    multiply."""
     t = draw((1, 1, 1, 1024, 1024, 64, 64), torch.float32)
     alternating = torch.arange(1024) % 2
     halves = torch.arange(1024) // 512 * 10 + alternating
@@ -257,20 +339,27 @@ def test_segments_that_cannot_meet_cost_nothing() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert min(seconds(halves) for _ in range(5)) < 0.8 * min(seconds(alternating) for _ in range(5))
+        assert min(seconds(halves) for _ in range(5)) < 0.8 * min(
+            seconds(alternating) for _ in range(5)
+        )
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 1, 5, 6, 8, 8), (2, 2, 1, 0, 6, 8, 8), (2, 2, 1, 5, 0, 8, 8)])
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 1, 5, 6, 8, 8), (2, 2, 1, 0, 6, 8, 8), (2, 2, 1, 5, 0, 8, 8)]
+)
 def test_empty(shape: tuple[int, ...]) -> None:
-    for gradient in gradients(draw(shape, torch.float32), bias=pt.AlibiBias(torch.rand(shape[1]))).values():
+    for gradient in gradients(
+        draw(shape, torch.float32), bias=pt.AlibiBias(torch.rand(shape[1]))
+    ).values():
         assert not gradient.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_an_earlier_call_left_in_scratch_reaches_nothing(dtype: torch.dtype) -> None:
-    """The softcap's derivative is not written behind the last key; NaN of an earlier call once came back from there."""
+    """The softcap's derivative is not written behind the last key; NaN of an earlier call once came
+    back from there."""
 
     def gradients(keys: int, fill: float) -> tuple[torch.Tensor, ...]:
         leaves = [torch.randn(1, 1, n, 48).to(dtype).requires_grad_() for n in (15, keys, keys)]

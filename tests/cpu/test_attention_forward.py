@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward on the CPU: against float64 within the bound, and what the fuzzer cannot see from outside.
+"""Attention forward on the CPU: against float64 within the bound, and what the fuzzer cannot see
+from outside.
 
-The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (96), tiles (512) and splits of keys.
+The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (96), tiles
+(512) and splits of keys.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ISAS = torch.ops.pytransformer_C.cpu_isas() if WHY_NOT is None else []
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALIGN = {None: 0, "top_left": 1, "bottom_right": 2}
-TERMS = ("mask", "bias", "slopes", "table", "starts", "sinks", "query_lengths", "key_lengths", "prefix_lengths", "query_segments",
-         "key_segments", "cu_q", "cu_k", "block_offsets", "block_entries", "block_bits", "page_table",
+TERMS = ("mask", "bias", "slopes", "table", "starts", "sinks", "query_lengths", "key_lengths",
+    "prefix_lengths", "query_segments",
+         "key_segments", "cu_q", "cu_k", "block_offsets", "block_entries", "block_bits",
+         "page_table",
          "key_scale", "value_scale")  # fmt: skip
 
 
@@ -39,7 +43,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.ops.pytransformer_C.set_cpu_isa("")
 
 
-def draw(b: int, hq: int, hkv: int, lq: int, lk: int, d: int, dv: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def draw(
+    b: int, hq: int, hkv: int, lq: int, lk: int, d: int, dv: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
     sizes = {"query": (b, hq, lq, d), "key": (b, hkv, lk, d), "value": (b, hkv, lk, dv)}
     return {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
 
@@ -55,23 +61,32 @@ def check(t: dict[str, Tensor], **keywords: Any) -> None:
     try:
         for name in ISAS:
             torch.ops.pytransformer_C.set_cpu_isa(name)
-            wrong = [str(c) for c in bounds.check(exact, attend(t, **keywords), t["query"].dtype) if not c.ok]
+            wrong = [
+                str(c)
+                for c in bounds.check(exact, attend(t, **keywords), t["query"].dtype)
+                if not c.ok
+            ]
             assert not wrong, f"{name}: {'; '.join(wrong)}"
     finally:
         torch.ops.pytransformer_C.set_cpu_isa("")
 
 
 def raw(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: str | None = None, left: int = -1, right: int = -1, p: float = 0.0,
-    first: int = 0, starts: tuple[int, int] = (0, 0), longest: tuple[int, int] | None = None, **terms: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, *, causal: str | None = None, left: int = -1,
+    right: int = -1, p: float = 0.0,
+    first: int = 0, starts: tuple[int, int] = (0, 0), longest: tuple[int, int] | None = None,
+    **terms: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The raw op, which takes absolute starts and checks values itself."""
-    rows, heads = (query.shape[0], query.shape[1]) if query.dim() == 3 else (query.shape[2], query.shape[1])
+    rows, heads = (
+        (query.shape[0], query.shape[1]) if query.dim() == 3 else (query.shape[2], query.shape[1])
+    )
     out = torch.full((*query.shape[:-1], value.shape[-1]), math.nan, dtype=query.dtype)
     lse = torch.full((heads, rows) if query.dim() == 3 else query.shape[:3], math.nan)
     longest = longest or (query.shape[2], key.shape[2])
     torch.ops.pytransformer_C.attention_fwd(
-        query, key, value, out, lse, *(terms.get(name) for name in TERMS), torch.tensor(77), False, ALIGN[causal], left, right, first,
+        query, key, value, out, lse, *(terms.get(name) for name in TERMS), torch.tensor(77), False,
+        ALIGN[causal], left, right, first,
         0, 0, *starts, *longest, query.shape[-1] ** -0.5, 0.0, p,
     )  # fmt: skip
     return out, lse
@@ -104,16 +119,31 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "window": dict(window=(70, 30)),
     "causal window": dict(window=(150, None), causal="bottom_right"),
     "prefix": dict(causal="top_left", prefix_lengths=torch.tensor([300, 0])),
-    "lengths": dict(query_lengths=torch.tensor([111, 40]), key_lengths=torch.tensor([541, 17]), causal="bottom_right"),
+    "lengths": dict(
+        query_lengths=torch.tensor([111, 40]),
+        key_lengths=torch.tensor([541, 17]),
+        causal="bottom_right",
+    ),
     "sorted segments": dict(query_segments=segments(131, 4), key_segments=segments(545, 4)),
-    "unsorted segments": dict(query_segments=torch.randint(0, 5, (2, 131)), key_segments=torch.randint(0, 5, (2, 545))),
+    "unsorted segments": dict(
+        query_segments=torch.randint(0, 5, (2, 131)), key_segments=torch.randint(0, 5, (2, 545))
+    ),
     "key padding": dict(attn_mask=torch.rand(2, 1, 1, 545) < 0.6),
     "mask": dict(attn_mask=torch.rand(131, 545) < 0.3, scale=-0.2),
-    "float mask": dict(attn_mask=torch.randn(2, 1, 131, 1), bias=torch.randn(1, 2, 1, 545).bfloat16()),
+    "float mask": dict(
+        attn_mask=torch.randn(2, 1, 131, 1), bias=torch.randn(1, 2, 1, 545).bfloat16()
+    ),
     "alibi": dict(bias=pt.AlibiBias(torch.tensor([0.5, 0.02])), causal="bottom_right"),
-    "sinks": dict(sinks=torch.tensor([6.0, -torch.inf]), key_lengths=torch.tensor([541, 17]), causal="bottom_right"),
+    "sinks": dict(
+        sinks=torch.tensor([6.0, -torch.inf]),
+        key_lengths=torch.tensor([541, 17]),
+        causal="bottom_right",
+    ),
     "t5": dict(bias=pt.RelativePositionBias(torch.randn(32, 2), True, 128), window=(300, 300)),
-    "one-sided t5": dict(bias=pt.RelativePositionBias(torch.randn(16, 2), False, 64), attn_mask=torch.rand(131, 545) < 0.7),
+    "one-sided t5": dict(
+        bias=pt.RelativePositionBias(torch.randn(16, 2), False, 64),
+        attn_mask=torch.rand(131, 545) < 0.7,
+    ),
     "dropout": dict(dropout_p=0.3, dropout_seed=-12345678901, window=(None, 200)),
     "everything dropped": dict(dropout_p=1.0, dropout_seed=1),
 }
@@ -129,7 +159,11 @@ def test_keywords_over_several_tiles(name: str, dtype: torch.dtype) -> None:
         n: k[:, :5] if n == "query_segments" else k[:5] if n == "attn_mask" and k.dim() == 2 else k
         for n, k in KEYWORDS[name].items()
     }
-    if isinstance(shorter.get("attn_mask"), Tensor) and shorter["attn_mask"].dim() == 4 and shorter["attn_mask"].shape[2] > 1:
+    if (
+        isinstance(shorter.get("attn_mask"), Tensor)
+        and shorter["attn_mask"].dim() == 4
+        and shorter["attn_mask"].shape[2] > 1
+    ):
         shorter["attn_mask"] = shorter["attn_mask"][:, :, :5]
     if "query_lengths" in shorter:
         shorter["query_lengths"] = torch.tensor([5, 2])
@@ -141,7 +175,12 @@ def test_bits_depend_on_neither_threads_nor_neighbours(shape: str, isa: str) -> 
     sizes = list(SHAPES[shape])
     sizes[0] = 3
     t = draw(*sizes, torch.bfloat16)
-    keywords = dict(dropout_p=0.1, dropout_seed=3, bias=torch.randn(1, 1, sizes[3], sizes[4]), causal="bottom_right")
+    keywords = dict(
+        dropout_p=0.1,
+        dropout_seed=3,
+        bias=torch.randn(1, 1, sizes[3], sizes[4]),
+        causal="bottom_right",
+    )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -160,7 +199,9 @@ def test_bits_depend_on_neither_threads_nor_neighbours(shape: str, isa: str) -> 
 def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
     lengths_q, lengths_k = torch.tensor([130, 0, 7, 1]), torch.tensor([600, 5, 0, 1040])
     t = draw(4, 4, 2, 130, 1040, 64, 64, torch.float32)
-    out, lse = raw(*t.values(), query_lengths=lengths_q, key_lengths=lengths_k, causal="bottom_right", p=p)
+    out, lse = raw(
+        *t.values(), query_lengths=lengths_q, key_lengths=lengths_k, causal="bottom_right", p=p
+    )
 
     def pack(x: Tensor, lengths: Tensor) -> Tensor:
         rows = [x[b, :, : int(n)].transpose(0, 1) for b, n in enumerate(lengths)]
@@ -169,26 +210,38 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
     def offsets(lengths: Tensor) -> Tensor:
         return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
-    query, key, value = pack(t["query"], lengths_q), pack(t["key"], lengths_k), pack(t["value"], lengths_k)
-    packed, packed_lse = raw(query, key, value, cu_q=offsets(lengths_q), cu_k=offsets(lengths_k), longest=(130, 1040),
+    query, key, value = (
+        pack(t["query"], lengths_q),
+        pack(t["key"], lengths_k),
+        pack(t["value"], lengths_k),
+    )
+    packed, packed_lse = raw(query, key, value, cu_q=offsets(lengths_q), cu_k=offsets(lengths_k),
+        longest=(130, 1040),
                              causal="bottom_right", p=p)  # fmt: skip
     torch.testing.assert_close(packed[:-3], pack(out, lengths_q)[:-3], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(packed_lse.T[:-3], pack(lse[..., None], lengths_q)[:-3, :, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        packed_lse.T[:-3], pack(lse[..., None], lengths_q)[:-3, :, 0], rtol=1e-5, atol=1e-6
+    )
     assert packed[-3:].count_nonzero() == 0 and bool((packed_lse[:, -3:] == -math.inf).all())
 
 
 def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
-    """Queries and keys cut at odd places, keys merged by lse: what a ring of devices computes. Dropout and ALiBi included."""
+    """Queries and keys cut at odd places, keys merged by lse: what a ring of devices computes.
+    Dropout and ALiBi included."""
     t = draw(1, 2, 2, 150, 421, 16, 16, torch.float32)
     terms = dict(slopes=torch.tensor([0.05, 0.3]), p=0.2, left=100, right=290, first=20)
     whole, whole_lse = raw(*t.values(), **terms)
     for q0, q1 in ((0, 61), (61, 150)):
-        parts = [raw(t["query"][:, :, q0:q1].contiguous(), t["key"][:, :, k0:k1], t["value"][:, :, k0:k1], starts=(q0, k0), **terms)
+        parts = [raw(t["query"][:, :, q0:q1].contiguous(), t["key"][:, :, k0:k1],
+            t["value"][:, :, k0:k1], starts=(q0, k0), **terms)
                  for k0, k1 in ((0, 133), (133, 421))]  # fmt: skip
         lse = torch.stack([part_lse for _, part_lse in parts])
         weight = (lse - lse.logsumexp(0)).exp()[..., None]
         torch.testing.assert_close(
-            sum(w * out for w, (out, _) in zip(weight, parts)), whole[:, :, q0:q1], rtol=2e-5, atol=2e-5
+            sum(w * out for w, (out, _) in zip(weight, parts)),
+            whole[:, :, q0:q1],
+            rtol=2e-5,
+            atol=2e-5,
         )
         torch.testing.assert_close(lse.logsumexp(0), whole_lse[:, :, q0:q1], rtol=1e-6, atol=1e-5)
 
@@ -202,7 +255,10 @@ def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
     wanted = attend(t, attn_mask=alive[None, None, None])
     for name in ("key", "value"):
         t[name][:, :, ~alive] = math.nan
-    for keywords in (dict(attn_mask=alive[None, None, None]), dict(attn_mask=hidden[None, None, None])):
+    for keywords in (
+        dict(attn_mask=alive[None, None, None]),
+        dict(attn_mask=hidden[None, None, None]),
+    ):
         found = attend(t, **keywords)
         torch.testing.assert_close(found["out"], wanted["out"], rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(found["lse"], wanted["lse"])
@@ -210,7 +266,9 @@ def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
 
 @pytest.mark.parametrize("rows", (1, 2, 9, 120))
 @pytest.mark.parametrize("kind", ("bool", "float", "bias", "segments", "sorted_segments"))
-def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(kind: str, rows: int, isa: str) -> None:
+def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(
+    kind: str, rows: int, isa: str
+) -> None:
     t = draw(2, 4, 2, rows, 600, 40, 24, torch.bfloat16)
     seen = torch.rand(2, 1 if kind != "bias" else 4, rows, 600) < 0.5
     documents = torch.randint(3, (2, 600))
@@ -227,7 +285,9 @@ def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(kind: str, r
     elif kind == "bias":  # each key/value head has two query heads
         keywords["bias"].masked_fill_(dead.repeat_interleave(2, 1)[:, :, None], -math.inf)
     else:
-        keywords["attn_mask"].masked_fill_(dead[:, :1, None], False if kind == "bool" else -math.inf)
+        keywords["attn_mask"].masked_fill_(
+            dead[:, :1, None], False if kind == "bool" else -math.inf
+        )
     wanted = attend(t, **keywords)
     assert wanted["out"].isfinite().all()
     t["key"][dead], t["value"][dead] = math.nan, math.inf
@@ -250,10 +310,13 @@ def test_extreme_and_dead_rows(dtype: torch.dtype, isa: str) -> None:
     assert bool(found["lse"][0, 0, 7] <= 0.999 * torch.finfo(torch.float32).min)
 
 
-@pytest.mark.parametrize("ramp", [1.0, 20.0, 400.0])  # from the first key to the last, of a row's scores: powers of e
+@pytest.mark.parametrize(
+    "ramp", [1.0, 20.0, 400.0]
+)  # from the first key to the last, of a row's scores: powers of e
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_that_rise_and_fall_along_the_keys(dtype: torch.dtype, ramp: float) -> None:
-    """The maximum of the first keys is not that of the row: weights past 2^8 of it are begun again, those past 2^128 would be infinite."""
+    """The maximum of the first keys is not that of the row: weights past 2^8 of it are begun again,
+    those past 2^128 would be infinite."""
     t = draw(1, 2, 2, 40, 1300, 64, 64, dtype)
     rise = torch.linspace(0, ramp, 1300).view(1, 1, -1)
     rise[..., 700] = 1.5 * ramp  # in the middle of a tile
@@ -267,7 +330,9 @@ def test_zero_sizes_and_many_heads(isa: str) -> None:
     for sizes in ((0, 2, 1, 3, 4, 8, 8), (2, 2, 1, 0, 4, 8, 8)):
         t = draw(*sizes, torch.float32)
         assert attend(t)["out"].numel() == 0
-        assert attend({**t, "query": t["query"].repeat(1, 1, 1, 2)[..., ::2]})["out"].numel() == 0  # a last stride of 2
+        assert (
+            attend({**t, "query": t["query"].repeat(1, 1, 1, 2)[..., ::2]})["out"].numel() == 0
+        )  # a last stride of 2
     empty = attend(draw(2, 2, 1, 3, 0, 8, 8, torch.float32))
     assert empty["out"].count_nonzero() == 0 and bool((empty["lse"] == -math.inf).all())
     t = draw(1, 70_000, 70_000, 1, 1, 4, 4, torch.float32)
@@ -279,7 +344,9 @@ def test_addresses_are_64_bit() -> None:
     key = far.as_strided((1, 2, 20, 16), (0, 2**31, 16, 1))
     key.copy_(torch.randn(key.shape))
     t = draw(1, 2, 2, 20, 20, 16, 16, torch.bfloat16)
-    assert torch.equal(attend(t | {"key": key})["out"], attend(t | {"key": key.contiguous()})["out"])
+    assert torch.equal(
+        attend(t | {"key": key})["out"], attend(t | {"key": key.contiguous()})["out"]
+    )
 
 
 SCRATCH = """
@@ -295,12 +362,20 @@ print(json.dumps([torch.ops.pytransformer_C.cpu_isa(), *held]))
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_scratch_memory_is_bounded(isa: str) -> None:
-    """Linear in the lengths: packed operands of some heads, and a tile for each thread, 22 MB; a matrix of scores has 98.
+    """Linear in the lengths: packed operands of some heads, and a tile for each thread, 22 MB; a
+    matrix of scores has 98.
 
-    In a process of its own: this one's kernels keep what other tests needed, those of each instruction set for themselves.
+    In a process of its own: this one's kernels keep what other tests needed, those of each
+    instruction set for themselves.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTRANSFORMER_CPU_ISA": isa}
-    done = subprocess.run([sys.executable, "-c", SCRATCH], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRATCH],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     used, full, causal = json.loads(done.stdout.splitlines()[-1])
     assert used == isa
@@ -311,13 +386,24 @@ def test_scratch_memory_is_bounded(isa: str) -> None:
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (dict(key_lengths=torch.tensor([6, 4])), r"ValueError: key_lengths\[0\] is 6; wanted between 0 and 5"),
-        (dict(query_lengths=torch.tensor([3, -1])), r"ValueError: query_lengths\[1\] is -1; wanted between 0 and 3"),
+        (
+            dict(key_lengths=torch.tensor([6, 4])),
+            r"ValueError: key_lengths\[0\] is 6; wanted between 0 and 5",
+        ),
+        (
+            dict(query_lengths=torch.tensor([3, -1])),
+            r"ValueError: query_lengths\[1\] is -1; wanted between 0 and 3",
+        ),
         (dict(prefix_lengths=torch.tensor([0, 9])), r"ValueError: prefix_lengths\[1\] is 9"),
-        (dict(mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)), "mask has size 4 in dimension 3; wanted 5 or 1"),
+        (
+            dict(mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)),
+            "mask has size 4 in dimension 3; wanted 5 or 1",
+        ),
     ],
 )
-def test_values_are_checked_before_an_address_is_computed(terms: dict[str, Tensor], message: str) -> None:
+def test_values_are_checked_before_an_address_is_computed(
+    terms: dict[str, Tensor], message: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
         raw(*draw(2, 1, 1, 3, 5, 8, 8, torch.float32).values(), causal="top_left", **terms)
 

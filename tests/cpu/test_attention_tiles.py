@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boolean masks by tiles on the CPU (csrc/cpu/attention/tiles.h): 16 queries x 64 keys that hide all of their pairs, none, or some.
+"""Boolean masks by tiles on the CPU (csrc/cpu/attention/tiles.h): 16 queries x 64 keys that hide
+all of their pairs, none, or some.
 
-Masks have all three kinds and edges at odd places, and sizes cross blocks of queries (96, 128) and of keys (192, 512).
+Masks have all three kinds and edges at odd places, and sizes cross blocks of queries (96, 128) and
+of keys (192, 512).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "aligned blocks by head": lambda: blocks((B, H, LQ, LK), 16, 64, 0.3),
     "odd blocks by batch": lambda: blocks((B, 1, LQ, LK), 23, 90, 0.3),
     "small blocks by head": lambda: blocks((1, H, LQ, LK), 5, 7, 0.1),
-    "first keys and rows": lambda: band(30) | (torch.arange(LK) < 3) | (torch.arange(LQ) < 2)[:, None],
+    "first keys and rows": lambda: (
+        band(30) | (torch.arange(LK) < 3) | (torch.arange(LQ) < 2)[:, None]
+    ),
     "one pair in a tile": lambda: torch.rand(B, H, LQ, LK) < 0.002,
     "one pair missing": lambda: torch.rand(B, H, LQ, LK) > 0.002,
     "keys alone": lambda: blocks((B, 1, 1, LK), 1, 50, 0.5),
@@ -48,15 +52,19 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "every second key": lambda: blocks((LQ, 2 * LK), 20, 100, 0.4)[:, ::2],
     "expanded": lambda: blocks((H, 1, LK), 1, 64, 0.3).expand(H, LQ, LK),
     "nothing": lambda: torch.zeros(LQ, LK, dtype=torch.bool),
-    "other bytes than 0 and 1": lambda: (blocks((LQ, LK), 16, 64, 0.6).to(torch.uint8) * 6).view(torch.bool),
+    "other bytes than 0 and 1": (
+        lambda: (blocks((LQ, LK), 16, 64, 0.6).to(torch.uint8) * 6).view(torch.bool)
+    ),
 }
 KEYWORDS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "causal lengths": dict(causal="bottom_right", query_lengths=torch.tensor([LQ, 77]), key_lengths=torch.tensor([601, 190])),
+    "causal lengths": dict(causal="bottom_right", query_lengths=torch.tensor([LQ, 77]),
+        key_lengths=torch.tensor([601, 190])),
     "window bias": dict(window=(150, 40), bias=torch.randn(1, H, LQ, LK)),
     "segments softcap": dict(query_segments=torch.arange(LQ).expand(B, LQ) // 40 % 3,
                              key_segments=torch.arange(LK).expand(B, LK) // 90 % 3, softcap=10.0),
-    "dropout t5": dict(dropout_p=0.3, dropout_seed=11, bias=pt.RelativePositionBias(torch.randn(32, H))),
+    "dropout t5": dict(dropout_p=0.3, dropout_seed=11,
+        bias=pt.RelativePositionBias(torch.randn(32, H))),
 }  # fmt: skip
 
 
@@ -68,7 +76,9 @@ def draw(dtype: torch.dtype, rows: int = LQ) -> dict[str, Tensor]:
 def run(t: dict[str, Tensor], grad_out: Tensor, **keywords: Any) -> dict[str, Tensor]:
     leaves = {name: x.detach().requires_grad_() for name, x in t.items()}
     out, lse = pt.attention(**leaves, return_lse=True, backend="cpu", strict=True, **keywords)
-    return {"out": out, "lse": lse} | dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out)))
+    return {"out": out, "lse": lse} | dict(
+        zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out))
+    )
 
 
 @pytest.mark.parametrize("keywords", KEYWORDS)
@@ -91,7 +101,11 @@ def test_few_queries(name: str, rows: int) -> None:
     mask = MASKS[name]()[..., :rows, :]
     t, grad_out = draw(torch.float32, rows), torch.randn(B, H, rows, D)
     exact = oracle.solve(**t, grad_out=grad_out, attn_mask=mask)
-    wrong = [str(c) for c in bounds.check(exact, run(t, grad_out, attn_mask=mask), torch.float32) if not c.ok]
+    wrong = [
+        str(c)
+        for c in bounds.check(exact, run(t, grad_out, attn_mask=mask), torch.float32)
+        if not c.ok
+    ]
     assert not wrong, "; ".join(wrong)
 
 
@@ -106,7 +120,9 @@ def test_a_broadcast_mask_is_its_expanded_copy() -> None:
 
 def test_bits_depend_on_neither_threads_nor_neighbours() -> None:
     t, grad_out = draw(torch.float32), torch.randn(B, H, LQ, D)
-    keywords: dict[str, Any] = dict(attn_mask=blocks((LQ, LK), 23, 90, 0.3), key_lengths=torch.tensor([433, LK]))
+    keywords: dict[str, Any] = dict(
+        attn_mask=blocks((LQ, LK), 23, 90, 0.3), key_lengths=torch.tensor([433, LK])
+    )
     threads, found = torch.get_num_threads(), []
     try:
         for n in (1, 2):
@@ -115,7 +131,9 @@ def test_bits_depend_on_neither_threads_nor_neighbours() -> None:
     finally:
         torch.set_num_threads(threads)
     first = {name: x[:1] for name, x in t.items()}
-    alone = run(first, grad_out[:1], attn_mask=keywords["attn_mask"], key_lengths=torch.tensor([433]))
+    alone = run(
+        first, grad_out[:1], attn_mask=keywords["attn_mask"], key_lengths=torch.tensor([433])
+    )
     for name in alone:
         assert torch.equal(found[0][name], found[1][name]), name
         assert torch.equal(found[0][name][:1], alone[name]), name

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the CPU kernels round to bfloat16 and widen it: bit for bit as PyTorch does, NaN for NaN.
 
-Numbers below the smallest normal one may be zeros: the instruction that rounds to bfloat16 (VCVTNEPS2BF16) neither takes nor makes them.
+Numbers below the smallest normal one may be zeros: the instruction that rounds to bfloat16
+(VCVTNEPS2BF16) neither takes nor makes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def every_bfloat16() -> torch.Tensor:
 
 
 def stored_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """x + residual as the kernel keeps it in residual_out: added in float32, rounded to bfloat16."""
+    """x + residual as the kernel keeps it in residual_out: added in float32, rounded to
+    bfloat16."""
     weight = torch.ones(x.shape[-1])
     return pt.add_norm(x, residual, weight, backend="cpu", strict=True)[1]
 
@@ -28,7 +30,16 @@ def stored_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
     x = every_bfloat16()
     generator = torch.Generator().manual_seed(0)
-    for shift in (0, 7, 8, 9, 15, 16, 17, 30):  # of the exponents: 8 is halfway, 9 and more decide beside it
+    for shift in (
+        0,
+        7,
+        8,
+        9,
+        15,
+        16,
+        17,
+        30,
+    ):  # of the exponents: 8 is halfway, 9 and more decide beside it
         step = torch.where(torch.rand(x.shape, generator=generator) < 0.5, -1.0, 1.0) * 2.0**-shift
         odd = 1 + torch.randint(0, 128, x.shape, generator=generator) / 128
         for factor in (step, step * odd):
@@ -41,7 +52,10 @@ def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
             for t in (a, b, want):
                 normal &= (t == 0) | (t.abs() >= TINY)
             assert normal.sum() > 0.9 * n
-            assert torch.equal(got.view(torch.int16)[normal], want.view(torch.int16)[normal]), (shift, columns)
+            assert torch.equal(got.view(torch.int16)[normal], want.view(torch.int16)[normal]), (
+                shift,
+                columns,
+            )
             rest = ~normal & ~want.isnan()
             assert ((got - want)[rest].abs() <= 2 * TINY + want[rest].abs() / 256).all()
 
@@ -52,5 +66,7 @@ def test_a_nan_of_any_payload_stays_one() -> None:
     x = x[: x.numel() // 2 * 2].view(2, -1)
     assert stored_sum(x, torch.zeros_like(x)).isnan().all()
     # of which rounding alone would make a zero, or infinity
-    payloads = torch.tensor([0x7FFFFFFF, -1, 0x7FFF8000, 0x7FC00001, 0x7F800001, -0x7FFFFF], dtype=torch.int32).repeat(4, 4)
+    payloads = torch.tensor(
+        [0x7FFFFFFF, -1, 0x7FFF8000, 0x7FC00001, 0x7F800001, -0x7FFFFF], dtype=torch.int32
+    ).repeat(4, 4)
     assert stored_sum(payloads.view(torch.float32), torch.zeros(4, 24).bfloat16()).isnan().all()

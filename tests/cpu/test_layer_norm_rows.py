@@ -12,7 +12,8 @@ import pytransformer as pt
 @pytest.mark.parametrize("kind", ("layer", "rms"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -> None:
-    """Results of 12 MB and more are stored past the caches; the same rows in parts are not. Bit by bit the same."""
+    """Results of 12 MB and more are stored past the caches; the same rows in parts are not. Bit by
+    bit the same."""
     generator = torch.Generator().manual_seed(2)
     x, residual = (torch.randn(6528, 1024, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(1024, generator=generator).to(dtype)
@@ -24,7 +25,9 @@ def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -
         )
         assert torch.equal(plain(x), torch.cat([plain(part) for part in x.split(700)]))
         whole = pt.add_norm(x, residual, weight, kind=kind)
-        parts = [pt.add_norm(a, b, weight, kind=kind) for a, b in zip(x.split(700), residual.split(700))]
+        parts = [
+            pt.add_norm(a, b, weight, kind=kind) for a, b in zip(x.split(700), residual.split(700))
+        ]
         for got, pieces in zip(whole, zip(*parts)):
             assert torch.equal(got, torch.cat(pieces))
 
@@ -39,8 +42,11 @@ def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -
         (torch.float16, torch.float16, "layer"),
     ),
 )
-def test_large_gradients_are_those_of_their_parts(dtype: torch.dtype, stream: torch.dtype, kind: str) -> None:
-    """Gradients of 12 MB and more are stored past the caches too. Dropout of a half scales by two: that rounds nothing."""
+def test_large_gradients_are_those_of_their_parts(
+    dtype: torch.dtype, stream: torch.dtype, kind: str
+) -> None:
+    """Gradients of 12 MB and more are stored past the caches too. Dropout of a half scales by two:
+    that rounds nothing."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(to: torch.dtype) -> torch.Tensor:
@@ -53,17 +59,27 @@ def test_large_gradients_are_those_of_their_parts(dtype: torch.dtype, stream: to
         x: torch.Tensor, residual: torch.Tensor, *upstream: torch.Tensor, p: float = 0.0
     ) -> tuple[torch.Tensor, ...]:
         leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
-        return torch.autograd.grad(pt.add_norm(*leaves, weight, kind=kind, dropout_p=p, dropout_seed=7), leaves, upstream)
+        return torch.autograd.grad(
+            pt.add_norm(*leaves, weight, kind=kind, dropout_p=p, dropout_seed=7), leaves, upstream
+        )
 
     with pt.use_backend(add_norm="cpu"):
         whole = gradients(*tensors)
-        for got, pieces in zip(whole, zip(*(gradients(*part) for part in zip(*(t.split(700) for t in tensors))))):
+        for got, pieces in zip(
+            whole, zip(*(gradients(*part) for part in zip(*(t.split(700) for t in tensors))))
+        ):
             assert torch.equal(got, torch.cat(pieces))
-        kept = pt.add_norm(torch.ones(6528, 1024), None, None, dropout_p=0.5, dropout_seed=7)[1] != 0
-        h = torch.where(kept, 2 * tensors[0], 0).float() + tensors[1].float()  # x where dropout has been
+        kept = (
+            pt.add_norm(torch.ones(6528, 1024), None, None, dropout_p=0.5, dropout_seed=7)[1] != 0
+        )
+        h = (
+            torch.where(kept, 2 * tensors[0], 0).float() + tensors[1].float()
+        )  # x where dropout has been
         x = gradients(torch.zeros_like(tensors[0]), h.to(stream), *tensors[2:])
         dropped = gradients(*tensors, p=0.5)
-    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # subnormal numbers, doubled, have no bit more
+    least = (
+        torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    )  # subnormal numbers, doubled, have no bit more
     assert torch.equal(dropped[1], x[1])
     torch.testing.assert_close(dropped[0], torch.where(kept, 2 * x[0], 0), rtol=0, atol=least)
 
@@ -72,14 +88,18 @@ def test_large_gradients_are_those_of_their_parts(dtype: torch.dtype, stream: to
 @pytest.mark.parametrize("first", (0.0, 1e3, -1e6))
 def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:
     """No first number may decide how exact the statistics are."""
-    x = torch.randn(9, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 100
+    x = (
+        torch.randn(9, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        + 100
+    )
     x[:, :4] += first
     x = x.float()
     with pt.use_backend(layer_norm="cpu", add_norm="cpu"):
         got = pt.layer_norm(x, (columns,), eps=1e-3)
         added, _ = pt.add_norm(torch.zeros_like(x), x, torch.ones(columns), eps=1e-3)
     exact = torch.nn.functional.layer_norm(x.double(), (columns,), eps=1e-3)
-    # An input of size s has its last bit at eps s; what that is in units of the row's deviation no kernel can know better.
+    # An input of size s has its last bit at eps s; what that is in units of the row's deviation no
+    # kernel can know better.
     deviation = (x.double().var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
     allowed = 4 * torch.finfo(torch.float32).eps * (1 + exact.abs() + x.double().abs() / deviation)
     assert ((got - exact).abs() <= allowed).all() and ((added - exact).abs() <= allowed).all()
@@ -93,17 +113,22 @@ def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
     with pt.use_backend(add_norm="cpu"):
         normed, total = pt.add_norm(x, None, weight, dropout_p=0.5, dropout_seed=7)
     assert (~kept[:, 0]).any() and kept[:, 0].any()
-    assert torch.equal(normed.isfinite().all(-1), ~kept[:, 0]) and torch.equal(total[:, 0].isnan(), kept[:, 0])
+    assert torch.equal(normed.isfinite().all(-1), ~kept[:, 0]) and torch.equal(
+        total[:, 0].isnan(), kept[:, 0]
+    )
 
 
 @pytest.mark.parametrize("deviations", (0.0, 0.12, 0.95, 1.0, 1.9, 30.0))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: float) -> None:
-    """The mean and rstd that backward gets are float32's, on both sides of the limit of one look, as far as a mean of that size can be."""
+    """The mean and rstd that backward gets are float32's, on both sides of the limit of one look,
+    as far as a mean of that size can be."""
     x = (torch.randn(2048, 1024, generator=torch.Generator().manual_seed(6)) + deviations).to(dtype)
     pt.layer_norm(x[:1], (1024,), backend="cpu")  # loads the library
     out, mean, rstd = torch.empty_like(x), torch.empty(2048), torch.empty(2048)
-    torch.ops.pytransformer_C.layer_norm_fwd(x, None, None, None, None, out, None, mean, rstd, 1, 1024, 0, 1e-5, 0.0, False)
+    torch.ops.pytransformer_C.layer_norm_fwd(
+        x, None, None, None, None, out, None, mean, rstd, 1, 1024, 0, 1e-5, 0.0, False
+    )
     h, eps = x.double(), torch.finfo(torch.float32).eps
     exact = (h.var(-1, correction=0) + 1e-5).rsqrt()
     assert ((mean - h.mean(-1)).abs() <= 2 * eps * h.abs().mean(-1)).all()
@@ -111,10 +136,13 @@ def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: 
 
 
 def test_backward_takes_the_rounding_of_the_mean_out() -> None:
-    """Of mean 100 and deviation 0.1: a mean in float32 is off by up to 4e-6, and every xhat of the row by ten times that."""
+    """Of mean 100 and deviation 0.1: a mean in float32 is off by up to 4e-6, and every xhat of the
+    row by ten times that."""
     x = 100 + 0.1 * torch.randn(16, 1000, generator=torch.Generator().manual_seed(8))
     for row in x:
         weight = torch.ones(1000, requires_grad=True)
-        (xhat,) = torch.autograd.grad(pt.layer_norm(row[None], (1000,), weight, eps=0.0, backend="cpu").sum(), weight)
+        (xhat,) = torch.autograd.grad(
+            pt.layer_norm(row[None], (1000,), weight, eps=0.0, backend="cpu").sum(), weight
+        )
         h = row.double()
         assert ((xhat - (h - h.mean()) / h.std(correction=0)).abs() <= 4e-6).all()

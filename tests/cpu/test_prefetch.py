@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products ask for what they read next: GCC 12 drops calls of a function that only asks, and no result shows it."""
+"""The products ask for what they read next: GCC 12 drops calls of a function that only asks, and no
+result shows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``pt.explain`` says that a call holds is what its kernels then hold: the plan that they follow is the one that is asked.
+"""What ``pt.explain`` says that a call holds is what its kernels then hold: the plan that they
+follow is the one that is asked.
 
-With one thread the figure is exact, to the byte of the huge pages that arenas are made of. Kernels keep their arenas, so each case runs in
+With one thread the figure is exact, to the byte of the huge pages that arenas are made of. Kernels
+keep their arenas, so each case runs in
 a process of its own, forked before any kernel has run.
 """
 
@@ -114,15 +116,27 @@ FORWARD = [case for case in CASES if case[0] == "attention"]
 @pytest.mark.parametrize("isa", ISAS)
 def test_what_explain_says_is_what_kernels_hold(isa: str) -> None:
     asked = [(case, "both") for case in CASES] + [(case, "forward") for case in FORWARD]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTRANSFORMER_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONSAFEPATH": "1",
+        "PYTRANSFORMER_CPU_ISA": isa,
+        "OMP_NUM_THREADS": "1",
+    }
     lines = "".join(json.dumps(case) + "\n" for case in asked)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=lines, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT],
+        input=lines,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(asked), done.stderr
-    wrong = [(case, held) for case, held in zip(asked, found) if len(held) != 2 or held[0] != held[1]]
+    wrong = [
+        (case, held) for case, held in zip(asked, found) if len(held) != 2 or held[0] != held[1]
+    ]
     assert not wrong, f"planned, held: {wrong}\n{done.stderr}"
 
 
@@ -130,7 +144,9 @@ def test_explain_says_which_length_is_wrong_as_the_call_does() -> None:
     q, lengths = torch.randn(2, 2, 9, 16), torch.tensor([3, 99])
     with pytest.raises(ValueError, match="key_lengths must be between 0 and 9, got 99") as called:
         pt.attention(q, q, q, key_lengths=lengths)
-    with pytest.raises(ValueError, match="key_lengths must be between 0 and 9, got 99") as explained:
+    with pytest.raises(
+        ValueError, match="key_lengths must be between 0 and 9, got 99"
+    ) as explained:
         pt.explain("attention", q, q, q, key_lengths=lengths)
     assert str(explained.value) == str(called.value)
 

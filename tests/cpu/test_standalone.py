@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel layers of every op, without torch, against double loops: on this machine, and for aarch64 under emulation.
+"""The kernel layers of every op, without torch, against double loops: on this machine, and for
+aarch64 under emulation.
 
-Each program of `standalone/` is linked with its op's kernels and judges them by itself. For aarch64 it is built twice, with the kernels'
+Each program of `standalone/` is linked with its op's kernels and judges them by itself. For aarch64
+it is built twice, with the kernels'
 vectors in NEON registers and taken apart into scalars, and qemu runs it where it is installed.
 """
 
@@ -17,27 +19,51 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PROGRAMS = ROOT / "tests" / "cpu" / "standalone"
 OPS = sorted(path.parent.name for path in CSRC.glob("cpu/*/kernels.cpp"))
-FLAGS = ["-O1", "-std=c++17", "-pthread", "-static", "-I", str(CSRC), "-DPT_ISA=generic", "-fno-math-errno", "-Wno-psabi"]
+FLAGS = [
+    "-O1",
+    "-std=c++17",
+    "-pthread",
+    "-static",
+    "-I",
+    str(CSRC),
+    "-DPT_ISA=generic",
+    "-fno-math-errno",
+    "-Wno-psabi",
+]
 CROSS = "aarch64-linux-gnu"
 STRICT = ["-Wall", "-Wextra", "-Werror"]
 AARCH64 = {"neon": "-march=armv8-a", "scalar": "-march=armv8-a+nosimd"}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone"),
+    pytest.mark.skipif(
+        not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone"
+    ),
 ]
 
 
 def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, (
+        f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    )
     return done.stdout
 
 
 def build(compiler: list[str], op: str, folder: Path) -> Path:
     program, kernels = folder / op, folder / "kernels.o"
     run([*compiler, *FLAGS, "-c", str(CSRC / "cpu" / op / "kernels.cpp"), "-o", str(kernels)])
-    run([*compiler, *FLAGS, str(PROGRAMS / f"{op}.cpp"), str(kernels), str(CSRC / "cpu/core/arena.cpp"), "-o", str(program)])
+    run(
+        [
+            *compiler,
+            *FLAGS,
+            str(PROGRAMS / f"{op}.cpp"),
+            str(kernels),
+            str(CSRC / "cpu/core/arena.cpp"),
+            "-o",
+            str(program),
+        ]
+    )
     return program
 
 
@@ -58,13 +84,22 @@ def test_here(op: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("vectors", AARCH64)
 @pytest.mark.parametrize("op", OPS)
 def test_on_aarch64(op: str, vectors: str, tmp_path: Path) -> None:
-    compiler, emulator = shutil.which(f"{CROSS}-g++"), shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    compiler, emulator = (
+        shutil.which(f"{CROSS}-g++"),
+        shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64"),
+    )
     if compiler is None:
         pytest.skip(f"no {CROSS}-g++ here (Debian: g++-{CROSS})")
     program = build([compiler, AARCH64[vectors], *STRICT], op, tmp_path)
     code = run([f"{CROSS}-objdump", "-d", "--no-show-raw-insn", str(tmp_path / "kernels.o")])
-    used = {word.split(".")[-1] for word in code.split() if word.startswith("v") and word[1:2].isdigit() and "." in word}
-    assert any(lanes.startswith(("4s", "2d")) for lanes in used) == (vectors == "neon"), sorted(used)
+    used = {
+        word.split(".")[-1]
+        for word in code.split()
+        if word.startswith("v") and word[1:2].isdigit() and "." in word
+    }
+    assert any(lanes.startswith(("4s", "2d")) for lanes in used) == (vectors == "neon"), sorted(
+        used
+    )
     if emulator is None:
         pytest.skip("built, and not run: no qemu-aarch64 here (Debian: qemu-user-static)")
     judge([emulator, str(program)])

@@ -16,29 +16,38 @@ FLAGS = ["-std=c++17", "-I", str(CSRC), "-DPT_ISA=generic", "-fno-math-errno", "
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone"),
+    pytest.mark.skipif(
+        not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone"
+    ),
 ]
 
 
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, (
+        f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    )
 
 
 @pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
 @pytest.mark.parametrize("op", ("attention", "feed_forward"))
 def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
-    """Forward and backward: no data race, no stray access, no undefined behaviour, and the bits of one thread."""
+    """Forward and backward: no data race, no stray access, no undefined behaviour, and the bits of
+    one thread."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here")
     probe = tmp_path / "probe.cpp"
     probe.write_text("int main() { return 0; }\n")
     found = subprocess.run(
-        [compiler, f"-fsanitize={sanitizer}", str(probe), "-o", str(tmp_path / "probe")], capture_output=True, text=True
+        [compiler, f"-fsanitize={sanitizer}", str(probe), "-o", str(tmp_path / "probe")],
+        capture_output=True,
+        text=True,
     )
     if found.returncode:
-        pytest.skip(f"g++ cannot link with -fsanitize={sanitizer}: {found.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"g++ cannot link with -fsanitize={sanitizer}: {found.stderr.strip().splitlines()[-1]}"
+        )
     program = tmp_path / "threads_test"
     sources = [
         ROOT / "tests" / "cpu" / f"{op}_threads_test.cpp",

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruction set amx_bf16 on processors without AMX: its code with the tile instructions of csrc/cpu/core/tiles_in_software.h.
+"""The instruction set amx_bf16 on processors without AMX: its code with the tile instructions of
+csrc/cpu/core/tiles_in_software.h.
 
-What the tiles compute is judged bit by bit against the manual's order of operations, the micro-kernel against double loops; the slow tests
-judge whole ops, with the address sanitizer, which sees a tile that is read or written beyond its operand.
+What the tiles compute is judged bit by bit against the manual's order of operations, the
+micro-kernel against double loops; the slow tests
+judge whole ops, with the address sanitizer, which sees a tile that is read or written beyond its
+operand.
 """
 
 from __future__ import annotations
@@ -24,15 +27,28 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PROGRAMS = ROOT / "tests" / "cpu" / "standalone"
 SET = "amx_bf16"
-COMMON = ["-O1", "-std=c++17", "-pthread", "-I", str(CSRC), f"-DPT_ISA={SET}", "-DPT_TILES_IN_SOFTWARE", "-fno-math-errno"]
+COMMON = [
+    "-O1",
+    "-std=c++17",
+    "-pthread",
+    "-I",
+    str(CSRC),
+    f"-DPT_ISA={SET}",
+    "-DPT_TILES_IN_SOFTWARE",
+    "-fno-math-errno",
+]
 SANITIZED = ["-g", "-fsanitize=address"]
 
-pytestmark = pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone")
+pytestmark = pytest.mark.skipif(
+    not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone"
+)
 
 
 def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, (
+        f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    )
     return done.stdout
 
 
@@ -47,7 +63,10 @@ def compiler() -> list[str]:
     if found is None:
         pytest.skip("no g++ here")
     probe = subprocess.run(
-        [found, *isa.flags, "-x", "c++", "-fsyntax-only", "-"], input=isa.probe, capture_output=True, text=True
+        [found, *isa.flags, "-x", "c++", "-fsyntax-only", "-"],
+        input=isa.probe,
+        capture_output=True,
+        text=True,
     )
     if probe.returncode:
         pytest.skip(f"this g++ does not know AMX: {probe.stderr.strip()[:200]}")
@@ -69,7 +88,11 @@ def test_tiles_and_the_micro_kernel(compiler: list[str], tmp_path: Path) -> None
 @pytest.mark.parametrize("op", ("attention", "feed_forward", "cross_entropy"))
 def test_ops_on_tiles(op: str, compiler: list[str], tmp_path: Path) -> None:
     program = tmp_path / op
-    sources = [PROGRAMS / f"{op}.cpp", CSRC / "cpu" / op / "kernels.cpp", CSRC / "cpu" / "core" / "arena.cpp"]
+    sources = [
+        PROGRAMS / f"{op}.cpp",
+        CSRC / "cpu" / op / "kernels.cpp",
+        CSRC / "cpu" / "core" / "arena.cpp",
+    ]
     run([*compiler, *SANITIZED, *map(str, sources), "-o", str(program)])
     judge(program)
 
@@ -88,19 +111,36 @@ print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, plan.build_in
     [
         ({}, "False native-release False"),
         ({"PYTRANSFORMER_SOFTWARE_TILES": "1"}, "True native-release-software-tiles True"),
-        ({"PYTRANSFORMER_SOFTWARE_TILES": "1", "PYTRANSFORMER_MANYLINUX": "2_28"}, "for tests here"),
+        (
+            {"PYTRANSFORMER_SOFTWARE_TILES": "1", "PYTRANSFORMER_MANYLINUX": "2_28"},
+            "for tests here",
+        ),
     ],
 )
 def test_software_tiles_are_asked_for_and_in_no_wheel(options: dict[str, str], told: str) -> None:
-    others = {name: value for name, value in os.environ.items() if not name.startswith(("PYTRANSFORMER_", "DEBUG"))}
-    environment = others | {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_CPU_ISAS": "generic"} | options
-    done = subprocess.run([sys.executable, "-c", PLAN, str(CSRC)], env=environment, capture_output=True, text=True)
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTRANSFORMER_", "DEBUG"))
+    }
+    environment = (
+        others | {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_CPU_ISAS": "generic"} | options
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN, str(CSRC)], env=environment, capture_output=True, text=True
+    )
     assert told in done.stdout + done.stderr
     assert done.returncode == ("MANYLINUX" in "".join(options)), done.stderr
 
 
-@pytest.mark.parametrize(("software", "told"), [(False, "amx_bf16"), (True, f"amx_bf16, {machine.SOFTWARE_TILES}")])
-def test_results_tell_software_tiles(software: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = SimpleNamespace(default_isa=lambda: "amx_bf16", build_info=lambda: {"cpu": {"tiles_in_software": software}})
+@pytest.mark.parametrize(
+    ("software", "told"), [(False, "amx_bf16"), (True, f"amx_bf16, {machine.SOFTWARE_TILES}")]
+)
+def test_results_tell_software_tiles(
+    software: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = SimpleNamespace(
+        default_isa=lambda: "amx_bf16", build_info=lambda: {"cpu": {"tiles_in_software": software}}
+    )
     monkeypatch.setattr(machine, "introspection", lambda: (built, None))
     assert machine.active_isa() == told

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs for the sanitizers share: a pool of std::thread in place of torch's, random buffers, and the comparison of results.
+// What the programs for the sanitizers share: a pool of std::thread in place of torch's, random
+// buffers, and the comparison of results.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,8 @@
 
 namespace pt {
 
-// As torch's pool may, it gives fewer threads than were asked for, and runs what is left on the caller.
+// As torch's pool may, it gives fewer threads than were asked for, and runs what is left on the
+// caller.
 void run_workers(int64_t workers, void (*fn)(void*), void* ctx) {
   constexpr int64_t kMost = 4;
   std::vector<std::thread> threads;
@@ -52,7 +54,8 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
-// The exit code of the program: whether run(case, threads) gives the same bits with four threads as with one.
+// The exit code of the program: whether run(case, threads) gives the same bits with four threads as
+// with one.
 template <class Case, size_t N, class Run>
 int judge(const Case (&cases)[N], const Run& run) {
   int wrong = 0;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// conformance SEED: runs the kernels of conformance.cuh and conformance_sm90.cuh on random inputs and prints, a line each, a name and the
-// words it left. Built for the emulator by csrc/emulator/build.py, and for a GPU by nvcc -x cu.
+// conformance SEED: runs the kernels of conformance.cuh and conformance_sm90.cuh on random inputs
+// and prints, a line each, a name and the words it left. Built for the emulator by
+// csrc/emulator/build.py, and for a GPU by nvcc -x cu.
 #include "conformance_sm90.cuh"
 
 #include "cuda/tensor_map.cuh"
@@ -40,7 +41,8 @@ std::vector<uint32_t> random_words(size_t n) {
 
 // Floats over all exponents, zeros, infinities, NaNs and subnormal numbers among them.
 std::vector<uint32_t> random_floats(size_t n) {
-  const uint32_t special[] = {0, 0x80000000u, 0x7f800000u, 0xff800000u, 0x7fc00000u, 1, 0x807fffffu, 0x3f800000u, 0x477fe000u, 0x477ff000u};
+  const uint32_t special[] = {0, 0x80000000u, 0x7f800000u, 0xff800000u, 0x7fc00000u,
+                              1, 0x807fffffu, 0x3f800000u, 0x477fe000u, 0x477ff000u};
   auto words = random_words(n);
   for (auto& w : words)
     if (random_bits() % 8 == 0) w = special[random_bits() % 10];
@@ -54,7 +56,8 @@ std::vector<uint32_t> random_pairs(size_t n, bool f16) {
     const float x = float(int(random_bits() % 9) - 4);
     uint32_t u;
     std::memcpy(&u, &x, 4);
-    const uint32_t half = x == 0 ? 0 : (u >> 16 & 0x8000) | (((u >> 13 & 0x3ffff) - (112 << 10)) & 0x7fff);
+    const uint32_t half =
+        x == 0 ? 0 : (u >> 16 & 0x8000) | (((u >> 13 & 0x3ffff) - (112 << 10)) & 0x7fff);
     return f16 ? half : u >> 16;
   };
   for (auto& w : words) w = one() | one() << 16;
@@ -90,7 +93,9 @@ class Buffer {
 #if defined(PT_EMULATE)
     std::memcpy(words_.data(), memory_, words_.size() * 4);
 #else
-    if (cudaMemcpy(words_.data(), memory_, words_.size() * 4, cudaMemcpyDeviceToHost) != cudaSuccess) die(std::string(name) + " failed");
+    if (cudaMemcpy(words_.data(), memory_, words_.size() * 4, cudaMemcpyDeviceToHost) !=
+        cudaSuccess)
+      die(std::string(name) + " failed");
 #endif
     std::printf("%s", name);
     for (uint32_t w : words_) std::printf(" %x", w);
@@ -112,7 +117,8 @@ void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&...
 #if defined(PT_EMULATE)
   emu::Options options;
   options.seed = random_bits();
-  const auto report = emu::launch({unsigned(blocks)}, {unsigned(threads)}, smem, [&] { kernel(arguments...); }, options);
+  const auto report = emu::launch(
+      {unsigned(blocks)}, {unsigned(threads)}, smem, [&] { kernel(arguments...); }, options);
   if (!report.error.empty()) die(report.error);
 #else
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem));
@@ -121,7 +127,8 @@ void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&...
   std::apply(
       [&](const P&... a) {
         void* pointers[] = {const_cast<void*>(static_cast<const void*>(&a))...};
-        if (cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads), pointers, smem, nullptr) != cudaSuccess)
+        if (cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
+                             pointers, smem, nullptr) != cudaSuccess)
           die("a kernel could not be launched");
       },
       converted);
@@ -132,7 +139,8 @@ void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&...
 
 #if defined(PT_EMULATE) || defined(PT_HOPPER)
 // A contiguous tensor, innermost dimension first; boxes of 64 elements by `rows`.
-ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim, uint32_t rows, bool f16 = false) {
+ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim, uint32_t rows,
+                          bool f16 = false) {
   cuda::MappedTensor t{base, f16 ? pt::DType::f16 : pt::DType::bf16, 0, {}, {}};
   uint64_t stride = 1;
   for (const uint64_t d : dim) t.dim[t.rank] = d, t.stride[t.rank++] = stride, stride *= d;
@@ -141,8 +149,9 @@ ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim,
 
 // "wgmma_rs_n128_tb_p8192_f16" and the like.
 std::string name_of(const cuda::ProductShape& s, bool f16) {
-  return "wgmma_" + std::string(s.a_in_registers ? "rs" : "ss") + "_n" + std::to_string(s.n) + (s.trans_a ? "_ta" : "") +
-         (s.trans_b ? "_tb" : "") + (s.panel_bytes ? "_p" + std::to_string(s.panel_bytes) : "") + (f16 ? "_f16" : "");
+  return "wgmma_" + std::string(s.a_in_registers ? "rs" : "ss") + "_n" + std::to_string(s.n) +
+         (s.trans_a ? "_ta" : "") + (s.trans_b ? "_tb" : "") +
+         (s.panel_bytes ? "_p" + std::to_string(s.panel_bytes) : "") + (f16 ? "_f16" : "");
 }
 
 template <class T, size_t Index>
@@ -155,8 +164,10 @@ void multiply() {
   a.print(("a:" + name).c_str()), b.print(("b:" + name).c_str());
   Buffer out = zeros(64 * n);
   const auto map_a = tensor_map(a.as<void>(), {64, 64}, 64, f16);  // in shared memory only
-  const auto map_b = tensor_map(b.as<void>(), {kShape.trans_b ? n : 64, kShape.trans_b ? depth : n}, kShape.trans_b ? depth : n, f16);
-  run(conformance::multiply<T, Index>, 1, 128, 1024 + 64 * 128 + n * depth * 2 + 8, map_a, map_b, a.as<const uint16_t>(), out.as<float>());
+  const auto map_b = tensor_map(b.as<void>(), {kShape.trans_b ? n : 64, kShape.trans_b ? depth : n},
+                                kShape.trans_b ? depth : n, f16);
+  run(conformance::multiply<T, Index>, 1, 128, 1024 + 64 * 128 + n * depth * 2 + 8, map_a, map_b,
+      a.as<const uint16_t>(), out.as<float>());
   out.print(name.c_str());
 }
 
@@ -172,14 +183,18 @@ void tiles() {
   constexpr size_t kColumns = conformance::kSteps * 64;
   Buffer a(random_pairs(64 * kColumns / 2, false)), b(random_pairs(64 * kColumns / 2, false));
   a.print("a:steps"), b.print("b:steps");
-  const auto map_a = tensor_map(a.as<void>(), {kColumns, 64}, 64), map_b = tensor_map(b.as<void>(), {kColumns, 64}, 64);
-  constexpr size_t kSmem = 1024 + conformance::StepRing::kBufferBytes + conformance::StepRing::kBarrierBytes;
-  Buffer sums = zeros(64 * 64), read = zeros(conformance::kSteps * 4 * 128 * 4), cleared = zeros(64 * 64);
+  const auto map_a = tensor_map(a.as<void>(), {kColumns, 64}, 64),
+             map_b = tensor_map(b.as<void>(), {kColumns, 64}, 64);
+  constexpr size_t kSmem =
+      1024 + conformance::StepRing::kBufferBytes + conformance::StepRing::kBarrierBytes;
+  Buffer sums = zeros(64 * 64), read = zeros(conformance::kSteps * 4 * 128 * 4),
+         cleared = zeros(64 * 64);
   run(conformance::multiply_steps, 1, 256, kSmem, map_a, map_b, sums.as<float>());
   sums.print("multiply_steps");
   run(conformance::read_steps, 1, 256, kSmem, map_a, map_b, read.as<uint32_t>());
   read.print("read_steps");
-  run(conformance::multiply_cleared, 1, 128, 1024 + 2 * 64 * 128 + 8, map_a, map_b, cleared.as<float>());
+  run(conformance::multiply_cleared, 1, 128, 1024 + 2 * 64 * 128 + 8, map_a, map_b,
+      cleared.as<float>());
   cleared.print("multiply_cleared");
 }
 
@@ -187,18 +202,22 @@ void hopper() {
   {
     Buffer in(random_pairs(40 * 36, false));
     in.print("in:tma");
-    const auto map2 = tensor_map(in.as<void>(), {72, 40}, 24), map3 = tensor_map(in.as<void>(), {72, 10, 4}, 8);
+    const auto map2 = tensor_map(in.as<void>(), {72, 40}, 24),
+               map3 = tensor_map(in.as<void>(), {72, 10, 4}, 8);
     const auto map4 = tensor_map(in.as<void>(), {72, 10, 2, 2}, 8);
     const int corners[][2] = {{0, 0}, {64, 0}, {0, 24}, {8, 30}, {-8, -3}, {128, 8}};
     for (auto [x, y] : corners) {
       Buffer out = zeros(24 * 32);
-      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, 0, out.as<uint32_t>());
+      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, 0,
+          out.as<uint32_t>());
       out.print(("tma_2d(" + std::to_string(x) + "," + std::to_string(y) + ")").c_str());
     }
     Buffer out3 = zeros(8 * 32), out4 = zeros(8 * 32);
-    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8, 8, 5, 2, 0, out3.as<uint32_t>());
+    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8, 8, 5, 2, 0,
+        out3.as<uint32_t>());
     out3.print("tma_3d");
-    run(conformance::load_box<4>, 1, 128, 1024 + 8 * 128 + 8, map4, 8, 8, -3, 1, 1, out4.as<uint32_t>());
+    run(conformance::load_box<4>, 1, 128, 1024 + 8 * 128 + 8, map4, 8, 8, -3, 1, 1,
+        out4.as<uint32_t>());
     out4.print("tma_4d");
   }
   multiply_all(std::make_index_sequence<cuda::kNumProductShapes>());
@@ -219,7 +238,8 @@ void hopper() {
   {
     Buffer a(random_words(64 * 32)), out = zeros(64 * 32);
     a.print("in:stmatrix");
-    run(conformance::store_matrices, 1, 128, 1024 + 8192, a.as<const uint16_t>(), out.as<uint32_t>());
+    run(conformance::store_matrices, 1, 128, 1024 + 8192, a.as<const uint16_t>(),
+        out.as<uint32_t>());
     out.print("stmatrix");
   }
   {
@@ -258,7 +278,8 @@ void hopper() {
 int main(int argc, char** argv) {
   state = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // what it had done is told even if it hangs
-  const auto simple = [](const char* name, void (*kernel)(const uint32_t*, uint32_t*), int threads, size_t smem, Buffer in, size_t words) {
+  const auto simple = [](const char* name, void (*kernel)(const uint32_t*, uint32_t*), int threads,
+                         size_t smem, Buffer in, size_t words) {
     in.print((std::string("in:") + name).c_str());
     Buffer out = zeros(words);
     run(kernel, 1, threads, smem, in.as<const uint32_t>(), out.as<uint32_t>());
@@ -283,9 +304,10 @@ int main(int argc, char** argv) {
       std::memcpy(&w, &x, 4);
     }
     Buffer rc(c), d = zeros(128);
-    a.print(f16 ? "a:mma_f16" : "a:mma_bf16"), b.print(f16 ? "b:mma_f16" : "b:mma_bf16"), rc.print(f16 ? "c:mma_f16" : "c:mma_bf16");
-    run(f16 ? conformance::product<ptx::f16> : conformance::product<ptx::bf16>, 1, 32, 0, a.as<const uint32_t>(), b.as<const uint32_t>(),
-        rc.as<const float>(), d.as<float>());
+    a.print(f16 ? "a:mma_f16" : "a:mma_bf16"), b.print(f16 ? "b:mma_f16" : "b:mma_bf16"),
+        rc.print(f16 ? "c:mma_f16" : "c:mma_bf16");
+    run(f16 ? conformance::product<ptx::f16> : conformance::product<ptx::bf16>, 1, 32, 0,
+        a.as<const uint32_t>(), b.as<const uint32_t>(), rc.as<const float>(), d.as<float>());
     d.print(f16 ? "mma_f16" : "mma_bf16");
   }
   {

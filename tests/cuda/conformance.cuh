@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small kernels, each of which shows what a few PTX instructions do. Run in the emulator and on a GPU with equal inputs, their outputs must
-// be equal: test_ptx_conformance.py. These are of sm_80 and later; conformance_sm90.cuh has the others. What the emulator's answers should
-// be, tests/emulator/test_layouts.py works out by hand.
+// Small kernels, each of which shows what a few PTX instructions do. Run in the emulator and on a
+// GPU with equal inputs, their outputs must be equal: test_ptx_conformance.py. These are of sm_80
+// and later; conformance_sm90.cuh has the others. What the emulator's answers should be,
+// tests/emulator/test_layouts.py works out by hand.
 //
-// Kernel arguments: `in` random words, `out` the words to compare. What is compared bit for bit is computed by functions of csrc/cuda/ptx,
-// or with integers: of a product and a sum in C++ nvcc makes one instruction that rounds once, and g++ two.
+// Kernel arguments: `in` random words, `out` the words to compare. What is compared bit for bit is
+// computed by functions of csrc/cuda/ptx, or with integers: of a product and a sum in C++ nvcc
+// makes one instruction that rounds once, and g++ two.
 #pragma once
 
 #include "cuda/ptx/arithmetic.cuh"
@@ -21,7 +23,8 @@ PT_DEVICE int thread() { return int(threadIdx.x); }
 
 // Nine results for each of 256 threads, from three random floats each.
 __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
-  const float a = ptx::bits_float(in[3 * thread()]), b = ptx::bits_float(in[3 * thread() + 1]), c = ptx::bits_float(in[3 * thread() + 2]);
+  const float a = ptx::bits_float(in[3 * thread()]), b = ptx::bits_float(in[3 * thread() + 1]),
+              c = ptx::bits_float(in[3 * thread() + 2]);
   const uint16_t low = uint16_t(in[3 * thread()]);
   const uint32_t finite = ptx::pack_f16_finite(a, b);
   const uint32_t results[] = {ptx::float_bits(ptx::sqrt_rn(a)),
@@ -36,7 +39,8 @@ __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 9; ++i) out[9 * thread() + i] = results[i];
 }
 
-// ex2, lg2 and rcp are approximate: compared with a tolerance, for equal x. x in [-140, 140) from the random word.
+// ex2, lg2 and rcp are approximate: compared with a tolerance, for equal x. x in [-140, 140) from
+// the random word.
 __global__ void approximate(const uint32_t* in, float* out) {
   const float x = ptx::fma_rn(float(in[thread()] >> 8), 280.0f / float(1 << 24), -140.0f);
   out[3 * thread()] = ptx::exp2(x);
@@ -52,8 +56,8 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   const ptx::Words4 w = ptx::ld_global_v4(in + 4 * (127 - t));
   for (int i = 0; i < 4; ++i) v.w[i] ^= w.w[i];
   ptx::st_global_v4(out + 4 * t, v);
-  ptx::st_shared_v4_f32(shared + 16 * t, ptx::bits_float(v.w[0]), ptx::bits_float(v.w[1]), ptx::bits_float(v.w[2]),
-                        ptx::bits_float(v.w[3]));
+  ptx::st_shared_v4_f32(shared + 16 * t, ptx::bits_float(v.w[0]), ptx::bits_float(v.w[1]),
+                        ptx::bits_float(v.w[2]), ptx::bits_float(v.w[3]));
   ptx::st_shared_f32(shared + 2048 + 4 * t, ptx::bits_float(ptx::ld_global_u32(in + t)));
   ptx::st_shared_v2_f32(shared + 2560 + 8 * t, ptx::bits_float(v.w[1]), ptx::bits_float(v.w[2]));
   ptx::syncthreads();
@@ -67,10 +71,14 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   ptx::st_global_u16(halves + 1, ptx::ld_global_u16(reinterpret_cast<const uint16_t*>(in) + t));
   ptx::st_global_v4(out + 1024 + 4 * t, ptx::ld_shared_v4(shared + 16 * (t ^ 1)));
   auto* bytes = reinterpret_cast<uint8_t*>(out + 1536 + t);
-  for (int i = 0; i < 4; ++i) ptx::st_global_u8(bytes + i, ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + (t ^ 37 * i)));
+  for (int i = 0; i < 4; ++i)
+    ptx::st_global_u8(bytes + i,
+                      ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + (t ^ 37 * i)));
   for (int i = 0; i < 2; ++i)
-    ptx::st_global_u32(out + 1664 + 2 * t + i, ptx::float_bits(ptx::ld_shared_f32(shared + 2560 + 8 * (t ^ 3) + 4 * i)));
-  ptx::st_global_v4_where(out + 1920 + 4 * t, ptx::ld_global_once_where(in + 4 * (t ^ 9), t % 3 > 0), t % 5 > 0);
+    ptx::st_global_u32(out + 1664 + 2 * t + i,
+                       ptx::float_bits(ptx::ld_shared_f32(shared + 2560 + 8 * (t ^ 3) + 4 * i)));
+  ptx::st_global_v4_where(out + 1920 + 4 * t,
+                          ptx::ld_global_once_where(in + 4 * (t ^ 9), t % 3 > 0), t % 5 > 0);
 }
 
 // 64 threads: shuffles at every distance, and what a warp barrier and a named barrier order.
@@ -78,7 +86,8 @@ __global__ void meetings(const uint32_t* in, uint32_t* out) {
   const uint32_t shared = ptx::dynamic_smem();
   const int t = thread();
   for (int d = 1, i = 0; d < 32; d *= 2, ++i)
-    out[8 * t + i] = i % 2 ? ptx::shfl_xor_u32(in[t], d) : ptx::float_bits(ptx::shfl_xor(ptx::bits_float(in[t]), d));
+    out[8 * t + i] = i % 2 ? ptx::shfl_xor_u32(in[t], d)
+                           : ptx::float_bits(ptx::shfl_xor(ptx::bits_float(in[t]), d));
   ptx::st_shared_u32(shared + 4 * t, in[t]);
   ptx::syncwarp();
   out[8 * t + 5] = ptx::ld_shared_u32(shared + 4 * (t ^ 31));
@@ -104,10 +113,12 @@ __global__ void async_copies(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[8 * t + i] = ptx::ld_shared_u32(shared + 16 * t + 4 * i);
   ptx::cp_async_wait<0>();
   ptx::syncthreads();
-  for (int i = 0; i < 4; ++i) out[8 * t + 4 + i] = ptx::ld_shared_u32(shared + 2048 + 16 * (t ^ 1) + 4 * i);
+  for (int i = 0; i < 4; ++i)
+    out[8 * t + 4 + i] = ptx::ld_shared_u32(shared + 2048 + 16 * (t ^ 1) + 4 * i);
 }
 
-// One warp. `in`: four 8 x 8 matrices of 16-bit elements, row by row. Registers by ldmatrix, plain and transposed.
+// One warp. `in`: four 8 x 8 matrices of 16-bit elements, row by row. Registers by ldmatrix, plain
+// and transposed.
 __global__ void load_matrices(const uint32_t* in, uint32_t* out) {
   const uint32_t shared = ptx::dynamic_smem();
   const int lane = thread();
@@ -132,6 +143,8 @@ __global__ void product(const uint32_t* a, const uint32_t* b, const float* c, fl
 }
 
 // Counts in[0] up from many blocks.
-__global__ void count(uint32_t* out) { ptx::atomic_add_u32(out + thread() % 4, uint32_t(thread())); }
+__global__ void count(uint32_t* out) {
+  ptx::atomic_add_u32(out + thread() % 4, uint32_t(thread()));
+}
 
 }  // namespace conformance

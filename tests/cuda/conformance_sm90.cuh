@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of conformance.cuh for instructions that only sm_90a has: mbarriers, TMA, wgmma, setmaxnreg.
+// The kernels of conformance.cuh for instructions that only sm_90a has: mbarriers, TMA, wgmma,
+// setmaxnreg.
 #pragma once
 
 #include "conformance.cuh"
@@ -31,10 +32,13 @@ PT_DEVICE void wait(uint32_t bar, uint32_t parity) {
   while (!ptx::mbarrier_try_wait(bar, parity)) {}
 }
 
-// Loads one box of 64 x rows 16-bit elements, by a map of rank 2 to 4, and copies shared memory to `out` as it is.
+// Loads one box of 64 x rows 16-bit elements, by a map of rank 2 to 4, and copies shared memory to
+// `out` as it is.
 template <int Rank>
-__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z, int w, uint32_t* out) {
-  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()), bar = one_barrier(tile + rows * 128);
+__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z,
+                         int w, uint32_t* out) {
+  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()),
+                 bar = one_barrier(tile + rows * 128);
   if (thread() == 0) {
     ptx::prefetch_tensor_map(map);
     ptx::mbarrier_arrive_expect_tx(bar, rows * 128);
@@ -52,7 +56,8 @@ PT_DEVICE void load_fragment(uint32_t (&fragment)[4], const uint16_t* a, int col
   const int warp_row = thread() % 128 / 32 * 16, lane = thread() % 32;
   PT_UNROLL
   for (int r = 0; r < 4; ++r) {
-    const uint16_t* at = a + (warp_row + lane / 4 + r % 2 * 8) * Columns + column + r / 2 * 8 + lane % 4 * 2;
+    const uint16_t* at =
+        a + (warp_row + lane / 4 + r % 2 * 8) * Columns + column + r / 2 * 8 + lane % 4 * 2;
     fragment[r] = at[0] | uint32_t(at[1]) << 16;
   }
 }
@@ -62,14 +67,17 @@ template <int N>
 PT_DEVICE void store_sums(const float (&x)[N / 2], float* out) {
   const int warp_row = thread() % 128 / 32 * 16, lane = thread() % 32;
   PT_UNROLL
-  for (int i = 0; i < N / 2; ++i) out[(warp_row + cuda::fragment_row(lane, i)) * N + cuda::fragment_column(lane, i)] = x[i];
+  for (int i = 0; i < N / 2; ++i)
+    out[(warp_row + cuda::fragment_row(lane, i)) * N + cuda::fragment_column(lane, i)] = x[i];
 }
 
-// Of shape number `Index`, out[64][n] = A[64][depth] B[depth][n]. A is given as [M][K], or, with trans_a, as [K][M]; B as [N][K], or, with
-// trans_b, as [K][N]. A in registers comes straight from global memory.
+// Of shape number `Index`, out[64][n] = A[64][depth] B[depth][n]. A is given as [M][K], or, with
+// trans_a, as [K][M]; B as [N][K], or, with trans_b, as [K][N]. A in registers comes straight from
+// global memory.
 template <class T, size_t Index>
 __global__ void __launch_bounds__(128, 1)
-    multiply(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b, const uint16_t* a, float* out) {
+    multiply(const __grid_constant__ ptx::TensorMap map_a,
+             const __grid_constant__ ptx::TensorMap map_b, const uint16_t* a, float* out) {
   constexpr cuda::ProductShape kShape = cuda::kProductShapes[Index];
   constexpr int N = kShape.n, kDepth = kShape.depth();
   static_assert(kShape.a_in_registers || kDepth == 64);
@@ -78,7 +86,8 @@ __global__ void __launch_bounds__(128, 1)
   if (thread() == 0) {
     ptx::mbarrier_arrive_expect_tx(bar, (kShape.a_in_registers ? 0 : 64 * 128) + N * kDepth * 2);
     if (!kShape.a_in_registers) ptx::tma_load_2d(tile_a, map_a, bar, 0, 0);
-    for (int p = 0; p < (kShape.trans_b ? N / 64 : 1); ++p) ptx::tma_load_2d(tile_b + p * kDepth * 128, map_b, bar, p * 64, 0);
+    for (int p = 0; p < (kShape.trans_b ? N / 64 : 1); ++p)
+      ptx::tma_load_2d(tile_b + p * kDepth * 128, map_b, bar, p * 64, 0);
   }
   wait(bar, 0);
 
@@ -91,9 +100,13 @@ __global__ void __launch_bounds__(128, 1)
   ptx::wgmma_fence();
   PT_UNROLL
   for (int k = 0; k < kDepth / 16; ++k) {
-    const uint64_t b = cuda::swizzled(tile_b + k * (kShape.trans_b ? 2048 : 32), kShape.panel_bytes ? kShape.panel_bytes : 16);
-    if constexpr (kShape.a_in_registers) ptx::wgmma_rs<T, N, kShape.trans_b>(x, fragment[k], b, k > 0);
-    else ptx::wgmma_ss<T, N, kShape.trans_b, kShape.trans_a>(x, cuda::swizzled(tile_a + k * (kShape.trans_a ? 2048 : 32)), b, k > 0);
+    const uint64_t b = cuda::swizzled(tile_b + k * (kShape.trans_b ? 2048 : 32),
+                                      kShape.panel_bytes ? kShape.panel_bytes : 16);
+    if constexpr (kShape.a_in_registers)
+      ptx::wgmma_rs<T, N, kShape.trans_b>(x, fragment[k], b, k > 0);
+    else
+      ptx::wgmma_ss<T, N, kShape.trans_b, kShape.trans_a>(
+          x, cuda::swizzled(tile_a + k * (kShape.trans_a ? 2048 : 32)), b, k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -124,9 +137,11 @@ PT_DEVICE StepRing step_ring(int readers) {
   return ring;
 }
 
-// out[64][64] = A[64][448] B[64][448]^T through the ring: a step's products in flight while the next step's begin.
+// out[64][64] = A[64][448] B[64][448]^T through the ring: a step's products in flight while the
+// next step's begin.
 __global__ void __launch_bounds__(256, 1)
-    multiply_steps(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b, float* out) {
+    multiply_steps(const __grid_constant__ ptx::TensorMap a,
+                   const __grid_constant__ ptx::TensorMap b, float* out) {
   const StepRing ring = step_ring(4);
   if (thread() < 128) {
     if (thread() == 0) load_steps(ring, a, b);
@@ -138,7 +153,8 @@ __global__ void __launch_bounds__(256, 1)
     ptx::wgmma_fence();
     PT_UNROLL
     for (int k = 0; k < 4; ++k)
-      ptx::wgmma_ss<ptx::bf16, 64, false>(x, cuda::swizzled(ring.buffer(s) + k * 32), cuda::swizzled(ring.buffer(s) + 64 * 128 + k * 32),
+      ptx::wgmma_ss<ptx::bf16, 64, false>(x, cuda::swizzled(ring.buffer(s) + k * 32),
+                                          cuda::swizzled(ring.buffer(s) + 64 * 128 + k * 32),
                                           s > 0 || k > 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();  // the step before
@@ -148,9 +164,11 @@ __global__ void __launch_bounds__(256, 1)
   store_sums<64>(x, out);
 }
 
-// Stages that ldmatrix reads, given back to TMA: out[step][matrix][warp][lane][8] as ldmatrix leaves rows 0 to 15 of the warp's 16.
+// Stages that ldmatrix reads, given back to TMA: out[step][matrix][warp][lane][8] as ldmatrix
+// leaves rows 0 to 15 of the warp's 16.
 __global__ void __launch_bounds__(256, 1)
-    read_steps(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b, uint32_t* out) {
+    read_steps(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b,
+               uint32_t* out) {
   const StepRing ring = step_ring(4);
   if (thread() < 128) {
     if (thread() == 0) load_steps(ring, a, b);
@@ -162,7 +180,9 @@ __global__ void __launch_bounds__(256, 1)
     PT_UNROLL
     for (int i = 0; i < 4; ++i) {  // two pieces of A, two of B
       uint32_t m[4];
-      ptx::ldmatrix_x4(ring.buffer(s) + i / 2 * 64 * 128 + swizzle128(uint32_t(row), uint32_t(i % 2 * 4 + chunk)), m);
+      ptx::ldmatrix_x4(ring.buffer(s) + i / 2 * 64 * 128 +
+                           swizzle128(uint32_t(row), uint32_t(i % 2 * 4 + chunk)),
+                       m);
       for (int r = 0; r < 4; ++r) out[((s * 4 + i) * 128 + thread() % 128) * 4 + r] = m[r];
     }
     ptx::fence_proxy_async();
@@ -170,10 +190,13 @@ __global__ void __launch_bounds__(256, 1)
   }
 }
 
-// out[64][64] = A[64][64] B[64][64]^T where rows of B, as TMA left it, are cleared in shared memory first: those below 5 and from 50 on.
+// out[64][64] = A[64][64] B[64][64]^T where rows of B, as TMA left it, are cleared in shared memory
+// first: those below 5 and from 50 on.
 __global__ void __launch_bounds__(128, 1)
-    multiply_cleared(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b, float* out) {
-  const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 64 * 128, bar = one_barrier(tile_b + 64 * 128);
+    multiply_cleared(const __grid_constant__ ptx::TensorMap a,
+                     const __grid_constant__ ptx::TensorMap b, float* out) {
+  const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 64 * 128,
+                 bar = one_barrier(tile_b + 64 * 128);
   if (thread() == 0) {
     ptx::mbarrier_arrive_expect_tx(bar, 2 * 64 * 128);
     ptx::tma_load_2d(tile_a, a, bar, 0, 0);
@@ -188,18 +211,21 @@ __global__ void __launch_bounds__(128, 1)
   ptx::wgmma_fence();
   PT_UNROLL
   for (int k = 0; k < 4; ++k)
-    ptx::wgmma_ss<ptx::bf16, 64, false>(x, cuda::swizzled(tile_a + k * 32), cuda::swizzled(tile_b + k * 32), k > 0);
+    ptx::wgmma_ss<ptx::bf16, 64, false>(x, cuda::swizzled(tile_a + k * 32),
+                                        cuda::swizzled(tile_b + k * 32), k > 0);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
   store_sums<64>(x, out);
 }
 
-// Tiles written by st.shared in the core-matrix layout without swizzle, then read by wgmma: needs the fence and the barrier. D[m][n] is m,
-// or n, by a product whose only term is k = 9. Leaves each thread's registers: out[128][32].
+// Tiles written by st.shared in the core-matrix layout without swizzle, then read by wgmma: needs
+// the fence and the barrier. D[m][n] is m, or n, by a product whose only term is k = 9. Leaves each
+// thread's registers: out[128][32].
 template <bool Fence, bool Barrier>
 __global__ void __launch_bounds__(128, 1) accumulators(bool rows, float* out) {
   const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 2048;
-  // Core matrices are 8 rows x 16 bytes, contiguous. The two along K are adjacent (LBO 128), groups of 8 rows 256 bytes apart (SBO).
+  // Core matrices are 8 rows x 16 bytes, contiguous. The two along K are adjacent (LBO 128), groups
+  // of 8 rows 256 bytes apart (SBO).
   for (int i = thread(); i < 64 * 8; i += 128) {  // pairs of elements along K
     const int r = i / 8, k = i % 8 * 2;
     const uint32_t at = r / 8 * 256 + k / 8 * 128 + r % 8 * 16 + k % 8 * 2;
@@ -210,8 +236,9 @@ __global__ void __launch_bounds__(128, 1) accumulators(bool rows, float* out) {
   if (Barrier) ptx::syncthreads();
   float d[32];
   ptx::wgmma_fence();
-  ptx::wgmma_ss<ptx::bf16, 64, false>(d, ptx::smem_descriptor(tile_a, 128, 256, ptx::SmemLayout::None),
-                                      ptx::smem_descriptor(tile_b, 128, 256, ptx::SmemLayout::None), false);
+  ptx::wgmma_ss<ptx::bf16, 64, false>(
+      d, ptx::smem_descriptor(tile_a, 128, 256, ptx::SmemLayout::None),
+      ptx::smem_descriptor(tile_b, 128, 256, ptx::SmemLayout::None), false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
   PT_UNROLL
@@ -233,7 +260,8 @@ __global__ void __launch_bounds__(128, 1) store_matrices(const uint16_t* a, uint
     uint32_t fragment[4];
     PT_UNROLL
     for (int r = 0; r < 4; ++r) {
-      const uint16_t* at = a + (warp * 16 + lane / 4 + r % 2 * 8) * 64 + k * 16 + r / 2 * 8 + lane % 4 * 2;
+      const uint16_t* at =
+          a + (warp * 16 + lane / 4 + r % 2 * 8) * 64 + k * 16 + r / 2 * 8 + lane % 4 * 2;
       fragment[r] = at[0] | uint32_t(at[1]) << 16;
     }
     ptx::stmatrix_x4(tile + swizzle128(warp * 16 + lane % 16, k * 2 + lane / 16), fragment);
@@ -242,8 +270,8 @@ __global__ void __launch_bounds__(128, 1) store_matrices(const uint16_t* a, uint
   for (int i = thread(); i < 64 * 32; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
 }
 
-// Every block adds in[0..255] to out[0..255] by a bulk load and a bulk reduction, 1 to out[256..511] by a bulk reduction of what it stored,
-// 1 to out[512..767] by vector reductions.
+// Every block adds in[0..255] to out[0..255] by a bulk load and a bulk reduction, 1 to
+// out[256..511] by a bulk reduction of what it stored, 1 to out[512..767] by vector reductions.
 __global__ void __launch_bounds__(128, 1) add_up(const float* in, float* out) {
   const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()), bar = one_barrier(tile + 3072);
   if (thread() == 0) {
@@ -266,15 +294,17 @@ __global__ void __launch_bounds__(128, 1) add_up(const float* in, float* out) {
   }
 }
 
-// Blocks take turns in order of their tickets: out[i] = out[i] * 3 + ticket, half of it by a bulk reduction; the first stores out[i] * 2.
-// state[0] hands out tickets, state[1] counts turns.
+// Blocks take turns in order of their tickets: out[i] = out[i] * 3 + ticket, half of it by a bulk
+// reduction; the first stores out[i] * 2. state[0] hands out tickets, state[1] counts turns.
 __global__ void __launch_bounds__(128, 1) take_turns(uint32_t* state, float* out) {
   const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem());
   if (thread() != 0) return;
   const uint32_t ticket = ptx::atomic_add_u32(state, 1);
   ptx::acquire_equal_u32(state + 1, ticket);
   for (int i = 0; i < 4; ++i)  // volatile: not from a cache that another block's additions bypass
-    ptx::st_shared_u32(tile + 4 * i, ptx::float_bits(ptx::fma_rn(2.0f, static_cast<volatile float*>(out)[i], float(ticket))));
+    ptx::st_shared_u32(
+        tile + 4 * i,
+        ptx::float_bits(ptx::fma_rn(2.0f, static_cast<volatile float*>(out)[i], float(ticket))));
   ptx::fence_proxy_async();
   if (ticket == 0) ptx::bulk_store(out, tile, 16);
   else ptx::bulk_reduce_add_f32(out, tile, 16);

@@ -4,4 +4,6 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "emulator"))  # for the problems that reach every path
+sys.path.append(
+    str(Path(__file__).parents[1] / "emulator")
+)  # for the problems that reach every path

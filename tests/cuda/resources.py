@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kernel of libpytransformer_cuda.so takes: registers, stack, shared memory, wide and narrow accesses, matrix instructions.
+"""What each kernel of libpytransformer_cuda.so takes: registers, stack, shared memory, wide and
+narrow accesses, matrix instructions.
 
     python tests/cuda/resources.py              compare the built library with resources.json
     python tests/cuda/resources.py --write      write the table for the architectures that are built
 
-No GPU is needed. The tools that read the binary, cuobjdump and nvdisasm, are those of CUDA or of Triton's wheel.
+No GPU is needed. The tools that read the binary, cuobjdump and nvdisasm, are those of CUDA or of
+Triton's wheel.
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ def tools() -> Path | None:
     spec = importlib.util.find_spec("triton")
     folders = [Path(path).parent for path in (shutil.which("nvdisasm"),) if path]
     if spec and spec.submodule_search_locations:
-        folders.append(Path(next(iter(spec.submodule_search_locations))) / "backends" / "nvidia" / "bin")
-    return next((f for f in folders if (f / "cuobjdump").exists() and (f / "nvdisasm").exists()), None)
+        folders.append(
+            Path(next(iter(spec.submodule_search_locations))) / "backends" / "nvidia" / "bin"
+        )
+    return next(
+        (f for f in folders if (f / "cuobjdump").exists() and (f / "nvdisasm").exists()), None
+    )
 
 
 def why_not() -> str | None:
@@ -68,9 +74,16 @@ def _dump(*options: str) -> Iterator[str]:
 
 def readable(symbols: list[str]) -> dict[str, str]:
     """Mangled -> the kernel's name and template arguments, without namespaces and parameters."""
-    told = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout.splitlines()
-    told = [re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in told]  # an argument that is an enumerator
-    short = [re.sub(r"\bpt::(?:\w+::)*", "", re.sub(r"\(pt::.*\)$", "", name)).removeprefix("void ") for name in told]
+    told = subprocess.run(
+        ["c++filt", *symbols], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    told = [
+        re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in told
+    ]  # an argument that is an enumerator
+    short = [
+        re.sub(r"\bpt::(?:\w+::)*", "", re.sub(r"\(pt::.*\)$", "", name)).removeprefix("void ")
+        for name in told
+    ]
     return dict(zip(symbols, short))
 
 
@@ -78,7 +91,8 @@ def readable(symbols: list[str]) -> dict[str, str]:
 def dumped_code() -> dict[tuple[str, str], list[str]]:
     """The instructions of each kernel's SASS, by architecture and symbol.
 
-    They are parsed while cuobjdump works, and the encodings, two thirds of its 420 MB for sm_90a, are dropped on the way."""
+    They are parsed while cuobjdump works, and the encodings, two thirds of its 420 MB for
+    sm_90a, are dropped on the way."""
     code: dict[tuple[str, str], list[str]] = {}
     current: list[str] = []
     arch = ""
@@ -94,21 +108,35 @@ def dumped_code() -> dict[tuple[str, str], list[str]]:
 
 
 def hazards() -> list[str]:
-    """What kernels for sm_90a do to the registers of a wgmma in flight, or to those that setmaxnreg took away: sass.py."""
+    """What kernels for sm_90a do to the registers of a wgmma in flight, or to those that setmaxnreg
+    took away: sass.py."""
     code = {symbol: lines for (arch, symbol), lines in dumped_code().items() if arch == "sm_90a"}
     names = readable(sorted(code))
-    return [f"sm_90a {names[symbol]}: {fault}" for symbol, lines in code.items() for fault in sass.faults(lines)]
+    return [
+        f"sm_90a {names[symbol]}: {fault}"
+        for symbol, lines in code.items()
+        for fault in sass.faults(lines)
+    ]
 
 
 def serial() -> list[str]:
-    """Forward kernels for sm_90a that wait for P V before the softmax which is to run under it: ptxas may move arithmetic behind a wait."""
-    code = {symbol: "\n".join(lines) for (_, symbol), lines in dumped_code().items() if "sm90_attention_fwd" in symbol}
+    """Forward kernels for sm_90a that wait for P V before the softmax which is to run under it:
+    ptxas may move arithmetic behind a wait."""
+    code = {
+        symbol: "\n".join(lines)
+        for (_, symbol), lines in dumped_code().items()
+        if "sm90_attention_fwd" in symbol
+    }
     names = readable(sorted(code))
     under = {
         symbol: re.findall(r"DEPBAR\.LE gsb0, 0x1 (.*?)DEPBAR\.LE gsb0, 0x0 ", text, re.DOTALL)
         for symbol, text in code.items()
     }
-    return [names[symbol] for symbol, found in under.items() if not any(part.count("MUFU.EX2") >= 32 for part in found)]
+    return [
+        names[symbol]
+        for symbol, found in under.items()
+        if not any(part.count("MUFU.EX2") >= 32 for part in found)
+    ]
 
 
 def measure() -> dict[str, dict[str, int]]:
@@ -121,7 +149,11 @@ def measure() -> dict[str, dict[str, int]]:
             arch = m[1]
         elif m := re.match(r"\s*Function ([\w$.]+):", line):
             used = dict(re.findall(r"(\w+):(\d+)", next(lines)))
-            table[arch, m[1]] = {"registers": int(used["REG"]), "stack": int(used["STACK"]), "shared": int(used["SHARED"])}
+            table[arch, m[1]] = {
+                "registers": int(used["REG"]),
+                "stack": int(used["STACK"]),
+                "shared": int(used["SHARED"]),
+            }
     code = dumped_code()
     for key, used in table.items():
         text = "\n".join(code[key])
@@ -129,31 +161,48 @@ def measure() -> dict[str, dict[str, int]]:
     names = readable(sorted({symbol for _, symbol in table}))
     return {
         f"{arch} {names[symbol]}": used
-        for (arch, symbol), used in sorted(table.items(), key=lambda kv: (kv[0][0], names[kv[0][1]]))
+        for (arch, symbol), used in sorted(
+            table.items(), key=lambda kv: (kv[0][0], names[kv[0][1]])
+        )
     }
 
 
 def faults(table: dict[str, dict[str, int]]) -> list[str]:
-    """What a kernel must not do: keep anything in local memory. A kernel of typed rows must access them 16 bytes at a time; attention in
-    16 bits must copy each of its operands so (in loops: an instruction a place), and multiply on the tensor cores."""
-    found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
+    """What a kernel must not do: keep anything in local memory. A kernel of typed rows must access
+    them 16 bytes at a time; attention in
+    16 bits must copy each of its operands so (in loops: an instruction a place), and multiply on
+    the tensor cores."""
+    found = [
+        f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]
+    ]
     for key, used in table.items():
-        attention = re.search(r"\battention_(fwd|fwd_split|bwd_dq|bwd_dkdv|bwd_dbias)_kernel<b?f16", key)
-        rows = re.search(r"norm_(fwd|bwd)_kernel|rotary_(fwd|append)_kernel<WholeRows|rotary_bwd_kernel", key)
+        attention = re.search(
+            r"\battention_(fwd|fwd_split|bwd_dq|bwd_dkdv|bwd_dbias)_kernel<b?f16", key
+        )
+        rows = re.search(
+            r"norm_(fwd|bwd)_kernel|rotary_(fwd|append)_kernel<WholeRows|rotary_bwd_kernel", key
+        )
         if (attention or rows) and used["wide"] < 4:
             found.append(f"{key}: {used['wide']} accesses of 16 bytes")
         if attention and not used["products"]:
             found.append(f"{key}: no matrix product")
         few = 0 if ", RowPartials>" in key else 16  # an epilogue that writes no matrix
-        if re.search(r"sm90_matmul_", key) and (used["warpgroup_products"] < 4 or used["products"] or used["wide"] < few):
-            found.append(f"{key}: {used['warpgroup_products']} products of warpgroups, {used['wide']} wide accesses")
-        # The gradient of a mask or bias takes two products, and is written as lanes have it, two elements at a time.
+        if re.search(r"sm90_matmul_", key) and (
+            used["warpgroup_products"] < 4 or used["products"] or used["wide"] < few
+        ):
+            found.append(
+                f"{key}: {used['warpgroup_products']} products of warpgroups, {used['wide']} wide"
+                " accesses"
+            )
+        # The gradient of a mask or bias takes two products, and is written as lanes have it, two
+        # elements at a time.
         least, wide = (8, 0) if "sm90_attention_bwd_dbias_" in key else (20, 4)
         if re.search(r"sm90_attention_", key) and (
             used["warpgroup_products"] < least or used["products"] or used["wide"] < wide
         ):
             found.append(
-                f"{key}: {used['warpgroup_products']} products of warpgroups, {used['products']} of warps, {used['wide']} wide"
+                f"{key}: {used['warpgroup_products']} products of warpgroups, {used['products']} of"
+                f" warps, {used['wide']} wide"
             )
     return found
 
@@ -164,7 +213,9 @@ def compare(table: dict[str, dict[str, int]], kept: dict[str, dict[str, int]]) -
     expected = {key: used for key, used in kept.items() if key.split()[0] in archs}
     keys = sorted(table.keys() | expected.keys())
     return [
-        f"{key}: {table.get(key)}, the table has {expected.get(key)}" for key in keys if table.get(key) != expected.get(key)
+        f"{key}: {table.get(key)}, the table has {expected.get(key)}"
+        for key in keys
+        if table.get(key) != expected.get(key)
     ]
 
 
@@ -176,12 +227,17 @@ def main() -> int:
         print(reason)
         return 1
     nvcc = (native.build_info() or {})["cuda"]["nvcc"]
-    table, kept = measure(), json.loads(TABLE.read_text()) if TABLE.exists() else {"nvcc": None, "kernels": {}}
+    table, kept = (
+        measure(),
+        json.loads(TABLE.read_text()) if TABLE.exists() else {"nvcc": None, "kernels": {}},
+    )
     wrong = faults(table) + hazards()
     if write:
         archs = {key.split()[0] for key in table}  # the others keep their lines
         table |= {key: used for key, used in kept["kernels"].items() if key.split()[0] not in archs}
-        lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(used)}" for key, used in sorted(table.items()))
+        lines = ",\n".join(
+            f"    {json.dumps(key)}: {json.dumps(used)}" for key, used in sorted(table.items())
+        )
         TABLE.write_text(f'{{\n  "nvcc": "{nvcc}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
     elif kept["nvcc"] == nvcc:  # another compiler allots other registers
         wrong += compare(table, kept["kernels"])

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SASS for sm_90a must not do, by data flow over what cuobjdump prints of a kernel.
 
-While a wgmma is in flight its accumulators and its operand registers may be touched by no other instruction: a group ends with the
-instruction that has gsb0, and is over at a WARPGROUP.DEPBAR that lets no more groups than came after it run on. And after a setmaxnreg
+While a wgmma is in flight its accumulators and its operand registers may be touched by no other
+instruction: a group ends with the
+instruction that has gsb0, and is over at a WARPGROUP.DEPBAR that lets no more groups than came
+after it run on. And after a setmaxnreg
 no register may be used that it took away, or that it did not give.
 
-Which registers an instruction reads and writes is taken from its text, generously: 64 and 128 bits are two and four registers.
+Which registers an instruction reads and writes is taken from its text, generously: 64 and 128 bits
+are two and four registers.
 """
 
 from __future__ import annotations
@@ -78,13 +81,23 @@ def touched(text: str) -> tuple[Registers, Registers]:
     for i, operand in enumerate(operands):
         first = i == 0 and not name.startswith(WRITES_NONE)
         if "[" in operand:
-            count = 2 if ".64]" in operand or ".64+" in operand else 1  # an address, of global memory or of shared
+            count = (
+                2 if ".64]" in operand or ".64+" in operand else 1
+            )  # an address, of global memory or of shared
         elif first:
             count = width if name.startswith(WRITES_WIDE) else 1
         else:
-            count = width if name.startswith(("ST", "RED")) else 2 if "WIDE" in name and i == len(operands) - 1 else 1
+            count = (
+                width
+                if name.startswith(("ST", "RED"))
+                else 2
+                if "WIDE" in name and i == len(operands) - 1
+                else 1
+            )
         found = frozenset().union(*(_span(r, count) for r in REGISTER.findall(operand)))
-        written, read = (written | found, read) if first and "[" not in operand else (written, read | found)
+        written, read = (
+            (written | found, read) if first and "[" not in operand else (written, read | found)
+        )
     return written, read
 
 
@@ -95,9 +108,16 @@ class Kernel:
         matches = filter(None, map(LINE.match, lines))
         self.code = [Instruction(int(m[1], 16), bool(m[2]), m[3]) for m in matches]
         self.at = {instruction.address: i for i, instruction in enumerate(self.code)}
-        self.indirect = [i for i, instruction in enumerate(self.code) if instruction.text.startswith("BRX")]
-        # Where an indirect branch goes its text does not say: to what follows a jump and no other branch goes to, up to the next such.
-        targets = {self._target(i) for i, instruction in enumerate(self.code) if re.match("BRA|CALL", instruction.text)}
+        self.indirect = [
+            i for i, instruction in enumerate(self.code) if instruction.text.startswith("BRX")
+        ]
+        # Where an indirect branch goes its text does not say: to what follows a jump and no other
+        # branch goes to, up to the next such.
+        targets = {
+            self._target(i)
+            for i, instruction in enumerate(self.code)
+            if re.match("BRA|CALL", instruction.text)
+        }
         self.orphans = [
             i + 1
             for i, instruction in enumerate(self.code[:-1])
@@ -149,7 +169,10 @@ def _joined(flight: tuple[Group, ...], text: str) -> tuple[Group, ...]:
     """What is in flight after a wgmma."""
     accumulators, operands = touched(text)
     if flight and flight[-1].open:
-        accumulators, operands = accumulators | flight[-1].accumulators, operands | flight[-1].operands
+        accumulators, operands = (
+            accumulators | flight[-1].accumulators,
+            operands | flight[-1].operands,
+        )
         flight = flight[:-1]
     return (*flight, Group(accumulators, operands, "gsb0" not in text))
 
@@ -207,7 +230,9 @@ def register_faults(kernel: Kernel) -> list[str]:
         if m is None:
             continue
         for i in kernel.reached(start):
-            if (highest := max(frozenset().union(*touched(kernel.code[i].text)), default=0)) >= int(m[1], 16):
+            if (highest := max(frozenset().union(*touched(kernel.code[i].text)), default=0)) >= int(
+                m[1], 16
+            ):
                 found.append(f"{kernel.code[i]}: uses R{highest} after {instruction}")
     return sorted(set(found))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of an install where nvcc fails: a compiler of our own stands in for it, in a tree of a few sources."""
+"""What becomes of an install where nvcc fails: a compiler of our own stands in for it, in a tree of
+a few sources."""
 
 from __future__ import annotations
 
@@ -24,22 +25,37 @@ done
 echo | exec g++ -x c++ -shared -fPIC - -o "$out"
 """
 ERROR = 'echo "bad.cu(3): error: identifier is undefined"; exit 2'
-CRASH = 'echo "nvcc error   : ptxas died due to signal 11 (Invalid memory reference)"; kill -SEGV $$'
-SLOW = 'echo "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"'
+CRASH = (
+    'echo "nvcc error   : ptxas died due to signal 11 (Invalid memory reference)"; kill -SEGV $$'
+)
+SLOW = (
+    'echo "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are'
+    ' serialized"'
+)
 
 
 @pytest.fixture
-def builder(native_tree: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def builder(
+    native_tree: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ModuleType:
     """native_build over a tree of one CPU source and one CUDA source, good.cu."""
     sources = {"cpu/nothing.cpp": "int nothing;\n", "cuda/some/good.cu": ""}
-    module = native_tree(sources, {"CPU_ISAS": "generic", "BINDINGS": "0", "CUDA_ARCHS": "sm_90a", "CUDA": "auto"})
+    module = native_tree(
+        sources, {"CPU_ISAS": "generic", "BINDINGS": "0", "CUDA_ARCHS": "sm_90a", "CUDA": "auto"}
+    )
     monkeypatch.setattr(module.cuda_build, "CSRC", tmp_path / "csrc")
     in_tree, text = tmp_path / "csrc" / "cuda_build.py", module._ninja_text
-    monkeypatch.setattr(module, "_ninja_text", lambda plan: text(plan).replace(str(in_tree), str(CSRC / "cuda_build.py")))
+    monkeypatch.setattr(
+        module,
+        "_ninja_text",
+        lambda plan: text(plan).replace(str(in_tree), str(CSRC / "cuda_build.py")),
+    )
     return module
 
 
-def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: str = "exit 2", version: str = "13.0.88") -> None:
+def fake_nvcc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: str = "exit 2", version: str = "13.0.88"
+) -> None:
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(NVCC.format(death=death, version=version))
@@ -56,27 +72,39 @@ def installed(builder: ModuleType, package: Path) -> tuple[set[str], dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("death", "reason"), [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")]
+    ("death", "reason"),
+    [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")],
 )
 def test_a_cuda_part_that_does_not_compile_is_left_out(
     death: str, reason: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the reason kept, which doctor shows. Asked for, it fails. Once the source compiles it is back."""
+    """And the reason kept, which doctor shows. Asked for, it fails. Once the source compiles it is
+    back."""
     fake_nvcc(tmp_path, monkeypatch, death)
     bad = tmp_path / "csrc/cuda/some/bad.cu"
     bad.touch()
     libraries, told = installed(builder, tmp_path / "package")
     assert libraries == {"libpytransformer_cpu.so"} and not told["built"] and "archs" not in told
-    assert str(told["reason"]).startswith("nvcc 13.0.88 fails on cuda/some/bad.cu: ") and reason in str(told["reason"])
+    assert str(told["reason"]).startswith(
+        "nvcc 13.0.88 fails on cuda/some/bad.cu: "
+    ) and reason in str(told["reason"])
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
-    with pytest.raises(builder.BuildError, match=f"PYTRANSFORMER_CUDA=1, but it cannot be built: .*{reason}"):
+    with pytest.raises(
+        builder.BuildError, match=f"PYTRANSFORMER_CUDA=1, but it cannot be built: .*{reason}"
+    ):
         installed(builder, tmp_path / "package")
     bad.unlink()
     libraries, told = installed(builder, tmp_path / "package")
-    assert libraries == {"libpytransformer_cpu.so", "libpytransformer_cuda.so"} and told["built"] and told["nvcc"] == "13.0.88"
+    assert (
+        libraries == {"libpytransformer_cpu.so", "libpytransformer_cuda.so"}
+        and told["built"]
+        and told["nvcc"] == "13.0.88"
+    )
 
 
-def test_other_failures_are_not_cudas(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_are_not_cudas(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_nvcc(tmp_path, monkeypatch)
     (tmp_path / "csrc/cpu/nothing.cpp").write_text("#error broken\n")
     with pytest.raises(builder.BuildError, match="the native code did not compile"):
@@ -89,7 +117,9 @@ def test_an_old_nvcc_is_refused_by_name(
 ) -> None:
     """Before anything is compiled."""
     fake_nvcc(tmp_path, monkeypatch, version=version)
-    assert f"nvcc {version} is too old: wanted >= 13.0" in str(builder.make_plan("1.0").why_not_cuda)
+    assert f"nvcc {version} is too old: wanted >= 13.0" in str(
+        builder.make_plan("1.0").why_not_cuda
+    )
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
     with pytest.raises(builder.BuildError, match=f"nvcc {version} is too old"):
         builder.make_plan("1.0")

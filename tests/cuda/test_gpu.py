@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms' problems on a GPU, compiled: what bench/gpu.sh runs. (tests/emulator runs them on the CPU.)"""
+"""The norms' problems on a GPU, compiled: what bench/gpu.sh runs. (tests/emulator runs them on the
+CPU.)"""
 
 from __future__ import annotations
 
@@ -23,11 +24,22 @@ def wrong(problem: fuzz_layer_norm.Problem) -> list[str]:
     """What is wrong with the backend on this problem, whose tensors are on the CPU."""
     results, record = fuzz_layer_norm.run(problem, "cuda", "cuda")
     again, _ = fuzz_layer_norm.run(problem, "cuda", "cuda")
-    solution = oracle.Solution(fuzz_layer_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
+    solution = oracle.Solution(
+        fuzz_layer_norm.solve(problem, results.get("residual_out")),
+        1,
+        torch.empty(0),
+        torch.empty(0),
+    )
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
-    checks = bounds.check(solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any")
+    checks = bounds.check(
+        solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any"
+    )
     found = [str(c) for c in checks if not c.ok]
-    found += [f"two runs differ in {n}" for n, r in results.items() if r is not None and not torch.equal(r, again[n])]
+    found += [
+        f"two runs differ in {n}"
+        for n, r in results.items()
+        if r is not None and not torch.equal(r, again[n])
+    ]
     return found + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})
 
 
@@ -45,8 +57,12 @@ def test_random_problems() -> None:
     assert not failed, "\n".join(failed[:5])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:]
+)
+@pytest.mark.parametrize(
+    "case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name
+)
 def test_case(case: Case, dtype: torch.dtype) -> None:
     args, kwargs = case.make("cuda", dtype, seed=0, requires_grad=True)
     inputs = leaves(case.op, args, kwargs)
@@ -55,7 +71,9 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
         found = getattr(pt, case.op)(*args, **kwargs, backend=backend, strict=True)
         outputs = [found] if isinstance(found, torch.Tensor) else list(found)
         generator = torch.Generator("cuda").manual_seed(1)
-        grads = [torch.randn(t.shape, generator=generator, device="cuda").to(t.dtype) for t in outputs]
+        grads = [
+            torch.randn(t.shape, generator=generator, device="cuda").to(t.dtype) for t in outputs
+        ]
         return [*outputs, *torch.autograd.grad(outputs, list(inputs.values()), grads)]
 
     for ours, again, want in zip(run("cuda"), run("cuda"), run("reference")):
@@ -64,7 +82,10 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_dropout_mask() -> None:
-    x, seed = torch.full((300, 1032), 7.0, device="cuda"), torch.tensor(987654321 << 20, device="cuda")
+    x, seed = (
+        torch.full((300, 1032), 7.0, device="cuda"),
+        torch.tensor(987654321 << 20, device="cuda"),
+    )
     for columns in (64, 1031, 1032):
         ours, want = (
             pt.add_norm(x[:, :columns], None, None, dropout_p=0.3, dropout_seed=seed, backend=b)[1]
@@ -90,7 +111,9 @@ def test_addresses_beyond_32_bits() -> None:
 
 def test_cuda_graph() -> None:
     x, seed = torch.randn(64, 768, device="cuda"), torch.tensor(1, device="cuda")
-    check_cuda_graph(lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="cuda")[1], seed)
+    check_cuda_graph(
+        lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="cuda")[1], seed
+    )
 
 
 def test_another_stream_and_the_current_device() -> None:

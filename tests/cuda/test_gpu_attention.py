@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen by the CUDA C++ backend on a GPU: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+"""attention and attention_varlen by the CUDA C++ backend on a GPU: what bench/gpu.sh runs.
+(tests/emulator runs the same on the CPU.)"""
 
 from __future__ import annotations
 
@@ -29,14 +30,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SEGMENTS = ("query_segments", "key_segments")
 LARGE = (  # more tiles than a GPU has multiprocessors
     Problem("full", BF16, (3, 12, 12, 400, 400, 128, 128), lambda n: {}),
-    Problem("causal, grouped", F16, (3, 12, 6, 400, 400, 64, 64), lambda n: {"causal": "bottom_right"}),
+    Problem("causal, grouped", F16, (3, 12, 6, 400, 400, 64, 64),
+        lambda n: {"causal": "bottom_right"}),
     Problem("wide", BF16, (3, 12, 12, 400, 400, 256, 256), lambda n: {"causal": "top_left"}),
     Problem("padding", BF16, (3, 12, 12, 400, 400, 64, 64),
             lambda n: {"attn_mask": padding(400, (0, 400), (5, 133), (200, 390), holes=n(400))}),
-    Problem("mask", F16, (3, 12, 12, 400, 400, 64, 64), lambda n: {"attn_mask": n(3, 1, 400, 400) > -0.5}),
-    Problem("segments", BF16, (3, 12, 12, 400, 400, 128, 128), lambda n: dict.fromkeys(SEGMENTS, torch.arange(400).expand(3, -1) // 150)),
+    Problem("mask", F16, (3, 12, 12, 400, 400, 64, 64),
+        lambda n: {"attn_mask": n(3, 1, 400, 400) > -0.5}),
+    Problem("segments", BF16, (3, 12, 12, 400, 400, 128, 128),
+        lambda n: dict.fromkeys(SEGMENTS, torch.arange(400).expand(3, -1) // 150)),
     Problem("bias", BF16, (3, 12, 12, 400, 400, 64, 64), lambda n: {"bias": n(1, 12, 400, 400)}),
-    Problem("terms", F16, (3, 12, 12, 400, 400, 128, 128), lambda n: {"bias": alibi(n, 12), "dropout_p": 0.1, "dropout_seed": 5}),
+    Problem("terms", F16, (3, 12, 12, 400, 400, 128, 128),
+        lambda n: {"bias": alibi(n, 12), "dropout_p": 0.1, "dropout_seed": 5}),
     Problem("unordered", BF16, (3, 12, 12, 400, 400, 128, 128), lambda n: {"deterministic": False}),
 )  # fmt: skip
 
@@ -54,17 +59,25 @@ def _to(x: Any, device: str) -> Any:
 
 
 def check(args: Any, keywords: dict[str, Any], data: str = "zero_mean") -> None:
-    """Two runs on the GPU give equal bits, unless they need not, within the bounds of float64 for such data."""
+    """Two runs on the GPU give equal bits, unless they need not, within the bounds of float64 for
+    such data."""
     on_gpu = tuple(_to(t, "cuda") for t in args), {k: _to(v, "cuda") for k, v in keywords.items()}
     inputs = leaves("attention", *on_gpu)
     runs = []
     for _ in range(2):
-        out, lse = pt.attention(*on_gpu[0], **on_gpu[1], return_lse=True, backend="cuda", strict=True)
+        out, lse = pt.attention(
+            *on_gpu[0], **on_gpu[1], return_lse=True, backend="cuda", strict=True
+        )
         generator = torch.Generator("cuda").manual_seed(1)
-        grads = [torch.randn(t.shape, generator=generator, device="cuda", dtype=t.dtype) for t in (out, lse)]
+        grads = [
+            torch.randn(t.shape, generator=generator, device="cuda", dtype=t.dtype)
+            for t in (out, lse)
+        ]
         runs.append([out, lse, *torch.autograd.grad([out, lse], list(inputs.values()), grads)])
     for first, second in zip(*runs):
-        assert torch.equal(first, second) or not keywords.get("deterministic", True), "two runs differ"
+        assert torch.equal(first, second) or not keywords.get("deterministic", True), (
+            "two runs differ"
+        )
     results = dict(zip(("out", "lse", *inputs), (t.detach().cpu() for t in runs[0])))
     on_cpu = tuple(_to(t, "cpu") for t in args), {k: _to(v, "cpu") for k, v in keywords.items()}
     with torch.no_grad():
@@ -73,7 +86,9 @@ def check(args: Any, keywords: dict[str, Any], data: str = "zero_mean") -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("problem", [*attention_problems.problems(), *sm90_problems.problems()], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "problem", [*attention_problems.problems(), *sm90_problems.problems()], ids=lambda p: p.name
+)
 def test_every_path(problem: Problem) -> None:
     check(*attention_problems.arguments(problem))
 
@@ -108,7 +123,9 @@ def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def test_random_problems() -> None:
-    numbers = [n for n in range(RANDOM) if not (p := draw(SEED, n)).packed and p.dtype != torch.float64]
+    numbers = [
+        n for n in range(RANDOM) if not (p := draw(SEED, n)).packed and p.dtype != torch.float64
+    ]
     failed = []
     for number in numbers:
         problem = draw(SEED, number)
@@ -142,8 +159,14 @@ def test_more_heads_than_a_grid_has_rows() -> None:
 
 
 def test_cuda_graph() -> None:
-    query, seed = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16), torch.tensor(1, device="cuda")
-    check_cuda_graph(lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="cuda"), seed)
+    query, seed = (
+        torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16),
+        torch.tensor(1, device="cuda"),
+    )
+    check_cuda_graph(
+        lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="cuda"),
+        seed,
+    )
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton", "reference"])
@@ -159,13 +182,16 @@ def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTRANSFORMER_CHECK", "1")
     with pytest.raises(ValueError, match="key_lengths must be between 0 and 40, got 41"):
         pt.attention(x, x, x, key_lengths=long, backend=backend)
-    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, never decrease and end at most at 40"):
+    with pytest.raises(
+        ValueError, match="cu_seqlens_q must start at 0, never decrease and end at most at 40"
+    ):
         pt.attention_varlen(*packed, backend=backend)
 
 
 @pytest.mark.unpoisoned
 def test_a_thread_without_a_context() -> None:
-    """The first CUDA call of a new thread is ours, and makes tensor maps: its memory is what the allocator kept."""
+    """The first CUDA call of a new thread is ours, and makes tensor maps: its memory is what the
+    allocator kept."""
     query = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16)
 
     def call() -> torch.Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged keys, split keys of few queries, and eight-bit keys and values, by the CUDA C++ backend on a GPU: what bench/gpu.sh runs.
+"""Paged keys, split keys of few queries, and eight-bit keys and values, by the CUDA C++ backend on
+a GPU: what bench/gpu.sh runs.
 
 tests/emulator runs the same on the CPU.
 """
@@ -22,12 +23,17 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-PROBLEMS = [*page_problems.problems("cuda"), *split_problems.problems("cuda"), *eight_bit_problems.problems("cuda")]
+PROBLEMS = [
+    *page_problems.problems("cuda"),
+    *split_problems.problems("cuda"),
+    *eight_bit_problems.problems("cuda"),
+]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_each_problem(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the portable kernels, which alone read pages: keys in one piece give their bits where the same kernels run."""
+    """By the portable kernels, which alone read pages: keys in one piece give their bits where the
+    same kernels run."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     assert problem.check()
 
@@ -45,7 +51,9 @@ def test_one_token_over_8192_keys(batch: int, heads: int) -> None:
     paged = pt.attention(query, *pools.tensors, page_table=pools.table, key_lengths=keys, **options)
     whole = pt.attention(query, *pools.contiguous, key_lengths=keys, **options)
     assert torch.equal(paged, whole)
-    alone = pt.attention(query[-1:], *(t[-1:, :, : int(lengths[-1])] for t in pools.contiguous), **options)
+    alone = pt.attention(
+        query[-1:], *(t[-1:, :, : int(lengths[-1])] for t in pools.contiguous), **options
+    )
     assert torch.equal(alone, whole[-1:])
     doubles = (t.double().cpu() for t in (query, *pools.contiguous))
     exact = pt.attention(*doubles, key_lengths=lengths, causal="bottom_right", backend="reference")
@@ -62,10 +70,13 @@ def test_entries_outside_the_pool_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_recorded_step_reads_new_lengths_and_pages() -> None:
-    """In a CUDA graph: the grid is of the longest sequence, lengths and table are read as it runs."""
+    """In a CUDA graph: the grid is of the longest sequence, lengths and table are read as it
+    runs."""
     query, pools, lengths = page_problems.inputs(1, 16, BF16, (600, 0, 130), "cuda")
     table = pools.table.clone()
-    step = lambda: page_problems.attend(query, *pools.tensors, lengths, page_table=table, causal="bottom_right")
+    step = lambda: page_problems.attend(
+        query, *pools.tensors, lengths, page_table=table, causal="bottom_right"
+    )
     side = torch.cuda.Stream()
     with torch.cuda.stream(side), torch.no_grad():
         step()

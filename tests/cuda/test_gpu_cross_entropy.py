@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy on products by warpgroups, compiled: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+"""linear_cross_entropy on products by warpgroups, compiled: what bench/gpu.sh runs. (tests/emulator
+runs the same on the CPU.)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from pytransformer.testing.cuda_graph import check_cuda_graph
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU with sm_90a"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU with sm_90a",
     ),
 ]
 RANDOM, SEED = 300, 29
@@ -30,12 +32,17 @@ def wrong(problem: fuzz_cross_entropy.Problem) -> list[str]:
 
 @pytest.mark.parametrize("path", ["", "sm90"])
 def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain products by the library, and by the kernels too; rows in chunks as the emulator takes them, and all at once."""
+    """Plain products by the library, and by the kernels too; rows in chunks as the emulator takes
+    them, and all at once."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     for small in (False, True):
         if small:
-            monkeypatch.setattr(cuda_cross_entropy, "PARTIALS_BYTES", cuda_cross_entropy.PARTIALS_BYTES_EMULATED)
-            monkeypatch.setattr(cuda_cross_entropy, "D_LOGITS_BYTES", cuda_cross_entropy.D_LOGITS_BYTES_EMULATED)
+            monkeypatch.setattr(
+                cuda_cross_entropy, "PARTIALS_BYTES", cuda_cross_entropy.PARTIALS_BYTES_EMULATED
+            )
+            monkeypatch.setattr(
+                cuda_cross_entropy, "D_LOGITS_BYTES", cuda_cross_entropy.D_LOGITS_BYTES_EMULATED
+            )
         for name, problem in cross_entropy_problems.PROBLEMS.items():
             assert (found := wrong(problem)) == [], f"{name}: {found}"
 
@@ -62,10 +69,16 @@ def test_many_classes() -> None:
     x, w = (torch.randn(n, 512, device="cuda", dtype=torch.bfloat16) for n in (1500, 50257))
     target = torch.randint(0, 50257, (1500,), device="cuda")
     target[::7] = -100
-    x, w, bias = x.requires_grad_(), (w / 16).requires_grad_(), torch.randn(50257, device="cuda").requires_grad_()
+    x, w, bias = (
+        x.requires_grad_(),
+        (w / 16).requires_grad_(),
+        torch.randn(50257, device="cuda").requires_grad_(),
+    )
     runs = []
     for backend in ("cuda", "cuda", "reference"):
-        loss = pt.linear_cross_entropy(x, w, target, bias=bias, label_smoothing=0.1, backend=backend, strict=True)
+        loss = pt.linear_cross_entropy(
+            x, w, target, bias=bias, label_smoothing=0.1, backend=backend, strict=True
+        )
         runs.append([loss, *torch.autograd.grad(loss, (x, w, bias))])
     for ours, again, want in zip(*runs):
         assert torch.equal(ours, again)
@@ -74,7 +87,9 @@ def test_many_classes() -> None:
 
 @pytest.mark.parametrize("wrong_class", [-(2**63), -1, 300, 2**63 - 1])
 def test_a_wrong_target_reaches_no_other_memory(wrong_class: int) -> None:
-    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.float16).requires_grad_() for n in (200, 300))
+    x, w = (
+        torch.randn(n, 64, device="cuda", dtype=torch.float16).requires_grad_() for n in (200, 300)
+    )
     found = []
     for number in (wrong_class, min(max(wrong_class, 0), 299)):
         target = torch.full((200,), number, device="cuda")

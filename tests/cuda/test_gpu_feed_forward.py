@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products by warpgroups and feed_forward on them, compiled: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+"""Products by warpgroups and feed_forward on them, compiled: what bench/gpu.sh runs.
+(tests/emulator runs the same on the CPU.)"""
 
 from __future__ import annotations
 
@@ -18,20 +19,24 @@ from pytransformer.testing.feed_forward_check import check_addresses, check_drop
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU with sm_90a"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU with sm_90a",
     ),
 ]
 RANDOM, SEED = 300, 19
 DTYPES = (torch.bfloat16, torch.float16)
 LARGE = (
-    matmul_problems.Problem("large, rows with rows", torch.bfloat16, "nt", 1500, 2000, 1030, bias=torch.float32),
+    matmul_problems.Problem(
+        "large, rows with rows", torch.bfloat16, "nt", 1500, 2000, 1030, bias=torch.float32
+    ),
     matmul_problems.Problem("large, two loops", torch.float16, "nn", 1030, 3000, 520, second=770),
     matmul_problems.Problem("large, columns with columns", torch.bfloat16, "tn", 4000, 1000, 5000),
 )
 
 
 def library_product(problem: matmul_problems.Problem) -> bounds.Check:
-    """How far PyTorch's product is from float64: sums in tensor cores are truncated, and a long one may leave the bound there too."""
+    """How far PyTorch's product is from float64: sums in tensor cores are truncated, and a long one
+    may leave the bound there too."""
     a, b = matmul_problems.operands(problem, "cuda")[:2]
     return matmul_problems.compare(a @ b, [a, b])
 
@@ -40,7 +45,8 @@ def library_product(problem: matmul_problems.Problem) -> bounds.Check:
 def test_products(problem: matmul_problems.Problem) -> None:
     assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cuda")) is None
     found = matmul_problems.differences(problem, "cuda")
-    # On an H100 an element of 5,000 terms is at 1.28 of its bound, by cuBLAS's product too, with the same bits: no other error is accepted.
+    # On an H100 an element of 5,000 terms is at 1.28 of its bound, by cuBLAS's product too, with
+    # the same bits: no other error is accepted.
     assert found == [] or found == [str(library_product(problem))]
 
 
@@ -49,7 +55,9 @@ def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain products by the library, and by the kernels too."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     for name, problem in feed_forward_problems.PROBLEMS.items():
-        assert (found := feed_forward_problems.differences(problem, "cuda")) == [], f"{name}: {found}"
+        assert (found := feed_forward_problems.differences(problem, "cuda")) == [], (
+            f"{name}: {found}"
+        )
 
 
 @pytest.mark.parametrize("path", ["", "sm90"])
@@ -76,7 +84,9 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
     def run(backend: str) -> list[torch.Tensor]:
         out = pt.feed_forward(*args, **kwargs, backend=backend, strict=True)
-        grad = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
+        grad = torch.randn(
+            out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda"
+        ).to(dtype)
         return [out, *torch.autograd.grad(out, list(inputs.values()), grad)]
 
     for ours, again, want in zip(run("cuda"), run("cuda"), run("reference")):
@@ -95,4 +105,9 @@ def test_addresses_beyond_32_bits() -> None:
 def test_cuda_graph() -> None:
     x, w = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     seed = torch.tensor(1, device="cuda")
-    check_cuda_graph(lambda: pt.feed_forward(x, w, None, w, None, dropout_p=0.5, dropout_seed=seed, backend="cuda"), seed)
+    check_cuda_graph(
+        lambda: pt.feed_forward(
+            x, w, None, w, None, dropout_p=0.5, dropout_seed=seed, backend="cuda"
+        ),
+        seed,
+    )

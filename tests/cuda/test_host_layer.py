@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA backend without a GPU: contexts, probe, launches and tensor maps against stubs of runtime and driver.
+"""The host side of the CUDA backend without a GPU: contexts, probe, launches and tensor maps
+against stubs of runtime and driver.
 
-CUDA's own runtime talks to a stub of the driver as far as its version; beyond that it checks that the driver is NVIDIA's.
+CUDA's own runtime talks to a stub of the driver as far as its version; beyond that it checks that
+the driver is NVIDIA's.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from pytransformer.ops._backends.cuda import library as cuda_library
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBED = (
-    "import torch; from pytransformer.ops._backends.cuda import library; assert not library.why_not_loaded('layer_norm_fwd'); "
-    "print(library._why_not_driver(0))"
+    "import torch; from pytransformer.ops._backends.cuda import library; assert not"
+    " library.why_not_loaded('layer_norm_fwd'); print(library._why_not_driver(0))"
 )
 
 
@@ -30,7 +32,14 @@ def test_against_stubs(tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")
     program = tmp_path / "host_layer"
-    flags = ["-std=c++17", "-arch=sm_80", "-cudart=none", "--expt-relaxed-constexpr", "-diag-suppress", "177"]
+    flags = [
+        "-std=c++17",
+        "-arch=sm_80",
+        "-cudart=none",
+        "--expt-relaxed-constexpr",
+        "-diag-suppress",
+        "177",
+    ]
     flags += ["-I", ROOT / "csrc", "-o", program]
     sources = [Path(__file__).with_name("host_layer.cu"), ROOT / "csrc/cuda/device.cu"]
     subprocess.run(list(map(str, ["nvcc", *flags, *sources])), check=True)
@@ -41,31 +50,56 @@ def test_against_stubs(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif((why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why))
+@pytest.mark.skipif(
+    (why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why)
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
 @pytest.mark.parametrize("version", [None, 12040, 0])
 def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
-    """By the built library, with the runtime that is part of it, and a driver that tells only its version."""
+    """By the built library, with the runtime that is part of it, and a driver that tells only its
+    version."""
     environment = dict(os.environ)
     if version is not None:
         if shutil.which("gcc") is None:
             pytest.skip("gcc was not found")
-        source = f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\nint cuInit(unsigned f) {{ return 0; }}\n"
-        source += "int cuGetExportTable(const void **t, const void *id) { return 1; }\n"
-        source += "int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long g, int *s) {\n"
-        source += (
-            '  *f = __builtin_strcmp(n, "cuDriverGetVersion") ? (void *)cuInit : (void *)cuDriverGetVersion; return 0; }\n'
+        source = (
+            f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\nint cuInit(unsigned"
+            " f) { return 0; }\n"
         )
-        command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+        source += "int cuGetExportTable(const void **t, const void *id) { return 1; }\n"
+        source += (
+            "int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long g, int"
+            " *s) {\n"
+        )
+        source += (
+            '  *f = __builtin_strcmp(n, "cuDriverGetVersion") ? (void *)cuInit : (void'
+            " *)cuDriverGetVersion; return 0; }\n"
+        )
+        command = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-x",
+            "c",
+            "-",
+            "-o",
+            str(tmp_path / "libcuda.so.1"),
+        ]
         subprocess.run(command, input=source, text=True, check=True)
         environment["LD_LIBRARY_PATH"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    assert re.match(r"there is no NVIDIA driver, or one too old for CUDA \d+\.\d+, which", done.stdout), done.stdout
+    assert re.match(
+        r"there is no NVIDIA driver, or one too old for CUDA \d+\.\d+, which", done.stdout
+    ), done.stdout
 
 
 def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every op of the backend, once for each device; ROCm's GPUs are refused before they are asked."""
+    """Of every op of the backend, once for each device; ROCm's GPUs are refused before they are
+    asked."""
     device, told = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
     asked = []
 
@@ -78,9 +112,18 @@ def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(cuda_library, "_why_not_driver", driver)
     cuda_library._why_not_device.cache_clear()
-    for op in ("layer_norm_fwd", "attention_fwd", "feed_forward_fwd", "cross_entropy_fwd", "rotary_fwd", "append_kv"):
+    for op in (
+        "layer_norm_fwd",
+        "attention_fwd",
+        "feed_forward_fwd",
+        "cross_entropy_fwd",
+        "rotary_fwd",
+        "append_kv",
+    ):
         assert cuda_library.why_not(op, device) == told
     assert asked == [0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(cuda_library.why_not("layer_norm_fwd", device))
+    assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(
+        cuda_library.why_not("layer_norm_fwd", device)
+    )
     cuda_library._why_not_device.cache_clear()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA library on a machine without a GPU: it loads and tells why it cannot run; how it is built."""
+"""The CUDA library on a machine without a GPU: it loads and tells why it cannot run; how it is
+built."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import native
 
-needs_library = pytest.mark.skipif((why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why))
+needs_library = pytest.mark.skipif(
+    (why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why)
+)
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
@@ -32,23 +35,37 @@ def test_it_loads_and_has_its_ops() -> None:
 
 @needs_library
 def test_it_needs_only_the_stable_abi() -> None:
-    """No symbol of Python; of torch none but the C functions that stay the same; no CUDA library of its own choosing."""
+    """No symbol of Python; of torch none but the C functions that stay the same; no CUDA library of
+    its own choosing."""
     out = subprocess.run(
-        ["nm", "-D", "--undefined-only", native.PACKAGE / cuda_library.LIBRARY_NAME], capture_output=True, text=True
+        ["nm", "-D", "--undefined-only", native.PACKAGE / cuda_library.LIBRARY_NAME],
+        capture_output=True,
+        text=True,
     )
     undefined = [line.split()[-1].partition("@")[0] for line in out.stdout.splitlines()]
     assert any(name.startswith("aoti_torch_") for name in undefined)
-    assert [name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)|cuda[A-Z]|cu[A-Z]", name)] == []
+    assert [
+        name
+        for name in undefined
+        if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)|cuda[A-Z]|cu[A-Z]", name)
+    ] == []
 
 
 @needs_library
 def test_doctor_lists_it() -> None:
-    """What it was built for, which kernels it holds, and why they do not run here, if they do not."""
+    """What it was built for, which kernels it holds, and why they do not run here, if they do
+    not."""
     from pytransformer.cli import doctor
 
     report = doctor.cuda()
-    assert report["loaded"] and report["archs"] and {"layer_norm_fwd", "layer_norm_bwd"} <= set(report["ops"])
-    assert torch.cuda.is_available() or "GPU" in report["why_not"] or "CPU only" in report["why_not"]
+    assert (
+        report["loaded"]
+        and report["archs"]
+        and {"layer_norm_fwd", "layer_norm_bwd"} <= set(report["ops"])
+    )
+    assert (
+        torch.cuda.is_available() or "GPU" in report["why_not"] or "CPU only" in report["why_not"]
+    )
 
 
 def test_cpu_tensors_are_not_for_it() -> None:
@@ -60,7 +77,12 @@ def test_cpu_tensors_are_not_for_it() -> None:
 
 
 def test_kernels_see_no_torch_header() -> None:
-    for path in (*CSRC.glob("cuda/**/*.cuh"), *CSRC.glob("cuda/**/*.cu"), *CSRC.glob("cuda/ptx/*"), *CSRC.glob("cuda/tile/*")):
+    for path in (
+        *CSRC.glob("cuda/**/*.cuh"),
+        *CSRC.glob("cuda/**/*.cu"),
+        *CSRC.glob("cuda/ptx/*"),
+        *CSRC.glob("cuda/tile/*"),
+    ):
         assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10)/", path.read_text()), path
 
 
@@ -81,7 +103,9 @@ def test_kernels_see_no_torch_header() -> None:
         ((9, 0), [], "was built for no architecture"),
     ],
 )
-def test_which_gpus_a_build_serves(capability: tuple[int, int], archs: list[str], reason: str | None) -> None:
+def test_which_gpus_a_build_serves(
+    capability: tuple[int, int], archs: list[str], reason: str | None
+) -> None:
     found = cuda_library.why_not_capability(capability, archs)
     assert found is None if reason is None else found is not None and reason in found
 
@@ -93,12 +117,19 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.loader.exec_module(build)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "sm_90a, sm_80")
     assert build.archs() == ["sm_90a", "sm_80"]
-    hopper, portable = "-gencode=arch=compute_90a,code=[sm_90a]", "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+    hopper, portable = (
+        "-gencode=arch=compute_90a,code=[sm_90a]",
+        "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+    )
     assert build.gencode() == [hopper, portable]
-    assert {hopper, portable, "-DPT_BUILT_SM90A"} < set(build.flags(Path("attention/sm80/fwd_bf16.cu")))
+    assert {hopper, portable, "-DPT_BUILT_SM90A"} < set(
+        build.flags(Path("attention/sm80/fwd_bf16.cu"))
+    )
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert hopper in only and portable not in only
-    monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "sm_80")  # its kernels are empty there, and never asked for
+    monkeypatch.setenv(
+        "PYTRANSFORMER_CUDA_ARCHS", "sm_80"
+    )  # its kernels are empty there, and never asked for
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert portable in only and "-DPT_BUILT_SM90A" not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
@@ -108,7 +139,9 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.archs() == list(build.ARCHS)
     assert build.gencode()[0] == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
     monkeypatch.delenv("PYTRANSFORMER_CUDA_ARCHS")
-    monkeypatch.setattr(build, "native_archs", lambda: ["sm_90a"])  # by default those of the machine
+    monkeypatch.setattr(
+        build, "native_archs", lambda: ["sm_90a"]
+    )  # by default those of the machine
     assert build.archs() == ["sm_90a"]
     monkeypatch.setattr(build, "native_archs", list)
     assert build.find_nvcc() is None or "nvidia-smi shows no GPU" in (build.why_not() or "")
@@ -117,19 +150,34 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("message", "refused"),
     [
-        ("ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...", True),
+        (
+            (
+                "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions"
+                " are serialized due to ..."
+            ),
+            True,
+        ),
         ("    40 bytes stack frame, 40 bytes spill stores, 48 bytes spill loads", True),
         ("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", False),
         ("ptxas info    : Used 128 registers, used 1 barriers", False),
     ],
 )
 def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: Path) -> None:
-    """Whatever the compiler's exit code: ptxas tells of these as remarks. The object goes away, so that the next build tries again."""
+    """Whatever the compiler's exit code: ptxas tells of these as remarks. The object goes away, so
+    that the next build tries again."""
     compiler = ["sh", "-c", 'touch "$0"; echo "$1"', tmp_path / "k.o", message]
-    command = [sys.executable, CSRC / "cuda_build.py", tmp_path / "k.o", tmp_path / "k.log", *compiler]
+    command = [
+        sys.executable,
+        CSRC / "cuda_build.py",
+        tmp_path / "k.o",
+        tmp_path / "k.log",
+        *compiler,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == int(refused) and (tmp_path / "k.o").exists() != refused
     assert message.strip() in (tmp_path / "k.log").read_text()
     environment = {**os.environ, "PYTRANSFORMER_CUDA_SPILLS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and (tmp_path / "k.o").exists() and (message in done.stderr) == refused
+    assert (
+        done.returncode == 0 and (tmp_path / "k.o").exists() and (message in done.stderr) == refused
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test that spoils the CUDA context takes no other test with it: the hooks of tests/conftest.py. Needs no GPU."""
+"""A test that spoils the CUDA context takes no other test with it: the hooks of tests/conftest.py.
+Needs no GPU."""
 
 from __future__ import annotations
 
@@ -49,8 +50,21 @@ def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_three.py").write_text(TESTS)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", "--rootdir", str(tmp_path)]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "--rootdir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
     assert "test_spoils lost the CUDA context: an illegal memory access" in said
@@ -58,7 +72,9 @@ def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
     assert "2 passed" in said
 
 
-def test_without_workers_the_run_ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_workers_the_run_ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = importlib.util.spec_from_file_location("shared", SHARED)
     assert spec and spec.loader
     shared = importlib.util.module_from_spec(spec)
@@ -73,6 +89,8 @@ def test_without_workers_the_run_ends(request: pytest.FixtureRequest, monkeypatc
     request.node.add_marker("gpu")
     hook = shared.pytest_runtest_protocol(request.node)
     next(hook)
-    with pytest.raises(pytest.exit.Exception, match="lost the CUDA context: an illegal memory access"):
+    with pytest.raises(
+        pytest.exit.Exception, match="lost the CUDA context: an illegal memory access"
+    ):
         hook.send(None)
     request.node.own_markers.clear()

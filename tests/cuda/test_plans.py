@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA backend chooses kernels, tiles and blocks as it should: pure functions, asked through _C without a GPU."""
+"""The host side of the CUDA backend chooses kernels, tiles and blocks as it should: pure functions,
+asked through _C without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 needs_bindings = pytest.mark.skipif(
-    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+    importlib.util.find_spec("pytransformer._C") is None,
+    reason="_C was not built (_build_info.json says why)",
 )
 
 
@@ -20,7 +22,13 @@ needs_bindings = pytest.mark.skipif(
 def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
     from pytransformer import _C
 
-    given = {"x": "bfloat16", "residual_out": "bfloat16", "aligned": True, "backward": False, "multiprocessors": 132} | changed
+    given = {
+        "x": "bfloat16",
+        "residual_out": "bfloat16",
+        "aligned": True,
+        "backward": False,
+        "multiprocessors": 132,
+    } | changed
     return _C.cuda_layer_norm_plan(rows, columns, **given)
 
 
@@ -47,7 +55,9 @@ def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
         (768, {"residual_out": "float16"}, "any", 96, 96),
     ],
 )
-def test_which_kernel(columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int) -> None:
+def test_which_kernel(
+    columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int
+) -> None:
     chosen = plan(1000, columns, **changed)
     assert (chosen["kernel"], chosen["lanes"], chosen["threads"]) == (kernel, lanes, threads)
 
@@ -56,8 +66,12 @@ def test_which_kernel(columns: int, changed: dict[str, Any], kernel: str, lanes:
 def test_how_many_blocks() -> None:
     assert plan(1000, 768)["blocks"] == 250
     assert plan(1, 4096)["blocks"] == 1
-    assert plan(2**40, 768, aligned=False)["blocks"] == 2**30  # a grid holds no more; blocks go on to further rows
-    assert plan(100_000, 768)["blocks"] == plan(100_000, 4096)["blocks"] == 132 * 4  # persistent, as the others
+    assert (
+        plan(2**40, 768, aligned=False)["blocks"] == 2**30
+    )  # a grid holds no more; blocks go on to further rows
+    assert (
+        plan(100_000, 768)["blocks"] == plan(100_000, 4096)["blocks"] == 132 * 4
+    )  # persistent, as the others
     assert plan(10, 4096, backward=True)["blocks"] == 10
     assert plan(100_000, 768, backward=True)["blocks"] == 132 * 2
     assert plan(100_000, 4096, backward=True, multiprocessors=2)["blocks"] == 4
@@ -66,8 +80,27 @@ def test_how_many_blocks() -> None:
 @needs_bindings
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_row_fits_its_kernel(backward: bool) -> None:
-    """No shape asks for more threads or shared memory than a block may have, or for a kernel too narrow for it."""
-    for columns in (1, 7, 8, 64, 96, 128, 136, 256, 512, 1024, 1032, 2048, 8192, 8200, 12288, 16384, 131072):
+    """No shape asks for more threads or shared memory than a block may have, or for a kernel too
+    narrow for it."""
+    for columns in (
+        1,
+        7,
+        8,
+        64,
+        96,
+        128,
+        136,
+        256,
+        512,
+        1024,
+        1032,
+        2048,
+        8192,
+        8200,
+        12288,
+        16384,
+        131072,
+    ):
         for aligned in (False, columns % 8 == 0):
             chosen = plan(5000, columns, backward=backward, aligned=aligned)
             assert chosen["threads"] % 32 == 0 and 32 <= chosen["threads"] <= 512
@@ -83,7 +116,14 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
     from pytransformer import _C
 
     given = dict(
-        dtype="bfloat16", sequences=2, heads=16, key_heads=16, num_queries=4096, num_keys=4096, head_dim=128, value_dim=128
+        dtype="bfloat16",
+        sequences=2,
+        heads=16,
+        key_heads=16,
+        num_queries=4096,
+        num_keys=4096,
+        head_dim=128,
+        value_dim=128,
     )
     return _C.cuda_sm90_attention_plan(direction, **given | changed)
 
@@ -103,7 +143,11 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("forward", {"value_dim": 97}, "a result is not aligned"),
         ("forward", {"dtype": "float32"}, "float32"),
         ("forward", {"elementwise_mask": True}, None),
-        ("forward", {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        (
+            "forward",
+            {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64},
+            None,
+        ),
         ("forward", {"head_dim": 256, "value_dim": 256, "elementwise_mask": True}, None),
         ("forward", {"head_dim": 256, "value_dim": 256, "padded": True}, None),
         ("bwd_dq", {"padded": True}, None),
@@ -113,11 +157,19 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_dq", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
         ("bwd_fused", {"padded": True}, None),
         ("bwd_fused", {"padded": True, "left_window": True}, "padding with a left window"),
-        ("bwd_dkdv", {"padded": True, "left_window": True, "head_dim": 136, "bounds_only": False}, "to head size 128"),
+        (
+            "bwd_dkdv",
+            {"padded": True, "left_window": True, "head_dim": 136, "bounds_only": False},
+            "to head size 128",
+        ),
         ("bwd_dq", {"padded": True, "head_dim": 136, "bounds_only": False}, None),
         ("bwd_dkdv", {"padded": True, "bounds_only": False, "value_dim": 64}, None),
         ("bwd_dq", {"elementwise_mask": True}, None),
-        ("bwd_dkdv", {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        (
+            "bwd_dkdv",
+            {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64},
+            None,
+        ),
         ("bwd_dkdv", {"adds": "rows"}, None),
         ("bwd_dq", {"adds": "elements"}, "whose rows are contiguous"),
         ("bwd_dkdv", {"adds": "two biases"}, "add one floating mask or bias"),
@@ -139,12 +191,18 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_fused", {"deterministic": True, "num_keys": 1024}, None),
         ("bwd_fused", {"deterministic": True, "num_keys": 1023}, "of few keys"),
         ("bwd_dbias", {"adds": "rows"}, None),
-        ("bwd_dbias", {"adds": "two biases", "bounds_only": False, "head_dim": 64, "value_dim": 256}, None),
+        (
+            "bwd_dbias",
+            {"adds": "two biases", "bounds_only": False, "head_dim": 64, "value_dim": 256},
+            None,
+        ),
         ("bwd_dbias", {"adds": "elements", "summed": True}, "a sum over queries or keys"),
         ("bwd_dbias", {"adds": "rows", "dtype": "float32"}, "float32"),
     ],
 )
-def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
+def test_what_the_kernels_for_sm_90a_take(
+    direction: str, changed: dict[str, Any], reason: str | None
+) -> None:
     found = sm90_plan(direction, **changed)["why_not"]
     assert found is None if reason is None else found is not None and reason in found
 
@@ -153,23 +211,53 @@ def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any
 def test_how_blocks_share_d_query() -> None:
     """A tile of queries of each head has its sums, whole; blocks are not persistent."""
     assert sm90_plan("bwd_fused", num_queries=65)["dq_accum"] == 2 * 16 * 128 * 128
-    assert sm90_plan("bwd_fused", num_queries=65, head_dim=40, value_dim=40)["dq_accum"] == 2 * 16 * 128 * 64
+    assert (
+        sm90_plan("bwd_fused", num_queries=65, head_dim=40, value_dim=40)["dq_accum"]
+        == 2 * 16 * 128 * 64
+    )
     assert sm90_plan("bwd_fused", num_queries=65, head_dim=40)["dq_accum"] == 2 * 16 * 128 * 128
-    assert sm90_plan("bwd_fused", bounds_only=False)["dq_accum"] == sm90_plan("bwd_dkdv")["dq_accum"] == 0
-    assert sm90_plan("bwd_fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("bwd_dkdv")["blocks"] == 132
+    assert (
+        sm90_plan("bwd_fused", bounds_only=False)["dq_accum"]
+        == sm90_plan("bwd_dkdv")["dq_accum"]
+        == 0
+    )
+    assert (
+        sm90_plan("bwd_fused", key_heads=2)["blocks"] == 2 * 2 * 32
+        and sm90_plan("bwd_dkdv")["blocks"] == 132
+    )
     # In order, blocks that begin at the same time are of many heads.
-    assert sm90_plan("bwd_fused")["section"] == 1 and sm90_plan("bwd_fused", deterministic=True)["section"] == 16
+    assert (
+        sm90_plan("bwd_fused")["section"] == 1
+        and sm90_plan("bwd_fused", deterministic=True)["section"] == 16
+    )
 
 
 @needs_bindings
 def test_how_tiles_are_shared() -> None:
-    """Equal tiles, or pairs, by persistent blocks, head by head; others by blocks of their own, in sections of heads that L2 holds."""
-    full, causal, window = sm90_plan(), sm90_plan(even=False), sm90_plan(even=False, left_window=True)
+    """Equal tiles, or pairs, by persistent blocks, head by head; others by blocks of their own, in
+    sections of heads that L2 holds."""
+    full, causal, window = (
+        sm90_plan(),
+        sm90_plan(even=False),
+        sm90_plan(even=False, left_window=True),
+    )
     assert (full["tiles"], full["section"], full["blocks"], full["paired"]) == (32, 1, 132, False)
-    assert (causal["tiles"], causal["section"], causal["blocks"], causal["paired"]) == (32, 1, 132, True)
+    assert (causal["tiles"], causal["section"], causal["blocks"], causal["paired"]) == (
+        32,
+        1,
+        132,
+        True,
+    )
     # 2 MB of keys and values a head
-    assert (window["tiles"], window["section"], window["blocks"], window["paired"]) == (32, 16, 32 * 32, False)
-    assert sm90_plan("bwd_dq", even=False, num_keys=4352)["section"] == 11  # of 15 at most, three sections and none small
+    assert (window["tiles"], window["section"], window["blocks"], window["paired"]) == (
+        32,
+        16,
+        32 * 32,
+        False,
+    )
+    assert (
+        sm90_plan("bwd_dq", even=False, num_keys=4352)["section"] == 11
+    )  # of 15 at most, three sections and none small
     assert (
         sm90_plan("bwd_dq", even=False, num_keys=65536)["section"] == 1
         and sm90_plan(even=False, num_keys=128)["section"] == 32
@@ -177,18 +265,34 @@ def test_how_tiles_are_shared() -> None:
     # Pairs: an even number of tiles, and hardly a block without one in the last round.
     for changed in ({"num_queries": 4000}, {"heads": 16 + 4, "key_heads": 4}):
         assert sm90_plan(even=False, **changed)["paired"]
-    for changed in ({"num_queries": 3960}, {"heads": 18, "key_heads": 18}, {"heads": 4, "key_heads": 4}, {"padded": True}):
+    for changed in (
+        {"num_queries": 3960},
+        {"heads": 18, "key_heads": 18},
+        {"heads": 4, "key_heads": 4},
+        {"padded": True},
+    ):
         assert not sm90_plan(even=False, **changed)["paired"]
-    assert not sm90_plan("bwd_dq", even=False)["paired"] and not sm90_plan("bwd_dkdv", even=False)["paired"]
+    assert (
+        not sm90_plan("bwd_dq", even=False)["paired"]
+        and not sm90_plan("bwd_dkdv", even=False)["paired"]
+    )
     assert sm90_plan("bwd_dkdv", even=False, key_heads=4)["blocks"] == 32 * 8
     assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
-    assert sm90_plan("bwd_dkdv", head_dim=256)["blocks"] == sm90_plan("bwd_dq", bounds_only=False)["blocks"] == 132
+    assert (
+        sm90_plan("bwd_dkdv", head_dim=256)["blocks"]
+        == sm90_plan("bwd_dq", bounds_only=False)["blocks"]
+        == 132
+    )
     # Wide heads with a score_mod or an elementwise mask keep one tile a block.
     assert sm90_plan("bwd_dkdv", head_dim=256, bounds_only=False)["blocks"] == 64 * 32
     assert sm90_plan("bwd_dq", head_dim=256, elementwise_mask=True)["blocks"] == 32 * 32
     # Parts of a dense gradient are 128 x 128, and their blocks persistent.
-    dense = sm90_plan("bwd_dbias", adds="rows", num_queries=300, num_keys=140, sequences=1, heads=4, key_heads=4)
-    assert (dense["tiles"], dense["blocks"]) == (3 * 2, 24) and sm90_plan("bwd_dbias", adds="rows")["blocks"] == 132
+    dense = sm90_plan(
+        "bwd_dbias", adds="rows", num_queries=300, num_keys=140, sequences=1, heads=4, key_heads=4
+    )
+    assert (dense["tiles"], dense["blocks"]) == (3 * 2, 24) and sm90_plan("bwd_dbias", adds="rows")[
+        "blocks"
+    ] == 132
     many = dict(heads=2**10, key_heads=2**10, num_queries=128, num_keys=128)
     assert sm90_plan(sequences=2**20 - 1, **many)["why_not"] is None
     assert sm90_plan(sequences=2**20, **many)["why_not"] == "more than 2^30 tiles"
@@ -209,12 +313,16 @@ def test_how_tiles_are_shared() -> None:
         (2, {"value_dim": 72}),
         (2, {"num_queries": 197, "sequences": 64}),  # two tiles of 192 rows or of 128
         (3, {"num_queries": 300, "sequences": 64}),
-        (2, {"num_queries": 1024, "sequences": 1}),  # six tiles a head would leave a quarter of the multiprocessors idle
+        (
+            2,
+            {"num_queries": 1024, "sequences": 1},
+        ),  # six tiles a head would leave a quarter of the multiprocessors idle
         (3, {"num_queries": 1152, "sequences": 1}),
     ],
 )
 def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, Any]) -> None:
-    """At head size 64, of only bounds, where tiles are not paired and those of 192 queries are done sooner than those of 128."""
+    """At head size 64, of only bounds, where tiles are not paired and those of 192 queries are done
+    sooner than those of 128."""
     plan = sm90_plan(**{"head_dim": 64, "value_dim": 64} | changed)
     assert plan["consumers"] == consumers and not (consumers == 3 and plan["paired"])
     assert plan["tiles"] == -(-changed.get("num_queries", 4096) // (64 * consumers))
@@ -227,7 +335,14 @@ def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, An
         ("forward", "bfloat16", 40, True, 64, False),
         ("forward", "float16", 65, True, 128, False),
         ("forward", "float16", 160, False, 256, True),
-        ("forward", "float32", 65, True, 256, True),  # no kernel of float32 knows only bounds, nor of 128
+        (
+            "forward",
+            "float32",
+            65,
+            True,
+            256,
+            True,
+        ),  # no kernel of float32 knows only bounds, nor of 128
         ("bwd_dq", "bfloat16", 128, True, 128, False),
         ("bwd_dq", "bfloat16", 256, True, 256, True),
         ("bwd_dkdv", "bfloat16", 64, True, 64, False),
@@ -250,19 +365,31 @@ def test_every_attention_kernel_fits_every_gpu() -> None:
     """Of sm_80 and later: sm_120 gives a block 99 KB."""
     from pytransformer import _C
 
-    for pass_, dtype in itertools.product(("forward", "bwd_dq", "bwd_dkdv", "bwd_dbias"), ("float32", "bfloat16", "float16")):
+    for pass_, dtype in itertools.product(
+        ("forward", "bwd_dq", "bwd_dkdv", "bwd_dbias"), ("float32", "bfloat16", "float16")
+    ):
         for head_dim, bounds_only in itertools.product((8, 64, 72, 128, 160, 256), (False, True)):
-            chosen = _C.cuda_sm80_attention_plan(pass_, dtype, head_dim, head_dim, bounds_only, True)
-            assert chosen["smem_bytes"] <= 99 * 1024 and chosen["threads"] <= 256 and head_dim <= chosen["head_class"]
+            chosen = _C.cuda_sm80_attention_plan(
+                pass_, dtype, head_dim, head_dim, bounds_only, True
+            )
+            assert (
+                chosen["smem_bytes"] <= 99 * 1024
+                and chosen["threads"] <= 256
+                and head_dim <= chosen["head_class"]
+            )
 
 
 # ---- products for sm_90a
 
 
-def matmul_plan(rows: int = 8192, columns: int = 16384, depth: int = 4096, **changed: Any) -> dict[str, Any]:
+def matmul_plan(
+    rows: int = 8192, columns: int = 16384, depth: int = 4096, **changed: Any
+) -> dict[str, Any]:
     from pytransformer import _C
 
-    return _C.cuda_matmul_plan(rows, columns, depth, **({"dtype": "bfloat16", "layout": "nt"} | changed))
+    return _C.cuda_matmul_plan(
+        rows, columns, depth, **({"dtype": "bfloat16", "layout": "nt"} | changed)
+    )
 
 
 @needs_bindings
@@ -288,10 +415,23 @@ def test_what_products_for_sm_90a_take(changed: dict[str, Any], reason: str | No
 
 @needs_bindings
 def test_how_products_are_shared() -> None:
-    """Persistent blocks; tiles of 128 x 256, of 128 columns where two products share them, in groups of 16 rows of tiles."""
+    """Persistent blocks; tiles of 128 x 256, of 128 columns where two products share them, in
+    groups of 16 rows of tiles."""
     large, few, gated = matmul_plan(), matmul_plan(rows=100, columns=300), matmul_plan(gated=True)
-    assert (large["down"], large["across"], large["group"], large["blocks"], large["halves"]) == (64, 64, 16, 132, 2)
-    assert (few["down"], few["across"], few["group"], few["blocks"], few["halves"]) == (1, 3, 1, 3, 1)
+    assert (large["down"], large["across"], large["group"], large["blocks"], large["halves"]) == (
+        64,
+        64,
+        16,
+        132,
+        2,
+    )
+    assert (few["down"], few["across"], few["group"], few["blocks"], few["halves"]) == (
+        1,
+        3,
+        1,
+        3,
+        1,
+    )
     assert (gated["down"], gated["across"], gated["halves"]) == (64, 128, 2)
 
 
@@ -299,7 +439,13 @@ def test_how_products_are_shared() -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "gated", "halves", "tiles"),
     [
-        (1024, 2048, False, 1, 128),  # 64 wide tiles would leave more than half of 132 multiprocessors idle
+        (
+            1024,
+            2048,
+            False,
+            1,
+            128,
+        ),  # 64 wide tiles would leave more than half of 132 multiprocessors idle
         (1024, 2112, False, 2, 72),  # 72: narrow ones would need two rounds
         (2048, 2048, False, 2, 128),
         (2048, 2304, False, 1, 288),  # 144: the second round would be almost empty
@@ -312,7 +458,8 @@ def test_how_products_are_shared() -> None:
     ],
 )
 def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, tiles: int) -> None:
-    """Half as wide where that many would leave multiprocessors idle, and narrow ones are done sooner."""
+    """Half as wide where that many would leave multiprocessors idle, and narrow ones are done
+    sooner."""
     found = matmul_plan(rows=rows, columns=columns, gated=gated)
     assert (found["halves"], found["down"] * found["across"]) == (halves, tiles)
     assert found["blocks"] == min(tiles, 132)
@@ -342,7 +489,9 @@ def test_what_cross_entropys_tiles_leave(
     from pytransformer import _C
 
     plan = _C.cuda_cross_entropy_plan(rows, classes, smooth)
-    assert (plan["tiles"], plan["partials"], plan["blocks"]) == (tiles, partials, blocks) and plan["smem_bytes"] <= 48 * 1024
+    assert (plan["tiles"], plan["partials"], plan["blocks"]) == (tiles, partials, blocks) and plan[
+        "smem_bytes"
+    ] <= 48 * 1024
 
 
 # ---- rotary positions
@@ -376,9 +525,14 @@ def rotary_plan(rows: int, dim: int, turned: int, **changed: Any) -> dict[str, A
 def test_how_heads_are_cut(
     dim: int, turned: int, changed: dict[str, Any], whole: bool, chunks: tuple[int, int], lanes: int
 ) -> None:
-    """A lane has 16 columns, pairs with one another; rows of other widths are read an element at a time."""
+    """A lane has 16 columns, pairs with one another; rows of other widths are read an element at a
+    time."""
     found = rotary_plan(1000, dim, turned, **changed)
-    assert (found["whole"], (found["pair_chunks"], found["chunks"]), found["lanes"]) == (whole, chunks, lanes)
+    assert (found["whole"], (found["pair_chunks"], found["chunks"]), found["lanes"]) == (
+        whole,
+        chunks,
+        lanes,
+    )
 
 
 @needs_bindings
@@ -387,9 +541,10 @@ def test_how_many_blocks_share_heads() -> None:
     assert rotary_plan(2**31 - 2**14, 64, 64)["blocks"] == 2**26 - 2**9
     few, many = (rotary_plan(rows, 128, 128, sums=True) for rows in (33, 10**6))
     assert (few["blocks"], many["blocks"], many["smem_bytes"]) == (3, 132 * 4, 16 * 128 * 4)
-    assert rotary_plan(10**6, 66, 66, sums=True, multiprocessors=2) | {"smem_bytes": 0, "blocks": 8} == rotary_plan(
-        10**6, 66, 66, sums=True, multiprocessors=2
-    )
+    assert rotary_plan(10**6, 66, 66, sums=True, multiprocessors=2) | {
+        "smem_bytes": 0,
+        "blocks": 8,
+    } == rotary_plan(10**6, 66, 66, sums=True, multiprocessors=2)
 
 
 @needs_bindings

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each PTX function in the emulator and on a GPU with equal random inputs: the first step of any GPU run.
+"""Each PTX function in the emulator and on a GPU with equal random inputs: the first step of any
+GPU run.
 
-On the GPU's machine the program comes from build/conformance, where it is if nvcc built it beforehand, or from nvcc there:
+On the GPU's machine the program comes from build/conformance, where it is if nvcc built it
+beforehand, or from nvcc there:
 
     python tests/cuda/test_ptx_conformance.py            builds it, on any machine with nvcc
 """
@@ -26,9 +28,12 @@ DIRECTORY = ROOT / "build" / "conformance"
 COMPILE = ("nvcc", "-std=c++17", "--expt-relaxed-constexpr", "-I", ROOT / "csrc", "-x", "cu")
 SEEDS = (1, 2, 3)
 SECONDS = 30  # that a program may take
-# ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the logarithm is small.
+# ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the
+# logarithm is small.
 APPROXIMATE = {"approximate": (2.0**-21, 2.0**-21)}
-FLOATS = {"arithmetic": (0, 1, 2, 5, 6, 7, 8)}  # columns of 9 that are float32; a NaN's bits are not defined
+FLOATS = {
+    "arithmetic": (0, 1, 2, 5, 6, 7, 8)
+}  # columns of 9 that are float32; a NaN's bits are not defined
 
 
 def build(capability: tuple[int, int]) -> Path:
@@ -36,7 +41,10 @@ def build(capability: tuple[int, int]) -> Path:
     number = "{}{}".format(*capability)
     hopper = capability == (9, 0)
     program = DIRECTORY / f"conformance_sm_{number}"
-    newest = max(path.stat().st_mtime for path in (*ROOT.glob("csrc/cuda/**/*.cuh"), *ROOT.glob("tests/cuda/conformance*")))
+    newest = max(
+        path.stat().st_mtime
+        for path in (*ROOT.glob("csrc/cuda/**/*.cuh"), *ROOT.glob("tests/cuda/conformance*"))
+    )
     if program.exists() and program.stat().st_mtime >= newest:
         return program
     if shutil.which("nvcc") is None:
@@ -45,13 +53,22 @@ def build(capability: tuple[int, int]) -> Path:
         pytest.skip(f"there is no {program}, and no nvcc to build it")
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     arch = f"-gencode=arch=compute_{number}{'a' * hopper},code=sm_{number}{'a' * hopper}"
-    command = [*COMPILE, arch, *["-DPT_HOPPER"] * hopper, ROOT / "tests/cuda/conformance.cpp", "-o", program]
+    command = [
+        *COMPILE,
+        arch,
+        *["-DPT_HOPPER"] * hopper,
+        ROOT / "tests/cuda/conformance.cpp",
+        "-o",
+        program,
+    ]
     subprocess.run(list(map(str, command)), check=True)
     return program
 
 
 def emulated(name: str = "conformance", more: tuple[str, ...] = ()) -> Path:
-    spec = importlib.util.spec_from_file_location("emulator_build", ROOT / "csrc" / "emulator" / "build.py")
+    spec = importlib.util.spec_from_file_location(
+        "emulator_build", ROOT / "csrc" / "emulator" / "build.py"
+    )
     assert spec and spec.loader
     builder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(builder)
@@ -62,7 +79,9 @@ def emulated(name: str = "conformance", more: tuple[str, ...] = ()) -> Path:
 
 def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
     """What it prints; where it fails or hangs, an error that says after what."""
-    with subprocess.Popen([program, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        [program, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         try:
             said, complaint = running.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
@@ -72,11 +91,17 @@ def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
     reached = said.splitlines()[-1].split()[0] if said else "nothing"
     assert running.returncode == 0, f"after {reached}: {complaint}"
     lines = (line.split() for line in said.splitlines())
-    return {name: torch.tensor([int(word, 16) for word in rest], dtype=torch.int64) for name, *rest in lines}
+    return {
+        name: torch.tensor([int(word, 16) for word in rest], dtype=torch.int64)
+        for name, *rest in lines
+    }
 
 
-def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exact: bool = False) -> list[str]:
-    """What differs between two runs, a line for each name; if `exact`, approximate functions too."""
+def differences(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exact: bool = False
+) -> list[str]:
+    """What differs between two runs, a line for each name; if `exact`, approximate functions
+    too."""
     found = [f"{name}: only one of the two ran it" for name in sorted(ours.keys() ^ theirs.keys())]
     for name in sorted(ours.keys() & theirs.keys()):
         a, b = ours[name], theirs[name]
@@ -87,31 +112,53 @@ def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
         else:
             wrong = a != b
             for column in FLOATS.get(name, ()):
-                both = [t.view(-1, 9)[:, column].to(torch.uint32).view(torch.float32).isnan() for t in (a, b)]
+                both = [
+                    t.view(-1, 9)[:, column].to(torch.uint32).view(torch.float32).isnan()
+                    for t in (a, b)
+                ]
                 wrong.view(-1, 9)[:, column] &= ~(both[0] & both[1])
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            found.append(f"{name}: {int(wrong.sum())} of {len(a)} words differ, first word {at}: {a[at]:#x}, {b[at]:#x}")
+            found.append(
+                f"{name}: {int(wrong.sum())} of {len(a)} words differ, first word {at}: {a[at]:#x},"
+                f" {b[at]:#x}"
+            )
     return found
 
 
 def test_the_comparison_finds_differences() -> None:
     """A wrong bit, a missing case; not the bits of a NaN or the last of an approximation."""
     nan, one = 0x7FC00000, 0x3F800000
-    ours = {"memory": torch.tensor([1, 2]), "arithmetic": torch.full((9,), nan), "approximate": torch.tensor([one, one])}
+    ours = {
+        "memory": torch.tensor([1, 2]),
+        "arithmetic": torch.full((9,), nan),
+        "approximate": torch.tensor([one, one]),
+    }
     same = {
         **ours,
         "arithmetic": ours["arithmetic"] + (torch.arange(9) == 0) * 2**31,
         "approximate": torch.tensor([one, one + 1]),
     }
     assert differences(ours, same) == []
-    assert "first word 1: 0x2, 0x3" in differences(ours, {**ours, "memory": torch.tensor([1, 3])})[0]
-    assert "1 of 2 words" in differences(ours, {**ours, "approximate": torch.tensor([one, one + 64])})[0]
-    assert "only one" in differences(ours, {"memory": ours["memory"], "arithmetic": ours["arithmetic"]})[0]
+    assert (
+        "first word 1: 0x2, 0x3" in differences(ours, {**ours, "memory": torch.tensor([1, 3])})[0]
+    )
+    assert (
+        "1 of 2 words"
+        in differences(ours, {**ours, "approximate": torch.tensor([one, one + 64])})[0]
+    )
+    assert (
+        "only one"
+        in differences(ours, {"memory": ours["memory"], "arithmetic": ours["arithmetic"]})[0]
+    )
 
 
-@pytest.mark.parametrize("end, told", [("exec sleep 60", "it hangs"), ("echo lost >&2; exit 1", "lost")])
-def test_it_says_how_far_a_program_came(end: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "end, told", [("exec sleep 60", "it hangs"), ("echo lost >&2; exit 1", "lost")]
+)
+def test_it_says_how_far_a_program_came(
+    end: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(globals(), "SECONDS", 1)
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\necho memory 1 2\necho in:mbarrier 3\n{end}\n")
@@ -120,18 +167,25 @@ def test_it_says_how_far_a_program_came(end: str, told: str, tmp_path: Path, mon
         words(program, 1)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or "fma" not in machine.cpu_features(), reason="needs a CPU with FMA3")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or "fma" not in machine.cpu_features(),
+    reason="needs a CPU with FMA3",
+)
 def test_contraction_changes_nothing() -> None:
-    """nvcc makes one instruction, which rounds once, of a product and a sum; g++ does so when it is told to. A compiler's choice must
+    """nvcc makes one instruction, which rounds once, of a product and a sum; g++ does so when it is
+    told to. A compiler's choice must
     not decide what is compared: not the approximate functions' inputs either."""
     contracted = words(emulated("contracted", ("-mfma", "-ffp-contract=fast")), 1)
     assert differences(words(emulated(), 1), contracted, exact=True) == []
 
 
 def contractions(ptx: str) -> list[str]:
-    """Float instructions outside inline PTX that ptxas may contract, or nvcc has: each with its kernel."""
+    """Float instructions outside inline PTX that ptxas may contract, or nvcc has: each with its
+    kernel."""
     found, kernel = [], ""
-    for line in re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL).splitlines():
+    for line in re.sub(
+        r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL
+    ).splitlines():
         kernel = m[1] if (m := re.search(r"\.entry (\w+)", line)) else kernel
         if re.search(r"\b(?:fma|mad|mul)(?:\.\w+)*\.f(?:16|32|64)", line):
             found.append(f"{kernel}: {line.strip()}")
@@ -139,7 +193,8 @@ def contractions(ptx: str) -> list[str]:
 
 
 def test_nvcc_contracts_nothing(tmp_path: Path) -> None:
-    """In the kernels of the program all products are explicit: no mul or fma but those of csrc/cuda/ptx."""
+    """In the kernels of the program all products are explicit: no mul or fma but those of
+    csrc/cuda/ptx."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")
     (tmp_path / "planted.cu").write_text(
@@ -147,7 +202,10 @@ def test_nvcc_contracts_nothing(tmp_path: Path) -> None:
         "__global__ void planted(float* x) { x[0] = x[1] * x[2] + x[3]; }\n"
         "__global__ void fine(float* x) { x[0] = pt::ptx::fma_rn(x[1], x[2], x[3]); }\n"
     )
-    for source, wrong in ((tmp_path / "planted.cu", ["planted"]), (ROOT / "tests/cuda/conformance.cpp", [])):
+    for source, wrong in (
+        (tmp_path / "planted.cu", ["planted"]),
+        (ROOT / "tests/cuda/conformance.cpp", []),
+    ):
         flags = [*COMPILE, "-DPT_HOPPER", "-arch=compute_90a", "-ptx", "-o", tmp_path / "out.ptx"]
         subprocess.run([*map(str, flags), source], check=True)
         found = contractions((tmp_path / "out.ptx").read_text())
@@ -159,10 +217,14 @@ NOTHING_TO_SHOW = {"opaque", "grid_size", "fence_operand"}
 
 
 def test_every_instruction_is_in_it() -> None:
-    """Each function of csrc/cuda/ptx is called by a kernel of conformance*.cuh, or by what that calls of csrc/cuda/tile."""
+    """Each function of csrc/cuda/ptx is called by a kernel of conformance*.cuh, or by what that
+    calls of csrc/cuda/tile."""
     headers = "".join(path.read_text() for path in (ROOT / "csrc/cuda/ptx").glob("*.cuh"))
     functions = set(re.findall(r"PT_DEVICE (?:constexpr )?\w+ (\w+)\(", headers)) - NOTHING_TO_SHOW
-    users = [*ROOT.glob("tests/cuda/conformance*.cuh"), *(ROOT / "csrc/cuda/tile" / f"{n}.cuh" for n in ("ring", "warpgroup"))]
+    users = [
+        *ROOT.glob("tests/cuda/conformance*.cuh"),
+        *(ROOT / "csrc/cuda/tile" / f"{n}.cuh" for n in ("ring", "warpgroup")),
+    ]
     called = set(re.findall(r"ptx::(\w+)[<(]", "".join(path.read_text() for path in users)))
     assert len(functions) > 50 and functions - called == set()
 

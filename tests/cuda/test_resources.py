@@ -15,7 +15,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("resources.py")
 EPILOGUES = {  # of products -> what they are for
-    "Linear": "matmul fwd", "Sums": "matmul fwd", "Hidden": "feed_forward fwd", "DHidden": "feed_forward bwd",
+    "Linear": "matmul fwd", "Sums": "matmul fwd", "Hidden": "feed_forward fwd",
+    "DHidden": "feed_forward bwd",
     "RowPartials": "cross_entropy fwd", "DLogits": "cross_entropy bwd",
 }  # fmt: skip
 
@@ -36,7 +37,9 @@ def table(resources: ModuleType) -> dict[str, dict[str, int]]:
     return resources.measure()
 
 
-def test_no_kernel_uses_local_memory_and_rows_move_16_bytes_at_a_time(resources: ModuleType, table: dict) -> None:
+def test_no_kernel_uses_local_memory_and_rows_move_16_bytes_at_a_time(
+    resources: ModuleType, table: dict
+) -> None:
     assert resources.faults(table) == []
 
 
@@ -74,7 +77,11 @@ SASS = """
     ("old", "new", "fault"),
     [
         ("", "", None),
-        ("FADD R3, R2, R2", "FADD R3, R2, R87", "0x60 FADD R3, R2, R87: touches R87, which a wgmma in flight adds to"),
+        (
+            "FADD R3, R2, R2",
+            "FADD R3, R2, R87",
+            "0x60 FADD R3, R2, R87: touches R87, which a wgmma in flight adds to",
+        ),
         ("FADD R3, R2, R2", "MOV R56, R2", "touches R56"),
         ("FADD R3, R2, R2", "LDS.64 R6, [R2]", "overwrites R6, which a wgmma in flight reads"),
         ("FADD R3, R2, R2", "MOV R5, R2", "overwrites R5"),
@@ -83,16 +90,24 @@ SASS = """
         ("gsb0, 0x0 ;", "gsb0, 0x1 ;", "touches R24"),
         ("R24, gdesc[UR24]", "R80, gdesc[UR24]", "shares some of its registers"),
         ("R24, gdesc[UR24]", "R4, gdesc[UR24]", "shares some of its registers"),
-        ("R56, gdesc[UR20], R56, gsb0", "R56, gdesc[UR20], R56", "touches R56"),  # both are one group, which may run on
+        (
+            "R56, gdesc[UR20], R56, gsb0",
+            "R56, gdesc[UR20], R56",
+            "touches R56",
+        ),  # both are one group, which may run on
         ("!UPT, gsb0 ;", "!UPT ;", "waits before the last group ends"),
         ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "EXIT", "a wgmma is in flight"),
         ("MOV R23, R1", "MOV R24, R1", "uses R24 after 0xc0 USETMAXREG.DEALLOC"),
         ("FADD R3, R2, R2", "FADD R240, R2, R2", "uses R240 after 0x10 USETMAXREG.TRY_ALLOC"),
     ],
 )
-def test_planted_hazards_are_found(old: str, new: str, fault: str | None, resources: ModuleType) -> None:
+def test_planted_hazards_are_found(
+    old: str, new: str, fault: str | None, resources: ModuleType
+) -> None:
     assert old in SASS
-    found = resources.sass.faults(SASS.replace(old, new, 1).splitlines() if old else SASS.splitlines())
+    found = resources.sass.faults(
+        SASS.replace(old, new, 1).splitlines() if old else SASS.splitlines()
+    )
     if fault is None:
         assert found == []
     else:
@@ -104,7 +119,9 @@ def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
     kept = json.loads(resources.TABLE.read_text())
     built_with = (resources.native.build_info() or {})["cuda"]["nvcc"]
     if kept["nvcc"] != built_with:
-        pytest.skip(f"the table was made with nvcc {kept['nvcc']}, and the library with {built_with}")
+        pytest.skip(
+            f"the table was made with nvcc {kept['nvcc']}, and the library with {built_with}"
+        )
     assert resources.compare(table, kept["kernels"]) == []
 
 
@@ -120,23 +137,29 @@ def test_few_instantiations(resources: ModuleType) -> None:
     """
     kernels = json.loads(resources.TABLE.read_text())["kernels"]
     most = json.loads(SCRIPT.with_name("instantiations.json").read_text())
-    counted = collections.Counter(f"{key.split()[0]} {_direction(key.split(' ', 1)[1])}" for key in kernels)
+    counted = collections.Counter(
+        f"{key.split()[0]} {_direction(key.split(' ', 1)[1])}" for key in kernels
+    )
     assert {key: count for key, count in counted.items() if count > 24} == most
     assert not any(" sm90_" in key for key in kernels if not key.startswith("sm_90a "))
 
 
 def _direction(kernel: str) -> str:
-    """The op and the direction that a kernel is for, by its name; portable kernels and those for sm_90a together."""
+    """The op and the direction that a kernel is for, by its name; portable kernels and those for
+    sm_90a together."""
     if epilogue := re.search(r"sm90_matmul_kernel<.*Operands<[^>]*>, (\w+)", kernel):
         return EPILOGUES[epilogue[1]]
     found = re.search(
-        r"(attention|layer_norm|cross_entropy|rotary|probe)_(?:(fwd|bwd))?", kernel.replace("convert_dq", "attention_bwd")
+        r"(attention|layer_norm|cross_entropy|rotary|probe)_(?:(fwd|bwd))?",
+        kernel.replace("convert_dq", "attention_bwd"),
     )
     assert found, kernel
     return f"{found[1]} {found[2] or ('bwd' if 'reduce' in kernel else 'fwd')}"
 
 
-def test_a_kernel_more_is_found(resources: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_more_is_found(
+    resources: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = json.loads(resources.TABLE.read_text())
     for more in (
         "sm_90a sm90_attention_bwd_fused_kernel<bf16, Fused<256> >",
@@ -153,28 +176,62 @@ def test_a_kernel_more_is_found(resources: ModuleType, tmp_path: Path, monkeypat
 
 
 def test_faults_are_found(resources: ModuleType) -> None:
-    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0, "warpgroup_products": 0}
+    used = {
+        "registers": 64,
+        "stack": 0,
+        "shared": 0,
+        "wide": 8,
+        "narrow": 1,
+        "products": 0,
+        "warpgroup_products": 0,
+    }
     assert resources.faults({"sm_90a layer_norm_fwd_kernel<float, float, Lanes>": used}) == []
     assert (
-        "8 bytes of stack" in resources.faults({"sm_90a layer_norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
+        "8 bytes of stack"
+        in resources.faults(
+            {"sm_90a layer_norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}}
+        )[0]
     )
-    assert "0 accesses" in resources.faults({"sm_90a layer_norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
-    for rotary in ("fwd_kernel<WholeRows<float> >", "append_kernel<WholeRows<bf16> >", "bwd_kernel<f16>"):
+    assert (
+        "0 accesses"
+        in resources.faults(
+            {"sm_90a layer_norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}}
+        )[0]
+    )
+    for rotary in (
+        "fwd_kernel<WholeRows<float> >",
+        "append_kernel<WholeRows<bf16> >",
+        "bwd_kernel<f16>",
+    ):
         assert "0 accesses" in resources.faults({f"sm_90a rotary_{rotary}": used | {"wide": 0}})[0]
     assert resources.faults({"sm_90a rotary_append_kernel<AnyRows>": used | {"wide": 0}}) == []
-    assert "no matrix product" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
+    assert (
+        "no matrix product"
+        in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
+    )
     hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true, false> >"
     assert resources.faults({hopper: used | {"warpgroup_products": 20}}) == []
-    for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 20, "products": 8}, {"warpgroup_products": 20, "wide": 0}):
+    for wrong in (
+        {"warpgroup_products": 0},
+        {"warpgroup_products": 20, "products": 8},
+        {"warpgroup_products": 20, "wide": 0},
+    ):
         assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]
     dense = hopper.replace("fwd", "bwd_dbias")
     assert resources.faults({dense: used | {"warpgroup_products": 8}}) == []
-    assert "products of warpgroups" in resources.faults({dense: used | {"warpgroup_products": 4}})[0]
+    assert (
+        "products of warpgroups" in resources.faults({dense: used | {"warpgroup_products": 4}})[0]
+    )
     product = "sm_90a sm90_matmul_kernel<bf16, Operands<false, false, false>, Linear>"
     assert resources.faults({product: used | {"warpgroup_products": 4, "wide": 16}}) == []
     for wrong in ({"warpgroup_products": 0, "wide": 16}, {"warpgroup_products": 4}):
         assert "products of warpgroups" in resources.faults({product: used | wrong})[0]
     no_matrix = product.replace("Linear>", "RowPartials>")
     assert resources.faults({no_matrix: used | {"warpgroup_products": 4, "wide": 0}}) == []
-    assert resources.compare({"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}) != []
+    assert (
+        resources.compare(
+            {"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}
+        )
+        != []
+    )
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used, "sm_90a a": used}) == []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose sequences several ranks share: the loss of one process on each, and its gradient in the sum over the ranks."""
+"""Models whose sequences several ranks share: the loss of one process on each, and its gradient in
+the sum over the ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +33,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "GPT, padding on the left": ("GPT", {}, {"attention_mask": padded_at_the_end(LENGTH).flip(1)}),
     "GPT, lengths": ("GPT", {}, {"attention_mask": LENGTHS}),
     "GPT, a prefix": ("GPT", {"num_kv_heads": 2}, {"prefix_lengths": torch.tensor([5, 0, 9])}),
-    "GPT, ALiBi and a window": ("GPT", {"positions": "alibi", "window": 5}, {"attention_mask": padded_at_the_end(LENGTH) > 0}),
+    "GPT, ALiBi and a window": (
+        "GPT",
+        {"positions": "alibi", "window": 5},
+        {"attention_mask": padded_at_the_end(LENGTH) > 0},
+    ),
     "GPT, other places": ("GPT", {}, {"position_ids": ids() % 16}),
     "GPT, attention's dropout": ("GPT", {"attention_dropout": 0.3}, {}),
     "GPT, labels of one rank": ("GPT", {"label_smoothing": 0.1}, {"labels": LABELS}),
     "T5": ("T5", {"gated": True}, {"decoder_input_ids": ids(7), "labels": ids(7)}),
-    "T5, padding": ("T5", {}, {"attention_mask": LENGTHS, "decoder_attention_mask": padded_at_the_end(LENGTH)}),
-    "Transformer": ("Transformer", {"positions": "learned"}, {"attention_mask": padded_at_the_end(LENGTH)}),
-    "Transformer, pre-norm": ("Transformer", {"norm": "pre"}, {"decoder_input_ids": ids(7), "labels": ids(7)}),
+    "T5, padding": (
+        "T5",
+        {},
+        {"attention_mask": LENGTHS, "decoder_attention_mask": padded_at_the_end(LENGTH)},
+    ),
+    "Transformer": (
+        "Transformer",
+        {"positions": "learned"},
+        {"attention_mask": padded_at_the_end(LENGTH)},
+    ),
+    "Transformer, pre-norm": (
+        "Transformer",
+        {"norm": "pre"},
+        {"decoder_input_ids": ids(7), "labels": ids(7)},
+    ),
 }
 
 
@@ -53,4 +70,6 @@ def test_loss_and_gradients_are_those_of_one_process(pool: Pool, name: str, rank
     for found in pool.run(ranks, in_context, made, given):
         assert found.keys() == want.keys()
         for n, t in want.items():
-            torch.testing.assert_close(found[n], t, rtol=CURVE, atol=CURVE, msg=lambda m, n=n: f"{n}: {m}")
+            torch.testing.assert_close(
+                found[n], t, rtol=CURVE, atol=CURVE, msg=lambda m, n=n: f"{n}: {m}"
+            )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 on two processes: every op computes with gathered parameters, and refuses freed ones by name."""
+"""FSDP2 on two processes: every op computes with gathered parameters, and refuses freed ones by
+name."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_fsdp_computes_right_gradients_and_freed_parameters_are_refused(pool: Pool, op: str) -> None:
+def test_fsdp_computes_right_gradients_and_freed_parameters_are_refused(
+    pool: Pool, op: str
+) -> None:
     for message in pool.run(2, gradients_and_refusal, CASES[op]):
-        assert message.startswith(f"{op}: ") and "has no storage: it was freed (FSDP2 reshard" in message
+        assert (
+            message.startswith(f"{op}: ")
+            and "has no storage: it was freed (FSDP2 reshard" in message
+        )
 
 
 def test_every_op_with_gradients_has_a_case() -> None:

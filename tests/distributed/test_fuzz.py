@@ -11,7 +11,10 @@ from pytransformer.testing.ranks import Pool
 from pytransformer.testing.split_attention import attend_or_refuse, cut, joined, padded, within
 
 CASES = 40
-REFUSED = {"ring": ("bottom_right", "one query"), "ulysses": ("must divide query's heads", "one query")}
+REFUSED = {
+    "ring": ("bottom_right", "one query"),
+    "ulysses": ("must divide query's heads", "one query"),
+}
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,9 @@ REFUSED = {"ring": ("bottom_right", "one query"), "ulysses": ("must divide query
         ("ulysses", 2, "contiguous"),
     ],
 )
-def test_within_the_bounds(pool: Pool, scheme: str, ranks: int, layout: str, pytestconfig: pytest.Config) -> None:
+def test_within_the_bounds(
+    pool: Pool, scheme: str, ranks: int, layout: str, pytestconfig: pytest.Config
+) -> None:
     seed = pytestconfig.getoption("--fuzz-seed")
     refused, wrong = 0, []
     for case in range(CASES):
@@ -39,7 +44,11 @@ def test_within_the_bounds(pool: Pool, scheme: str, ranks: int, layout: str, pyt
         results = cut(joined(whole, shards, layout), problem)
         solution = problem.solve()
         checks = bounds.check(solution, results, problem.dtype, problem.limits)
-        wrong += [f"case {seed}/{number} {c}\n  {problem}" for c in checks if not within(c, problem.dtype, scheme)]
+        wrong += [
+            f"case {seed}/{number} {c}\n  {problem}"
+            for c in checks
+            if not within(c, problem.dtype, scheme)
+        ]
     assert not wrong, f"{len(wrong)} of {CASES}, {refused} refused\n" + "\n".join(wrong)
     assert refused < CASES * (0.25 if scheme == "ring" else 0.75)
 
@@ -56,7 +65,12 @@ def test_eight_processes() -> None:
             if isinstance(shards[0], str):
                 assert any(reason in shards[0] for reason in REFUSED["ring"]), shards[0]
                 continue
-            checks = bounds.check(problem.solve(), cut(joined(whole, shards, layout), problem), problem.dtype, problem.limits)
+            checks = bounds.check(
+                problem.solve(),
+                cut(joined(whole, shards, layout), problem),
+                problem.dtype,
+                problem.limits,
+            )
             assert not [f"{c}\n{problem}" for c in checks if not within(c, problem.dtype, "ring")]
             judged += 1
     finally:
@@ -66,5 +80,18 @@ def test_eight_processes() -> None:
 
 def test_every_keyword_is_drawn(pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--fuzz-seed")
-    drawn = set[str]().union(*(draw(seed, 1000 * ranks + case).features for ranks in (2, 3, 4) for case in range(CASES)))
-    assert drawn >= {*CHANCES, "global_keys", "dense", "alibi", "t5", "bool_mask", "float_mask", "lowest", "gqa", "spoiled"}
+    drawn = set[str]().union(
+        *(draw(seed, 1000 * ranks + case).features for ranks in (2, 3, 4) for case in range(CASES))
+    )
+    assert drawn >= {
+        *CHANCES,
+        "global_keys",
+        "dense",
+        "alibi",
+        "t5",
+        "bool_mask",
+        "float_mask",
+        "lowest",
+        "gqa",
+        "spoiled",
+    }

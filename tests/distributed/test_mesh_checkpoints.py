@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a mesh: gone on with on other meshes and alone, after a process was killed, and refused where they cannot be."""
+"""Checkpoints of a mesh: gone on with on other meshes and alone, after a process was killed, and
+refused where they cannot be."""
 
 from __future__ import annotations
 
@@ -27,18 +28,25 @@ SECONDS = 20.0  # that a process waits for another, also until all have started
 
 @pytest.mark.parametrize("model", ["GPT", pytest.param("T5", marks=pytest.mark.slow)])
 def test_a_run_goes_on_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -> None:
-    """On 2 x 2 ranks, with parameters over the data, on 4 x 1, on 1 x 4 and in one process: losses and weights of one that went through."""
+    """On 2 x 2 ranks, with parameters over the data, on 4 x 1, on 1 x 4 and in one process: losses
+    and weights of one that went through."""
     job = Job(model, steps=20, a_step=4)
     want = job.run()
     job = job._replace(out=str(tmp_path))
-    for until, sizes, shard in ((4, MESH, False), (8, MESH, True), (12, {"data": 4}, False), (16, {"tensor": 4}, False)):
+    for until, sizes, shard in (
+        (4, MESH, False),
+        (8, MESH, True),
+        (12, {"data": 4}, False),
+        (16, {"tensor": 4}, False),
+    ):
         pool.run(4, on_a_mesh, job._replace(until=until), sizes, shard)
         assert checkpoints(tmp_path)[-1].name == f"checkpoint-{until:07}.safetensors"
     found = job.run()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 21))
     assert difference(found, want) < 1e-9
     assert all(
-        t.device.type == "cpu" and type(t) is torch.Tensor for t in read_checkpoint(checkpoints(tmp_path)[-2]).tensors.values()
+        t.device.type == "cpu" and type(t) is torch.Tensor
+        for t in read_checkpoint(checkpoints(tmp_path)[-2]).tensors.values()
     )
 
 
@@ -47,8 +55,12 @@ def test_the_same_mesh_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, shard: bo
     job = Job("GPT", steps=8, dtype=torch.float32)
     want = pool.run(4, on_a_mesh, job, MESH, shard)
     pool.run(4, on_a_mesh, job._replace(out=str(tmp_path), until=3), MESH, shard)
-    for found, whole in zip(pool.run(4, on_a_mesh, job._replace(out=str(tmp_path)), MESH, shard), want):
-        assert found.losses == whole.losses and all(torch.equal(t, whole.state[n]) for n, t in found.state.items())
+    for found, whole in zip(
+        pool.run(4, on_a_mesh, job._replace(out=str(tmp_path)), MESH, shard), want
+    ):
+        assert found.losses == whole.losses and all(
+            torch.equal(t, whole.state[n]) for n, t in found.state.items()
+        )
 
 
 def test_other_batches_a_step_are_refused(pool: Pool, tmp_path: Path) -> None:
@@ -56,9 +68,14 @@ def test_other_batches_a_step_are_refused(pool: Pool, tmp_path: Path) -> None:
     job.run()
     for changed, told in (
         (job._replace(a_step=4), "it has batches a step 2 instead of 4"),
-        (job._replace(changes={"hidden": 32}), r"does not fit the model.*w1.weight is \(24, 16\), wanted \(32, 16\)"),
+        (
+            job._replace(changes={"hidden": 32}),
+            r"does not fit the model.*w1.weight is \(24, 16\), wanted \(32, 16\)",
+        ),
     ):
-        assert all(re.search(told, error) for error in pool.run(4, refusal_to_resume, changed, MESH))
+        assert all(
+            re.search(told, error) for error in pool.run(4, refusal_to_resume, changed, MESH)
+        )
 
 
 SCRIPT = """
@@ -76,37 +93,52 @@ def start(out: Path) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    paths = [str(Path(pytransformer.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(Path(pytransformer.__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     shared = {
-        **os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "4",
+        **os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1", "WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     command = [sys.executable, "-c", SCRIPT, str(out), str(SECONDS)]
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4)]
     return [
-        subprocess.Popen(command, env=e, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for e in environments
+        subprocess.Popen(
+            command, env=e, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        for e in environments
     ]
 
 
 @pytest.mark.parametrize("how", [
     signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
 ], ids=lambda s: s.name)  # fmt: skip
-def test_a_lost_process_ends_the_others_and_nothing_is_lost(tmp_path: Path, how: signal.Signals) -> None:
-    """One is killed, or stands still, after the first checkpoint: the others say so and end; started again, all end as one process does."""
+def test_a_lost_process_ends_the_others_and_nothing_is_lost(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    """One is killed, or stands still, after the first checkpoint: the others say so and end;
+    started again, all end as one process does."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     want = Job("GPT").run()
     processes = start(tmp_path)
     try:
         deadline = time.monotonic() + 120
-        while not checkpoints(tmp_path) and time.monotonic() < deadline and all(p.poll() is None for p in processes):
+        while (
+            not checkpoints(tmp_path)
+            and time.monotonic() < deadline
+            and all(p.poll() is None for p in processes)
+        ):
             time.sleep(0.01)
         processes[3].send_signal(how)
         for process in processes[:3]:
             told = process.communicate(timeout=SECONDS + 60)[1]
             assert (
                 process.returncode == 1
-                and "LostProcess: another process of the run has ended, or did not answer within 20 s" in told
+                and "LostProcess: another process of the run has ended, or did not answer within 20 s"
+                in told
             )
     finally:
         for process in processes:
@@ -120,6 +152,7 @@ def test_a_lost_process_ends_the_others_and_nothing_is_lost(tmp_path: Path, how:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 51))
     found = type(want)(
-        [row["loss"] for row in rows], {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+        [row["loss"] for row in rows],
+        {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")},
     )
     assert difference(found, want) < 1e-9

@@ -10,7 +10,16 @@ import pytest
 
 from pytransformer.testing import small_models
 from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_training import Job, Ran, difference, held, on_a_mesh, refusal, small_on_a_mesh, small_run
+from pytransformer.testing.split_training import (
+    Job,
+    Ran,
+    difference,
+    held,
+    on_a_mesh,
+    refusal,
+    small_on_a_mesh,
+    small_run,
+)
 from pytransformer.training import distributed
 from pytransformer.training.mesh import make_mesh, parse_mesh
 
@@ -24,11 +33,13 @@ def alone(model: str, a_step: int = 2) -> Ran:
 
 @pytest.mark.parametrize("model, shard", [
     ("GPT", True), ("T5", False),
-    *(pytest.param(model, shard, marks=pytest.mark.slow) for model, shard in (("GPT", False), ("T5", True))),
+    *(pytest.param(model, shard, marks=pytest.mark.slow) for model,
+        shard in (("GPT", False), ("T5", True))),
     *(pytest.param("Transformer", shard, marks=pytest.mark.slow) for shard in (False, True)),
 ])  # fmt: skip
 def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: bool) -> None:
-    """Clipped AdamW in float64, of padded batches with different numbers of labels; with dropout of every kind."""
+    """Clipped AdamW in float64, of padded batches with different numbers of labels; with dropout of
+    every kind."""
     want = alone(model)
     assert want.losses[-1] < 0.97 * want.losses[0], "it learns"
     for found in pool.run(4, on_a_mesh, Job(model), MESH, shard):
@@ -39,7 +50,8 @@ def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: boo
     pytest.param(name, marks=[] if name == "Conformer-ctc" else pytest.mark.slow) for name in small_models.CONFIGS
 ])  # fmt: skip
 def test_every_model_trains_on_a_mesh(pool: Pool, name: str) -> None:
-    """Parameters that a plan leaves plain (relative attention, batch norm) among those of two meshes, in one optimizer and one norm."""
+    """Parameters that a plan leaves plain (relative attention, batch norm) among those of two
+    meshes, in one optimizer and one norm."""
     want = small_run(name)
     for found in pool.run(4, small_on_a_mesh, name, MESH):
         assert difference(found, want) < 1e-9
@@ -54,22 +66,29 @@ def test_plain_parameters_beside_split_ones(pool: Pool) -> None:
 
 @pytest.mark.parametrize("model", ["GPT", "T5", "Transformer"])
 def test_sequences_are_split(pool: Pool, model: str) -> None:
-    """Over two ranks, batches over two others: losses and weights of one process. Lengths of 4 to 12 and their padding, no dropout."""
+    """Over two ranks, batches over two others: losses and weights of one process. Lengths of 4 to
+    12 and their padding, no dropout."""
     job = Job(model, steps=10, changes={"dropout": 0.0})
     want = job.run()
     for found in pool.run(4, on_a_mesh, job, {"data": 2, "context": 2}, model == "T5"):
         assert difference(found, want) < 1e-9
 
 
-@pytest.mark.parametrize("sizes, shard", [({"data": 4}, True), ({"tensor": 4}, False), (MESH, True)], ids=str)
-def test_parameters_and_optimizer_state_fall_as_the_ranks_grow(pool: Pool, sizes: dict[str, int], shard: bool) -> None:
+@pytest.mark.parametrize(
+    "sizes, shard", [({"data": 4}, True), ({"tensor": 4}, False), (MESH, True)], ids=str
+)
+def test_parameters_and_optimizer_state_fall_as_the_ranks_grow(
+    pool: Pool, sizes: dict[str, int], shard: bool
+) -> None:
     """To the byte with shard; a plan leaves norms, positions and biases of results whole."""
     job = Job("GPT", a_step=4, changes={"vocab_size": 64})
     for own, whole in pool.run(4, held, job, sizes, shard):
         assert own == whole // 4 if sizes == {"data": 4} else whole / 4 <= own <= 0.32 * whole
 
 
-@pytest.mark.parametrize("text", ["data", "data=two", "data=0", "data=2,data=2", "rows=2", "tensor=2,", "data=-1", ""])
+@pytest.mark.parametrize(
+    "text", ["data", "data=two", "data=0", "data=2,data=2", "rows=2", "tensor=2,", "data=-1", ""]
+)
 def test_what_is_no_mesh(text: str) -> None:
     with pytest.raises(ValueError, match=r"a mesh is written as data=2,tensor=2.*got '"):
         parse_mesh(text)
@@ -78,7 +97,10 @@ def test_what_is_no_mesh(text: str) -> None:
 def test_a_mesh_has_all_ranks() -> None:
     assert parse_mesh("tensor=2, data=3") == {"tensor": 2, "data": 3}
     for sizes, told in (
-        ({"data": 2, "tensor": 3}, "data=2, tensor=3 is a mesh of 6 ranks, and there are 4: start as many with torchrun"),
+        (
+            {"data": 2, "tensor": 3},
+            "data=2, tensor=3 is a mesh of 6 ranks, and there are 4: start as many with torchrun",
+        ),
         ({"tensor": 3}, "tensor=3 is a mesh of a multiple of 3 ranks, and there are 4"),
         ({"rows": 4}, "dimensions are among data, context, tensor, got rows"),
     ):
@@ -90,15 +112,27 @@ def test_a_mesh_has_all_ranks() -> None:
 
 
 REFUSED = {
-    "no names": "wanted dimensions among data, context, tensor, got none with a name: init_device_mesh",
+    "no names": (
+        "wanted dimensions among data, context, tensor, got none with a name: init_device_mesh"
+    ),
     "other names": "wanted dimensions among data, context, tensor, got rows, tensor",
     "context and tensor": "context and tensor both split attention: use one of them, with data",
-    "no context": "BERT does not take a part of a sequence; GPT, Transformer and T5 do: use data, or tensor",
+    "no context": (
+        "BERT does not take a part of a sequence; GPT, Transformer and T5 do: use data, or tensor"
+    ),
     "some ranks": "it has 2 of 4 ranks: all train, so wanted all",
-    "heads": "2 ranks must divide the 3 heads of queries and the 3 of keys: use fewer ranks in this dimension",
+    "heads": (
+        "2 ranks must divide the 3 heads of queries and the 3 of keys: use fewer ranks in this"
+        " dimension"
+    ),
     "no plan": "needs a model with tensor_parallel_plan().*got Linear: use data alone",
-    "optimizer": r"give what makes an optimizer of parameters, as partial\(torch.optim.AdamW, lr=0.0\)",
-    "by matrix": "Adafactor looks at whole matrices, of which a rank of data=2, tensor=2 has parts: give an optimizer that goes number",
+    "optimizer": (
+        r"give what makes an optimizer of parameters, as partial\(torch.optim.AdamW, lr=0.0\)"
+    ),
+    "by matrix": (
+        "Adafactor looks at whole matrices, of which a rank of data=2, tensor=2 has parts: give an"
+        " optimizer that goes number"
+    ),
     "few batches": "1 batches an epoch do not suffice for 2 processes",
 }
 

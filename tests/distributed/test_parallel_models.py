@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models split over a device mesh: training by tensor_parallel_plan(), by FSDP2 and by both against one process."""
+"""Models split over a device mesh: training by tensor_parallel_plan(), by FSDP2 and by both against
+one process."""
 
 from __future__ import annotations
 
@@ -30,12 +31,16 @@ from pytransformer.testing.split_models import (
 
 SIZES: dict[str, Any] = {"d_model": 16, "num_heads": 4, "hidden": 24, "num_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "GPT": {**SIZES, "vocab_size": 61, "max_length": 16, "num_kv_heads": 4, "attention_dropout": 0.1},
-    "T5": {**SIZES, "vocab_size": 61, "head_dim": 4, "buckets": 8, "gated": True, "activation": "silu", "dropout": 0.1},
-    "BERT": {**SIZES, "vocab_size": 61, "max_length": 16, "attention_dropout": 0.1, "heads": ("mlm", "nsp")},
+    "GPT": {**SIZES, "vocab_size": 61, "max_length": 16, "num_kv_heads": 4,
+        "attention_dropout": 0.1},
+    "T5": {**SIZES, "vocab_size": 61, "head_dim": 4, "buckets": 8, "gated": True,
+        "activation": "silu", "dropout": 0.1},
+    "BERT": {**SIZES, "vocab_size": 61, "max_length": 16, "attention_dropout": 0.1,
+        "heads": ("mlm", "nsp")},
     "ViT": {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 10},
     "Transformer": {
-        "d_model": 16, "num_heads": 4, "hidden": 24, "num_encoder_layers": 1, "num_decoder_layers": 1, "vocab_size": 61, "max_length": 16,
+        "d_model": 16, "num_heads": 4, "hidden": 24, "num_encoder_layers": 1,
+        "num_decoder_layers": 1, "vocab_size": 61, "max_length": 16,
         "dropout": 0.1,
     },
 }  # fmt: skip
@@ -63,7 +68,11 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
 def config_of(name: str, data_ranks: int) -> dict[str, Any]:
     """Without dropout where ranks have different rows: each counts its own from 0."""
     config = CONFIGS[name]
-    return config | {n: 0.0 for n in config.keys() | {"dropout"} if n.endswith("dropout")} if data_ranks > 1 else config
+    return (
+        config | {n: 0.0 for n in config.keys() | {"dropout"} if n.endswith("dropout")}
+        if data_ranks > 1
+        else config
+    )
 
 
 @functools.cache
@@ -86,7 +95,8 @@ def difference(found: Any, want: Any) -> float:
     ("BERT", (1, 2)), ("ViT", (1, 2)), ("ViT", (2, 2)), ("Transformer", (1, 2)),
 ], ids=str)  # fmt: skip
 def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
-    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``ranks``: ranks of FSDP2, of the heads."""
+    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``ranks``:
+    ranks of FSDP2, of the heads."""
     made = name, config_of(name, ranks[0]), torch.float64
     for found in pool.run(ranks[0] * ranks[1], trained, made, batches(name), ranks):
         assert difference(found, alone(name, ranks[0])) < 1e-9
@@ -94,7 +104,8 @@ def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int
 
 @pytest.mark.parametrize("name", small_models.CONFIGS)
 def test_gradients_of_every_model(pool: Pool, name: str) -> None:
-    """Padding that is packed away, grouped queries, ALiBi, heads of any size, every head that a model has; each parameter's gradient."""
+    """Padding that is packed away, grouped queries, ALiBi, heads of any size, every head that a
+    model has; each parameter's gradient."""
     want = loss_and_gradients(small(name), name)
     for found in pool.run(2, split_gradients, name):
         assert found.keys() == want.keys()
@@ -103,7 +114,8 @@ def test_gradients_of_every_model(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [
-    "gradients of what is whole are not added up", "results are not added up", "b2 on every rank", "lse of the rank's own classes",
+    "gradients of what is whole are not added up", "results are not added up", "b2 on every rank",
+    "lse of the rank's own classes",
 ])  # fmt: skip
 def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
     made = "GPT", CONFIGS["GPT"], torch.float64
@@ -113,7 +125,9 @@ def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
 
 def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
     pytest.importorskip("transformers")
-    steps = [{"input_ids": b["input_ids"], "labels": b["input_ids"][:, 0] % 2} for b in batches("GPT")]
+    steps = [
+        {"input_ids": b["input_ids"], "labels": b["input_ids"][:, 0] % 2} for b in batches("GPT")
+    ]
     want = train(hugging_face_model(), steps)
     for losses in pool.run(2, converted, steps):
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=CURVE, atol=0)
@@ -122,7 +136,8 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["GPT", "T5"])
 def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> None:
-    """GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last too, and with
+    """GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last
+    too, and with
     each attention; T5 without dropout none."""
     c, rows, width = CONFIGS[name] | ({"dropout": 0.0} if name == "T5" else {}), 8 * 9, 16 * 4
     layers, learned = c["num_layers"], 8 * 8 if name == "GPT" else rows
@@ -140,7 +155,8 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> N
 
 
 def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
-    """On 2 x 2 ranks each has a quarter of every matrix that the plan splits, and by FSDP2 half of all others."""
+    """On 2 x 2 ranks each has a quarter of every matrix that the plan splits, and by FSDP2 half of
+    all others."""
     made = "GPT", CONFIGS["GPT"] | {"vocab_size": 64}, torch.float32
     for found in pool.run(4, sizes, made, 2):
         for name, (own, full) in found.items():

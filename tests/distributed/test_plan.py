@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes, sends and receives what: against every pair of rows looked at, without any process."""
+"""Who computes, sends and receives what: against every pair of rows looked at, without any
+process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ PATTERNS = {
     "prefix": Pattern(causal=True, prefix=14),
     "lengths": Pattern(queries=17, keys=9),
 }
-WORLDS = [(2, "contiguous"), (3, "contiguous"), (4, "contiguous"), (2, "zigzag"), (3, "zigzag"), (8, "zigzag")]
+WORLDS = [
+    (2, "contiguous"),
+    (3, "contiguous"),
+    (4, "contiguous"),
+    (2, "zigzag"),
+    (3, "zigzag"),
+    (8, "zigzag"),
+]
 LENGTH = 48
 
 
@@ -50,11 +58,14 @@ def visible_pairs(p: Pattern) -> torch.Tensor:
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
 def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) -> None:
-    """None is missed, and none is computed in vain: of each keyword alone, visibility by ranges is exact."""
+    """None is missed, and none is computed in vain: of each keyword alone, visibility by ranges is
+    exact."""
     plan, pairs = plan_of(PATTERNS[name], ranks, layout), visible_pairs(PATTERNS[name])
     for rank, step in itertools.product(range(ranks), range(ranks)):
         keys = plan.keys[plan.owner(rank, step)]
-        for (i, queries), (j, of_keys) in itertools.product(enumerate(plan.queries[rank]), enumerate(keys)):
+        for (i, queries), (j, of_keys) in itertools.product(
+            enumerate(plan.queries[rank]), enumerate(keys)
+        ):
             seen = bool(pairs[queries.start : queries.stop, of_keys.start : of_keys.stop].any())
             assert seen == ((i, j) in plan.tiles(rank, step)), (queries, of_keys)
 
@@ -62,7 +73,8 @@ def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
 def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str) -> None:
-    """And the gradients of every chunk that a rank has used reach the chunk's owner, each share once."""
+    """And the gradients of every chunk that a rank has used reach the chunk's owner, each share
+    once."""
     plan = plan_of(PATTERNS[name], ranks, layout)
     has = {0: {(rank, rank, j) for rank in range(ranks) for j in range(len(plan.keys[rank]))}}
     sums: dict[tuple[int, int, int], list[int]] = {}  # (rank, owner, chunk) -> whose shares
@@ -74,7 +86,11 @@ def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str
             assert m.source == m.owner or (m.source, m.owner, m.chunk) in has[step - 1]
             assert (m.target, m.owner, m.chunk) not in has[step], "twice"
             has[step].add((m.target, m.owner, m.chunk))
-        needed = {(rank, plan.owner(rank, step), j) for rank in range(ranks) for j in plan.needs(rank, step)}
+        needed = {
+            (rank, plan.owner(rank, step), j)
+            for rank in range(ranks)
+            for j in plan.needs(rank, step)
+        }
         assert has[step] == needed
         came, sums = sums, {place: [place[0]] for place in needed}
         for place, shares in came.items():
@@ -94,7 +110,9 @@ def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str
     for step in range(1, ranks):
         for rank, owner, j in has[step]:
             users[owner, j].append(rank)
-    assert {place: sorted(shares) for place, shares in home.items()} == {p: sorted(u) for p, u in users.items() if u}
+    assert {place: sorted(shares) for place, shares in home.items()} == {
+        p: sorted(u) for p, u in users.items() if u
+    }
 
 
 def sent(plan: RingPlan) -> int:
@@ -116,8 +134,11 @@ def test_what_is_hidden_is_not_sent(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zigzag_is_even(ranks: int) -> None:
-    """Every rank has the same number of tiles under causality: 2n + 1 (of a quarter of those of the contiguous layout)."""
-    even, uneven = (plan_of(Pattern(causal=True), ranks, layout) for layout in ("zigzag", "contiguous"))
+    """Every rank has the same number of tiles under causality: 2n + 1 (of a quarter of those of the
+    contiguous layout)."""
+    even, uneven = (
+        plan_of(Pattern(causal=True), ranks, layout) for layout in ("zigzag", "contiguous")
+    )
 
     def tiles(plan: RingPlan, rank: int) -> int:
         return sum(len(plan.tiles(rank, step)) for step in range(ranks))
@@ -129,7 +150,10 @@ def test_zigzag_is_even(ranks: int) -> None:
 def test_shards_join_in_order() -> None:
     whole = torch.arange(24)
     for ranks, layout in ((2, "zigzag"), (3, "zigzag"), (4, "contiguous")):
-        shards = [torch.cat([whole[c.start : c.stop] for c in of_rank]) for of_rank in chunk_ranges(layout, ranks, 24)]
+        shards = [
+            torch.cat([whole[c.start : c.stop] for c in of_rank])
+            for of_rank in chunk_ranges(layout, ranks, 24)
+        ]
         assert torch.equal(in_order(shards, 0, layout), whole)
     assert chunk_ranges("zigzag", 2, 8) == ((range(2), range(6, 8)), (range(2, 4), range(4, 6)))
 

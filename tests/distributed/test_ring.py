@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention on real processes: one dropout mask, the bytes of the formulas, bits, refusals, planted faults."""
+"""Ring attention on real processes: one dropout mask, the bytes of the formulas, bits, refusals,
+planted faults."""
 
 from __future__ import annotations
 
@@ -35,20 +36,33 @@ LAYOUTS = ("contiguous", "zigzag")
 
 
 def problem_of(
-    heads: int = 4, key_heads: int = 2, length: int = 48, dim: int = 8, dtype: torch.dtype = torch.float64, **given: Any
+    heads: int = 4,
+    key_heads: int = 2,
+    length: int = 48,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float64,
+    **given: Any,
 ) -> Problem:
-    """A problem of normal data; floating tensors of ``given`` take gradients, as do query, key and value."""
+    """A problem of normal data; floating tensors of ``given`` take gradients, as do query, key and
+    value."""
     shapes = {"query": heads, "key": key_heads, "value": key_heads}
     tensors = {name: torch.randn(2, h, length, dim).to(dtype) for name, h in shapes.items()}
-    tensors |= {n: t for n, t in given.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    tensors |= {
+        n: t for n, t in given.items() if isinstance(t, torch.Tensor) and t.is_floating_point()
+    }
     keywords = {n: t for n, t in given.items() if n not in tensors}
-    grads = torch.randn(2, heads, length, dim).to(dtype), torch.randn(2, heads, length).to(torch.float64)
+    grads = (
+        torch.randn(2, heads, length, dim).to(dtype),
+        torch.randn(2, heads, length).to(torch.float64),
+    )
     return Problem(tensors, keywords, tuple(tensors), *grads, dtype, "normal", packed=False)
 
 
 def in_blocks(problem: Problem, seen: torch.Tensor) -> Problem:
     """The problem with a block mask that shows ``seen``."""
-    return dataclasses.replace(problem, keywords=problem.keywords | {"attn_mask": seen}, block_size=(32, 32))
+    return dataclasses.replace(
+        problem, keywords=problem.keywords | {"attn_mask": seen}, block_size=(32, 32)
+    )
 
 
 def stripes(length: int) -> torch.Tensor:
@@ -58,13 +72,19 @@ def stripes(length: int) -> torch.Tensor:
 
 
 def wrong(problem: Problem, shards: list[Any], layout: str) -> list[str]:
-    found = bounds.check(problem.solve(), joined(problem, shards, layout), problem.dtype, problem.limits)
+    found = bounds.check(
+        problem.solve(), joined(problem, shards, layout), problem.dtype, problem.limits
+    )
     return [str(c) for c in found if not c.ok]
 
 
-@pytest.mark.parametrize("scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")])
+@pytest.mark.parametrize(
+    "scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")]
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_dropout_mask_is_that_of_one_process(pool: Pool, ranks: int, scheme: str, layout: str) -> None:
+def test_the_dropout_mask_is_that_of_one_process(
+    pool: Pool, ranks: int, scheme: str, layout: str
+) -> None:
     """With value the identity and all scores alike, out shows the mask."""
     length, seed, p, heads = 48, 7, 0.4, 12 if scheme == "ulysses" else 2
     q, eye = torch.zeros(2, heads, length, 8), torch.eye(length).expand(2, heads, length, length)
@@ -81,21 +101,30 @@ def test_the_dropout_mask_is_that_of_one_process(pool: Pool, ranks: int, scheme:
 def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None:
     """Both ways of differentiating a tile: by the row's lse, and through the tile's own softmax."""
     problem = problem_of(
-        causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20), sinks=torch.randn(4).double(),
+        causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
+        sinks=torch.randn(4).double(),
         attn_mask=torch.randn(2, 1, 48, 48).double(), dropout_p=0.2, dropout_seed=3, softcap=4.0,
         key_lengths=torch.tensor([48, 29]), query_lengths=torch.tensor([40, 29]),
     )  # fmt: skip
-    assert not wrong(problem, pool.run(3, attend, problem, "ring", layout, backend=backend, strict=True), layout)
+    assert not wrong(
+        problem, pool.run(3, attend, problem, "ring", layout, backend=backend, strict=True), layout
+    )
 
 
-@pytest.mark.parametrize("scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")])
+@pytest.mark.parametrize(
+    "scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")]
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None:
     """Of each head its own; with rows of finfo.min, whose tiles are computed with a shift."""
     lowest = torch.zeros(1, 1, 48, 48).double()
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
-    problem = in_blocks(problem_of(bias=lowest, key_lengths=torch.tensor([48, 29]), key_heads=4), stripes(48))
-    assert not wrong(problem, pool.run(4, attend, problem, scheme, layout, backend=backend, strict=True), layout)
+    problem = in_blocks(
+        problem_of(bias=lowest, key_lengths=torch.tensor([48, 29]), key_heads=4), stripes(48)
+    )
+    assert not wrong(
+        problem, pool.run(4, attend, problem, scheme, layout, backend=backend, strict=True), layout
+    )
 
 
 def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
@@ -109,8 +138,11 @@ def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
 
 
 def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
-    """NCCL wants every rank in a group's first call; of these documents two ranks see their own rows alone, and never send."""
-    seen = torch.block_diag(torch.ones(64, 64), torch.ones(32, 32), torch.ones(32, 32)).bool()[None, None]
+    """NCCL wants every rank in a group's first call; of these documents two ranks see their own
+    rows alone, and never send."""
+    seen = torch.block_diag(torch.ones(64, 64), torch.ones(32, 32), torch.ones(32, 32)).bool()[
+        None, None
+    ]
     problem = in_blocks(problem_of(length=128, dtype=torch.float32), seen)
     *others, last = pool.run(4, first_collectives, problem)
     assert last == ["all_reduce"], "once for both calls"
@@ -119,14 +151,17 @@ def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
 
 
 def test_two_runs_give_the_same_bits(pool: Pool) -> None:
-    problem = problem_of(dtype=torch.float32, causal="top_left", table=torch.randn(8, 4), t5=(False, 20))
+    problem = problem_of(
+        dtype=torch.float32, causal="top_left", table=torch.randn(8, 4), t5=(False, 20)
+    )
     first, second = (pool.run(4, attend, problem, "ring", "zigzag") for _ in range(2))
     assert [bounds.other_bits(a, b) for a, b in zip(first, second)] == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
-    """Forward and backward. Not quite half on four ranks of what it is on two, between which no gradient is handed on."""
+    """Forward and backward. Not quite half on four ranks of what it is on two, between which no
+    gradient is handed on."""
     problem = problem_of(length=1024, dim=32, dtype=torch.float32, causal="top_left")
     two, four = (max(pool.run(ranks, peak_bytes, problem, layout)) for ranks in (2, 4))
     print(f"{layout}: {two:,} bytes on two ranks, {four:,} on four")
@@ -134,16 +169,20 @@ def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
 
 
 def ulysses_bytes(ranks: int, batch: int, rows: int, heads: list[tuple[int, int]]) -> int:
-    """What one rank sends in one direction: of each (heads, head size) all but the part that stays."""
+    """What one rank sends in one direction: of each (heads, head size) all but the part that
+    stays."""
     return sum(batch * rows * h * d for h, d in heads) * 4 * (ranks - 1) // ranks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None:
-    """query, key, value and out forward, lse where it is asked for, and their gradients backward; one more key head than ranks' worth."""
+    """query, key, value and out forward, lse where it is asked for, and their gradients backward;
+    one more key head than ranks' worth."""
     ranks, length, dim = 2, 48, 8
     problem = problem_of(dtype=torch.float32, causal="top_left")
-    one_way = ulysses_bytes(ranks, 2, length // ranks, [(4, dim), (2, dim), (2, dim), (4, dim), (4, 1)])
+    one_way = ulysses_bytes(
+        ranks, 2, length // ranks, [(4, dim), (2, dim), (2, dim), (4, dim), (4, 1)]
+    )
     for sent in pool.run(ranks, bytes_sent, problem, "ulysses", layout):
         assert sent == {"all_to_all": 2 * one_way}
 
@@ -152,10 +191,16 @@ def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None
 def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
     """Two key heads for four ranks: each is sent to two."""
     problem = problem_of(
-        causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20), sinks=torch.randn(4).double(),
-        attn_mask=torch.randn(2, 4, 48, 48).double(), key_lengths=torch.tensor([48, 29]), dropout_p=0.2, dropout_seed=3,
+        causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
+        sinks=torch.randn(4).double(),
+        attn_mask=torch.randn(2, 4, 48, 48).double(), key_lengths=torch.tensor([48, 29]),
+        dropout_p=0.2, dropout_seed=3,
     )  # fmt: skip
-    assert not wrong(problem, pool.run(ranks, attend, problem, scheme, "zigzag", backend="cpu", strict=True), "zigzag")
+    assert not wrong(
+        problem,
+        pool.run(ranks, attend, problem, scheme, "zigzag", backend="cpu", strict=True),
+        "zigzag",
+    )
 
 
 def test_ulysses_refuses(pool: Pool) -> None:
@@ -163,11 +208,15 @@ def test_ulysses_refuses(pool: Pool) -> None:
         ((1, 3, 4, 8), {}, "2 ranks must divide query's heads"),
     ]
     for shape, options, why in cases:
-        assert all(why in told for told in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2))
+        assert all(
+            why in told for told in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2)
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str)
+@pytest.mark.parametrize(
+    "keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str
+)
 def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
     """docs/distributed.md: K and V forward; in backward again, and their gradients in float32."""
     ranks, batch, key_heads, length, dim = 4, 2, 2, 48, 8
@@ -180,7 +229,8 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict
         ("contiguous", 2): ranks - 1,  # the window reaches into the shard before
         ("zigzag", 0): 2 * ranks * (ranks - 1),
         ("zigzag", 1): 3 * ranks * (ranks - 1) // 2,
-        # 8 chunks of 6 rows, each seen by the two after it: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other ranks
+        # 8 chunks of 6 rows, each seen by the two after it: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other
+        # ranks
         ("zigzag", 2): 11,
     }[layout, len(keywords)]
     assert sum(sent.get("isend", 0) for sent in found) == 3 * chunks * chunk
@@ -195,7 +245,8 @@ def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
     sinks = {"sinks": torch.randn(4)} if fault and "sink" in fault else {}
     blocks = fault is not None and "block" in fault
     problem = problem_of(
-        causal="top_left", dtype=torch.float32, table=torch.randn(8, 4), t5=(False, 20), attn_mask=lowest, dropout_p=0.2,
+        causal="top_left", dtype=torch.float32, table=torch.randn(8, 4), t5=(False, 20),
+        attn_mask=lowest, dropout_p=0.2,
         dropout_seed=3, key_lengths=torch.tensor([48, 29]), **sinks,
     ) if not blocks else in_blocks(problem_of(dtype=torch.float32), stripes(48))  # fmt: skip
     shards = pool.run(2, attend_with, fault, problem, "ring", "contiguous")
@@ -209,10 +260,14 @@ def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
 def test_a_share_of_the_gradients_each(pool: Pool) -> None:
     """sum_gradients=False: the shares add up to the whole."""
     problem = problem_of(causal="top_left", table=torch.randn(8, 4).double(), t5=(False, 20))
-    whole, shares = (pool.run(2, attend, problem, "ring", "zigzag", sum_gradients=both) for both in (True, False))
+    whole, shares = (
+        pool.run(2, attend, problem, "ring", "zigzag", sum_gradients=both) for both in (True, False)
+    )
     assert torch.equal(whole[0]["table"], whole[1]["table"])
     assert not torch.equal(shares[0]["table"], shares[1]["table"])
-    assert torch.equal(shares[0]["table"] + shares[1]["table"], whole[0]["table"])  # one sum of two, so to the bit
+    assert torch.equal(
+        shares[0]["table"] + shares[1]["table"], whole[0]["table"]
+    )  # one sum of two, so to the bit
 
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
@@ -232,21 +287,33 @@ def test_shard_and_gather_are_inverse(pool: Pool, dim: int, layout: str) -> None
 
 SHAPES = [(1, 2, 4, 8)] * 3
 BLOCKS = [
-    pt.BlockMask.from_dense(torch.ones(n, n).tril(diagonal).bool(), block_size=32) for n, diagonal in ((8, 0), (8, 1), (4, 0))
+    pt.BlockMask.from_dense(torch.ones(n, n).tril(diagonal).bool(), block_size=32)
+    for n, diagonal in ((8, 0), (8, 1), (4, 0))
 ]
 REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
-    "layouts": (SHAPES, [{"layout": "zigzag"}, {"layout": "contiguous"}], "same layout, got 'zigzag' on rank 0, 'contiguous' on rank 1"),
-    "lengths": (SHAPES, [{}, {"shape": (1, 2, 6, 8)}], "every rank of the group must call with the same query"),
-    "seeds": (SHAPES, [{"dropout_p": 0.5, "dropout_seed": i} for i in range(2)], "the same dropout_seed, got 0 on rank 0, 1"),
-    "a layout": (SHAPES, [{"layout": "striped"}] * 2, "layout must be one of 'contiguous', 'zigzag', got 'striped'"),
-    "an odd length": ([(1, 2, 5, 8)] * 3, [{}] * 2, "must be a multiple of 2, got 5: pad the sequence"),
+    "layouts": (SHAPES, [{"layout": "zigzag"}, {"layout": "contiguous"}],
+        "same layout, got 'zigzag' on rank 0, 'contiguous' on rank 1"),
+    "lengths": (SHAPES, [{}, {"shape": (1, 2, 6, 8)}],
+        "every rank of the group must call with the same query"),
+    "seeds": (SHAPES, [{"dropout_p": 0.5, "dropout_seed": i} for i in range(2)],
+        "the same dropout_seed, got 0 on rank 0, 1"),
+    "a layout": (SHAPES, [{"layout": "striped"}] * 2,
+        "layout must be one of 'contiguous', 'zigzag', got 'striped'"),
+    "an odd length": ([(1, 2, 5, 8)] * 3, [{}] * 2,
+        "must be a multiple of 2, got 5: pad the sequence"),
     "a group": (SHAPES, [{"group": 3}] * 2, "group must be a ProcessGroup or None, got int"),
-    "a part of a block mask": (SHAPES, [{"attn_mask": BLOCKS[2]}] * 2, "wanted that of the whole sequence"),
-    "block masks": (SHAPES, [{"attn_mask": mask} for mask in BLOCKS[:2]], "the same attn_mask, got block mask of (1, 1, 8, 8)"),
-    "pages": (SHAPES, [{"page_table": torch.zeros(1, 1, dtype=torch.int32)}] * 2, "page_table is for one process"),
-    "a mask": (SHAPES, [{"attn_mask": torch.ones(4, 4, dtype=torch.bool)}] * 2, "does not broadcast to (B, Hq, Lq, Lk)"),
-    "segments": (SHAPES, [{"query_segments": torch.zeros(1, 4, dtype=torch.long)}] * 2, "go together"),
-    "key lengths": (SHAPES, [{"key_lengths": torch.tensor([9])}] * 2, "key_lengths must be between 0 and 8, got 9"),
+    "a part of a block mask": (SHAPES, [{"attn_mask": BLOCKS[2]}] * 2,
+        "wanted that of the whole sequence"),
+    "block masks": (SHAPES, [{"attn_mask": mask} for mask in BLOCKS[:2]],
+        "the same attn_mask, got block mask of (1, 1, 8, 8)"),
+    "pages": (SHAPES, [{"page_table": torch.zeros(1, 1, dtype=torch.int32)}] * 2,
+        "page_table is for one process"),
+    "a mask": (SHAPES, [{"attn_mask": torch.ones(4, 4, dtype=torch.bool)}] * 2,
+        "does not broadcast to (B, Hq, Lq, Lk)"),
+    "segments": (SHAPES, [{"query_segments": torch.zeros(1, 4, dtype=torch.long)}] * 2,
+        "go together"),
+    "key lengths": (SHAPES, [{"key_lengths": torch.tensor([9])}] * 2,
+        "key_lengths must be between 0 and 8, got 9"),
     "dropout and an offset": (
         [(1, 2, 4, 8), (1, 2, 8, 8), (1, 2, 8, 8)],
         [{"causal": "bottom_right", "dropout_p": 0.5, "dropout_seed": 1}] * 2,
@@ -264,7 +331,9 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     shapes, by_rank, why = REFUSED[name]
     for told in pool.run(2, refusal, "ring", shapes, by_rank):
-        assert told.startswith("ValueError: ring_attention" if name.split()[-1] != "mask" else "ValueError"), told
+        assert told.startswith(
+            "ValueError: ring_attention" if name.split()[-1] != "mask" else "ValueError"
+        ), told
         assert why in told
 
 
@@ -294,7 +363,8 @@ assert group() is None, "something holds the group"
 
 
 def test_the_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
-    """A group that outlives it keeps gloo's threads, and the process may abort while Python exits."""
+    """A group that outlives it keeps gloo's threads, and the process may abort while Python
+    exits."""
     command = [sys.executable, "-c", GROUP_ENDS, str(tmp_path / "store")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr

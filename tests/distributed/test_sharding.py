@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: every named case split in every way that its op knows, against float64; refusals; planted faults."""
+"""The ops on DTensors: every named case split in every way that its op knows, against float64;
+refusals; planted faults."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ def wrong(name: str, dtype: torch.dtype, ranks: list[Any]) -> list[str]:
     """What is outside the bounds of one process; the ranks must all have the same."""
     exact: Solution = solve(name, dtype)
     assert all(bounds.other_bits(ranks[0], other) == [] for other in ranks[1:])
-    return [str(c) for c in bounds.check(exact, ranks[0], dtype, limits=kit_of(OP[name]).limits) if not c.ok]
+    return [
+        str(c)
+        for c in bounds.check(exact, ranks[0], dtype, limits=kit_of(OP[name]).limits)
+        if not c.ok
+    ]
 
 
 def even(name: str, way: Way, ranks: int) -> bool:
@@ -55,7 +60,8 @@ def even(name: str, way: Way, ranks: int) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) -> None:
-    """Every way, in float64; the first in float32 too. Whole on every rank, where dropout is one process's."""
+    """Every way, in float64; the first in float32 too. Whole on every rank, where dropout is one
+    process's."""
     dtypes = {torch.float64: ways_of(name), torch.float32: ways_of(name)[1:2]}
     for dtype, way in ((dtype, way) for dtype, ways in dtypes.items() for way in ways):
         found = pool.run(2, compute, name, dtype, [way.name], (2,))
@@ -92,14 +98,17 @@ def test_a_mesh_of_two_dimensions(pool: Pool, name: str, split: list[str]) -> No
 LOSSES = {
     "two ranks": (2, (2,), {"weight": [Shard(0)]}),  # x, target and bias plain
     "four ranks": (4, (4,), {"x": [Replicate()], "weight": [Shard(0)], "bias": [Shard(0)]}),
-    "rows and classes": (4, (2, 2), {"x": [Shard(0), Replicate()], "target": [Shard(0), Replicate()], "weight": [Replicate(), Shard(0)]}),
+    "rows and classes": (4, (2, 2),
+        {"x": [Shard(0), Replicate()], "target": [Shard(0), Replicate()],
+            "weight": [Replicate(), Shard(0)]}),
     "classes twice": (4, (2, 2), {"weight": [Shard(0), Shard(0)]}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", LOSSES)
 def test_random_losses(pool: Pool, how: str) -> None:
-    """Each dtype, reduction, smoothing, ignored rows that hold NaN, fewer classes than ranks; each backend that the CPU has in turn."""
+    """Each dtype, reduction, smoothing, ignored rows that hold NaN, fewer classes than ranks; each
+    backend that the CPU has in turn."""
     ranks, shape, places = LOSSES[how]
     computed = set()
     for number in range(18):
@@ -112,10 +121,20 @@ def test_random_losses(pool: Pool, how: str) -> None:
         assert all(bounds.other_bits(found[0], other) == [] for other in found[1:]), problem
         if results.results["loss"].value.isnan().any():  # the mean over no target
             assert found[0].pop("loss").isnan()
-        checks = bounds.check(results, found[0], problem.dtype, data_of(problem), fuzz_cross_entropy.LIMITS)
+        checks = bounds.check(
+            results, found[0], problem.dtype, data_of(problem), fuzz_cross_entropy.LIMITS
+        )
         assert not [str(c) for c in checks if not c.ok], (number, str(problem))
         computed |= problem.features
-    assert {"label_smoothing", "ignore_index", "ignored_nan", "bias", "mean", "sum", "none"} <= computed
+    assert {
+        "label_smoothing",
+        "ignore_index",
+        "ignored_nan",
+        "bias",
+        "mean",
+        "sum",
+        "none",
+    } <= computed
 
 
 SEEN_BY = {
@@ -135,16 +154,24 @@ SEEN_BY = {
 def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
     name, way = SEEN_BY[fault]
     assert not wrong(name, torch.float32, pool.run(2, compute, name, torch.float32, [way], (2,)))
-    assert wrong(name, torch.float32, [pool.run(2, compute, name, torch.float32, [way], (2,), fault=fault)[0]])
+    assert wrong(
+        name,
+        torch.float32,
+        [pool.run(2, compute, name, torch.float32, [way], (2,), fault=fault)[0]],
+    )
 
 
 def shown(op: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A call that shows its dropout mask in the first output: scores that are alike, or the identity for weights."""
+    """A call that shows its dropout mask in the first output: scores that are alike, or the
+    identity for weights."""
     ones, eye = torch.ones(5, 3, 64), torch.eye(64)
     if op == "add_norm":
         return {"x": ones, "residual": 0 * ones, "weight": torch.ones(64)}, {}
     if op == "feed_forward":
-        return {"x": torch.ones(5, 3, 128), "w1": torch.eye(128), "w2": torch.eye(128)}, {"b1": None, "b2": None}
+        return {"x": torch.ones(5, 3, 128), "w1": torch.eye(128), "w2": torch.eye(128)}, {
+            "b1": None,
+            "b2": None,
+        }
     if op == "attention_varlen":
         offsets = torch.arange(4) * 64
         q, k = torch.zeros(192, 12, 64), eye.repeat(3, 1)[:, None].expand(-1, 12, -1).contiguous()
@@ -167,13 +194,17 @@ MASKS = [
 
 @pytest.mark.parametrize("op, split", MASKS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_dropout_mask_is_that_of_one_process(pool: Pool, ranks: int, op: str, split: dict[str, int]) -> None:
+def test_the_dropout_mask_is_that_of_one_process(
+    pool: Pool, ranks: int, op: str, split: dict[str, int]
+) -> None:
     """Bit for bit, parts of different sizes among them."""
     tensors, keywords = shown(op)
     keywords |= {"dropout_p": 0.4, "dropout_seed": 7}
     want = getattr(pt, op)(**tensors, **keywords)
     want = (want[1] if op == "add_norm" else want) != 0
-    placed = {n: (t, [Shard(split[n])] if n in split else [Replicate()]) for n, t in tensors.items()}
+    placed = {
+        n: (t, [Shard(split[n])] if n in split else [Replicate()]) for n, t in tensors.items()
+    }
     assert 0.5 < want.double().mean() < 0.7
     for found in pool.run(ranks, results_of, (ranks,), op, placed, **keywords):
         assert torch.equal(found[-1] != 0, want)
@@ -182,7 +213,8 @@ def test_the_dropout_mask_is_that_of_one_process(pool: Pool, ranks: int, op: str
 R, QKV = [Replicate()], (1, 4, 6, 8)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "the sequence": (
-        "attention", {n: (QKV, [Shard(2)]) for n in ("query", "key", "value")}, {}, "cannot compute with query by dimension 2",
+        "attention", {n: (QKV, [Shard(2)]) for n in ("query", "key", "value")}, {},
+        "cannot compute with query by dimension 2",
     ),
     "one key head": (
         "attention",
@@ -190,13 +222,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "key has 1, which 2 ranks do not divide: use fewer ranks, or redistribute to Replicate()",
     ),
     "dropout of rows that do not follow each other": (
-        "add_norm", {n: ((2, 6, 8), [Shard(1)]) for n in ("x", "residual")} | {"weight": ((8,), R)}, {"dropout_p": 0.1},
-        "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute to Shard(0)",
+        "add_norm", {n: ((2, 6, 8), [Shard(1)]) for n in ("x", "residual")} | {"weight": ((8,), R)},
+        {"dropout_p": 0.1},
+        "dropout goes by the number of the row, and the rows of a rank do not follow each other: "
+        "redistribute to Shard(0)",
     ),
-    "a normalized dimension": ("layer_norm", {"x": ((4, 8), [Shard(1)])}, {"normalized_shape": 8}, "cannot compute with x by dimension 1"),
+    "a normalized dimension": ("layer_norm", {"x": ((4, 8), [Shard(1)])}, {"normalized_shape": 8},
+        "cannot compute with x by dimension 1"),
     "two ways at once": (
-        "feed_forward", {"x": ((4, 8), [Shard(0)]), "w1": ((6, 8), [Shard(0)]), "w2": ((8, 6), [Shard(1)])}, {"b1": None, "b2": None},
-        "x by dimension 0, w1 by dimension 0, w2 by dimension 1 split. It can be split by dimension 0 of x (x 0); hidden (w1 0, w2 1)",
+        "feed_forward", {"x": ((4, 8), [Shard(0)]), "w1": ((6, 8), [Shard(0)]),
+            "w2": ((8, 6), [Shard(1)])}, {"b1": None, "b2": None},
+        "x by dimension 0, w1 by dimension 0, w2 by dimension 1 split. It can be split by "
+        "dimension 0 of x (x 0); hidden (w1 0, w2 1)",
     ),
 }  # fmt: skip
 
@@ -218,12 +255,18 @@ def test_two_meshes_are_refused(pool: Pool) -> None:
 
 def test_what_takes_no_dtensors_says_what_to_give(pool: Pool) -> None:
     for weights, ring in pool.run(2, plain_only):
-        assert "attention_weights: query, key and lse must be plain tensors" in weights and "give to_local()" in ring
+        assert (
+            "attention_weights: query, key and lse must be plain tensors" in weights
+            and "give to_local()" in ring
+        )
 
 
 def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
     first, last = pool.run(2, wrong_target)
-    assert "another rank's target is out of range" in first and "target must be between 0 and 2" in last
+    assert (
+        "another rank's target is out of range" in first
+        and "target must be between 0 and 2" in last
+    )
 
 
 def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
@@ -242,7 +285,8 @@ def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
     both = pt.add_norm(pt.feed_forward(x, w1, None, w2, b2), x, weight)
     expected = dict(
         zip(
-            ["normed", "stream", "x", "w1", "w2", "b2", "weight"], [*both, *torch.autograd.grad(both, leaves, [t["grad"]] * 2)]
+            ["normed", "stream", "x", "w1", "w2", "b2", "weight"],
+            [*both, *torch.autograd.grad(both, leaves, [t["grad"]] * 2)],
         )
     )
     for found in pool.run(2, sums_meet_norms, t, place):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over several ranks: the results of one process with all tokens, the bytes of the formula, refusals, planted faults."""
+"""Experts over several ranks: the results of one process with all tokens, the bytes of the formula,
+refusals, planted faults."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import torch
 
 from pytransformer.testing.models import CURVE
 from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_experts import D_MODEL, FAULTS, mixed, mixture, refusal, results, trained
+from pytransformer.testing.split_experts import (
+    D_MODEL,
+    FAULTS,
+    mixed,
+    mixture,
+    refusal,
+    results,
+    trained,
+)
 from pytransformer.testing.split_models import make, train
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -30,7 +39,8 @@ TOKENS = {2: (9, 4), 4: (7, 0, 5, 3)}
 
 
 def problem(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tokens and upstream gradients of each rank. One feature of all tokens is large: some experts are wanted more than others."""
+    """Tokens and upstream gradients of each rank. One feature of all tokens is large: some experts
+    are wanted more than others."""
     torch.manual_seed(1)
     tokens = [torch.randn(n, D_MODEL, dtype=dtype) for n in TOKENS[ranks]]
     for t in tokens:
@@ -38,7 +48,9 @@ def problem(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
     return tokens, [torch.randn_like(t) for t in tokens]
 
 
-def wrong(pool: Pool, ranks: int, name: str, dtype: torch.dtype, fault: str | None = None) -> tuple[list[str], int]:
+def wrong(
+    pool: Pool, ranks: int, name: str, dtype: torch.dtype, fault: str | None = None
+) -> tuple[list[str], int]:
     """(what differs from one process, the bytes sent)."""
     tokens, grads = problem(ranks, dtype)
     want = results(mixture(OPTIONS[name], dtype), torch.cat(tokens), torch.cat(grads), 1.0)
@@ -47,21 +59,29 @@ def wrong(pool: Pool, ranks: int, name: str, dtype: torch.dtype, fault: str | No
     joined |= {n: sum(f[n] for f in found) for n in ("balance", "router.weight")}
     joined |= {n: found[0][n] for n in want if n not in joined}
     tight = {"rtol": 1e-11, "atol": 1e-12} if dtype == torch.float64 else {}
-    differ = [n for n, t in want.items() if not torch.allclose(joined[n], t, **(tight or {"rtol": 1.3e-6, "atol": 1e-5}))]
+    differ = [
+        n
+        for n, t in want.items()
+        if not torch.allclose(joined[n], t, **(tight or {"rtol": 1.3e-6, "atol": 1e-5}))
+    ]
     return differ, sum(f["bytes"] for f in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_results_are_those_of_one_process(pool: Pool, name: str, ranks: int, dtype: torch.dtype) -> None:
-    """Out, balance loss and every gradient, with as many tokens as one likes on each rank, none too."""
+def test_results_are_those_of_one_process(
+    pool: Pool, name: str, ranks: int, dtype: torch.dtype
+) -> None:
+    """Out, balance loss and every gradient, with as many tokens as one likes on each rank, none
+    too."""
     assert wrong(pool, ranks, name, dtype)[0] == []
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bytes_are_those_of_the_formula(pool: Pool, name: str) -> None:
-    """Of each slot whose expert is on another rank one row there and one back, and the same for gradients."""
+    """Of each slot whose expert is on another rank one row there and one back, and the same for
+    gradients."""
     tokens, _ = problem(2, torch.float32)
     m = mixture(OPTIONS[name], torch.float32)
     x = torch.cat(tokens)
@@ -89,11 +109,15 @@ def test_every_rank_refuses(pool: Pool) -> None:
 
 def test_training_with_fsdp_is_that_of_one_process(pool: Pool) -> None:
     config = {
-        "d_model": 16, "num_heads": 4, "hidden": 24, "num_layers": 2, "vocab_size": 61, "max_length": 16, "attention_dropout": 0.0,
+        "d_model": 16, "num_heads": 4, "hidden": 24, "num_layers": 2, "vocab_size": 61,
+        "max_length": 16, "attention_dropout": 0.0,
         "dropout": 0.0, "experts": {"num_experts": 4, "capacity_factor": 1.0},
     }  # fmt: skip
     generator = torch.Generator().manual_seed(3)
-    batches = [{n: torch.randint(2, 61, (4, 9), generator=generator) for n in ("input_ids", "labels")} for _ in range(4)]
+    batches = [
+        {n: torch.randint(2, 61, (4, 9), generator=generator) for n in ("input_ids", "labels")}
+        for _ in range(4)
+    ]
     want = torch.stack(train(make("GPT", config, torch.float64), batches, clip=None))
     for losses in pool.run(2, trained, ("GPT", config, torch.float64), batches):
         torch.testing.assert_close(torch.stack(losses), want, rtol=CURVE, atol=0)

@@ -12,7 +12,8 @@ from pytransformer.testing import rotary_eight_bits
 
 RAW_OP = "append_kv"
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
-# Whole rows of 4 and 16 lanes, and rows of any kind; dtypes of the cache and the query, columns, pages, columns that turn.
+# Whole rows of 4 and 16 lanes, and rows of any kind; dtypes of the cache and the query, columns,
+# pages, columns that turn.
 CASES = {
     "whole rows in pages": (E4M3, BF16, (64, 24), 4, 32),
     "whole rows": (INT8, F16, (48, 64), None, 0),
@@ -24,7 +25,9 @@ CASES = {
 
 def problems(device: str = "cpu") -> Iterator[Problem]:
     for name, case in CASES.items():
-        yield Problem(name, lambda case=case: not rotary_eight_bits.wrong("cuda", *case, device=device))
+        yield Problem(
+            name, lambda case=case: not rotary_eight_bits.wrong("cuda", *case, device=device)
+        )
 
 
 def wrong(problem: Problem) -> list[str]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks whose lists were changed after they were checked: wrong results are allowed, and no address outside the tensors."""
+"""Block masks whose lists were changed after they were checked: wrong results are allowed, and no
+address outside the tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ CHANGES = {
     "bits of the transpose behind the last": ("key_entries", (slice(None), 1), 1_000_000),
     "bits before the first": ("entries", (slice(None), 1), -7),
     "a list that ends behind the last entry": ("offsets", (0, 1, -1), 1_000_000),
-    "a list of the transpose that begins before the first entry": ("key_offsets", (0, 0, 0), -1_000_000),
+    "a list of the transpose that begins before the first entry": (
+        "key_offsets",
+        (0, 0, 0),
+        -1_000_000,
+    ),
     "lists in no order": ("offsets", (0, 0, 1), 12),
     "one block many times": ("entries", (slice(None), 0), 1),
 }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs here runs in the emulator (csrc/emulator), which is built first: one to two minutes of compiling, once."""
+"""What runs here runs in the emulator (csrc/emulator), which is built first: one to two minutes of
+compiling, once."""
 
 from __future__ import annotations
 
@@ -21,11 +22,16 @@ from text_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 3  # schedules that share a test's problems
-SCHEDULES = [*range(1, SHARED + 1), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARED + 1, SHARED + 20))]
+SCHEDULES = [
+    *range(1, SHARED + 1),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARED + 1, SHARED + 20)),
+]
 
 
 def _builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("emulator_build", ROOT / "csrc" / "emulator" / "build.py")
+    spec = importlib.util.spec_from_file_location(
+        "emulator_build", ROOT / "csrc" / "emulator" / "build.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -58,7 +64,8 @@ def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
-    """The order in which the emulator runs threads: what a test finds with one it finds again with the same.
+    """The order in which the emulator runs threads: what a test finds with one it finds again with
+    the same.
 
     The first three share the problems (see ``share``); with slow tests each problem runs under 20.
     """
@@ -68,8 +75,11 @@ def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
 
 @pytest.fixture
 def share(schedule: int) -> Callable[[Iterable[Any]], list[Any]]:
-    """Takes a test's problems and returns those of this schedule: a third, or under the schedules of slow tests all."""
-    return lambda problems: list(problems)[schedule - 1 :: SHARED] if schedule <= SHARED else list(problems)
+    """Takes a test's problems and returns those of this schedule: a third, or under the schedules
+    of slow tests all."""
+    return lambda problems: (
+        list(problems)[schedule - 1 :: SHARED] if schedule <= SHARED else list(problems)
+    )
 
 
 @pytest.fixture(scope="session")

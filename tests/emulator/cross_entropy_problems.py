@@ -25,7 +25,8 @@ def problem(
     layout: str = "contiguous",
     **keywords: Any,
 ) -> Problem:
-    """Of rows, d, classes; every gradient, but for those not `wanted`. Ignored: every third row, which holds NaN."""
+    """Of rows, d, classes; every gradient, but for those not `wanted`. Ignored: every third row,
+    which holds NaN."""
     rows, d, classes = sizes
     torch.manual_seed(rows + classes)
     x, weight = (torch.randn(n, d, dtype=F64) for n in (rows, classes))
@@ -42,12 +43,14 @@ def problem(
     return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), keywords, wanted)
 
 
-# Tiles of 128 rows and 256 classes, or 128 where these are few, steps of 64; emulated, forward takes 128 or 256 rows at a time and
-# backward 128 or more of few classes; there are two multiprocessors.
+# Tiles of 128 rows and 256 classes, or 128 where these are few, steps of 64; emulated, forward
+# takes 128 or 256 rows at a time and backward 128 or more of few classes; there are two
+# multiprocessors.
 PROBLEMS = {
     "several tiles": problem(BF16, (150, 72, 600), F32, ignored=True, label_smoothing=0.1),
     "chunks": problem(F16, (300, 24, 264), F16, reduction="sum"),
-    "weighted rows": problem(BF16, (70, 136, 520), reduction="none", label_smoothing=0.3, ignored=True),
+    "weighted rows": problem(BF16, (70, 136, 520), reduction="none", label_smoothing=0.3,
+        ignored=True),
     "led": problem(BF16, (140, 264, 520), BF16, label_smoothing=0.1),  # more steps than stages
     "half": problem(F16, (40, 40, 300), F32, ignored=True, reduction="none", ignore_index=7),
     "odd sizes": problem(BF16, (37, 33, 77), BF16, reduction="sum", label_smoothing=1.0),

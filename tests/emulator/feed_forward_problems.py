@@ -28,11 +28,13 @@ def problem(
     layout: str = "contiguous",
     **keywords: Any,
 ) -> Problem:
-    """Of rows, d, hidden, d_out: the tensors `names`, their gradients (but for those not `wanted`), biases of a dtype of their own."""
+    """Of rows, d, hidden, d_out: the tensors `names`, their gradients (but for those not `wanted`),
+    biases of a dtype of their own."""
     rows, d, hidden, out = sizes
     torch.manual_seed(rows + hidden)
     shapes = {
-        "x": (rows, d), "w1": (hidden, d), "b1": (hidden,), "w2": (out, hidden), "b2": (out,), "gate_weight": (hidden, d),
+        "x": (rows, d), "w1": (hidden, d), "b1": (hidden,), "w2": (out, hidden), "b2": (out,),
+        "gate_weight": (hidden, d),
         "gate_bias": (hidden,),
     }  # fmt: skip
     tensors = {}
@@ -44,20 +46,36 @@ def problem(
         tensors[name] = values.to(biases or dtype) if len(shapes[name]) == 1 else values.to(dtype)
     wanted = list(names if wanted is None else wanted)
     tensors["grad_out"] = torch.randn(rows, out, dtype=F64).to(dtype)
-    return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), {"activation": "relu", **keywords}, wanted)
+    return Problem(
+        dtype,
+        "zero_mean",
+        tensors,
+        dict.fromkeys(tensors, layout),
+        {"activation": "relu", **keywords},
+        wanted,
+    )
 
 
-# Tiles of 128 rows and 256 columns of hidden, 128 of each product if gated, or half as many where two blocks have too few of these.
+# Tiles of 128 rows and 256 columns of hidden, 128 of each product if gated, or half as many where
+# two blocks have too few of these.
 PROBLEMS = {
-    "relu": problem(BF16, (200, 72, 528, 40), (*WEIGHTS, *BIASES), dropout_p=0.3, dropout_seed=-(2**62) + 5),
-    "gated": problem(F16, (140, 40, 200, 72), (*WEIGHTS, *BIASES, *GATE), F32, activation="silu", dropout_p=0.5, dropout_seed=11),
-    "led": problem(BF16, (140, 264, 300, 264), (*WEIGHTS, *BIASES, *GATE), activation="gelu_tanh"),  # more steps than stages
-    "odd sizes": problem(BF16, (37, 33, 70, 17), (*WEIGHTS, *BIASES), F64, activation="gelu", recompute=True),
-    "no biases": problem(F16, (130, 64, 136, 24), (*WEIGHTS, GATE[0]), activation="gelu_tanh", recompute=True),
-    "everything dropped": problem(BF16, (20, 16, 40, 16), (*WEIGHTS, *BIASES), dropout_p=1.0, dropout_seed=1),
-    "strides": problem(BF16, (50, 24, 72, 24), (*WEIGHTS, *BIASES, *GATE), F16, layout="step", activation="gelu"),
+    "relu": problem(BF16, (200, 72, 528, 40), (*WEIGHTS, *BIASES), dropout_p=0.3,
+        dropout_seed=-(2**62) + 5),
+    "gated": problem(F16, (140, 40, 200, 72), (*WEIGHTS, *BIASES, *GATE), F32, activation="silu",
+        dropout_p=0.5, dropout_seed=11),
+    # more steps than stages
+    "led": problem(BF16, (140, 264, 300, 264), (*WEIGHTS, *BIASES, *GATE), activation="gelu_tanh"),
+    "odd sizes": problem(BF16, (37, 33, 70, 17), (*WEIGHTS, *BIASES), F64, activation="gelu",
+        recompute=True),
+    "no biases": problem(F16, (130, 64, 136, 24), (*WEIGHTS, GATE[0]), activation="gelu_tanh",
+        recompute=True),
+    "everything dropped": problem(BF16, (20, 16, 40, 16), (*WEIGHTS, *BIASES), dropout_p=1.0,
+        dropout_seed=1),
+    "strides": problem(BF16, (50, 24, 72, 24), (*WEIGHTS, *BIASES, *GATE), F16, layout="step",
+        activation="gelu"),
     "only w2": problem(F16, (20, 16, 40, 16), WEIGHTS, wanted=["w2"], activation="gelu_tanh"),
-    "only biases": problem(BF16, (300, 16, 40, 8), (*WEIGHTS, *BIASES, *GATE), wanted=["b1", "gate_bias"], activation="relu"),
+    "only biases": problem(BF16, (300, 16, 40, 8), (*WEIGHTS, *BIASES, *GATE),
+        wanted=["b1", "gate_bias"], activation="relu"),
     "one row": problem(F16, (1, 9, 1, 1), (*WEIGHTS, *BIASES), activation="silu"),
     "one of each": problem(BF16, (1, 1, 1, 1), (*WEIGHTS, *BIASES, *GATE), activation="silu"),
 }  # fmt: skip
@@ -78,7 +96,9 @@ def wrong(named: Named) -> list[str]:
 
 def differences(problem: Problem, device: str = "cpu") -> list[str]:
     """From float64, beyond the bound, of the problem's tensors on a device."""
-    moved = dataclasses.replace(problem, tensors={n: t.to(device) for n, t in problem.tensors.items()})
+    moved = dataclasses.replace(
+        problem, tensors={n: t.to(device) for n, t in problem.tensors.items()}
+    )
     try:
         results, record = fuzz_feed_forward.run(moved, "cuda")
     except (RuntimeError, AssertionError) as error:
@@ -86,4 +106,6 @@ def differences(problem: Problem, device: str = "cpu") -> list[str]:
     solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     results = {n: None if r is None else r.detach().cpu() for n, r in results.items()}
     checks = bounds.check(solution, results, problem.dtype, "zero_mean", fuzz_feed_forward.LIMITS)
-    return [str(c) for c in checks if not c.ok] + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})
+    return [str(c) for c in checks if not c.ok] + [f"ran {record}"] * (
+        {b for _, b in record} != {"cuda"}
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of the backward for sm_90a that makes all gradients at once, in any order and in the order of keys."""
+"""Problems of the backward for sm_90a that makes all gradients at once, in any order and in the
+order of keys."""
 
 from __future__ import annotations
 
@@ -12,29 +13,38 @@ from attention_problems import BF16, F16, Problem, integers, padding
 def unordered(problem: Problem) -> Problem:
     """The same by the kernel that adds d_query across blocks."""
     return problem._replace(
-        name=f"{problem.name}, unordered", keywords=lambda n: {**problem.keywords(n), "deterministic": False}
+        name=f"{problem.name}, unordered",
+        keywords=lambda n: {**problem.keywords(n), "deterministic": False},
     )
 
 
-# Several blocks of keys add to the same queries: from three places, over several heads of a group, around the end of a head's tiles.
+# Several blocks of keys add to the same queries: from three places, over several heads of a group,
+# around the end of a head's tiles.
 ANY_ORDER = (
-    Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80), lambda n: {"deterministic": False}),
-    Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128), lambda n: {"deterministic": False}),
+    Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80),
+        lambda n: {"deterministic": False}),
+    Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128),
+        lambda n: {"deterministic": False}),
     # Keys that are not there, or hidden, would weigh more than float32 holds.
-    Problem("one key, unordered", BF16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 16.0}),
+    Problem("one key, unordered", BF16, (1, 1, 1, 300, 1, 64, 64),
+        lambda n: {"deterministic": False, "scale": 16.0}),
     Problem(
         "few keys, unordered", BF16, (2, 1, 1, 300, 71, 64, 64),
-        lambda n: {"attn_mask": torch.stack([torch.arange(71) % 70 == 0, (torch.arange(71) - 63).abs() < 2])[:, None, None],
+        lambda n: {"attn_mask": torch.stack([torch.arange(71) % 70 == 0,
+            (torch.arange(71) - 63).abs() < 2])[:, None, None],
                    "deterministic": False, "scale": 32.0},
     ),
 )  # fmt: skip
-# Of many keys the same kernel, where blocks take turns: the first of a tile's blocks is that of the first key, or of a later one.
+# Of many keys the same kernel, where blocks take turns: the first of a tile's blocks is that of the
+# first key, or of a later one.
 IN_ORDER = (
     Problem("many keys in order, grouped", BF16, (1, 2, 1, 200, 1060, 128, 128), lambda n: {}),
-    Problem("many keys in order, causal", F16, (2, 1, 1, 300, 1024, 64, 64), lambda n: {"causal": "bottom_right"}),
+    Problem("many keys in order, causal", F16, (2, 1, 1, 300, 1024, 64, 64),
+        lambda n: {"causal": "bottom_right"}),
     Problem(
         "many keys in order, lengths and window", BF16, (2, 1, 1, 300, 1100, 96, 96),
-        lambda n: {"query_lengths": integers(300, 170), "key_lengths": integers(1090, 450), "window": (140, 30),
+        lambda n: {"query_lengths": integers(300, 170), "key_lengths": integers(1090, 450),
+            "window": (140, 30),
                    "causal": "bottom_right"},
     ),
     Problem(
@@ -43,7 +53,8 @@ IN_ORDER = (
     ),
     Problem(
         "many keys in order, padding", F16, (3, 1, 1, 150, 1030, 128, 128),
-        lambda n: {"attn_mask": padding(1030, (300, 1000), (0, 1030), (0, 0), holes=n(3, 1, 1, 1030))},
+        lambda n: {"attn_mask": padding(1030, (300, 1000), (0, 1030), (0, 0),
+            holes=n(3, 1, 1, 1030))},
     ),
 )  # fmt: skip
 

@@ -15,9 +15,10 @@ from pytransformer.testing.fuzz_layer_norm import Problem
 RAW_OP = "layer_norm_fwd"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
-# (op, rows, columns, x, residual, kind, dropout): short, middle and long rows of lanes, blocks of one and several warps, the kernel for any
-# with columns that are no multiple of eight and rows too wide for registers; each pair of dtypes that has kernels of its own, and one that
-# has none; more rows than blocks run at once.
+# (op, rows, columns, x, residual, kind, dropout): short, middle and long rows of lanes, blocks of
+# one and several warps, the kernel for any with columns that are no multiple of eight and rows too
+# wide for registers; each pair of dtypes that has kernels of its own, and one that has none; more
+# rows than blocks run at once.
 SHAPES = (
     ("layer_norm", 70, 64, torch.float32, None, "layer", 0.0),
     ("layer_norm", 37, 136, torch.bfloat16, None, "layer", 0.0),
@@ -36,7 +37,8 @@ SHAPES = (
 
 
 def problems() -> Iterator[Problem]:
-    """One problem for each of SHAPES, with every gradient; one with rows that are not aligned, and one of rows of two strides."""
+    """One problem for each of SHAPES, with every gradient; one with rows that are not aligned, and
+    one of rows of two strides."""
     for number, (op, rows, columns, x, residual, kind, p) in enumerate(SHAPES):
         torch.manual_seed(number)
         normal = lambda *shape, dtype=x: torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -51,8 +53,12 @@ def problems() -> Iterator[Problem]:
         keywords = {}
         if op == "add_norm":
             tensors["grad_residual_out"] = normal(rows, columns, dtype=residual or x)
-            keywords = {"kind": kind} | ({"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {})
-        problem = Problem(op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted)
+            keywords = {"kind": kind} | (
+                {"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {}
+            )
+        problem = Problem(
+            op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted
+        )
         yield problem
         if number == 0:  # rows that do not begin at a multiple of 16 bytes
             yield replace(problem, layouts=problem.layouts | {"x": "offset"})
@@ -62,7 +68,8 @@ def problems() -> Iterator[Problem]:
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
-    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels refuse."""
+    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels
+    refuse."""
     case = 0
     while count:
         problem = fuzz_layer_norm.draw(seed, case)
@@ -78,9 +85,16 @@ def wrong(problem: Problem) -> list[str]:
         results, record = fuzz_layer_norm.run(problem, "cuda")
     except (RuntimeError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
-    solution = oracle.Solution(fuzz_layer_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
+    solution = oracle.Solution(
+        fuzz_layer_norm.solve(problem, results.get("residual_out")),
+        1,
+        torch.empty(0),
+        torch.empty(0),
+    )
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
-    checks = bounds.check(solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any")
+    checks = bounds.check(
+        solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any"
+    )
     found = [str(c) for c in checks if not c.ok]
     return found + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})
 

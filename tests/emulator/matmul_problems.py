@@ -27,7 +27,8 @@ class Problem(NamedTuple):
     gap: int = 0  # elements between the rows of operands and of the result
 
 
-# Tiles of 128 x 256, or 128 x 128 for up to two wide ones, steps of 64, four stages; the emulated GPU has two multiprocessors.
+# Tiles of 128 x 256, or 128 x 128 for up to two wide ones, steps of 64, four stages; the emulated
+# GPU has two multiprocessors.
 PROBLEMS = (
     Problem("rows with rows", BF16, "nt", 200, 264, 328, bias=F32, gap=8),
     Problem("rows with columns", F16, "nn", 130, 520, 72, bias=F16),
@@ -35,7 +36,9 @@ PROBLEMS = (
     Problem("two loops", F16, "nn", 64, 72, 130, second=200),
     Problem("more tiles than blocks", BF16, "nt", 400, 520, 64, bias=BF16),
     Problem("two groups", F16, "nt", 2126, 264, 16),  # of rows of tiles
-    Problem("led", BF16, "nt", 300, 500, 384, bias=F32),  # more steps than stages, in three wide tiles a block
+    Problem(
+        "led", BF16, "nt", 300, 500, 384, bias=F32
+    ),  # more steps than stages, in three wide tiles a block
     Problem("led, columns with columns", F16, "tn", 520, 200, 256, gap=8),
     Problem("one tile", BF16, "nn", 128, 128, 320, bias=BF16),
     Problem("narrow", F16, "tn", 70, 8, 16),
@@ -48,9 +51,12 @@ def problems() -> Iterator[Problem]:
 
 
 def laid(logical: torch.Tensor, transposed: bool, gap: int) -> torch.Tensor:
-    """The same numbers in memory whose rows, or columns, begin at multiples of 16 bytes; NaN between them."""
+    """The same numbers in memory whose rows, or columns, begin at multiples of 16 bytes; NaN
+    between them."""
     t = logical.t() if transposed else logical
-    memory = torch.full((t.shape[0], -(-t.shape[1] // 8) * 8 + gap), torch.nan, dtype=t.dtype, device=t.device)
+    memory = torch.full(
+        (t.shape[0], -(-t.shape[1] // 8) * 8 + gap), torch.nan, dtype=t.dtype, device=t.device
+    )
     memory[:, : t.shape[1]] = t
     view = memory[:, : t.shape[1]]
     return view.t() if transposed else view
@@ -67,10 +73,14 @@ def operands(problem: Problem, device: str = "cpu") -> list[torch.Tensor]:
     return found
 
 
-def multiply(problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(
+    problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
     """The kernels' result with the columns behind it that its rows hold."""
     width = -(-problem.columns // 8) * 8
-    out = torch.full((problem.rows, width + problem.gap), torch.nan, dtype=problem.dtype, device=given[0].device)
+    out = torch.full(
+        (problem.rows, width + problem.gap), torch.nan, dtype=problem.dtype, device=given[0].device
+    )
     if bias is not None:
         bias = torch.cat([bias, bias.new_full((-problem.columns % 8,), torch.nan)])
     a2, b2 = given[2:] or (None, None)
@@ -78,8 +88,11 @@ def multiply(problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | N
     return out
 
 
-def compare(out: torch.Tensor, given: list[torch.Tensor], *terms: torch.Tensor | None) -> bounds.Check:
-    """Of a @ b of each pair and the terms, summed in float32 and rounded to out's dtype, with float64."""
+def compare(
+    out: torch.Tensor, given: list[torch.Tensor], *terms: torch.Tensor | None
+) -> bounds.Check:
+    """Of a @ b of each pair and the terms, summed in float32 and rounded to out's dtype, with
+    float64."""
     exact = size = torch.zeros((), dtype=torch.float64, device=given[0].device)
     for a, b in zip(given[::2], given[1::2]):
         exact, size = exact + a.double() @ b.double(), size + a.double().abs() @ b.double().abs()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages, beside the same keys in one piece: the backend "cuda" gives the same bits. A GPU runs them too."""
+"""Keys and values in pages, beside the same keys in one piece: the backend "cuda" gives the same
+bits. A GPU runs them too."""
 
 from __future__ import annotations
 
@@ -30,17 +31,37 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def inputs(
-    lq: int, page_size: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu"
+    lq: int,
+    page_size: int,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...] = LENGTHS,
+    device: str = "cpu",
 ) -> tuple[Tensor, Pools, Tensor]:
-    """Queries, pools in an order of memory that in_pages draws, NaN wherever nobody may read, and lengths."""
+    """Queries, pools in an order of memory that in_pages draws, NaN wherever nobody may read, and
+    lengths."""
     batch, lk, n = len(lengths), max(lengths), torch.tensor(lengths, device=device)
-    query, key, value = draw(batch, 4, lq, 16), draw(batch, 2, lk, 16, seed=1), draw(batch, 2, lk, 24, seed=2)
+    query, key, value = (
+        draw(batch, 4, lq, 16),
+        draw(batch, 2, lk, 16, seed=1),
+        draw(batch, 2, lk, 24, seed=2),
+    )
     query, key, value = (t.to(device, dtype) for t in (query, key, value))
     return query, in_pages(key, value, n, page_size, seed=page_size), n
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return pt.attention(query, key, value, key_lengths=lengths, **options, return_lse=True, backend="cuda", strict=True)
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return pt.attention(
+        query,
+        key,
+        value,
+        key_lengths=lengths,
+        **options,
+        return_lse=True,
+        backend="cuda",
+        strict=True,
+    )
 
 
 def same(query: Tensor, pools: Pools, lengths: Tensor, **options: Any) -> bool:
@@ -61,9 +82,17 @@ def clamped(query: Tensor, pools: Pools, lengths: Tensor) -> bool:
 
 
 def problems(device: str = "cpu") -> Iterator[Problem]:
-    yield Problem("pages of 16, tiles of queries", lambda: same(*inputs(40, 16, BF16, device=device)))
-    yield Problem("pages of 7, tiles of queries", lambda: same(*inputs(40, 7, F32, device=device), causal="bottom_right"))
-    yield Problem("pages of 16, split", lambda: same(*inputs(1, 16, BF16, (400, 3, 260), device), causal="bottom_right"))
+    yield Problem(
+        "pages of 16, tiles of queries", lambda: same(*inputs(40, 16, BF16, device=device))
+    )
+    yield Problem(
+        "pages of 7, tiles of queries",
+        lambda: same(*inputs(40, 7, F32, device=device), causal="bottom_right"),
+    )
+    yield Problem(
+        "pages of 16, split",
+        lambda: same(*inputs(1, 16, BF16, (400, 3, 260), device), causal="bottom_right"),
+    )
     yield Problem("entries outside the pool", lambda: clamped(*inputs(40, 16, F16, device=device)))
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a module of problems with a fault planted in the kernels, in a process of its own.
 
-A server imports torch once and forks a process for each run, which loads the emulator's library with PYTRANSFORMER_FAULT set: a fault costs
+A server imports torch once and forks a process for each run, which loads the emulator's library
+with PYTRANSFORMER_FAULT set: a fault costs
 no compiling and no start of Python, and may crash or hang.
 """
 
@@ -26,18 +27,32 @@ def _server() -> ForkServerContext:
 
 
 def found(
-    library: Path, problems: str, fault: str, schedule: int, problem: str = "", path: str = "portable", **environment: str
+    library: Path,
+    problems: str,
+    fault: str,
+    schedule: int,
+    problem: str = "",
+    path: str = "portable",
+    **environment: str,
 ) -> str:
-    """What a module of problems tells of the library with this fault planted; nothing if it finds nothing wrong.
+    """What a module of problems tells of the library with this fault planted; nothing if it finds
+    nothing wrong.
 
-    fault: a name of text_faults.py, or a call site (csrc/emulator/sites.h). path: PYTRANSFORMER_CUDA_PATH.
+    fault: a name of text_faults.py, or a call site (csrc/emulator/sites.h). path:
+    PYTRANSFORMER_CUDA_PATH.
 
     Raises:
         RuntimeError: the run crashed, or took too long.
     """
-    environment |= {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": path, "PYTRANSFORMER_FAULT": fault}
+    environment |= {
+        "PYTRANSFORMER_EMULATE": str(library),
+        "PYTRANSFORMER_CUDA_PATH": path,
+        "PYTRANSFORMER_FAULT": fault,
+    }
     receiver, sender = _server().Pipe(duplex=False)
-    process = _server().Process(target=send_first_wrong, args=(sender, environment, problems, schedule, problem))
+    process = _server().Process(
+        target=send_first_wrong, args=(sender, environment, problems, schedule, problem)
+    )
     process.start()
     sender.close()
     try:

@@ -26,31 +26,55 @@ def _rows(name: str, dtype: torch.dtype, shape: tuple[int, ...], turned: int, **
         tensors["weight"] = 1 + _normal(dim, dtype=more["weight"])
     wanted = list(tensors)
     for table in ("cos", "sin"):
-        tensors[table] = _normal(more.get("tables", batch), length, turned, dtype=more.get("table", F32))
+        tensors[table] = _normal(
+            more.get("tables", batch), length, turned, dtype=more.get("table", F32)
+        )
     tensors["grad_out"] = _normal(*shape, dtype=dtype)
     layouts = dict.fromkeys(tensors, "contiguous") | more.get("layouts", {})
     return Named(name, Problem("rotary", dtype, "zero_mean", tensors, layouts, keywords, wanted))
 
 
-def _step(name: str, dtype: torch.dtype, dims: tuple[int, int], page: int | None, **more: Any) -> Named:
+def _step(
+    name: str, dtype: torch.dtype, dims: tuple[int, int], page: int | None, **more: Any
+) -> Named:
     """append_kv of two sequences, one key of which is padding."""
     batch, heads, kv, length, room = 2, 3, 2, 5, 12
     dim, value_dim = dims
-    tensors = {"query": _normal(batch, heads, length, dim, dtype=dtype), "key": _normal(batch, kv, length, dim, dtype=dtype)}
+    tensors = {
+        "query": _normal(batch, heads, length, dim, dtype=dtype),
+        "key": _normal(batch, kv, length, dim, dtype=dtype),
+    }
     tensors |= {"value": _normal(batch, kv, length, value_dim, dtype=dtype)}
-    tensors |= {n: 1 + _normal(dim, dtype=F32) for n in ("q_norm", "k_norm")[: more.get("norms", 0)]}
+    tensors |= {
+        n: 1 + _normal(dim, dtype=F32) for n in ("q_norm", "k_norm")[: more.get("norms", 0)]
+    }
     positions = torch.stack([torch.randperm(room)[:length] for _ in range(batch)])
     positions[1, 2] = -1
     tensors["positions"] = positions
-    keywords = {"base": 100.0, "dims": more["turned"], "interleaved": False} if "turned" in more else {}
+    keywords = (
+        {"base": 100.0, "dims": more["turned"], "interleaved": False} if "turned" in more else {}
+    )
     first, rows = batch, room
     if page is not None:
         pages = room // page
         first, rows = batch * pages + 1, page
-        tensors["page_table"] = torch.randperm(first)[: batch * pages].view(batch, pages).to(more["table"])
+        tensors["page_table"] = (
+            torch.randperm(first)[: batch * pages].view(batch, pages).to(more["table"])
+        )
     for cache, columns in (("key_cache", dim), ("value_cache", value_dim)):
         tensors[cache] = torch.full((first, kv, rows, columns), FILL, dtype=dtype)
-    return Named(name, Problem("append_kv", dtype, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, []))
+    return Named(
+        name,
+        Problem(
+            "append_kv",
+            dtype,
+            "zero_mean",
+            tensors,
+            dict.fromkeys(tensors, "contiguous"),
+            keywords,
+            [],
+        ),
+    )
 
 
 def _normal(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -58,12 +82,22 @@ def _normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def problems() -> Iterator[Named]:
-    """Whole rows of 4 to 32 lanes, in both layouts and each dtype, with idle lanes, with more rows than blocks run at once; rows of any
+    """Whole rows of 4 to 32 lanes, in both layouts and each dtype, with idle lanes, with more rows
+    than blocks run at once; rows of any
     kind; caches in one piece and in pages by tables of both dtypes."""
     torch.manual_seed(0)
     yield _rows("halves", F32, (1, 2, 5, 64), 64)
     yield _rows("norm", BF16, (2, 3, 25, 128), 128, weight=F16, table=BF16, eps=0.1)
-    yield _rows("interleaved", F16, (2, 2, 3, 80), 40, weight=F32, interleaved=True, weight_offset=1.0, tables=1)
+    yield _rows(
+        "interleaved",
+        F16,
+        (2, 2, 3, 80),
+        40,
+        weight=F32,
+        interleaved=True,
+        weight_offset=1.0,
+        tables=1,
+    )
     yield _rows("wide", F32, (1, 1, 3, 496), 32, weight=F32)
     yield _rows("any", BF16, (2, 2, 9, 66), 10, weight=BF16, eps=0.1, interleaved=True)
     yield _rows("any halves", F32, (1, 3, 4, 130), 86, weight=F32)
@@ -76,7 +110,8 @@ def problems() -> Iterator[Named]:
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
-    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels refuse."""
+    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels
+    refuse."""
     case = 0
     while count:
         problem = fuzz_rotary.draw(seed, case)
@@ -89,6 +124,8 @@ def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
 def wrong(problem: Named | Problem) -> list[str]:
     """What is wrong with the backend "cuda" on this problem."""
     try:
-        return fuzz_rotary.judge(problem.problem if isinstance(problem, Named) else problem, "cuda", False)[1]
+        return fuzz_rotary.judge(
+            problem.problem if isinstance(problem, Named) else problem, "cuda", False
+        )[1]
     except (RuntimeError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]

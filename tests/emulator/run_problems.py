@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a module's problems in the emulator, one after another: for planted faults, and for variants of the kernels.
+"""Runs a module's problems in the emulator, one after another: for planted faults, and for variants
+of the kernels.
 
 PYTRANSFORMER_EMULATE=<library> python tests/emulator/run_problems.py MODULE SCHEDULE [PROBLEM]
 
-Prints the first thing wrong and exits with 3 (1 is what Python exits with if it is the script that fails). PROBLEM: the only one to run.
+Prints the first thing wrong and exits with 3 (1 is what Python exits with if it is the script that
+fails). PROBLEM: the only one to run.
 """
 
 from __future__ import annotations
@@ -26,16 +28,22 @@ PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch
 
 def first_wrong(module: str, schedule: int, only: str = "") -> str:
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory, the library's scratch too, is filled with NaN
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # fresh memory, the library's scratch too, is filled with NaN
     script = importlib.import_module(module)
-    assert (reason := cuda_library.why_not(script.RAW_OP, torch.device("cpu"))) is None, reason  # loads the library
+    assert (reason := cuda_library.why_not(script.RAW_OP, torch.device("cpu"))) is None, (
+        reason
+    )  # loads the library
     torch.ops.pytransformer_C.emulator_schedule(schedule)
     problems = (problem for problem in script.problems() if not only or problem.name == only)
     wrong = ((problem, script.wrong(problem)) for problem in problems)
     return next((f"{problem}\n{found[0]}" for problem, found in wrong if found), "")
 
 
-def send_first_wrong(sender: Connection, environment: dict[str, str], module: str, schedule: int, only: str) -> None:
+def send_first_wrong(
+    sender: Connection, environment: dict[str, str], module: str, schedule: int, only: str
+) -> None:
     os.environ.update(environment)
     sender.send(first_wrong(module, schedule, only))
 

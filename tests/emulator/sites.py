@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults at the calls of ptx functions, and for each the problem that finds it.
 
-    python tests/emulator/sites.py          finds problems for faults that sites.json does not have yet: 12 minutes and more
+    python tests/emulator/sites.py          finds problems for faults that sites.json does not have
+                                            yet: 12 minutes and more
     python tests/emulator/sites.py --all    finds all again: 40 minutes
 
-The emulator makes a call at one place in the sources wrong (csrc/emulator/sites.h): it leaves the call out, shifts an address or flips a
-parity. sites.json names each fault by instruction, file and the text of the line, so that code may move. It gives the problem that finds
+The emulator makes a call at one place in the sources wrong (csrc/emulator/sites.h): it leaves the
+call out, shifts an address or flips a
+parity. sites.json names each fault by instruction, file and the text of the line, so that code may
+move. It gives the problem that finds
 the fault, or the reason why none does.
 """
 
@@ -71,12 +74,17 @@ class SiteFault(NamedTuple):
     def planted(self) -> str | None:
         """PYTRANSFORMER_FAULT, or None if the file has no such line."""
         places = lines(self.file)
-        return f"{self.fault}@{self.file}:{places.index(self.text) + 1}" if self.text in places else None
+        return (
+            f"{self.fault}@{self.file}:{places.index(self.text) + 1}"
+            if self.text in places
+            else None
+        )
 
 
 @functools.cache
 def lines(file: str) -> list[str]:
-    """The lines of a file below csrc/, without indentation; the second of the same text ends in " #2"."""
+    """The lines of a file below csrc/, without indentation; the second of the same text ends in "
+    #2"."""
     seen, found = Counter[str](), []
     for line in (planted.CSRC / file).read_text().splitlines():
         seen[text := line.strip()] += 1
@@ -93,7 +101,10 @@ def parsed(text: str) -> SiteFault:
 def entries() -> dict[SiteFault, Run | str]:
     """sites.json: the problem that finds each fault, or why none does."""
     read = json.loads(LISTED.read_text()) if LISTED.is_file() else {}
-    return {parsed(name): found if isinstance(found, str) else Run(*found) for name, found in read.items()}
+    return {
+        parsed(name): found if isinstance(found, str) else Run(*found)
+        for name, found in read.items()
+    }
 
 
 def listed() -> dict[SiteFault, Run]:
@@ -108,19 +119,25 @@ def reached(library: Path, run: Run) -> tuple[set[SiteFault], float]:
     """The faults of all calls that the problem makes, and the seconds it takes."""
     with tempfile.TemporaryDirectory() as folder:
         record, start = Path(folder) / "sites", time.monotonic()
-        wrong = planted.found(library, run.problems, "", 1, run.problem, run.path, PYTRANSFORMER_SITES=str(record))
+        wrong = planted.found(
+            library, run.problems, "", 1, run.problem, run.path, PYTRANSFORMER_SITES=str(record)
+        )
         assert not wrong, f"{run}: {wrong}"
         took, found = time.monotonic() - start, set[SiteFault]()
         for line in record.read_text().splitlines() if record.is_file() else ():
             place, rest = line.split(" ", 1)
             instruction, faults = rest.rsplit(" ", 1)
             file, number = place.rsplit(":", 1)
-            found |= {SiteFault(file, instruction, lines(file)[int(number) - 1], fault) for fault in faults.split(",")}
+            found |= {
+                SiteFault(file, instruction, lines(file)[int(number) - 1], fault)
+                for fault in faults.split(",")
+            }
     return found, took
 
 
 def finds(library: Path, fault: SiteFault, run: Run, schedule: int = 1) -> bool:
-    """Return True if the problem shows the fault: by a message, a wrong number, or a process that ends or hangs."""
+    """Return True if the problem shows the fault: by a message, a wrong number, or a process that
+    ends or hangs."""
     place = fault.planted()
     assert place is not None, f"the sources have no such line: {fault}"
     try:
@@ -131,25 +148,41 @@ def finds(library: Path, fault: SiteFault, run: Run, schedule: int = 1) -> bool:
 
 def problems() -> Iterator[Run]:
     for module, path in RUNS:
-        names = dict.fromkeys(getattr(problem, "name", "") for problem in importlib.import_module(module).problems())
+        names = dict.fromkeys(
+            getattr(problem, "name", "") for problem in importlib.import_module(module).problems()
+        )
         yield from (Run(module, path, name) for name in names)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, default=LIBRARY, help="the emulated library, as tests/emulator built it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--library",
+        type=Path,
+        default=LIBRARY,
+        help="the emulated library, as tests/emulator built it",
+    )
     parser.add_argument("--all", action="store_true", help="look for every fault again")
     arguments = parser.parse_args()
     known = {} if arguments.all else entries()
     by_fault: dict[SiteFault, list[tuple[float, Run]]] = defaultdict(list)
     with ThreadPoolExecutor(2) as pool:
-        for run, (faults, took) in _with_progress(pool, lambda run: reached(arguments.library, run), list(problems())):
+        for run, (faults, took) in _with_progress(
+            pool, lambda run: reached(arguments.library, run), list(problems())
+        ):
             for fault in faults:
                 by_fault[fault].append((took, run))
         kept = {fault: run for fault, run in known.items() if fault in by_fault}
         missing = sorted(set(by_fault) - set(kept))
         search = lambda fault: next(
-            (run for _, run in sorted(by_fault[fault])[:TRIED] if finds(arguments.library, fault, run)), None
+            (
+                run
+                for _, run in sorted(by_fault[fault])[:TRIED]
+                if finds(arguments.library, fault, run)
+            ),
+            None,
         )
         for fault, run in _with_progress(pool, search, missing):
             kept[fault] = run or TO_EXPLAIN
@@ -165,7 +198,9 @@ def write(found: dict[SiteFault, Run | str]) -> None:
     LISTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _with_progress(pool: ThreadPoolExecutor, function: Callable[[Any], Any], items: list[Any]) -> Iterator[tuple[Any, Any]]:
+def _with_progress(
+    pool: ThreadPoolExecutor, function: Callable[[Any], Any], items: list[Any]
+) -> Iterator[tuple[Any, Any]]:
     for number, (item, result) in enumerate(zip(items, pool.map(function, items)), 1):
         if number % 20 == 0:
             print(f"{number} of {len(items)}", flush=True)

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 import attention_problems
 import torch
-from attention_problems import BF16, F16, Problem, alibi, arguments, by_blocks, in_blocks, integers, padding, t5
+from attention_problems import (
+    BF16,
+    F16,
+    Problem,
+    alibi,
+    arguments,
+    by_blocks,
+    in_blocks,
+    integers,
+    padding,
+    t5,
+)
 from fused_problems import IN_ORDER, any_order
 
 import pytransformer as pt
@@ -21,13 +32,15 @@ def some(t: torch.Tensor) -> torch.Tensor:
     return t.masked_fill(hidden, -torch.inf)
 
 
-# Blocks of 128 rows, in forward also of 192; tiles of 128 streamed rows, 64 or 96 in some passes. More tiles than the emulated GPU has
-# multiprocessors, and full attention, give persistent blocks. Head sizes of each class, whole and not.
+# Blocks of 128 rows, in forward also of 192; tiles of 128 streamed rows, 64 or 96 in some passes.
+# More tiles than the emulated GPU has multiprocessors, and full attention, give persistent blocks.
+# Head sizes of each class, whole and not.
 BOTH_WAYS = (
     Problem("grouped", BF16, (1, 2, 1, 150, 300, 64, 64), lambda n: {}),
     Problem("full", F16, (1, 2, 2, 200, 140, 128, 128), lambda n: {}),
     Problem("causal", BF16, (1, 1, 1, 300, 300, 128, 128), lambda n: {"causal": "top_left"}),
-    # Three consumers: several tiles of 192 queries and a tail, of which one has no rows; heads in groups; persistent blocks, and not.
+    # Three consumers: several tiles of 192 queries and a tail, of which one has no rows; heads in
+    # groups; persistent blocks, and not.
     Problem("three consumers", BF16, (1, 4, 2, 440, 300, 64, 64), lambda n: {}),
     Problem(
         "three consumers, causal", F16, (2, 2, 2, 330, 400, 40, 64),
@@ -35,34 +48,41 @@ BOTH_WAYS = (
     ),
     Problem(
         "three consumers, lengths and window", BF16, (2, 2, 1, 360, 290, 64, 64),
-        lambda n: {"query_lengths": integers(330, 200), "key_lengths": integers(290, 150), "window": (140, 60),
+        lambda n: {"query_lengths": integers(330, 200), "key_lengths": integers(290, 150),
+            "window": (140, 60),
                    "causal": "bottom_right"},
     ),
-    Problem("causal, grouped", F16, (1, 4, 2, 150, 180, 40, 40), lambda n: {"causal": "bottom_right"}),
+    Problem("causal, grouped", F16, (1, 4, 2, 150, 180, 40, 40),
+        lambda n: {"causal": "bottom_right"}),
     Problem(
         "lengths", BF16, (3, 1, 1, 130, 300, 64, 64),
         lambda n: {"query_lengths": integers(130, 40, 60), "key_lengths": integers(300, 77, 0)},
     ),
     Problem(
         "lengths and window", BF16, (2, 1, 1, 200, 300, 96, 96),
-        lambda n: {"query_lengths": integers(200, 130), "key_lengths": integers(290, 150), "window": (40, 30),
+        lambda n: {"query_lengths": integers(200, 130), "key_lengths": integers(290, 150),
+            "window": (40, 30),
                    "causal": "bottom_right"},
     ),
     Problem("window", F16, (2, 1, 1, 140, 150, 64, 64), lambda n: {"window": (50, None)}),
-    Problem("prefix", BF16, (2, 1, 1, 150, 200, 64, 64), lambda n: {"causal": "top_left", "prefix_lengths": integers(100, 10)}),
+    Problem("prefix", BF16, (2, 1, 1, 150, 200, 64, 64),
+        lambda n: {"causal": "top_left", "prefix_lengths": integers(100, 10)}),
     Problem("weights of all sizes", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 2.0}),
     Problem("one tile", BF16, (1, 1, 1, 40, 40, 72, 72), lambda n: {"scale": 0.05}),
-    # lse beyond 2^24, of which float32 has even numbers alone: weights made from it are more than 1.
+    # lse beyond 2^24, of which float32 has even numbers alone: weights made from it are more than
+    # 1.
     Problem("large scores", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 1e6}),
 )  # fmt: skip
-# In the backward consumers share 64 keys: several tiles of these, persistent and not; weights from one consumer to the other.
+# In the backward consumers share 64 keys: several tiles of these, persistent and not; weights from
+# one consumer to the other.
 WIDE = (
     Problem("wide", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {}),
     Problem("wide, grouped", BF16, (1, 2, 1, 150, 330, 256, 256), lambda n: {}),
     Problem("wide, causal", BF16, (1, 1, 1, 200, 200, 200, 256), lambda n: {"causal": "top_left"}),
     Problem(
         "wide, lengths and window", F16, (2, 2, 1, 200, 210, 248, 200),
-        lambda n: {"query_lengths": integers(200, 75), "key_lengths": integers(190, 100), "window": (60, 40),
+        lambda n: {"query_lengths": integers(200, 75), "key_lengths": integers(190, 100),
+            "window": (60, 40),
                    "causal": "bottom_right"},
     ),
     Problem("wide, large scores", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {"scale": 5e5}),
@@ -70,54 +90,70 @@ WIDE = (
 )  # fmt: skip
 # Panels that query and key have not, or value, or none of them, of each class.
 UNLIKE = (
-    Problem("192 and 128", BF16, (1, 2, 1, 140, 150, 192, 128), lambda n: {"causal": "bottom_right"}),
+    Problem("192 and 128", BF16, (1, 2, 1, 140, 150, 192, 128),
+        lambda n: {"causal": "bottom_right"}),
     Problem("160", F16, (1, 1, 1, 70, 200, 160, 160), lambda n: {"window": (90, 90)}),
     Problem("32 and 256", F16, (1, 1, 1, 40, 100, 32, 256), lambda n: {}),
     Problem("128 and 40", BF16, (1, 2, 2, 140, 150, 128, 40), lambda n: {"causal": "top_left"}),
-    Problem("64 and 128, ALiBi", F16, (1, 2, 1, 130, 150, 64, 128), lambda n: {"bias": alibi(n, 2), "key_lengths": integers(140)}),
-    Problem("72 and 16, mask", BF16, (1, 1, 1, 40, 160, 72, 16), lambda n: {"attn_mask": n(40, 160) > 0}),
+    Problem("64 and 128, ALiBi", F16, (1, 2, 1, 130, 150, 64, 128),
+        lambda n: {"bias": alibi(n, 2), "key_lengths": integers(140)}),
+    Problem("72 and 16, mask", BF16, (1, 1, 1, 40, 160, 72, 16),
+        lambda n: {"attn_mask": n(40, 160) > 0}),
 )  # fmt: skip
-# With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that some tiles are wholly beyond, or none.
+# With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that
+# some tiles are wholly beyond, or none.
 TERMS = (
-    Problem("sinks", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"sinks": torch.tensor([1.5, 20.0]), "causal": "bottom_right"}),
+    Problem("sinks", BF16, (1, 2, 1, 140, 200, 64, 64),
+        lambda n: {"sinks": torch.tensor([1.5, 20.0]), "causal": "bottom_right"}),
     Problem(
         "sinks, wide", F16, (2, 2, 2, 70, 150, 128, 256),
-        lambda n: {"sinks": torch.tensor([-2.0, -torch.inf]), "causal": "bottom_right", "query_lengths": integers(70, 50),
+        lambda n: {"sinks": torch.tensor([-2.0, -torch.inf]), "causal": "bottom_right",
+            "query_lengths": integers(70, 50),
                    "key_lengths": integers(150, 20)},
     ),
-    Problem("softcap", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
-    Problem("ALiBi", BF16, (1, 2, 1, 130, 260, 128, 128), lambda n: {"causal": "bottom_right", "bias": alibi(n, 2)}),
+    Problem("softcap", BF16, (1, 2, 1, 140, 200, 64, 64),
+        lambda n: {"softcap": 3.0, "scale": -0.3}),
+    Problem("ALiBi", BF16, (1, 2, 1, 130, 260, 128, 128),
+        lambda n: {"causal": "bottom_right", "bias": alibi(n, 2)}),
     Problem(
         "ALiBi, lengths", F16, (2, 2, 2, 140, 150, 40, 40),
-        lambda n: {"bias": alibi(n, 2), "query_lengths": integers(140, 90), "key_lengths": integers(40, 150)},
+        lambda n: {"bias": alibi(n, 2), "query_lengths": integers(140, 90),
+            "key_lengths": integers(40, 150)},
     ),
-    Problem("T5, dropout", F16, (1, 2, 2, 140, 250, 64, 64), lambda n: {"bias": t5(n, 2, True), "dropout_p": 0.3, "dropout_seed": 77}),
+    Problem("T5, dropout", F16, (1, 2, 2, 140, 250, 64, 64),
+        lambda n: {"bias": t5(n, 2, True), "dropout_p": 0.3, "dropout_seed": 77}),
     Problem(
         "T5 of one direction, softcap", BF16, (1, 2, 1, 200, 220, 128, 128),
-        lambda n: {"bias": t5(n, 2, False, 300, 32), "causal": "bottom_right", "softcap": 4.0, "query_lengths": integers(170)},
+        lambda n: {"bias": t5(n, 2, False, 300, 32), "causal": "bottom_right", "softcap": 4.0,
+            "query_lengths": integers(170)},
     ),
     Problem(
         "dropout", BF16, (2, 2, 1, 130, 200, 72, 96),
-        lambda n: {"dropout_p": 0.5, "dropout_seed": -(2**40), "window": (60, 40), "key_lengths": integers(200, 77)},
+        lambda n: {"dropout_p": 0.5, "dropout_seed": -(2**40), "window": (60, 40),
+            "key_lengths": integers(200, 77)},
     ),
     Problem(
         "softcap, dropout", BF16, (2, 2, 1, 130, 200, 72, 96),
-        lambda n: {"dropout_p": 0.5, "dropout_seed": 3, "window": (60, 40), "key_lengths": integers(200, 77), "softcap": 20.0},
+        lambda n: {"dropout_p": 0.5, "dropout_seed": 3, "window": (60, 40),
+            "key_lengths": integers(200, 77), "softcap": 20.0},
     ),
     Problem(
         "dropout, grouped", F16, (1, 4, 2, 200, 260, 64, 64),
         lambda n: {"dropout_p": 0.2, "dropout_seed": 5, "causal": "top_left"},
     ),
-    Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
+    Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256),
+        lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
     Problem(
         "wide, T5, dropout", F16, (1, 1, 1, 130, 200, 200, 256),
         lambda n: {"bias": t5(n, 1, True), "dropout_p": 0.3, "dropout_seed": 7},
     ),
     Problem(
         "wide, ALiBi", BF16, (2, 2, 1, 140, 150, 256, 192),
-        lambda n: {"bias": alibi(n, 2), "query_lengths": integers(140, 90), "key_lengths": integers(40, 150), "softcap": 5.0},
+        lambda n: {"bias": alibi(n, 2), "query_lengths": integers(140, 90),
+            "key_lengths": integers(40, 150), "softcap": 5.0},
     ),
-    Problem("wide, ALiBi, grouped", F16, (1, 2, 1, 70, 80, 256, 256), lambda n: {"bias": alibi(n, 2)}),
+    Problem("wide, ALiBi, grouped", F16, (1, 2, 1, 70, 80, 256, 256),
+        lambda n: {"bias": alibi(n, 2)}),
     Problem(
         "wide, T5 of one direction", BF16, (1, 2, 1, 200, 220, 256, 256),
         lambda n: {"bias": t5(n, 2, False, 300, 32), "causal": "top_left"},
@@ -139,16 +175,19 @@ PADDING = (
     ),
     Problem(
         "holes, 128", F16, (2, 1, 1, 140, 290, 128, 96),
-        lambda n: {"attn_mask": padding(290, (0, 290), holes=n(290)), "key_lengths": integers(290, 150)},
+        lambda n: {"attn_mask": padding(290, (0, 290), holes=n(290)),
+            "key_lengths": integers(290, 150)},
     ),
     # With a left window queries in the midst of holes see nothing.
     Problem(
         "holes and window", BF16, (1, 1, 1, 200, 200, 64, 64),
-        lambda n: {"attn_mask": (torch.arange(200) < 60) | (torch.arange(200) >= 150), "window": (20, 10)},
+        lambda n: {"attn_mask": (torch.arange(200) < 60) | (torch.arange(200) >= 150),
+            "window": (20, 10)},
     ),
     Problem(
         "holes and left window", F16, (2, 1, 1, 70, 200, 128, 128),
-        lambda n: {"attn_mask": padding(200, (0, 200), (40, 180), holes=n(2, 1, 1, 200)), "window": (50, None)},
+        lambda n: {"attn_mask": padding(200, (0, 200), (40, 180), holes=n(2, 1, 1, 200)),
+            "window": (50, None)},
     ),
     Problem(
         "wide heads, holes", BF16, (2, 1, 1, 70, 140, 256, 256),
@@ -156,128 +195,168 @@ PADDING = (
     ),
     Problem(
         "holes, T5, dropout", F16, (2, 1, 1, 130, 150, 128, 128),
-        lambda n: {"attn_mask": padding(150, (0, 150), (7, 130), holes=n(150)), "bias": t5(n, 1, True),
+        lambda n: {"attn_mask": padding(150, (0, 150), (7, 130), holes=n(150)),
+            "bias": t5(n, 1, True),
                    "dropout_p": 0.3, "dropout_seed": 3},
     ),
     Problem(
         "holes, ALiBi, softcap", BF16, (1, 2, 2, 130, 260, 64, 64),
-        lambda n: {"attn_mask": padding(260, (100, 250), holes=n(260)), "bias": alibi(n, 2), "softcap": 5.0,
+        lambda n: {"attn_mask": padding(260, (100, 250), holes=n(260)), "bias": alibi(n, 2),
+            "softcap": 5.0,
                    "causal": "bottom_right"},
     ),
 )  # fmt: skip
-# And beside elementwise masks. These, and the backward of all of them, recompute what met NaN: so they run without it, too.
+# And beside elementwise masks. These, and the backward of all of them, recompute what met NaN: so
+# they run without it, too.
 PADDED_LOOKUPS = (
     Problem(
         "holes and bias", F16, (2, 1, 1, 40, 264, 128, 128),
-        lambda n: {"attn_mask": padding(264, (0, 250), (140, 264), holes=n(264)), "bias": n(1, 1, 40, 264).half()},
+        lambda n: {"attn_mask": padding(264, (0, 250), (140, 264), holes=n(264)),
+            "bias": n(1, 1, 40, 264).half()},
     ),
     Problem(
         "wide, holes and segments", BF16, (1, 1, 1, 60, 200, 256, 256),
-        lambda n: {"attn_mask": padding(200, (10, 190), holes=n(200)), "query_segments": torch.arange(60)[None] // 40,
+        lambda n: {"attn_mask": padding(200, (10, 190), holes=n(200)),
+            "query_segments": torch.arange(60)[None] // 40,
                    "key_segments": torch.arange(200)[None] // 120},
     ),
     Problem(
         "holes and segments", BF16, (1, 1, 1, 60, 200, 64, 64),
-        lambda n: {"attn_mask": padding(200, (10, 190), holes=n(200)), "query_segments": torch.arange(60)[None] // 40,
+        lambda n: {"attn_mask": padding(200, (10, 190), holes=n(200)),
+            "query_segments": torch.arange(60)[None] // 40,
                    "key_segments": torch.arange(200)[None] // 120},
     ),
 )  # fmt: skip
 # What is looked up pair by pair, in backward a visit's pairs as bits.
 LOOKUPS = (
     # Boolean masks: 16 keys a load, or one by one; of every broadcast shape.
-    Problem("mask", BF16, (2, 1, 1, 150, 272, 64, 64), lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
+    Problem("mask", BF16, (2, 1, 1, 150, 272, 64, 64),
+        lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
     Problem(
         "mask of heads", F16, (2, 2, 2, 40, 160, 128, 128),
-        lambda n: {"attn_mask": n(1, 2, 40, 160) > 0.5, "key_lengths": integers(160, 77), "query_lengths": integers(30, 40)},
+        lambda n: {"attn_mask": n(1, 2, 40, 160) > 0.5, "key_lengths": integers(160, 77),
+            "query_lengths": integers(30, 40)},
     ),
-    Problem("mask, odd", BF16, (1, 2, 2, 40, 271, 128, 128), lambda n: {"attn_mask": n(1, 2, 40, 271) > 0, "window": (10, None)}),
-    Problem("mask, transposed", F16, (1, 1, 1, 130, 144, 64, 64), lambda n: {"attn_mask": (n(1, 1, 144, 130) > 0).mT}),
-    Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
-    Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64), lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
-    # Keys that nobody sees hold NaN: tiles are recomputed, of several sequences, more than blocks do it, and of several queries.
-    Problem("hidden keys", BF16, (6, 1, 1, 40, 300, 64, 64), lambda n: {"attn_mask": (n(6, 1, 1, 300) > -0.5).repeat(1, 1, 40, 1)}),
+    Problem("mask, odd", BF16, (1, 2, 2, 40, 271, 128, 128),
+        lambda n: {"attn_mask": n(1, 2, 40, 271) > 0, "window": (10, None)}),
+    Problem("mask, transposed", F16, (1, 1, 1, 130, 144, 64, 64),
+        lambda n: {"attn_mask": (n(1, 1, 144, 130) > 0).mT}),
+    Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64),
+        lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
+    Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64),
+        lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
+    # Keys that nobody sees hold NaN: tiles are recomputed, of several sequences, more than blocks
+    # do it, and of several queries.
+    Problem("hidden keys", BF16, (6, 1, 1, 40, 300, 64, 64),
+        lambda n: {"attn_mask": (n(6, 1, 1, 300) > -0.5).repeat(1, 1, 40, 1)}),
     Problem(
         "hidden keys, dropout", F16, (1, 1, 1, 130, 150, 128, 128),
-        lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3, "dropout_seed": 3},
+        lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3,
+            "dropout_seed": 3},
     ),
-    # A key and a query that nobody sees, in the last head; the window keeps them from the first tiles: few flags are raised.
+    # A key and a query that nobody sees, in the last head; the window keeps them from the first
+    # tiles: few flags are raised.
     Problem(
         "one hidden key", BF16, (2, 2, 2, 300, 300, 64, 64),
-        lambda n: {"attn_mask": (torch.arange(4).view(2, 2, 1, 1) < 3) | (torch.arange(300) != 290) & (torch.arange(300) != 290)[:, None],
+        lambda n: {"attn_mask": (torch.arange(4).view(2, 2, 1,
+            1) < 3) | (torch.arange(300) != 290) & (torch.arange(300) != 290)[:, None],
                    "window": (20, 20)},
     ),
     # Of 136 tiles in each pass, for each of which one of a few blocks asks, the last is recomputed.
     Problem(
         "the last of many heads", BF16, (34, 4, 4, 33, 20, 64, 64),
-        lambda n: {"attn_mask": (torch.arange(34 * 4).view(34, 4, 1, 1) < 135) | (torch.arange(20) != 7)},
+        lambda n: {"attn_mask": (torch.arange(34 * 4).view(34, 4, 1,
+            1) < 135) | (torch.arange(20) != 7)},
     ),
-    Problem("mask and T5", F16, (1, 1, 1, 40, 160, 128, 128), lambda n: {"attn_mask": n(1, 1, 40, 160) > 0, "bias": t5(n, 1, True)}),
+    Problem("mask and T5", F16, (1, 1, 1, 40, 160, 128, 128),
+        lambda n: {"attn_mask": n(1, 1, 40, 160) > 0, "bias": t5(n, 1, True)}),
     Problem(
         "segments", BF16, (2, 1, 1, 150, 200, 64, 64),
-        lambda n: {"query_segments": torch.arange(150).expand(2, -1) // 40, "key_segments": torch.arange(200).expand(2, -1) // 50},
+        lambda n: {"query_segments": torch.arange(150).expand(2, -1) // 40,
+            "key_segments": torch.arange(200).expand(2, -1) // 50},
     ),
     Problem(
         "segments and causal", F16, (1, 1, 1, 140, 140, 128, 128),
-        lambda n: {"query_segments": torch.arange(140)[None] // 45 * 2**40, "key_segments": torch.arange(140)[None] // 45 * 2**40,
+        lambda n: {"query_segments": torch.arange(140)[None] // 45 * 2**40,
+            "key_segments": torch.arange(140)[None] // 45 * 2**40,
                    "causal": "top_left"},
     ),
     Problem(
         "segments, window, dropout", BF16, (2, 2, 1, 60, 150, 40, 40),
-        lambda n: {"query_segments": (n(2, 60) > 0).long(), "key_segments": (n(2, 150) > 0).long(), "window": (20, 90),
+        lambda n: {"query_segments": (n(2, 60) > 0).long(), "key_segments": (n(2, 150) > 0).long(),
+            "window": (20, 90),
                    "dropout_p": 0.3, "dropout_seed": 11},
     ),
     Problem(
         "mask and segments", F16, (1, 2, 1, 130, 160, 64, 64),
-        lambda n: {"attn_mask": n(1, 2, 130, 160) > -0.5, "query_segments": torch.arange(130)[None] // 70,
+        lambda n: {"attn_mask": n(1, 2, 130, 160) > -0.5,
+            "query_segments": torch.arange(130)[None] // 70,
                    "key_segments": torch.arange(160)[None] // 70, "softcap": 3.0},
     ),
-    # Floating masks and biases whose rows are copied, of 16 bits and of 32; some rows see nothing, some pairs are -inf.
+    # Floating masks and biases whose rows are copied, of 16 bits and of 32; some rows see nothing,
+    # some pairs are -inf.
     Problem(
         "bf16 mask", BF16, (1, 2, 2, 130, 272, 128, 128),
-        lambda n: {"attn_mask": some(n(1, 1, 130, 272)).to(BF16), "causal": "top_left", "dropout_p": 0.2, "dropout_seed": 5},
+        lambda n: {"attn_mask": some(n(1, 1, 130, 272)).to(BF16), "causal": "top_left",
+            "dropout_p": 0.2, "dropout_seed": 5},
     ),
-    Problem("window and bias", F16, (1, 1, 1, 140, 140, 64, 64), lambda n: {"bias": n(1, 140), "window": (10, None)}),
+    Problem("window and bias", F16, (1, 1, 1, 140, 140, 64, 64),
+        lambda n: {"bias": n(1, 140), "window": (10, None)}),
     Problem(
         "mask and bias", BF16, (1, 2, 1, 140, 160, 64, 64),
         lambda n: {"attn_mask": n(1, 1, 140, 160) > 0, "bias": n(1, 1, 160).to(BF16)},
     ),
     Problem(
-        "rows of f16 bias", F16, (2, 2, 1, 40, 264, 64, 64), lambda n: {"bias": n(1, 2, 40, 264).half(), "softcap": 3.0},
+        "rows of f16 bias", F16, (2, 2, 1, 40, 264, 64, 64),
+        lambda n: {"bias": n(1, 2, 40, 264).half(), "softcap": 3.0},
     ),
     Problem(
         "rows of f32 mask", BF16, (2, 4, 2, 70, 140, 64, 64),
-        lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": alibi(n, 4), "key_lengths": integers(140, 90)},
+        lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": alibi(n, 4),
+            "key_lengths": integers(140, 90)},
     ),
-    Problem("rows of f32 bias", F16, (1, 1, 1, 130, 272, 128, 128), lambda n: {"bias": n(1, 1, 130, 272), "window": (250, 60)}),
+    Problem("rows of f32 bias", F16, (1, 1, 1, 130, 272, 128, 128),
+        lambda n: {"bias": n(1, 1, 130, 272), "window": (250, 60)}),
     Problem(
         "rows of finfo.min", F16, (1, 1, 1, 140, 140, 64, 64),
         lambda n: {"attn_mask": torch.full((140, 140), -torch.inf).masked_fill(
-            (n(140, 140) > 0) & (torch.arange(140) % 50 != 7)[:, None], torch.finfo(torch.float32).min)},
+            (n(140, 140) > 0) & (torch.arange(140) % 50 != 7)[:, None],
+            torch.finfo(torch.float32).min)},
     ),
     Problem(
         "large rows", BF16, (1, 1, 1, 130, 140, 128, 128),
         lambda n: {"attn_mask": 3e4 * n(1, 1, 130, 1).expand(1, 1, 130, 140) + n(1, 1, 130, 140)},
     ),
-    Problem("f16 bias", F16, (2, 2, 1, 40, 260, 64, 64), lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
-    Problem("f32 bias", F16, (1, 1, 1, 130, 270, 128, 128), lambda n: {"bias": n(1, 1, 130, 270), "window": (250, 60)}),
+    Problem("f16 bias", F16, (2, 2, 1, 40, 260, 64, 64),
+        lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
+    Problem("f32 bias", F16, (1, 1, 1, 130, 270, 128, 128),
+        lambda n: {"bias": n(1, 1, 130, 270), "window": (250, 60)}),
     # Rows that begin anywhere.
     Problem(
         "odd bf16 mask", BF16, (2, 2, 1, 71, 151, 128, 128),
-        lambda n: {"attn_mask": some(n(2, 2, 71, 151)).to(BF16), "causal": "bottom_right", "dropout_p": 0.2, "dropout_seed": 4},
+        lambda n: {"attn_mask": some(n(2, 2, 71, 151)).to(BF16), "causal": "bottom_right",
+            "dropout_p": 0.2, "dropout_seed": 4},
     ),
-    Problem("odd f16 bias of keys", F16, (2, 2, 2, 140, 77, 64, 64), lambda n: {"bias": n(2, 2, 1, 77).half()}),
-    Problem("odd f32 bias", BF16, (1, 2, 2, 130, 141, 64, 64), lambda n: {"bias": n(1, 2, 130, 141), "key_lengths": integers(120)}),
-    Problem("wide, hidden keys", BF16, (2, 1, 1, 40, 150, 248, 256), lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 40, 1)}),
-    Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
-    Problem("wide, hidden queries", BF16, (2, 2, 1, 140, 70, 192, 256), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
+    Problem("odd f16 bias of keys", F16, (2, 2, 2, 140, 77, 64, 64),
+        lambda n: {"bias": n(2, 2, 1, 77).half()}),
+    Problem("odd f32 bias", BF16, (1, 2, 2, 130, 141, 64, 64),
+        lambda n: {"bias": n(1, 2, 130, 141), "key_lengths": integers(120)}),
+    Problem("wide, hidden keys", BF16, (2, 1, 1, 40, 150, 248, 256),
+        lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 40, 1)}),
+    Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208),
+        lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
+    Problem("wide, hidden queries", BF16, (2, 2, 1, 140, 70, 192, 256),
+        lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
     Problem(
         "wide, segments", BF16, (2, 2, 1, 140, 200, 256, 256),
-        lambda n: {"query_segments": torch.arange(140).expand(2, -1) // 45, "key_segments": torch.arange(200).expand(2, -1) // 60,
+        lambda n: {"query_segments": torch.arange(140).expand(2, -1) // 45,
+            "key_segments": torch.arange(200).expand(2, -1) // 60,
                    "causal": "bottom_right"},
     ),
     Problem(
         "rows and T5", BF16, (1, 2, 1, 140, 144, 64, 64),
-        lambda n: {"attn_mask": some(n(1, 1, 140, 144)).index_fill(-1, integers(5, 60), -torch.inf).half(), "bias": t5(n, 2, True),
+        lambda n: {"attn_mask": some(n(1, 1, 140, 144)).index_fill(-1, integers(5, 60),
+            -torch.inf).half(), "bias": t5(n, 2, True),
                    "dropout_p": 0.2, "dropout_seed": 6},
     ),
 )  # fmt: skip
@@ -285,56 +364,73 @@ LOOKUPS = (
 FORWARD = (
     # Wide heads: elementwise masks beside a score_mod.
     Problem(
-        "192 and 64, mask, softcap", F16, (1, 2, 2, 40, 144, 192, 64), lambda n: {"attn_mask": n(2, 40, 144) > 0, "softcap": 4.0},
+        "192 and 64, mask, softcap", F16, (1, 2, 2, 40, 144, 192, 64),
+        lambda n: {"attn_mask": n(2, 40, 144) > 0, "softcap": 4.0},
     ),
     Problem(
         "wide, bf16 mask and bias", BF16, (1, 2, 2, 130, 140, 256, 256),
-        lambda n: {"attn_mask": some(n(1, 1, 130, 140)).to(BF16), "bias": n(2, 130, 140), "softcap": 4.0},
+        lambda n: {"attn_mask": some(n(1, 1, 130, 140)).to(BF16), "bias": n(2, 130, 140),
+            "softcap": 4.0},
     ),
     Problem(
         "wide, f32 mask, dropout", F16, (1, 1, 1, 40, 150, 256, 256),
         lambda n: {"attn_mask": some(n(1, 1, 40, 150)), "dropout_p": 0.3, "dropout_seed": 3},
     ),
     # Block masks, and a dense one that is listed; blocks of one tile and of two.
-    Problem("blocks", BF16, (1, 2, 1, 300, 520, 64, 64), lambda n: {"attn_mask": in_blocks(n, (1, 2, 300, 520), 128, 128)}),
+    Problem("blocks", BF16, (1, 2, 1, 300, 520, 64, 64),
+        lambda n: {"attn_mask": in_blocks(n, (1, 2, 300, 520), 128, 128)}),
     Problem(
         "blocks, causal, ALiBi", F16, (2, 2, 2, 150, 540, 128, 128),
-        lambda n: {"attn_mask": in_blocks(n, (2, 1, 150, 540), 128, 256), "causal": "bottom_right", "window": (400, None),
-                   "key_lengths": integers(540, 300), "bias": alibi(n, 2), "dropout_p": 0.2, "dropout_seed": 4},
+        lambda n: {"attn_mask": in_blocks(n, (2, 1, 150, 540), 128, 256), "causal": "bottom_right",
+            "window": (400, None),
+                   "key_lengths": integers(540, 300), "bias": alibi(n, 2), "dropout_p": 0.2,
+                   "dropout_seed": 4},
     ),
-    Problem("blocks, wide", BF16, (1, 1, 1, 140, 300, 256, 200), lambda n: {"attn_mask": in_blocks(n, (1, 1, 140, 300), 256, 128)}),
+    Problem("blocks, wide", BF16, (1, 1, 1, 140, 300, 256, 200),
+        lambda n: {"attn_mask": in_blocks(n, (1, 1, 140, 300), 256, 128)}),
     Problem(
         "listed, T5", F16, (1, 2, 1, 300, 410, 128, 128),
-        lambda n: {"attn_mask": by_blocks(n, (1, 1, 300, 410)), "bias": t5(n, 2, True), "sinks": n(2)},
+        lambda n: {"attn_mask": by_blocks(n, (1, 1, 300, 410)), "bias": t5(n, 2, True),
+            "sinks": n(2)},
     ),
-    # Floating masks and biases one by one, and two of them; some rows see nothing, some pairs are -inf.
+    # Floating masks and biases one by one, and two of them; some rows see nothing, some pairs are
+    # -inf.
     Problem(
         "f32 mask and bias", BF16, (2, 2, 2, 70, 140, 64, 64),
-        lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": n(2, 70, 140), "key_lengths": integers(140, 90)},
+        lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": n(2, 70, 140),
+            "key_lengths": integers(140, 90)},
     ),
     Problem(
         "f64 mask, odd bias", BF16, (1, 2, 2, 40, 151, 128, 128),
         lambda n: {"attn_mask": some(n(1, 1, 40, 151)).double(), "bias": n(2, 1, 151).to(BF16)},
     ),
-    Problem("transposed bias", F16, (1, 2, 1, 136, 40, 64, 64), lambda n: {"bias": n(2, 40, 136).mT, "window": (90, 90)}),
-    Problem("wide, odd bias", BF16, (1, 1, 1, 40, 151, 200, 256), lambda n: {"bias": n(40, 151).to(BF16)}),
+    Problem("transposed bias", F16, (1, 2, 1, 136, 40, 64, 64),
+        lambda n: {"bias": n(2, 40, 136).mT, "window": (90, 90)}),
+    Problem("wide, odd bias", BF16, (1, 1, 1, 40, 151, 200, 256),
+        lambda n: {"bias": n(40, 151).to(BF16)}),
     Problem("bias of queries", F16, (1, 2, 2, 140, 30, 64, 64), lambda n: {"bias": n(2, 140, 1)}),
     Problem(
         "finfo.min", F16, (1, 1, 1, 40, 140, 64, 64),
-        lambda n: {"attn_mask": torch.full((40, 140), -torch.inf).masked_fill((n(40, 140) > 0) & (torch.arange(40) != 7)[:, None],
+        lambda n: {"attn_mask": torch.full((40, 140),
+            -torch.inf).masked_fill((n(40, 140) > 0) & (torch.arange(40) != 7)[:, None],
                                                                               torch.finfo(torch.float32).min),
                    "bias": torch.full((1, 140), torch.finfo(torch.float32).min)},
     ),
 )  # fmt: skip
-# Gradients of masks and biases: several parts a block, tiles of keys that are seen or not, sums over sequences, heads, both or neither.
-# Other problems have such gradients too, stored in pairs or one by one; those that are sums over queries or keys are the portable kernels'.
+# Gradients of masks and biases: several parts a block, tiles of keys that are seen or not, sums
+# over sequences, heads, both or neither.
+# Other problems have such gradients too, stored in pairs or one by one; those that are sums over
+# queries or keys are the portable kernels'.
 DENSE = (
     Problem(
         "gradient of all heads", BF16, (3, 2, 1, 270, 304, 64, 64),
-        lambda n: {"bias": n(1, 1, 270, 304), "key_lengths": integers(304, 77, 0), "causal": "bottom_right"},
+        lambda n: {"bias": n(1, 1, 270, 304), "key_lengths": integers(304, 77, 0),
+            "causal": "bottom_right"},
     ),
-    Problem("gradient of each head", F16, (2, 2, 2, 140, 136, 128, 72), lambda n: {"attn_mask": some(n(2, 2, 140, 136)).half()}),
-    Problem("gradient of sequences", BF16, (2, 4, 2, 40, 200, 96, 128), lambda n: {"attn_mask": n(2, 1, 40, 200).to(BF16), "softcap": 3.0}),
+    Problem("gradient of each head", F16, (2, 2, 2, 140, 136, 128, 72),
+        lambda n: {"attn_mask": some(n(2, 2, 140, 136)).half()}),
+    Problem("gradient of sequences", BF16, (2, 4, 2, 40, 200, 96, 128),
+        lambda n: {"attn_mask": n(2, 1, 40, 200).to(BF16), "softcap": 3.0}),
 )  # fmt: skip
 
 
@@ -342,7 +438,19 @@ FUSED = any_order((*BOTH_WAYS, *PADDING[:4]))
 
 
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *WIDE, *UNLIKE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *DENSE, *FUSED, *IN_ORDER)
+    yield from (
+        *BOTH_WAYS,
+        *WIDE,
+        *UNLIKE,
+        *TERMS,
+        *PADDING,
+        *PADDED_LOOKUPS,
+        *LOOKUPS,
+        *FORWARD,
+        *DENSE,
+        *FUSED,
+        *IN_ORDER,
+    )
 
 
 def gradients(problem: Problem, schedule: int) -> list[torch.Tensor]:
@@ -357,7 +465,10 @@ def gradients(problem: Problem, schedule: int) -> list[torch.Tensor]:
 def wrong(problem: Problem) -> list[str]:
     """What is wrong with the kernels for sm_90a on this problem."""
     args, keywords = arguments(problem)
-    products, by_warps = [torch.ops.pytransformer_C.emulator_products()], torch.ops.pytransformer_C.emulator_products(True)
+    products, by_warps = (
+        [torch.ops.pytransformer_C.emulator_products()],
+        torch.ops.pytransformer_C.emulator_products(True),
+    )
     try:
         pt.attention(*args, **keywords, backend="cuda", strict=True)
     except RuntimeError as error:
@@ -373,7 +484,9 @@ def wrong(problem: Problem) -> list[str]:
         first, *others = (gradients(problem, schedule) for schedule in range(1, 5))
         if not all(torch.equal(a, b) for other in others for a, b in zip(first, other)):
             found.append("bits that differ from run to run")
-    for told in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split("; "):  # nothing without _C
+    for told in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split(
+        "; "
+    ):  # nothing without _C
         left = ("d_query", "d_key") if problem in FORWARD else ()
         if "portable" in told and "the gradient is a sum" not in told and not told.startswith(left):
             found.append(told)

@@ -23,7 +23,9 @@ def problems() -> Iterator[Problem]:
     yield Problem("sequences and heads", lambda: check_slices("cuda"))
     # By the kernels for sm_90a, from bits that were made before; packed, drawn in each pass.
     yield Problem("sequences and heads, bits", lambda: check_slices("cuda", torch.bfloat16))
-    yield Problem("sequences and heads, packed", lambda: check_slices("cuda", torch.bfloat16, packed=True))
+    yield Problem(
+        "sequences and heads, packed", lambda: check_slices("cuda", torch.bfloat16, packed=True)
+    )
     yield Problem("rows", lambda: check_norm_starts("cuda", 33))
     yield Problem("hidden", lambda: check_hidden_starts("cuda", (32,), torch.bfloat16))
 

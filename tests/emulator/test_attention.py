@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen by the backend "cuda", the kernels run in the emulator, through the public API."""
+"""attention and attention_varlen by the backend "cuda", the kernels run in the emulator, through
+the public API."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import pytransformer as pt
 from pytransformer.ops._core import fast_path
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
-from pytransformer.testing.attention_check import check_attention, check_no_sequences, check_packed, check_slices, check_starts
+from pytransformer.testing.attention_check import (
+    check_attention,
+    check_no_sequences,
+    check_packed,
+    check_slices,
+    check_starts,
+)
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
@@ -32,7 +39,11 @@ def test_every_path(share: Share) -> None:
 
 def test_random_problems(schedule: int, share: Share) -> None:
     """Guarded and poisoned memory, every keyword, packed and padded, equal bits twice."""
-    cases = [n for n in range(schedule * 1000, schedule * 1000 + FUZZ_CASES) if draw(FUZZ_SEED, n).dtype != torch.float64]
+    cases = [
+        n
+        for n in range(schedule * 1000, schedule * 1000 + FUZZ_CASES)
+        if draw(FUZZ_SEED, n).dtype != torch.float64
+    ]
     report = fuzz("attention", ["cuda"], FUZZ_SEED, share(cases), stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
@@ -54,32 +65,50 @@ def test_packed_case(case: Case, schedule: int) -> None:
 
 
 @pytest.mark.parametrize("query_start, key_start", [(0, 0), (70, 45), (2**27, 2**27 - 40)])
-@pytest.mark.parametrize("dtype, path", [(torch.bfloat16, "portable"), (torch.float32, "portable"), (torch.bfloat16, "sm90")])
+@pytest.mark.parametrize(
+    "dtype, path",
+    [(torch.bfloat16, "portable"), (torch.float32, "portable"), (torch.bfloat16, "sm90")],
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_dropout_mask(
-    dtype: torch.dtype, path: str, query_start: int, key_start: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    path: str,
+    query_start: int,
+    key_start: int,
+    padded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit the reference's mask in each pass, wherever the tensors lie in the sequence, and whatever padding hides.
+    """Bit for bit the reference's mask in each pass, wherever the tensors lie in the sequence, and
+    whatever padding hides.
 
-    With zero queries all weights of a row are equal: value the identity shows them in out, a gradient of ones in d_value, and as
+    With zero queries all weights of a row are equal: value the identity shows them in out, a
+    gradient of ones in d_value, and as
     their share of delta in d_query, whose keys are the identity too.
     """
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
-    visible = attention_problems.padding(num_keys, (3, 90), (0, 85), holes=torch.arange(num_keys) % 7) if padded else None
+    visible = (
+        attention_problems.padding(num_keys, (3, 90), (0, 85), holes=torch.arange(num_keys) % 7)
+        if padded
+        else None
+    )
     eye = torch.eye(num_keys, dtype=dtype).expand(2, heads, -1, -1)
     query = torch.zeros(2, heads, num_queries, num_keys, dtype=dtype)
-    a, _, _ = attention_op.prepare(query, eye, eye, attn_mask=visible, dropout_p=p, dropout_seed=seed)
+    a, _, _ = attention_op.prepare(
+        query, eye, eye, attn_mask=visible, dropout_p=p, dropout_seed=seed
+    )
     a = a._replace(query_start=query_start, key_start=key_start)
     keep = keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start)
     keep = keep if visible is None else keep & visible
     out, lse = attention_op.fwd(*a, "cuda", True)
     assert torch.equal(out != 0, keep)
-    # d_value[j, c] = the weight of query c for key j, if the gradient of out picks query c in column c.
+    # d_value[j, c] = the weight of query c for key j, if the gradient of out picks query c in
+    # column c.
     grad = torch.eye(num_queries, num_keys, dtype=dtype).expand(2, heads, -1, -1)
     gradients = attention_op.bwd(grad, None, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
     assert torch.equal(gradients[2][..., :num_queries].mT != 0, keep)
-    # With delta taken off by a gradient of lse, d_query[i, j] = scale * weight * keep * keep_scale * grad[i, j].
+    # With delta taken off by a gradient of lse, d_query[i, j] = scale * weight * keep * keep_scale
+    # * grad[i, j].
     ones = torch.ones_like(query)
     delta = (out.double() * ones.double()).sum(-1).float()
     gradients = attention_op.bwd(ones, delta, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
@@ -88,7 +117,9 @@ def test_dropout_mask(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
-def test_slices(dtype: torch.dtype, path: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices(
+    dtype: torch.dtype, path: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     check_slices("cuda", dtype, packed)
 
@@ -101,7 +132,8 @@ def test_starts(causal: str, mask: str) -> None:
 
 @pytest.mark.parametrize("path", ["portable", "sm90"])
 def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 visible keys of 700 cost as many products as 128 of 128, before or behind, forward and backward; what the rest holds, none."""
+    """128 visible keys of 700 cost as many products as 128 of 128, before or behind, forward and
+    backward; what the rest holds, none."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, n, 64).bfloat16() for n in (40, 700, 700))
@@ -117,11 +149,22 @@ def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatc
         inputs = [t.requires_grad_() for t in inputs]
         before = [torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)]
         with fast_path.off():  # whose second call of a kind computes twice, to record it
-            out = pt.attention(*inputs, attn_mask=attention_problems.padding(size, (start, start + 128)), backend="cuda")
+            out = pt.attention(
+                *inputs,
+                attn_mask=attention_problems.padding(size, (start, start + 128)),
+                backend="cuda",
+            )
             gradients = torch.autograd.grad(out.float().square().sum(), inputs)
-        counts.append([torch.ops.pytransformer_C.emulator_products(warps) - n for warps, n in zip((False, True), before)])
+        counts.append(
+            [
+                torch.ops.pytransformer_C.emulator_products(warps) - n
+                for warps, n in zip((False, True), before)
+            ]
+        )
         results.append([out, gradients[0], *(g[:, :, start : start + 128] for g in gradients[1:])])
-        assert all(g.count_nonzero() == g[:, :, start : start + 128].count_nonzero() for g in gradients[1:])
+        assert all(
+            g.count_nonzero() == g[:, :, start : start + 128].count_nonzero() for g in gradients[1:]
+        )
     assert counts[0] == counts[1] == counts[2] and sum(counts[0])
     for first, *others in zip(*results):
         assert all(torch.equal(first, other) for other in others)
@@ -130,7 +173,11 @@ def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatc
 def test_a_sequence_gives_the_same_bits_alone() -> None:
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(2, 2, 45, 40, dtype=torch.bfloat16) for _ in range(4))
-    keywords = {"causal": "bottom_right", "bias": pt.AlibiBias(torch.tensor([0.1, 0.3])), "backend": "cuda"}
+    keywords = {
+        "causal": "bottom_right",
+        "bias": pt.AlibiBias(torch.tensor([0.1, 0.3])),
+        "backend": "cuda",
+    }
     results = []
     for sequences in (slice(2), slice(1)):
         inputs = [t[sequences].clone().requires_grad_() for t in (query, key, value)]
@@ -141,7 +188,8 @@ def test_a_sequence_gives_the_same_bits_alone() -> None:
 
 
 def test_what_hidden_rows_hold_reaches_nothing() -> None:
-    """NaN in keys and values that a mask hides, in padding, and in rows of queries and gradients that see nothing."""
+    """NaN in keys and values that a mask hides, in padding, and in rows of queries and gradients
+    that see nothing."""
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(1, 1, 40, 64, dtype=torch.bfloat16) for _ in range(4))
     mask = torch.rand(1, 1, 40, 40) > 0.3
@@ -155,14 +203,17 @@ def test_what_hidden_rows_hold_reaches_nothing() -> None:
         upstream = grad.clone()
         upstream[..., 9, :] = upstream[..., 35:, :] = hidden
         inputs = [t.requires_grad_() for t in inputs]
-        out = pt.attention(*inputs, attn_mask=mask, query_lengths=lengths, key_lengths=lengths, backend="cuda")
+        out = pt.attention(
+            *inputs, attn_mask=mask, query_lengths=lengths, key_lengths=lengths, backend="cuda"
+        )
         results.append([out, *torch.autograd.grad(out, inputs, upstream)])
     for clean, poisoned in zip(*results):
         assert torch.equal(clean, poisoned) and bool(clean.isfinite().all())
 
 
 def test_one_operand_alone_is_copied() -> None:
-    """Of float32 a head size of 20 is whole multiples of 16 bytes: a copy of query, which is not aligned, has as many columns as key."""
+    """Of float32 a head size of 20 is whole multiples of 16 bytes: a copy of query, which is not
+    aligned, has as many columns as key."""
     query, key, value = (torch.randn(1, 1, 30, 20) for _ in range(3))
     shifted = torch.cat([query, query[..., :1]], -1).roll(1, -1)[..., 1:]
     check_attention((shifted, key, value), {}, "cuda")
@@ -172,7 +223,9 @@ def test_zero_sizes() -> None:
     for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
         inputs = [t.requires_grad_() for t in (query, key, torch.zeros(1, 1, 1, 1))]
-        out, lse = pt.attention(query, key, key, attn_mask=inputs[2], return_lse=True, backend="cuda")
+        out, lse = pt.attention(
+            query, key, key, attn_mask=inputs[2], return_lse=True, backend="cuda"
+        )
         assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
         for grad in torch.autograd.grad(out.sum(), inputs):
             assert not grad.count_nonzero()
@@ -199,7 +252,9 @@ def test_the_edge_checks_what_kernels_rely_on() -> None:
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     assert cuda_library.why_not("attention_fwd", query.device) is None
     shared = [*[None] * 21, False, 0, 0, -1, -1, 0, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
-    call = lambda q, o: cuda_library.call("attention_fwd", q.device, q, query, query, o, lse, *shared)
+    call = lambda q, o: cuda_library.call(
+        "attention_fwd", q.device, q, query, query, o, lse, *shared
+    )
     call(query, out)
     with pytest.raises(RuntimeError, match="out has the wrong shape"):
         call(query, torch.zeros(1, 2, 4, 8))

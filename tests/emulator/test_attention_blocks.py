@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks by the backend "cuda", in the emulator: what they cost, whose lists are read, what is refused. Values and gradients:
+"""Block masks by the backend "cuda", in the emulator: what they cost, whose lists are read, what is
+refused. Values and gradients:
 attention_problems.py and the fuzzer."""
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def results(inputs: list[Tensor], **keywords: Any) -> list[Tensor]:
 
 def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
     """The same, and how many matrix products ran."""
-    count = lambda: sum(torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True))
+    count = lambda: sum(
+        torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)
+    )
     before = count()
     with fast_path.off():  # whose second call of a kind computes twice, to record it
         found = results(inputs, **keywords)
@@ -47,14 +50,17 @@ def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
 
 
 def test_blocks_that_nobody_sees_cost_nothing() -> None:
-    """Two documents as whole blocks give the bits of two sequences, for as many products, whatever other blocks hold."""
+    """Two documents as whole blocks give the bits of two sequences, for as many products, whatever
+    other blocks hold."""
     torch.manual_seed(0)
     inputs = [normal(2, 1, 128, 32) for _ in range(3)]
     ids = torch.arange(256) // 128
     mask = pt.BlockMask.from_dense(ids[:, None] == ids, block_size=128)
     assert mask.share == 0.5
     joined = [t.transpose(0, 1).flatten(1, 2)[None] for t in inputs]
-    apart, fewest = products(inputs, bias=pt.AlibiBias(torch.zeros(1)))  # the kernels with score_mod
+    apart, fewest = products(
+        inputs, bias=pt.AlibiBias(torch.zeros(1))
+    )  # the kernels with score_mod
     together, made = products(joined, attn_mask=mask)
     assert made == fewest > 0
     for one, two in zip(together, apart):
@@ -69,7 +75,8 @@ def test_blocks_that_nobody_sees_cost_nothing() -> None:
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize(("size", "forward"), [(128, True), ((128, 64), False)])
 def test_on_sm90a(size: Any, forward: bool) -> None:
-    """Its own kernels walk the lists in forward, where a tile lies within one block; else the portable ones do."""
+    """Its own kernels walk the lists in forward, where a tile lies within one block; else the
+    portable ones do."""
     generator = torch.Generator().manual_seed(1)
     rows, keys = (size, size) if isinstance(size, int) else size
     mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 300, 520), rows, keys)
@@ -79,14 +86,20 @@ def test_on_sm90a(size: Any, forward: bool) -> None:
     before = count()
     out = pt.attention(*leaves, attn_mask=mask, backend="cuda", strict=True)
     assert (count() > before) == forward
-    found = {"out": out, **dict(zip(("query", "key", "value"), torch.autograd.grad(out, leaves, grad_out)))}
-    solution = oracle.solve(*(t.detach() for t in leaves), grad_out, None, attn_mask=mask.to_dense())
+    found = {
+        "out": out,
+        **dict(zip(("query", "key", "value"), torch.autograd.grad(out, leaves, grad_out))),
+    }
+    solution = oracle.solve(
+        *(t.detach() for t in leaves), grad_out, None, attn_mask=mask.to_dense()
+    )
     assert not [str(c) for c in bounds.check(solution, found, BF16, "zero_mean") if not c.ok]
 
 
 @pytest.mark.usefixtures("sm90")
 def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
-    """Forward of two documents as whole blocks has the bits of two sequences, for as many products of warpgroups."""
+    """Forward of two documents as whole blocks has the bits of two sequences, for as many products
+    of warpgroups."""
     torch.manual_seed(0)
     inputs = [normal(2, 1, 256, 32) for _ in range(3)]
     ids = torch.arange(512) // 256
@@ -104,7 +117,9 @@ def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
             found.append(pt.attention(*given, **keywords, backend="cuda", strict=True))
             made.append(count() - before)
     assert made[0] == made[1] == made[2] > 0
-    assert torch.equal(found[1], found[0].transpose(0, 1).flatten(1, 2)[None]) and torch.equal(found[1], found[2])
+    assert torch.equal(found[1], found[0].transpose(0, 1).flatten(1, 2)[None]) and torch.equal(
+        found[1], found[2]
+    )
 
 
 def test_an_empty_mask() -> None:
@@ -121,7 +136,9 @@ def test_wrong_lists_read_nothing_outside(problem: block_list_problems.Problem) 
 
 def test_flex_masks() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    made = flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 150), None, None, 300, 300, device="cpu")
+    made = flex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 150), None, None, 300, 300, device="cpu"
+    )
     inputs = [normal(1, 1, 300, 32, dtype=torch.float32) for _ in range(3)]
     keywords = {"causal": "top_left", "window": (149, None)}
     for ours, want in zip(results(inputs, attn_mask=made), results(inputs, **keywords)):
@@ -129,16 +146,23 @@ def test_flex_masks() -> None:
 
 
 def test_other_masks_of_the_same_kind() -> None:
-    """A mask's tensors are read anew in each call: nothing that the fast path recorded of one is used for another."""
+    """A mask's tensors are read anew in each call: nothing that the fast path recorded of one is
+    used for another."""
     generator = torch.Generator().manual_seed(1)
-    masks = [in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 2, 140, 260), 128, 64) for _ in range(2)]
+    masks = [
+        in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 2, 140, 260), 128, 64)
+        for _ in range(2)
+    ]
     inputs = [normal(1, 2, n, 64) for n in (140, 260, 260)]
     wanted = []
     with fast_path.off():
         wanted = [results(inputs, attn_mask=mask) for mask in masks]
     for _ in range(3):
         for mask, want in zip(masks, wanted):
-            assert all(torch.equal(ours, their) for ours, their in zip(results(inputs, attn_mask=mask), want))
+            assert all(
+                torch.equal(ours, their)
+                for ours, their in zip(results(inputs, attn_mask=mask), want)
+            )
     assert not torch.equal(wanted[0][0], wanted[1][0])
 
 
@@ -146,9 +170,17 @@ def test_other_masks_of_the_same_kind() -> None:
 
 
 def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
-    query, mask = torch.zeros(1, 1, 300, head_dim, dtype=dtype), torch.ones(300, 300, dtype=torch.bool).tril()
+    query, mask = (
+        torch.zeros(1, 1, 300, head_dim, dtype=dtype),
+        torch.ones(300, 300, dtype=torch.bool).tril(),
+    )
     return pt.explain(
-        "attention", query, query, query, attn_mask=pt.BlockMask.from_dense(mask, block_size=size), backend="cuda"
+        "attention",
+        query,
+        query,
+        query,
+        attn_mask=pt.BlockMask.from_dense(mask, block_size=size),
+        backend="cuda",
     )
 
 
@@ -166,17 +198,27 @@ def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
         (32, torch.float32, 256, None),
     ],
 )
-def test_blocks_smaller_than_a_tile(size: Any, dtype: torch.dtype, head_dim: int, least: str | None) -> None:
+def test_blocks_smaller_than_a_tile(
+    size: Any, dtype: torch.dtype, head_dim: int, least: str | None
+) -> None:
     reason = explained(size, dtype, head_dim).reasons["cuda"]
-    assert reason is None if least is None else f"{least} pairs or more" in reason and "block_size of 128" in reason
+    assert (
+        reason is None
+        if least is None
+        else f"{least} pairs or more" in reason and "block_size of 128" in reason
+    )
 
 
 def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("66.7% of the 9 blocks of 128 x 128 pairs run" in note for note in explained(128).notes)
+    assert any(
+        "66.7% of the 9 blocks of 128 x 128 pairs run" in note for note in explained(128).notes
+    )
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
     (note,) = (note for note in explained(128).notes if note.startswith("cuda:"))
     assert (
-        "forward by the kernels for sm_90a; d_query by the portable kernels: block masks are lists" in note and "66.7%" in note
+        "forward by the kernels for sm_90a; d_query by the portable kernels: block masks are lists"
+        in note
+        and "66.7%" in note
     )
 
 
@@ -208,7 +250,16 @@ def test_the_edge_checks_shapes() -> None:
             0.0,
             0.0,
         ]
-        cuda_library.call("attention_fwd", query.device, query, query, query, torch.empty_like(query), lse, *shared)
+        cuda_library.call(
+            "attention_fwd",
+            query.device,
+            query,
+            query,
+            query,
+            torch.empty_like(query),
+            lse,
+            *shared,
+        )
 
     call()
     for message, wrong in {
@@ -216,8 +267,12 @@ def test_the_edge_checks_shapes() -> None:
         r"offsets of a block mask": {"key_offsets": mask.blocks.key_offsets.repeat(1, 3, 1)},
         r"must be contiguous int32": {"entries": mask.blocks.entries.long()},
         r"entries of a block mask": {"key_entries": mask.blocks.key_entries.flatten()},
-        r"blocks of 64 x 128 pairs; wanted 128 x 64 or more": {"bits": mask.blocks.bits[:, :64].contiguous()},
-        r"blocks of 96 x 128 pairs; wanted powers of two": {"bits": mask.blocks.bits[:, :96].contiguous()},
+        r"blocks of 64 x 128 pairs; wanted 128 x 64 or more": {
+            "bits": mask.blocks.bits[:, :64].contiguous()
+        },
+        r"blocks of 96 x 128 pairs; wanted powers of two": {
+            "bits": mask.blocks.bits[:, :96].contiguous()
+        },
         r"goes with no other mask": {"dense": dense},
         r"a key_start that is a multiple of 32": {"key_start": 40},
     }.items():
@@ -228,8 +283,11 @@ def test_the_edge_checks_shapes() -> None:
 # ---- random problems
 
 
-def test_random_problems_with_block_masks(schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves nothing."""
+def test_random_problems_with_block_masks(
+    schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves
+    nothing."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     fits = lambda problem: problem.block_size and problem.dtype != torch.float64
     found = share([n for n, problem in drawn if fits(problem)][:FUZZ_CASES])
@@ -239,5 +297,10 @@ def test_random_problems_with_block_masks(schedule: int, share: Share, monkeypat
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
-    assert report.cases - report.declined["cuda"] == len(found) == report.features["blocks"] >= FUZZ_CASES // 3
+    assert (
+        report.cases - report.declined["cuda"]
+        == len(found)
+        == report.features["blocks"]
+        >= FUZZ_CASES // 3
+    )
     assert len(given) >= len(found) and len(set(given)) > 1

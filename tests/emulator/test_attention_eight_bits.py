@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits by the backend "cuda", in the emulator. Random problems: test_attention.py; on every
+"""Keys and values in eight bits by the backend "cuda", in the emulator. Random problems:
+test_attention.py; on every
 backend: tests/ops/test_eight_bits.py."""
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from pytransformer.ops.attention import attention_op
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-@pytest.mark.parametrize("problem", list(eight_bit_problems.problems()), ids=lambda problem: problem.name)
+@pytest.mark.parametrize(
+    "problem", list(eight_bit_problems.problems()), ids=lambda problem: problem.name
+)
 def test_each_problem(problem: Problem) -> None:
     assert eight_bit_problems.wrong(problem) == []
 
 
-def inputs(lq: int, dim: int = 64, dtype: torch.dtype = BF16, keys: int = 600) -> tuple[Any, dict[str, torch.Tensor]]:
+def inputs(
+    lq: int, dim: int = 64, dtype: torch.dtype = BF16, keys: int = 600
+) -> tuple[Any, dict[str, torch.Tensor]]:
     (k, ks), (v, vs) = (pt.quantize_kv(draw(1, 2, keys, dim, seed=n), torch.int8) for n in (1, 2))
     return (draw(1, 4, lq, dim).to(dtype), k, v), {"key_scale": ks, "value_scale": vs}
 
@@ -34,8 +39,16 @@ def test_on_sm90a_the_portable_kernels_run(lq: int) -> None:
     before = torch.ops.pytransformer_C.emulator_products()
     pt.attention(*args, **scales, backend="cuda", strict=True)  # type: ignore[call-overload]
     assert torch.ops.pytransformer_C.emulator_products() == before
-    (note,) = (n for n in pt.explain("attention", *args, **scales, backend="cuda").notes if n.startswith("cuda:"))
-    told = "of so few queries the keys are split over blocks" if lq == 1 else "keys and values in eight bits are widened by"
+    (note,) = (
+        n
+        for n in pt.explain("attention", *args, **scales, backend="cuda").notes
+        if n.startswith("cuda:")
+    )
+    told = (
+        "of so few queries the keys are split over blocks"
+        if lq == 1
+        else "keys and values in eight bits are widened by"
+    )
     assert f"forward by the portable kernels: {told}" in note and "d_" not in note
 
 
@@ -54,7 +67,8 @@ def test_what_is_copied() -> None:
     """Rows of 72 numbers are no multiple of 16 bytes: all of them, at every call."""
     args, scales = inputs(1, dim=72)
     found, even = (
-        pt.explain("attention", *i[0], **i[1], backend="cuda").extra_bytes["cuda"] for i in ((args, scales), inputs(1))
+        pt.explain("attention", *i[0], **i[1], backend="cuda").extra_bytes["cuda"]
+        for i in ((args, scales), inputs(1))
     )
     splits = 4 * 4 * 3 * (72 - 64)
     assert found == even + 2 * 2 * 600 * 72 + 4 * 72 * 2 + splits
@@ -65,4 +79,13 @@ def test_backward_is_refused() -> None:
     a = attention_op.prepare(*args, **scales)[0]
     out, lse = attention_op(a, "cuda", True)
     with pytest.raises(ValueError, match="keys in eight bits have no gradients"):
-        attention_op.bwd(out, None, *a, out, lse, [True] + [False] * (len(attention_op.differentiable) - 1), "cuda", True)
+        attention_op.bwd(
+            out,
+            None,
+            *a,
+            out,
+            lse,
+            [True] + [False] * (len(attention_op.differentiable) - 1),
+            "cuda",
+            True,
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global keys by the backend "cuda", in the emulator: what they cost, who runs, which indices count. Values and gradients:
+"""Global keys by the backend "cuda", in the emulator: what they cost, who runs, which indices
+count. Values and gradients:
 attention_problems.py and the fuzzer."""
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
-    """out and the gradients of query, key, value and, if there is a fourth, bias; and how many matrix products ran."""
+    """out and the gradients of query, key, value and, if there is a fourth, bias; and how many
+    matrix products ran."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
-    count = lambda: sum(torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True))
+    count = lambda: sum(
+        torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)
+    )
     before = count()
     with fast_path.off():  # whose second call of a kind computes twice, to record it
         bias = inputs[3] if inputs[3:] else None
@@ -44,7 +48,8 @@ def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize("dtype, dim", [(BF16, 64), (BF16, 128), (torch.float16, 192)])
 def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> None:
-    """512 keys between the global ones and the first window, whatever they hold: the bits of a call without them, for as many products."""
+    """512 keys between the global ones and the first window, whatever they hold: the bits of a call
+    without them, for as many products."""
     torch.manual_seed(0)
     query, key, value = (normal(1, 1, n, dim, dtype=dtype) for n in (130, 384, 384))
     keywords = {"window": (60, 0), "global_keys": 70, "causal": "bottom_right"}
@@ -62,15 +67,25 @@ def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> No
 
 
 def test_a_windows_own_tiles_and_no_others() -> None:
-    """A tile of 128 queries at the end of 4,096 keys sees one tile of global keys and those of its window: 8 of 128."""
+    """A tile of 128 queries at the end of 4,096 keys sees one tile of global keys and those of its
+    window: 8 of 128."""
     torch.manual_seed(1)
     inputs = [normal(1, 1, n, 64) for n in (128, 4096, 4096)]
     products = {}
-    for name, keywords in {"all": {}, "window": {"window": (95, 0)}, "both": {"window": (95, 0), "global_keys": 32}}.items():
+    for name, keywords in {
+        "all": {},
+        "window": {"window": (95, 0)},
+        "both": {"window": (95, 0), "global_keys": 32},
+    }.items():
         with torch.no_grad(), fast_path.off():
             before = torch.ops.pytransformer_C.emulator_products(True)
             pt.attention(
-                *inputs, causal="bottom_right", bias=pt.AlibiBias(torch.zeros(1)), **keywords, backend="cuda", strict=True
+                *inputs,
+                causal="bottom_right",
+                bias=pt.AlibiBias(torch.zeros(1)),
+                **keywords,
+                backend="cuda",
+                strict=True,
             )
             products[name] = torch.ops.pytransformer_C.emulator_products(True) - before
     of_a_tile = products["all"] / 128
@@ -93,7 +108,9 @@ def test_on_sm90a_the_portable_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_explain_tells_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     query = normal(1, 1, 140, 64)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
-    told = lambda **keywords: pt.explain("attention", query, query, query, **keywords, backend="cuda")
+    told = lambda **keywords: pt.explain(
+        "attention", query, query, query, **keywords, backend="cuda"
+    )
     (note,) = (n for n in told(window=(20, 3), global_keys=4).notes if n.startswith("cuda:"))
     assert note.count("portable kernels: with global_keys there are two runs of tiles of keys") == 3
     (note,) = (n for n in told(window=(20, 3)).notes if n.startswith("cuda:"))
@@ -103,33 +120,49 @@ def test_explain_tells_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("first", [10, 46, 60, 115, 1000])
 def test_a_piece_of_a_sequence_goes_by_absolute_indices(dtype: torch.dtype, first: int) -> None:
-    """Keys 45 to 115, for queries 90 to 135 and a window of 20; dropout's groups begin before the first key."""
+    """Keys 45 to 115, for queries 90 to 135 and a window of 20; dropout's groups begin before the
+    first key."""
     torch.manual_seed(0)
     tensors = [normal(2, 2, n, 24, dtype=dtype).requires_grad_() for n in (45, 70, 70)]
     found = {}
     for name in ("reference", "cuda"):
         a = attention_op.prepare(
-            *tensors, window=(20, 5), global_keys=first, causal="top_left", dropout_p=0.2, dropout_seed=7
+            *tensors,
+            window=(20, 5),
+            global_keys=first,
+            causal="top_left",
+            dropout_p=0.2,
+            dropout_seed=7,
         )[0]
         a = a._replace(query_start=90, key_start=45)
         out, lse = attention_op(a, name, True)
-        found[name] = [out, lse, *torch.autograd.grad([out.float().square().sum(), lse.sum()], tensors)]
+        found[name] = [
+            out,
+            lse,
+            *torch.autograd.grad([out.float().square().sum(), lse.sum()], tensors),
+        ]
     for ours, want in zip(found["cuda"], found["reference"]):
         assert bounds.relative_error(ours, want) < 25 * torch.finfo(dtype).eps
 
 
 def test_packed_equals_padded() -> None:
     generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300))
+    query, key, value = (
+        torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300)
+    )
     offsets = (torch.tensor([0, 150, 150, 230]), torch.tensor([0, 37, 140, 300]))
     check_packed(
-        (query, key, value, *offsets, 150, 160), {"window": (9, 0), "global_keys": 4, "causal": "bottom_right"}, "cuda"
+        (query, key, value, *offsets, 150, 160),
+        {"window": (9, 0), "global_keys": 4, "causal": "bottom_right"},
+        "cuda",
     )
 
 
 def test_another_number_of_global_keys_is_recorded_apart() -> None:
     inputs = [normal(1, 1, 90, 64) for _ in range(3)]
-    call = lambda first: pt.attention(*inputs, window=(9, 0), global_keys=first, backend="cuda", strict=True)
+    call = lambda first: pt.attention(
+        *inputs, window=(9, 0), global_keys=first, backend="cuda", strict=True
+    )
     with torch.no_grad():
         with fast_path.off():
             want = {first: call(first) for first in (0, 3, 40)}
@@ -160,4 +193,9 @@ def test_random_problems_with_global_keys(schedule: int, share: Share) -> None:
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
-    assert report.cases - report.declined["cuda"] == len(found) == report.features["global_keys"] >= FUZZ_CASES // 3
+    assert (
+        report.cases - report.declined["cuda"]
+        == len(found)
+        == report.features["global_keys"]
+        >= FUZZ_CASES // 3
+    )

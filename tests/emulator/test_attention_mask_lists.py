@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense boolean masks by the backend "cuda", whose blocks are listed first, in the emulator: what they cost, when lists are made, whatever
+"""Dense boolean masks by the backend "cuda", whose blocks are listed first, in the emulator: what
+they cost, when lists are made, whatever
 the mask's strides. Values and gradients of chosen problems: attention_problems.py."""
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def inputs(*shape: int, heads: int = 2, dtype: torch.dtype = BF16) -> list[Tenso
 
 
 def test_a_dense_mask_costs_what_its_blocks_do(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
-    """As many products as the same block mask, and its bits; without lists the same bits for more products."""
+    """As many products as the same block mask, and its bits; without lists the same bits for more
+    products."""
     mask, given = by_blocks(draw, (1, 1, *SHAPE)), inputs(*SHAPE)
     blocks = pt.BlockMask.from_dense(mask, block_size=128)
     assert 0 < blocks.share < 0.7
@@ -64,7 +66,8 @@ def test_a_dense_mask_costs_what_its_blocks_do(draw: Any, unlisted: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_what_empty_blocks_hold_reaches_nothing(draw: Any, dtype: torch.dtype) -> None:
-    """NaN in keys and values, queries and upstream gradients of blocks that are empty for all that they meet: not a bit changes."""
+    """NaN in keys and values, queries and upstream gradients of blocks that are empty for all that
+    they meet: not a bit changes."""
     mask = by_blocks(draw, (1, 1, *SHAPE))
     mask[..., 128:256], mask[..., 128:256, :] = False, False  # a block of keys, and one of queries
     clean, other = inputs(*SHAPE, dtype=dtype), []
@@ -111,7 +114,9 @@ def strided(mask: Tensor, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (260, 400)])  # rows of 400 keys are 25 words of 16
-@pytest.mark.parametrize("how", ["every second key", "in longer rows", "queries side by side", "expanded"])
+@pytest.mark.parametrize(
+    "how", ["every second key", "in longer rows", "queries side by side", "expanded"]
+)
 def test_strides_change_no_bit(how: str, shape: tuple[int, int], draw: Any) -> None:
     mask, given = by_blocks(draw, (1, 1, *shape)), inputs(*shape)
     want, least = products(given, attn_mask=mask)
@@ -127,12 +132,20 @@ def test_when_a_mask_is_listed() -> None:
     """By the backend's own rule, which is Triton's."""
 
     def listed(heads: int, mask: Tensor, **changes: Any) -> bool:
-        q, k = (torch.empty(2, heads, n, 16, device="meta") for n in (mask.shape[-2], mask.shape[-1]))
-        return attention_op.prepare(q, k, k, attn_mask=mask)[0]._replace(**changes).lists_mask(LISTING)
+        q, k = (
+            torch.empty(2, heads, n, 16, device="meta") for n in (mask.shape[-2], mask.shape[-1])
+        )
+        return (
+            attention_op.prepare(q, k, k, attn_mask=mask)[0]._replace(**changes).lists_mask(LISTING)
+        )
 
     empty = lambda *shape: torch.empty(*shape, dtype=torch.bool, device="meta")
     assert listed(4, empty(1024, 1024)) and listed(8, empty(2, 1, 1024, 1024))
-    assert not listed(4, empty(896, 896)) and not listed(4, empty(2, 1, 1024, 1024)) and not listed(3, empty(1024, 1024))
+    assert (
+        not listed(4, empty(896, 896))
+        and not listed(4, empty(2, 1, 1024, 1024))
+        and not listed(3, empty(1024, 1024))
+    )
     assert not listed(4, empty(1024, 1024), key_start=7)
     assert not listed(4, torch.empty(1024, 1024, device="meta"))
 
@@ -140,7 +153,8 @@ def test_when_a_mask_is_listed() -> None:
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_beside_the_kernels_for_sm90a(dropout: float, draw: Any) -> None:
-    """Forward walks lists by the one and by the other; so does the backward of the portable ones, which have wide heads with dropout."""
+    """Forward walks lists by the one and by the other; so does the backward of the portable ones,
+    which have wide heads with dropout."""
     shape = (140, 260)
     mask, query = by_blocks(draw, (1, 1, *shape)), draw(1, 2, shape[0], 160).to(BF16)
     keys = [draw(1, 1, shape[1], 160).to(BF16) for _ in range(2)]
@@ -161,7 +175,9 @@ def test_explain_tells_how_much_runs(draw: Any, unlisted: pytest.MonkeyPatch) ->
     with_lists = told()
     (note,) = (note for note in with_lists.notes if "attn_mask" in note)
     assert f"{blocks.share:.1%} of the 12 blocks of 128 x 128 pairs run" in note
-    assert with_lists.extra_bytes["cuda"] - without.extra_bytes["cuda"] == 4 * (5 * 12 + 2 * (3 + 4))
+    assert with_lists.extra_bytes["cuda"] - without.extra_bytes["cuda"] == 4 * (
+        5 * 12 + 2 * (3 + 4)
+    )
 
 
 # ---- random problems
@@ -170,11 +186,18 @@ def test_explain_tells_how_much_runs(draw: Any, unlisted: pytest.MonkeyPatch) ->
 def random_problem(seed: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator)
-    batch, heads, lq, lk = r.choice((1, 2)), r.choice((1, 2)), r.randrange(2, 290), r.randrange(129, 420)
+    batch, heads, lq, lk = (
+        r.choice((1, 2)),
+        r.choice((1, 2)),
+        r.randrange(2, 290),
+        r.randrange(129, 420),
+    )
     d, dv = (r.choice((16, 24, 64, 72, 128, 160)) for _ in range(2))
     dtype = r.choice((BF16, torch.float16, torch.float32))
     mask = by_blocks(draw, (r.choice((1, batch)), r.choice((1, heads)), lq, lk))
-    keywords: dict[str, Any] = {"attn_mask": strided(mask, "queries side by side") if r.random() < 0.3 else mask}
+    keywords: dict[str, Any] = {
+        "attn_mask": strided(mask, "queries side by side") if r.random() < 0.3 else mask
+    }
     if r.random() < 0.4:
         keywords["causal"] = r.choice(("top_left", "bottom_right"))
     if r.random() < 0.4:
@@ -184,7 +207,9 @@ def random_problem(seed: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     if r.random() < 0.4:
         keywords["key_lengths"] = torch.tensor([r.randrange(lk + 1) for _ in range(batch)])
     if r.random() < 0.4:
-        keywords["bias"] = r.choice((t5(draw, heads, True), pt.AlibiBias(draw(heads).abs()), draw(1, heads, lq, lk)))
+        keywords["bias"] = r.choice(
+            (t5(draw, heads, True), pt.AlibiBias(draw(heads).abs()), draw(1, heads, lq, lk))
+        )
     if r.random() < 0.3:
         keywords |= {"dropout_p": 0.3, "dropout_seed": seed}
     if r.random() < 0.3:
@@ -197,7 +222,11 @@ def test_random_problems(schedule: int, share: Share, monkeypatch: pytest.Monkey
     """Against float64, whatever rows hold that take part in no pair; and all of them with lists."""
     listed: list[bool] = []
     inner = type(attention_op.prepare(*inputs(1, 1))[0]).lists_mask
-    monkeypatch.setattr(attention_op.Arguments, "lists_mask", lambda a, how: (listed.append(inner(a, how)), listed[-1])[1])
+    monkeypatch.setattr(
+        attention_op.Arguments,
+        "lists_mask",
+        lambda a, how: (listed.append(inner(a, how)), listed[-1])[1],
+    )
     for seed in share(range(schedule * 100, schedule * 100 + FUZZ_CASES)):
         args, keywords = random_problem(seed)
         print(seed, [tuple(t.shape) for t in args], args[0].dtype, sorted(keywords))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages by the backend "cuda", in the emulator: the contiguous path's bits, what is read and what is not. Against
+"""Keys and values in pages by the backend "cuda", in the emulator: the contiguous path's bits, what
+is read and what is not. Against
 float64: the fuzzer of test_attention.py."""
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 def keywords(lq: int, width: int) -> dict[str, dict[str, Any]]:
     """Of a call over so many keys."""
     return {
-        "gap, sinks": {"causal": "bottom_right", "window": (30, 0), "global_keys": 5, "sinks": draw(4, seed=3)},
-        "T5, softcap": {"bias": pt.RelativePositionBias(draw(16, 4, seed=4), max_distance=60), "softcap": 5.0},
+        "gap, sinks": {"causal": "bottom_right", "window": (30, 0), "global_keys": 5,
+            "sinks": draw(4, seed=3)},
+        "T5, softcap": {"bias": pt.RelativePositionBias(draw(16, 4, seed=4), max_distance=60),
+            "softcap": 5.0},
         "ALiBi, padding": {
             "bias": pt.AlibiBias(draw(4, seed=5).abs()),
             "attn_mask": torch.arange(width) >= torch.tensor([40, 0, 3])[:, None, None, None],
@@ -38,10 +41,12 @@ def keywords(lq: int, width: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lq", "page_size", "dtype"), [(1, 1, F32), (1, 16, BF16), (5, 7, F16), (5, 128, F32), (40, 7, BF16), (40, 32, F16)]
+    ("lq", "page_size", "dtype"),
+    [(1, 1, F32), (1, 16, BF16), (5, 7, F16), (5, 128, F32), (40, 7, BF16), (40, 32, F16)],
 )
 def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int, dtype: torch.dtype) -> None:
-    """A page in several tiles, and several pages in a tile; sizes that are powers of two and one that is not."""
+    """A page in several tiles, and several pages in a tile; sizes that are powers of two and one
+    that is not."""
     problem = inputs(lq, page_size, dtype)
     assert same(*problem)
     assert same(*problem, causal="bottom_right", window=(50, 3))
@@ -56,7 +61,9 @@ def test_with_the_other_keywords(lq: int, dtype: torch.dtype, name: str) -> None
 
 def test_a_block_mask() -> None:
     problem = inputs(40, 16, F32)
-    mask = pt.BlockMask.from_function(lambda b, h, i, j: j // 32 != 1, None, None, 40, problem[1].num_keys, block_size=32)
+    mask = pt.BlockMask.from_function(
+        lambda b, h, i, j: j // 32 != 1, None, None, 40, problem[1].num_keys, block_size=32
+    )
     assert same(*problem, attn_mask=mask, causal="bottom_right")
 
 
@@ -67,7 +74,11 @@ def test_on_sm90a_the_portable_kernels_run() -> None:
     attend(query, *pools.tensors, lengths, page_table=pools.table)
     assert torch.ops.pytransformer_C.emulator_products() == before
     options: dict[str, Any] = {"page_table": pools.table, "key_lengths": lengths, "backend": "cuda"}
-    (note,) = (n for n in pt.explain("attention", query, *pools.tensors, **options).notes if n.startswith("cuda:"))
+    (note,) = (
+        n
+        for n in pt.explain("attention", query, *pools.tensors, **options).notes
+        if n.startswith("cuda:")
+    )
     assert "forward by the portable kernels: keys in pages" in note and "d_" not in note
 
 
@@ -78,7 +89,9 @@ def test_entries_outside_the_pool() -> None:
         assert page_problems.clamped(query, pools, lengths)
         table, last = pools.table.clone(), pools.tensors[0].shape[0] - 1
         table[0, 3] = -5
-        with pytest.raises(ValueError, match=rf"page_table\[0, 3\] must be a page from 0 to {last}, got -5"):
+        with pytest.raises(
+            ValueError, match=rf"page_table\[0, 3\] must be a page from 0 to {last}, got -5"
+        ):
             attend(query, *pools.tensors, lengths, page_table=table)
 
 
@@ -103,4 +116,6 @@ def test_no_keys_no_pages() -> None:
 def test_opcheck() -> None:
     query, pools, lengths = inputs(1, 16, BF16)
     a = attention_op.prepare(query, *pools.tensors, page_table=pools.table, key_lengths=lengths)[0]
-    torch.library.opcheck(attention_op.fwd, (*a, "cuda", False), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        attention_op.fwd, (*a, "cuda", False), test_utils=("test_schema", "test_faketensor")
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels for sm_90a (TMA and wgmma) by the backend "cuda", run in the emulator through the public API."""
+"""The attention kernels for sm_90a (TMA and wgmma) by the backend "cuda", run in the emulator
+through the public API."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ def test_every_path(share: Share) -> None:
 
 
 def test_random_problems() -> None:
-    """Of the fuzzer's problems those of 16 bits: packed and padded, strided, poisoned; equal bits twice."""
-    numbers = [n for n in range(DRAWN) if draw(FUZZ_SEED, n).dtype in (torch.bfloat16, torch.float16)]
+    """Of the fuzzer's problems those of 16 bits: packed and padded, strided, poisoned; equal bits
+    twice."""
+    numbers = [
+        n for n in range(DRAWN) if draw(FUZZ_SEED, n).dtype in (torch.bfloat16, torch.float16)
+    ]
     before = torch.ops.pytransformer_C.emulator_products()
     report = fuzz("attention", ["cuda"], FUZZ_SEED, numbers[:FUZZ_CASES], stop_after=5)
     assert not report.failures, "\n".join(report.failures)
@@ -45,17 +49,27 @@ def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
         return {"attn_mask": visible}
     if kind == "bias":
         return {"bias": torch.zeros(1, 1, rows, rows).masked_fill(~visible, -torch.inf)}
-    return {"query_segments": torch.zeros(1, rows, dtype=torch.int64), "key_segments": (~visible[0, :, 0]).long()}
+    return {
+        "query_segments": torch.zeros(1, rows, dtype=torch.int64),
+        "key_segments": (~visible[0, :, 0]).long(),
+    }
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
-def test_what_hidden_pairs_hold_reaches_nothing(kind: str, poison: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that met it are recomputed by the portable kernels, to the same bits as those make them; others are left alone."""
+def test_what_hidden_pairs_hold_reaches_nothing(
+    kind: str, poison: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that met it are recomputed by the portable kernels, to the same bits as those make
+    them; others are left alone."""
     torch.manual_seed(0)
     rows, row = 300, 200  # queries before 128 do not come near
     query, key, value = (torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(3))
-    keywords: dict[str, Any] = {"causal": "top_left", "return_lse": True, "backend": "cuda"} | hidden_by(kind, row, rows)
+    keywords: dict[str, Any] = {
+        "causal": "top_left",
+        "return_lse": True,
+        "backend": "cuda",
+    } | hidden_by(kind, row, rows)
     clean = pt.attention(query, key, value, **keywords)
     poisoned = key.clone(), value.clone()
     for t in poisoned:
@@ -64,18 +78,27 @@ def test_what_hidden_pairs_hold_reaches_nothing(kind: str, poison: float, monkey
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     again = pt.attention(query, key, value, **keywords)
     for ours, first, second in zip(found, clean, again):
-        assert torch.equal(ours[:, 0], first[:, 0]) and torch.equal(ours[:, 1, :128], first[:, 1, :128])
+        assert torch.equal(ours[:, 0], first[:, 0]) and torch.equal(
+            ours[:, 1, :128], first[:, 1, :128]
+        )
         assert torch.equal(ours[:, 1, 128:], second[:, 1, 128:]) and bool(ours.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
 def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in a key and a value that nobody sees, in a query that sees nothing and its upstream gradient: the tiles of both passes that met
+    """NaN in a key and a value that nobody sees, in a query that sees nothing and its upstream
+    gradient: the tiles of both passes that met
     them are recomputed, to the bits of the portable kernels; others are left alone."""
     torch.manual_seed(0)
-    rows, key_row, query_row = 300, 200, 140  # queries before 128 do not come near that key, keys from 192 on not that query
+    rows, key_row, query_row = (
+        300,
+        200,
+        140,
+    )  # queries before 128 do not come near that key, keys from 192 on not that query
     tensors = [torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(4)]
-    keywords: dict[str, Any] = {"causal": "top_left", "backend": "cuda"} | hidden_by(kind, key_row, rows)
+    keywords: dict[str, Any] = {"causal": "top_left", "backend": "cuda"} | hidden_by(
+        kind, key_row, rows
+    )
     if kind == "segments":
         keywords["query_segments"][0, query_row] = 7
     else:
@@ -93,20 +116,35 @@ def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.Monke
         monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
         return torch.autograd.grad(out, inputs, grad_out)
 
-    found, clean, again = gradients(True, "sm90"), gradients(False, "sm90"), gradients(False, "portable")
+    found, clean, again = (
+        gradients(True, "sm90"),
+        gradients(False, "sm90"),
+        gradients(False, "portable"),
+    )
     for ours, first, second in zip(found, clean, again):
-        assert bool(ours.isfinite().all()) and torch.equal(ours[:, 0], first[:, 0]) and not torch.equal(first, second)
+        assert (
+            bool(ours.isfinite().all())
+            and torch.equal(ours[:, 0], first[:, 0])
+            and not torch.equal(first, second)
+        )
         for tile in (slice(0, 128), slice(128, 256), slice(256, rows)):
             assert any(torch.equal(ours[:, 1, tile], t[:, 1, tile]) for t in (first, second))
     (d_query, d_key, d_value), (first, _, _), (second, *others) = found, clean, again
-    assert torch.equal(d_query[:, 1, :128], first[:, 1, :128]) and torch.equal(d_query[:, 1, 128:], second[:, 1, 128:])
+    assert torch.equal(d_query[:, 1, :128], first[:, 1, :128]) and torch.equal(
+        d_query[:, 1, 128:], second[:, 1, 128:]
+    )
     for ours, theirs in zip((d_key, d_value), others):
         assert torch.equal(ours[:, 1, :128], theirs[:, 1, :128])
-    assert not d_query[:, :, query_row].any() and not d_key[:, :, key_row].any() and not d_value[:, :, key_row].any()
+    assert (
+        not d_query[:, :, query_row].any()
+        and not d_key[:, :, key_row].any()
+        and not d_value[:, :, key_row].any()
+    )
 
 
 def test_what_is_seen_is_not_hidden() -> None:
-    """NaN in a value: in every row that sees it, though its tile was made twice, and in no other head."""
+    """NaN in a value: in every row that sees it, though its tile was made twice, and in no other
+    head."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 140, 64, dtype=torch.float16) for _ in range(3))
     mask = torch.rand(1, 1, 140, 140) > 0.5
@@ -118,7 +156,8 @@ def test_what_is_seen_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 def test_small_float16_weights(schedule: int) -> None:
-    """Weights below 2^-24 count where they meet a large dP: heavy-tailed problems in which they once were lost."""
+    """Weights below 2^-24 count where they meet a large dP: heavy-tailed problems in which they
+    once were lost."""
     report = fuzz("attention", ["cuda"], 5, [3147, 3718, 4566, 4680, 5367], stop_after=5)
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
 
@@ -126,21 +165,30 @@ def test_small_float16_weights(schedule: int) -> None:
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_starts(causal: str, mask: str) -> None:
-    """Tiles of keys begin where dropout's groups do, before the first key; so do words of key padding."""
+    """Tiles of keys begin where dropout's groups do, before the first key; so do words of key
+    padding."""
     check_starts("cuda", causal, torch.float16, mask)
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 def test_packed_dropout(schedule: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300))
+    query, key, value = (
+        torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300)
+    )
     offsets = (torch.tensor([0, 150, 150, 230]), torch.tensor([0, 37, 140, 300]))
-    keywords = {"bias": pt.AlibiBias(torch.tensor([0.1, 0.4])), "dropout_p": 0.3, "dropout_seed": 5, "softcap": 4.0}
+    keywords = {
+        "bias": pt.AlibiBias(torch.tensor([0.1, 0.4])),
+        "dropout_p": 0.3,
+        "dropout_seed": 5,
+        "softcap": 4.0,
+    }
     check_packed((query, key, value, *offsets, 150, 160), keywords, "cuda")
 
 
 def test_packed_by_three_consumers() -> None:
-    """Sequences whose mean fills three consumers: the bits are those that two give of padded ones."""
+    """Sequences whose mean fills three consumers: the bits are those that two give of padded
+    ones."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(n, 2, 64, generator=generator).half() for n in (330, 430, 430))
     offsets = (torch.tensor([0, 130, 330]), torch.tensor([0, 150, 430]))
@@ -148,16 +196,24 @@ def test_packed_by_three_consumers() -> None:
 
 
 def test_random_problems_unordered() -> None:
-    """Of those the ones with nothing but bounds, by the kernel that adds d_query across blocks; equal bits are not asked for."""
+    """Of those the ones with nothing but bounds, by the kernel that adds d_query across blocks;
+    equal bits are not asked for."""
     found, taken, numbers = [], 0, iter(range(10**6))
     while taken < FUZZ_CASES:
         problem = draw(FUZZ_SEED, number := next(numbers))
         terms = {"attn_mask", "bias", "segments", "softcap", "dropout_p"} & problem.features
-        if problem.dtype not in (torch.bfloat16, torch.float16) or terms or set(problem.wanted) != {"query", "key", "value"}:
+        if (
+            problem.dtype not in (torch.bfloat16, torch.float16)
+            or terms
+            or set(problem.wanted) != {"query", "key", "value"}
+        ):
             continue
         problem.keywords["deterministic"] = False
         taken += 1
-        found += [f"{number}: {w}" for w in judge(problem, problem.solve(), run(problem, "cuda"), "cuda")[1]]
+        found += [
+            f"{number}: {w}"
+            for w in judge(problem, problem.solve(), run(problem, "cuda"), "cuda")[1]
+        ]
     assert found == []
 
 
@@ -172,25 +228,33 @@ def test_five_products_instead_of_seven() -> None:
         before = torch.ops.pytransformer_C.emulator_products()
         torch.autograd.grad(out.float().square().sum(), inputs[:wanted])
         counts[deterministic, wanted] = torch.ops.pytransformer_C.emulator_products() - before
-    assert counts[False, 3] < counts[True, 3] and counts[False, 1] == counts[True, 1] < counts[False, 3]
+    assert (
+        counts[False, 3] < counts[True, 3]
+        and counts[False, 1] == counts[True, 1] < counts[False, 3]
+    )
 
 
 def test_schedules_give_equal_bits() -> None:
     torch.manual_seed(1)
-    inputs = [torch.randn(2, 2, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (200, 150, 150)]
+    inputs = [
+        torch.randn(2, 2, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (200, 150, 150)
+    ]
     inputs.append(torch.randn(8, 2, requires_grad=True))
     runs = []
     for schedule in (1, 2):
         torch.ops.pytransformer_C.emulator_schedule(schedule)
         bias = pt.RelativePositionBias(inputs[3], False, 50)
-        out = pt.attention(*inputs[:3], causal="top_left", bias=bias, dropout_p=0.1, dropout_seed=2, backend="cuda")
+        out = pt.attention(
+            *inputs[:3], causal="top_left", bias=bias, dropout_p=0.1, dropout_seed=2, backend="cuda"
+        )
         runs.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
     for a, b in zip(*runs):
         assert torch.equal(a, b)
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+    importlib.util.find_spec("pytransformer._C") is None,
+    reason="_C was not built (_build_info.json says why)",
 )
 def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.zeros(1, 2, 40, 64, dtype=torch.float16)
@@ -202,24 +266,39 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.ones(40, 20, dtype=torch.bool), ""),
         (torch.zeros(40, 20), "; d_mask by the kernels for sm_90a"),
         (torch.zeros(40, 21).bfloat16(), "; d_mask by the kernels for sm_90a"),
-        (torch.zeros(2, 1, 24).half(), "; d_mask by the portable kernels: the gradient is a sum over queries or keys"),
+        (
+            torch.zeros(2, 1, 24).half(),
+            "; d_mask by the portable kernels: the gradient is a sum over queries or keys",
+        ),
     ):
         key = torch.zeros(1, 2, mask.shape[-1], 64, dtype=torch.float16)
-        assert pt.explain("attention", query, key, key, attn_mask=mask, backend="cuda").notes[-1] == taken + more
+        assert (
+            pt.explain("attention", query, key, key, attn_mask=mask, backend="cuda").notes[-1]
+            == taken + more
+        )
     for mask in (
         torch.zeros(40, 40, dtype=torch.float64),
         torch.zeros(40, 1),
         torch.zeros(40, 40).mT,
         torch.zeros(1601)[1:].view(40, 40),
     ):
-        partly = pt.explain("attention", query, query, query, attn_mask=mask, backend="cuda").notes[-1]
-        assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels copy" in partly
+        partly = pt.explain("attention", query, query, query, attn_mask=mask, backend="cuda").notes[
+            -1
+        ]
+        assert (
+            "forward by the kernels for sm_90a; d_query by the portable kernels: the backward"
+            " kernels copy" in partly
+        )
     unordered = pt.explain("attention", query, query, query, deterministic=False, backend="cuda")
-    assert unordered.notes[-1].endswith("d_query, added across blocks, d_key and d_value by the kernels for sm_90a")
+    assert unordered.notes[-1].endswith(
+        "d_query, added across blocks, d_key and d_value by the kernels for sm_90a"
+    )
     ordered = pt.explain("attention", query, query, query, backend="cuda")
     assert unordered.extra_bytes["cuda"] - ordered.extra_bytes["cuda"] == 4 * 2 * 128 * 64
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
-    assert "sm_90a" not in " ".join(pt.explain("attention", query, query, query, backend="cuda").notes)
+    assert "sm_90a" not in " ".join(
+        pt.explain("attention", query, query, query, backend="cuda").notes
+    )
 
 
 def test_portable_kernels_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of few queries split over blocks by the backend "cuda", in the emulator. Random problems: test_attention.py; in pages, the bits
+"""Keys of few queries split over blocks by the backend "cuda", in the emulator. Random problems:
+test_attention.py; in pages, the bits
 of keys in one piece: test_attention_pages.py."""
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def planned(query: torch.Tensor, key: torch.Tensor, **keywords: object) -> dict[
     return plan
 
 
-@pytest.mark.parametrize("problem", list(split_problems.problems()), ids=lambda problem: problem.name)
+@pytest.mark.parametrize(
+    "problem", list(split_problems.problems()), ids=lambda problem: problem.name
+)
 def test_each_problem(problem: Problem) -> None:
     assert split_problems.wrong(problem) == []
 
@@ -32,23 +35,36 @@ def test_each_problem(problem: Problem) -> None:
 def test_packed_sequences() -> None:
     """The bits of padded ones, forward and backward: of one, three, no and two new tokens."""
     queries, keys = torch.tensor([0, 1, 4, 4, 6]), torch.tensor([0, 300, 340, 600, 617])
-    args = draw(6, 4, 24).to(BF16), draw(617, 2, 24, seed=1).to(BF16), draw(617, 2, 24, seed=2).to(BF16), queries, keys, 3, 300
+    args = (
+        draw(6, 4, 24).to(BF16),
+        draw(617, 2, 24, seed=1).to(BF16),
+        draw(617, 2, 24, seed=2).to(BF16),
+        queries,
+        keys,
+        3,
+        300,
+    )
     check_packed(args, {"causal": "bottom_right"}, "cuda")
 
 
 def test_which_calls_split() -> None:
     """By the rows of a key head, never by the number of keys; block masks do not."""
     key = torch.zeros(1, 2, 2000, 64)
-    assert planned(torch.zeros(1, 16, 4, 64), key)["splits"] == 4  # two tiles of rows, 512 keys a split
+    assert (
+        planned(torch.zeros(1, 16, 4, 64), key)["splits"] == 4
+    )  # two tiles of rows, 512 keys a split
     assert planned(torch.zeros(1, 16, 2, 64), key)["splits"] == 8
     few = planned(torch.zeros(1, 2, 1, 64), key[:, :, :256])
     assert (few["splits"], few["workspace"]) == (1, 0)
     assert planned(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 100_000, 64))["splits"] == 64
     for lq, heads in ((33, 2), (5, 16)):
-        assert planned(torch.zeros(1, heads, lq, 64), key) | {"splits": 0, "workspace": 0} == planned(
-            torch.zeros(1, heads, lq, 64), key
-        )
-    mask = pt.BlockMask.from_function(lambda b, h, i, j: j >= i, None, None, 1, 2000, block_size=128)
+        assert planned(torch.zeros(1, heads, lq, 64), key) | {
+            "splits": 0,
+            "workspace": 0,
+        } == planned(torch.zeros(1, heads, lq, 64), key)
+    mask = pt.BlockMask.from_function(
+        lambda b, h, i, j: j >= i, None, None, 1, 2000, block_size=128
+    )
     assert planned(torch.zeros(1, 2, 1, 64), key, attn_mask=mask)["splits"] == 0
 
 
@@ -57,10 +73,19 @@ def test_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     found = pt.explain("attention", query, key, key, backend="cuda")
     assert any("keys split over up to 3 blocks" in note for note in found.notes)
     many = pt.explain("attention", draw(2, 4, 33, 64).to(BF16), key, key, backend="cuda")
-    assert found.extra_bytes["cuda"] == 12 * 8 + 4 * 2 * 4 * 3 * (64 + 2) and many.extra_bytes["cuda"] == 12 * 8 * 33
+    assert (
+        found.extra_bytes["cuda"] == 12 * 8 + 4 * 2 * 4 * 3 * (64 + 2)
+        and many.extra_bytes["cuda"] == 12 * 8 * 33
+    )
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
-    (note,) = (n for n in pt.explain("attention", query, key, key, backend="cuda").notes if n.startswith("cuda:"))
-    assert "forward by the portable kernels: of so few queries the keys are split over blocks" in note
+    (note,) = (
+        n
+        for n in pt.explain("attention", query, key, key, backend="cuda").notes
+        if n.startswith("cuda:")
+    )
+    assert (
+        "forward by the portable kernels: of so few queries the keys are split over blocks" in note
+    )
 
 
 @pytest.mark.usefixtures("sm90")
@@ -72,7 +97,8 @@ def test_on_sm90a_too() -> None:
 
 
 def test_groups_share_what_is_read() -> None:
-    """As many products for 16 query heads of a key head as for one, and for a window at the end of 1,024 keys those of a tile."""
+    """As many products for 16 query heads of a key head as for one, and for a window at the end of
+    1,024 keys those of a tile."""
     products = {}
     for name, heads, keywords in (
         ("one", 1, {}),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy by the backend "cuda", the kernels for sm_90a run in the emulator, through the public API."""
+"""linear_cross_entropy by the backend "cuda", the kernels for sm_90a run in the emulator, through
+the public API."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_every_path(share: Share) -> None:
 
 def test_random_problems() -> None:
     """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
-    half = [n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES]
+    half = [
+        n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
+    ]
     report = fuzz("cross_entropy", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases == FUZZ_CASES
@@ -80,19 +83,30 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_library, "call", call)
     x, w = torch.randn(600, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
     pt.linear_cross_entropy(x, w, torch.zeros(600, dtype=torch.int64), backend="cuda").backward()
-    rows = {op: [n for name, n, _ in calls if name == op] for op in ("cross_entropy_fwd", "cross_entropy_bwd")}
+    rows = {
+        op: [n for name, n, _ in calls if name == op]
+        for op in ("cross_entropy_fwd", "cross_entropy_bwd")
+    }
     assert rows["cross_entropy_fwd"] == [128] * 4 + [88] == rows["cross_entropy_bwd"]
     (d_logits, *_) = (given[5] for name, _, given in calls if name == "cross_entropy_bwd")
     assert d_logits.numel() <= 128 * 304
-    extra = pt.explain("linear_cross_entropy", x, w, torch.zeros(600, dtype=torch.int64)).extra_bytes["cuda"]
+    extra = pt.explain(
+        "linear_cross_entropy", x, w, torch.zeros(600, dtype=torch.int64)
+    ).extra_bytes["cuda"]
     assert 2 * 128 * 300 < extra < 600 * 300
 
 
 def test_rows_of_very_different_weight_keep_their_digits() -> None:
-    """bfloat16, upstream gradients from 1e-12 to 1: each row of dx has the bits that it has alone."""
-    x, w = torch.randn(8, 24).bfloat16().requires_grad_(), torch.randn(90, 24).bfloat16().requires_grad_()
+    """bfloat16, upstream gradients from 1e-12 to 1: each row of dx has the bits that it has
+    alone."""
+    x, w = (
+        torch.randn(8, 24).bfloat16().requires_grad_(),
+        torch.randn(90, 24).bfloat16().requires_grad_(),
+    )
     target, g = torch.arange(8), 10.0 ** -torch.arange(8).mul(12 / 7)
-    (dx,) = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, reduction="none", backend="cuda"), x, g)
+    (dx,) = torch.autograd.grad(
+        pt.linear_cross_entropy(x, w, target, reduction="none", backend="cuda"), x, g
+    )
     for i in range(8):
         row = x[i].detach().requires_grad_()
         loss = pt.linear_cross_entropy(row, w, target[i], reduction="none", backend="cuda")
@@ -101,10 +115,20 @@ def test_rows_of_very_different_weight_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("upstream", [2.0**-20, 2.0**16])
 def test_float16_at_any_upstream_scale(upstream: float) -> None:
-    """A power of two in the upstream gradient is one in the float32 gradient of the bias: no digit of d_logits is lost."""
-    x, w, bias = torch.randn(90, 40).half(), torch.randn(200, 40).half(), torch.zeros(200, requires_grad=True)
-    loss = pt.linear_cross_entropy(x, w, torch.arange(90), bias=bias, reduction="sum", backend="cuda")
-    grads = [torch.autograd.grad(loss, bias, torch.tensor(g), retain_graph=True)[0] for g in (1.0, upstream)]
+    """A power of two in the upstream gradient is one in the float32 gradient of the bias: no digit
+    of d_logits is lost."""
+    x, w, bias = (
+        torch.randn(90, 40).half(),
+        torch.randn(200, 40).half(),
+        torch.zeros(200, requires_grad=True),
+    )
+    loss = pt.linear_cross_entropy(
+        x, w, torch.arange(90), bias=bias, reduction="sum", backend="cuda"
+    )
+    grads = [
+        torch.autograd.grad(loss, bias, torch.tensor(g), retain_graph=True)[0]
+        for g in (1.0, upstream)
+    ]
     assert torch.equal(grads[0] * upstream, grads[1])
 
 
@@ -124,7 +148,8 @@ def test_extreme_logits() -> None:
     target[3:] = 9
     for reduction in ("sum", "none"):
         ours, want = (
-            pt.linear_cross_entropy(x, w, target, bias=bias, reduction=reduction, backend=b) for b in ("cuda", "reference")
+            pt.linear_cross_entropy(x, w, target, bias=bias, reduction=reduction, backend=b)
+            for b in ("cuda", "reference")
         )
         torch.testing.assert_close(ours, want)
     hidden = pt.linear_cross_entropy(x, w, target * 0, bias=bias, reduction="none", backend="cuda")
@@ -144,8 +169,13 @@ def test_a_non_finite_row_stays_one() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 def test_nothing_to_do(shape: tuple[int, int]) -> None:
-    x, w = torch.randn(shape).half().requires_grad_(), torch.randn(5, shape[1]).half().requires_grad_()
-    loss = pt.linear_cross_entropy(x, w, torch.zeros(shape[0], dtype=torch.int64), reduction="sum", backend="cuda")
+    x, w = (
+        torch.randn(shape).half().requires_grad_(),
+        torch.randn(5, shape[1]).half().requires_grad_(),
+    )
+    loss = pt.linear_cross_entropy(
+        x, w, torch.zeros(shape[0], dtype=torch.int64), reduction="sum", backend="cuda"
+    )
     dx, dw = torch.autograd.grad(loss, (x, w))
     assert dx.shape == x.shape and not dw.any()
     torch.testing.assert_close(loss.detach(), shape[0] * torch.tensor(5.0).log())
@@ -158,8 +188,11 @@ def test_a_wrong_target_is_told() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-(2**63), -1, 300, 2**63 - 1])
-def test_a_wrong_target_reaches_no_other_memory(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU nobody looks at values: it is the nearest class there. (The emulator stops at an access outside.)"""
+def test_a_wrong_target_reaches_no_other_memory(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU nobody looks at values: it is the nearest class there. (The emulator stops at an
+    access outside.)"""
     x, w = torch.randn(3, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
     a = pt.ops.cross_entropy.linear_cross_entropy_op.Arguments
     found = []
@@ -184,7 +217,11 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_edge_checks_shapes() -> None:
     """A caller that bypasses the public function learns what the kernels rely on."""
-    x, w, target = torch.zeros(4, 16).half(), torch.zeros(8, 16).half(), torch.zeros(4, dtype=torch.int64)
+    x, w, target = (
+        torch.zeros(4, 16).half(),
+        torch.zeros(8, 16).half(),
+        torch.zeros(4, dtype=torch.int64),
+    )
     assert cuda_library.why_not("cross_entropy_fwd", x.device) is None
     rest = [torch.empty(8), *(torch.empty(4) for _ in range(4)), -100, 0.0]
     for arguments, message in (

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded program (csrc/fast_path/program.h) gives the backend's results bit for bit on other numbers.
+"""A recorded program (csrc/fast_path/program.h) gives the backend's results bit for bit on other
+numbers.
 
-By the backend "cuda", whose kernels the emulator runs: its ops are steps of the program, as allocations, views and PyTorch's own ops are.
+By the backend "cuda", whose kernels the emulator runs: its ops are steps of the program, as
+allocations, views and PyTorch's own ops are.
 What is launched from Triton is compared by tests/triton/stub/warm.py.
 """
 
@@ -22,13 +24,18 @@ from pytransformer.ops._core import fast_path, recording, tensors
 from pytransformer.ops._core.registry import OPS, Op, observing
 from pytransformer.testing.paths import Sees, needs_fast_path, same
 
-pytestmark = [needs_fast_path, pytest.mark.unpoisoned, pytest.mark.usefixtures("emulated", "one_thread", "sm90")]
+pytestmark = [
+    needs_fast_path,
+    pytest.mark.unpoisoned,
+    pytest.mark.usefixtures("emulated", "one_thread", "sm90"),
+]
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU lengths and targets are looked at, which no program does; and no switch says how exact products are, which a program
+    """On the CPU lengths and targets are looked at, which no program does; and no switch says how
+    exact products are, which a program
     has one answer to."""
     whole = tensors._whole_sums
     monkeypatch.setattr(tensors, "_whole_sums", lambda device: whole(torch.device("cuda")))
@@ -66,33 +73,48 @@ Problem = tuple[Callable[..., Any], Callable[[], list[Tensor]]]
 PROBLEMS: dict[str, Problem] = {
     "plain": (attention, qkv),
     "dropout": (lambda *t: attention(*t, causal="bottom_right", dropout_p=0.2), qkv),
-    "gradients at once": (attention, lambda: qkv(24, 1024)),  # with a float32 copy of d_query, and turns
+    # with a float32 copy of d_query, and turns
+    "gradients at once": (attention, lambda: qkv(24, 1024)),
     "an int seed": (lambda *t: attention(*t, dropout_p=0.2, dropout_seed=3), qkv),
-    "memory order, lse": (lambda *t: attention(*across(*t), return_lse=True), lambda: [normal(1, 24, 2, 16) for _ in range(3)]),
+    "memory order, lse": (lambda *t: attention(*across(*t), return_lse=True),
+        lambda: [normal(1, 24, 2, 16) for _ in range(3)]),
     "rows that are copied": (attention, lambda: qkv(d=17)),
-    "off 16 bytes": (lambda q, k, v: attention(q[..., 1:], k, v), lambda: [normal(1, 2, 24, 17), *qkv()[1:]]),
-    "T5": (lambda q, k, v, t: attention(q, k, v, bias=pt.RelativePositionBias(t)), lambda: [*qkv(), normal(8, 2, dtype=F32)]),
+    "off 16 bytes": (lambda q, k, v: attention(q[..., 1:], k, v),
+        lambda: [normal(1, 2, 24, 17), *qkv()[1:]]),
+    "T5": (lambda q, k, v, t: attention(q, k, v, bias=pt.RelativePositionBias(t)),
+        lambda: [*qkv(), normal(8, 2, dtype=F32)]),
     "global keys": (lambda *t: attention(*t, window=(5, 0), global_keys=2), qkv),
-    "ALiBi": (lambda q, k, v, s: attention(q, k, v, bias=pt.AlibiBias(s)), lambda: [*qkv(), normal(2, dtype=F32)]),
-    "a mask with gradient": (lambda q, k, v, m: attention(q, k, v, attn_mask=m), lambda: [*qkv(), normal(24, 24)]),
+    "ALiBi": (lambda q, k, v, s: attention(q, k, v, bias=pt.AlibiBias(s)),
+        lambda: [*qkv(), normal(2, dtype=F32)]),
+    "a mask with gradient": (lambda q, k, v, m: attention(q, k, v, attn_mask=m),
+        lambda: [*qkv(), normal(24, 24)]),
     # A mask whose blocks are listed anew in each call: another structure each time.
     "a listed mask": (
-        lambda q, k, v, m: attention(q, k, v, attn_mask=m.repeat_interleave(128, 0).repeat_interleave(128, 1)[:140, :260] > 0),
+        lambda q, k, v, m: attention(q, k, v,
+            attn_mask=m.repeat_interleave(128, 0).repeat_interleave(128, 1)[:140, :260] > 0),
         lambda: [*(normal(1, 2, n, 16, dtype=F32) for n in (140, 260, 260)), torch.randn(2, 3)],
     ),
-    "lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n), lambda: [*qkv(), torch.randint(1, 24, (1,))]),
-    "int32 lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n.int()), lambda: [*qkv(), torch.randint(1, 24, (1,))]),
+    "lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n),
+        lambda: [*qkv(), torch.randint(1, 24, (1,))]),
+    "int32 lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n.int()),
+        lambda: [*qkv(), torch.randint(1, 24, (1,))]),
     "one tensor thrice": (lambda q: attention(q, q, q), lambda: qkv()[:1]),
-    "layer_norm": (lambda x, w: pt.layer_norm(x, 32, w, backend="cuda"), lambda: [normal(6, 32), normal(32)]),
-    "layer_norm, strided": (lambda x, w: pt.layer_norm(x.t(), 6, w, backend="cuda"), lambda: [normal(6, 32), normal(6)]),
-    "rms_norm": (lambda x, w: pt.rms_norm(x, 32, w, backend="cuda"), lambda: [normal(6, 32), normal(32)]),
+    "layer_norm": (lambda x, w: pt.layer_norm(x, 32, w, backend="cuda"),
+        lambda: [normal(6, 32), normal(32)]),
+    "layer_norm, strided": (lambda x, w: pt.layer_norm(x.t(), 6, w, backend="cuda"),
+        lambda: [normal(6, 32), normal(6)]),
+    "rms_norm": (lambda x, w: pt.rms_norm(x, 32, w, backend="cuda"),
+        lambda: [normal(6, 32), normal(32)]),
     "add_norm": (
-        lambda x, y, w: pt.add_norm(x, y, w, dropout_p=0.3, backend="cuda"), lambda: [normal(6, 32), normal(6, 32), normal(32)],
+        lambda x, y, w: pt.add_norm(x, y, w, dropout_p=0.3, backend="cuda"),
+        lambda: [normal(6, 32), normal(6, 32), normal(32)],
     ),
-    "add_norm, nothing to add": (lambda x, w: pt.add_norm(x, None, w, backend="cuda"), lambda: [normal(6, 32), normal(32)]),
+    "add_norm, nothing to add": (lambda x, w: pt.add_norm(x, None, w, backend="cuda"),
+        lambda: [normal(6, 32), normal(32)]),
     "feed_forward": (lambda *t: network(*t, activation="gelu", dropout_p=0.1), parameters),
     "feed_forward, recomputed": (
-        lambda *t: network(*t[:4], gate_weight=t[4], activation="silu", recompute=True), lambda: [*parameters(), normal(24, 16)],
+        lambda *t: network(*t[:4], gate_weight=t[4], activation="silu", recompute=True),
+        lambda: [*parameters(), normal(24, 16)],
     ),
     "linear_cross_entropy": (
         lambda x, w, t: pt.linear_cross_entropy(x, w, t, backend="cuda"),
@@ -120,7 +142,11 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ran: list[str] = []
     for name in ("run", "run_backward"):
         body = getattr(Op, name)
-        monkeypatch.setattr(Op, name, lambda self, *a, body=body, **kw: (ran.append(self.name), body(self, *a, **kw))[1])
+        monkeypatch.setattr(
+            Op,
+            name,
+            lambda self, *a, body=body, **kw: (ran.append(self.name), body(self, *a, **kw))[1],
+        )
     yield ran
 
 
@@ -150,9 +176,13 @@ def test_arguments_by_name_are_recorded_too() -> None:
         "dropout_p": 0.2,
     }
     op = OPS["attention"]
-    a = op.prepare(query, key, value, causal="top_left", scale=0.3, dropout_p=0.2, dropout_seed=torch.tensor(3))[0]
+    a = op.prepare(
+        query, key, value, causal="top_left", scale=0.3, dropout_p=0.2, dropout_seed=torch.tensor(3)
+    )[0]
     tensors, others = a[: op.num_tensors], (*a[op.num_tensors :], "cuda", True)
-    inputs, events, *_, backend, _ = recording.forward("attention", given, tensors, others, False, "cuda", True)
+    inputs, events, *_, backend, _ = recording.forward(
+        "attention", given, tensors, others, False, "cuda", True
+    )
     assert backend == "cuda" and events and inputs == tensors
 
 
@@ -181,7 +211,9 @@ def test_a_watched_call_is_pythons(watcher: str, in_python: list[str]) -> None:
     assert found.dtype == (torch.float16 if "autocast" in watcher else BF16)
 
 
-def test_an_environment_variable_of_ours_decides_too(in_python: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_of_ours_decides_too(
+    in_python: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = qkv()
     for _ in range(4):
         attention(*inputs)
@@ -212,6 +244,8 @@ def test_second_derivatives_are_the_references() -> None:
     inputs = qkv(lq=8, lk=8)
     found = []
     for _ in range(4):
-        (first,) = torch.autograd.grad(attention(*inputs).float().square().sum(), inputs[:1], create_graph=True)
+        (first,) = torch.autograd.grad(
+            attention(*inputs).float().square().sum(), inputs[:1], create_graph=True
+        )
         found.append(torch.autograd.grad(first.float().sum(), inputs[1])[0])
     same(found[:1] * 3, found[1:])

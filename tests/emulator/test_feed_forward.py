@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward by the backend "cuda", the kernels for sm_90a run in the emulator, through the public API."""
+"""feed_forward by the backend "cuda", the kernels for sm_90a run in the emulator, through the
+public API."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_every_path(share: Share) -> None:
 
 def test_random_problems() -> None:
     """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
-    half = [n for n in range(DRAWN) if fuzz_feed_forward.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES]
+    half = [
+        n for n in range(DRAWN) if fuzz_feed_forward.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
+    ]
     report = fuzz("feed_forward", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases == FUZZ_CASES
@@ -44,7 +47,9 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(cuda_feed_forward, "use_cublas", lambda *shape: True)
         before = products()
         for name in ("relu", "gated", "odd sizes"):
-            assert (found := feed_forward_problems.differences(PROBLEMS[name])) == [], f"{name}: {found}"
+            assert (found := feed_forward_problems.differences(PROBLEMS[name])) == [], (
+                f"{name}: {found}"
+            )
         counts.append(products() - before)
     assert 0 < counts[1] < counts[0]
 
@@ -60,9 +65,14 @@ def test_schedules_give_equal_bits() -> None:
 
 def test_dropout_mask() -> None:
     """Bit for bit the reference's, forward and backward: the identity for weights shows hidden."""
-    x, eye = torch.full((5, 30, 264), 3.0, dtype=torch.float16, requires_grad=True), torch.eye(264, dtype=torch.float16)
+    x, eye = (
+        torch.full((5, 30, 264), 3.0, dtype=torch.float16, requires_grad=True),
+        torch.eye(264, dtype=torch.float16),
+    )
     for p, seed in ((0.3, -(2**62) + 77), (1.0, 5)):
-        out = pt.feed_forward(x, eye, None, eye, None, dropout_p=p, dropout_seed=seed, backend="cuda")
+        out = pt.feed_forward(
+            x, eye, None, eye, None, dropout_p=p, dropout_seed=seed, backend="cuda"
+        )
         (grad,) = torch.autograd.grad(out.sum(), x)
         keep = column_keep_mask(torch.tensor(seed), p, 150, 264, TAG_FEED_FORWARD).view(x.shape)
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
@@ -82,8 +92,10 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
     for recompute in (False, True):
         leaves = {n: v.clone().requires_grad_() for n, v in t.items() if n != "grad_out"}
         out = pt.feed_forward(
-            *(leaves[n] for n in ("x", "w1", "b1", "w2", "b2")), gate_weight=leaves.get("gate_weight"),
-            gate_bias=leaves.get("gate_bias"), activation="gelu", dropout_p=0.2, dropout_seed=3, recompute=recompute, backend="cuda",
+            *(leaves[n] for n in ("x", "w1", "b1", "w2", "b2")),
+            gate_weight=leaves.get("gate_weight"),
+            gate_bias=leaves.get("gate_bias"), activation="gelu", dropout_p=0.2, dropout_seed=3,
+            recompute=recompute, backend="cuda",
         )  # fmt: skip
         found.append([out, *torch.autograd.grad(out, list(leaves.values()), t["grad_out"])])
     assert all(torch.equal(a, b) for a, b in zip(*found))
@@ -92,10 +104,17 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
 @pytest.mark.parametrize("activation", fuzz_feed_forward.ACTIVATIONS)
 def test_activations_and_slopes(activation: str) -> None:
     """Of numbers of every size, against float64: x to hidden and back by identities."""
-    x = torch.cat([torch.linspace(-14, 14, 1000), torch.tensor([-6e4, -300.0, 300.0, 6e4, 0.0, 1e-6, -1e-6, 40.0])]).half()
+    x = torch.cat(
+        [
+            torch.linspace(-14, 14, 1000),
+            torch.tensor([-6e4, -300.0, 300.0, 6e4, 0.0, 1e-6, -1e-6, 40.0]),
+        ]
+    ).half()
     x = x[:, None].requires_grad_()
     eye = torch.eye(8, dtype=torch.float16)[:1]
-    out = pt.feed_forward(x, eye.t().contiguous(), None, eye, None, activation=activation, backend="cuda")
+    out = pt.feed_forward(
+        x, eye.t().contiguous(), None, eye, None, activation=activation, backend="cuda"
+    )
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     value, slope = fuzz_feed_forward._activation(activation, x.detach().double())
     for ours, exact in ((out, value), (grad, slope)):
@@ -107,7 +126,9 @@ def test_a_non_finite_row_stays_one() -> None:
     t = {n: v.clone() for n, v in PROBLEMS["relu"].tensors.items()}
     t["x"][2, 3], t["x"][100, 0] = torch.nan, torch.inf
     for activation in fuzz_feed_forward.ACTIVATIONS:
-        out = pt.feed_forward(*(t[n] for n in ("x", "w1", "b1", "w2", "b2")), activation=activation, backend="cuda")
+        out = pt.feed_forward(
+            *(t[n] for n in ("x", "w1", "b1", "w2", "b2")), activation=activation, backend="cuda"
+        )
         others = torch.ones(200, dtype=torch.bool)
         others[[2, 100]] = False
         assert not out[~others].isfinite().any() and out[others].isfinite().all()
@@ -115,8 +136,13 @@ def test_a_non_finite_row_stays_one() -> None:
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.zeros(4, 16), torch.zeros(16, 16)
-    assert "bfloat16 or float16, got float32" in pt.explain("feed_forward", x, w, None, w, None).reasons["cuda"]
-    assert pt.explain("feed_forward", x.half(), w.half(), None, w.half(), None).reasons["cuda"] is None
+    assert (
+        "bfloat16 or float16, got float32"
+        in pt.explain("feed_forward", x, w, None, w, None).reasons["cuda"]
+    )
+    assert (
+        pt.explain("feed_forward", x.half(), w.half(), None, w.half(), None).reasons["cuda"] is None
+    )
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     with pytest.raises(pt.BackendError, match=r"a GPU of compute capability 9\.0"):
         pt.feed_forward(x.half(), w.half(), None, w.half(), None, backend="cuda")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm by the backend "cuda", the kernels run in the emulator, through the public API."""
+"""layer_norm, rms_norm and add_norm by the backend "cuda", the kernels run in the emulator, through
+the public API."""
 
 from __future__ import annotations
 
@@ -37,13 +38,20 @@ def test_random_problems(share: Share) -> None:
     assert not failed, "\n".join(failed[:5])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
+)
 @pytest.mark.parametrize("schedule", [1], indirect=True)
-@pytest.mark.parametrize("case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name
+)
 def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
-    """The named cases that tests and benchmarks share: close to the reference, equal bits under another schedule."""
+    """The named cases that tests and benchmarks share: close to the reference, equal bits under
+    another schedule."""
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
-    leaves = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [
+        t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
 
     def run(backend: str) -> list[torch.Tensor]:
         found = getattr(pt, case.op)(*args, **kwargs, backend=backend, strict=True)
@@ -61,10 +69,14 @@ def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", [64, 300, 1032, 12304])
 def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
-    """Bit for bit, forward and backward, whichever kernel computes it; columns past a group of 32 and unaligned ones too."""
+    """Bit for bit, forward and backward, whichever kernel computes it; columns past a group of 32
+    and unaligned ones too."""
     x, seed = torch.full((3, columns), 7.0, requires_grad=True), -(2**40) + 12345
     for p in (0.1, 0.5, 0.999, 1.0):
-        streams = [pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend=b)[1] for b in ("cuda", "reference")]
+        streams = [
+            pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend=b)[1]
+            for b in ("cuda", "reference")
+        ]
         assert torch.equal(*streams)
         grads = [torch.autograd.grad(s, x, torch.ones_like(s))[0] for s in streams]
         assert torch.equal(grads[0], streams[0] / 7) and torch.equal(*grads)
@@ -76,10 +88,14 @@ def test_rows_of_a_larger_problem(columns: int) -> None:
 
 
 def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
-    """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time, within the bound."""
+    """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time,
+    within the bound."""
     problem = next(p for p in layer_norm_problems.problems() if p.tensors["x"].shape[1] == 96)
     for layout in LAYOUTS:
-        laid = {n: layout if place(t, layout).shape == t.shape else "contiguous" for n, t in problem.tensors.items()}
+        laid = {
+            n: layout if place(t, layout).shape == t.shape else "contiguous"
+            for n, t in problem.tensors.items()
+        }
         assert layer_norm_problems.wrong(dataclasses.replace(problem, layouts=laid)) == [], layout
 
 
@@ -134,7 +150,23 @@ def test_the_edge_checks_shapes() -> None:
 
     x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)
     assert cuda_library.why_not("layer_norm_fwd", x.device) is None
-    arguments: list[Any] = [x, None, None, None, None, out, None, None, rstd, 1, 8, 0, 1e-5, 0.0, True]
+    arguments: list[Any] = [
+        x,
+        None,
+        None,
+        None,
+        None,
+        out,
+        None,
+        None,
+        rstd,
+        1,
+        8,
+        0,
+        1e-5,
+        0.0,
+        True,
+    ]
     with pytest.raises(RuntimeError, match="out has 14 elements; wanted 16"):
         cuda_library.call("layer_norm_fwd", x.device, *arguments)
     arguments[-6:-4] = 3, 8

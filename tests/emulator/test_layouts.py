@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator against the layouts that the PTX ISA manual documents, worked out here by hand and by other means than the kernels'.
+"""The emulator against the layouts that the PTX ISA manual documents, worked out here by hand and
+by other means than the kernels'.
 
-Kernel and emulator share beliefs: were both wrong, every kernel test would pass. So the tables below are typed from the manual's figures,
+Kernel and emulator share beliefs: were both wrong, every kernel test would pass. So the tables
+below are typed from the manual's figures,
 and the results computed with plain matrix products.
 """
 
@@ -18,7 +20,8 @@ Answers = dict[str, Tensor]
 SHAPES_OF = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "tile" / "product_shapes.h"
 SHAPES = re.compile(r"\bproduct_of_(?:tiles|weights)\(\d")  # in the table of shapes
 
-# mma.m16n8k16, figures "layout for the matrix fragment": lane -> the (row, column) of each element it holds, in order.
+# mma.m16n8k16, figures "layout for the matrix fragment": lane -> the (row, column) of each element
+# it holds, in order.
 A_FRAGMENT = {
     0: [(0, 0), (0, 1), (8, 0), (8, 1), (0, 8), (0, 9), (8, 8), (8, 9)],
     1: [(0, 2), (0, 3), (8, 2), (8, 3), (0, 10), (0, 11), (8, 10), (8, 11)],
@@ -37,7 +40,8 @@ C_FRAGMENT = {
     5: [(1, 2), (1, 3), (9, 2), (9, 3)],
     31: [(7, 6), (7, 7), (15, 6), (15, 7)],
 }
-# wgmma.m64nNk16, figure "fragment layout for the accumulator D": thread -> the (row, column) of its first six elements.
+# wgmma.m64nNk16, figure "fragment layout for the accumulator D": thread -> the (row, column) of its
+# first six elements.
 D_FRAGMENT = {
     0: [(0, 0), (0, 1), (8, 0), (8, 1), (0, 8), (0, 9)],
     3: [(0, 6), (0, 7), (8, 6), (8, 7), (0, 14), (0, 15)],
@@ -46,7 +50,8 @@ D_FRAGMENT = {
     32: [(16, 0), (16, 1), (24, 0), (24, 1), (16, 8), (16, 9)],
     127: [(55, 6), (55, 7), (63, 6), (63, 7), (55, 14), (55, 15)],
 }
-# The 128-byte swizzle: for each of eight rows, which 16-byte chunk of the row lies in place 0, 1, ..., 7.
+# The 128-byte swizzle: for each of eight rows, which 16-byte chunk of the row lies in place 0, 1,
+# ..., 7.
 SWIZZLE_128B = [
     [0, 1, 2, 3, 4, 5, 6, 7],
     [1, 0, 3, 2, 5, 4, 7, 6],
@@ -69,10 +74,14 @@ def halves(words: Tensor, dtype: torch.dtype = torch.uint16) -> Tensor:
 
 
 def fragment(kind: str, lane: int) -> list[tuple[int, int]]:
-    """The manual's formulas: group = lane >> 2, thread_in_group = lane % 4, for element i of the fragment."""
+    """The manual's formulas: group = lane >> 2, thread_in_group = lane % 4, for element i of the
+    fragment."""
     group, q = lane >> 2, lane % 4
     if kind == "A":
-        return [(group + (8 if i in (2, 3, 6, 7) else 0), 2 * q + i % 2 + (8 if i >= 4 else 0)) for i in range(8)]
+        return [
+            (group + (8 if i in (2, 3, 6, 7) else 0), 2 * q + i % 2 + (8 if i >= 4 else 0))
+            for i in range(8)
+        ]
     if kind == "B":
         return [(2 * q + i % 2 + (8 if i >= 2 else 0), group) for i in range(4)]
     return [(group + (8 if i >= 2 else 0), 2 * q + i % 2) for i in range(4)]
@@ -93,7 +102,9 @@ def swizzled(tile: Tensor) -> Tensor:
     return torch.stack([row[SWIZZLE_128B[r % 8]] for r, row in enumerate(rows)]).flatten()
 
 
-@pytest.mark.parametrize(("kind", "table"), [("A", A_FRAGMENT), ("B", B_FRAGMENT), ("C", C_FRAGMENT)])
+@pytest.mark.parametrize(
+    ("kind", "table"), [("A", A_FRAGMENT), ("B", B_FRAGMENT), ("C", C_FRAGMENT)]
+)
 def test_the_formulas_are_the_figures(kind: str, table: dict[int, list[tuple[int, int]]]) -> None:
     for lane, places in table.items():
         assert fragment(kind, lane) == places
@@ -109,20 +120,28 @@ def test_mma(dtype: torch.dtype, answers: Answers) -> None:
 
 
 def test_ldmatrix(answers: Answers) -> None:
-    """Row l / 4, elements 2 (l % 4) and the next, of the four matrices; transposed the matrix is read as its transpose."""
+    """Row l / 4, elements 2 (l % 4) and the next, of the four matrices; transposed the matrix is
+    read as its transpose."""
     matrices = halves(answers["in:ldmatrix"]).view(4, 8, 8)
     plain, transposed = (
-        halves(answers["ldmatrix"].view(32, 8)[:, part]).view(32, 4, 2) for part in (slice(0, 4), slice(4, 8))
+        halves(answers["ldmatrix"].view(32, 8)[:, part]).view(32, 4, 2)
+        for part in (slice(0, 4), slice(4, 8))
     )
     for lane in range(32):
         row, column = divmod(lane, 4)
         for m in range(4):
             assert plain[lane, m].tolist() == matrices[m, row, 2 * column : 2 * column + 2].tolist()
-            assert transposed[lane, m].tolist() == matrices[m, 2 * column : 2 * column + 2, row].tolist()
+            assert (
+                transposed[lane, m].tolist()
+                == matrices[m, 2 * column : 2 * column + 2, row].tolist()
+            )
 
 
 def test_stmatrix_and_swizzle(answers: Answers) -> None:
-    assert torch.equal(halves(answers["stmatrix"]).int(), swizzled(halves(answers["in:stmatrix"]).view(64, 64).int()))
+    assert torch.equal(
+        halves(answers["stmatrix"]).int(),
+        swizzled(halves(answers["in:stmatrix"]).view(64, 64).int()),
+    )
 
 
 @pytest.mark.parametrize(("x", "y"), [(0, 0), (64, 0), (0, 24), (8, 30), (-8, -3), (128, 8)])
@@ -137,13 +156,17 @@ def test_tma_box(x: int, y: int, answers: Answers) -> None:
 def test_tma_of_rank_3(answers: Answers) -> None:
     source = torch.zeros(4, 30, 200, dtype=torch.int32)
     source[:, :10, :72] = halves(answers["in:tma"]).view(4, 10, 72).int()
-    assert torch.equal(halves(answers["tma_3d"]).int(), swizzled(source[2, 5:13, 8:72].contiguous()))
+    assert torch.equal(
+        halves(answers["tma_3d"]).int(), swizzled(source[2, 5:13, 8:72].contiguous())
+    )
 
 
 def test_tma_of_rank_4(answers: Answers) -> None:
     source = torch.zeros(2, 2, 30, 200, dtype=torch.int32)
     source[:, :, 10:20, :72] = halves(answers["in:tma"]).view(2, 2, 10, 72).int()
-    assert torch.equal(halves(answers["tma_4d"]).int(), swizzled(source[1, 1, 7:15, 8:72].contiguous()))
+    assert torch.equal(
+        halves(answers["tma_4d"]).int(), swizzled(source[1, 1, 7:15, 8:72].contiguous())
+    )
 
 
 def test_wgmma_accumulators(answers: Answers) -> None:
@@ -151,13 +174,16 @@ def test_wgmma_accumulators(answers: Answers) -> None:
     rows, columns = (floats(answers[f"wgmma_{name}"]).view(128, 32) for name in ("rows", "columns"))
     for thread, places in D_FRAGMENT.items():
         assert list(zip(rows[thread, :6].tolist(), columns[thread, :6].tolist())) == places
-    seen = {(row, column) for row, column in zip(rows.flatten().tolist(), columns.flatten().tolist())}
+    seen = {
+        (row, column) for row, column in zip(rows.flatten().tolist(), columns.flatten().tolist())
+    }
     assert len(seen) == 64 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
-    """Every shape that kernels use, by its name: widths from 32 to 256, and panels of 32 to 176 rows."""
+    """Every shape that kernels use, by its name: widths from 32 to 256, and panels of 32 to 176
+    rows."""
     names = [key.removeprefix("a:") for key in answers if key.startswith("a:wgmma_")]
     names = [name for name in names if name.endswith("_f16") == (dtype == torch.float16)]
     assert len(names) == len(SHAPES.findall(SHAPES_OF.read_text())) > 15
@@ -171,21 +197,33 @@ def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
 
 
 def test_tiles_in_a_ring(answers: Answers) -> None:
-    """Seven steps of 64 columns by two buffers, multiplied and read; and a product with rows of B cleared."""
-    a, b = (halves(answers[f"{key}:steps"], torch.bfloat16).float().view(64, 448) for key in ("a", "b"))
+    """Seven steps of 64 columns by two buffers, multiplied and read; and a product with rows of B
+    cleared."""
+    a, b = (
+        halves(answers[f"{key}:steps"], torch.bfloat16).float().view(64, 448) for key in ("a", "b")
+    )
     assert torch.equal(floats(answers["multiply_steps"]).view(64, 64), a @ b.T)
     kept = (torch.arange(64) >= 5) & (torch.arange(64) < 50)
-    assert torch.equal(floats(answers["multiply_cleared"]).view(64, 64), a[:, :64] @ (b[:, :64] * kept[:, None]).T)
-    read = halves(answers["read_steps"], torch.bfloat16).float().view(7, 2, 2, 4, 32, 8)  # step, matrix, half, warp, lane
+    assert torch.equal(
+        floats(answers["multiply_cleared"]).view(64, 64), a[:, :64] @ (b[:, :64] * kept[:, None]).T
+    )
+    read = (
+        halves(answers["read_steps"], torch.bfloat16).float().view(7, 2, 2, 4, 32, 8)
+    )  # step, matrix, half, warp, lane
     for matrix, source in enumerate((a, b)):
-        tiles = source.view(4, 16, 7, 2, 32)[..., :16]  # warp, row, step, half, the first 16 columns
+        tiles = source.view(4, 16, 7, 2, 32)[
+            ..., :16
+        ]  # warp, row, step, half, the first 16 columns
         for lane in range(32):
-            wanted = torch.stack([tiles[:, row, :, :, column] for row, column in fragment("A", lane)], -1)
+            wanted = torch.stack(
+                [tiles[:, row, :, :, column] for row, column in fragment("A", lane)], -1
+            )
             assert torch.equal(read[:, matrix, :, :, lane], wanted.permute(1, 2, 0, 3))
 
 
 def test_descriptor_fields(answers: Answers) -> None:
-    """Bits 0-13: address / 16; 16-29: leading byte offset / 16; 32-45: stride byte offset / 16; 62-63: swizzle."""
+    """Bits 0-13: address / 16; 16-29: leading byte offset / 16; 32-45: stride byte offset / 16;
+    62-63: swizzle."""
     words = answers["descriptors"].view(-1, 2)[:3].tolist()
     assert words == [
         [0x0001_0040, 0x4000_0040],  # address 0x400, LBO 16, SBO 1024, 128 bytes
@@ -195,7 +233,8 @@ def test_descriptor_fields(answers: Answers) -> None:
 
 
 def test_cp_async(answers: Answers) -> None:
-    """128 copies of 16 bytes in reversed order, then of t % 17 bytes and zeros; a thread reads those of its neighbour."""
+    """128 copies of 16 bytes in reversed order, then of t % 17 bytes and zeros; a thread reads
+    those of its neighbour."""
     source, got = (
         answers["in:cp_async"].to(torch.uint32).view(torch.uint8),
         answers["cp_async"].to(torch.uint32).view(torch.uint8),
@@ -218,7 +257,9 @@ def test_memory_and_meetings(answers: Answers) -> None:
     assert torch.equal(answers["memory"][1536:1664], shifted)
     assert torch.equal(answers["memory"][1664:1920].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
     rows = torch.arange(128)[:, None]
-    wanted = words[rows[:, 0] ^ 9].where((rows % 3 > 0) & (rows % 5 > 0), 0)  # zeros where nothing is loaded, or stored
+    wanted = words[rows[:, 0] ^ 9].where(
+        (rows % 3 > 0) & (rows % 5 > 0), 0
+    )  # zeros where nothing is loaded, or stored
     assert torch.equal(answers["memory"][1920:].view(128, 4), wanted)
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
@@ -226,26 +267,37 @@ def test_memory_and_meetings(answers: Answers) -> None:
     for i, distance in enumerate((1, 2, 4, 8, 16)):
         assert torch.equal(shuffled[:, i], lanes[t ^ distance])
     assert torch.equal(shuffled[:, 5], lanes[t ^ 31]) and torch.equal(shuffled[:32, 6], lanes[32:])
-    assert torch.equal(shuffled[:, 7], lanes[t // 32 * 32 + 5 * t % 32] ^ lanes[t // 32 * 32 + 7 * t % 32])
+    assert torch.equal(
+        shuffled[:, 7], lanes[t // 32 * 32 + 5 * t % 32] ^ lanes[t // 32 * 32 + 7 * t % 32]
+    )
 
 
 def test_numbers(answers: Answers) -> None:
-    inputs, results = floats(answers["in:arithmetic"]).view(256, 3), answers["arithmetic"].view(256, 9)
+    inputs, results = (
+        floats(answers["in:arithmetic"]).view(256, 3),
+        answers["arithmetic"].view(256, 9),
+    )
     a, b, c = inputs.unbind(1)
     exact = [a.double().sqrt().float(), (a.double() / b.double()).float()]
     for i, want in enumerate(exact):
         torch.testing.assert_close(floats(results[:, i]), want, rtol=0, atol=0, equal_nan=True)
-    fused = (a.double() * b.double() + c.double()).float()  # one rounding more than the instruction where the product is long
+    fused = (
+        a.double() * b.double() + c.double()
+    ).float()  # one rounding more than the instruction where the product is long
     torch.testing.assert_close(floats(results[:, 2]), fused, rtol=2e-7, atol=1e-44, equal_nan=True)
     for i, dtype in ((3, torch.bfloat16), (4, torch.float16)):
         packed = halves(results[:, i], dtype).view(256, 2)
-        torch.testing.assert_close(packed, torch.stack([a.to(dtype), b.to(dtype)], 1), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            packed, torch.stack([a.to(dtype), b.to(dtype)], 1), rtol=0, atol=0, equal_nan=True
+        )
     for i, x in ((7, a), (8, b)):
         finite = x.clamp(-65504, 65504).half().float()
         torch.testing.assert_close(floats(results[:, i]), finite, rtol=0, atol=0, equal_nan=True)
     low = halves(answers["in:arithmetic"]).view(256, 6)[:, 0]
     for i, dtype in ((5, torch.bfloat16), (6, torch.float16)):
-        torch.testing.assert_close(floats(results[:, i]), low.view(dtype).float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            floats(results[:, i]), low.view(dtype).float(), rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_sums(answers: Answers) -> None:

@@ -35,7 +35,8 @@ def test_schedules_give_equal_bits() -> None:
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 def test_sums_in_float32(layout: str) -> None:
-    """Unrounded, onto what is there or not; nothing is written behind the rows' multiple of eight columns."""
+    """Unrounded, onto what is there or not; nothing is written behind the rows' multiple of eight
+    columns."""
     a, b = operands(Problem("sums", BF16, layout, 150, 300, 72))
     begun = torch.randn(150, 312)
     for add in (False, True):
@@ -71,7 +72,9 @@ def test_what_they_refuse(change: object, message: str) -> None:
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 24).bfloat16()
     with pytest.raises(RuntimeError, match=message):
         a, b = change(a, b)
-        cuda_library.call("matmul", a.device, a, b, None, None, None, torch.empty(16, 24, dtype=a.dtype))
+        cuda_library.call(
+            "matmul", a.device, a, b, None, None, None, torch.empty(16, 24, dtype=a.dtype)
+        )
 
 
 def test_they_are_for_sm_90a(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator notices what the PTX ISA leaves undefined, and says where: messages.cpp has the expectations."""
+"""The emulator notices what the PTX ISA leaves undefined, and says where: messages.cpp has the
+expectations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault planted in the kernels is found by a problem: those of arithmetic (text_faults.py), and those of call sites (sites.py)."""
+"""Every fault planted in the kernels is found by a problem: those of arithmetic (text_faults.py),
+and those of call sites (sites.py)."""
 
 from __future__ import annotations
 
@@ -17,18 +18,26 @@ from text_faults import FAULTS, TextFault
 
 LISTED = sites.listed()
 UNSEEN = sites.unseen()
-PTX = re.compile(r"^(?:PT_DEVICE|inline) .*?(\w+)\([^()]*(?:\([^()]*\)[^()]*)*PT_(?:ONLY_)?SITE\)", re.M)
+PTX = re.compile(
+    r"^(?:PT_DEVICE|inline) .*?(\w+)\([^()]*(?:\([^()]*\)[^()]*)*PT_(?:ONLY_)?SITE\)", re.M
+)
 
 
 def some(faults: Iterable[Any], every: int) -> list[Any]:
-    """Return parameters: the first of every ``every`` runs in `make test`, the others are slow tests."""
+    """Return parameters: the first of every ``every`` runs in `make test`, the others are slow
+    tests."""
     name = lambda fault: fault.name if isinstance(fault, TextFault) else str(fault)
-    return [pytest.param(f, marks=[pytest.mark.slow] * (i % every > 0), id=name(f)) for i, f in enumerate(faults)]
+    return [
+        pytest.param(f, marks=[pytest.mark.slow] * (i % every > 0), id=name(f))
+        for i, f in enumerate(faults)
+    ]
 
 
 @pytest.mark.parametrize("fault", some(FAULTS, 4))
 def test_a_fault_of_arithmetic_is_found(fault: TextFault, emulated: Path) -> None:
-    assert planted.found(emulated, fault.problems, fault.name, 1, fault.problem, fault.path), "not found"
+    assert planted.found(emulated, fault.problems, fault.name, 1, fault.problem, fault.path), (
+        "not found"
+    )
 
 
 @pytest.mark.parametrize("fault", some(sorted(LISTED), 24))
@@ -42,7 +51,11 @@ def test_names_are_unique() -> None:
 
 
 def test_the_sources_have_no_faults() -> None:
-    texts = {path: path.read_text() for path in planted.CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp")}
+    texts = {
+        path: path.read_text()
+        for path in planted.CSRC.rglob("*")
+        if path.suffix in (".h", ".cuh", ".cu", ".cpp")
+    }
     assert [path.name for path, text in texts.items() if "PT_FAULT" in text] == ["fault.h"]
 
 
@@ -54,13 +67,24 @@ def test_a_text_that_is_not_there_once_is_an_error(builder: ModuleType, tmp_path
 
 def test_every_call_of_a_ptx_function_is_listed() -> None:
     """By file and line: with a fault that a problem finds, or with the reason why none does."""
-    names = set(PTX.findall("".join(path.read_text() for path in (planted.CSRC / "cuda" / "ptx").glob("*.cuh"))))
+    names = set(
+        PTX.findall(
+            "".join(path.read_text() for path in (planted.CSRC / "cuda" / "ptx").glob("*.cuh"))
+        )
+    )
     assert {"syncthreads", "wgmma_ss", "ld_shared_v4", "mbarrier_try_wait"} <= names
     call = re.compile(rf"ptx::({'|'.join(sorted(names))})\b")
     listed = {(fault.file, fault.text) for fault in (*LISTED, *UNSEEN)}
     files = [path for path in (planted.CSRC / "cuda").rglob("*.cu*") if path.parent.name != "ptx"]
-    calls = {(str(path.relative_to(planted.CSRC)), line) for path in files for line in sites.lines(path) if call.search(line)}
-    handed_on = {(file, line) for file, line in calls if "PT_HERE" in line or "PT_ONLY_HERE" in line}
+    calls = {
+        (str(path.relative_to(planted.CSRC)), line)
+        for path in files
+        for line in sites.lines(path)
+        if call.search(line)
+    }
+    handed_on = {
+        (file, line) for file, line in calls if "PT_HERE" in line or "PT_ONLY_HERE" in line
+    }
     assert sorted(calls - handed_on - listed) == []
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of ring attention on the CUDA backend, emulated: one rank that has its sequence in chunks, so that nothing is sent."""
+"""Tiles of ring attention on the CUDA backend, emulated: one rank that has its sequence in chunks,
+so that nothing is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 @pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
 @pytest.mark.parametrize("keywords", ["plain", "causal", "mask", "extreme"])
-def test_tiles_of_a_row(keywords: str, dtype: torch.dtype, path: str, schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each merged by lse, and differentiated by the row's: values and gradients within the bounds of one call."""
+def test_tiles_of_a_row(
+    keywords: str, dtype: torch.dtype, path: str, schedule: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each merged by lse, and differentiated by the row's: values and gradients within the bounds
+    of one call."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     check_tiles(keywords, "cuda", dtype)

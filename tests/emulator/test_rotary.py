@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv by the backend "cuda", the kernels run in the emulator, through the public API."""
+"""rotary and append_kv by the backend "cuda", the kernels run in the emulator, through the public
+API."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_every_path(schedule: int) -> None:
         assert (found := rotary_problems.wrong(problem)) == [], f"{problem}: {found}"
 
 
-@pytest.mark.parametrize("problem", list(append_problems.problems()), ids=lambda problem: problem.name)
+@pytest.mark.parametrize(
+    "problem", list(append_problems.problems()), ids=lambda problem: problem.name
+)
 def test_into_eight_bits(problem: Any) -> None:
     assert append_problems.wrong(problem) == []
 
@@ -46,20 +49,28 @@ def test_random_problems(count: int) -> None:
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    """Outputs, caches and all gradients of a shared case against float64, with equal bits under another schedule."""
+    """Outputs, caches and all gradients of a shared case against float64, with equal bits under
+    another schedule."""
     problem = Problem.make(case, BF16, "cpu", seed=0, grad=True)
     grads = check.upstream(problem, seed=1)
     found = check.compute(problem, prepare_ours("cuda", problem), grads)
     assert check.judge(problem, found, exact.solve(problem, grads), peer=False).wrong is None
     again = check.compute(problem, prepare_ours("cuda", problem), grads)
-    assert all(torch.equal(a, b) for a, b in zip(found.values(), again.values()) if a is not None and b is not None)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(found.values(), again.values())
+        if a is not None and b is not None
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dims", [64, 24])
 def test_without_a_norm_the_bits_are_the_cpus(dims: int, interleaved: bool) -> None:
-    """Both round every product but the last, into which the sum is fused; an instruction set without such a sum does not."""
-    native = pytest.importorskip("pytransformer._C", reason="_C was not built (_build_info.json says why)")
+    """Both round every product but the last, into which the sum is fused; an instruction set
+    without such a sum does not."""
+    native = pytest.importorskip(
+        "pytransformer._C", reason="_C was not built (_build_info.json says why)"
+    )
     if native.default_isa() == "generic":
         pytest.skip("the CPU's kernels for no instruction set in particular fuse nothing")
     cos, sin = torch.randn(2, 2, 3, dims)
@@ -67,15 +78,26 @@ def test_without_a_norm_the_bits_are_the_cpus(dims: int, interleaved: bool) -> N
         x = torch.randn(2, 3, 2, 64, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
         grad, results = torch.randn_like(x), []
         for backend in ("cuda", "cpu"):
-            out = pt.rotary(x, cos=cos, sin=sin, dims=dims, interleaved=interleaved, backend=backend)
+            out = pt.rotary(
+                x, cos=cos, sin=sin, dims=dims, interleaved=interleaved, backend=backend
+            )
             results.append((out, *torch.autograd.grad(out, x, grad)))
-        assert all(torch.equal(mine, other) and mine.stride() == x.stride() for mine, other in zip(*results))
+        assert all(
+            torch.equal(mine, other) and mine.stride() == x.stride()
+            for mine, other in zip(*results)
+        )
 
 
 def test_gradients_asked_for_one_by_one() -> None:
-    x, weight, positions = torch.randn(2, 3, 2, 40, requires_grad=True), torch.randn(40, requires_grad=True), torch.arange(2)
+    x, weight, positions = (
+        torch.randn(2, 3, 2, 40, requires_grad=True),
+        torch.randn(40, requires_grad=True),
+        torch.arange(2),
+    )
     grad = torch.randn(2, 3, 2, 40)
-    together = torch.autograd.grad(pt.rotary(x, positions, weight=weight, backend="cuda"), (x, weight), grad)
+    together = torch.autograd.grad(
+        pt.rotary(x, positions, weight=weight, backend="cuda"), (x, weight), grad
+    )
     for i, leaves in enumerate(((x, weight.detach()), (x.detach(), weight))):
         out = pt.rotary(leaves[0], positions, weight=leaves[1], backend="cuda")
         assert torch.equal(torch.autograd.grad(out, leaves[i], grad)[0], together[i])
@@ -87,7 +109,9 @@ def _store(columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [16, 18])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_place_outside_is_written_by_nobody(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_outside_is_written_by_nobody(
+    columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Below the check, which is not made on a GPU: positions and pages outside the cache."""
     monkeypatch.setattr(gpu_rotary, "looks_at_values", lambda device: False)
     store, values = _store(columns), _store(columns)
@@ -102,22 +126,31 @@ def test_a_place_outside_is_written_by_nobody(columns: int, dtype: torch.dtype, 
 
 
 def test_what_is_copied_keeps_every_bit() -> None:
-    """A NaN's too, which arithmetic would replace; and a query without heads, where only a cache is written."""
+    """A NaN's too, which arithmetic would replace; and a query without heads, where only a cache is
+    written."""
     bits = torch.tensor([0x7F81, -1, 0x0001, 0x7FC5] * 4, dtype=torch.int16)
     for columns in (16, 13):
         value = bits[:columns].view(BF16).expand(1, 1, 2, columns)
-        cache = pt.KeyValues(torch.zeros(1, 1, 3, 8, dtype=BF16), torch.zeros(1, 1, 3, columns, dtype=BF16))
+        cache = pt.KeyValues(
+            torch.zeros(1, 1, 3, 8, dtype=BF16), torch.zeros(1, 1, 3, columns, dtype=BF16)
+        )
         query, key = torch.zeros(1, 0, 2, 8, dtype=BF16), torch.ones(1, 1, 2, 8, dtype=BF16)
         out = pt.append_kv(query, key, value, cache, torch.tensor([[2, 0]]), backend="cuda")
-        assert out.shape == query.shape and torch.equal(cache.key[0, 0, :, 0], torch.tensor([1.0, 0.0, 1.0], dtype=BF16))
-        assert torch.equal(cache.value[0, 0, [0, 2]].view(torch.int16), bits[:columns].expand(2, columns))
+        assert out.shape == query.shape and torch.equal(
+            cache.key[0, 0, :, 0], torch.tensor([1.0, 0.0, 1.0], dtype=BF16)
+        )
+        assert torch.equal(
+            cache.value[0, 0, [0, 2]].view(torch.int16), bits[:columns].expand(2, columns)
+        )
 
 
 def test_a_position_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with PYTRANSFORMER_CHECK=1; here always."""
     cache = pt.KeyValues(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
     rows = [torch.ones(1, 1, 1, 8)] * 3
-    with pytest.raises(ValueError, match="positions holds 3, and the cache has room for 3 keys a sequence"):
+    with pytest.raises(
+        ValueError, match="positions holds 3, and the cache has room for 3 keys a sequence"
+    ):
         pt.append_kv(*rows, cache, torch.tensor([[3]]), backend="cuda")
     assert not cache.key.any()
 
@@ -138,11 +171,15 @@ def test_tables_in_float64_are_rounded() -> None:
 def test_reasons() -> None:
     """Arguments that the backend does not support give a reason."""
     positions = torch.arange(3)
-    reasons = lambda **given: pt.explain("rotary", given.pop("x", torch.zeros(1, 1, 3, 8)), positions, **given).reasons["cuda"]
+    reasons = lambda **given: pt.explain(
+        "rotary", given.pop("x", torch.zeros(1, 1, 3, 8)), positions, **given
+    ).reasons["cuda"]
     assert reasons() is None
     assert "got x in float64" in reasons(x=torch.zeros(1, 1, 3, 8).double())
     assert "got weight in float64" in reasons(weight=torch.zeros(8).double())
-    assert reasons(x=torch.zeros(1, 1, 3, 4098)) == "last dimensions of at most 4,096, and x has 4,098"
+    assert (
+        reasons(x=torch.zeros(1, 1, 3, 4098)) == "last dimensions of at most 4,096, and x has 4,098"
+    )
 
 
 def test_the_edge_checks_shapes() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fault in the CUDA kernel itself: the check at the first call finds it in a process of its own, and the next backend computes.
+"""A fault in the CUDA kernel itself: the check at the first call finds it in a process of its own,
+and the next backend computes.
 Emulated."""
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 
 
 @pytest.mark.parametrize("fault", ["", "one_key_too_many"])
-def test_broken_kernel_is_found_and_reported_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_kernel_is_found_and_reported_once(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault of text_faults.py is planted where the check runs; without it the backend is used."""
     way = WAYS["attention"]
     want = way()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA kernels that are refused before they run: the next backend computes. What ran and failed is raised. Emulated."""
+"""CUDA kernels that are refused before they run: the next backend computes. What ran and failed is
+raised. Emulated."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
+from pytransformer.testing.way_down import (
+    FAULTS,
+    REFUSED,
+    WAYS,
+    attention,
+    check,
+    failing,
+    preferred,
+)
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
@@ -28,12 +37,16 @@ BEFORE = [
 def test_these_are_the_library_s_words() -> None:
     for start, file in STARTS.items():
         assert f'"{start}"' in (CSRC / file).read_text()
-    assert f'"{MAPS}"' in (CSRC / "tensor_map.cuh").read_text() and f'"{DRIVER}"' in (CSRC / "driver.h").read_text()
+    assert (
+        f'"{MAPS}"' in (CSRC / "tensor_map.cuh").read_text()
+        and f'"{DRIVER}"' in (CSRC / "driver.h").read_text()
+    )
 
 
 # A model's way once: it is that of attention, 14 s of the emulator apart.
 @pytest.mark.parametrize(
-    "error, way", [*((e, w) for e in BEFORE for w in WAYS if w != "hugging_face"), (BEFORE[0], "hugging_face")]
+    "error, way",
+    [*((e, w) for e in BEFORE for w in WAYS if w != "hugging_face"), (BEFORE[0], "hugging_face")],
 )
 def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, way: str) -> None:
     want = WAYS[way]()
@@ -50,7 +63,10 @@ def test_backward_alone_fails() -> None:
         check("attention", want, "cuda", "too many resources", fails="attention_bwd")
 
 
-@pytest.mark.parametrize("text", [*(start + text for start in STARTS for text in FAULTS), "attention: head sizes up to 256"])
+@pytest.mark.parametrize(
+    "text",
+    [*(start + text for start in STARTS for text in FAULTS), "attention: head sizes up to 256"],
+)
 def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     error = RuntimeError(text)
     monkeypatch.setattr(cuda_library, "call", failing(lambda: error))
@@ -59,17 +75,23 @@ def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch,
     assert caught.value is error and not pt.fallbacks()
 
 
-def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The norms and networks too: one op's way down is every op's."""
     monkeypatch.setattr(
-        cuda_library, "call", failing(lambda: RuntimeError("a kernel could not be launched: invalid device function"))
+        cuda_library,
+        "call",
+        failing(lambda: RuntimeError("a kernel could not be launched: invalid device function")),
     )
     from pytransformer.ops._core.registry import HOME
 
     monkeypatch.setitem(HOME, "cuda", "cpu")
     x, weight = torch.randn(4, 8), torch.randn(8)
     want = torch.nn.functional.layer_norm(x, (8,), weight)
-    warned = pytest.warns(RuntimeWarning, match="layer_norm.*runs on the backend cpu: cuda: did not run: RuntimeError")
+    warned = pytest.warns(
+        RuntimeWarning, match="layer_norm.*runs on the backend cpu: cuda: did not run: RuntimeError"
+    )
     with fast_path.off(), warned:  # the fast path does not look where a backend is at home
         for _ in range(2):
             torch.testing.assert_close(pt.layer_norm(x, 8, weight), want)

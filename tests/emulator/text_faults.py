@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic faults of the kernels: bounds, scales, sums of rows and places that no call of a ptx function shows.
+"""Arithmetic faults of the kernels: bounds, scales, sums of rows and places that no call of a ptx
+function shows.
 
-The emulator's build replaces ``text`` by ``faulty`` in its own copy of the file, and PYTRANSFORMER_FAULT=name plants the fault when the
-library is loaded (csrc/emulator/fault.h). Each text occurs once in its file. Faults at call sites are enumerated: see sites.py.
+The emulator's build replaces ``text`` by ``faulty`` in its own copy of the file, and
+PYTRANSFORMER_FAULT=name plants the fault when the
+library is loaded (csrc/emulator/fault.h). Each text occurs once in its file. Faults at call sites
+are enumerated: see sites.py.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ FAULTS = (
         "half_of_a_masks_block_unseen",
         "cuda/attention/mask_lists.cuh",
         ".num_queries - i0, kListedBlock) -",
-        ".num_queries - i0, PT_FAULT(half_of_a_masks_block_unseen) ? kListedBlock / 2 : kListedBlock) -",
+        ".num_queries - i0, PT_FAULT(half_of_a_masks_block_unseen) ? kListedBlock / 2 :"
+        " kListedBlock) -",
         "attention_problems",
         "portable",
         "listed, words of 16, causal",
@@ -105,9 +109,9 @@ FAULTS = (
     TextFault(
         "flags_for_half_a_tile_backward",
         "cuda/attention/plan.h",
-        "    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
-        "    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 : plan.sm90.tile.rows(), "
-        "plan.sm90.order.tiles};",
+        "padding_gaps))\n    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
+        "padding_gaps))\n    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 :"
+        " plan.sm90.tile.rows(), plan.sm90.order.tiles};",
         "sm90_problems",
         "sm90",
         "one hidden key",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the integration tests: a forced backend, transformers with our implementation registered, nothing left active."""
+"""Fixtures of the integration tests: a forced backend, transformers with our implementation
+registered, nothing left active."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ def never_left_active() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hugging_face() -> ModuleType:
-    transformers = pytest.importorskip("transformers", reason='transformers is not installed (the extra "hf")')
+    transformers = pytest.importorskip(
+        "transformers", reason='transformers is not installed (the extra "hf")'
+    )
     pt.integrations.transformers.register()
     return transformers

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""activate(): PyTorch's own scaled_dot_product_attention, and the modules built on it, on our kernels."""
+"""activate(): PyTorch's own scaled_dot_product_attention, and the modules built on it, on our
+kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from pytransformer.testing.models import assert_same_elements
 LIMIT = model_distance_limit(torch.float32)
 
 
-def tensors(*shape: int, heads: int = 4, keys: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(
+    *shape: int, heads: int = 4, keys: int = 9
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(*shape, 4, 7, 8, generator=generator)
     return query, *(torch.randn(*shape, heads, keys, 8, generator=generator) for _ in range(2))
@@ -35,7 +38,9 @@ def masks() -> dict[str, torch.Tensor]:
     return {
         "bool": some,
         "bool, a row sees nothing": hidden_row,
-        "key padding": torch.arange(9)[None, None, None] < torch.tensor([9, 4])[:, None, None, None],
+        "key padding": (
+            torch.arange(9)[None, None, None] < torch.tensor([9, 4])[:, None, None, None]
+        ),
         "two-dimensional": some[0, 0],
         "additive": torch.randn(2, 1, 7, 9, generator=generator),
         "additive, -inf": torch.zeros(2, 4, 7, 9).masked_fill(~some, -torch.inf),
@@ -57,7 +62,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "vmap": lambda: torch.vmap(sdpa, in_dims=(1, None, 0), out_dims=1)(
         tensors(2, 3)[0], tensors(2)[1], tensors(3, 2)[2]),
     "func.grad": lambda: torch.func.grad(lambda q, k, v: sdpa(q, k, v).square().sum())(*tensors(2)),
-    "vmap of grad": lambda: torch.vmap(torch.func.grad(lambda q, k, v: sdpa(q, k, v).square().sum()))(*tensors(2)),
+    "vmap of grad": lambda: torch.vmap(torch.func.grad(lambda q, k,
+        v: sdpa(q, k, v).square().sum()))(*tensors(2)),
     "jit.trace": lambda: torch.jit.trace(sdpa, tensors(2))(*tensors(2)),
     **{name: lambda mask=mask: sdpa(*tensors(2), attn_mask=mask) for name, mask in masks().items()},
 }  # fmt: skip
@@ -83,7 +89,9 @@ def test_gradients_with_masks(backend: str, name: str) -> None:
     def gradients() -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
         out = sdpa(*leaves[:3], attn_mask=leaves[3])
-        return list(torch.autograd.grad((out * weights).sum(), [t for t in leaves if t.requires_grad]))
+        return list(
+            torch.autograd.grad((out * weights).sum(), [t for t in leaves if t.requires_grad])
+        )
 
     want = gradients()
     with pt.activate(), trace() as ran:
@@ -121,7 +129,9 @@ def test_meta_and_fake_tensors() -> None:
     with pt.activate():
         assert sdpa(*(t.to("meta") for t in tensors(2))).shape == (2, 4, 7, 8)
         with FakeTensorMode(), pt.use_backend(attention="reference"):
-            assert sdpa(torch.randn(2, 4, 7, 8), *(torch.randn(2, 4, 9, 8) for _ in "kv")).shape == (2, 4, 7, 8)
+            assert sdpa(
+                torch.randn(2, 4, 7, 8), *(torch.randn(2, 4, 9, 8) for _ in "kv")
+            ).shape == (2, 4, 7, 8)
 
 
 @pytest.mark.unpoisoned
@@ -130,7 +140,9 @@ def test_compiled_code_runs_our_op(backend: str) -> None:
     want = torch.autograd.grad(sdpa(*inputs, is_causal=True).square().sum(), inputs)
     torch._dynamo.reset()
     with pt.activate(), trace() as ran:
-        compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(
+            lambda q, k, v: sdpa(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True
+        )
         got = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
         assert ran == [("attention_fwd", backend), ("attention_bwd", backend)]
         with torch.no_grad():
@@ -184,7 +196,8 @@ def test_multihead_attention(backend: str, training: bool, need_weights: bool, w
     want = run()
     with pt.activate(), trace() as ran:
         got = run()
-    # need_weights=True asks for the weights themselves, which PyTorch computes with bmm: no attention op at all.
+    # need_weights=True asks for the weights themselves, which PyTorch computes with bmm: no
+    # attention op at all.
     assert len(ran) == (0 if need_weights else 1 + training)
     assert {b for _, b in ran} <= {backend}
     for mine, theirs in zip(got, want, strict=True):
@@ -195,8 +208,12 @@ def test_multihead_attention(backend: str, training: bool, need_weights: bool, w
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer(backend: str, training: bool, norm_first: bool) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about nested tensors, which need norm_first=False
-        model = torch.nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, norm_first=norm_first, batch_first=True).train(training)
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # about nested tensors, which need norm_first=False
+        model = torch.nn.Transformer(
+            16, 4, 2, 2, 32, dropout=0.0, norm_first=norm_first, batch_first=True
+        ).train(training)
     source, target, weights = torch.randn(2, 7, 16), torch.randn(2, 5, 16), torch.randn(9, 16)
     source_padding = torch.arange(7)[None] >= torch.tensor([7, 3])[:, None]
     target_padding = torch.arange(5)[None] >= torch.tensor([4, 5])[:, None]
@@ -205,8 +222,10 @@ def test_transformer(backend: str, training: bool, norm_first: bool) -> None:
         model.zero_grad()
         with torch.set_grad_enabled(training):
             out = model(
-                source, target, tgt_mask=torch.ones(5, 5, dtype=torch.bool).triu(1), src_key_padding_mask=source_padding,
-                tgt_key_padding_mask=target_padding, memory_key_padding_mask=source_padding, tgt_is_causal=True,
+                source, target, tgt_mask=torch.ones(5, 5, dtype=torch.bool).triu(1),
+                src_key_padding_mask=source_padding,
+                tgt_key_padding_mask=target_padding, memory_key_padding_mask=source_padding,
+                tgt_is_causal=True,
             )[~target_padding]  # fmt: skip
         if training:
             (out * weights).sum().backward()
@@ -228,8 +247,14 @@ class Subclass(torch.Tensor):
 
 
 FALLING_BACK: dict[str, tuple[Callable[[], Any], str]] = {
-    "subclass": (lambda: sdpa(tensors(2)[0].as_subclass(Subclass), *tensors(2)[1:]), "query is a Subclass"),
-    "unequal grouped heads": (lambda: sdpa(*tensors(2, heads=2)[:2], tensors(2, heads=1)[2], enable_gqa=True), "same heads"),
+    "subclass": (
+        lambda: sdpa(tensors(2)[0].as_subclass(Subclass), *tensors(2)[1:]),
+        "query is a Subclass",
+    ),
+    "unequal grouped heads": (
+        lambda: sdpa(*tensors(2, heads=2)[:2], tensors(2, heads=1)[2], enable_gqa=True),
+        "same heads",
+    ),
 }
 
 
@@ -238,7 +263,11 @@ FALLING_BACK: dict[str, tuple[Callable[[], Any], str]] = {
 def test_fallbacks_are_recorded(name: str) -> None:
     call, reason = FALLING_BACK[name]
     want = call()
-    with pt.activate(), pt.use_backend(attention="reference"), warnings.catch_warnings(record=True) as told:
+    with (
+        pt.activate(),
+        pt.use_backend(attention="reference"),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         for _ in range(2):
             got = call()
@@ -264,8 +293,14 @@ def test_the_reference_is_never_used_unasked(monkeypatch: pytest.MonkeyPatch) ->
     """Where no fused backend can do it, PyTorch's kernel is the better one: linear in memory."""
     from pytransformer.ops._core.registry import OPS
 
-    monkeypatch.setattr(OPS["attention"], "backends", {"reference": OPS["attention"].backends["reference"]})
-    with pytest.warns(RuntimeWarning, match="PyTorch's own kernel: no fused backend"), pt.activate(), trace() as ran:
+    monkeypatch.setattr(
+        OPS["attention"], "backends", {"reference": OPS["attention"].backends["reference"]}
+    )
+    with (
+        pytest.warns(RuntimeWarning, match="PyTorch's own kernel: no fused backend"),
+        pt.activate(),
+        trace() as ran,
+    ):
         assert torch.equal(sdpa(*tensors(2)), sdpa(*tensors(2)))
     assert ran == []
 
@@ -290,14 +325,27 @@ def test_bad_input_gets_pytorchs_own_error(backend: str) -> None:
 
 
 @pytest.mark.parametrize("keys, values", [(9, 5), (5, 9), (900, 1)])
-@pytest.mark.parametrize("settings", [{}, dict(is_causal=True), dict(dropout_p=0.1), dict(enable_gqa=True)], ids=str)
-def test_key_and_value_of_other_lengths_are_refused(keys: int, values: int, settings: dict[str, Any]) -> None:
-    """PyTorch's flash kernel reads past the end of the shorter one, and gives what it finds there."""
+@pytest.mark.parametrize(
+    "settings", [{}, dict(is_causal=True), dict(dropout_p=0.1), dict(enable_gqa=True)], ids=str
+)
+def test_key_and_value_of_other_lengths_are_refused(
+    keys: int, values: int, settings: dict[str, Any]
+) -> None:
+    """PyTorch's flash kernel reads past the end of the shorter one, and gives what it finds
+    there."""
     q, k, v = (torch.randn(2, 4, n, 8) for n in (7, keys, values))
-    calls = [(q, k, v), (q[0], k[0], v[0]), (q.half(), k.half(), v.half()), (q.int(), k.int(), v.int())]
+    calls = [
+        (q, k, v),
+        (q[0], k[0], v[0]),
+        (q.half(), k.half(), v.half()),
+        (q.int(), k.int(), v.int()),
+    ]
     with pt.activate():
         for inputs in calls:
-            with pytest.raises(ValueError, match=r"key and value must have the same length, got key \(.* and value \("):
+            with pytest.raises(
+                ValueError,
+                match=r"key and value must have the same length, got key \(.* and value \(",
+            ):
                 sdpa(*inputs, **settings)
 
 

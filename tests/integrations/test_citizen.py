@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted models among the rest of PyTorch: deterministic algorithms, checkpoints, autocast, torch.func, DDP, forks, threads."""
+"""Converted models among the rest of PyTorch: deterministic algorithms, checkpoints, autocast,
+torch.func, DDP, forks, threads."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ from pytransformer.testing.models import assert_same_gradient
 LIMIT = model_distance_limit(torch.float32)
 
 
-def run(model: Any, family: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    model: Any, family: Any, inputs: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and all gradients as one vector."""
     logits, grads = results(model, family, inputs)
     return logits, flat(grads)
@@ -99,33 +102,47 @@ def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant
 
 @pytest.mark.unpoisoned
 def test_peak_memory(hugging_face: Any) -> None:
-    """Checkpoints save what they should, and T5 at length 4,096 has room for no (H, L, L) tensor: measured in fresh processes."""
+    """Checkpoints save what they should, and T5 at length 4,096 has room for no (H, L, L) tensor:
+    measured in fresh processes."""
     if (reason := proof_memory.why_not()) is not None:
         pytest.skip(reason)
     asked = [("bert checkpointed", "kept"), ("bert checkpointed", "checkpointed"),
              ("t5 2048", "ours"), ("t5 4096", "ours"), ("t5-sdpa 2048", "theirs")]  # fmt: skip
-    peaks = dict(zip(asked, proof_memory.peaks(asked, "pytransformer.testing.memory_subjects").values()))
+    peaks = dict(
+        zip(asked, proof_memory.peaks(asked, "pytransformer.testing.memory_subjects").values())
+    )
     assert peaks["bert checkpointed", "checkpointed"] < 0.5 * peaks["bert checkpointed", "kept"]
 
     def bias_bytes(length: int) -> int:
         return 4 * HEADS * length**2
 
-    assert peaks["t5-sdpa 2048", "theirs"] > 2 * bias_bytes(2048), "PyTorch's holds the bias and its gradient"
+    assert peaks["t5-sdpa 2048", "theirs"] > 2 * bias_bytes(2048), (
+        "PyTorch's holds the bias and its gradient"
+    )
     assert peaks["t5 4096", "ours"] < 0.5 * bias_bytes(4096)
-    assert peaks["t5 4096", "ours"] < 2.5 * peaks["t5 2048", "ours"], "quadratic would be 4 times as much"
+    assert peaks["t5 4096", "ours"] < 2.5 * peaks["t5 2048", "ours"], (
+        "quadratic would be 4 times as much"
+    )
 
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated"])
 def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) -> None:
-    """Against eager code, which builds the bias; buckets and distances as in the published models."""
+    """Against eager code, which builds the bias; buckets and distances as in the published
+    models."""
     family = FAMILIES[name]
     ids = torch.randint(3, 50, (1, 512), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "decoder_input_ids": ids.flip(1), "decoder_attention_mask": torch.ones_like(ids)}
+    inputs = {
+        "input_ids": ids,
+        "decoder_input_ids": ids.flip(1),
+        "decoder_attention_mask": torch.ones_like(ids),
+    }
     tables = []
     for implementation in ("eager", "pytransformer"):
         model = build(family, implementation)
         run(model, family, inputs)
-        tables.append({n: p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n})
+        tables.append(
+            {n: p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n}
+        )
     assert len(tables[0]) == 2
     for name, grad in tables[0].items():
         assert_same_gradient(tables[1][name], grad)
@@ -151,7 +168,10 @@ def test_gradients_of_each_example_by_vmap() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     pt.integrations.convert(layer)
     parameters = {n: p.detach() for n, p in layer.named_parameters()}
-    x, weights = torch.randn(3, 5, 16), torch.randn(1, 5, 16)  # random weights: see random_sum, which may not draw under vmap
+    x, weights = (
+        torch.randn(3, 5, 16),
+        torch.randn(1, 5, 16),
+    )  # random weights: see random_sum, which may not draw under vmap
 
     def loss(parameters: dict[str, torch.Tensor], example: torch.Tensor) -> torch.Tensor:
         return (torch.func.functional_call(layer, parameters, (example[None],)) * weights).sum()
@@ -230,23 +250,37 @@ os._exit(0)  # gloo's threads outlive destroy_process_group after DDP, and abort
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "t5"])
-def test_data_parallel_gradients_are_those_of_the_whole_batch(hugging_face: Any, name: str, tmp_path: Path) -> None:
+def test_data_parallel_gradients_are_those_of_the_whole_batch(
+    hugging_face: Any, name: str, tmp_path: Path
+) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, "eager"), inputs_of(family, "right", batch=4)
     model(**inputs).logits.square().mean().backward()
     script = tmp_path / "script.py"
     script.write_text(DDP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     paths = [str(Path(pt.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [*command, name, str(tmp_path / "grads.pt")],
-        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     grads = torch.load(tmp_path / "grads.pt", weights_only=True)
-    compare: Callable[[dict[str, Any]], torch.Tensor] = lambda g: torch.cat([g[n].flatten() for n in sorted(g)])
-    assert distance(compare(grads), compare({n: p.grad for n, p in model.named_parameters()})) < LIMIT
+    compare: Callable[[dict[str, Any]], torch.Tensor] = lambda g: torch.cat(
+        [g[n].flatten() for n in sorted(g)]
+    )
+    assert (
+        distance(compare(grads), compare({n: p.grad for n, p in model.named_parameters()})) < LIMIT
+    )
 
 
 # ---- what a step allocates
@@ -259,11 +293,17 @@ class Allocated(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         old = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and t.numel() and t.untyped_storage().data_ptr() not in old:
+            if (
+                isinstance(t, torch.Tensor)
+                and t.numel()
+                and t.untyped_storage().data_ptr() not in old
+            ):
                 self.calls[function.overloadpacket.__name__] += 1
                 break
         return out
@@ -276,7 +316,9 @@ def test_nothing_is_copied_on_the_way(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
     if family.kind != "image":
-        inputs["use_cache"] = False  # a cache concatenates keys and values, whose gradients then lie otherwise
+        inputs["use_cache"] = (
+            False  # a cache concatenates keys and values, whose gradients then lie otherwise
+        )
     model = build(family, "pytransformer")
     run(model, family, inputs)
     with Allocated() as seen:

@@ -94,7 +94,8 @@ def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 @pytest.mark.parametrize("name", DROPS)
 def test_every_dropout_drops_where_it_did(hugging_face: Any, name: str) -> None:
-    """Dropout with probability 1 is not random: alone at each place in turn, it must do what it does in eager code."""
+    """Dropout with probability 1 is not random: alone at each place in turn, it must do what it
+    does in eager code."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
     models = [family.build("eager").train(), converted(family).train()]
@@ -119,7 +120,8 @@ def test_every_dropout_drops_where_it_did(hugging_face: Any, name: str) -> None:
 
 
 def test_what_ran(hugging_face: Any) -> None:
-    """A layer of BERT: one attention, one network, two sums with their norms; and the norms of embeddings and head."""
+    """A layer of BERT: one attention, one network, two sums with their norms; and the norms of
+    embeddings and head."""
     family = FAMILIES["bert"]
     model = converted(family)
     with torch.no_grad(), trace() as ran:
@@ -132,20 +134,31 @@ def test_what_ran(hugging_face: Any) -> None:
 def test_steps_of_gpt2_read_conv1d_where_it_lies(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Four products a layer and the vocabulary's in a step; none with a gradient or in a longer prompt: there the modules are their own."""
+    """Four products a layer and the vocabulary's in a step; none with a gradient or in a longer
+    prompt: there the modules are their own."""
     seen: list[tuple[int, ...]] = []
     run = nn_linear.linear_of_few_rows
-    monkeypatch.setattr(nn_linear, "linear_of_few_rows", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1])
-    monkeypatch.setattr(fast_path, "linear", lambda *given: NotImplemented)  # which would not be seen
+    monkeypatch.setattr(
+        nn_linear, "linear_of_few_rows", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1]
+    )
+    monkeypatch.setattr(
+        fast_path, "linear", lambda *given: NotImplemented
+    )  # which would not be seen
     eager = FAMILIES["gpt2"].build("eager").to(dtype).eval()
     model = copy.deepcopy(eager)
     pt.integrations.convert(model, kinds=["linear"])
     ids = torch.arange(3, 15).view(1, 12)
-    assert torch.equal(model(input_ids=ids[:, :5]).logits, eager(input_ids=ids[:, :5]).logits) and not seen
+    assert (
+        torch.equal(model(input_ids=ids[:, :5]).logits, eager(input_ids=ids[:, :5]).logits)
+        and not seen
+    )
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, eager(input_ids=ids).logits) and not seen
         steps = [
-            m(input_ids=ids[:, -1:], past_key_values=m(input_ids=ids[:, :-1]).past_key_values).logits for m in (model, eager)
+            m(
+                input_ids=ids[:, -1:], past_key_values=m(input_ids=ids[:, :-1]).past_key_values
+            ).logits
+            for m in (model, eager)
         ]
     assert distance(steps[0].float(), steps[1].float()) < model_distance_limit(dtype)
     conv1d = [m.weight.t().stride() for m in model.modules() if type(m).__name__ == "Conv1D"]
@@ -154,7 +167,8 @@ def test_steps_of_gpt2_read_conv1d_where_it_lies(
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
-    """Distances count from the last key: one query after cached keys, several, and several under a mask of the user's own."""
+    """Distances count from the last key: one query after cached keys, several, and several under a
+    mask of the user's own."""
     family = FAMILIES["t5"]
     inputs = inputs_of(family, "none")
     ids = inputs["decoder_input_ids"]
@@ -168,14 +182,20 @@ def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
                 if masked and stop - start > 1:
                     more["decoder_attention_mask"] = additive[:, :, start:stop, :stop]
                 out = model(
-                    encoder_outputs=encoded, decoder_input_ids=ids[:, start:stop], past_key_values=past, use_cache=True, **more
+                    encoder_outputs=encoded,
+                    decoder_input_ids=ids[:, start:stop],
+                    past_key_values=past,
+                    use_cache=True,
+                    **more,
                 )
                 past = out.past_key_values
                 steps.append(out.logits)
         return torch.cat(steps, 1)
 
     seen = torch.rand(3, 1, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.6
-    additive = torch.zeros(seen.shape).masked_fill(~(seen | torch.eye(6, dtype=torch.bool)), torch.finfo(torch.float32).min)
+    additive = torch.zeros(seen.shape).masked_fill(
+        ~(seen | torch.eye(6, dtype=torch.bool)), torch.finfo(torch.float32).min
+    )
     model = family.build("eager")
     gain = 4.0  # the table's own effect is small at initialisation
     twin = converted(family)
@@ -188,12 +208,15 @@ def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
 
 
 def test_t5_makes_nothing_quadratic(hugging_face: Any) -> None:
-    """No tensor of a forward and backward pass at length 4,096 has as many elements as one head's scores. (Unconverted it has:
+    """No tensor of a forward and backward pass at length 4,096 has as many elements as one head's
+    scores. (Unconverted it has:
     seen at a length where that takes no time.)"""
     largest = 0
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             for t in out if isinstance(out, (tuple, list)) else (out,):
@@ -202,7 +225,10 @@ def test_t5_makes_nothing_quadratic(hugging_face: Any) -> None:
             return out
 
     family = FAMILIES["t5"]
-    for build, length, quadratic in ((converted, 4096, False), (lambda f: f.build("pytransformer"), 512, True)):
+    for build, length, quadratic in (
+        (converted, 4096, False),
+        (lambda f: f.build("pytransformer"), 512, True),
+    ):
         ids = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0))
         model, largest = build(family), 0
         with Sizes():
@@ -248,7 +274,9 @@ def test_copies_stay_converted(hugging_face: Any) -> None:
 
 def test_kinds_choose(hugging_face: Any) -> None:
     model = FAMILIES["bert"].build("eager")
-    assert {what for _, _, what in pt.integrations.convert(model, kinds=["norm"]).converted} == {"layer_norm"}
+    assert {what for _, _, what in pt.integrations.convert(model, kinds=["norm"]).converted} == {
+        "layer_norm"
+    }
 
 
 def test_converted_t5_still_runs_on_other_implementations(hugging_face: Any) -> None:
@@ -296,17 +324,21 @@ def test_changed_code_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
     skipped = reasons(FAMILIES["llama"].build("eager"))
     assert (
-        "its forward, or what that calls, is not one we have checked: changed, or of another transformers"
-        in skipped["model.norm"]
+        "its forward, or what that calls, is not one we have checked: changed, or of another"
+        " transformers" in skipped["model.norm"]
     )
-    assert "has a LlamaRMSNorm whose forward is not one we have checked" in skipped["model.layers.0"]
+    assert (
+        "has a LlamaRMSNorm whose forward is not one we have checked" in skipped["model.layers.0"]
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "where", "reason"),
     [
         (
-            lambda m: setattr(m.bert.encoder.layer[0].intermediate, "intermediate_act_fn", nn.Tanh()),
+            lambda m: setattr(
+                m.bert.encoder.layer[0].intermediate, "intermediate_act_fn", nn.Tanh()
+            ),
             "layer.0",
             "its activation, Tanh",
         ),
@@ -315,9 +347,15 @@ def test_changed_code_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
             "layer.0",
             "has a Linear with hooks",
         ),
-        (lambda m: setattr(m.bert.encoder.layer[0].output, "dense", nn.Bilinear(2, 2, 2)), "layer.0", "a Bilinear where"),
         (
-            lambda m: m.bert.encoder.layer[1].output.LayerNorm.register_forward_hook(lambda *a: None),
+            lambda m: setattr(m.bert.encoder.layer[0].output, "dense", nn.Bilinear(2, 2, 2)),
+            "layer.0",
+            "a Bilinear where",
+        ),
+        (
+            lambda m: m.bert.encoder.layer[1].output.LayerNorm.register_forward_hook(
+                lambda *a: None
+            ),
             "layer.1",
             "has a LayerNorm with hooks",
         ),
@@ -328,7 +366,9 @@ def test_changed_code_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_a_module_that_cannot_be_fused_is_left_alone(hugging_face: Any, change: Any, where: str, reason: str) -> None:
+def test_a_module_that_cannot_be_fused_is_left_alone(
+    hugging_face: Any, change: Any, where: str, reason: str
+) -> None:
     model = FAMILIES["bert"].build("eager")
     change(model)
     assert reason in reasons(model)[f"bert.encoder.{where}"]
@@ -337,13 +377,20 @@ def test_a_module_that_cannot_be_fused_is_left_alone(hugging_face: Any, change: 
 def test_the_report_reads(hugging_face: Any) -> None:
     report = str(pt.integrations.convert(FAMILIES["gpt2"].build("eager")))
     assert "2 x GPT2Block (as transformer.h.0): add_norm" in report
-    assert "not converted: 2 x GPT2MLP (as transformer.h.0.mlp): its Conv1D weights lie transposed" in report
+    assert (
+        "not converted: 2 x GPT2MLP (as transformer.h.0.mlp): its Conv1D weights lie transposed"
+        in report
+    )
 
 
 def test_bad_input() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         pt.integrations.convert({})  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="unknown kind 'norms'; the kinds are norm, feed_forward, attention, block, linear, padding"
+        ValueError,
+        match=(
+            "unknown kind 'norms'; the kinds are norm, feed_forward, attention, block, linear,"
+            " padding"
+        ),
     ):
         pt.integrations.convert(nn.Linear(2, 2), kinds=["norms"])

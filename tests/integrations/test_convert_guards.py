@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted model equals its unconverted twin after any change of an inner module, before or after convert().
+"""A converted model equals its unconverted twin after any change of an inner module, before or
+after convert().
 
-The sweep changes each module in turn: hooks, a ``forward`` of the instance, other classes, parametrizations, and the mode of
+The sweep changes each module in turn: hooks, a ``forward`` of the instance, other classes,
+parametrizations, and the mode of
 dropouts. A fused module that bypasses the changed one must step aside.
 """
 
@@ -46,7 +48,11 @@ def scaled(output: Any) -> Any:
     """Return the output, or its first tensor, times 1.5."""
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return 1.5 * output
-    return (scaled(output[0]), *output[1:]) if isinstance(output, tuple) and type(output) is tuple else output
+    return (
+        (scaled(output[0]), *output[1:])
+        if isinstance(output, tuple) and type(output) is tuple
+        else output
+    )
 
 
 def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -60,7 +66,9 @@ def hook(model: nn.Module, name: str) -> bool:
 
 
 def pre_hook(model: nn.Module, name: str) -> bool:
-    model.get_submodule(name).register_forward_pre_hook(lambda m, args: (scaled(args[0]), *args[1:]) if args else None)
+    model.get_submodule(name).register_forward_pre_hook(
+        lambda m, args: (scaled(args[0]), *args[1:]) if args else None
+    )
     return True
 
 
@@ -91,7 +99,9 @@ def parametrization(model: nn.Module, name: str) -> bool:
 
 def another_activation(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(name)
-    if not type(module).__module__.endswith("activations") and not isinstance(module, (nn.ReLU, nn.GELU, nn.SiLU)):
+    if not type(module).__module__.endswith("activations") and not isinstance(
+        module, (nn.ReLU, nn.GELU, nn.SiLU)
+    ):
         return False
     setattr(*parent_of(model, name), nn.Tanh())
     return True
@@ -122,14 +132,18 @@ def no_dropout(model: nn.Module, name: str) -> bool:
 CHANGES: dict[str, Callable[[nn.Module, str], bool]] = {
     f.__name__: f
     for f in (
-        hook, pre_hook, instance_forward, another_linear, parametrization, another_activation, training_dropout,
+        hook, pre_hook, instance_forward, another_linear, parametrization, another_activation,
+        training_dropout,
         another_dropout, no_dropout,
     )
 }  # fmt: skip
 
 
-def differing(build: Callable[[], nn.Module], call: Callable[[nn.Module], torch.Tensor]) -> tuple[int, list[str]]:
-    """Return the number of cases, and those in which the converted model differs from the unconverted or raises."""
+def differing(
+    build: Callable[[], nn.Module], call: Callable[[nn.Module], torch.Tensor]
+) -> tuple[int, list[str]]:
+    """Return the number of cases, and those in which the converted model differs from the
+    unconverted or raises."""
     cases, wrong = 0, []
     for name, _ in build().named_modules():
         if not name or ".1." in f"{name}.":  # one layer of each kind
@@ -148,9 +162,13 @@ def differing(build: Callable[[], nn.Module], call: Callable[[nn.Module], torch.
                 found = outcome(call, model)
                 if isinstance(expected, str) or isinstance(found, str):
                     if found != expected:
-                        wrong.append(f"{what} of {name}, {order} convert: {found}, expected {expected}")
+                        wrong.append(
+                            f"{what} of {name}, {order} convert: {found}, expected {expected}"
+                        )
                 elif not torch.equal(found, expected) and not distance(found, expected) < LIMIT:
-                    wrong.append(f"{what} of {name}, {order} convert: off by {distance(found, expected):.1e}")
+                    wrong.append(
+                        f"{what} of {name}, {order} convert: off by {distance(found, expected):.1e}"
+                    )
     return cases, wrong
 
 
@@ -162,7 +180,9 @@ def outcome(call: Callable[[nn.Module], torch.Tensor], model: nn.Module) -> torc
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in FAMILIES]
+)
 def test_hugging_face_models_equal_their_unconverted_twins(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
@@ -170,17 +190,25 @@ def test_hugging_face_models_equal_their_unconverted_twins(hugging_face: Any, na
     assert cases > 100 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
 
 
-@pytest.mark.parametrize(("activation", "norm_first"), [("gelu", True), (nn.GELU(), False)], ids=["function", "module"])
+@pytest.mark.parametrize(
+    ("activation", "norm_first"), [("gelu", True), (nn.GELU(), False)], ids=["function", "module"]
+)
 def test_torch_layers_equal_their_unconverted_twins(activation: Any, norm_first: bool) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        # Not nn.Transformer: it copies its layers, and torch's copy of a layer loses an activation that is a module.
-        made = [cls(16, 2, 24, activation=activation, batch_first=True, norm_first=norm_first) for cls in LAYERS]
+        # Not nn.Transformer: it copies its layers, and torch's copy of a layer loses an activation
+        # that is a module.
+        made = [
+            cls(16, 2, 24, activation=activation, batch_first=True, norm_first=norm_first)
+            for cls in LAYERS
+        ]
         return nn.ModuleDict(dict(zip(("encoder", "decoder"), made))).eval()
 
     x, y = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # PyTorch's own fast path bypasses modules that were changed
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # PyTorch's own fast path bypasses modules that were changed
     try:
         cases, wrong = differing(build, lambda model: model["decoder"](y, model["encoder"](x)))
     finally:
@@ -189,7 +217,8 @@ def test_torch_layers_equal_their_unconverted_twins(activation: Any, norm_first:
 
 
 def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (class or file, name) of every forward of the model, and of every function that a rule's method reaches."""
+    """Yield (class or file, name) of every forward of the model, and of every function that a
+    rule's method reaches."""
     found: list[tuple[Any, str]] = []
     for cls in dict.fromkeys(type(m) for m in model.modules()):
         found.append((cls, "forward"))
@@ -198,9 +227,15 @@ def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
     return iter(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK_CODE else (pytest.mark.slow,)) for n in FAMILIES])
-def test_code_replaced_in_a_class_or_file_counts(hugging_face: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward replaced in its class, or a function in its file, counts before and after convert(), even if a wrapper looks like it."""
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK_CODE else (pytest.mark.slow,)) for n in FAMILIES],
+)
+def test_code_replaced_in_a_class_or_file_counts(
+    hugging_face: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward replaced in its class, or a function in its file, counts before and after
+    convert(), even if a wrapper looks like it."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
     call = lambda model: model(**inputs).logits
@@ -221,27 +256,47 @@ def test_code_replaced_in_a_class_or_file_counts(hugging_face: Any, name: str, m
                 if order == "before":
                     pt.integrations.convert(model)
                 found = outcome(call, model)
-            cases += not isinstance(plain, str) and not (isinstance(expected, torch.Tensor) and torch.equal(plain, expected))
+            cases += not isinstance(plain, str) and not (
+                isinstance(expected, torch.Tensor) and torch.equal(plain, expected)
+            )
             if isinstance(expected, str) or isinstance(found, str):
                 if found != expected:
-                    wrong.append(f"{owner.__name__}.{attribute}, {order}: {found}, expected {expected}")
+                    wrong.append(
+                        f"{owner.__name__}.{attribute}, {order}: {found}, expected {expected}"
+                    )
             elif not torch.equal(found, expected) and not distance(found, expected) < LIMIT:
-                wrong.append(f"{owner.__name__}.{attribute}, {order}: off by {distance(found, expected):.1e}")
+                wrong.append(
+                    f"{owner.__name__}.{attribute}, {order}: off by {distance(found, expected):.1e}"
+                )
     assert cases > 10 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
 
 
 @pytest.mark.parametrize("kinds", [("block",), KINDS], ids=["block", "all"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
-def test_a_layer_may_be_called_alone_and_without_a_mask(hugging_face: Any, name: str, kinds: tuple[str, ...]) -> None:
+def test_a_layer_may_be_called_alone_and_without_a_mask(
+    hugging_face: Any, name: str, kinds: tuple[str, ...]
+) -> None:
     from transformers import AutoConfig, AutoModel
 
-    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+    )
     small = dict(n_embd=32, n_head=2, n_layer=1) if name == "gpt2" else {**sizes, "head_dim": 16}
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(name, vocab_size=20, attn_implementation="eager", **small)).eval()
+    model = AutoModel.from_config(
+        AutoConfig.for_model(name, vocab_size=20, attn_implementation="eager", **small)
+    ).eval()
     x = torch.randn(1, 5, 32)
     layer = model.h[0] if name == "gpt2" else model.layers[0]
-    more = {} if name == "gpt2" else {"position_embeddings": model.rotary_emb(x, torch.arange(5)[None])}
+    more = (
+        {}
+        if name == "gpt2"
+        else {"position_embeddings": model.rotary_emb(x, torch.arange(5)[None])}
+    )
     with torch.no_grad():
         expected = layer(x, **more)
         assert pt.integrations.convert(model, kinds=kinds).converted

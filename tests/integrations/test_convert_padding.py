@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(model, kinds=[..., "padding"]): BERT's layers on real tokens alone, against eager code."""
+"""convert(model, kinds=[..., "padding"]): BERT's layers on real tokens alone, against eager
+code."""
 
 from __future__ import annotations
 
@@ -42,11 +43,17 @@ def test_the_same_at_real_tokens(hugging_face: Any, name: str) -> None:
     model = packed(name)
     with trace() as ran:
         ours, our_grads = run(model, family, inputs)
-    assert {op for op, _ in ran if op.startswith("attention")} == {"attention_varlen_fwd", "attention_varlen_bwd"}
+    assert {op for op, _ in ran if op.startswith("attention")} == {
+        "attention_varlen_fwd",
+        "attention_varlen_bwd",
+    }
     assert distance(ours, logits) < LIMIT and distance(flat(our_grads), flat(grads)) < LIMIT
     trunk = getattr(model, name)
     hidden = trunk(**inputs).last_hidden_state
-    assert not hidden[~inputs["attention_mask"].bool()].any() and hidden[inputs["attention_mask"].bool()].any(-1).all()
+    assert (
+        not hidden[~inputs["attention_mask"].bool()].any()
+        and hidden[inputs["attention_mask"].bool()].any(-1).all()
+    )
 
 
 def test_checkpoints_and_dropout(hugging_face: Any) -> None:
@@ -75,7 +82,9 @@ def test_where_padding_stays(hugging_face: Any) -> None:
     assert attentions(model, {**right, "output_hidden_states": True}) == {"attention_fwd"}
     assert attentions(model, {**right, "output_attentions": True}) == {"attention_fwd"}
     assert attentions(packed("bert", "sdpa"), right) == set()
-    assert attentions(packed("bert-decoder"), inputs_of(FAMILIES["bert-decoder"], "right")) == {"attention_fwd"}
+    assert attentions(packed("bert-decoder"), inputs_of(FAMILIES["bert-decoder"], "right")) == {
+        "attention_fwd"
+    }
     default = family.build("pytransformer")
     pt.integrations.convert(default)
     assert attentions(default, right) == {"attention_fwd"}
@@ -89,4 +98,7 @@ def test_a_trace_has_its_padding(hugging_face: Any) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         real = inputs["attention_mask"].bool()
-        assert distance(compiled(**inputs).logits[real], family.build("eager")(**inputs).logits[real]) < LIMIT
+        assert (
+            distance(compiled(**inputs).logits[real], family.build("eager")(**inputs).logits[real])
+            < LIMIT
+        )

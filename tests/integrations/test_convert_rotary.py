@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(): attention that turns queries and keys by position, against transformers' eager code."""
+"""convert(): attention that turns queries and keys by position, against transformers' eager
+code."""
 
 from __future__ import annotations
 
@@ -30,29 +31,36 @@ from pytransformer.testing.hugging_face import (
 LIMIT = model_distance_limit(torch.float32)
 MOE = dict(num_local_experts=4, num_experts_per_tok=2)
 NEOX = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=64,
     pad_token_id=PAD, bos_token_id=1, eos_token_id=None,
 )  # fmt: skip
 GPTJ = dict(
-    vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, pad_token_id=PAD, bos_token_id=1,
+    vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4,
+    pad_token_id=PAD, bos_token_id=1,
     eos_token_id=None,
 )  # fmt: skip
 LONGER = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 MODELS = {
     "llama": FAMILIES["llama"],
-    "llama-bias-yarn": Family("LlamaForCausalLM", "LlamaConfig", _decoder(attention_bias=True, rope_parameters=LONGER), "decoder"),
+    "llama-bias-yarn": Family("LlamaForCausalLM", "LlamaConfig",
+        _decoder(attention_bias=True, rope_parameters=LONGER), "decoder"),
     "mistral": FAMILIES["mistral"],
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _decoder(use_sliding_window=True, sliding_window=5, max_window_layers=1), "decoder"),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config",
+        _decoder(use_sliding_window=True, sliding_window=5, max_window_layers=1), "decoder"),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", _decoder(head_dim=16), "decoder"),
     "gemma": Family("GemmaForCausalLM", "GemmaConfig", _decoder(head_dim=8), "decoder"),
     "gemma2": FAMILIES["gemma2"],
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", _decoder(
-        head_dim=8, query_pre_attn_scalar=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]), "decoder"),
+        head_dim=8, query_pre_attn_scalar=8, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"]), "decoder"),
     "phi3": Family("Phi3ForCausalLM", "Phi3Config", _decoder(partial_rotary_factor=0.5), "decoder"),
     "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, "decoder"),
-    "gpt_neox-serial": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", dict(NEOX, use_parallel_residual=False), "decoder"),
+    "gpt_neox-serial": Family("GPTNeoXForCausalLM", "GPTNeoXConfig",
+        dict(NEOX, use_parallel_residual=False), "decoder"),
     "gptj": Family("GPTJForCausalLM", "GPTJConfig", GPTJ, "decoder"),
-    "granite": Family("GraniteForCausalLM", "GraniteConfig", _decoder(attention_multiplier=0.5), "decoder"),
+    "granite": Family("GraniteForCausalLM", "GraniteConfig", _decoder(attention_multiplier=0.5),
+        "decoder"),
     "arcee": Family("ArceeForCausalLM", "ArceeConfig", _decoder(), "decoder"),
     "cwm": Family("CwmForCausalLM", "CwmConfig", _decoder(head_dim=8, sliding_window=5), "decoder"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _decoder(
@@ -68,9 +76,13 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(name: str, dtype: torch.dtype = torch.float32, implementation: str | None = None) -> Any:
     """Converted; on our attention, which GPT-J calls by itself."""
-    model = MODELS[name].build(implementation or ("eager" if name == "gptj" else "pytransformer"), dtype)
+    model = MODELS[name].build(
+        implementation or ("eager" if name == "gptj" else "pytransformer"), dtype
+    )
     conversion = pt.integrations.convert(model)
-    assert sum(what.startswith("rotary") for _, _, what in conversion.converted) == 2, str(conversion)
+    assert sum(what.startswith("rotary") for _, _, what in conversion.converted) == 2, str(
+        conversion
+    )
     return model
 
 
@@ -92,7 +104,9 @@ def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: s
     for of, gradient in grads.items():
         if ".q_norm." in of or ".k_norm." in of:
             assert gradient.norm() > 0
-            assert distance(our_grads[of], gradient) < 4 * LIMIT  # a sum over rows, of a vector far smaller than its terms
+            assert (
+                distance(our_grads[of], gradient) < 4 * LIMIT
+            )  # a sum over rows, of a vector far smaller than its terms
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -105,7 +119,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "gptj"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "gptj"]
+)
 def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
     inputs = inputs_of(MODELS[name], "left")
     settings: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, **WAYS[way]}
@@ -140,7 +156,9 @@ def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> No
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
-def test_every_attention_of_transformers_still_serves(hugging_face: Any, name: str, implementation: str) -> None:
+def test_every_attention_of_transformers_still_serves(
+    hugging_face: Any, name: str, implementation: str
+) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, "left")
     want = run(family.build(implementation), family, inputs)[0]
@@ -150,11 +168,25 @@ def test_every_attention_of_transformers_still_serves(hugging_face: Any, name: s
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gptj"])
 def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: str) -> None:
-    """Windows, softcaps and scalings too, which not every attention function takes from the mask."""
+    """Windows, softcaps and scalings too, which not every attention function takes from the
+    mask."""
     handed: list[dict[str, Any]] = []
 
-    def spy(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
-        handed.append({**kwargs, "is_causal": module.is_causal, "shapes": (query.shape, key.shape, value.shape)})
+    def spy(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        **kwargs: Any,
+    ) -> Any:
+        handed.append(
+            {
+                **kwargs,
+                "is_causal": module.is_causal,
+                "shapes": (query.shape, key.shape, value.shape),
+            }
+        )
         return value.new_zeros(value.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     hugging_face.AttentionInterface.register("spy", spy)
@@ -182,7 +214,9 @@ def test_positions_of_the_users_own(hugging_face: Any) -> None:
     family = MODELS["qwen3"]
     inputs = inputs_of(family, "none")
     inputs["position_ids"] = (
-        torch.randint(0, 60, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(2)).sort(1).values
+        torch.randint(0, 60, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(2))
+        .sort(1)
+        .values
     )
     want = run(family.build("eager"), family, inputs)[0]
     model = build("qwen3")
@@ -220,13 +254,18 @@ def test_tables_that_are_learned_stay_the_models_own(hugging_face: Any) -> None:
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
     angles = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(2), requires_grad=True)
     grads = []
-    for forward in (layer.forward, lambda *a, **k: modeling_llama.LlamaAttention.forward(layer, *a, **k)):
+    for forward in (
+        layer.forward,
+        lambda *a, **k: modeling_llama.LlamaAttention.forward(layer, *a, **k),
+    ):
         out, _ = forward(x, position_embeddings=(angles.cos(), angles.sin()), attention_mask=None)
         grads.append(torch.autograd.grad(out.square().sum(), angles)[0])
     assert torch.equal(*grads) and grads[0].norm() > 0
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gptj"))])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gptj"))]
+)
 def test_compiles_without_a_graph_break(hugging_face: Any, name: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, "left")
@@ -254,7 +293,10 @@ def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
     skipped = reasons(FAMILIES["llama"].build("eager"))
-    assert "its forward, or what that calls, is not one we have checked" in skipped["model.layers.0.self_attn"]
+    assert (
+        "its forward, or what that calls, is not one we have checked"
+        in skipped["model.layers.0.self_attn"]
+    )
 
 
 def test_norms_with_hooks_or_of_another_kind_are_left_alone(hugging_face: Any) -> None:
@@ -263,13 +305,17 @@ def test_norms_with_hooks_or_of_another_kind_are_left_alone(hugging_face: Any) -
     model.model.layers[1].self_attn.q_norm = nn.Identity()
     skipped = reasons(model)
     assert "has a Qwen3RMSNorm with hooks" in skipped["model.layers.0.self_attn"]
-    assert "has a Identity where a known RMS norm was expected" in skipped["model.layers.1.self_attn"]
+    assert (
+        "has a Identity where a known RMS norm was expected" in skipped["model.layers.1.self_attn"]
+    )
 
 
 def test_hooks_of_projections_are_called(hugging_face: Any) -> None:
     model, called = MODELS["qwen3"].build("eager"), []
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        getattr(model.model.layers[0].self_attn, name).register_forward_hook(lambda *a, name=name: called.append(name))
+        getattr(model.model.layers[0].self_attn, name).register_forward_hook(
+            lambda *a, name=name: called.append(name)
+        )
     assert "model.layers.0.self_attn" not in reasons(model)
     model(input_ids=torch.tensor([[5, 6]]))
     assert called == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -277,5 +323,7 @@ def test_hooks_of_projections_are_called(hugging_face: Any) -> None:
 
 def test_an_unknown_attention_is_told(hugging_face: Any) -> None:
     model = Family("Olmo2ForCausalLM", "Olmo2Config", _decoder(), "decoder").build("eager")
-    want = "its file turns queries and keys by position, but its class is not one that convert knows"
+    want = (
+        "its file turns queries and keys by position, but its class is not one that convert knows"
+    )
     assert reasons(model)["model.layers.0.self_attn"] == want

@@ -39,7 +39,9 @@ def additive(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
 
 
-def both(module: nn.Module, inputs: tuple[torch.Tensor, ...], **kwargs: Any) -> list[list[torch.Tensor]]:
+def both(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], **kwargs: Any
+) -> list[list[torch.Tensor]]:
     """Output and gradients of inputs and parameters, of the module and of its converted twin."""
     twin = copy.deepcopy(module)
     assert pt.integrations.convert(twin).converted
@@ -70,11 +72,16 @@ MASKS: dict[str, dict[str, Any]] = {
     "additive padding": dict(key_padding_mask=additive(padding(L))),
     "causal, bool": dict(attn_mask=causal(L, torch.bool)),
     "causal, hinted": dict(attn_mask=causal(L), is_causal=True),
-    "causal, hinted, padding": dict(attn_mask=causal(L), is_causal=True, key_padding_mask=additive(padding(L))),
+    "causal, hinted, padding": dict(
+        attn_mask=causal(L), is_causal=True, key_padding_mask=additive(padding(L))
+    ),
     "causal and padding": dict(attn_mask=causal(L, torch.bool), key_padding_mask=padding(L)),
-    "per head": dict(attn_mask=torch.rand(B * H, L, L, generator=torch.Generator().manual_seed(1)) < 0.3),
+    "per head": dict(
+        attn_mask=torch.rand(B * H, L, L, generator=torch.Generator().manual_seed(1)) < 0.3
+    ),
     "additive": dict(
-        attn_mask=torch.randn(L, L, generator=torch.Generator().manual_seed(2)), key_padding_mask=additive(padding(L))
+        attn_mask=torch.randn(L, L, generator=torch.Generator().manual_seed(2)),
+        key_padding_mask=additive(padding(L)),
     ),
 }
 
@@ -90,7 +97,11 @@ def test_multi_head_attention(masks: str, batch_first: bool) -> None:
 @pytest.mark.parametrize("settings", [{}, dict(kdim=20, vdim=24), dict(bias=False)])
 def test_cross_attention(settings: dict[str, Any]) -> None:
     module = nn.MultiheadAttention(E, H, batch_first=True, **settings)
-    x, k, v = torch.randn(B, L, E), torch.randn(B, M, settings.get("kdim", E)), torch.randn(B, M, settings.get("vdim", E))
+    x, k, v = (
+        torch.randn(B, L, E),
+        torch.randn(B, M, settings.get("kdim", E)),
+        torch.randn(B, M, settings.get("vdim", E)),
+    )
     check(both(module, (x, k, v), need_weights=False, key_padding_mask=padding(M)))
 
 
@@ -113,18 +124,22 @@ def test_extra_keys_are_left_to_torch(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_layers_of_the_transformer(norm_first: bool, batch_first: bool, activation: str) -> None:
-    settings = dict(dropout=0.0, activation=activation, norm_first=norm_first, batch_first=batch_first)
+    settings = dict(
+        dropout=0.0, activation=activation, norm_first=norm_first, batch_first=batch_first
+    )
     module = nn.Transformer(E, H, 2, 2, 48, **settings)
     source, target = (torch.randn(B, n, E) if batch_first else torch.randn(n, B, E) for n in (M, L))
     check(both(
-        module, (source, target), tgt_mask=causal(L), src_key_padding_mask=padding(M), tgt_key_padding_mask=padding(L),
+        module, (source, target), tgt_mask=causal(L), src_key_padding_mask=padding(M),
+        tgt_key_padding_mask=padding(L),
         memory_key_padding_mask=padding(M), tgt_is_causal=True,
     ))  # fmt: skip
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_dropout_drops_where_it_did(norm_first: bool) -> None:
-    """Probability 1 is not random: each of the six dropouts in turn has the effect it has in torch."""
+    """Probability 1 is not random: each of the six dropouts in turn has the effect it has in
+    torch."""
     layer = nn.TransformerDecoderLayer(E, H, 48, 0.0, norm_first=norm_first, batch_first=True)
     x, memory = torch.randn(B, L, E), torch.randn(B, M, E)
     for name in ("dropout", "dropout1", "dropout2", "dropout3"):
@@ -138,8 +153,11 @@ def test_dropout_drops_where_it_did(norm_first: bool) -> None:
 
 
 def test_inference_takes_no_other_way() -> None:
-    """nn.TransformerEncoder packs padded batches and fuses layers of its own in inference; converted, it must not."""
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 48, batch_first=True), 2).eval()
+    """nn.TransformerEncoder packs padded batches and fuses layers of its own in inference;
+    converted, it must not."""
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, 48, batch_first=True), 2
+    ).eval()
     twin = copy.deepcopy(encoder)
     pt.integrations.convert(twin)
     x, hidden = torch.randn(B, L, E), padding(L)
@@ -174,4 +192,6 @@ def test_compiles_without_a_graph_break(norm_first: bool) -> None:
     pt.integrations.convert(module)
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    assert ((compiled(x, src_key_padding_mask=hidden) - expected).norm() / expected.norm()).item() < LIMIT
+    assert (
+        (compiled(x, src_key_padding_mask=hidden) - expected).norm() / expected.norm()
+    ).item() < LIMIT

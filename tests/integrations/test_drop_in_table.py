@@ -28,10 +28,16 @@ def without_numbers(line: str) -> str:
 @pytest.mark.unpoisoned  # compiles
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("bert", "gpt2", "t5", "llama") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        name
+        if name in ("bert", "gpt2", "t5", "llama")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_each_row_is_true(hugging_face: Any, name: str) -> None:
-    """Raises where a cell says "ours" and differs; and what the cells say is what the document says."""
+    """Raises where a cell says "ours" and differs; and what the cells say is what the document
+    says."""
     made = lines({name: row(name)})
     written = DOC.read_text().splitlines()
     assert made[0] in written, "run: python -m pytransformer.testing.drop_in_table --write"
@@ -46,7 +52,9 @@ def test_a_difference_is_no_cell(hugging_face: Any, monkeypatch: pytest.MonkeyPa
     bert = FAMILIES["bert"]
     same = drop_in_table.FEATURES["right"]
     with monkeypatch.context() as patch:
-        patch.setattr(drop_in_table, "build", lambda family, implementation, *a: family.build("eager"))
+        patch.setattr(
+            drop_in_table, "build", lambda family, implementation, *a: family.build("eager")
+        )
         with pytest.raises(Different, match="attention ran as"):
             same(bert)
     with monkeypatch.context() as patch:
@@ -58,6 +66,8 @@ def test_a_difference_is_no_cell(hugging_face: Any, monkeypatch: pytest.MonkeyPa
         patch.setitem(AttentionMaskInterface._global_mapping, "pytransformer", blind)
         with pytest.raises(Different, match="logits differ"):
             same(bert)
-        with pytest.raises(Different, match="other tokens"):  # random weights may say the same whatever they see: one of a few
+        with pytest.raises(
+            Different, match="other tokens"
+        ):  # random weights may say the same whatever they see: one of a few
             for name in ("t5", "bart", "gpt2", "llama"):
                 FEATURES["tokens"](FAMILIES[name])

@@ -61,7 +61,9 @@ def test_a_model_that_ignores_the_setting_shows(hugging_face: Any) -> None:
     model = BloomModel._from_config(BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2))
     model.config._attn_implementation = "pytransformer"
     found = pt.explain(model.eval(), input_ids=torch.ones(1, 4, dtype=torch.long))
-    assert ("h.0.self_attention", "BloomAttention") in [(name, of) for name, of, _ in found.bypassed]
+    assert ("h.0.self_attention", "BloomAttention") in [
+        (name, of) for name, of, _ in found.bypassed
+    ]
 
 
 def test_inputs_by_position_and_hooks_that_raise() -> None:

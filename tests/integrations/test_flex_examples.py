@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexAttention's published examples as calls of pt.attention, against flex_attention run eagerly."""
+"""FlexAttention's published examples as calls of pt.attention, against flex_attention run
+eagerly."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex
 import pytransformer as pt
 from pytransformer.testing.models import assert_same_elements
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:flex_attention called without")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+]
 
 B, H, L, D = 2, 4, 160, 16
 WINDOW, CAP = 24, 5.0
@@ -65,14 +69,27 @@ def distances() -> torch.Tensor:
     return TABLE[torch.arange(L)[:, None] - torch.arange(L) + L - 1]
 
 
-# mask_mod, score_mod, and the same of us. Its ALiBi adds slope * (j - i), which is ours where j <= i.
+# mask_mod, score_mod, and the same of us. Its ALiBi adds slope * (j - i), which is ours where j <=
+# i.
 EXAMPLES: dict[str, tuple[Mod | None, Mod | None, Callable[[], dict[str, Any]]]] = {
     "full": (None, None, dict),
     "causal": (causal, None, lambda: dict(causal="top_left")),
-    "sliding window": (and_masks(causal, sliding), None, lambda: dict(causal="top_left", window=(WINDOW, None))),
-    "prefix LM": (or_masks(prefix, causal), None, lambda: dict(causal="top_left", prefix_lengths=PREFIX)),
+    "sliding window": (
+        and_masks(causal, sliding),
+        None,
+        lambda: dict(causal="top_left", window=(WINDOW, None)),
+    ),
+    "prefix LM": (
+        or_masks(prefix, causal),
+        None,
+        lambda: dict(causal="top_left", prefix_lengths=PREFIX),
+    ),
     "document mask": (same_document, None, documents),
-    "causal documents": (and_masks(causal, same_document), None, lambda: dict(causal="top_left", **documents())),
+    "causal documents": (
+        and_masks(causal, same_document),
+        None,
+        lambda: dict(causal="top_left", **documents()),
+    ),
     "padding": (real_key, None, lambda: dict(key_lengths=LENGTHS)),
     "ALiBi": (causal, alibi, lambda: dict(causal="top_left", bias=pt.AlibiBias(SLOPES))),
     "softcap": (None, softcap, lambda: dict(softcap=CAP)),
@@ -84,12 +101,17 @@ EXAMPLES: dict[str, tuple[Mod | None, Mod | None, Callable[[], dict[str, Any]]]]
 @pytest.mark.parametrize("heads", [H, 2], ids=["heads", "grouped heads"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, heads: int, backend: str) -> None:
-    """Output and lse; gradients, which flex_attention has not on the CPU, by plain code with the same functions."""
+    """Output and lse; gradients, which flex_attention has not on the CPU, by plain code with the
+    same functions."""
     mask_mod, score_mod, ours = EXAMPLES[name]
     leaves = [torch.randn(B, n, L, D, requires_grad=True) for n in (H, heads, heads)]
     block_mask = None if mask_mod is None else create_block_mask(mask_mod, B, H, L, L, device="cpu")
     want, want_lse = flex_attention(
-        *(t.detach() for t in leaves), score_mod=score_mod, block_mask=block_mask, enable_gqa=heads != H, return_lse=True
+        *(t.detach() for t in leaves),
+        score_mod=score_mod,
+        block_mask=block_mask,
+        enable_gqa=heads != H,
+        return_lse=True,
     )
     out, lse = pt.attention(*leaves, **ours(), return_lse=True, backend=backend, strict=True)
     plain = written_out(*leaves, mask_mod, score_mod)
@@ -102,7 +124,9 @@ def test_example(name: str, heads: int, backend: str) -> None:
         assert_same_elements(mine, theirs, gradient=True)
 
 
-def written_out(q: Any, k: Any, v: Any, mask_mod: Mod | None, score_mod: Mod | None) -> torch.Tensor:
+def written_out(
+    q: Any, k: Any, v: Any, mask_mod: Mod | None, score_mod: Mod | None
+) -> torch.Tensor:
     k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     places = torch.meshgrid(*(torch.arange(n) for n in (B, H, L, L)), indexing="ij")
     scores = q @ k.mT * D**-0.5

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-OSS of transformers on our attention: sinks in sliding and in full layers; logits, gradients, generation with a cache."""
+"""GPT-OSS of transformers on our attention: sinks in sliding and in full layers; logits, gradients,
+generation with a cache."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ LIMIT = model_distance_limit(torch.float64)
 def eager() -> Any:
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, max_position_embeddings=64, pad_token_id=0,
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+        max_position_embeddings=64, pad_token_id=0,
         eos_token_id=60, layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    config._attn_implementation = config._experts_implementation = "eager"  # grouped products know no float64
+    config._attn_implementation = config._experts_implementation = (
+        "eager"  # grouped products know no float64
+    )
     model = transformers.GptOssForCausalLM(config).double().eval()
     with torch.no_grad():
         for layer in model.model.layers:
@@ -59,7 +64,12 @@ def test_logits_and_gradients(eager: Any, ours: Any, inputs: dict[str, torch.Ten
         model.zero_grad()
         logits = model(**inputs).logits[seen]
         random_sum(logits).backward()
-        grads.append({"logits": logits, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+        grads.append(
+            {
+                "logits": logits,
+                **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            }
+        )
     want, got = grads
     assert want.keys() == got.keys() and sum("sinks" in name for name in got) == 4
     for name in want:
@@ -69,21 +79,33 @@ def test_logits_and_gradients(eager: Any, ours: Any, inputs: dict[str, torch.Ten
 
 def test_generation_with_a_cache(eager: Any, ours: Any, inputs: dict[str, torch.Tensor]) -> None:
     """Past the window of five; the tokens and each step's scores."""
-    options = dict(max_new_tokens=12, do_sample=False, use_cache=True, output_scores=True, return_dict_in_generate=True)
+    options = dict(
+        max_new_tokens=12,
+        do_sample=False,
+        use_cache=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
     want, got = (model.generate(**inputs, **options) for model in (eager, ours))
     assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.scores, want.scores, strict=True):
         assert distance(a, b) < LIMIT
 
 
-def test_it_runs_on_the_op(ours: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_on_the_op(
+    ours: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One call a layer that has the sinks; nothing is multiplied afterwards."""
     from pytransformer.integrations.hugging_face import attention
 
     given = []
     monkeypatch.setattr(attention, "gate_of_sinks", None)
     run = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *a, **k: (given.append(k["sinks"]), run(*a, **k))[1])
+    monkeypatch.setattr(
+        attention, "attention", lambda *a, **k: (given.append(k["sinks"]), run(*a, **k))[1]
+    )
     with torch.no_grad():
         ours(**inputs)
-    assert [s is layer.self_attn.sinks for s, layer in zip(given, ours.model.layers, strict=True)] == [True] * 4
+    assert [
+        s is layer.self_attn.sinks for s, layer in zip(given, ours.model.layers, strict=True)
+    ] == [True] * 4

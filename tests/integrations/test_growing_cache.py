@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' cache with room to grow: what DynamicCache returns, whatever happens to it in between, and without its copies."""
+"""transformers' cache with room to grow: what DynamicCache returns, whatever happens to it in
+between, and without its copies."""
 
 from __future__ import annotations
 
@@ -24,16 +25,28 @@ growing_cache = pt.integrations.transformers.growing_cache
 
 def states(rows: int, seed: int, batch: int = 2, **options: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, 3, rows, 8, generator=generator).requires_grad_(options.get("grad", False)) for _ in range(2)]
+    return [
+        torch.randn(batch, 3, rows, 8, generator=generator).requires_grad_(
+            options.get("grad", False)
+        )
+        for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2, "do_sample": True}, {"prompt_lookup_num_tokens": 3}],
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_generates_as_with_transformers_own(hugging_face: Any, name: str, settings: dict[str, Any]) -> None:
+def test_generates_as_with_transformers_own(
+    hugging_face: Any, name: str, settings: dict[str, Any]
+) -> None:
     family = FAMILIES[name]
     model = family.build("pytransformer")
     inputs = inputs_of(family, "left")
@@ -52,14 +65,18 @@ def test_generates_as_with_transformers_own(hugging_face: Any, name: str, settin
             )
         )
     assert torch.equal(*found)
-    assert name == "mistral" or all(type(layer) is GrowingLayer for layer in growing_cache(model).layers)
+    assert name == "mistral" or all(
+        type(layer) is GrowingLayer for layer in growing_cache(model).layers
+    )
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_cache_of_an_encoder_decoder_keeps_tokens(hugging_face: Any, name: str) -> None:
     """Self-attention and cross-attention need separate caches; padding shows a mix-up in both."""
     model = FAMILIES[name].build("eager")
-    inputs = {k: v for k, v in inputs_of(FAMILIES[name], "left").items() if not k.startswith("decoder_")}
+    inputs = {
+        k: v for k, v in inputs_of(FAMILIES[name], "left").items() if not k.startswith("decoder_")
+    }
     how = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     cache = growing_cache(model)
     grown = model.generate(**inputs, **how, past_key_values=cache)
@@ -79,7 +96,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_and_kept_tensors(seed: int) -> None:
-    """Each update returns the same numbers, and no tensor that was returned, nor one that a copy holds, changes afterwards."""
+    """Each update returns the same numbers, and no tensor that was returned, nor one that a copy
+    holds, changes afterwards."""
     rng = random.Random(seed)
     ours, theirs, kept = GrowingLayer(), DynamicLayer(), []
     for i in range(60):

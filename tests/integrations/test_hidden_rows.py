@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a query that sees nothing gives: zeros with us, a mean of everything in PyTorch. Where models padded on the left show it.
+"""What a query that sees nothing gives: zeros with us, a mean of everything in PyTorch. Where
+models padded on the left show it.
 
 SeamlessM4T-v2's speech encoder: in the gradients of its LayerNorms. MiniMax-M3: in its logits.
 """
@@ -21,11 +22,15 @@ MASK[1, :9] = 0
 
 @pytest.fixture
 def gradients(hugging_face: ModuleType, one_thread: None) -> Any:
-    from transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2 import SeamlessM4Tv2SpeechEncoder
+    from transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2 import (
+        SeamlessM4Tv2SpeechEncoder,
+    )
 
     config = hugging_face.SeamlessM4Tv2Config(
-        hidden_size=32, speech_encoder_layers=2, speech_encoder_attention_heads=4, speech_encoder_intermediate_size=48,
-        feature_projection_input_dim=16, speech_encoder_chunk_size=4, speech_encoder_left_chunk_num=1, num_adapter_layers=1,
+        hidden_size=32, speech_encoder_layers=2, speech_encoder_attention_heads=4,
+        speech_encoder_intermediate_size=48,
+        feature_projection_input_dim=16, speech_encoder_chunk_size=4,
+        speech_encoder_left_chunk_num=1, num_adapter_layers=1,
         left_max_position_embeddings=4, right_max_position_embeddings=4,
     )  # fmt: skip
     features = torch.randn(2, 23, 16, dtype=torch.float64)
@@ -33,7 +38,9 @@ def gradients(hugging_face: ModuleType, one_thread: None) -> Any:
     def run(implementation: str, sequences: int) -> torch.Tensor:
         """All gradients of a loss on the first sequences, in float64."""
         torch.manual_seed(0)
-        model = SeamlessM4Tv2SpeechEncoder._from_config(config, attn_implementation=implementation, dtype=torch.float64).eval()
+        model = SeamlessM4Tv2SpeechEncoder._from_config(
+            config, attn_implementation=implementation, dtype=torch.float64
+        ).eval()
         model(features, attention_mask=MASK).last_hidden_state[:sequences].sin().sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -46,17 +53,27 @@ def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 
     theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def with_zeros(module: nn.Module, q: Any, k: Any, v: Any, attention_mask: torch.Tensor, **keywords: Any) -> Any:
+    def with_zeros(
+        module: nn.Module, q: Any, k: Any, v: Any, attention_mask: torch.Tensor, **keywords: Any
+    ) -> Any:
         out, weights = theirs(module, q, k, v, attention_mask, **keywords)
-        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > torch.finfo(out.dtype).min / 2
+        seen = (
+            attention_mask
+            if attention_mask.dtype == torch.bool
+            else attention_mask > torch.finfo(out.dtype).min / 2
+        )
         return out * seen.any(-1)[:, 0, :, None, None], weights
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_zeros)
 
 
-def test_large_gradients_are_those_of_rows_of_zeros(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of padding that see no key are zeros with us, a mean of everything in PyTorch. LayerNorm divides a gradient by sqrt(eps)
-    = 1/316 there, layer after layer: PyTorch's own attention, made to give zeros, has the same gradients."""
+def test_large_gradients_are_those_of_rows_of_zeros(
+    gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of padding that see no key are zeros with us, a mean of everything in PyTorch. LayerNorm
+    divides a gradient by sqrt(eps)
+    = 1/316 there, layer after layer: PyTorch's own attention, made to give zeros, has the same
+    gradients."""
     want = gradients("sdpa", 2)
     give_zeros(monkeypatch)
     zeros, ours = gradients("sdpa", 2), gradients("pytransformer", 2)
@@ -71,8 +88,10 @@ def test_a_loss_on_real_rows_has_pytorchs_gradients(gradients: Any) -> None:
 
 
 def test_minimax_m3_scores_its_padding(hugging_face: ModuleType, one_thread: None) -> None:
-    """Its indexer scores the keys at padding too, so that they decide which blocks of keys a real query keeps. What stands there is what
-    the layer before made of queries that see nothing: zeros with us and sdpa, a mean in eager code. Both keep other blocks."""
+    """Its indexer scores the keys at padding too, so that they decide which blocks of keys a real
+    query keeps. What stands there is what
+    the layer before made of queries that see nothing: zeros with us and sdpa, a mean in eager
+    code. Both keep other blocks."""
     from pytransformer.testing.sweep.subjects import subjects
 
     subject = subjects("minimax_m3_vl_text")[0]
@@ -84,10 +103,14 @@ def test_minimax_m3_scores_its_padding(hugging_face: ModuleType, one_thread: Non
     for implementation in ("eager", "sdpa", "pytransformer"):
         model = subject.build(implementation)
         (indexer,) = (m.indexer for m in model.modules() if getattr(m, "indexer", None) is not None)
-        indexer.register_forward_hook(lambda module, inputs, blocks: kept.append(blocks.sort(-1).values.transpose(1, 2)))
+        indexer.register_forward_hook(
+            lambda module, inputs, blocks: kept.append(blocks.sort(-1).values.transpose(1, 2))
+        )
         with torch.no_grad():
             outs.append(model(ids, attention_mask=mask).logits)
-    (eager_kept, sdpa_kept, our_kept), (eager, sdpa, ours) = ([t[mask.bool()] for t in found] for found in (kept, outs))
+    (eager_kept, sdpa_kept, our_kept), (eager, sdpa, ours) = (
+        [t[mask.bool()] for t in found] for found in (kept, outs)
+    )
     assert torch.equal(our_kept, sdpa_kept) and not torch.equal(our_kept, eager_kept)
     limit = model_distance_limit(torch.float32)
     assert distance(ours, sdpa) < limit < distance(ours, eager)

@@ -35,13 +35,19 @@ GENERATIVE = [name for name, f in FAMILIES.items() if f.kind in ("decoder", "seq
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
-def test_outputs_and_gradients_as_eager(hugging_face: Any, backend: str, name: str, padding: str) -> None:
+def test_outputs_and_gradients_as_eager(
+    hugging_face: Any, backend: str, name: str, padding: str
+) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, padding)
     logits, grads = run(family.build("eager"), family, inputs)
     with trace() as ran:
         ours, our_grads = run(family.build("pytransformer"), family, inputs)
-    assert ran == [("attention_fwd", backend)] * family.attentions + [("attention_bwd", backend)] * family.attentions
+    assert (
+        ran
+        == [("attention_fwd", backend)] * family.attentions
+        + [("attention_bwd", backend)] * family.attentions
+    )
     assert distance(ours, logits) < LIMIT
     assert our_grads.keys() == grads.keys()
     assert distance(flat(our_grads), flat(grads)) < LIMIT
@@ -91,7 +97,9 @@ def test_a_prompt_in_two_parts(hugging_face: Any, backend: str, name: str) -> No
         model = family.build(implementation)
         with torch.no_grad():
             first = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
-            more = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=first.past_key_values)
+            more = model(
+                input_ids=ids[:, 6:], attention_mask=mask, past_key_values=first.past_key_values
+            )
         return more.logits[mask[:, 6:].bool()]
 
     assert distance(second_part("pytransformer"), second_part("eager")) < LIMIT
@@ -125,18 +133,24 @@ def test_attention_weights_as_eager(hugging_face: Any, backend: str, name: str) 
     assert names
     for n in names:
         queries = inputs.get(
-            "decoder_attention_mask" if n != "encoder_attentions" and family.kind == "seq2seq" else "attention_mask"
+            "decoder_attention_mask"
+            if n != "encoder_attentions" and family.kind == "seq2seq"
+            else "attention_mask"
         )
         for theirs, weights in zip(eager[n], ours[n], strict=True):
             assert weights.shape == theirs.shape
-            if queries is not None and theirs.shape[2] == queries.shape[1]:  # a row of padding may see nothing: zeros
+            if (
+                queries is not None and theirs.shape[2] == queries.shape[1]
+            ):  # a row of padding may see nothing: zeros
                 theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
             assert distance(weights, theirs) < LIMIT
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_gradient_checkpointing(hugging_face: Any, backend: str, name: str, reentrant: bool) -> None:
+def test_gradient_checkpointing(
+    hugging_face: Any, backend: str, name: str, reentrant: bool
+) -> None:
     """The lowered mask survives the replay, which detaches it."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "left")
@@ -154,7 +168,9 @@ def test_gradient_checkpointing(hugging_face: Any, backend: str, name: str, reen
     assert distance(flat(ours), flat(grads)) < LIMIT
 
 
-@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral"))])
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral"))]
+)
 def test_compiles_without_a_graph_break(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
@@ -184,7 +200,9 @@ def test_dropout_follows_the_global_seed(hugging_face: Any, backend: str) -> Non
     assert not torch.equal(logits(1), logits(2))
 
 
-def test_a_wrong_mask_shows(hugging_face: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_mask_shows(
+    hugging_face: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each way of getting the mask wrong must exceed the limit that the tests above allow."""
     from transformers import AttentionMaskInterface
 
@@ -204,14 +222,25 @@ def test_a_wrong_mask_shows(hugging_face: Any, backend: str, monkeypatch: pytest
         return replace(mask, causal="bottom_right" if mask.causal is None else "top_left")
 
     def bare(*args: Any, **kwargs: Any) -> Any:
-        """What a padding mask became before it had a type of its own: a tensor that says nothing of causality."""
+        """What a padding mask became before it had a type of its own: a tensor that says nothing of
+        causality."""
         return ours.attention_mask(*args, **kwargs).padding
 
     def shifted(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return ours.attention_mask(*args, attention_mask=attention_mask.roll(1, 1), **kwargs)
 
-    wrong = [("bert", no_padding), ("t5", no_padding), ("llama", no_padding), ("llama", no_causality), ("mistral", no_window),
-             ("gpt2", shifted), ("bart", no_padding), ("bert", read_as_another), ("llama", bare), ("t5", no_causality)]  # fmt: skip
+    wrong = [
+        ("bert", no_padding),
+        ("t5", no_padding),
+        ("llama", no_padding),
+        ("llama", no_causality),
+        ("mistral", no_window),
+        ("gpt2", shifted),
+        ("bart", no_padding),
+        ("bert", read_as_another),
+        ("llama", bare),
+        ("t5", no_causality),
+    ]
     for name, mutant in wrong:
         family = FAMILIES[name]
         inputs = inputs_of(family, "left")

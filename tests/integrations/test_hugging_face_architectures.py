@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that read masks in ways of their own, each right or refused: a mask, a keyword, causality that a module denies."""
+"""Architectures that read masks in ways of their own, each right or refused: a mask, a keyword,
+causality that a module denies."""
 
 from __future__ import annotations
 
@@ -15,15 +16,28 @@ from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import distance, flat, model_distance_limit
 
 LIMIT = model_distance_limit(torch.float32)
-SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
-DECODER = dict(SMALL, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=None)
+SMALL = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+)
+DECODER = dict(
+    SMALL, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=None
+)
 SEQ2SEQ = dict(
-    vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=0, decoder_start_token_id=0,
+    vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=0,
+    decoder_start_token_id=0,
 )  # fmt: skip
 LATENT = dict(  # multi-head latent attention, of which an indexer selects 3 keys a query
-    DECODER, num_key_value_heads=4, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-    qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, index_topk=3,
+    DECODER, num_key_value_heads=4, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+    topk_group=1, index_topk=3,
     index_head_dim=16, index_n_heads=2, mlp_layer_types=["dense", "sparse"],
 )  # fmt: skip
 TWO_TOWERS = dict(
@@ -39,13 +53,17 @@ RIGHT: dict[str, tuple[str, dict[str, Any], int]] = {
     "ClapTextModel": ("ClapTextConfig", SMALL, 2),
     "SplinterModel": ("SplinterConfig", SMALL, 2),
     "NllbMoeForConditionalGeneration": ("NllbMoeConfig", dict(
-        SEQ2SEQ, num_experts=4, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2), 6),
-    "PegasusXForConditionalGeneration": ("PegasusXConfig", dict(SEQ2SEQ, num_global_tokens=2, block_size=4), 4),
+        SEQ2SEQ, num_experts=4, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2),
+        6),
+    "PegasusXForConditionalGeneration": ("PegasusXConfig",
+        dict(SEQ2SEQ, num_global_tokens=2, block_size=4), 4),
     "UMT5ForConditionalGeneration": ("UMT5Config", dict(
-        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        relative_attention_num_buckets=8,
         pad_token_id=0, decoder_start_token_id=0), 6),
     "InformerModel": ("InformerConfig", dict(
-        prediction_length=4, context_length=10, lags_sequence=[1, 2], num_time_features=2, d_model=32, encoder_attention_heads=4,
+        prediction_length=4, context_length=10, lags_sequence=[1, 2], num_time_features=2,
+        d_model=32, encoder_attention_heads=4,
         decoder_attention_heads=4), 2),  # and as many ProbSparse attentions, which are its own
     "BridgeTowerModel": ("BridgeTowerConfig", TWO_TOWERS, 10),
     # keys selected by an indexer, sinks in the softmax, a mask that the model works on
@@ -53,8 +71,10 @@ RIGHT: dict[str, tuple[str, dict[str, Any], int]] = {
     "GlmMoeDsaForCausalLM": ("GlmMoeDsaConfig", dict(LATENT, indexer_types=["full"] * 2), 2),
     "AXK2ForCausalLM": ("AXK2Config", dict(LATENT, gated_norm_rank=8), 2),
     "MiniMaxM3VLTextModel": ("MiniMaxM3VLTextConfig", dict(
-        DECODER, head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2, dense_intermediate_size=48,
-        shared_intermediate_size=16, mlp_layer_types=["dense", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=2,
+        DECODER, head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2,
+        dense_intermediate_size=48,
+        shared_intermediate_size=16, mlp_layer_types=["dense", "sparse"], index_n_heads=2,
+        index_head_dim=16, index_block_size=2,
         index_topk_blocks=2, layer_types=["minimax_m3_sparse", "full_attention"]), 2),
     "GptOssForCausalLM": ("GptOssConfig", dict(
         DECODER, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
@@ -67,11 +87,16 @@ REFUSED = {
     name: config or f"{name.removesuffix('Model')}Config"
     for name, config in {
         **dict.fromkeys((
-            "BlipModel", "BloomModel", "ClvpModel", "CodeGenModel", "ConvBertModel", "GPTNeoXJapaneseModel", "GroupViTModel",
-            "LEDModel", "LongformerModel", "LukeModel", "MegatronBertModel", "MPNetModel", "MvpModel", "NystromformerModel",
-            "RemBertModel", "RoFormerModel", "SpeechT5Model", "SqueezeBertModel", "XGLMModel", "BrosModel", "CanineModel",
-            "FlavaModel", "ImageGPTModel", "LayoutLMv3Model", "LiltModel", "MptModel", "TvpModel", "ViltModel", "VisualBertModel",
-            "VitsModel", "BigBirdModel", "FalconModel", "GPTJModel", "GPTNeoModel", "GitModel", "SamModel", "SamHQModel",
+            "BlipModel", "BloomModel", "ClvpModel", "CodeGenModel", "ConvBertModel",
+            "GPTNeoXJapaneseModel", "GroupViTModel",
+            "LEDModel", "LongformerModel", "LukeModel", "MegatronBertModel", "MPNetModel",
+            "MvpModel", "NystromformerModel",
+            "RemBertModel", "RoFormerModel", "SpeechT5Model", "SqueezeBertModel", "XGLMModel",
+            "BrosModel", "CanineModel",
+            "FlavaModel", "ImageGPTModel", "LayoutLMv3Model", "LiltModel", "MptModel", "TvpModel",
+            "ViltModel", "VisualBertModel",
+            "VitsModel", "BigBirdModel", "FalconModel", "GPTJModel", "GPTNeoModel", "GitModel",
+            "SamModel", "SamHQModel",
             "Data2VecVisionModel", "BarkModel", "GroundingDinoModel", "MMGroundingDinoModel")),
         "TrOCRForCausalLM": "TrOCRConfig",
     }.items()
@@ -96,10 +121,14 @@ def built(name: str, implementation: str) -> Any:
 def inputs_of(name: str, padding: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     if name == "InformerModel":
-        past, future = torch.randn(2, 12, generator=generator), torch.randn(2, 4, generator=generator)
+        past, future = (
+            torch.randn(2, 12, generator=generator),
+            torch.randn(2, 4, generator=generator),
+        )
         times = torch.randn(2, 16, 2, generator=generator)
         return dict(
-            past_values=past, past_time_features=times[:, :12], past_observed_mask=torch.ones(2, 12), future_values=future,
+            past_values=past, past_time_features=times[:, :12],
+            past_observed_mask=torch.ones(2, 12), future_values=future,
             future_time_features=times[:, 12:],
         )  # fmt: skip
     ids = torch.randint(5, 61, (2, 11), generator=generator)
@@ -123,10 +152,16 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     out = []
     for value in model(**inputs, return_dict=True).values():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            out.append((value[real] if real is not None and value.shape[:2] == real.shape else value).flatten())
+            out.append(
+                (
+                    value[real] if real is not None and value.shape[:2] == real.shape else value
+                ).flatten()
+            )
     vector = torch.cat(out)
     (vector * torch.linspace(-1, 1, vector.numel())).sum().backward()
-    return vector.detach(), flat({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return vector.detach(), flat(
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    )
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
@@ -145,11 +180,15 @@ def test_right(hugging_face: Any, name: str, padding: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_when_it_is_built(hugging_face: Any, name: str) -> None:
-    """Attention of its own: some added our masks to scores, others had no class for our name, and ended in a KeyError."""
+    """Attention of its own: some added our masks to scores, others had no class for our name, and
+    ended in a KeyError."""
     model, config = (getattr(hugging_face, n, None) for n in (name, REFUSED[name]))
     if model is None or config is None:
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
-    with pytest.raises(ValueError, match=rf"pytransformer: {name} \(model type '.*; use attn_implementation='eager'"):
+    with pytest.raises(
+        ValueError,
+        match=rf"pytransformer: {name} \(model type '.*; use attn_implementation='eager'",
+    ):
         model._from_config(config(), attn_implementation="pytransformer")
 
 
@@ -161,33 +200,48 @@ def small_bloom(hugging_face: Any, implementation: str | None) -> Any:
 def test_other_implementations_are_as_they_were(hugging_face: Any) -> None:
     for implementation in ("eager", None):
         assert small_bloom(hugging_face, implementation).config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match=r"does not support an attention implementation|scaled_dot_product_attention"):
+    with pytest.raises(
+        ValueError,
+        match=r"does not support an attention implementation|scaled_dot_product_attention",
+    ):
         small_bloom(hugging_face, "sdpa")
     method = hugging_face.PreTrainedModel.get_correct_attn_implementation
     pt.integrations.transformers.register()
-    assert hugging_face.PreTrainedModel.get_correct_attn_implementation is method, "registering twice wraps once"
+    assert hugging_face.PreTrainedModel.get_correct_attn_implementation is method, (
+        "registering twice wraps once"
+    )
 
 
 def test_switching_a_model_that_cannot_is_refused(hugging_face: Any) -> None:
     model = small_bloom(hugging_face, "eager")
-    with pytest.raises(ValueError, match=r"BloomModel \(model type 'bloom'\) computes attention in code of its own"):
+    with pytest.raises(
+        ValueError, match=r"BloomModel \(model type 'bloom'\) computes attention in code of its own"
+    ):
         pt.integrations.transformers.switch(model)
     assert model.config._attn_implementation == "eager"
     pt.integrations.transformers.switch(model, "eager")
 
 
 def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
-    """The sentence's advice for models of which one part is refused; masks of either part stay its own."""
+    """The sentence's advice for models of which one part is refused; masks of either part stay its
+    own."""
     text = dict(SMALL, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
     vision = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
     )
     config = hugging_face.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
     inputs = dict(inputs_of("SplinterModel", "right"), pixel_values=torch.randn(2, 3, 32, 32))
 
     def logits(implementation: Any) -> tuple[torch.Tensor, int]:
         torch.manual_seed(7)
-        model = hugging_face.CLIPModel._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+        model = hugging_face.CLIPModel._from_config(
+            copy.deepcopy(config), attn_implementation=implementation
+        ).eval()
         with torch.no_grad(), trace() as ran:
             return model(**inputs).logits_per_image, len(ran)
 
@@ -204,14 +258,19 @@ def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
 
 def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
     """The mask is then an input of the compiled graph, with other lengths at every call."""
-    want, ours = built("SplinterModel", "eager"), copy.deepcopy(built("SplinterModel", "pytransformer"))
+    want, ours = (
+        built("SplinterModel", "eager"),
+        copy.deepcopy(built("SplinterModel", "pytransformer")),
+    )
     torch._dynamo.reset()
     for layer in ours.encoder.layer:
         layer.compile(backend="aot_eager")
     for length in (11, 7):
         inputs = {k: v[:, :length] for k, v in inputs_of("SplinterModel", "left").items()}
         with torch.no_grad():
-            got, exact = (m(**inputs).last_hidden_state[inputs["attention_mask"].bool()] for m in (ours, want))
+            got, exact = (
+                m(**inputs).last_hidden_state[inputs["attention_mask"].bool()] for m in (ours, want)
+            )
         assert distance(got, exact) < LIMIT
 
 
@@ -222,10 +281,16 @@ def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
         ("DeepseekV32ForCausalLM", "selected", lambda module, mask, *_: mask),  # a dropped keyword
         ("MiniMaxM3VLTextModel", "selected", lambda module, mask, *_: mask),
         ("GptOssForCausalLM", "sinks_of", lambda kwargs: (None, None)),
-        ("SplinterModel", "_mask_terms", lambda *_: (None, "top_left", None, None)),  # a mask read as another
+        (
+            "SplinterModel",
+            "_mask_terms",
+            lambda *_: (None, "top_left", None, None),
+        ),  # a mask read as another
     ],
 )
-def test_a_fault_shows(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any) -> None:
+def test_a_fault_shows(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any
+) -> None:
     from transformers import AttentionMaskInterface
 
     from pytransformer.integrations.hugging_face import attention, lowering
@@ -233,7 +298,9 @@ def test_a_fault_shows(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name:
     if not hasattr(hugging_face, name):
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
     monkeypatch.setattr(attention if hasattr(attention, function) else lowering, function, fault)
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "pytransformer", lowering.attention_mask)
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping, "pytransformer", lowering.attention_mask
+    )
     inputs = inputs_of(name, "none")
     want, _ = results(built(name, "eager"), inputs)
     got, _ = results(built(name, "pytransformer"), inputs)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' assisted generation on our attention: drafts of a smaller model, or looked up in the prompt, and sdpa's tokens."""
+"""transformers' assisted generation on our attention: drafts of a smaller model, or looked up in
+the prompt, and sdpa's tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_tokens_as_sdpa(hugging_face: Any, name: str, how: str) -> None:
                         parameter.add_(0.05 * torch.randn_like(parameter))
         if not assisted:
             given = {}
-        found: torch.Tensor = model.generate(ids, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, **given)
+        found: torch.Tensor = model.generate(
+            ids, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, **given
+        )
         return found
 
     with trace() as ran:

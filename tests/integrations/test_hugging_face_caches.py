@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own generate on our attention, with each of its caches: the tokens of eager code and of sdpa, and no dense mask."""
+"""transformers' own generate on our attention, with each of its caches: the tokens of eager code
+and of sdpa, and no dense mask."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def no_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "t5", "bart"])
-def test_tokens_as_eager_and_sdpa(hugging_face: Any, no_dense_mask: None, name: str, cache: str, how: str) -> None:
+def test_tokens_as_eager_and_sdpa(
+    hugging_face: Any, no_dense_mask: None, name: str, cache: str, how: str
+) -> None:
     """A batch of sequences of different lengths."""
     family = FAMILIES[name]
     inputs = {k: v for k, v in inputs_of(family, "left").items() if not k.startswith("decoder_")}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowered masks say exactly what transformers' own dense mask says; what is not understood stays dense or is refused."""
+"""The lowered masks say exactly what transformers' own dense mask says; what is not understood
+stays dense or is refused."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ def masking(hugging_face: ModuleType) -> ModuleType:
     return hugging_face.masking_utils
 
 
-def as_dense(ours: ModuleType, mask: Any, shape: tuple[int, ...], is_causal: bool = True) -> torch.Tensor:
-    """What :func:`attention_forward` makes of a mask, as (B, 1, Lq, Lk) bool, found by asking it: each value is a one-hot
+def as_dense(
+    ours: ModuleType, mask: Any, shape: tuple[int, ...], is_causal: bool = True
+) -> torch.Tensor:
+    """What :func:`attention_forward` makes of a mask, as (B, 1, Lq, Lk) bool, found by asking it:
+    each value is a one-hot
     vector, so that the output is the row of weights."""
     batch, _, num_queries, num_keys = shape
     module = SimpleNamespace(is_causal=is_causal)
@@ -42,7 +46,16 @@ def as_dense(ours: ModuleType, mask: Any, shape: tuple[int, ...], is_causal: boo
     return out.transpose(1, 2) > 0
 
 
-PATTERNS = ["causal", "window", "bidirectional", "two-sided window", "chunked", "or", "and", "packed"]
+PATTERNS = [
+    "causal",
+    "window",
+    "bidirectional",
+    "two-sided window",
+    "chunked",
+    "or",
+    "and",
+    "packed",
+]
 LENGTHS = [  # queries, keys, first query, first key
     (5, 5, 0, 0),  # plain
     (1, 6, 5, 0),  # decoding
@@ -57,7 +70,11 @@ LENGTHS = [  # queries, keys, first query, first key
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_means_what_the_dense_mask_means(
-    ours: ModuleType, masking: ModuleType, pattern: str, lengths: tuple[int, int, int, int], padding: str
+    ours: ModuleType,
+    masking: ModuleType,
+    pattern: str,
+    lengths: tuple[int, int, int, int],
+    padding: str,
 ) -> None:
     num_queries, num_keys, first_query, first_key = lengths
     end = first_key + num_keys
@@ -70,7 +87,9 @@ def test_means_what_the_dense_mask_means(
         "or": masking.or_masks(masking.causal_mask_function, lambda b, h, q, k: (k < 2) & (q < 4)),
         "and": masking.and_masks(masking.causal_mask_function, lambda b, h, q, k: k != 1),
         "packed": masking.and_masks(
-            masking.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2, 2]] * 2)),
+            masking.packed_sequence_mask_function(
+                torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2, 2]] * 2)
+            ),
             masking.causal_mask_function,
         ),
     }[pattern]
@@ -82,14 +101,20 @@ def test_means_what_the_dense_mask_means(
             real[1, -2:] = False
     both_ways = "bidirectional" in pattern or "two-sided" in pattern
     arguments: dict[str, Any] = dict(
-        batch_size=2, q_length=num_queries, kv_length=num_keys, q_offset=first_query, kv_offset=first_key, mask_function=function,
-        attention_mask=real, local_size={"window": 3, "two-sided window": 2, "chunked": 3}.get(pattern),
+        batch_size=2, q_length=num_queries, kv_length=num_keys, q_offset=first_query,
+        kv_offset=first_key, mask_function=function,
+        attention_mask=real, local_size={"window": 3, "two-sided window": 2,
+            "chunked": 3}.get(pattern),
     )  # fmt: skip
-    exact = masking.sdpa_mask(**arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    exact = masking.sdpa_mask(
+        **arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+    )
     # As the models call it: no skipping where anything was added to the plain pattern.
     plain = pattern not in ("or", "and", "packed")
     mask = ours.attention_mask(
-        **arguments, allow_is_causal_skip=plain and not both_ways, allow_is_bidirectional_skip=plain and both_ways
+        **arguments,
+        allow_is_causal_skip=plain and not both_ways,
+        allow_is_bidirectional_skip=plain and both_ways,
     )
     shape = (2, 1, num_queries, num_keys)
     for is_causal in (True, False):  # a module's opinion is not asked
@@ -103,22 +128,39 @@ def test_means_what_the_dense_mask_means(
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("pattern", ["causal", "window"])
-@pytest.mark.parametrize("lengths", [(3, 4096, 0), (1, 4096, 900), (5, 4096, 4091), (2, 4096, 4090)])
+@pytest.mark.parametrize(
+    "lengths", [(3, 4096, 0), (1, 4096, 900), (5, 4096, 4091), (2, 4096, 4090)]
+)
 def test_a_static_cache_is_lengths(
-    ours: ModuleType, masking: ModuleType, lengths: tuple[int, int, int], pattern: str, padding: str | None, as_tensor: bool
+    ours: ModuleType,
+    masking: ModuleType,
+    lengths: tuple[int, int, int],
+    pattern: str,
+    padding: str | None,
+    as_tensor: bool,
 ) -> None:
-    """No (Lq, Lk) mask: a diagonal that ends where the keys do. What the cache counts later does not reach a mask that was made before."""
+    """No (Lq, Lk) mask: a diagonal that ends where the keys do. What the cache counts later does
+    not reach a mask that was made before."""
     num_queries, num_keys, before = lengths
-    function = masking.causal_mask_function if pattern == "causal" else masking.sliding_window_causal_mask_function(100)
+    function = (
+        masking.causal_mask_function
+        if pattern == "causal"
+        else masking.sliding_window_causal_mask_function(100)
+    )
     real = torch.ones(2, before + num_queries, dtype=torch.bool)
     real[0, :2] = padding is None
     offset = torch.tensor(before) if as_tensor else before
     arguments: dict[str, Any] = dict(
-        batch_size=2, q_length=num_queries, kv_length=num_keys, q_offset=offset, mask_function=function, attention_mask=real
+        batch_size=2,
+        q_length=num_queries,
+        kv_length=num_keys,
+        q_offset=offset,
+        mask_function=function,
+        attention_mask=real,
     )
-    exact = masking.sdpa_mask(**{**arguments, "q_offset": before}, allow_is_causal_skip=False).expand(
-        2, 1, num_queries, num_keys
-    )
+    exact = masking.sdpa_mask(
+        **{**arguments, "q_offset": before}, allow_is_causal_skip=False
+    ).expand(2, 1, num_queries, num_keys)
     mask = ours.attention_mask(**arguments)
     if as_tensor:
         offset.add_(num_queries)
@@ -132,9 +174,16 @@ def test_a_static_cache_is_lengths(
 
 def test_queries_past_the_keys_are_dense(ours: ModuleType, masking: ModuleType) -> None:
     arguments: dict[str, Any] = dict(
-        batch_size=1, q_length=3, kv_length=4, q_offset=2, mask_function=masking.causal_mask_function
+        batch_size=1,
+        q_length=3,
+        kv_length=4,
+        q_offset=2,
+        mask_function=masking.causal_mask_function,
     )
-    assert torch.equal(as_dense(ours, ours.attention_mask(**arguments), (1, 1, 3, 4)), masking.sdpa_mask(**arguments))
+    assert torch.equal(
+        as_dense(ours, ours.attention_mask(**arguments), (1, 1, 3, 4)),
+        masking.sdpa_mask(**arguments),
+    )
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window", "bidirectional"])
@@ -147,12 +196,15 @@ def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, patte
     real = torch.ones(2, 4096, dtype=torch.bool)
     real[0, :7] = False
     mask = ours.attention_mask(
-        2, 4096, 4096, mask_function=function, attention_mask=real, allow_is_causal_skip=pattern != "bidirectional",
+        2, 4096, 4096, mask_function=function, attention_mask=real,
+        allow_is_causal_skip=pattern != "bidirectional",
         allow_is_bidirectional_skip=pattern == "bidirectional",
     )  # fmt: skip
     assert mask.dense is None
     assert mask.padding.untyped_storage().nbytes() == 2 * 4096
-    plain = ours.attention_mask(2, 4096, 4096, mask_function=function, allow_is_bidirectional_skip=False)
+    plain = ours.attention_mask(
+        2, 4096, 4096, mask_function=function, allow_is_bidirectional_skip=False
+    )
     assert (plain.dense, plain.padding) == (None, None)
 
 
@@ -172,18 +224,30 @@ def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: Modu
         masking.chunked_causal_mask_function(7, torch.zeros(1)),
         masking.and_masks(overlay(7), masking.causal_mask_function),
         masking.and_masks(masking.causal_mask_function, masking.sliding_window_overlay(7)),
-        masking.and_masks(masking.sliding_window_overlay(7), masking.causal_mask_function, masking.causal_mask_function),
+        masking.and_masks(
+            masking.sliding_window_overlay(7),
+            masking.causal_mask_function,
+            masking.causal_mask_function,
+        ),
         masking.or_masks(masking.sliding_window_overlay(7), masking.causal_mask_function),
         lambda b, h, q, k: k <= q,
     ):
         assert ours.causal_window(other) is None
 
 
-def test_padding_does_not_take_causality_from_the_module(ours: ModuleType, masking: ModuleType) -> None:
-    """BridgeTower gives bidirectional masks to modules that call themselves causal; ALIGN's modules say nothing."""
+def test_padding_does_not_take_causality_from_the_module(
+    ours: ModuleType, masking: ModuleType
+) -> None:
+    """BridgeTower gives bidirectional masks to modules that call themselves causal; ALIGN's modules
+    say nothing."""
     real = torch.tensor([[True, True, True, False]])
     mask = ours.attention_mask(
-        1, 4, 4, mask_function=masking.bidirectional_mask_function, attention_mask=real, allow_is_bidirectional_skip=True
+        1,
+        4,
+        4,
+        mask_function=masking.bidirectional_mask_function,
+        attention_mask=real,
+        allow_is_bidirectional_skip=True,
     )
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4)), real[:, None, None].expand(1, 1, 4, 4))
 
@@ -210,26 +274,39 @@ def call(ours: ModuleType, mask: Any = None, **more: Any) -> Any:
 def test_unknown_keywords_are_refused(ours: ModuleType) -> None:
     with pytest.raises(ValueError, match="'cache': a paged cache"):
         call(ours, cache=object())
-    with pytest.raises(ValueError, match="SimpleNamespace hands its attention the keyword 'kept_keys'"):
+    with pytest.raises(
+        ValueError, match="SimpleNamespace hands its attention the keyword 'kept_keys'"
+    ):
         call(ours, kept_keys=torch.zeros(1))
-    assert call(ours, s_aux=None, cache=None, kept_keys=None, position_ids=torch.arange(4))[1] is None
+    assert (
+        call(ours, s_aux=None, cache=None, kept_keys=None, position_ids=torch.arange(4))[1] is None
+    )
 
 
 def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
-    """What the attention functions in transformers' models read of their keywords, by name, and the model's folders."""
+    """What the attention functions in transformers' models read of their keywords, by name, and the
+    model's folders."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in folder.glob("models/*/modeling_*.py"):
-        for text in re.findall(r"^def \w*attention_forward\w*\(.*?(?=^\S(?<!\)))", path.read_text(), re.DOTALL | re.MULTILINE):
+        for text in re.findall(
+            r"^def \w*attention_forward\w*\(.*?(?=^\S(?<!\)))",
+            path.read_text(),
+            re.DOTALL | re.MULTILINE,
+        ):
             (function,) = ast.parse(text).body
             assert isinstance(function, ast.FunctionDef)
             given = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)}
             for node in (n for statement in function.body for n in ast.walk(statement)):
                 if isinstance(node, ast.Name) and node.id in given:
                     found[node.id].add(path.parent.name)
-                elif isinstance(node, (ast.Call, ast.Subscript)) and ast.unparse(node).startswith("kwargs"):
-                    found[ast.unparse(node.args[0] if isinstance(node, ast.Call) else node.slice).strip("'")].add(
-                        path.parent.name
-                    )
+                elif isinstance(node, (ast.Call, ast.Subscript)) and ast.unparse(node).startswith(
+                    "kwargs"
+                ):
+                    found[
+                        ast.unparse(
+                            node.args[0] if isinstance(node, ast.Call) else node.slice
+                        ).strip("'")
+                    ].add(path.parent.name)
     return found
 
 
@@ -247,18 +324,28 @@ def test_eager_code_reads_no_harmless_keyword(hugging_face: ModuleType) -> None:
 
 def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
     """Models with a generate of their own hand them all on (Parakeet)."""
-    options = dict(max_new_tokens=5, num_beams=1, return_dict_in_generate=True, output_logits=True, logits_to_keep=1)
+    options = dict(
+        max_new_tokens=5,
+        num_beams=1,
+        return_dict_in_generate=True,
+        output_logits=True,
+        logits_to_keep=1,
+    )
     assert torch.equal(call(ours, **options)[0], call(ours)[0])
 
 
-def test_a_mask_that_the_model_extends_is_eager_codes(ours: ModuleType, masking: ModuleType) -> None:
+def test_a_mask_that_the_model_extends_is_eager_codes(
+    ours: ModuleType, masking: ModuleType
+) -> None:
     """DeepSeek V4 adds columns to a tensor, and leaves what is none as it is."""
     config = SimpleNamespace(model_type="deepseek_v4")
     arguments: dict[str, Any] = dict(
         attention_mask=torch.tensor([[False, True, True, True]]), dtype=torch.float32, config=config
     )
     mask = ours.attention_mask(1, 4, 4, **arguments)
-    assert type(mask) is torch.Tensor and torch.equal(mask, masking.eager_mask(1, 4, 4, **arguments))
+    assert type(mask) is torch.Tensor and torch.equal(
+        mask, masking.eager_mask(1, 4, 4, **arguments)
+    )
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4))[..., 1:, :], (mask == 0)[..., 1:, :])
 
 
@@ -277,15 +364,24 @@ def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
 def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> None:
     """A sink is one more key, whose score is given and whose value is zero."""
     x = torch.linspace(-1, 1, 64).view(1, 2, 4, 8)
-    sinks = torch.tensor([0.3, -2.0], requires_grad=True) if name == "s_aux" else torch.randn(1, 2, 4, 1, requires_grad=True)
+    sinks = (
+        torch.tensor([0.3, -2.0], requires_grad=True)
+        if name == "s_aux"
+        else torch.randn(1, 2, 4, 1, requires_grad=True)
+    )
     scores = (x @ x.mT / 8**0.5).masked_fill(~torch.ones(4, 4, dtype=torch.bool).tril(), -torch.inf)
     column = sinks.view(1, 2, 1, 1).expand(1, 2, 4, 1) if name == "s_aux" else sinks
     weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     want = (weights @ x).transpose(1, 2)
-    out, got_weights = call(ours, ours.attention_mask(1, 4, 4), output_attentions=True, **{name: sinks})
+    out, got_weights = call(
+        ours, ours.attention_mask(1, 4, 4), output_attentions=True, **{name: sinks}
+    )
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(got_weights, weights)
-    gradients = [torch.autograd.grad((o * torch.arange(64.0).view(1, 4, 2, 8)).sum(), sinks)[0] for o in (out, want)]
+    gradients = [
+        torch.autograd.grad((o * torch.arange(64.0).view(1, 4, 2, 8)).sum(), sinks)[0]
+        for o in (out, want)
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -296,21 +392,35 @@ class Config:
     model_type = "toy"
 
 
-def test_what_touches_a_mask_gets_what_eager_code_gets(ours: ModuleType, masking: ModuleType) -> None:
-    """Models with attention of their own add it to scores, indexers slice it, others convert, compare or measure it."""
+def test_what_touches_a_mask_gets_what_eager_code_gets(
+    ours: ModuleType, masking: ModuleType
+) -> None:
+    """Models with attention of their own add it to scores, indexers slice it, others convert,
+    compare or measure it."""
     real = torch.tensor([[False, True, True, True]])
     scores = torch.linspace(-1, 1, 32).view(1, 2, 4, 4)
     touches: list[Any] = [
-        lambda m: scores + m, lambda m: m + scores, lambda m: 1.0 - m, lambda m: torch.add(scores, m), lambda m: m[:, :, 1:, :3],
-        lambda m: m.dtype, lambda m: m.to(torch.float64), lambda m: m == 0, lambda m: m.masked_fill(scores > 0, 0.0),
-        lambda m: torch.where(m == 0, scores, 0), lambda m: scores.masked_fill(m < 0, 0), lambda m: torch.cat([m, m], 1),
-        lambda m: m.unsqueeze(1), lambda m: torch.zeros_like(m), lambda m: m.shape, lambda m: (m.ndim, m.dim(), len(m)),
-        lambda m: (m.size(), m.size(2), m.device), lambda m: torch.stack(list(m)), lambda m: scores.clone().add_(m),
-        lambda m: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=m), lambda m: m.clone().fill_(1),
+        lambda m: scores + m, lambda m: m + scores, lambda m: 1.0 - m,
+        lambda m: torch.add(scores, m), lambda m: m[:, :, 1:, :3],
+        lambda m: m.dtype, lambda m: m.to(torch.float64), lambda m: m == 0,
+        lambda m: m.masked_fill(scores > 0, 0.0),
+        lambda m: torch.where(m == 0, scores, 0), lambda m: scores.masked_fill(m < 0, 0),
+        lambda m: torch.cat([m, m], 1),
+        lambda m: m.unsqueeze(1), lambda m: torch.zeros_like(m), lambda m: m.shape,
+        lambda m: (m.ndim, m.dim(), len(m)),
+        lambda m: (m.size(), m.size(2), m.device), lambda m: torch.stack(list(m)),
+        lambda m: scores.clone().add_(m),
+        lambda m: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores,
+            attn_mask=m), lambda m: m.clone().fill_(1),
     ]  # fmt: skip
     for function in (masking.causal_mask_function, masking.bidirectional_mask_function):
-        arguments: dict[str, Any] = dict(mask_function=function, attention_mask=real, dtype=torch.float32, config=Config())
-        mask, exact = ours.attention_mask(1, 4, 4, **arguments), masking.eager_mask(1, 4, 4, **arguments)
+        arguments: dict[str, Any] = dict(
+            mask_function=function, attention_mask=real, dtype=torch.float32, config=Config()
+        )
+        mask, exact = (
+            ours.attention_mask(1, 4, 4, **arguments),
+            masking.eager_mask(1, 4, 4, **arguments),
+        )
         for touch in touches:
             got, want = touch(mask), touch(exact)
             assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
@@ -325,19 +435,26 @@ def test_writing_into_a_mask_is_refused(ours: ModuleType) -> None:
         mask += 1
 
     for write in (
-        lambda: mask.__setitem__(0, 1), add_in_place, lambda: mask.masked_fill_(torch.ones(4) > 0, 0), lambda: mask.add_(1),
+        lambda: mask.__setitem__(0, 1), add_in_place,
+        lambda: mask.masked_fill_(torch.ones(4) > 0, 0), lambda: mask.add_(1),
         lambda: torch.add(torch.ones(4), 1, out=mask), lambda: torch.nn.init.zeros_(mask),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"'toy'.* writes into its attention mask .*attn_implementation='eager'"):
+        with pytest.raises(
+            ValueError,
+            match=r"'toy'.* writes into its attention mask .*attn_implementation='eager'",
+        ):
             write()
 
 
 def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: ModuleType) -> None:
-    """Nemotron ASR hides where ``logical_not`` of its mask says True, and zeroes rows in which all is 0: the reverse of eager code's
+    """Nemotron ASR hides where ``logical_not`` of its mask says True, and zeroes rows in which all
+    is 0: the reverse of eager code's
     additive mask."""
     real = torch.tensor([[True, True, False]])
     for model_type in ("toy", "nemotron_asr_streaming_encoder"):
-        mask = ours.attention_mask(1, 3, 3, attention_mask=real, config=SimpleNamespace(model_type=model_type))
+        mask = ours.attention_mask(
+            1, 3, 3, attention_mask=real, config=SimpleNamespace(model_type=model_type)
+        )
         seen = masking.sdpa_mask(1, 3, 3, attention_mask=real, allow_is_causal_skip=False)
         if model_type == "toy":
             assert torch.equal(mask == 0.0, seen)
@@ -350,10 +467,20 @@ def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: Modu
 
 def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: ModuleType) -> None:
     """None where eager code gets None; causality is never left to a guess."""
-    both_ways: dict[str, Any] = dict(mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+    both_ways: dict[str, Any] = dict(
+        mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True
+    )
     assert ours.attention_mask(1, 4, 4, **both_ways) is None
-    assert ours.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool), **both_ways) is None
-    assert ours.attention_mask(1, 4, 4, attention_mask=torch.zeros(1, 4, dtype=torch.bool), **both_ways) is not None
+    assert (
+        ours.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool), **both_ways)
+        is None
+    )
+    assert (
+        ours.attention_mask(
+            1, 4, 4, attention_mask=torch.zeros(1, 4, dtype=torch.bool), **both_ways
+        )
+        is not None
+    )
     for lengths in ((4, 4), (1, 4), (2, 4)):
         assert ours.attention_mask(1, *lengths, lengths[1] - lengths[0]) is not None
 
@@ -361,10 +488,16 @@ def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: M
 def test_a_mask_travels(ours: ModuleType) -> None:
     real = torch.tensor([[True, True, False]])
     mask = ours.attention_mask(1, 3, 3, attention_mask=real)
-    assert ours.attention_mask(1, 1, 9, attention_mask=mask) is mask  # generate asks ahead of the model
+    assert (
+        ours.attention_mask(1, 1, 9, attention_mask=mask) is mask
+    )  # generate asks ahead of the model
     assert mask.contiguous() is mask.detach() is mask
     there = mask.to("meta")
-    assert (there.padding.device.type, there.device.type, there.causal) == ("meta", "meta", "bottom_right")
+    assert (there.padding.device.type, there.device.type, there.causal) == (
+        "meta",
+        "meta",
+        "bottom_right",
+    )
     twin = copy.deepcopy(mask)
     assert torch.equal(as_dense(ours, twin, (1, 1, 3, 3)), as_dense(ours, mask, (1, 1, 3, 3)))
 

@@ -20,7 +20,12 @@ OFFSETS = torch.tensor([0, 7, 19, 20, 25], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 GIVEN: dict[str, dict[str, Any]] = {
     "position_ids": {"position_ids": POSITIONS},
-    "offsets": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 12, "max_length_k": 12},
+    "offsets": {
+        "cu_seq_lens_q": OFFSETS,
+        "cu_seq_lens_k": OFFSETS,
+        "max_length_q": 12,
+        "max_length_k": 12,
+    },
 }
 GIVEN["both"] = GIVEN["position_ids"] | GIVEN["offsets"]
 
@@ -37,7 +42,8 @@ def gradients(model: Any, logits: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_packed_sequences_equal_separate_ones(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, given: str
 ) -> None:
-    """Offsets alone leave positions to the model, so the separate calls count on from the same ones."""
+    """Offsets alone leave positions to the model, so the separate calls count on from the same
+    ones."""
     from pytransformer.integrations.hugging_face import lowering, mask
 
     model = FAMILIES[name].build("pytransformer")
@@ -64,7 +70,9 @@ def test_packed_rows_with_weights_equal_eager(hugging_face: Any) -> None:
     ids = torch.randint(4, 30, (2, 25), generator=torch.Generator().manual_seed(3))
     places = torch.cat([POSITIONS, torch.arange(25)[None]])
     results = [
-        FAMILIES["llama"].build(how)(input_ids=ids, position_ids=places, use_cache=False, output_attentions=True)
+        FAMILIES["llama"].build(how)(
+            input_ids=ids, position_ids=places, use_cache=False, output_attentions=True
+        )
         for how in ("pytransformer", "eager")
     ]
     torch.testing.assert_close(results[0].logits, results[1].logits)
@@ -76,7 +84,10 @@ def test_packed_rows_with_weights_equal_eager(hugging_face: Any) -> None:
     ("given", "message"),
     [
         ({"cu_seq_lens_q": OFFSETS}, "must get equal cu_seq_lens_q and cu_seq_lens_k"),
-        ({"cu_seq_lens_q": OFFSETS - 1, "cu_seq_lens_k": OFFSETS - 1}, "must end at the number of tokens, got 24"),
+        (
+            {"cu_seq_lens_q": OFFSETS - 1, "cu_seq_lens_k": OFFSETS - 1},
+            "must end at the number of tokens, got 24",
+        ),
     ],
 )
 def test_wrong_offsets_are_refused(hugging_face: Any, given: dict[str, Any], message: str) -> None:
@@ -86,7 +97,15 @@ def test_wrong_offsets_are_refused(hugging_face: Any, given: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
-    "column", ["token_type_ids", "length", "special_tokens_mask", "completion_mask", "seq_idx", "labels_mask"]
+    "column",
+    [
+        "token_type_ids",
+        "length",
+        "special_tokens_mask",
+        "completion_mask",
+        "seq_idx",
+        "labels_mask",
+    ],
 )
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_columns_of_a_batch_are_ignored(hugging_face: Any, name: str, column: str) -> None:
@@ -94,7 +113,9 @@ def test_columns_of_a_batch_are_ignored(hugging_face: Any, name: str, column: st
     assert torch.equal(model(ids, **{column: torch.ones(1, 3)}).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["block_mask", "score_mod", "attn_bias", "alibi_slopes", "cu_seqlens_q"])
+@pytest.mark.parametrize(
+    "name", ["block_mask", "score_mod", "attn_bias", "alibi_slopes", "cu_seqlens_q"]
+)
 def test_keywords_that_change_attention_are_refused(hugging_face: Any, name: str) -> None:
     model, ids = FAMILIES["llama"].build("pytransformer"), torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match=f"hands its attention the keyword '{name}'"):
@@ -118,7 +139,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_packed_memory_is_linear(hugging_face: Any) -> None:
     """One (L, L) bool mask of 32,768 tokens takes 1,074 MB."""
     peaks = [
-        int(subprocess.run([sys.executable, "-c", PEAK, str(n)], capture_output=True, text=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", PEAK, str(n)], capture_output=True, text=True, check=True
+            ).stdout
+        )
         for n in (2048, 32768)
     ]
     assert peaks[1] - peaks[0] < 200_000, f"{peaks} KB"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' continuous batching on our attention: its own tokens, keys read in their pages, and no page that nobody wrote."""
+"""transformers' continuous batching on our attention: its own tokens, keys read in their pages, and
+no page that nobody wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ import pytransformer as pt
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import FAMILIES
 
-pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="needs transformers >= 5.23")
+pytest.importorskip(
+    "transformers.generation.continuous_batching.cache_allocators",
+    reason="needs transformers >= 5.23",
+)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BEGINNING = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -40,14 +44,17 @@ def paged(hugging_face: Any) -> ModuleType:
 
 
 def tokens(model: Any, **settings: Any) -> list[list[int]]:
-    """Seven requests over pages of 4, of which there are too few for all, and pieces of up to 16 tokens a step."""
+    """Seven requests over pages of 4, of which there are too few for all, and pieces of up to 16
+    tokens a step."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     how = GenerationConfig(max_new_tokens=9, eos_token_id=-1, pad_token_id=0, **settings)
     batching = ContinuousBatchingConfig(
         page_size=4, num_blocks=24, max_batch_tokens=16, seed=3 if settings["do_sample"] else None
     )
-    said = model.generate_batch(PROMPTS, generation_config=how, continuous_batching_config=batching, progress_bar=False)
+    said = model.generate_batch(
+        PROMPTS, generation_config=how, continuous_batching_config=batching, progress_bar=False
+    )
     assert len(said) == len(PROMPTS)
     return [said[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
 
@@ -76,11 +83,14 @@ def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads start with the context of their parent: transformers runs the model in one, and trace() is of a context."""
+    """Threads start with the context of their parent: transformers runs the model in one, and
+    trace() is of a context."""
     start = threading.Thread.start
 
     def inherit(thread: threading.Thread) -> None:
-        monkeypatch.setattr(thread, "run", functools.partial(contextvars.copy_context().run, thread.run))
+        monkeypatch.setattr(
+            thread, "run", functools.partial(contextvars.copy_context().run, thread.run)
+        )
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", inherit)
@@ -94,12 +104,16 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_tokens_as_transformers_own(paged: ModuleType, request: pytest.FixtureRequest, name: str, how: str) -> None:
+def test_tokens_as_transformers_own(
+    paged: ModuleType, request: pytest.FixtureRequest, name: str, how: str
+) -> None:
     theirs = tokens(FAMILIES[name].build("paged|eager"), **HOW[how])
     model = FAMILIES[name].build("eager")
     if how == "greedy":
         for prompt, said in zip(PROMPTS, theirs):
-            alone = model.generate(torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+            alone = model.generate(
+                torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False
+            )
             assert alone[0, len(prompt) :].tolist() == said, "what transformers itself says alone"
     request.getfixturevalue("poisoned_pages")
     request.getfixturevalue("threads_inherit")
@@ -118,9 +132,15 @@ def test_tokens_as_transformers_own(paged: ModuleType, request: pytest.FixtureRe
 def test_a_table_from_places(paged: ModuleType) -> None:
     """Three requests of 5, 1 and 8 keys in pages of 4: 2, 1 and 2 pages."""
     lies = [*range(40, 44), 8, 12, *range(4, 8), *range(20, 24)]
-    pages, lengths = paged.table_of(torch.tensor(lies), torch.tensor([0, 5, 6, 14], dtype=torch.int32), 4)
+    pages, lengths = paged.table_of(
+        torch.tensor(lies), torch.tensor([0, 5, 6, 14], dtype=torch.int32), 4
+    )
     assert lengths.tolist() == [5, 1, 8]
-    assert [row[: -(-n // 4)] for row, n in zip(pages.tolist(), lengths.tolist())] == [[10, 2], [3], [1, 5]]
+    assert [row[: -(-n // 4)] for row, n in zip(pages.tolist(), lengths.tolist())] == [
+        [10, 2],
+        [3],
+        [1, 5],
+    ]
 
 
 def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
@@ -128,7 +148,11 @@ def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
     want = model(ids).logits
     with (
         pytest.raises(
-            ValueError, match=r"LlamaAttention was called without continuous batching's cache.*which is for generate_batch"
+            ValueError,
+            match=(
+                r"LlamaAttention was called without continuous batching's cache.*which is for"
+                r" generate_batch"
+            ),
         ),
         pt.integrations.transformers.continuous_batching(model),
     ):
@@ -152,10 +176,20 @@ def test_what_else_is_refused(hugging_face: Any, paged: ModuleType) -> None:
     ]
     for given, said in refused:
         with pytest.raises(ValueError, match=said):
-            paged.paged_attention_forward(module, t, t, t, **{"attention_mask": None, "cache": cache, **given})
+            paged.paged_attention_forward(
+                module, t, t, t, **{"attention_mask": None, "cache": cache, **given}
+            )
     blip = hugging_face.BlipVisionConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=8
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=8,
     )
     model = hugging_face.BlipVisionModel(blip)
-    with pytest.raises(ValueError, match="in code of its own"), pt.integrations.transformers.continuous_batching(model):
+    with (
+        pytest.raises(ValueError, match="in code of its own"),
+        pt.integrations.transformers.continuous_batching(model),
+    ):
         pass

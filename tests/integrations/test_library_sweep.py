@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sweep over timm's families and diffusers' models: its results here, all of it where the libraries are, and planted faults."""
+"""The sweep over timm's families and diffusers' models: its results here, all of it where the
+libraries are, and planted faults."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], 
     def rows(subject: str) -> libraries.Rows:
         library = subject.partition("/")[0]
         try:
-            libraries.load("timm"), libraries.load(library)  # timm declares what torchvision, which diffusers imports, lacks
+            (
+                libraries.load("timm"),
+                libraries.load(library),
+            )  # timm declares what torchvision, which diffusers imports, lacks
         except (ImportError, RuntimeError) as error:
             pytest.skip(f"{library} cannot be imported: {str(error).splitlines()[0]}")
         return libraries.rows(subject)
@@ -39,11 +43,15 @@ def test_nothing_is_wrong() -> None:
 
 def test_the_page_is_made_of_the_results() -> None:
     made = libraries.page(libraries.load_results())
-    assert libraries.DOC.read_text() == made, "run: python -m pytransformer.testing.sweep.libraries --write"
+    assert libraries.DOC.read_text() == made, (
+        "run: python -m pytransformer.testing.sweep.libraries --write"
+    )
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("subject", sorted(name.partition(":")[0] for name, row in RESULTS.items() if "cells" in row))
+@pytest.mark.parametrize(
+    "subject", sorted(name.partition(":")[0] for name, row in RESULTS.items() if "cells" in row)
+)
 def test_subject(found: Callable[[str], libraries.Rows], subject: str) -> None:
     for name, row in found(subject).items():
         assert kinds(row) == kinds(RESULTS[name]), name
@@ -66,8 +74,11 @@ FAULTS = {"mask": 3, "scale": 6}  # where they stand among the arguments of drop
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, one_thread: None, fault: str | None) -> None:
-    """The judgement, without a library: a call that loses its mask or its scale is wrong, and one that loses nothing is ours."""
+def test_planted_faults_are_found(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None, fault: str | None
+) -> None:
+    """The judgement, without a library: a call that loses its mask or its scale is wrong, and one
+    that loses nothing is ours."""
     from pytransformer import drop_in
     from pytransformer.ops._core import fast_path
     from pytransformer.testing.sweep.subjects import stirred

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Longformer, LED, BigBird and BigBird-Pegasus converted: hidden states and gradients as eager code's, at padding too."""
+"""Longformer, LED, BigBird and BigBird-Pegasus converted: hidden states and gradients as eager
+code's, at padding too."""
 
 from __future__ import annotations
 
@@ -18,29 +19,40 @@ from pytransformer.testing.models import random_sum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NO_DROPOUT = dict(
-    dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0
+    dropout=0.0,
+    attention_dropout=0.0,
+    activation_dropout=0.0,
+    attention_probs_dropout_prob=0.0,
+    hidden_dropout_prob=0.0,
 )
 ENCODER = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=1, bos_token_id=0,
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    pad_token_id=1, bos_token_id=0,
     eos_token_id=2, sep_token_id=2, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
 )  # fmt: skip
 SEQ2SEQ = dict(
-    vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4,
     encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=1, decoder_start_token_id=2, **NO_DROPOUT,
 )  # fmt: skip
 BLOCKS = dict(attention_type="block_sparse", block_size=4, num_random_blocks=2)
 # model, config, settings, the length at which its attention is its own
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "longformer": (
-        "LongformerModel", "LongformerConfig", dict(ENCODER, attention_window=[4, 8], max_position_embeddings=130)),
+        "LongformerModel", "LongformerConfig",
+        dict(ENCODER, attention_window=[4, 8], max_position_embeddings=130)),
     "led": ("LEDModel", "LEDConfig", dict(
-        SEQ2SEQ, attention_window=[8, 4], max_encoder_position_embeddings=130, max_decoder_position_embeddings=40)),
-    "big_bird": ("BigBirdModel", "BigBirdConfig", dict(ENCODER, **BLOCKS, max_position_embeddings=130)),
-    "bigbird_pegasus": ("BigBirdPegasusModel", "BigBirdPegasusConfig", dict(SEQ2SEQ, **BLOCKS, max_position_embeddings=130)),
+        SEQ2SEQ, attention_window=[8, 4], max_encoder_position_embeddings=130,
+        max_decoder_position_embeddings=40)),
+    "big_bird": ("BigBirdModel", "BigBirdConfig",
+        dict(ENCODER, **BLOCKS, max_position_embeddings=130)),
+    "bigbird_pegasus": ("BigBirdPegasusModel", "BigBirdPegasusConfig",
+        dict(SEQ2SEQ, **BLOCKS, max_position_embeddings=130)),
 }  # fmt: skip
 ATTENTION = (
-    "LongformerSelfAttention LEDEncoderSelfAttention LEDDecoderAttention BigBirdBlockSparseAttention BigBirdSelfAttention "
-    "BigBirdPegasusBlockSparseAttention BigBirdPegasusSelfAttention"
+    "LongformerSelfAttention LEDEncoderSelfAttention LEDDecoderAttention"
+    " BigBirdBlockSparseAttention BigBirdSelfAttention BigBirdPegasusBlockSparseAttention"
+    " BigBirdPegasusSelfAttention"
 ).split()
 
 
@@ -62,7 +74,9 @@ def converted(model: Any) -> Any:
     return ours
 
 
-def inputs_of(name: str, length: int, padding: str = "none", tokens: str = "none") -> dict[str, torch.Tensor]:
+def inputs_of(
+    name: str, length: int, padding: str = "none", tokens: str = "none"
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(5, 61, (3, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -94,7 +108,9 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     torch.manual_seed(5)
     found = torch.cat([t.flatten() for t in states(model(**inputs, output_hidden_states=True))])
     random_sum(found).backward()
-    return found.detach(), flat({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return found.detach(), flat(
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    )
 
 
 @pytest.fixture
@@ -128,7 +144,13 @@ CASES = [
     + [(*case, torch.float32) for case in CASES if case[1] == 59 and case[2] == "right"],
 )
 def test_as_eager_code(
-    hugging_face: Any, exact_softmax: None, name: str, length: int, padding: str, tokens: str, dtype: torch.dtype
+    hugging_face: Any,
+    exact_softmax: None,
+    name: str,
+    length: int,
+    padding: str,
+    tokens: str,
+    dtype: torch.dtype,
 ) -> None:
     model = built(hugging_face, name, dtype)
     inputs = inputs_of(name, length, padding, tokens)
@@ -136,7 +158,9 @@ def test_as_eager_code(
     with trace() as ran:
         got, gradients = results(converted(model), inputs)
     calls = sum(op == "attention_fwd" for op, _ in ran)
-    decoder = {"led": 4, "bigbird_pegasus": 0}.get(name, 0)  # Pegasus's decoder asks the interface, here eager's
+    decoder = {"led": 4, "bigbird_pegasus": 0}.get(
+        name, 0
+    )  # Pegasus's decoder asks the interface, here eager's
     assert calls == decoder + (2 if tokens == "none" else 4)
     limit = model_distance_limit(dtype)
     assert distance(got, want) < limit and distance(gradients, want_gradients) < limit, (
@@ -145,24 +169,44 @@ def test_as_eager_code(
 
 
 @pytest.mark.parametrize("name", ["big_bird", "bigbird_pegasus"])
-@pytest.mark.parametrize(("length", "more"), [(64, {}), (59, {"num_random_blocks": 3}), (90, {}), (
-    1024, {"block_size": 64, "num_random_blocks": 3, "max_position_embeddings": 1024})])  # fmt: skip
-def test_random_blocks_in_training_are_those_of_the_layer(hugging_face: Any, name: str, length: int, more: Any) -> None:
-    """numpy's generator, seeded by the layer: other blocks for each head. Blocks of 1,024 tokens are drawn by a second plan."""
+@pytest.mark.parametrize(
+    ("length", "more"),
+    [
+        (64, {}),
+        (59, {"num_random_blocks": 3}),
+        (90, {}),
+        (
+            1024,
+            {"block_size": 64, "num_random_blocks": 3, "max_position_embeddings": 1024},
+        ),
+    ],
+)
+def test_random_blocks_in_training_are_those_of_the_layer(
+    hugging_face: Any, name: str, length: int, more: Any
+) -> None:
+    """numpy's generator, seeded by the layer: other blocks for each head. Blocks of 1,024 tokens
+    are drawn by a second plan."""
     model = built(hugging_face, name, **more).train()
     ours, inputs = converted(model), inputs_of(name, length, "right")
     want, want_gradients = results(model, inputs)
     got, gradients = results(ours, inputs)
     modules = [m for m in ours.modules() if "BlockSparse" in type(m).__name__]
     many = [long_rules.times_counted(m, -(-length // m.block_size) * m.block_size) for m in modules]
-    assert many[0].shape[0] == 4 and not torch.equal(many[0][0], many[0][1]) and not torch.equal(many[0], many[1])
+    assert (
+        many[0].shape[0] == 4
+        and not torch.equal(many[0][0], many[0][1])
+        and not torch.equal(many[0], many[1])
+    )
     limit = model_distance_limit(torch.float32)
     assert distance(got, want) < limit and distance(gradients, want_gradients) < limit
-    assert distance(results(model.eval(), inputs)[0], want) > 1e-3  # in eval mode other blocks are seen
+    assert (
+        distance(results(model.eval(), inputs)[0], want) > 1e-3
+    )  # in eval mode other blocks are seen
 
 
 def test_in_eval_mode_the_first_block_counts_once_more_for_each_draw(hugging_face: Any) -> None:
-    """Which is what eager code computes, and what a mask alone cannot say: with one copy left out, results differ by 2e-2 and more."""
+    """Which is what eager code computes, and what a mask alone cannot say: with one copy left out,
+    results differ by 2e-2 and more."""
     model = built(hugging_face, "big_bird", torch.float64)
     inputs = inputs_of("big_bird", 64)
     want, ours = results(model, inputs)[0], converted(model)
@@ -194,7 +238,8 @@ def test_short_sequences_switch_the_type_and_stay_ours(hugging_face: Any) -> Non
 
 @pytest.mark.parametrize("length", [30, 59])
 def test_with_a_decoder_on_the_interface(hugging_face: Any, length: int) -> None:
-    """BigBird-Pegasus may ask our interface, in its decoder; its encoder then gets our mask object, of short sequences."""
+    """BigBird-Pegasus may ask our interface, in its decoder; its encoder then gets our mask object,
+    of short sequences."""
     model = built(hugging_face, "bigbird_pegasus", torch.float64)
     ours, inputs = converted(model), inputs_of("bigbird_pegasus", length, "right")
     pt.integrations.transformers.switch(ours)
@@ -220,7 +265,8 @@ def test_weights_come_from_eager_code(hugging_face: Any) -> None:
 
 
 def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
-    """By our generator: the mean over draws is the result without dropout, as eager code's is; hidden queries stay 0."""
+    """By our generator: the mean over draws is the result without dropout, as eager code's is;
+    hidden queries stay 0."""
     for name, tokens in (("longformer", "first"), ("led", "several")):
         model = converted(built(hugging_face, name))
         module = next(m for m in model.modules() if type(m).__name__ in ATTENTION)
@@ -228,7 +274,9 @@ def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
         given = inputs_of(name, 64, "right", tokens)
         mask = given["attention_mask"] * (given["global_attention_mask"] + 1)
         state = torch.where(mask == 0, -1.0, mask - 1.0)
-        call = lambda module=module, x=x, state=state: module(x, state, state < 0, state > 0, True)[0].detach()
+        call = lambda module=module, x=x, state=state: module(x, state, state < 0, state > 0, True)[
+            0
+        ].detach()
         want = call()
         module.dropout = 0.5
         assert torch.equal(call(), want)  # eval mode
@@ -241,34 +289,50 @@ def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
 
 
 def test_decoders_with_a_cache(hugging_face: Any) -> None:
-    """LED's decoder, and BigBird's as a decoder: cached steps, and cross-attention of which the keys are kept."""
-    led = hugging_face.LEDForConditionalGeneration(hugging_face.LEDConfig(**MODELS["led"][2])).eval()
+    """LED's decoder, and BigBird's as a decoder: cached steps, and cross-attention of which the
+    keys are kept."""
+    led = hugging_face.LEDForConditionalGeneration(
+        hugging_face.LEDConfig(**MODELS["led"][2])
+    ).eval()
     bird = hugging_face.BigBirdForCausalLM(
         hugging_face.BigBirdConfig(**dict(ENCODER, is_decoder=True, attention_type="original_full"))
     ).eval()
     for model, name in ((led, "led"), (bird, "big_bird")):
-        given = {k: v for k, v in inputs_of(name, 24, "left").items() if not k.startswith("decoder")}
+        given = {
+            k: v for k, v in inputs_of(name, 24, "left").items() if not k.startswith("decoder")
+        }
         said = dict(
-            max_new_tokens=5, min_new_tokens=5, do_sample=False, num_beams=2, output_logits=True, return_dict_in_generate=True
+            max_new_tokens=5,
+            min_new_tokens=5,
+            do_sample=False,
+            num_beams=2,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         want, ours = model.generate(**given, **said), converted(model)
         with trace() as ran:
             got = ours.generate(**given, **said)
-        calls = 2 + 5 * 4 if name == "led" else 5 * 2  # encoder once; in a step self- and cross-attention of two layers
+        calls = (
+            2 + 5 * 4 if name == "led" else 5 * 2
+        )  # encoder once; in a step self- and cross-attention of two layers
         assert sum(op == "attention_fwd" for op, _ in ran) == calls
         for one, two in zip(got.logits, want.logits):
             assert distance(one, two) < model_distance_limit(torch.float32)
         assert torch.equal(got.sequences, want.sequences)
 
 
-def test_code_that_nobody_has_looked_at_is_left_alone(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_nobody_has_looked_at_is_left_alone(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
     from pytransformer.integrations.convert import code, rules
 
     rule = rules.find_rule(LongformerSelfAttention)
     monkeypatch.setattr(code, "digest", lambda cls, method: "another")
-    assert "is not one we have checked" in rule.why_not(built(hugging_face, "longformer").encoder.layer[0].attention.self)
+    assert "is not one we have checked" in rule.why_not(
+        built(hugging_face, "longformer").encoder.layer[0].attention.self
+    )
 
 
 def test_pickled_and_back(hugging_face: Any) -> None:

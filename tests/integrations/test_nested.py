@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested tensors, strided and jagged: scaled_dot_product_attention and the modules of torch.nn on packed sequences."""
+"""Nested tensors, strided and jagged: scaled_dot_product_attention and the modules of torch.nn on
+packed sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from pytransformer.testing.models import assert_same_elements
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings(
+        "ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"
+    ),
 ]
 LENGTHS, KEYS = (3, 5, 1), (2, 6, 4)
 BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -51,7 +54,10 @@ def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]
     parts = got.unbind()
     for part, alone in zip(parts, want, strict=True):
         assert_same_elements(part, alone)
-    losses = [sum((p * torch.linspace(-1, 1, p.shape[-1])).sum() for p in result) for result in (parts, want)]
+    losses = [
+        sum((p * torch.linspace(-1, 1, p.shape[-1])).sum() for p in result)
+        for result in (parts, want)
+    ]
     grads = [torch.autograd.grad(loss, leaves) for loss in losses]
     for mine, theirs in zip(*grads, strict=True):
         assert_same_elements(mine, theirs, gradient=True)
@@ -60,15 +66,25 @@ def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("call", [pt.scaled_dot_product_attention, ours], ids=["pt", "activate"])
 @pytest.mark.parametrize("keys", [LENGTHS, KEYS], ids=["self", "cross"])
-@pytest.mark.parametrize("settings", [{}, dict(is_causal=True), dict(enable_gqa=True, scale=0.3)], ids=str)
-def test_attention(layout: torch.layout, call: Callable[..., Any], keys: tuple[int, ...], settings: dict[str, Any]) -> None:
-    queries, others = sequences(LENGTHS, 4, 8), sequences(keys, 2 if "enable_gqa" in settings else 4, 8)
+@pytest.mark.parametrize(
+    "settings", [{}, dict(is_causal=True), dict(enable_gqa=True, scale=0.3)], ids=str
+)
+def test_attention(
+    layout: torch.layout, call: Callable[..., Any], keys: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    queries, others = (
+        sequences(LENGTHS, 4, 8),
+        sequences(keys, 2 if "enable_gqa" in settings else 4, 8),
+    )
     query, key = (nest(parts, layout).transpose(1, 2) for parts in (queries, others))
     with trace() as ran:
         got = call(query, key, key, **settings)
     assert ran[0][0] == "attention_varlen_fwd"
     assert got.is_nested and got.layout == layout
-    alone = [sdpa(*(t.transpose(0, 1)[None] for t in (q, k, k)), **settings)[0] for q, k in zip(queries, others)]
+    alone = [
+        sdpa(*(t.transpose(0, 1)[None] for t in (q, k, k)), **settings)[0]
+        for q, k in zip(queries, others)
+    ]
     same(got, alone, [*queries, *others])
 
 
@@ -76,7 +92,11 @@ def test_attention(layout: torch.layout, call: Callable[..., Any], keys: tuple[i
 def test_without_heads(layout: torch.layout) -> None:
     parts = sequences(LENGTHS, 8)
     x = nest(parts, layout)
-    same(pt.scaled_dot_product_attention(x, x, x), [sdpa(p[None], p[None], p[None])[0] for p in parts], parts)
+    same(
+        pt.scaled_dot_product_attention(x, x, x),
+        [sdpa(p[None], p[None], p[None])[0] for p in parts],
+        parts,
+    )
 
 
 def test_jagged_results_go_on() -> None:
@@ -94,7 +114,10 @@ COMPILED: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "activate")) for name in COMPILED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "activate")) for name in COMPILED],
+)
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     with pt.activate(), trace() as ran:
@@ -103,17 +126,26 @@ def test_compiled(name: str) -> None:
 
 
 def one_graph(call: Callable[..., torch.Tensor]) -> None:
-    """Jagged ones in one graph, gradients too, for other lengths as well. torch.compile itself takes no strided ones."""
-    compiled = torch.compile(lambda *x: call(*(t.transpose(1, 2) for t in x)), backend="aot_eager", fullgraph=True)
+    """Jagged ones in one graph, gradients too, for other lengths as well. torch.compile itself
+    takes no strided ones."""
+    compiled = torch.compile(
+        lambda *x: call(*(t.transpose(1, 2) for t in x)), backend="aot_eager", fullgraph=True
+    )
     for lengths, keys in ((LENGTHS, KEYS), ((4, 4, 9), (1, 8, 3))):
         parts = [sequences(n, 4, 8) for n in (lengths, keys, keys)]
         leaves = [p for group in parts for p in group]
         got = compiled(*(nest(group, torch.jagged) for group in parts))
         alone = [call(*(t.transpose(0, 1)[None] for t in group))[0] for group in zip(*parts)]
-        losses = [sum((p * torch.linspace(-1, 1, 8)).sum() for p in result) for result in (got.unbind(), alone)]
+        losses = [
+            sum((p * torch.linspace(-1, 1, 8)).sum() for p in result)
+            for result in (got.unbind(), alone)
+        ]
         for mine, theirs in zip(got.unbind(), alone, strict=True):
             assert_same_elements(mine, theirs)
-        grads = [torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) for loss in losses]
+        grads = [
+            torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            for loss in losses
+        ]
         for mine, theirs in zip(*grads, strict=True):
             assert_same_elements(mine, theirs, gradient=True)
 
@@ -122,10 +154,13 @@ def test_compiled_calls_check_lengths_as_they_run() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(pt.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
     q, k, v, other = (
-        nest(sequences(n, 4, 8), torch.jagged).detach().transpose(1, 2) for n in (LENGTHS, KEYS, KEYS, KEYS[::-1])
+        nest(sequences(n, 4, 8), torch.jagged).detach().transpose(1, 2)
+        for n in (LENGTHS, KEYS, KEYS, KEYS[::-1])
     )
     compiled(q, k, v)
-    with pytest.raises(RuntimeError, match="key and value must have the same length in every sequence"):
+    with pytest.raises(
+        RuntimeError, match="key and value must have the same length in every sequence"
+    ):
         compiled(q, k, other)
 
 
@@ -134,7 +169,9 @@ def test_compiled_calls_check_lengths_as_they_run() -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: bool) -> None:
     """PyTorch itself takes strided ones, in inference alone."""
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first), 2)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first), 2
+    )
     model.train(training)
     parts = sequences(LENGTHS, 16)
     with pt.activate(), trace() as ran:
@@ -151,7 +188,9 @@ def test_cross_attention_module(layout: torch.layout) -> None:
         q, k = nest(queries, layout), nest(others, layout)
         got, weights = module(q, k, k, need_weights=False)
     assert weights is None
-    want = [module(q[None], k[None], k[None], need_weights=False)[0][0] for q, k in zip(queries, others)]
+    want = [
+        module(q[None], k[None], k[None], need_weights=False)[0][0] for q, k in zip(queries, others)
+    ]
     same(got, want, [*queries, *others, *module.parameters()])
 
 
@@ -161,14 +200,20 @@ def test_weights_come_from_pytorchs_fast_path() -> None:
     x = nest([p.detach() for p in sequences(LENGTHS, 16)], torch.strided)
     with torch.no_grad():
         want = module(x, x, x)
-        with pytest.warns(RuntimeWarning, match="need_weights=True asks for the weights"), pt.activate():
+        with (
+            pytest.warns(RuntimeWarning, match="need_weights=True asks for the weights"),
+            pt.activate(),
+        ):
             got = module(x, x, x)
             assert not torch.backends.mha.get_fastpath_enabled()
     assert torch.equal(got[1], want[1]) and torch.equal(got[0].values(), want[0].values())
 
 
 def test_modules_are_as_they_were() -> None:
-    call, jagged = nn.MultiheadAttention.__call__, torch.nested._internal.ops.jagged_scaled_dot_product_attention
+    call, jagged = (
+        nn.MultiheadAttention.__call__,
+        torch.nested._internal.ops.jagged_scaled_dot_product_attention,
+    )
     with pt.activate(), pt.activate():
         assert nn.MultiheadAttention.__call__ is not call
     assert nn.MultiheadAttention.__call__ is call and "__call__" not in vars(nn.MultiheadAttention)

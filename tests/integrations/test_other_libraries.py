@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""timm and diffusers: their models under activate() and after convert(), against themselves. Skipped where they cannot be imported."""
+"""timm and diffusers: their models under activate() and after convert(), against themselves.
+Skipped where they cannot be imported."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def run(model: nn.Module, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out = model(*inputs)
     out = getattr(out, "sample", out)
     random_sum(out).backward()
-    return out.detach(), torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
+    return out.detach(), torch.cat(
+        [p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+    )
 
 
 def vit(timm: ModuleType, **settings: Any) -> nn.Module:
@@ -57,7 +60,8 @@ def vit(timm: ModuleType, **settings: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, dict(qk_norm=True), dict(init_values=0.5), dict(class_token=False, global_pool="avg")]
+    "settings",
+    [{}, dict(qk_norm=True), dict(init_values=0.5), dict(class_token=False, global_pool="avg")],
 )
 def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -> None:
     images = torch.randn(3, 3, 32, 32)
@@ -66,9 +70,24 @@ def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -
     done = pt.integrations.convert(model)
     with pt.activate(), trace() as ran:
         ours, our_grads = run(model, images)
-    assert {op for op, _ in ran} >= {"attention_fwd", "attention_bwd", "feed_forward_bwd", "add_norm_bwd", "layer_norm_bwd"}
-    assert sum(op == "attention_fwd" for op, _ in ran) == sum(op == "feed_forward_fwd" for op, _ in ran) == 2
-    assert {of for _, of, _ in done.converted} == {"LayerNorm", "Linear", "Mlp", "Block"} and done.skipped == []
+    assert {op for op, _ in ran} >= {
+        "attention_fwd",
+        "attention_bwd",
+        "feed_forward_bwd",
+        "add_norm_bwd",
+        "layer_norm_bwd",
+    }
+    assert (
+        sum(op == "attention_fwd" for op, _ in ran)
+        == sum(op == "feed_forward_fwd" for op, _ in ran)
+        == 2
+    )
+    assert {of for _, of, _ in done.converted} == {
+        "LayerNorm",
+        "Linear",
+        "Mlp",
+        "Block",
+    } and done.skipped == []
     assert distance(ours, out) < LIMIT and distance(our_grads, grads) < LIMIT
     done.revert()
     assert torch.equal(run(model, images)[0], out)
@@ -77,7 +96,9 @@ def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -
 def test_timm_s_dropouts_drop_where_they_did(timm: ModuleType) -> None:
     """Dropout with probability 1 is not random: alone at each place in turn."""
     images = torch.randn(2, 3, 32, 32)
-    theirs, ours = (vit(timm, drop_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5).train() for _ in range(2))
+    theirs, ours = (
+        vit(timm, drop_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5).train() for _ in range(2)
+    )
     pt.integrations.convert(ours)
     places = [[m for m in model.modules() if isinstance(m, nn.Dropout)] for model in (theirs, ours)]
     assert len(places[0]) == len(places[1]) > 6
@@ -105,19 +126,25 @@ def test_diffusers(timm: ModuleType) -> None:
     diffusers = load("diffusers")
     torch.manual_seed(3)
     unet = diffusers.UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64), norm_num_groups=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1,
+        block_out_channels=(32, 64), norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=24, attention_head_dim=8,
     ).eval()  # fmt: skip
     dit = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8,
+        patch_size=2,
         norm_num_groups=4, num_embeds_ada_norm=10,
     ).eval()  # fmt: skip
     with torch.no_grad():
         for p in dit.parameters():  # its last layer starts at zero
             p.add_(0.1 * torch.randn_like(p))
     noise, steps = torch.randn(2, 4, 8, 8), torch.tensor([3, 7])
-    for model, inputs in ((unet, (noise, steps, torch.randn(2, 5, 24))), (dit, (noise, steps, torch.tensor([1, 2])))):
+    for model, inputs in (
+        (unet, (noise, steps, torch.randn(2, 5, 24))),
+        (dit, (noise, steps, torch.tensor([1, 2]))),
+    ):
         out, grads = run(model, *inputs)
         done = pt.integrations.convert(model)
         with pt.activate(), trace() as ran:

@@ -19,7 +19,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_models, "WIDTH", 64)
     monkeypatch.setattr(proof_models, "HIDDEN", 128)
     text = proof_models.read_text()
-    short = proof_models.Text(text.ids[:2, :12].contiguous(), text.real[:2, :12].contiguous(), text.words)
+    short = proof_models.Text(
+        text.ids[:2, :12].contiguous(), text.real[:2, :12].contiguous(), text.words
+    )
     monkeypatch.setattr(proof_models, "read_text", lambda: short)
     monkeypatch.setattr(proof, "ROUNDS", 1)
 
@@ -30,7 +32,9 @@ def entry_of(folder: Path) -> tuple[dict, dict]:
 
 
 @pytest.mark.unpoisoned
-def test_proves_torchs_encoder(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_proves_torchs_encoder(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     x = torch.zeros(1, 1, 1, 8)
     if (reason := pt.explain("attention", x, x, x).reasons["cpu"]) is not None:
         pytest.skip(f"cpu: {reason}")
@@ -45,10 +49,14 @@ def test_proves_torchs_encoder(small: None, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.unpoisoned
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:pytransformer.scaled_dot_product_attention")
-def test_a_fallback_is_not_a_proof(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallback_is_not_a_proof(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pytransformer.ops._core.registry import OPS
 
-    monkeypatch.setattr(OPS["attention"], "backends", {"reference": OPS["attention"].backends["reference"]})
+    monkeypatch.setattr(
+        OPS["attention"], "backends", {"reference": OPS["attention"].backends["reference"]}
+    )
     assert proof.run(["torch", "--no-memory", "--out", str(tmp_path)]) == 1
     document, entry = entry_of(tmp_path)
     assert not document["proven"]
@@ -57,12 +65,16 @@ def test_a_fallback_is_not_a_proof(small: None, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.unpoisoned
-def test_a_wrong_result_is_not_a_proof(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_a_proof(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pytransformer import drop_in
     from pytransformer.ops._core import fast_path
 
     prepare = drop_in.attention_op.prepare
-    monkeypatch.setattr(drop_in.attention_op, "prepare", lambda *a, attn_mask=None, **more: prepare(*a, **more))
+    monkeypatch.setattr(
+        drop_in.attention_op, "prepare", lambda *a, attn_mask=None, **more: prepare(*a, **more)
+    )
     with fast_path.off():  # which does not ask `prepare`
         assert proof.run(["torch", "--no-memory", "--out", str(tmp_path)]) == 1
     _, entry = entry_of(tmp_path)
@@ -73,7 +85,11 @@ def test_without_transformers_it_says_what_to_install(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = proof.importlib.util.find_spec
-    monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    monkeypatch.setattr(
+        proof.importlib.util,
+        "find_spec",
+        lambda name: None if name == "transformers" else find(name),
+    )
     assert proof.run(["bert", "t5", "--no-memory", "--out", str(tmp_path)]) == 1
     assert "pytransformer-kernels[hf]" in capsys.readouterr().out
 

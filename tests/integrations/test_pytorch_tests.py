@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that runs PyTorch's own tests both ways, on a small file of tests that stands in for them."""
+"""The tool that runs PyTorch's own tests both ways, on a small file of tests that stands in for
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sweep over transformers' architectures: a sample here, all of it in `make test-full`, and planted faults that the sample finds."""
+"""The sweep over transformers' architectures: a sample here, all of it in `make test-full`, and
+planted faults that the sample finds."""
 
 from __future__ import annotations
 
@@ -15,16 +16,42 @@ import torch
 
 from pytransformer.testing.sweep import report
 
-# By the way in which each hands its mask and its attention on: the mechanisms that went wrong in one model or another.
+# By the way in which each hands its mask and its attention on: the mechanisms that went wrong in
+# one model or another.
 SAMPLE = {
     "causality from the mask function, plain": ("llama", "gpt2", "opt"),
     "causality and a sliding window": ("mistral", "gemma3_text", "qwen3_next"),
     "bidirectional": ("bert", "modernbert", "xlm-roberta"),
-    "no mask and a module without is_causal": ("align_text_model", "clap_text_model", "splinter", "bridgetower"),
-    "no mask and a module whose is_causal is untrue": ("nllb-moe", "pegasus_x", "bigbird_pegasus", "umt5"),
-    "adds the mask by itself": ("bloom", "blip", "convbert", "codegen", "mpnet", "xglm", "roformer", "trocr", "squeezebert"),
+    "no mask and a module without is_causal": (
+        "align_text_model",
+        "clap_text_model",
+        "splinter",
+        "bridgetower",
+    ),
+    "no mask and a module whose is_causal is untrue": (
+        "nllb-moe",
+        "pegasus_x",
+        "bigbird_pegasus",
+        "umt5",
+    ),
+    "adds the mask by itself": (
+        "bloom",
+        "blip",
+        "convbert",
+        "codegen",
+        "mpnet",
+        "xglm",
+        "roformer",
+        "trocr",
+        "squeezebert",
+    ),
     "adds the mask by itself where padded": ("canine", "lilt", "mpt", "visual_bert"),
-    "a table of its own by the implementation's name": ("falcon", "gptj", "gpt_neo", "data2vec-vision"),
+    "a table of its own by the implementation's name": (
+        "falcon",
+        "gptj",
+        "gpt_neo",
+        "data2vec-vision",
+    ),
     "a selection of keys by keyword": ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),
     "sinks": ("gpt_oss",),
     "works on its mask": ("doge", "deepseek_v4"),
@@ -56,7 +83,8 @@ def wrong(rows: report.Rows) -> set[str]:
 
 
 def committed_for(version: str) -> report.Rows:
-    """The committed rows, none for another version of transformers: nothing may be wrong there either, but much may be another way."""
+    """The committed rows, none for another version of transformers: nothing may be wrong there
+    either, but much may be another way."""
     results = report.load(report.place(version))
     return results["rows"] if results["transformers"] == version else {}
 
@@ -85,10 +113,14 @@ def test_results_stand_by_their_version() -> None:
         ((1.0, 2.0), (1.0, NAN), "same"),
     ],
 )
-def test_as_sdpa_means_no_worse_anywhere(ours: tuple[float, float], sdpa: tuple[float, float], says: str) -> None:
+def test_as_sdpa_means_no_worse_anywhere(
+    ours: tuple[float, float], sdpa: tuple[float, float], says: str
+) -> None:
     from pytransformer.testing.sweep.compare import Outcome, judge
 
-    eager, mine, theirs = (Outcome({"x": torch.ones(2)}, {"w": torch.tensor(w)}) for w in ((1.0, 2.0), ours, sdpa))
+    eager, mine, theirs = (
+        Outcome({"x": torch.ones(2)}, {"w": torch.tensor(w)}) for w in ((1.0, 2.0), ours, sdpa)
+    )
     assert judge(mine, eager, lambda: theirs, dict, padded=True).partition(":")[0] == says
 
 
@@ -96,7 +128,9 @@ def test_as_sdpa_needs_an_excuse() -> None:
     """Without padding, and with finite results of eager code, what sdpa does wrong is wrong."""
     from pytransformer.testing.sweep.compare import AS_SDPA, Outcome, judge
 
-    eager, off, lost = (Outcome({"x": torch.tensor(values)}) for values in ((1.0, 2.0), (1.0, 5.0), (1.0, NAN)))
+    eager, off, lost = (
+        Outcome({"x": torch.tensor(values)}) for values in ((1.0, 2.0), (1.0, 5.0), (1.0, NAN))
+    )
     assert judge(off, eager, lambda: off, dict, padded=True) == AS_SDPA
     assert judge(off, eager, lambda: off, dict, padded=False).startswith("differs")
     assert judge(off, lost, lambda: off, dict, padded=False) == AS_SDPA
@@ -121,7 +155,9 @@ def test_what_a_model_leaves_uninitialised_is_filled() -> None:
 
 def test_compatibility_page_matches_the_results() -> None:
     text, rows = report.COMPATIBILITY.read_text(), report.load()["rows"]
-    assert report.with_table(text, rows) == text, "run: python -m pytransformer.testing.sweep --write"
+    assert report.with_table(text, rows) == text, (
+        "run: python -m pytransformer.testing.sweep --write"
+    )
     families = {name.partition("/")[0] for name in rows}
     assert set(report.FAMILIES) <= families
 
@@ -155,7 +191,11 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     types = [model_type for model_type in model_types() if model_type.startswith(letter)]
     if not types:  # the command would take that for all
         pytest.skip(f"transformers {hugging_face.__version__} has no model type in {letter}")
-    committed = {name: row for name, row in committed_for(hugging_face.__version__).items() if name.startswith(letter)}
+    committed = {
+        name: row
+        for name, row in committed_for(hugging_face.__version__).items()
+        if name.startswith(letter)
+    }
     command = [
         sys.executable,
         "-m",
@@ -166,12 +206,16 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
         "--json",
         str(tmp_path / "rows.json"),
     ]
-    subprocess.run(command, stdout=subprocess.DEVNULL)  # its exit code says that some are wrong, which are named below
+    subprocess.run(
+        command, stdout=subprocess.DEVNULL
+    )  # its exit code says that some are wrong, which are named below
     found = json.loads((tmp_path / "rows.json").read_text())
     assert not wrong(found)
     # Of those not built, the libraries here may make more.
     built = {name for name, row in committed.items() if row["verdict"] != "not built"}
-    assert {name: report.kinds(found[name]) for name in built} == {name: report.kinds(committed[name]) for name in built}
+    assert {name: report.kinds(found[name]) for name in built} == {
+        name: report.kinds(committed[name]) for name in built
+    }
 
 
 def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +231,15 @@ def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "sweep", cut)
-    monkeypatch.setattr(sys, "argv", ["sweep", "bert", "gpt2", "llama", "--json", str(file), "--resume"])
+    monkeypatch.setattr(
+        sys, "argv", ["sweep", "bert", "gpt2", "llama", "--json", str(file), "--resume"]
+    )
     with pytest.raises(KeyboardInterrupt):
         command.main()
-    assert json.loads(file.read_text()) == {"bert/BertForMaskedLM": row, "gpt2/GPT2LMHeadModel": row}
+    assert json.loads(file.read_text()) == {
+        "bert/BertForMaskedLM": row,
+        "gpt2/GPT2LMHeadModel": row,
+    }
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -201,7 +250,8 @@ def lost_causality(mask: Callable[..., Any], attention: Callable[..., Any]) -> t
     from transformers.masking_utils import bidirectional_mask_function
 
     return lambda *a, **k: mask(
-        *a, **{**k, "mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+        *a,
+        **{**k, "mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True},
     ), attention
 
 
@@ -218,12 +268,16 @@ def padding_unseen(mask: Callable[..., Any], attention: Callable[..., Any]) -> t
 
 def padding_shifted(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
     def shifted(*a: Any, attention_mask: torch.Tensor | None = None, **k: Any) -> Any:
-        return mask(*a, attention_mask=None if attention_mask is None else attention_mask.roll(1, 1), **k)
+        return mask(
+            *a, attention_mask=None if attention_mask is None else attention_mask.roll(1, 1), **k
+        )
 
     return shifted, attention
 
 
-def window_read_as_causality(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
+def window_read_as_causality(
+    mask: Callable[..., Any], attention: Callable[..., Any]
+) -> tuple[Any, Any]:
     from transformers.masking_utils import causal_mask_function
 
     return lambda *a, **k: mask(*a, **{**k, "mask_function": causal_mask_function}), attention
@@ -244,7 +298,9 @@ FAULTS = {
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_planted_faults_are_found(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     plant, model_type = FAULTS[fault]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.nn's attention modules with every kind of mask they take, under activate(), converted, and both, against PyTorch."""
+"""torch.nn's attention modules with every kind of mask they take, under activate(), converted, and
+both, against PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from pytransformer.testing.hugging_face import distance, model_distance_limit
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings(
-        "ignore:enable_nested_tensor is True", "ignore:Support for mismatched", "ignore:The PyTorch API of nested"
+        "ignore:enable_nested_tensor is True",
+        "ignore:Support for mismatched",
+        "ignore:The PyTorch API of nested",
     ),
 ]
 
@@ -34,14 +37,17 @@ def layers(kind: str, **settings: Any) -> nn.Module:
         return nn.MultiheadAttention(E, H, batch_first=settings["batch_first"])
     if kind == "Transformer":
         return nn.Transformer(E, H, 1, 1, 24, 0.0, **settings)
-    layer = (nn.TransformerEncoderLayer if "Encoder" in kind else nn.TransformerDecoderLayer)(**SIZES, **settings)
+    layer = (nn.TransformerEncoderLayer if "Encoder" in kind else nn.TransformerDecoderLayer)(
+        **SIZES, **settings
+    )
     if kind.endswith("Layer"):
         return layer
     return nn.TransformerEncoder(layer, 2) if "Encoder" in kind else nn.TransformerDecoder(layer, 2)
 
 
 KINDS = (
-    "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder", "TransformerDecoder",
+    "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer",
+    "TransformerEncoder", "TransformerDecoder",
     "Transformer",
 )  # fmt: skip
 
@@ -52,69 +58,104 @@ def attention_masks(queries: int, keys: int) -> dict[str, torch.Tensor | None]:
     hidden[:, :, 0] = False
     later = torch.ones(queries, keys, dtype=torch.bool).triu(1)
     return {
-        "none": None, "causal": later, "causal, -inf": torch.zeros(queries, keys).masked_fill(later, -torch.inf),
-        "bool": hidden[0], "bool by head": hidden, "additive": torch.linspace(-2, 2, queries * keys).view(queries, keys),
+        "none": None, "causal": later,
+        "causal, -inf": torch.zeros(queries, keys).masked_fill(later, -torch.inf),
+        "bool": hidden[0], "bool by head": hidden,
+        "additive": torch.linspace(-2, 2, queries * keys).view(queries, keys),
     }  # fmt: skip
 
 
 def paddings(length: int) -> dict[str, torch.Tensor | None]:
     hidden = torch.arange(length) >= torch.tensor([length, length - 3])[:, None]
-    return {"none": None, "bool": hidden, "-inf": torch.zeros(B, length).masked_fill(hidden, -torch.inf)}
+    return {
+        "none": None,
+        "bool": hidden,
+        "-inf": torch.zeros(B, length).masked_fill(hidden, -torch.inf),
+    }
 
 
 def calls(kind: str) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
     """(name, lengths of the inputs, keywords) of each combination of masks."""
-    names = ("attn_mask", "key_padding_mask") if kind.startswith("Multi") else ("src_mask", "src_key_padding_mask")
+    names = (
+        ("attn_mask", "key_padding_mask")
+        if kind.startswith("Multi")
+        else ("src_mask", "src_key_padding_mask")
+    )
     if kind == "TransformerEncoder":
         names = ("mask", "src_key_padding_mask")
     if "Decoder" in kind:
         names = ("tgt_mask", "tgt_key_padding_mask")
-    for (mask, m), (padding, p) in itertools.product(attention_masks(L, L).items(), paddings(L).items()):
+    for (mask, m), (padding, p) in itertools.product(
+        attention_masks(L, L).items(), paddings(L).items()
+    ):
         keywords: dict[str, Any] = {names[0]: m, names[1]: p}
         name = f"mask {mask}, padding {padding}"
         if kind == "MultiheadAttention":
             yield name, (L, L, L), keywords | dict(need_weights=False)
             if mask.startswith("causal") and padding == "none":
-                yield f"{name}, hint", (L, L, L), keywords | dict(need_weights=False, is_causal=True)
+                yield (
+                    f"{name}, hint",
+                    (L, L, L),
+                    keywords | dict(need_weights=False, is_causal=True),
+                )
         elif "Encoder" in kind:
             yield name, (L,), keywords
             if mask == "causal":
                 yield f"{name}, hint", (L,), keywords | dict(is_causal=True)
         else:
             memory = dict(
-                memory_mask=None if m is None else attention_masks(L, M)[mask], memory_key_padding_mask=paddings(M)[padding]
+                memory_mask=None if m is None else attention_masks(L, M)[mask],
+                memory_key_padding_mask=paddings(M)[padding],
             )
             if kind == "Transformer":
                 yield (
                     name,
                     (M, L),
-                    dict(tgt_mask=m, tgt_key_padding_mask=p, src_key_padding_mask=paddings(M)[padding], **memory),
+                    dict(
+                        tgt_mask=m,
+                        tgt_key_padding_mask=p,
+                        src_key_padding_mask=paddings(M)[padding],
+                        **memory,
+                    ),
                 )
             else:
                 yield name, (L, M), keywords | memory
 
 
-def run(model: nn.Module, lengths: tuple[int, ...], keywords: dict[str, Any], batch_first: bool) -> list[torch.Tensor]:
-    """The output at real positions, and gradients of inputs and parameters where the model trains."""
+def run(
+    model: nn.Module, lengths: tuple[int, ...], keywords: dict[str, Any], batch_first: bool
+) -> list[torch.Tensor]:
+    """The output at real positions, and gradients of inputs and parameters where the model
+    trains."""
     generator = torch.Generator().manual_seed(11)
-    inputs = [torch.randn(B, n, E, generator=generator).transpose(0, 0 if batch_first else 1) for n in lengths]
+    inputs = [
+        torch.randn(B, n, E, generator=generator).transpose(0, 0 if batch_first else 1)
+        for n in lengths
+    ]
     if isinstance(model, nn.MultiheadAttention):
         inputs = inputs[:1] * 3
     leaves = [t.detach().clone().requires_grad_(model.training) for t in dict.fromkeys(inputs)]
     model.zero_grad()
     with torch.set_grad_enabled(model.training):
-        out = model(*(leaves * 3 if isinstance(model, nn.MultiheadAttention) else leaves), **keywords)
+        out = model(
+            *(leaves * 3 if isinstance(model, nn.MultiheadAttention) else leaves), **keywords
+        )
     out = (out[0] if isinstance(out, tuple) else out).transpose(0, 0 if batch_first else 1)
     out = torch.cat([out[0], out[1, : out.shape[1] - 3]])  # what paddings() leaves
     if not model.training:
         return [out]
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    return [out.detach(), *(t.grad for t in leaves), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [
+        out.detach(),
+        *(t.grad for t in leaves),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
 
 
 @pytest.fixture(autouse=True)
 def _slow_path(never_left_active: None) -> Iterator[None]:
-    """PyTorch's code as it trains: the fast path of nn.TransformerEncoderLayer takes an additive mask for a bool one (2.13)."""
+    """PyTorch's code as it trains: the fast path of nn.TransformerEncoderLayer takes an additive
+    mask for a bool one (2.13)."""
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
@@ -122,7 +163,9 @@ def _slow_path(never_left_active: None) -> Iterator[None]:
 
 @pytest.mark.parametrize("way", ["activate", "convert", "both"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("settings", [dict(), dict(batch_first=True), dict(batch_first=True, norm_first=True)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [dict(), dict(batch_first=True), dict(batch_first=True, norm_first=True)], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mask(kind: str, settings: dict[str, bool], training: bool, way: str) -> None:
     settings = dict(batch_first=False) | settings
@@ -150,16 +193,20 @@ def test_every_mask(kind: str, settings: dict[str, bool], training: bool, way: s
 
 SETTINGS_OF_ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {}, "no biases": dict(bias=False), "a key and a value added": dict(add_bias_kv=True),
-    "a zero added": dict(add_zero_attn=True), "both added": dict(add_bias_kv=True, add_zero_attn=True),
+    "a zero added": dict(add_zero_attn=True),
+    "both added": dict(add_bias_kv=True, add_zero_attn=True),
     "other widths": dict(kdim=12, vdim=20),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("weights", [None, True, False], ids=["no weights", "weights, mean", "weights by head"])
+@pytest.mark.parametrize(
+    "weights", [None, True, False], ids=["no weights", "weights, mean", "weights by head"]
+)
 @pytest.mark.parametrize("way", ["activate", "convert", "both"])
 @pytest.mark.parametrize("name", SETTINGS_OF_ATTENTION)
 def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -> None:
-    """Cross-attention of nn.MultiheadAttention with each of its options, each mask, and the weights that `need_weights` asks for."""
+    """Cross-attention of nn.MultiheadAttention with each of its options, each mask, and the weights
+    that `need_weights` asks for."""
     settings = SETTINGS_OF_ATTENTION[name]
     torch.manual_seed(5)
     model = nn.MultiheadAttention(E, H, batch_first=True, **settings)
@@ -171,8 +218,12 @@ def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -
         pt.integrations.convert(ours)
     widths = (E, settings.get("kdim", E), settings.get("vdim", E))
     leaves = [torch.randn(B, n, width, requires_grad=True) for n, width in zip((L, M, M), widths)]
-    for (mask, m), (padding, p) in itertools.product(attention_masks(L, M).items(), paddings(M).items()):
-        keywords: dict[str, Any] = dict(attn_mask=m, key_padding_mask=p, need_weights=weights is not None)
+    for (mask, m), (padding, p) in itertools.product(
+        attention_masks(L, M).items(), paddings(M).items()
+    ):
+        keywords: dict[str, Any] = dict(
+            attn_mask=m, key_padding_mask=p, need_weights=weights is not None
+        )
         keywords |= {} if weights is None else dict(average_attn_weights=weights)
         want = attended(model, leaves, keywords)
         with trace() as ran, contextlib.nullcontext() if way == "convert" else pt.activate():
@@ -184,8 +235,11 @@ def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -
             assert distance(mine, theirs) < LIMIT or (mine - theirs).norm() < LIMIT, (mask, padding)
 
 
-def attended(model: nn.Module, leaves: list[torch.Tensor], keywords: dict[str, Any]) -> list[torch.Tensor]:
-    """The output, the weights where they are asked for, and the gradients of inputs and parameters."""
+def attended(
+    model: nn.Module, leaves: list[torch.Tensor], keywords: dict[str, Any]
+) -> list[torch.Tensor]:
+    """The output, the weights where they are asked for, and the gradients of inputs and
+    parameters."""
     out, weights = model(*leaves, **keywords)
     assert (weights is not None) == keywords["need_weights"]
     parameters = list(model.parameters())

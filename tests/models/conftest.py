@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of models share: Hugging Face quiet and offline, one thread, fused backends or an error."""
+"""What tests of models share: Hugging Face quiet and offline, one thread, fused backends or an
+error."""
 
 from __future__ import annotations
 

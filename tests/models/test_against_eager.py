@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder-decoder against torch.nn.Transformer; gradients against Hugging Face's; and both while they train."""
+"""The encoder-decoder against torch.nn.Transformer; gradients against Hugging Face's; and both
+while they train."""
 
 from __future__ import annotations
 
@@ -15,17 +16,23 @@ from pytransformer.testing.eager_twin import EagerTransformer
 from pytransformer.testing.models import CURVE, assert_same_gradient, assert_same_logits
 from pytransformer.testing.small_models import build, inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # PyTorch on its own pre-norm encoder
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor"
+)  # PyTorch on its own pre-norm encoder
 
 LAYOUTS = {
     "post": {},
     "post-last-norm": dict(final_norm=True, activation="gelu"),
-    "post-wide-heads": dict(head_dim=8, value_dim=6, tied=False, logits_bias=True, positions="sinusoidal-halves"),
+    "post-wide-heads": dict(
+        head_dim=8, value_dim=6, tied=False, logits_bias=True, positions="sinusoidal-halves"
+    ),
     "pre": dict(norm="pre", tied=False, logits_bias=True, target_vocab_size=29),
 }
 
 
-def _pair(layout: str, dtype: torch.dtype = torch.float32) -> tuple[models.Transformer, EagerTransformer]:
+def _pair(
+    layout: str, dtype: torch.dtype = torch.float32
+) -> tuple[models.Transformer, EagerTransformer]:
     ours = build("Transformer", dropout=0.0, label_smoothing=0.1, **LAYOUTS[layout]).to(dtype)
     with torch.no_grad():
         for p in ours.parameters():
@@ -43,7 +50,8 @@ def _batch(padding: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_gradients_as_torch_nn_transformer(layout: str, padding: str):
-    """Gradients in float64: in float32 a hidden unit within rounding of ReLU's kink, 4e-9 once, may be on on one side alone."""
+    """Gradients in float64: in float32 a hidden unit within rounding of ReLU's kink, 4e-9 once, may
+    be on on one side alone."""
     ours, theirs = _pair(layout)
     given = _batch(padding)
     labels = given.pop("labels")
@@ -68,22 +76,34 @@ def test_logits_and_gradients_as_torch_nn_transformer(layout: str, padding: str)
 
 FAMILIES = {
     "t5": ("T5", "T5ForConditionalGeneration", "T5Config", dict(
-        vocab_size=31, d_model=16, d_kv=6, d_ff=24, num_layers=2, num_heads=3, relative_attention_num_buckets=8,
-        relative_attention_max_distance=9, pad_token_id=0, decoder_start_token_id=0, dropout_rate=0.0)),
+        vocab_size=31, d_model=16, d_kv=6, d_ff=24, num_layers=2, num_heads=3,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=9, pad_token_id=0, decoder_start_token_id=0,
+        dropout_rate=0.0)),
     "gpt2": ("GPT", "GPT2LMHeadModel", "GPT2Config", dict(
-        vocab_size=31, n_positions=12, n_embd=16, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, embd_pdrop=0.0,
+        vocab_size=31, n_positions=12, n_embd=16, n_layer=2, n_head=4, bos_token_id=1,
+        eos_token_id=2, embd_pdrop=0.0,
         resid_pdrop=0.0, attn_pdrop=0.0)),
     "bert": ("BERT", "BertForMaskedLM", "BertConfig", dict(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=12, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=12, pad_token_id=0, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0)),
 }  # fmt: skip
 
 
-def _hugging_face_pair(hugging_face: Any, name: str, dtype: torch.dtype) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def _hugging_face_pair(
+    hugging_face: Any, name: str, dtype: torch.dtype
+) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     ours, model, config, settings = FAMILIES[name]
     torch.manual_seed(3)
     config = getattr(hugging_face, config)(**settings)
-    theirs = getattr(hugging_face, model)._from_config(config, attn_implementation="eager").to(dtype).train()
+    theirs = (
+        getattr(hugging_face, model)
+        ._from_config(config, attn_implementation="eager")
+        .to(dtype)
+        .train()
+    )
     given = inputs({"t5": "T5", "gpt2": "GPT", "bert": "GPT"}[name])
     given["labels"] = given["labels"].masked_fill(torch.rand(given["labels"].shape) < 0.3, -100)
     return getattr(models, ours).from_hf(theirs), theirs, given
@@ -104,7 +124,9 @@ def test_gradients_as_hugging_face(hugging_face: Any, name: str):
         assert {"encoder_bias.table", "decoder_bias.table"} <= expected.keys()
 
 
-def _curve(model: torch.nn.Module, loss: Callable[[], torch.Tensor], steps: int = 50) -> torch.Tensor:
+def _curve(
+    model: torch.nn.Module, loss: Callable[[], torch.Tensor], steps: int = 50
+) -> torch.Tensor:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     values = []
     for _ in range(steps):
@@ -128,11 +150,18 @@ def test_training_curves_as_torch_nn_transformer(layout: str):
     given = _batch("right")
     labels = given.pop("labels")
     curve = _curve(ours, lambda: ours(**given, labels=labels).loss)
-    twin = _curve(theirs, lambda: F.cross_entropy(theirs(**given).flatten(0, 1), labels.flatten(), label_smoothing=0.1))
+    twin = _curve(
+        theirs,
+        lambda: F.cross_entropy(
+            theirs(**given).flatten(0, 1), labels.flatten(), label_smoothing=0.1
+        ),
+    )
     _assert_same_curve(curve, twin)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])  # T5's modules compute in float32 whatever they are given
+@pytest.mark.parametrize(
+    "name", ["bert", "gpt2"]
+)  # T5's modules compute in float32 whatever they are given
 def test_training_curves_as_hugging_face(hugging_face: Any, name: str):
     ours, theirs, given = _hugging_face_pair(hugging_face, name, torch.float64)
     labels = given.pop("labels")
@@ -141,13 +170,16 @@ def test_training_curves_as_hugging_face(hugging_face: Any, name: str):
     def their_loss() -> torch.Tensor:  # their own loss casts logits to float32
         return F.cross_entropy(theirs(**given).logits.flatten(0, 1), following.flatten())
 
-    _assert_same_curve(_curve(ours, lambda: ours(**given, labels=labels).loss), _curve(theirs, their_loss))
+    _assert_same_curve(
+        _curve(ours, lambda: ours(**given, labels=labels).loss), _curve(theirs, their_loss)
+    )
 
 
 @pytest.mark.unpoisoned
 @torch.no_grad()
 def test_compiled_as_one_graph():
-    """No graph break in any part of a decoder; the eager backend of the compiler, as only the graph is of interest."""
+    """No graph break in any part of a decoder; the eager backend of the compiler, as only the graph
+    is of interest."""
     model, ids = build("GPT").eval(), torch.randint(3, 29, (2, 8))
     mask = torch.ones_like(ids)
     compiled = torch.compile(lambda: model(ids, mask).logits, fullgraph=True, backend="eager")

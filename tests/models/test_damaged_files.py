@@ -51,7 +51,8 @@ def damaged(data: bytes, header: int, rng: random.Random) -> bytes:
 
 
 def sweep(file: Path, load: Callable[[], Any], right: Callable[[Any], bool]) -> None:
-    """Load the file with one damage after another: the result is right, or the error is a ValueError."""
+    """Load the file with one damage after another: the result is right, or the error is a
+    ValueError."""
     good, rng = file.read_bytes(), random.Random(0)
     header = 8 + struct.unpack("<Q", good[:8])[0]
     for number in range(COUNT):
@@ -82,7 +83,9 @@ def test_damaged_checkpoints_load_right_or_are_refused(tmp_path: Path) -> None:
     write_checkpoint(file, Checkpoint(tensors, facts))
 
     def right(loaded: Checkpoint) -> bool:
-        return loaded.facts == facts and all(torch.equal(t, tensors[name]) for name, t in loaded.tensors.items())
+        return loaded.facts == facts and all(
+            torch.equal(t, tensors[name]) for name, t in loaded.tensors.items()
+        )
 
     sweep(file, lambda: read_checkpoint(file), right)
 
@@ -162,7 +165,9 @@ def test_a_header_of_any_length_is_no_pickle(tmp_path: Path) -> None:
     tensors, metadata = _files.tensors(tmp_path / "model.safetensors")
     first_bytes = set()
     for size in range(0, 260, 8):
-        _files.write_tensors(tmp_path / "model.safetensors", tensors, {**metadata, "size": "x" * size})
+        _files.write_tensors(
+            tmp_path / "model.safetensors", tensors, {**metadata, "size": "x" * size}
+        )
         first_bytes.add((tmp_path / "model.safetensors").read_bytes()[0])
         GPT.load(tmp_path)
     assert 0x80 in first_bytes
@@ -196,7 +201,9 @@ def test_a_hugging_face_config_without_a_field_gives_one_error(name: str, tmp_pa
         GPT.load_hf(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["..", ".", "", "a/b", "../x", "/etc/passwd", "a\\b", "\0", 5, None])
+@pytest.mark.parametrize(
+    "index", ["..", ".", "", "a/b", "../x", "/etc/passwd", "a\\b", "\0", 5, None]
+)
 def test_an_index_stays_in_its_folder(index: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -215,7 +222,9 @@ def test_a_wrong_index_is_refused(text: str, tmp_path: Path) -> None:
         _files.read_hugging_face(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["$(touch pwned).bin", "'; touch pwned; '.bin", '"`touch pwned`".bin'])
+@pytest.mark.parametrize(
+    "name", ["$(touch pwned).bin", "'; touch pwned; '.bin", '"`touch pwned`".bin']
+)
 def test_the_command_of_the_pickle_message_runs_nothing_else(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     torch.save({"w": torch.arange(3.0)}, file)

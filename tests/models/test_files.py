@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on disk: what is saved comes back, an interruption loses nothing, and nothing but safetensors is read."""
+"""Weights on disk: what is saved comes back, an interruption loses nothing, and nothing but
+safetensors is read."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_a_dtype_comes_back_and_settings_may_change(tmp_path: Path):
 
 
 @pytest.mark.parametrize("moment", ["writing", "moving"])
-def test_an_interrupted_save_leaves_what_was_there(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_save_leaves_what_was_there(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first, second = build("GPT"), build("GPT")
     first.save(tmp_path)
     with torch.no_grad():
@@ -66,14 +69,22 @@ def test_an_interrupted_save_leaves_what_was_there(moment: str, tmp_path: Path, 
     assert torch.equal(models.GPT.load(tmp_path).embedding.weight, first.embedding.weight)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "model.safetensors", "weights"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "weights.pt", "model.safetensors", "weights"]
+)
 def test_a_pickle_is_refused_with_the_command_that_converts_it(name: str, tmp_path: Path):
     torch.save(build("GPT").state_dict(), tmp_path / name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     for load in (models.GPT.load, models.GPT.load_hf):
-        targets = (tmp_path / name, tmp_path) if name != "weights" or load is models.GPT.load_hf else (tmp_path / name,)
+        targets = (
+            (tmp_path / name, tmp_path)
+            if name != "weights" or load is models.GPT.load_hf
+            else (tmp_path / name,)
+        )
         for target in targets:
-            with pytest.raises(ValueError, match=r"is a pickle.*\n.*torch\.load.*weights_only=True"):
+            with pytest.raises(
+                ValueError, match=r"is a pickle.*\n.*torch\.load.*weights_only=True"
+            ):
                 load(target)
 
 
@@ -109,7 +120,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match=f"; and {len(before) - 8} more"):
         model.load_state({}, "nothing")
     with pytest.raises(ValueError, match="poem"):
-        model.load_state({k: v + 1 for k, v in before.items()} | {"poem": torch.zeros(1)}, "one too many")
+        model.load_state(
+            {k: v + 1 for k, v in before.items()} | {"poem": torch.zeros(1)}, "one too many"
+        )
     assert all(torch.equal(v, before[k]) for k, v in model.state().items())
 
 
@@ -124,7 +137,9 @@ def test_other_files_are_refused(tmp_path: Path):
         models.GPT.load(tmp_path / "empty")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         models.GPT.load_hf(tmp_path / "empty")
-    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:200])
+    (tmp_path / "model.safetensors").write_bytes(
+        (tmp_path / "model.safetensors").read_bytes()[:200]
+    )
     with pytest.raises(ValueError, match="not a safetensors file, or an incomplete one"):
         models.GPT.load(tmp_path)
     _files._safetensors().torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -147,12 +162,30 @@ def test_a_hugging_face_folder_in_several_files(hugging_face: Any, tmp_path: Pat
 
 def test_hugging_face_models_without_a_counterpart_are_refused(hugging_face: Any):
     small = dict(vocab_size=31, n_positions=12, n_embd=16, n_layer=1, n_head=4)
-    bert = dict(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24)
+    bert = dict(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=24,
+    )
     for model, config, message in (
-        ("GPT2LMHeadModel", hugging_face.GPT2Config(**small, scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx"),
+        (
+            "GPT2LMHeadModel",
+            hugging_face.GPT2Config(**small, scale_attn_by_inverse_layer_idx=True),
+            "inverse_layer_idx",
+        ),
         ("GPT2LMHeadModel", hugging_face.GPT2Config(**small, embd_pdrop=0.3), "one dropout"),
-        ("GPT2LMHeadModel", hugging_face.GPT2Config(**small, activation_function="tanh"), "'tanh' has no fused"),
-        ("GPT2ForSequenceClassification", hugging_face.GPT2Config(**small), r"no place here: score\.weight"),
+        (
+            "GPT2LMHeadModel",
+            hugging_face.GPT2Config(**small, activation_function="tanh"),
+            "'tanh' has no fused",
+        ),
+        (
+            "GPT2ForSequenceClassification",
+            hugging_face.GPT2Config(**small),
+            r"no place here: score\.weight",
+        ),
         ("BertForMaskedLM", hugging_face.BertConfig(**bert), "takes gpt2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: the same tokens with a cache and without, in any batch; beams that find the best; draws with the right shares."""
+"""Generation: the same tokens with a cache and without, in any batch; beams that find the best;
+draws with the right shares."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytransformer.models import GPT, T5, Decoding, GPTConfig, T5Config, Transformer, TransformerConfig, generate
+from pytransformer.models import (
+    GPT,
+    T5,
+    Decoding,
+    GPTConfig,
+    T5Config,
+    Transformer,
+    TransformerConfig,
+    generate,
+)
 from pytransformer.models.generation import filtered
 from pytransformer.testing.models import LOGITS, assert_same_logits
 
@@ -18,24 +28,52 @@ VOCABULARY, STOP = 23, 3
 
 def gpt(**changes):
     torch.manual_seed(5)
-    small = dict(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=48, tied=False, **changes)
+    small = dict(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        max_length=48,
+        tied=False,
+        **changes,
+    )
     return _sharpened(GPT(GPTConfig(**small)))
 
 
 def transformer(**changes):
     torch.manual_seed(6)
-    small = dict(vocab_size=VOCABULARY, d_model=32, hidden=64, num_heads=4, num_encoder_layers=2, num_decoder_layers=2)
-    return _sharpened(Transformer(TransformerConfig(max_length=48, start_token_id=2, tied=False, **small, **changes)))
+    small = dict(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        hidden=64,
+        num_heads=4,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+    )
+    return _sharpened(
+        Transformer(
+            TransformerConfig(max_length=48, start_token_id=2, tied=False, **small, **changes)
+        )
+    )
 
 
 def t5(**changes):
     torch.manual_seed(8)
-    small = dict(vocab_size=VOCABULARY, d_model=32, head_dim=8, hidden=64, num_heads=4, num_layers=2, max_distance=32)
+    small = dict(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        head_dim=8,
+        hidden=64,
+        num_heads=4,
+        num_layers=2,
+        max_distance=32,
+    )
     return T5(T5Config(start_token_id=2, **small, **changes)).eval()
 
 
 def _sharpened(model):
-    """Weights so large that tokens differ in likelihood, and what was read long ago still matters."""
+    """Weights so large that tokens differ in likelihood, and what was read long ago still
+    matters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -52,7 +90,11 @@ MODELS = {
     "transformer": transformer,
     "transformer pre-norm": lambda: transformer(norm="pre"),
 }
-HOW = {"greedy": {}, "beams": {"beams": 3}, "drawn": {"sample": True, "temperature": 0.9, "top_k": 9, "top_p": 0.95}}
+HOW = {
+    "greedy": {},
+    "beams": {"beams": 3},
+    "drawn": {"sample": True, "temperature": 0.9, "top_k": 9, "top_p": 0.95},
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -62,7 +104,8 @@ def model(request):
 
 @pytest.fixture
 def inputs(model, prompts):
-    """Prompts for a decoder; for an encoder, whose positions count from the first column, sources padded at the end."""
+    """Prompts for a decoder; for an encoder, whose positions count from the first column, sources
+    padded at the end."""
     return tuple(t.flip(1) for t in prompts) if hasattr(model, "encode") else prompts
 
 
@@ -77,9 +120,12 @@ def prompts():
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "pages of 4, shuffled"])
 @pytest.mark.parametrize("how", HOW)
 def test_the_cache_changes_nothing(model, inputs, how, kind):
-    """Of 9 beams, 24 tokens each, no more pages of 4 are ever in use than without sharing, 6 each."""
+    """Of 9 beams, 24 tokens each, no more pages of 4 are ever in use than without sharing, 6
+    each."""
     settings = dict(HOW[how], max_new_tokens=15, stop=(STOP,))
-    seeded = lambda **more: generate(model, *inputs, **settings, **more, generator=torch.Generator().manual_seed(2))
+    seeded = lambda **more: generate(
+        model, *inputs, **settings, **more, generator=torch.Generator().manual_seed(2)
+    )
     cache = kind
     if kind.startswith("pages"):
         cache = model.make_paged_cache(9 * 6, page_size=4)
@@ -92,7 +138,9 @@ def test_the_cache_changes_nothing(model, inputs, how, kind):
     assert_same_logits(with_cache.scores, without.scores)
     scores = with_cache.scores
     apart = (scores - scores[:1]).abs().max()
-    assert apart > 10 * LOGITS * max(1.0, scores.abs().max()), "prompts that make no difference prove little"
+    assert apart > 10 * LOGITS * max(1.0, scores.abs().max()), (
+        "prompts that make no difference prove little"
+    )
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams"])
@@ -123,27 +171,41 @@ def test_greedy_takes_the_likeliest_and_stops(model, prompts):
 
 
 def _score(model, source, tokens, how):
-    """log p of these tokens and the stop token, penalised for their length, by one teacher-forced call."""
+    """log p of these tokens and the stop token, penalised for their length, by one teacher-forced
+    call."""
     read = torch.tensor([[2, *tokens]])
     logits = model(source, decoder_input_ids=read).logits[0].log_softmax(-1)
     said = [*tokens, STOP]
-    return sum(logits[i, t].item() for i, t in enumerate(said)) / ((5 + len(said)) / 6) ** how.length_penalty
+    return (
+        sum(logits[i, t].item() for i, t in enumerate(said))
+        / ((5 + len(said)) / 6) ** how.length_penalty
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 def test_beam_search_finds_the_best_of_all_sequences(alpha):
     """With as many beams as there are beginnings nothing is lost: then it is exhaustive search."""
     torch.manual_seed(3)
-    config = TransformerConfig(vocab_size=5, d_model=16, hidden=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+    config = TransformerConfig(
+        vocab_size=5, d_model=16, hidden=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
+    )
     model = _sharpened(Transformer(config)).eval()
     model.config.__dict__["start_token_id"] = 2
     source = torch.tensor([[1, 4, 0, 2]])
     how = Decoding(beams=64, max_new_tokens=4, stop=(STOP,), length_penalty=alpha)
     others = [0, 1, 2, 4]
-    ended = {t: _score(model, source, t, how) for n in range(4) for t in itertools.product(others, repeat=n)}
+    ended = {
+        t: _score(model, source, t, how)
+        for n in range(4)
+        for t in itertools.product(others, repeat=n)
+    }
     for t in itertools.product(others, repeat=4):  # cut off at the longest length: no stop token
-        logits = model(source, decoder_input_ids=torch.tensor([[2, *t[:-1]]])).logits[0].log_softmax(-1)
-        ended[t] = sum(logits[i, token].item() for i, token in enumerate(t)) / ((5 + 4) / 6) ** alpha
+        logits = (
+            model(source, decoder_input_ids=torch.tensor([[2, *t[:-1]]])).logits[0].log_softmax(-1)
+        )
+        ended[t] = (
+            sum(logits[i, token].item() for i, token in enumerate(t)) / ((5 + 4) / 6) ** alpha
+        )
     best = max(ended, key=ended.__getitem__)
     found = generate(model, source, decoding=how)
     assert found.lists() == [list(best)]
@@ -162,9 +224,12 @@ class _Table(torch.nn.Module):
 
 
 def test_a_beam_that_ends_makes_room_for_the_next_best():
-    """Stop 0.4, A 0.3, B 0.29: with two beams A and B go on beside the ended one, and B wins by the length penalty."""
+    """Stop 0.4, A 0.3, B 0.29: with two beams A and B go on beside the ended one, and B wins by the
+    length penalty."""
     stop, a, b = 0, 1, 2
-    model = _Table([[1, 0, 0, 0, 0], [0.2] * 5, [0.99, 0.01, 0, 0, 0], [0.4, 0.3, 0.29, 0.01, 0], [0.2] * 5])
+    model = _Table(
+        [[1, 0, 0, 0, 0], [0.2] * 5, [0.99, 0.01, 0, 0, 0], [0.4, 0.3, 0.29, 0.01, 0], [0.2] * 5]
+    )
     settings = dict(max_new_tokens=2, stop=(stop,), beams=2, use_cache=False)
     assert generate(model, torch.tensor([[3]]), length_penalty=4.0, **settings).lists() == [[b]]
     assert generate(model, torch.tensor([[3]]), length_penalty=0.0, **settings).lists() == [[]]
@@ -181,7 +246,14 @@ def test_more_beams_never_score_worse_than_greedy_here():
 def test_what_is_drawn_has_its_share():
     model = gpt()
     ids = torch.tensor([[7, 8, 9]]).expand(4000, 3)
-    drawn = generate(model, ids, max_new_tokens=1, sample=True, temperature=3.0, generator=torch.Generator().manual_seed(1))
+    drawn = generate(
+        model,
+        ids,
+        max_new_tokens=1,
+        sample=True,
+        temperature=3.0,
+        generator=torch.Generator().manual_seed(1),
+    )
     wanted = (model(ids[:1]).logits[0, -1] / 3).softmax(-1)
     share = torch.bincount(drawn.tokens[:, 0], minlength=VOCABULARY) / 4000
     assert ((share - wanted).abs() < 4.5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
@@ -191,7 +263,12 @@ def test_filters_keep_what_they_should():
     logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
     kept = lambda k, p: (filtered(logits, k, p) > -torch.inf)[0].tolist()
     assert kept(2, None) == [True, False, True, False]
-    assert kept(None, 0.5) == [True, False, True, False], "the token that crosses the threshold stays"
+    assert kept(None, 0.5) == [
+        True,
+        False,
+        True,
+        False,
+    ], "the token that crosses the threshold stays"
     assert kept(None, 0.01) == [True, False, False, False], "the likeliest always stays"
     assert kept(3, 0.95) == [True, False, True, True]
     assert kept(99, 1.0) == [True] * 4
@@ -201,14 +278,20 @@ def test_a_prefix_sees_itself(prompts):
     model, ids = gpt(), prompts[0][:1]
     prefix = torch.tensor([9])
     cached = generate(model, ids, max_new_tokens=8, prefix_lengths=prefix).lists()
-    assert cached == generate(model, ids, max_new_tokens=8, prefix_lengths=prefix, use_cache=False).lists()
+    assert (
+        cached
+        == generate(model, ids, max_new_tokens=8, prefix_lengths=prefix, use_cache=False).lists()
+    )
     first = model(ids, prefix_lengths=prefix).logits[0, -1].argmax()
     assert cached[0][0] == first
 
 
 def test_generation_leaves_the_model_as_it_was(prompts):
     model = gpt(dropout=0.5).train()
-    assert generate(model, *prompts, max_new_tokens=5).lists() == generate(model, *prompts, max_new_tokens=5).lists()
+    assert (
+        generate(model, *prompts, max_new_tokens=5).lists()
+        == generate(model, *prompts, max_new_tokens=5).lists()
+    )
     assert model.training
 
 
@@ -241,11 +324,14 @@ PADDED = {
 @pytest.mark.parametrize("side", PADDED)
 @pytest.mark.parametrize("name", ["gpt", "gpt alibi", "gpt grouped"])
 def test_padding_may_stand_anywhere(name, side, how):
-    """Each prompt is what its tokens are alone, and the mask is lengths in the end: nothing of padding reaches attention."""
+    """Each prompt is what its tokens are alone, and the mask is lengths in the end: nothing of
+    padding reaches attention."""
     model, mask = MODELS[name](), torch.tensor(PADDED[side])
     tokens = torch.randint(4, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(4))
     settings = dict(HOW[how], max_new_tokens=9, stop=(STOP,))
-    run = lambda ids, mask: generate(model, ids, mask, **settings, generator=torch.Generator().manual_seed(3))
+    run = lambda ids, mask: generate(
+        model, ids, mask, **settings, generator=torch.Generator().manual_seed(3)
+    )
     ids = torch.zeros_like(tokens)
     for b, real in enumerate(mask.bool()):
         ids[b, real] = tokens[b, : real.sum()]
@@ -254,26 +340,48 @@ def test_padding_may_stand_anywhere(name, side, how):
     assert together.lists() == run(tokens, lengths).lists()
     assert (
         together.lists()
-        == generate(model, ids, mask, **settings, use_cache=False, generator=torch.Generator().manual_seed(3)).lists()
+        == generate(
+            model,
+            ids,
+            mask,
+            **settings,
+            use_cache=False,
+            generator=torch.Generator().manual_seed(3),
+        ).lists()
     )
     if how != "drawn":  # the draws of a batch come from one generator
-        assert together.lists() == [run(t[None, :n], None).lists()[0] for t, n in zip(tokens, lengths.tolist())]
+        assert together.lists() == [
+            run(t[None, :n], None).lists()[0] for t, n in zip(tokens, lengths.tolist())
+        ]
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 def test_a_prefix_of_a_padded_prompt_is_counted_in_columns(cache):
     model, ids = gpt(), torch.tensor([[0, 0, 5, 9, 7, 8, 6], [4, 11, 5, 9, 7, 8, 6]])
     mask, prefix = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]), torch.tensor([5, 4])
-    together = generate(model, ids, mask, prefix_lengths=prefix, max_new_tokens=6, cache=cache).lists()
-    assert together[0] == generate(model, ids[:1, 2:], prefix_lengths=torch.tensor([3]), max_new_tokens=6).lists()[0]
-    assert together[1] == generate(model, ids[1:], prefix_lengths=prefix[1:], max_new_tokens=6).lists()[0]
+    together = generate(
+        model, ids, mask, prefix_lengths=prefix, max_new_tokens=6, cache=cache
+    ).lists()
+    assert (
+        together[0]
+        == generate(model, ids[:1, 2:], prefix_lengths=torch.tensor([3]), max_new_tokens=6).lists()[
+            0
+        ]
+    )
+    assert (
+        together[1]
+        == generate(model, ids[1:], prefix_lengths=prefix[1:], max_new_tokens=6).lists()[0]
+    )
 
 
 def test_a_cache_is_used_again_and_must_be_empty(prompts):
     model = gpt()
     cache, want = model.make_cache(40), generate(model, *prompts, max_new_tokens=6).lists()
     for rows in (3, 2, 3):
-        assert generate(model, *(t[:rows] for t in prompts), max_new_tokens=6, cache=cache).lists() == want[:rows]
+        assert (
+            generate(model, *(t[:rows] for t in prompts), max_new_tokens=6, cache=cache).lists()
+            == want[:rows]
+        )
         assert cache.length == 0
     kept = cache.layers[0].buffers[0]
     generate(model, *prompts, max_new_tokens=6, cache=cache)
@@ -285,7 +393,10 @@ def test_a_cache_is_used_again_and_must_be_empty(prompts):
     cache.free()
     with pytest.raises(ValueError, match="41 positions, but it was made for max_length=40"):
         generate(model, prompts[0], max_new_tokens=33, cache=cache)
-    with pytest.raises(ValueError, match=r"cache must be 'contiguous', 'paged' or a cache of the model, got 'pages'"):
+    with pytest.raises(
+        ValueError,
+        match=r"cache must be 'contiguous', 'paged' or a cache of the model, got 'pages'",
+    ):
         generate(model, *prompts, cache="pages", max_new_tokens=2)
 
 
@@ -294,10 +405,15 @@ def test_prompts_that_cannot_be_continued(prompts):
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         generate(gpt(), ids, mask * torch.tensor([[1], [0], [1]]))
     with pytest.raises(
-        ValueError, match=r"attention_mask must be \(3, 9\) or lengths \(3,\), got torch.int64 of shape \(3, 8\)"
+        ValueError,
+        match=(
+            r"attention_mask must be \(3, 9\) or lengths \(3,\), got torch.int64 of shape \(3, 8\)"
+        ),
     ):
         generate(gpt(), ids, mask[:, 1:])
-    with pytest.raises(ValueError, match=r"input_ids must be \(B, L\) with L > 0, got shape \(3, 0\)"):
+    with pytest.raises(
+        ValueError, match=r"input_ids must be \(B, L\) with L > 0, got shape \(3, 0\)"
+    ):
         generate(gpt(), ids[:, :0])
     with pytest.raises(ValueError, match="got both: beams"):
         generate(gpt(), ids, decoding=Decoding(), beams=2)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our generate beside transformers' own, of the same weights: the same tokens for prompts of different lengths, from every cache."""
+"""Our generate beside transformers' own, of the same weights: the same tokens for prompts of
+different lengths, from every cache."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ from pytransformer.testing.hugging_face import FAMILIES, inputs_of
 
 NEW = 9
 OURS: dict[str, Any] = {"gpt2": GPT, "t5": T5, "marian": Transformer}
-# Their beam search divides by length^penalty and ours by Wu et al.'s ((5 + length) / 6)^alpha: without a penalty both compare log p. Their
-# temperature comes before top-k, as ours.
+# Their beam search divides by length^penalty and ours by Wu et al.'s ((5 + length) / 6)^alpha:
+# without a penalty both compare log p. Their temperature comes before top-k, as ours.
 HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({}, {"do_sample": False}),
-    "beams": ({"beams": 3, "length_penalty": 0.0}, {"do_sample": False, "num_beams": 3, "length_penalty": 0.0}),
+    "beams": (
+        {"beams": 3, "length_penalty": 0.0},
+        {"do_sample": False, "num_beams": 3, "length_penalty": 0.0},
+    ),
     "drawn": (
         {"sample": True, "temperature": 0.8, "top_k": 20},
         {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 1.0},
@@ -33,16 +37,24 @@ def test_the_tokens_of_transformers(hugging_face: Any, name: str, how: str, cach
     family = FAMILIES[name]
     theirs = family.build("eager")
     for part in theirs.modules():
-        if "Sinusoidal" in type(part).__name__:  # a fixed table, of which the family's larger weights have made another
+        if (
+            "Sinusoidal" in type(part).__name__
+        ):  # a fixed table, of which the family's larger weights have made another
             part.weight.data = nn.sinusoidal(*part.weight.shape, halves=True)
     model = OURS[name].from_hf(theirs)
     inputs = {
-        k: v for k, v in inputs_of(family, "left" if name == "gpt2" else "right").items() if not k.startswith("decoder_")
+        k: v
+        for k, v in inputs_of(family, "left" if name == "gpt2" else "right").items()
+        if not k.startswith("decoder_")
     }
     mine, their_words = HOW[how]
     torch.manual_seed(11)
-    want = theirs.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, **their_words)[:, -NEW:]
+    want = theirs.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, **their_words)[
+        :, -NEW:
+    ]
     kept = model.make_paged_cache(9 * 6, page_size=4) if cache == "pages of 4" else cache
     torch.manual_seed(11)
-    made = generate(model, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=NEW, cache=kept, **mine)
+    made = generate(
+        model, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=NEW, cache=kept, **mine
+    )
     assert made.tokens.tolist() == want.tolist()

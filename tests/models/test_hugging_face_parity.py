@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our models give the logits of Hugging Face's, weight for weight, on random small configs and padded batches."""
+"""Our models give the logits of Hugging Face's, weight for weight, on random small configs and
+padded batches."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ class Case:
     kind: str = "encoder"
 
     def pair(self, hugging_face: Any) -> tuple[Any, Any]:
-        """Their model in eval mode with weights large enough that attention matters, and ours made from it."""
+        """Their model in eval mode with weights large enough that attention matters, and ours made
+        from it."""
         torch.manual_seed(5)
         config = getattr(hugging_face, self.config)(**self.settings)
-        theirs = getattr(hugging_face, self.theirs)._from_config(config, attn_implementation="eager").eval()
+        theirs = (
+            getattr(hugging_face, self.theirs)
+            ._from_config(config, attn_implementation="eager")
+            .eval()
+        )
         gain = 1.0 if self.ours == "T5" else 3.0  # T5's weights are large already
         with torch.no_grad():
             for p in theirs.parameters():
@@ -42,23 +48,37 @@ class Case:
 
 
 _BERT = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+    num_attention_heads=4,
     max_position_embeddings=40, pad_token_id=PAD,
 )  # fmt: skip
 _T5 = dict(
-    vocab_size=VOCABULARY, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_decoder_layers=3, num_heads=3,
-    relative_attention_num_buckets=8, relative_attention_max_distance=12, pad_token_id=PAD, decoder_start_token_id=PAD,
+    vocab_size=VOCABULARY, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_decoder_layers=3,
+    num_heads=3,
+    relative_attention_num_buckets=8, relative_attention_max_distance=12, pad_token_id=PAD,
+    decoder_start_token_id=PAD,
 )  # fmt: skip
-_VIT = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, image_size=24, patch_size=8)
+_VIT = dict(
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    image_size=24,
+    patch_size=8,
+)
 
 CASES = {
     "bert": Case("BERT", "BertForPreTraining", "BertConfig", _BERT),
-    "bert-masked": Case("BERT", "BertForMaskedLM", "BertConfig", dict(_BERT, hidden_act="gelu_new", layer_norm_eps=1e-5)),
-    "bert-classifier": Case("BERT", "BertForSequenceClassification", "BertConfig", dict(_BERT, num_labels=3), "classifier"),
-    "bert-tagging": Case("BERT", "BertForTokenClassification", "BertConfig", dict(_BERT, num_labels=60), "encoder"),
+    "bert-masked": Case("BERT", "BertForMaskedLM", "BertConfig",
+        dict(_BERT, hidden_act="gelu_new", layer_norm_eps=1e-5)),
+    "bert-classifier": Case("BERT", "BertForSequenceClassification", "BertConfig",
+        dict(_BERT, num_labels=3), "classifier"),
+    "bert-tagging": Case("BERT", "BertForTokenClassification", "BertConfig",
+        dict(_BERT, num_labels=60), "encoder"),
     "bert-answer": Case("BERT", "BertForQuestionAnswering", "BertConfig", _BERT, "answer"),
     "fnet": Case("FNet", "FNetForPreTraining", "FNetConfig", dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, max_position_embeddings=40,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+        max_position_embeddings=40,
         tpu_short_seq_length=40, pad_token_id=PAD), "fourier"),
     "t5": Case("T5", "T5ForConditionalGeneration", "T5Config", _T5, "seq2seq"),
     "t5-v1.1": Case("T5", "T5ForConditionalGeneration", "T5Config", dict(
@@ -67,21 +87,30 @@ CASES = {
     "vit-no-bias": Case("ViT", "ViTForImageClassification", "ViTConfig", dict(
         _VIT, qkv_bias=False, num_labels=3, hidden_dropout_prob=0.1), "image"),
     "gpt2": Case("GPT", "GPT2LMHeadModel", "GPT2Config", dict(
-        vocab_size=VOCABULARY, n_positions=40, n_embd=24, n_layer=2, n_head=3, n_inner=40, pad_token_id=PAD, bos_token_id=1,
+        vocab_size=VOCABULARY, n_positions=40, n_embd=24, n_layer=2, n_head=3, n_inner=40,
+        pad_token_id=PAD, bos_token_id=1,
         eos_token_id=2), "decoder"),
     "gpt2-untied": Case("GPT", "GPT2LMHeadModel", "GPT2Config", dict(
-        vocab_size=VOCABULARY, n_positions=40, n_embd=32, n_layer=1, n_head=4, activation_function="relu",
+        vocab_size=VOCABULARY, n_positions=40, n_embd=32, n_layer=1, n_head=4,
+        activation_function="relu",
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2), "decoder"),
     "marian": Case("Transformer", "MarianMTModel", "MarianConfig", dict(
-        vocab_size=VOCABULARY, decoder_vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40,
-        max_position_embeddings=40, pad_token_id=PAD, decoder_start_token_id=PAD, bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCABULARY, decoder_vocab_size=VOCABULARY, d_model=32, encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=40,
+        decoder_ffn_dim=40,
+        max_position_embeddings=40, pad_token_id=PAD, decoder_start_token_id=PAD, bos_token_id=1,
+        eos_token_id=2,
         forced_eos_token_id=None, scale_embedding=True, activation_function="swish"), "seq2seq"),
     "marian-two-vocabularies": Case("Transformer", "MarianMTModel", "MarianConfig", dict(
-        vocab_size=VOCABULARY, decoder_vocab_size=53, d_model=24, encoder_layers=1, decoder_layers=2,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40,
-        max_position_embeddings=40, pad_token_id=PAD, decoder_start_token_id=PAD, bos_token_id=1, eos_token_id=2,
-        forced_eos_token_id=None, activation_function="gelu", share_encoder_decoder_embeddings=False,
+        vocab_size=VOCABULARY, decoder_vocab_size=53, d_model=24, encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=40,
+        decoder_ffn_dim=40,
+        max_position_embeddings=40, pad_token_id=PAD, decoder_start_token_id=PAD, bos_token_id=1,
+        eos_token_id=2,
+        forced_eos_token_id=None, activation_function="gelu",
+        share_encoder_decoder_embeddings=False,
         tie_word_embeddings=False), "seq2seq"),
 }  # fmt: skip
 
@@ -164,7 +193,12 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
     if case.kind == "answer" and padding != "none":  # theirs lets answers begin and end in padding
         hidden = inputs["attention_mask"][..., None] == 0
         assert (a.logits.masked_select(hidden) == torch.finfo(a.logits.dtype).min).all()
-        assert_same_logits(a.loss, models.bert.answer_loss(their_logits(b).masked_fill(hidden, -torch.inf), labels["labels"]))
+        assert_same_logits(
+            a.loss,
+            models.bert.answer_loss(
+                their_logits(b).masked_fill(hidden, -torch.inf), labels["labels"]
+            ),
+        )
         return
     assert_same_logits(a.loss, b.loss)
 
@@ -177,11 +211,26 @@ def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) 
     heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
     names = {
         "width": (heads * draw.choice([4, 7, 16]), ("hidden_size", "n_embd", "d_model")),
-        "hidden": (draw.randint(3, 70), ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")),
-        "heads": (heads, ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")),
+        "hidden": (
+            draw.randint(3, 70),
+            ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+        ),
+        "heads": (
+            heads,
+            (
+                "num_attention_heads",
+                "n_head",
+                "num_heads",
+                "encoder_attention_heads",
+                "decoder_attention_heads",
+            ),
+        ),
         "layers": (layers, ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")),
         "eps": (draw.choice([1e-12, 1e-5, 1e-3]), ("layer_norm_eps", "layer_norm_epsilon")),
-        "activation": (draw.choice(["relu", "gelu", "gelu_new", "silu"]), ("hidden_act", "activation_function")),
+        "activation": (
+            draw.choice(["relu", "gelu", "gelu_new", "silu"]),
+            ("hidden_act", "activation_function"),
+        ),
         "buckets": (draw.choice([4, 8, 20]), ("relative_attention_num_buckets",)),
         "head": (draw.choice([1, 5, 16]), ("d_kv",)),
     }
@@ -194,14 +243,21 @@ def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) 
     case = dataclasses.replace(case, settings=case.settings | drawn)
     theirs, ours = case.pair(hugging_face)
     inputs = inputs_of(
-        case.kind, draw.choice(["none", "left", "right"]) if case.kind in ("encoder", "decoder", "seq2seq") else "none"
+        case.kind,
+        (
+            draw.choice(["none", "left", "right"])
+            if case.kind in ("encoder", "decoder", "seq2seq")
+            else "none"
+        ),
     )
     b = theirs(**inputs)
     assert_same_logits(real(inputs, ours(**inputs).logits), real(inputs, their_logits(b)))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_folder_of_hugging_face_loads(hugging_face: Any, no_grad: None, name: str, tmp_path: Path) -> None:
+def test_a_folder_of_hugging_face_loads(
+    hugging_face: Any, no_grad: None, name: str, tmp_path: Path
+) -> None:
     case = CASES[name]
     theirs, ours = case.pair(hugging_face)
     theirs.save_pretrained(tmp_path)
@@ -217,5 +273,7 @@ def test_parameter_counts(hugging_face: Any, name: str) -> None:
     case = CASES[name]
     theirs, ours = case.pair(hugging_face)
     trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
-    extra = sum(b.numel() for n, b in theirs.named_buffers() if n == "final_logits_bias")  # Marian never trains it
+    extra = sum(
+        b.numel() for n, b in theirs.named_buffers() if n == "final_logits_bias"
+    )  # Marian never trains it
     assert ours.num_parameters() == trained + extra

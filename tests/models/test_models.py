@@ -12,7 +12,15 @@ from pytransformer import models, nn
 from pytransformer.testing.models import AUTOCAST, assert_same_logits
 from pytransformer.testing.small_models import CONFIGS, build, inputs
 
-DECODERS = ["GPT", "GPT-alibi", "Transformer", "Transformer-pre", "Transformer-wide", "T5", "T5-v1.1"]
+DECODERS = [
+    "GPT",
+    "GPT-alibi",
+    "Transformer",
+    "Transformer-pre",
+    "Transformer-wide",
+    "T5",
+    "T5-v1.1",
+]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -25,7 +33,9 @@ def test_gradients_reach_every_parameter(name: str):
         if "qkv.bias" in parameter:  # the keys' part has no effect on a softmax
             width = p.numel() // 3
             assert p.grad[:width].abs().sum() > 0 and p.grad[2 * width :].abs().sum() > 0, parameter
-        elif not any(part in parameter for part in ("places", "positions", "embedding", "segments")):
+        elif not any(
+            part in parameter for part in ("places", "positions", "embedding", "segments")
+        ):
             assert p.grad.abs().sum() > 0, parameter
         else:
             assert (p.grad.abs().sum(-1) > 0).any(), parameter
@@ -46,7 +56,9 @@ def test_dropout_acts_in_training_and_only_there(name: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16(name: str):
     model = build(name).to(torch.bfloat16).eval()
-    given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs(name).items()}
+    given = {
+        k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs(name).items()
+    }
     out = model(**given)
     assert out.logits.dtype == torch.bfloat16 and out.logits.isfinite().all()
     assert out.loss.dtype == torch.float32 and out.loss.isfinite()
@@ -59,7 +71,10 @@ def test_a_training_step_under_autocast(name: str):
         loss = model(**inputs(name)).loss
     loss.backward()
     assert loss.dtype == torch.float32
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+        for p in model.parameters()
+    )
     with torch.no_grad():
         plain = model.eval()(**inputs(name)).loss
         with torch.autocast("cpu", torch.bfloat16):
@@ -67,16 +82,30 @@ def test_a_training_step_under_autocast(name: str):
     assert (cast - plain).abs() <= AUTOCAST * plain
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if "attention_mask" in inputs(n) and n != "FNet"])
+@pytest.mark.parametrize(
+    "name", [n for n in CONFIGS if "attention_mask" in inputs(n) and n != "FNet"]
+)
 def test_padding_changes_nothing_and_lengths_are_masks(name: str):
     model, given = build(name).eval(), inputs(name)
-    given = {k: v for k, v in given.items() if k in ("input_ids", "input_features", "attention_mask", "token_type_ids")}
-    decoder = {"decoder_input_ids": torch.randint(3, 29, (3, 4))} if name.split("-")[0] in ("Transformer", "T5") else {}
+    given = {
+        k: v
+        for k, v in given.items()
+        if k in ("input_ids", "input_features", "attention_mask", "token_type_ids")
+    }
+    decoder = (
+        {"decoder_input_ids": torch.randint(3, 29, (3, 4))}
+        if name.split("-")[0] in ("Transformer", "T5")
+        else {}
+    )
     mask = given["attention_mask"].bool()
     out = model(**given, **decoder).last_hidden_state
     by_lengths = model(**(given | {"attention_mask": mask.sum(1)}), **decoder).last_hidden_state
     key = "input_features" if "input_features" in given else "input_ids"
-    given[key] = torch.where(mask if given[key].dim() == 2 else mask[..., None], given[key], torch.full_like(given[key], 2))
+    given[key] = torch.where(
+        mask if given[key].dim() == 2 else mask[..., None],
+        given[key],
+        torch.full_like(given[key], 2),
+    )
     polluted = model(**given, **decoder).last_hidden_state
     chosen = slice(None) if decoder else mask
     if name == "Conformer-ctc":
@@ -106,10 +135,15 @@ def test_same_logits_with_and_without_cache(name: str, padding: str):
         if name.startswith("GPT"):
             out = model(ids[:, start:end], mask[:, :end], position_ids=at, past_key_values=cache)
         else:
-            memory = model.encode(source) if cache is None or cache.length == 0 else torch.zeros(3, 8, 16)
+            memory = (
+                model.encode(source)
+                if cache is None or cache.length == 0
+                else torch.zeros(3, 8, 16)
+            )
             at = {} if name.startswith("T5") else {"decoder_position_ids": at}
             out = model(
-                decoder_input_ids=ids[:, start:end], decoder_attention_mask=mask[:, :end], encoder_outputs=memory,
+                decoder_input_ids=ids[:, start:end], decoder_attention_mask=mask[:, :end],
+                encoder_outputs=memory,
                 past_key_values=cache, **at,
             )  # fmt: skip
             assert out.encoder_last_hidden_state is memory
@@ -167,7 +201,9 @@ def test_a_window_and_alibi_run_past_the_training_length():
 def test_gpt_learns_the_next_token():
     model, given = build("GPT").eval(), inputs("GPT")
     out = model(**given)
-    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten()
+    )
     assert_same_logits(out.loss, expected)
 
 
@@ -182,26 +218,39 @@ def test_label_smoothing_in_training_only():
 
 
 def test_experts_that_no_layer_has_cost_nothing():
-    """Every second layer is a mixture: with one layer a stack there is none, whatever experts says."""
+    """Every second layer is a mixture: with one layer a stack there is none, whatever experts
+    says."""
     given = inputs("Transformer-pre")
     losses = [
-        build("Transformer-pre", experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0).train()(**given).loss
+        build("Transformer-pre", experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0)
+        .train()(**given)
+        .loss
         for n in ({"num_experts": 3}, None)
     ]
     assert torch.equal(*losses)
 
 
 def test_decoder_inputs_are_the_labels_shifted_right():
-    model, given = build("Transformer", start_token_id=5, pad_token_id=7).eval(), inputs("Transformer")
+    model, given = (
+        build("Transformer", start_token_id=5, pad_token_id=7).eval(),
+        inputs("Transformer"),
+    )
     given["labels"][0, 4:] = -100
-    shifted = torch.cat([torch.full((3, 1), 5), given["labels"][:, :-1].masked_fill(given["labels"][:, :-1] == -100, 7)], 1)
+    shifted = torch.cat(
+        [
+            torch.full((3, 1), 5),
+            given["labels"][:, :-1].masked_fill(given["labels"][:, :-1] == -100, 7),
+        ],
+        1,
+    )
     expected = model(**given, decoder_input_ids=shifted)
     out = model(**given)
     assert torch.equal(out.logits, expected.logits) and torch.equal(out.loss, expected.loss)
 
 
 def test_the_boundary_loss_sees_the_bounds_and_the_place_only():
-    """SpanBERT: y_i from the tokens outside the span and i's place in it; by hand from the head's own layers."""
+    """SpanBERT: y_i from the tokens outside the span and i's place in it; by hand from the head's
+    own layers."""
     model, given = build("BERT").eval(), inputs("BERT")
     hidden, head = torch.randn(3, 9, 16), model.boundary
     masked = given["labels"] != -100
@@ -234,16 +283,22 @@ def test_the_losses_of_bert_add_up():
 def test_fine_tuning_keeps_the_trunk():
     model = build("BERT")
     tuned = model.with_heads("classification", num_labels=5)
-    assert torch.equal(tuned.embedding.weight, model.embedding.weight) and tuned.embedding is not model.embedding
+    assert (
+        torch.equal(tuned.embedding.weight, model.embedding.weight)
+        and tuned.embedding is not model.embedding
+    )
     assert tuned(torch.randint(3, 29, (2, 6)), labels=torch.tensor([4, 0])).logits.shape == (2, 5)
 
 
 # ---- presets
 
 SIZES = {  # millions, as published
-    ("BERT", "base"): 110, ("BERT", "large"): 336, ("ViT", "B/16"): 86.6, ("ViT", "L/16"): 304.3, ("ViT", "H/14"): 632,
-    ("GPT", "base"): 124.4, ("GPT", "xl"): 1557.6, ("T5", "base"): 222.9, ("T5", "large"): 737.7, ("T5", "v1.1-base"): 247.6,
-    ("Transformer", "base"): 63, ("Transformer", "big"): 214, ("Mixer", "B/16"): 59.9, ("Mixer", "L/16"): 208.2,
+    ("BERT", "base"): 110, ("BERT", "large"): 336, ("ViT", "B/16"): 86.6, ("ViT", "L/16"): 304.3,
+    ("ViT", "H/14"): 632,
+    ("GPT", "base"): 124.4, ("GPT", "xl"): 1557.6, ("T5", "base"): 222.9, ("T5", "large"): 737.7,
+    ("T5", "v1.1-base"): 247.6,
+    ("Transformer", "base"): 63, ("Transformer", "big"): 214, ("Mixer", "B/16"): 59.9,
+    ("Mixer", "L/16"): 208.2,
     ("FNet", "base"): 83.5, ("Transformer", "notes-small"): 4.64,
 }  # fmt: skip
 
@@ -257,20 +312,30 @@ def test_presets_have_the_published_sizes(name: str, preset: str):
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize(("preset", "published", "units"), [("small", 10.3, 320), ("base", 30.7, 640), ("large", 118.8, 640)])
+@pytest.mark.parametrize(
+    ("preset", "published", "units"),
+    [("small", 10.3, 320), ("base", 30.7, 640), ("large", 118.8, 640)],
+)
 def test_conformer_presets_are_the_published_encoders(preset: str, published: float, units: int):
-    """Published are encoder and decoder (Gulati et al. 2020, table 1): an LSTM of so many units, the embedding and the joint network."""
+    """Published are encoder and decoder (Gulati et al. 2020, table 1): an LSTM of so many units,
+    the embedding and the joint network."""
     with torch.device("meta"):
         ours = models.Conformer.from_preset(preset).num_parameters() / 1e6
     without_lstm = published - 4 * units * 2 * units / 1e6
-    assert without_lstm - 0.85 < ours < without_lstm, "what is left for the embedding and the joint network"
+    assert without_lstm - 0.85 < ours < without_lstm, (
+        "what is left for the embedding and the joint network"
+    )
 
 
 @pytest.mark.unpoisoned
 def test_every_preset_builds_and_changes():
     for name in models.__all__:
         model = getattr(models, name)
-        if isinstance(model, type) and issubclass(model, models.Model) and model is not models.Model:
+        if (
+            isinstance(model, type)
+            and issubclass(model, models.Model)
+            and model is not models.Model
+        ):
             for preset in model.PRESETS:
                 with torch.device("meta"):
                     assert model.from_preset(preset).config == model.PRESETS[preset]
@@ -328,25 +393,34 @@ def test_missing_inputs_and_heads():
         build("Transformer")(torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="without the head 'nsp'"):
         build("BERT", heads=("mlm",))(
-            torch.zeros(1, 3, dtype=torch.long), next_sentence_label=torch.zeros(1, dtype=torch.long)
+            torch.zeros(1, 3, dtype=torch.long),
+            next_sentence_label=torch.zeros(1, dtype=torch.long),
         )
     with pytest.raises(ValueError, match="have no loss for them"):
-        build("BERT", heads=("nsp",))(torch.zeros(1, 3, dtype=torch.long), labels=torch.zeros(1, 3, dtype=torch.long))
+        build("BERT", heads=("nsp",))(
+            torch.zeros(1, 3, dtype=torch.long), labels=torch.zeros(1, 3, dtype=torch.long)
+        )
     with pytest.raises(AttributeError, match="no head that gives logits"):
         build("BERT", heads=())(torch.zeros(1, 3, dtype=torch.long)).logits  # noqa: B018
     with pytest.raises(ValueError, match="num_labels=0"):
         build("ViT", num_labels=0)(torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="vocab_size=0"):
-        build("Conformer", vocab_size=0)(torch.zeros(1, 3, 5), labels=torch.zeros(1, 3, dtype=torch.long))
+        build("Conformer", vocab_size=0)(
+            torch.zeros(1, 3, 5), labels=torch.zeros(1, 3, dtype=torch.long)
+        )
 
 
 def test_one_fine_tuned_head_at_a_time():
-    with pytest.raises(ValueError, match="one of the heads classification, tagging, answer at a time; got tagging, answer"):
+    with pytest.raises(
+        ValueError,
+        match="one of the heads classification, tagging, answer at a time; got tagging, answer",
+    ):
         build("BERT", heads=("tagging", "answer"))
 
 
 def test_heads_for_tagging_and_answers_learn():
-    """From a pre-trained trunk: which tokens are even; where the only run of a token begins and ends."""
+    """From a pre-trained trunk: which tokens are even; where the only run of a token begins and
+    ends."""
     torch.manual_seed(0)
     trunk = build("BERT", dropout=0.0, attention_dropout=0.0)
     ids = torch.randint(3, 29, (32, 9))

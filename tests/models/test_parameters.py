@@ -17,23 +17,31 @@ def table(name: str, preset: str) -> models.ParameterTable:
 
 @pytest.mark.unpoisoned  # nothing is allocated on meta
 def test_the_translator_of_the_notes():
-    """TensorFlow's tutorial prints these: encoder and decoder with their embeddings, and the last layer with its bias."""
+    """TensorFlow's tutorial prints these: encoder and decoder with their embeddings, and the last
+    layer with its bias."""
     counted = table("Transformer", "notes")
     assert counted.parts == {"encoder": 3_632_768, "decoder": 5_647_104, "output": 904_290}
     assert counted.total == 10_184_162
     each = {(row.part, row.kind): (row.parameters // row.times, row.times) for row in counted}
     d, heads = 128, 8
-    wide = 3 * (d * heads * d + heads * d) + heads * d * d + d  # queries, keys and values of 8 heads of 128, and back
+    wide = (
+        3 * (d * heads * d + heads * d) + heads * d * d + d
+    )  # queries, keys and values of 8 heads of 128, and back
     assert each["encoder", "self-attention"] == each["decoder", "cross-attention"] == (wide, 4)
     assert each["encoder", "feed-forward"] == (2 * d * 512 + 512 + d, 4)
     assert each["decoder", "norms"] == (3 * 2 * d, 4)
-    assert each["encoder", "source embedding"] == (7765 * d, 1) and each["output", "head"] == (7010 * (d + 1), 1)
+    assert each["encoder", "source embedding"] == (7765 * d, 1) and each["output", "head"] == (
+        7010 * (d + 1),
+        1,
+    )
 
 
 @pytest.mark.unpoisoned
 def test_bert_and_vit_as_the_papers_count_them():
     bert = table("BERT", "base").parts
-    assert bert["embeddings"] == (30522 + 512 + 2 + 2) * 768, "words, positions, segments, and a norm's two vectors"
+    assert bert["embeddings"] == (30522 + 512 + 2 + 2) * 768, (
+        "words, positions, segments, and a norm's two vectors"
+    )
     layer = 4 * 768 * 769 + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
     assert bert["encoder"] == 12 * layer and bert["pooler"] == 768 * 769
     vit = table("ViT", "B/16").parts
@@ -57,7 +65,11 @@ def test_every_parameter_is_counted_once(name: str):
 
 
 def test_a_shared_embedding_belongs_to_neither_side():
-    assert list(build("Transformer").parameter_table().parts) == ["embeddings", "encoder", "decoder"], (
-        "tied: no output of its own"
+    assert list(build("Transformer").parameter_table().parts) == [
+        "embeddings",
+        "encoder",
+        "decoder",
+    ], "tied: no output of its own"
+    assert (
+        build("Transformer-wide", target_vocab_size=29).parameter_table().parts["output"] == 29 * 17
     )
-    assert build("Transformer-wide", target_vocab_size=29).parameter_table().parts["output"] == 29 * 17

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: whatever joins and leaves, a request's tokens are those of generate alone."""
+"""Continuous batching: whatever joins and leaves, a request's tokens are those of generate
+alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ VOCABULARY = 23
 def gpt(**changes: Any) -> GPT:
     torch.manual_seed(5)
     small: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=48, tied=False, **changes
+        vocab_size=VOCABULARY,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        max_length=48,
+        tied=False,
+        **changes,
     )
     model = GPT(GPTConfig(**small))
     with torch.no_grad():
@@ -44,11 +51,15 @@ def seeded(number: int) -> torch.Generator:
 
 
 @pytest.mark.parametrize(
-    ("slots", "piece", "pages", "share"), [(1, 3, 12, True), (4, 5, 20, True), (16, 100, 200, False), (5, 1, 14, True)]
+    ("slots", "piece", "pages", "share"),
+    [(1, 3, 12, True), (4, 5, 20, True), (16, 100, 200, False), (5, 1, 14, True)],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_each_request_is_what_it_is_alone(name: str, slots: int, piece: int, pages: int, share: bool) -> None:
-    """Prompts that begin alike, drawn and greedy; more requests than slots, more tokens than pages; free rows are NaN before each step."""
+def test_each_request_is_what_it_is_alone(
+    name: str, slots: int, piece: int, pages: int, share: bool
+) -> None:
+    """Prompts that begin alike, drawn and greedy; more requests than slots, more tokens than pages;
+    free rows are NaN before each step."""
     model, rng = gpt(**MODELS[name]), random.Random(slots)
     cache = model.make_paged_cache(pages, page_size=4)
     batcher = Batcher(model, cache, slots=slots, piece=piece, share=share)
@@ -60,7 +71,9 @@ def test_each_request_is_what_it_is_alone(name: str, slots: int, piece: int, pag
             prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15][: rng.randint(0, 9)] + [
                 rng.randrange(4, VOCABULARY) for _ in range(rng.randint(1, 12))
             ]
-            drawn: dict[str, Any] = {"sample": True, "temperature": 0.9, "top_k": 9} if rng.random() < 0.5 else {}
+            drawn: dict[str, Any] = (
+                {"sample": True, "temperature": 0.9, "top_k": 9} if rng.random() < 0.5 else {}
+            )
             how = Decoding(max_new_tokens=rng.randint(1, 14), stop=(3,), **drawn)
             asked[batcher.submit(prompt, how, generator=seeded(len(asked)))] = prompt, how
         poison_free_rows(cache)
@@ -110,7 +123,15 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
     for prompt, settings, said in refused:
         with pytest.raises(ValueError, match=said):
             batcher.submit(prompt, **settings)
-    for wrong in ([5.0], ["5"], [[5]], 5, torch.tensor([5.0]), torch.tensor([[5]]), torch.tensor(5)):
+    for wrong in (
+        [5.0],
+        ["5"],
+        [[5]],
+        5,
+        torch.tensor([5.0]),
+        torch.tensor([[5]]),
+        torch.tensor(5),
+    ):
         with pytest.raises(TypeError, match=r"Batcher\.submit: prompt must be"):
             batcher.submit(wrong)
     with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got 7"):
@@ -118,14 +139,18 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
     assert not batcher.busy
     assert batcher.submit(torch.tensor([5, 22]), max_new_tokens=1) == 0
     with pytest.raises(ValueError, match="T5 answers sources"):
-        Batcher(T5(T5Config(vocab_size=9, d_model=8, head_dim=4, hidden=8, num_layers=1, num_heads=2)), batcher.cache)
+        Batcher(
+            T5(T5Config(vocab_size=9, d_model=8, head_dim=4, hidden=8, num_layers=1, num_heads=2)),
+            batcher.cache,
+        )
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
         Batcher(model, batcher.cache, slots=0)
 
 
 @pytest.mark.parametrize("length", [7, 8, 9])
 def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
-    """The last token is always read, for its logits are wanted; so of 8 tokens in pages of 4 one page is found, not two."""
+    """The last token is always read, for its logits are wanted; so of 8 tokens in pages of 4 one
+    page is found, not two."""
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4))
     prompt, said, read = list(range(4, 4 + length)), [], []
@@ -198,5 +223,7 @@ def test_threads_that_submit_and_cancel_get_one_result_a_request() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert sorted(numbers) == sorted(finished.request for finished in ended) == list(range(160))
-    assert any(finished.error for finished in ended) and not all(finished.error for finished in ended)
+    assert any(finished.error for finished in ended) and not all(
+        finished.error for finished in ended
+    )
     assert batcher.cache.pages.available == 40

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several drafts a step, in a chain or in a tree, kept or refused: the tokens are those of greedy decoding, one by one."""
+"""Several drafts a step, in a chain or in a tree, kept or refused: the tokens are those of greedy
+decoding, one by one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ def example() -> Any:
 def gpt(seed: int = 5, **changes: Any) -> GPT:
     torch.manual_seed(seed)
     model = GPT(
-        GPTConfig(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=LONGEST, tied=False, **changes)
+        GPTConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            num_layers=2,
+            num_heads=4,
+            max_length=LONGEST,
+            tied=False,
+            **changes,
+        )
     )
     with torch.no_grad():  # so that tokens differ in likelihood, and what was read long ago matters
         for name, parameter in model.named_parameters():
@@ -47,7 +56,9 @@ def cache_of(model: GPT, kind: str) -> nn.DecoderCache:
     return cache
 
 
-def greedy(model: GPT, prompts: torch.Tensor, lengths: torch.Tensor | None = None) -> list[list[int]]:
+def greedy(
+    model: GPT, prompts: torch.Tensor, lengths: torch.Tensor | None = None
+) -> list[list[int]]:
     return generate(model, prompts, lengths, decoding=Decoding(max_new_tokens=NEW)).lists()
 
 
@@ -82,10 +93,13 @@ def test_trees(positions: str, kind: str, branches: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize(
-    "config", [{}, {"positions": "rotary"}, {"positions": "alibi", "num_kv_heads": 2}, {"window": 6}], ids=str
+    "config",
+    [{}, {"positions": "rotary"}, {"positions": "alibi", "num_kv_heads": 2}, {"window": 6}],
+    ids=str,
 )
 def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
-    """A batch of prompts of different lengths, each with its own drafts: a weaker model's, whose cache is cropped likewise."""
+    """A batch of prompts of different lengths, each with its own drafts: a weaker model's, whose
+    cache is cropped likewise."""
     model, drafter = gpt(**config), gpt(**config)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -101,7 +115,9 @@ def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
         while min(map(len, told)) < NEW:
             held, chain = cache.lengths.clone(), [token]
             for _ in range(4):
-                chain.append(drafter(chain[-1], past_key_values=drafts, logits_to_keep=1).logits.argmax(-1))
+                chain.append(
+                    drafter(chain[-1], past_key_values=drafts, logits_to_keep=1).logits.argmax(-1)
+                )
             read = torch.cat(chain[:-1], 1)  # the certain token, and three drafts
             answers = model(read, past_key_values=cache).logits.argmax(-1)
             right = (read[:, 1:] == answers[:, :-1]).int().cumprod(1).sum(1)
@@ -111,7 +127,9 @@ def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
                 kept += n
             cache.crop(held + 1 + right), drafts.crop(held + 1 + right)
     assert [t[:NEW] for t in told] == want
-    assert kept > 0 and torch.equal(cache.lengths, lengths + torch.tensor([len(t) - 1 for t in told]))
+    assert kept > 0 and torch.equal(
+        cache.lengths, lengths + torch.tensor([len(t) - 1 for t in told])
+    )
 
 
 def test_refused_drafts_leave_nothing() -> None:
@@ -156,9 +174,15 @@ def test_a_tree_s_paths_are_read_alone() -> None:
 def test_what_goes_by_places_refuses_a_tree(config: dict[str, Any]) -> None:
     model = gpt(**config)
     with pytest.raises(
-        ValueError, match=r"GPT: a tree of drafts, .* is not read: ALiBi's distances and the window go by the places"
+        ValueError,
+        match=(
+            r"GPT: a tree of drafts, .* is not read: ALiBi's distances and the window go by the"
+            r" places"
+        ),
     ):
-        model(torch.ones(1, 2).long(), torch.ones(1, 2, 2).bool(), past_key_values=model.make_cache())
+        model(
+            torch.ones(1, 2).long(), torch.ones(1, 2, 2).bool(), past_key_values=model.make_cache()
+        )
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
@@ -175,6 +199,21 @@ def test_other_trees_are_refused(kind: str) -> None:
         model(ids, torch.tensor([3, 2]), past_key_values=cache)
     with pytest.raises(ValueError, match="differ in length"):
         model(ids, torch.ones(2, 3, 6).bool(), past_key_values=cache)
-    t5 = T5(T5Config(vocab_size=VOCABULARY, d_model=32, head_dim=8, hidden=64, num_heads=4, num_layers=1, max_distance=32))
+    t5 = T5(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            head_dim=8,
+            hidden=64,
+            num_heads=4,
+            num_layers=1,
+            max_distance=32,
+        )
+    )
     with pytest.raises(ValueError, match="T5: a tree of drafts"):
-        t5(ids, decoder_input_ids=ids, decoder_attention_mask=torch.ones(2, 3, 3).bool(), past_key_values=t5.make_cache(8))
+        t5(
+            ids,
+            decoder_input_ids=ids,
+            decoder_attention_mask=torch.ones(2, 3, 3).bool(),
+            past_key_values=t5.make_cache(8),
+        )

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in serving, generation and calls with a cache: survivors get the tokens that they get alone.
+"""Faults planted in serving, generation and calls with a cache: survivors get the tokens that they
+get alone.
 
-A plant raises once, at the n-th event of a kind: the entry or exit of a module, an operation of torch, a page that is taken, or a line
-of the code that keeps the books, for KeyboardInterrupt may come at any line. Memory that nobody holds is NaN before every call.
+A plant raises once, at the n-th event of a kind: the entry or exit of a module, an operation of
+torch, a page that is taken, or a line
+of the code that keeps the books, for KeyboardInterrupt may come at any line. Memory that nobody
+holds is NaN before every call.
 """
 
 from __future__ import annotations
@@ -23,7 +26,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytransformer import nn
-from pytransformer.models import GPT, T5, Batcher, Finished, GPTConfig, T5Config, generate, generation, serving
+from pytransformer.models import (
+    GPT,
+    T5,
+    Batcher,
+    Finished,
+    GPTConfig,
+    T5Config,
+    generate,
+    generation,
+    serving,
+)
 from pytransformer.nn import cache as contiguous
 from pytransformer.nn import paged_cache, pages
 from pytransformer.testing.models import assert_same_logits
@@ -81,7 +94,8 @@ def _lines(plant: Plant) -> Iterator[None]:
 
 @functools.cache
 def uninterrupted(file: str) -> frozenset[int]:
-    """Lines before which the interpreter handles no signal, though it traces them: the return of a name
+    """Lines before which the interpreter handles no signal, though it traces them: the return of a
+    name
     after an assignment, and the end of a ``with`` block, which is traced as its first line."""
     with open(file, encoding="utf-8") as lines:
         return frozenset(
@@ -120,14 +134,35 @@ def _scaled(model: Any) -> Any:
 @functools.cache
 def gpt() -> GPT:
     torch.manual_seed(5)
-    return _scaled(GPT(GPTConfig(vocab_size=VOCABULARY, d_model=16, num_layers=2, num_heads=2, max_length=48, tied=False)))
+    return _scaled(
+        GPT(
+            GPTConfig(
+                vocab_size=VOCABULARY,
+                d_model=16,
+                num_layers=2,
+                num_heads=2,
+                max_length=48,
+                tied=False,
+            )
+        )
+    )
 
 
 @functools.cache
 def t5() -> T5:
     torch.manual_seed(5)
     return _scaled(
-        T5(T5Config(vocab_size=VOCABULARY, d_model=16, head_dim=8, hidden=16, num_heads=2, num_layers=2, max_distance=32))
+        T5(
+            T5Config(
+                vocab_size=VOCABULARY,
+                d_model=16,
+                head_dim=8,
+                hidden=16,
+                num_heads=2,
+                num_layers=2,
+                max_distance=32,
+            )
+        )
     )
 
 
@@ -144,7 +179,9 @@ def poison(cache: nn.DecoderCache) -> None:
 
 
 STRIDES: list[Any] = [("modules", 4), ("operations", 23), ("pages", 1), ("lines", 41)]
-STRIDES += [pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("modules", "operations", "lines")]
+STRIDES += [
+    pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("modules", "operations", "lines")
+]
 
 # ---- the batcher
 
@@ -188,7 +225,9 @@ def check(results: dict[int, Finished], plants: list[Plant]) -> int:
         elif isinstance(error, CancelledError):
             assert number == CANCELLED and tokens == alone(number)[0][: len(tokens)]
         elif error is not None:
-            assert any(error is plant.error for plant in plants) and not isinstance(error, OF_THE_BATCH)
+            assert any(error is plant.error for plant in plants) and not isinstance(
+                error, OF_THE_BATCH
+            )
             assert tokens == alone(number)[0][: len(tokens)]
         else:
             survivors += 1
@@ -198,9 +237,14 @@ def check(results: dict[int, Finished], plants: list[Plant]) -> int:
 
 
 def serve(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Plant], int]:
-    """Serve all requests with a plant at this event of each step. Returns the plants that raised, and the number of survivors."""
+    """Serve all requests with a plant at this event of each step. Returns the plants that raised,
+    and the number of survivors."""
     cache = gpt().make_paged_cache(9, page_size=4)
-    batcher, plants, results = Batcher(gpt(), cache, slots=3, piece=4), list[Plant](), dict[int, Finished]()
+    batcher, plants, results = (
+        Batcher(gpt(), cache, slots=3, piece=4),
+        list[Plant](),
+        dict[int, Finished](),
+    )
     for step in itertools.count():
         assert step < 200, "a request never ends"
         for number in range(len(REQUESTS))[2 * step : 2 * step + 2]:
@@ -233,7 +277,8 @@ def serve(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Pla
 
 
 def exhaust(kind: str, stride: int, run: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
-    """Run for events 0, stride, … until one is beyond every call. Returns the sums of what the runs return: (plants, survivors)."""
+    """Run for events 0, stride, … until one is beyond every call. Returns the sums of what the runs
+    return: (plants, survivors)."""
     totals = [0, 0]
     for at in range(random.Random(kind).randrange(stride), 10**6, stride):
         plants, survivors = run(at)
@@ -287,7 +332,9 @@ GENERATE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GENERATE)
-@pytest.mark.parametrize(("kind", "stride"), [("modules", 53), ("operations", 211), ("pages", 3), ("lines", 137)])
+@pytest.mark.parametrize(
+    ("kind", "stride"), [("modules", 53), ("operations", 211), ("pages", 3), ("lines", 137)]
+)
 def test_generate_that_raises_leaves_a_cache_as_it_was(
     name: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +342,14 @@ def test_generate_that_raises_leaves_a_cache_as_it_was(
     model, ids = make(), torch.tensor([[*BEGINNING, 12], [8, 7, 6, 5, 3, 4]])
     lengths = torch.tensor([6, 4])
     run = lambda cache: generate(
-        model, ids, lengths, max_new_tokens=5, stop=(3,), generator=seeded(1), cache=cache, **settings
+        model,
+        ids,
+        lengths,
+        max_new_tokens=5,
+        stop=(3,),
+        generator=seeded(1),
+        cache=cache,
+        **settings,
     )
     cache, expected = caches(model, cached), run(caches(model, cached))
     held = dict(cache.pages.tables) if isinstance(cache, nn.PagedCache) else {}
@@ -310,11 +364,15 @@ def test_generate_that_raises_leaves_a_cache_as_it_was(
                 run(cache)
         except BaseException as error:
             assert error is plant.error
-        assert modes(model) == before or kind == "lines"  # a line of what restores them can be interrupted too
+        assert (
+            modes(model) == before or kind == "lines"
+        )  # a line of what restores them can be interrupted too
         model.eval()
         assert cache.length == 0
         poison(cache)
-        assert not isinstance(cache, nn.PagedCache) or (cache.pages.tables == held and not cache.rows)
+        assert not isinstance(cache, nn.PagedCache) or (
+            cache.pages.tables == held and not cache.rows
+        )
         again = run(cache)
         assert again.lists() == expected.lists() and torch.equal(again.scores, expected.scores)
         return int(plant.raised), 1
@@ -359,19 +417,26 @@ def _fixed(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
     steps = nn.FixedSteps(cache, 4)
     return [
         lambda: model(torch.tensor([[4], [6]]), past_key_values=steps),
-        lambda: model(torch.tensor([[4, 5], [6, 0]]), steps.lengths + torch.tensor([2, 1]), past_key_values=steps),
+        lambda: model(
+            torch.tensor([[4, 5], [6, 0]]),
+            steps.lengths + torch.tensor([2, 1]),
+            past_key_values=steps,
+        ),
         lambda: model(torch.tensor([[4], [6]]), past_key_values=steps),
     ]
 
 
 def _encoder(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
     memory = model.encode(torch.tensor([[5, 6, 7, 8]]))
-    call = lambda ids: model(encoder_outputs=memory, decoder_input_ids=torch.tensor([ids]), past_key_values=cache)
+    call = lambda ids: model(
+        encoder_outputs=memory, decoder_input_ids=torch.tensor([ids]), past_key_values=cache
+    )
     return [lambda: call([0, 5]), lambda: call([7])]
 
 
 CALLS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
-    "chain": (gpt, _chain), "tree": (gpt, _tree), "fork": (gpt, _fork), "fixed": (gpt, _fixed), "encoder": (t5, _encoder),
+    "chain": (gpt, _chain), "tree": (gpt, _tree), "fork": (gpt, _fork), "fixed": (gpt, _fixed),
+    "encoder": (t5, _encoder),
 }  # fmt: skip
 CACHES: dict[str, Callable[[Any], nn.DecoderCache]] = {
     "contiguous": lambda model: model.make_cache(20),
@@ -381,7 +446,9 @@ CACHES: dict[str, Callable[[Any], nn.DecoderCache]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "cached"), [(n, c) for n in CALLS for c in CACHES if n != "fork" or c == "paged"])
+@pytest.mark.parametrize(
+    ("name", "cached"), [(n, c) for n in CALLS for c in CACHES if n != "fork" or c == "paged"]
+)
 @pytest.mark.parametrize(("kind", "stride"), [("modules", 7), ("operations", 29), ("pages", 1)])
 def test_a_call_that_raises_changes_no_later_logit(
     name: str, cached: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
@@ -395,14 +462,20 @@ def test_a_call_that_raises_changes_no_later_logit(
     def at(event: int) -> tuple[int, int]:
         cache, plants = new(), 0
         for number, call in enumerate(scenario(cache, model)):
-            plant, before = Plant(event, ERRORS[(event + number) % len(ERRORS)]("planted")), cache.lengths
+            plant, before = (
+                Plant(event, ERRORS[(event + number) % len(ERRORS)]("planted")),
+                cache.lengths,
+            )
             try:
                 with planted(kind, plant, monkeypatch):
                     out = call()
             except BaseException as error:
                 assert error is plant.error
                 if name != "fixed":  # it has room beyond the lengths
-                    assert torch.equal(cache.lengths, before) or before.sum() == cache.lengths.sum() == 0
+                    assert (
+                        torch.equal(cache.lengths, before)
+                        or before.sum() == cache.lengths.sum() == 0
+                    )
                     poison(cache)
                 plants += 1
                 out = call()
@@ -415,11 +488,18 @@ def test_a_call_that_raises_changes_no_later_logit(
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", CACHES)
-def test_a_first_call_that_raises_leaves_no_keys_of_its_source(cached: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_that_raises_leaves_no_keys_of_its_source(
+    cached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, start = t5(), torch.tensor([[0, 5]])
     memories = [model.encode(torch.tensor([source])) for source in ([5, 6, 7, 8], [9, 4, 3, 3])]
-    call = lambda cache, memory: model(encoder_outputs=memory, decoder_input_ids=start, past_key_values=cache)
+    call = lambda cache, memory: model(
+        encoder_outputs=memory, decoder_input_ids=start, past_key_values=cache
+    )
     expected, cache = call(CACHES[cached](model), memories[1]).logits, CACHES[cached](model)
-    with pytest.raises(KeyboardInterrupt), planted("modules", Plant(30, KeyboardInterrupt()), monkeypatch):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        planted("modules", Plant(30, KeyboardInterrupt()), monkeypatch),
+    ):
         call(cache, memories[0])
     assert_same_logits(call(cache, memories[1]).logits, expected)

@@ -13,7 +13,15 @@ from pytransformer.cli import OK, USAGE, main
 from pytransformer.models import Mixer, MixerConfig, ViT, ViTConfig
 from pytransformer.testing.models import assert_same_logits
 
-SMALL = {"patch_size": 4, "channels": 1, "d_model": 16, "num_layers": 2, "num_heads": 2, "hidden": 24, "num_labels": 3}
+SMALL = {
+    "patch_size": 4,
+    "channels": 1,
+    "d_model": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden": 24,
+    "num_labels": 3,
+}
 
 
 def vit(image_size: int | tuple[int, int]) -> ViT:
@@ -33,13 +41,26 @@ def test_rectangles(tmp_path: Path) -> None:
     turned = vit((32, 16))
     state = model.state()
     state["positions.weight"] = torch.cat(
-        [state["positions.weight"][:1], state["positions.weight"][1:].view(4, 8, 16).transpose(0, 1).flatten(0, 1)]
+        [
+            state["positions.weight"][:1],
+            state["positions.weight"][1:].view(4, 8, 16).transpose(0, 1).flatten(0, 1),
+        ]
     )
-    state["patches.projection.weight"] = state["patches.projection.weight"].view(16, 4, 4).transpose(1, 2).flatten(1)
+    state["patches.projection.weight"] = (
+        state["patches.projection.weight"].view(16, 4, 4).transpose(1, 2).flatten(1)
+    )
     turned.load_state(state, "the turned one")
     assert_same_logits(turned(images.transpose(2, 3)).logits, out.logits)
     mixer = Mixer(
-        MixerConfig(image_size=(8, 16), patch_size=4, channels=1, d_model=16, num_layers=1, token_hidden=6, hidden=8)
+        MixerConfig(
+            image_size=(8, 16),
+            patch_size=4,
+            channels=1,
+            d_model=16,
+            num_layers=1,
+            token_hidden=6,
+            hidden=8,
+        )
     )
     assert mixer(torch.randn(2, 1, 8, 16)).last_hidden_state.shape == (2, 8, 16)
 
@@ -64,7 +85,9 @@ def test_another_size_as_transformers_interpolates(size: tuple[int, int]) -> Non
     found = ours.resized(size)
     assert found.config.image_size == size and not found.training
     assert_same_logits(found(images).logits, theirs(images, interpolate_pos_encoding=True).logits)
-    assert torch.equal(ours.resized(24)(torch.ones(1, 1, 24, 24)).logits, ours(torch.ones(1, 1, 24, 24)).logits)
+    assert torch.equal(
+        ours.resized(24)(torch.ones(1, 1, 24, 24)).logits, ours(torch.ones(1, 1, 24, 24)).logits
+    )
 
 
 def test_distances_in_the_plane() -> None:
@@ -81,23 +104,42 @@ def test_distances_in_the_plane() -> None:
                 weights = weights / weights.sum(-1, keepdim=True)
                 for i, (r, c) in enumerate(places):
                     total += sum(
-                        weights[i, j].item() * ((r - y) ** 2 + (c - x) ** 2) ** 0.5 for j, (y, x) in enumerate(places)
+                        weights[i, j].item() * ((r - y) ** 2 + (c - x) ** 2) ** 0.5
+                        for j, (y, x) in enumerate(places)
                     )
             assert far[layer, head].item() == pytest.approx(total / (2 * len(places)), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["distance", "gallery", "heat", "lines", "positions"])
-def test_attention_maps_of_an_image(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_maps_of_an_image(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")
     vit((8, 12)).save(tmp_path / "model")
     image.new("RGB", (30, 20), (200, 10, 60)).save(tmp_path / "picture.png")
     out = tmp_path / "map.png"
     picture = [] if kind == "positions" else [str(tmp_path / "picture.png")]
-    assert main(["attention-map", str(tmp_path / "model"), *picture, "--kind", kind, "--out", str(out)]) == OK
+    assert (
+        main(
+            ["attention-map", str(tmp_path / "model"), *picture, "--kind", kind, "--out", str(out)]
+        )
+        == OK
+    )
     assert out.stat().st_size > 3000
     if kind == "distance":
         assert main(["attention-map", str(tmp_path / "model"), "--kind", kind]) == USAGE
         assert "needs an image for the model to look at" in capsys.readouterr().err
-        assert main(["attention-map", str(tmp_path / "model"), str(out.with_suffix(".txt")), "--kind", kind]) == USAGE
+        assert (
+            main(
+                [
+                    "attention-map",
+                    str(tmp_path / "model"),
+                    str(out.with_suffix(".txt")),
+                    "--kind",
+                    kind,
+                ]
+            )
+            == USAGE
+        )
         assert "cannot be read as an image" in capsys.readouterr().err

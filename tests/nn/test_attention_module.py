@@ -26,7 +26,9 @@ def test_as_torch_multihead_attention():
 
 
 def test_parameter_count_does_not_depend_on_the_number_of_heads():
-    counts = {sum(p.numel() for p in nn.MultiHeadAttention(24, h).parameters()) for h in (1, 2, 4, 8)}
+    counts = {
+        sum(p.numel() for p in nn.MultiHeadAttention(24, h).parameters()) for h in (1, 2, 4, 8)
+    }
     assert counts == {4 * 24 * 25}
 
 
@@ -35,16 +37,20 @@ def test_heads_of_a_free_size_and_grouped_queries():
     assert layer.qkv.weight.shape == ((6 + 2 + 2) * 8, 10)
     assert layer.out.weight.shape == (10, 48)
     x = torch.randn(2, 5, 10)
-    q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in layer.qkv(x).split([48, 16, 16], -1))
+    q, k, v = (
+        t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in layer.qkv(x).split([48, 16, 16], -1)
+    )
     each = [
-        torch.softmax(q[:, h] @ k[:, h // 3].transpose(1, 2) / 8**0.5, -1) @ v[:, h // 3] for h in range(6)
+        torch.softmax(q[:, h] @ k[:, h // 3].transpose(1, 2) / 8**0.5, -1) @ v[:, h // 3]
+        for h in range(6)
     ]  # three query heads share a key head
     assert_same_logits(layer(x), layer.out(torch.cat(each, -1)))
 
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_values_of_a_size_of_their_own(cross: bool):
-    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3; the scale is that of the keys."""
+    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3; the scale is that of
+    the keys."""
     layer = nn.MultiHeadAttention(10, 4, num_kv_heads=2, head_dim=8, value_dim=3, cross=cross)
     x, context = torch.randn(2, 5, 10), torch.randn(2, 7, 10)
     if cross:
@@ -55,13 +61,18 @@ def test_values_of_a_size_of_their_own(cross: bool):
         q, k, v = layer.qkv(x).split([32, 16, 6], -1)
     assert layer.out.weight.shape == (10, 12) and "value_dim=3" in repr(layer)
     q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t, size in ((q, 8), (k, 8), (v, 3)))
-    each = [torch.softmax(q[:, h] @ k[:, h // 2].transpose(1, 2) / 8**0.5, -1) @ v[:, h // 2] for h in range(4)]
+    each = [
+        torch.softmax(q[:, h] @ k[:, h // 2].transpose(1, 2) / 8**0.5, -1) @ v[:, h // 2]
+        for h in range(4)
+    ]
     assert_same_logits(layer(x, context) if cross else layer(x), layer.out(torch.cat(each, -1)))
     with pytest.raises(ValueError, match="head_dim and value_dim must be at least 1, got 8 and 0"):
         nn.MultiHeadAttention(10, 4, head_dim=8, value_dim=0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, None, None), (4, 3, 8), (0, None, 8), (4, 0, 8)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(3, None, None), (4, 3, 8), (0, None, 8), (4, 0, 8)]
+)
 def test_impossible_heads_are_refused(heads: int, kv_heads: int | None, head_dim: int | None):
     with pytest.raises(ValueError, match="multiple"):
         nn.MultiHeadAttention(32, heads, num_kv_heads=kv_heads, head_dim=head_dim)
@@ -72,7 +83,9 @@ def test_cached_as_at_once():
     layer = nn.MultiHeadAttention(16, 4, num_kv_heads=2).eval()
     x, cache = torch.randn(2, 9, 16), nn.LayerCache(9)
     expected = layer(x, causal="top_left")
-    pieces = [layer(piece, cache=cache, causal="bottom_right") for piece in x.split([4, 1, 1, 3], 1)]
+    pieces = [
+        layer(piece, cache=cache, causal="bottom_right") for piece in x.split([4, 1, 1, 3], 1)
+    ]
     assert_same_logits(torch.cat(pieces, 1), expected)
     assert cache.length == 9
     with pytest.raises(ValueError, match="10 positions, but it was made for max_length=9"):
@@ -96,7 +109,8 @@ def test_context_is_projected_once():
 @pytest.mark.parametrize("rows", [[1, 0, 2], [2, 2, 0], [0, 0, 1, 1, 2, 2], [1]])
 def test_reordered_cache_is_the_cache_of_reordered_rows(rows: list[int]):
     layers = [nn.MultiHeadAttention(16, 4).eval(), nn.MultiHeadAttention(16, 4, cross=True).eval()]
-    # Nine positions: more rows than a product of few has, however many sequences there are, so that all round alike.
+    # Nine positions: more rows than a product of few has, however many sequences there are, so that
+    # all round alike.
     x, new, context = torch.randn(3, 9, 16), torch.randn(len(rows), 1, 16), torch.randn(3, 9, 16)
 
     def start(rows: torch.Tensor) -> nn.KeyValueCache:
@@ -143,7 +157,9 @@ def test_a_cache_refuses_what_it_cannot_hold():
         layer(torch.randn(1, 2, 8), cache=cache.layers[0])
     with torch.no_grad():
         layer(torch.randn(1, 2, 8), cache=cache.layers[0])
-        with pytest.raises(ValueError, match=r"key must be \(1, 2, 1, 4\) as before, got \(2, 2, 1, 4\)"):
+        with pytest.raises(
+            ValueError, match=r"key must be \(1, 2, 1, 4\) as before, got \(2, 2, 1, 4\)"
+        ):
             layer(torch.randn(2, 1, 8), cache=cache.layers[0])
     with pytest.raises(ValueError, match="at least 1"):
         nn.KeyValueCache(1, 0)
@@ -205,7 +221,9 @@ def test_taps_see_weights_and_outputs_and_leave_nothing():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
     torch.testing.assert_close(seen["a"].weights(rows=[3], heads=[1]), weights[:, 1:, 3:4])
     assert seen["a"].summary("entropy").keys() == {"entropy"}
-    torch.testing.assert_close(weights @ seen["a"].value, pt.attention(*_qkv(seen["a"]), causal="top_left"))
+    torch.testing.assert_close(
+        weights @ seen["a"].value, pt.attention(*_qkv(seen["a"]), causal="top_left")
+    )
     assert model["a"].observer is None and not model["b"]._forward_hooks
     with nn.taps(model) as seen:
         run()
@@ -224,7 +242,9 @@ def test_sinks_are_learned_and_scale_no_score():
     x = torch.randn(2, 5, 16)
     q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1))
     weight = torch.exp(q @ k.mT / 2)
-    expected = layer.out((weight / (1 + weight.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(-2))
+    expected = layer.out(
+        (weight / (1 + weight.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(-2)
+    )
     assert_same_logits(layer(x), expected)
     layer(x).square().sum().backward()
     assert bool(layer.sinks.grad.all()) and "sinks" not in nn.MultiHeadAttention(16, 4).state_dict()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of sequences that differ in length: each is what it is alone, and nothing that is no token is ever read."""
+"""Caches of sequences that differ in length: each is what it is alone, and nothing that is no token
+is ever read."""
 
 from __future__ import annotations
 
@@ -41,8 +42,14 @@ def cache(request: pytest.FixtureRequest) -> Any:
     return CACHES[request.param]()
 
 
-def feed(attention: nn.MultiHeadAttention, cache: nn.DecoderCache, x: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
-    """The rows' next tokens: counts[b] of each, the columns behind them full of NaN; None: all columns of all."""
+def feed(
+    attention: nn.MultiHeadAttention,
+    cache: nn.DecoderCache,
+    x: torch.Tensor,
+    counts: list[int] | None,
+) -> torch.Tensor:
+    """The rows' next tokens: counts[b] of each, the columns behind them full of NaN; None: all
+    columns of all."""
     if counts is None:
         step = cache.step(x)
     else:
@@ -51,8 +58,11 @@ def feed(attention: nn.MultiHeadAttention, cache: nn.DecoderCache, x: torch.Tens
     return attention(x, cache=cache.layers[0], **step.visible)
 
 
-def tokens(attention: nn.MultiHeadAttention, cache: nn.DecoderCache, rounds: list[list[int] | int]) -> None:
-    """Rounds of new tokens, each sequence's a prefix of its own row; every output is that of the whole row read at once."""
+def tokens(
+    attention: nn.MultiHeadAttention, cache: nn.DecoderCache, rounds: list[list[int] | int]
+) -> None:
+    """Rounds of new tokens, each sequence's a prefix of its own row; every output is that of the
+    whole row read at once."""
     x = torch.randn(BATCH, MAX, WIDTH, generator=torch.Generator().manual_seed(5))
     whole = attention(x, causal="top_left")
     done = [0] * BATCH
@@ -98,7 +108,12 @@ def test_reordered_and_cropped(cache: Any) -> None:
     at, rows = cache.lengths.clone(), [2, 2, 0, 1, 3, 2]
     assert at.tolist() == [4, 9, 5, 0, 2, 8]
     for _ in range(3):
-        out = feed(attention, cache, torch.stack([x[r, n] for r, n in zip(rows, at.tolist())])[:, None], None)
+        out = feed(
+            attention,
+            cache,
+            torch.stack([x[r, n] for r, n in zip(rows, at.tolist())])[:, None],
+            None,
+        )
         assert_same_logits(out[:, 0], torch.stack([whole[r, n] for r, n in zip(rows, at.tolist())]))
         at += 1
     cache.crop(3)
@@ -115,16 +130,24 @@ def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
     x = torch.randn(BATCH, 9, WIDTH)
     feed(layer(), cache, x, [5, 1, 9, 3])
     with pytest.raises(
-        ValueError, match=r"sequence 1 holds 1 tokens and 2 columns came; wanted a length from 1 to 3, .* got 4"
+        ValueError,
+        match=(
+            r"sequence 1 holds 1 tokens and 2 columns came; wanted a length from 1 to 3, .* got 4"
+        ),
     ):
         cache.step(x[:, :2], torch.tensor([5, 4, 9, 3]))
     with pytest.raises(ValueError, match=r"sequence 2 holds 9 tokens.* got 8"):
         cache.step(x[:, :2], torch.tensor([5, 1, 8, 3]))
-    with pytest.raises(ValueError, match=r"differ in length; wanted attention_mask as lengths \(4,\).* got shape \(4, 10\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"differ in length; wanted attention_mask as lengths \(4,\).* got shape \(4, 10\)",
+    ):
         cache.step(x[:, :1], torch.ones(BATCH, 10))
     with pytest.raises(ValueError, match=r"holds 4 sequences, got 3"):
         cache.step(x[:3, :1])
-    with pytest.raises(ValueError, match=r"crop: lengths must be from 0 to \[5, 1, 9, 3\], got \[5, 2, 9, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"crop: lengths must be from 0 to \[5, 1, 9, 3\], got \[5, 2, 9, 3\]"
+    ):
         cache.crop(torch.tensor([5, 2, 9, 3]))
 
 
@@ -145,7 +168,8 @@ def test_a_buffer_ends_where_it_was_said() -> None:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_caches_write_by_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a query there is no head to turn, which is no reason for the reference, whose list of tokens a GPU would be waited for."""
+    """Without a query there is no head to turn, which is no reason for the reference, whose list of
+    tokens a GPU would be waited for."""
     from pytransformer.nn.cache import write
     from pytransformer.ops.append_kv import append_kv_op
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relative positions, subsampling, CTC and separable convolutions, by hand: sums over pairs, windows and paths written out."""
+"""Relative positions, subsampling, CTC and separable convolutions, by hand: sums over pairs,
+windows and paths written out."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def _sinusoid(distance: int, d: int) -> torch.Tensor:
     return torch.tensor([math.cos(a) if n % 2 else math.sin(a) for n, a in enumerate(angles)])
 
 
-def _relative_by_hand(layer: nn.RelativeMultiHeadAttention, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _relative_by_hand(
+    layer: nn.RelativeMultiHeadAttention, x: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
     """Transformer-XL's score of each pair by itself; x (L, d), visible (L, L)."""
     length, d = x.shape
     size = layer.head_dim
@@ -32,10 +35,15 @@ def _relative_by_hand(layer: nn.RelativeMultiHeadAttention, x: torch.Tensor, vis
         rows = []
         for i in range(length):
             scores = [
-                (q[i, part] + u) @ k[j, part] + (q[i, part] + w) @ (layer.position.weight[part] @ _sinusoid(i - j, d))
+                (q[i, part] + u) @ k[j, part]
+                + (q[i, part] + w) @ (layer.position.weight[part] @ _sinusoid(i - j, d))
                 for j in range(length)
             ]
-            p = (torch.stack(scores) / math.sqrt(size)).masked_fill(~visible[i], -torch.inf).softmax(-1)
+            p = (
+                (torch.stack(scores) / math.sqrt(size))
+                .masked_fill(~visible[i], -torch.inf)
+                .softmax(-1)
+            )
             rows.append(p @ v[:, part])
         heads.append(torch.stack(rows))
     return layer.out(torch.cat(heads, -1))
@@ -57,7 +65,10 @@ def test_relative_attention_is_its_equation(length: int) -> None:
     theirs = torch.autograd.grad(random_sum(by_hand), list(layer.parameters()))
     assert_same_logits(out[0], by_hand)
     for (name, _), ours, wanted in zip(layer.named_parameters(), mine, theirs):
-        if length > 1 or name in ("out.weight", "out.bias"):  # one key has weight 1, whatever is learned of its score
+        if length > 1 or name in (
+            "out.weight",
+            "out.bias",
+        ):  # one key has weight 1, whatever is learned of its score
             assert_same_gradient(ours, wanted)
 
 
@@ -66,7 +77,9 @@ def test_relative_attention_with_padding_on_either_side() -> None:
     mask = torch.tensor([[1] * 4 + [0] * 3, [0] * 2 + [1] * 5])
     out = layer(x, sinusoids=nn.relative_sinusoids(7, 12, x), **nn.padding(mask, 2, 7))
     for row, (start, end) in enumerate(((0, 4), (2, 7))):
-        alone = _relative_by_hand(layer, x[row, start:end], torch.ones(end - start, end - start, dtype=torch.bool))
+        alone = _relative_by_hand(
+            layer, x[row, start:end], torch.ones(end - start, end - start, dtype=torch.bool)
+        )
         assert_same_logits(out[row, start:end], alone)
 
 
@@ -82,7 +95,10 @@ def test_relative_attention_says_what_it_wants() -> None:
     layer, x = _layer(), torch.randn(1, 6, 12)
     with pytest.raises(ValueError, match="give sinusoids=relative_sinusoids"):
         layer(x)
-    for given in ({"sinusoids": nn.relative_sinusoids(5, 12, x)}, {"sinusoids": nn.relative_sinusoids(6, 12, x), "bias": x}):
+    for given in (
+        {"sinusoids": nn.relative_sinusoids(5, 12, x)},
+        {"sinusoids": nn.relative_sinusoids(6, 12, x), "bias": x},
+    ):
         with pytest.raises(ValueError, match="without bias, and sinusoids of 2 L distances"):
             layer(x, **given)
 
@@ -97,7 +113,8 @@ def test_subsampled_frames_read_their_windows() -> None:
         changed = (layer(other) - out).abs().amax((0, 2)) > 1e-7
         assert changed.tolist() == [4 * t <= frame <= 4 * t + 6 for t in range(4)], frame
     alone = layer.out(
-        F.relu(F.conv2d(F.relu(F.conv2d(x[:, None, 8:15], layer.first.weight, layer.first.bias, 2)), layer.second.weight,
+        F.relu(F.conv2d(F.relu(F.conv2d(x[:, None, 8:15], layer.first.weight, layer.first.bias, 2)),
+            layer.second.weight,
                         layer.second.bias, 2))[0, :, 0].flatten()
     )  # fmt: skip
     assert_same_logits(out[0, 2], alone)
@@ -110,11 +127,19 @@ def test_subsampled_frames_read_their_windows() -> None:
 @pytest.mark.parametrize("features", (7, 10, 11))
 def test_one_column_of_features_is_convolved_over_time(features: int) -> None:
     layer, x = nn.ConvolutionSubsampling(features, 16), torch.randn(3, 33, features)
-    plain = F.conv2d(F.relu(layer.first(x[:, None])), layer.second.weight, layer.second.bias, stride=2)
+    plain = F.conv2d(
+        F.relu(layer.first(x[:, None])), layer.second.weight, layer.second.bias, stride=2
+    )
     wanted = layer.out(F.relu(plain).transpose(1, 2).flatten(2))
     assert_same_logits(layer(x), wanted)
-    for _ in range(20):  # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX where there is one column
-        freed = [torch.full((1 << power,), torch.nan) for power in range(6, 18)]  # what the next tensors of such sizes find
+    for _ in range(
+        20
+        # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX where there is one
+        # column
+    ):
+        freed = [
+            torch.full((1 << power,), torch.nan) for power in range(6, 18)
+        ]  # what the next tensors of such sizes find
         del freed
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             assert (layer(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
@@ -126,14 +151,20 @@ def test_lengths_are_carried_through_the_subsampling() -> None:
     ends = torch.arange(33) < lengths[:, None]
     assert torch.equal(layer.kept(ends).sum(1), layer.kept(lengths))
     assert layer.kept(lengths).tolist() == [nn.ConvolutionSubsampling.frames(n) for n in range(34)]
-    assert layer.kept(ends.flip(1))[12].tolist() == [False] * 6 + [True], "left padding: frames 24 to 30 are real"
+    assert layer.kept(ends.flip(1))[12].tolist() == [False] * 6 + [True], (
+        "left padding: frames 24 to 30 are real"
+    )
     assert layer.kept(None) is None
 
 
 def _paths(labels: list[int], frames: int, classes: int) -> list[tuple[int, ...]]:
     """Every way to say the labels, one class a frame: repeats once, blanks out."""
     ways = itertools.product(range(classes), repeat=frames)
-    return [path for path in ways if [c for n, c in enumerate(path) if c and (n == 0 or path[n - 1] != c)] == labels]
+    return [
+        path
+        for path in ways
+        if [c for n, c in enumerate(path) if c and (n == 0 or path[n - 1] != c)] == labels
+    ]
 
 
 def test_ctc_adds_up_every_path() -> None:
@@ -141,21 +172,36 @@ def test_ctc_adds_up_every_path() -> None:
     keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]).bool()
     p, total = logits.softmax(-1), 0.0
     for row in range(3):
-        wanted, frames = [n for n in labels[row].tolist() if n > 0], keep[row].nonzero().flatten().tolist()
+        wanted, frames = (
+            [n for n in labels[row].tolist() if n > 0],
+            keep[row].nonzero().flatten().tolist(),
+        )
         paths = _paths(wanted, len(frames), 3)
-        total -= math.log(sum(math.prod(p[row, f, c].item() for f, c in zip(frames, path)) for path in paths))
+        total -= math.log(
+            sum(math.prod(p[row, f, c].item() for f, c in zip(frames, path)) for path in paths)
+        )
     loss = nn.ctc_loss(logits.requires_grad_(), labels, keep)
     assert loss.item() == pytest.approx(total / 6, rel=1e-5)
     loss.backward()
-    assert logits.grad.isfinite().all() and (logits.grad[~keep] == 0).all() and (logits.grad[keep] != 0).all()
+    assert (
+        logits.grad.isfinite().all()
+        and (logits.grad[~keep] == 0).all()
+        and (logits.grad[keep] != 0).all()
+    )
 
 
 def test_ctc_reads_the_best_path() -> None:
     best = torch.tensor([[0, 2, 2, 0, 2, 1], [1, 1, 1, 2, 2, 0]])
     logits = F.one_hot(best, 3).float()
     assert nn.ctc_read(logits) == [[2, 2, 1], [1, 2]]
-    assert nn.ctc_read(logits, torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]).bool()) == [[2, 2, 1], [1, 2]]
-    assert nn.ctc_read(logits, torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()) == [[2], []]
+    assert nn.ctc_read(logits, torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]).bool()) == [
+        [2, 2, 1],
+        [1, 2],
+    ]
+    assert nn.ctc_read(logits, torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()) == [
+        [2],
+        [],
+    ]
 
 
 @torch.no_grad()
@@ -207,7 +253,9 @@ def test_separable_mixing_of_patches_is_in_the_plane() -> None:
         other[:, place] += 1.0
         changed = (layer(other) - out).abs().amax((0, 2)) > 1e-7
         row, column = divmod(place, 5)
-        assert changed.tolist() == [abs(n // 5 - row) <= 1 and abs(n % 5 - column) <= 1 for n in range(15)]
+        assert changed.tolist() == [
+            abs(n // 5 - row) <= 1 and abs(n % 5 - column) <= 1 for n in range(15)
+        ]
     with pytest.raises(ValueError, match="made for 3 x 5 tokens, got 14"):
         layer(x[:, 1:])
     with pytest.raises(ValueError, match="no padding, got a mask"):

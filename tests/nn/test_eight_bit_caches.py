@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in eight bits: in pages or not, in pieces or whole, alone or in a batch, the same numbers; forks and copies take their scales."""
+"""Caches in eight bits: in pages or not, in pieces or whole, alone or in a batch, the same numbers;
+forks and copies take their scales."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ def layer() -> nn.MultiHeadAttention:
 
 def gpt(**changes: Any) -> GPT:
     torch.manual_seed(5)
-    model = GPT(GPTConfig(vocab_size=23, d_model=32, num_layers=2, num_heads=4, max_length=48, tied=False, **changes))
+    model = GPT(
+        GPTConfig(
+            vocab_size=23,
+            d_model=32,
+            num_layers=2,
+            num_heads=4,
+            max_length=48,
+            tied=False,
+            **changes,
+        )
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -36,12 +47,17 @@ def gpt(**changes: Any) -> GPT:
     return model.eval()
 
 
-def feed(attention: nn.MultiHeadAttention, cache: nn.DecoderCache, x: torch.Tensor, lengths: Any = None) -> torch.Tensor:
+def feed(
+    attention: nn.MultiHeadAttention, cache: nn.DecoderCache, x: torch.Tensor, lengths: Any = None
+) -> torch.Tensor:
     return attention(x, cache=cache.layers[0], **cache.step(x, lengths).visible)
 
 
 def caches(dtype: torch.dtype, length: int = 40) -> dict[str, nn.DecoderCache]:
-    return {"contiguous": nn.KeyValueCache(1, length, dtype), "paged": nn.PagedCache(1, 40, 4, dtype)}
+    return {
+        "contiguous": nn.KeyValueCache(1, length, dtype),
+        "paged": nn.PagedCache(1, 40, 4, dtype),
+    }
 
 
 @torch.no_grad()
@@ -54,10 +70,14 @@ def test_the_rows_are_those_of_quantize_kv(kind: str, dtype: torch.dtype) -> Non
     held: list[list[torch.Tensor]] = [[], []]
     inner = cache.layers[0].append
     cache.layers[0].append = lambda k, v: (held[0].append(k), held[1].append(v), inner(k, v))[2]  # type: ignore[method-assign]
-    found = torch.cat([feed(attention, cache, x[:, a:b]) for a, b in ((0, 5), (5, 6), (6, 16), (16, 17))], 1)
+    found = torch.cat(
+        [feed(attention, cache, x[:, a:b]) for a, b in ((0, 5), (5, 6), (6, 16), (16, 17))], 1
+    )
     plain = [pt.dequantize_kv(*pt.quantize_kv(torch.cat(t, 2), dtype)) for t in held]
     query = attention.qkv(x)[..., : 4 * 8].unflatten(-1, (4, 8)).transpose(1, 2)
-    want = pt.attention(query, *plain, causal="top_left", scale=attention.scale, backend="reference")
+    want = pt.attention(
+        query, *plain, causal="top_left", scale=attention.scale, backend="reference"
+    )
     assert_same_logits(found, attention.out(want.transpose(1, 2).flatten(2)))
     assert cache.layers[0].stored.key.dtype == dtype  # type: ignore[attr-defined]
 
@@ -65,7 +85,8 @@ def test_the_rows_are_those_of_quantize_kv(kind: str, dtype: torch.dtype) -> Non
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_forks_copies_and_free_pages(dtype: torch.dtype) -> None:
-    """Every free row is poison before every call; each sequence is at every step what it is alone in a contiguous cache."""
+    """Every free row is poison before every call; each sequence is at every step what it is alone
+    in a contiguous cache."""
     attention, rng = layer(), random.Random(3)
     cache = nn.PagedCache(1, 24, 4, dtype)
     words = torch.randn(3, 40, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -80,7 +101,9 @@ def test_forks_copies_and_free_pages(dtype: torch.dtype) -> None:
             else:
                 alive[cache.open()] = []
         names = list(alive)
-        new = {name: [rng.choice([0, 1, 2]) for _ in range(rng.choice([1, 1, 1, 3]))] for name in names}
+        new = {
+            name: [rng.choice([0, 1, 2]) for _ in range(rng.choice([1, 1, 1, 3]))] for name in names
+        }
         if not names:
             continue
         cache.select(names)
@@ -89,11 +112,17 @@ def test_forks_copies_and_free_pages(dtype: torch.dtype) -> None:
             for i, token in enumerate(new[name]):
                 x[b, i] = words[token, len(alive[name]) + i]
         poison_free_rows(cache)
-        out = feed(attention, cache, x, cache.lengths + torch.tensor([len(new[name]) for name in names]))
+        out = feed(
+            attention, cache, x, cache.lengths + torch.tensor([len(new[name]) for name in names])
+        )
         for b, name in enumerate(names):
             held, alive[name] = len(alive[name]), alive[name] + new[name]
             alone = nn.KeyValueCache(1, 40, dtype)
-            whole = feed(attention, alone, torch.stack([words[t, i] for i, t in enumerate(alive[name])])[None])
+            whole = feed(
+                attention,
+                alone,
+                torch.stack([words[t, i] for i, t in enumerate(alive[name])])[None],
+            )
             assert_same_logits(out[b, : len(new[name])], whole[0, held:])
             if len(alive[name]) > 12 or rng.random() < 0.1:
                 cache.close(name)
@@ -122,7 +151,9 @@ def test_generate_in_pages_is_generate(how: dict[str, Any], name: str, dtype: to
     """Prompts of different lengths, padded on the left: tokens and scores of the two caches."""
     if name == "t5":
         torch.manual_seed(8)
-        shape: dict[str, Any] = dict(vocab_size=23, d_model=32, head_dim=8, hidden=64, num_heads=4, num_layers=2)
+        shape: dict[str, Any] = dict(
+            vocab_size=23, d_model=32, head_dim=8, hidden=64, num_heads=4, num_layers=2
+        )
         model: Any = T5(T5Config(start_token_id=2, max_distance=32, **shape)).eval()
     else:
         model = gpt(**({"num_kv_heads": 2, "window": 6} if name == "grouped" else {}))
@@ -139,7 +170,8 @@ def test_generate_in_pages_is_generate(how: dict[str, Any], name: str, dtype: to
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_the_batcher(dtype: torch.dtype) -> None:
-    """Requests in pieces, sharing pages, are what they are alone; free rows are poison before each step."""
+    """Requests in pieces, sharing pages, are what they are alone; free rows are poison before each
+    step."""
     model, rng = gpt(), random.Random(1)
     cache = model.make_paged_cache(20, 4, dtype)
     batcher = Batcher(model, cache, slots=4, piece=5)
@@ -154,7 +186,9 @@ def test_the_batcher(dtype: torch.dtype) -> None:
         poison_free_rows(cache)
         for finished in batcher.step():
             prompt, how = asked[finished.request]
-            alone = generate(model, torch.tensor([prompt]), decoding=how, cache=model.make_cache(48, dtype))
+            alone = generate(
+                model, torch.tensor([prompt]), decoding=how, cache=model.make_cache(48, dtype)
+            )
             assert alone.lists() == [finished.tokens]
             assert_same_logits(torch.tensor([finished.score]), alone.scores)
     assert cache.pages.available == 20
@@ -164,7 +198,11 @@ def test_the_batcher(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_a_tap_sees_the_numbers(kind: str) -> None:
     model, ids = gpt(), torch.randint(4, 23, (2, 9), generator=torch.Generator().manual_seed(2))
-    cache = model.make_cache(9, torch.int8) if kind == "contiguous" else model.make_paged_cache(6, 4, torch.int8)
+    cache = (
+        model.make_cache(9, torch.int8)
+        if kind == "contiguous"
+        else model.make_paged_cache(6, 4, torch.int8)
+    )
     with nn.taps(model) as seen:
         model(ids, past_key_values=cache)
     weights = next(iter(seen.values())).weights()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: by hand, against transformers' Switch and NLLB-MoE, and the two ways of computing the experts against each other."""
+"""Mixtures of experts: by hand, against transformers' Switch and NLLB-MoE, and the two ways of
+computing the experts against each other."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from pytransformer.testing.small_models import build, inputs
 
 GATES = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.2, 0.3], [0.15, 0.8, 0.05], [0.2, 0.3, 0.5]])
 KINDS: dict[str, dict[str, Any]] = {
-    "relu": {}, "no biases": {"bias": False, "activation": "gelu"}, "gated": {"gated": True, "activation": "silu"},
+    "relu": {}, "no biases": {"bias": False, "activation": "gelu"},
+    "gated": {"gated": True, "activation": "silu"},
 }  # fmt: skip
 
 
 def _mixture(**options: Any) -> nn.MixtureOfExperts:
-    """Three experts that return 1, 2 and 3 times a unit vector, and a router whose gates for log p are p."""
+    """Three experts that return 1, 2 and 3 times a unit vector, and a router whose gates for log p
+    are p."""
     mixture = nn.MixtureOfExperts(3, 4, 3, **options)
     with torch.no_grad():
         mixture.router.weight.copy_(torch.eye(3))
@@ -37,7 +40,8 @@ def _mixture(**options: Any) -> nn.MixtureOfExperts:
 def test_the_two_best_experts_by_their_gates() -> None:
     out = _mixture()(GATES.log()[None])
     expected = torch.tensor([
-        [0.6 / 0.9, 2 * 0.3 / 0.9, 0], [0.5 / 0.8, 0, 3 * 0.3 / 0.8], [0.15 / 0.95, 2 * 0.8 / 0.95, 0], [0, 2 * 0.3 / 0.8, 3 * 0.5 / 0.8],
+        [0.6 / 0.9, 2 * 0.3 / 0.9, 0], [0.5 / 0.8, 0, 3 * 0.3 / 0.8],
+        [0.15 / 0.95, 2 * 0.8 / 0.95, 0], [0, 2 * 0.3 / 0.8, 3 * 0.5 / 0.8],
     ])  # fmt: skip
     torch.testing.assert_close(out, expected[None])
 
@@ -48,12 +52,16 @@ def test_one_choice_is_scaled_by_its_gate() -> None:
 
 
 def test_three_choices_are_all_experts() -> None:
-    torch.testing.assert_close(_mixture(choices=3)(GATES.log()), GATES * torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(
+        _mixture(choices=3)(GATES.log()), GATES * torch.tensor([1.0, 2.0, 3.0])
+    )
 
 
 def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity() -> None:
     out = _mixture(capacity_factor=0.375)(GATES.log())  # ceil(2 * 4 / 3 * 0.375) = 1 token each
-    expected = torch.tensor([[0.6 / 0.9, 0, 0], [0, 0, 0], [0, 2 * 0.8 / 0.95, 0], [0, 0, 3 * 0.5 / 0.8]])
+    expected = torch.tensor(
+        [[0.6 / 0.9, 0, 0], [0, 0, 0], [0, 2 * 0.8 / 0.95, 0], [0, 0, 3 * 0.5 / 0.8]]
+    )
     torch.testing.assert_close(out, expected)
 
 
@@ -67,7 +75,8 @@ def test_a_random_second_choice_comes_with_twice_its_weight() -> None:
     torch.testing.assert_close(out[came, 1], torch.full((int(came.sum()),), 2 * 0.2 / 0.9))
     assert abs(came.float().mean() - 2 * 0.2 / 0.9) < 4 * (0.444 * 0.556 / 4000) ** 0.5
     assert (mixture.eval()(gates.log())[:, 1] > 0).all()
-    # Those that stay away take no room: of 4,000 first choices of expert 0 and about 1,780 second ones of expert 1, all have it.
+    # Those that stay away take no room: of 4,000 first choices of expert 0 and about 1,780 second
+    # ones of expert 1, all have it.
     roomy = _mixture(second="random", capacity_factor=1.5).train()
     assert (roomy(gates.log())[:, 0] > 0).all()
 
@@ -78,7 +87,9 @@ def test_balance_loss() -> None:
     # First choices 0, 0, 1, 2; mean gates (1.45, 1.6, 0.95) / 4.
     expected = 3 * (0.5 * 0.3625 + 0.25 * 0.4 + 0.25 * 0.2375)
     torch.testing.assert_close(mixture.balance_loss, torch.tensor(expected))
-    torch.testing.assert_close(nn.balance_loss(torch.nn.Sequential(mixture, mixture)), torch.tensor(expected))
+    torch.testing.assert_close(
+        nn.balance_loss(torch.nn.Sequential(mixture, mixture)), torch.tensor(expected)
+    )
     assert nn.balance_loss(torch.nn.Linear(2, 2)) is None
     even = torch.eye(3).repeat(2, 1) * 0.7 + 0.1
     mixture(even.log())
@@ -120,14 +131,19 @@ def _one_by_hand(experts: nn.Experts, e: int, x: torch.Tensor) -> torch.Tensor:
     of = lambda name: None if getattr(experts, name) is None else getattr(experts, name)[e]
     activate = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[experts.activation]
     hidden = F.linear(x, of("w1"), of("w1_bias"))
-    hidden = activate(hidden) if experts.gate is None else activate(F.linear(x, of("gate"), of("gate_bias"))) * hidden
+    hidden = (
+        activate(hidden)
+        if experts.gate is None
+        else activate(F.linear(x, of("gate"), of("gate_bias"))) * hidden
+    )
     return F.linear(hidden, of("w2"), of("w2_bias"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["_one_by_one", "_grouped"])
 def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
-    """Values and gradients, with an expert that has no rows, and rows after the last that no expert may touch."""
+    """Values and gradients, with an expert that has no rows, and rows after the last that no expert
+    may touch."""
     torch.manual_seed(3)
     experts = nn.Experts(4, 16, 24, **KINDS[kind])
     starts = torch.tensor([0, 5, 5, 6, 13], dtype=torch.int32)
@@ -137,11 +153,14 @@ def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
     run = getattr(experts, way)
     out = run(given, starts if way == "_one_by_one" else starts[1:])[:13]
     expected_in = x.clone().requires_grad_()
-    expected = torch.cat([_one_by_hand(experts, e, expected_in[a:b]) for e, (a, b) in enumerate(pairwise(starts))])
+    expected = torch.cat(
+        [_one_by_hand(experts, e, expected_in[a:b]) for e, (a, b) in enumerate(pairwise(starts))]
+    )
     assert_same_logits(out, expected)
     upstream = torch.randn(13, 16)
     ours, theirs = (
-        torch.autograd.grad(o, [i, *experts.parameters()], upstream) for o, i in ((out, given), (expected, expected_in))
+        torch.autograd.grad(o, [i, *experts.parameters()], upstream)
+        for o, i in ((out, given), (expected, expected_in))
     )
     for a, b in zip(ours, theirs, strict=True):
         assert_same_logits(a[:13] if a is ours[0] else a, b[:13] if b is theirs[0] else b)
@@ -169,12 +188,17 @@ def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.Monke
     x = torch.randn(40, 8, requires_grad=True)
     expected = torch.autograd.grad(mixture(x).square().sum(), [x, *mixture.parameters()])
     monkeypatch.setattr(nn.Experts, "forward", poisoned)
-    for ours, theirs in zip(torch.autograd.grad(mixture(x).square().sum(), [x, *mixture.parameters()]), expected, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(mixture(x).square().sum(), [x, *mixture.parameters()]),
+        expected,
+        strict=True,
+    ):
         assert torch.equal(ours, theirs)
 
 
 def test_one_graph_for_any_split_and_autocast() -> None:
-    """torch.compile takes it whole, so nothing in it waits for what a tensor holds; and the grouped products take autocast's dtype."""
+    """torch.compile takes it whole, so nothing in it waits for what a tensor holds; and the grouped
+    products take autocast's dtype."""
     torch.manual_seed(5)
     mixture = nn.MixtureOfExperts(16, 32, 4, capacity_factor=1.0)
     compiled = torch.compile(mixture, backend="aot_eager", fullgraph=True)
@@ -192,14 +216,24 @@ def test_one_graph_for_any_split_and_autocast() -> None:
 
 
 def test_switch() -> None:
-    """Its sparse network, a sequence at a time, whose experts take so many tokens of each; and its loss."""
-    switch = pytest.importorskip("transformers.models.switch_transformers.modeling_switch_transformers")
+    """Its sparse network, a sequence at a time, whose experts take so many tokens of each; and its
+    loss."""
+    switch = pytest.importorskip(
+        "transformers.models.switch_transformers.modeling_switch_transformers"
+    )
     torch.manual_seed(4)
     config = switch.SwitchTransformersConfig(
-        d_model=16, d_ff=24, num_experts=4, expert_capacity=9, dropout_rate=0.0, router_jitter_noise=0.0
+        d_model=16,
+        d_ff=24,
+        num_experts=4,
+        expert_capacity=9,
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
     )
     theirs = switch.SwitchTransformersSparseMLP(config).eval()
-    ours = nn.MixtureOfExperts(16, 24, 4, choices=1, capacity_factor=0.9, bias=False)  # ceil(40 / 4 * 0.9) = 9
+    ours = nn.MixtureOfExperts(
+        16, 24, 4, choices=1, capacity_factor=0.9, bias=False
+    )  # ceil(40 / 4 * 0.9) = 9
     with torch.no_grad():
         ours.router.weight.copy_(theirs.router.classifier.weight)
         for e, expert in enumerate(theirs.experts.values()):
@@ -210,12 +244,15 @@ def test_switch() -> None:
     assert_same_logits(found, theirs(x))
     _, _, logits = theirs.router(x)
     probabilities = logits.softmax(-1)
-    torch.testing.assert_close(ours.balance_loss, switch.load_balancing_loss_func(probabilities, logits.argmax(-1)))
+    torch.testing.assert_close(
+        ours.balance_loss, switch.load_balancing_loss_func(probabilities, logits.argmax(-1))
+    )
 
 
 @pytest.mark.parametrize("capacity", [40, 6])
 def test_nllb_moe_router(capacity: int) -> None:
-    """Which experts each token goes to, and with what weight; its layer's own loop over experts is left out (5.23's reads a wrong mask)."""
+    """Which experts each token goes to, and with what weight; its layer's own loop over experts is
+    left out (5.23's reads a wrong mask)."""
     nllb = pytest.importorskip("transformers.models.nllb_moe.modeling_nllb_moe")
     torch.manual_seed(6)
     config = nllb.NllbMoeConfig(
@@ -223,7 +260,9 @@ def test_nllb_moe_router(capacity: int) -> None:
         normalize_router_prob_before_dropping=True, moe_eval_capacity_token_fraction=-1.0,
     )  # fmt: skip
     router = nllb.NllbMoeTop2Router(config).eval()
-    ours = nn.MixtureOfExperts(16, 24, 4, capacity_factor=capacity / 10)  # ceil(2 * 20 / 4 * capacity_factor)
+    ours = nn.MixtureOfExperts(
+        16, 24, 4, capacity_factor=capacity / 10
+    )  # ceil(2 * 20 / 4 * capacity_factor)
     with torch.no_grad():
         ours.router.weight.copy_(router.classifier.weight)
     x = torch.randn(20, 16)
@@ -245,13 +284,22 @@ def test_every_model_may_have_experts(name: str, tmp_path: Any) -> None:
     assert mixtures and all(m.choices == 1 and m.capacity_factor == 1.5 for m in mixtures)
     assert len(mixtures) < sum(isinstance(m, nn.Block) for m in model.modules())
     assert all(m.experts.w1.std() > 0 and m.experts.w2.std() > 0 for m in mixtures)
-    changes = {"dropout": 0.0, **({"label_smoothing": 0.0} if hasattr(model.config, "label_smoothing") else {})}
-    changes |= {n: 0.0 for n in ("attention_dropout", "activation_dropout") if hasattr(model.config, n)}
+    changes = {
+        "dropout": 0.0,
+        **({"label_smoothing": 0.0} if hasattr(model.config, "label_smoothing") else {}),
+    }
+    changes |= {
+        n: 0.0 for n in ("attention_dropout", "activation_dropout") if hasattr(model.config, n)
+    }
     model = build(name, experts=experts, **changes)
     trained, plain = model.train()(**given).loss, model.eval()(**given).loss
     assert_same_logits(trained, plain + 0.5 * nn.balance_loss(model))
     trained.backward()
-    assert all(m.router.weight.grad.abs().sum() > 0 for m in model.modules() if isinstance(m, nn.MixtureOfExperts))
+    assert all(
+        m.router.weight.grad.abs().sum() > 0
+        for m in model.modules()
+        if isinstance(m, nn.MixtureOfExperts)
+    )
     model.save(tmp_path)
     again = getattr(models, name.split("-")[0]).load(tmp_path).eval()
     assert torch.equal(again(**given).logits, model(**given).logits)

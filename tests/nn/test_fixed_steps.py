@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that the host only starts: the tokens of ordinary decoding, nothing read on the host, recorded once and run again."""
+"""Steps that the host only starts: the tokens of ordinary decoding, nothing read on the host,
+recorded once and run again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def gpt(**changes: Any) -> GPT:
     torch.manual_seed(5)
     model = GPT(
-        GPTConfig(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=24, tied=False, **changes)
+        GPTConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            num_layers=2,
+            num_heads=4,
+            max_length=24,
+            tied=False,
+            **changes,
+        )
     ).eval()
     with torch.no_grad():  # so that tokens differ in likelihood, and what was read long ago matters
         for name, parameter in model.named_parameters():
@@ -47,7 +56,9 @@ def caches(model: GPT) -> dict[str, nn.DecoderCache]:
     }
     for paged in made.values():
         if isinstance(paged, nn.PagedCache):
-            paged.pages._free = torch.randperm(30, generator=torch.Generator().manual_seed(7)).tolist()
+            paged.pages._free = torch.randperm(
+                30, generator=torch.Generator().manual_seed(7)
+            ).tolist()
     return made
 
 
@@ -55,7 +66,9 @@ def prompt(model: GPT, cache: nn.DecoderCache) -> torch.Tensor:
     """The first new token of each."""
     ids = torch.randint(4, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model(ids, LENGTHS, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        return (
+            model(ids, LENGTHS, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        )
 
 
 def step(model: GPT, cache: nn.DecoderCache, token: torch.Tensor) -> None:
@@ -103,7 +116,8 @@ def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_a_recorded_step_runs_again(model: GPT, kind: str) -> None:
-    """The operations of one step, run again on the same memory without Python: every later token is right, as in a CUDA graph."""
+    """The operations of one step, run again on the same memory without Python: every later token is
+    right, as in a CUDA graph."""
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
     fixed = nn.FixedSteps(cache, NEW)
@@ -190,20 +204,30 @@ def test_some_get_no_token(model: GPT, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_no_step_goes_beyond_its_room(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU raises; where nothing is looked at no other sequence's page is written or read, and finish() tells."""
+    """The CPU raises; where nothing is looked at no other sequence's page is written or read, and
+    finish() tells."""
     model = gpt()
     cache = caches(model)[kind]
     token = prompt(model, cache)
     fixed = nn.FixedSteps(cache, 2)
     step(model, fixed, token), step(model, fixed, token)
-    with pytest.raises(ValueError, match=r"sequence 0 would hold 8 tokens, and there is room for 7"):
+    with pytest.raises(
+        ValueError, match=r"sequence 0 would hold 8 tokens, and there is room for 7"
+    ):
         step(model, fixed, token)
     monkeypatch.setattr(nn.FixedSteps, "_check", lambda self, lengths: None)
     held = [bits(t).clone() for layer in fixed.layers for t in layer.held[:2]]
     step(model, fixed, token)
-    assert all(torch.equal(a, bits(b)) for a, b in zip(held, [t for layer in fixed.layers for t in layer.held[:2]]))
-    assert fixed.current.total is not None and fixed.current.total.tolist() == (LENGTHS + 2).tolist()
-    with pytest.raises(ValueError, match="sequence 0 was given 1 tokens more than there was room for"):
+    assert all(
+        torch.equal(a, bits(b))
+        for a, b in zip(held, [t for layer in fixed.layers for t in layer.held[:2]])
+    )
+    assert (
+        fixed.current.total is not None and fixed.current.total.tolist() == (LENGTHS + 2).tolist()
+    )
+    with pytest.raises(
+        ValueError, match="sequence 0 was given 1 tokens more than there was room for"
+    ):
         fixed.finish()
     assert cache.lengths.tolist() == (LENGTHS + 2).tolist()
 
@@ -226,17 +250,31 @@ def test_a_shared_page_is_copied_before_the_steps() -> None:
 def test_an_encoders_keys_stay() -> None:
     torch.manual_seed(8)
     model = T5(
-        T5Config(vocab_size=VOCABULARY, d_model=32, head_dim=8, hidden=64, num_heads=4, num_layers=2, max_distance=32)
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            head_dim=8,
+            hidden=64,
+            num_heads=4,
+            num_layers=2,
+            max_distance=32,
+        )
     ).eval()
     source, start = torch.randint(4, VOCABULARY, (2, 6)), torch.full((2, 1), 2)
     with torch.no_grad():
         memory, found = model.encode(source), []
         for fixes in (False, True):
             cache: Any = model.make_cache(12)
-            logits = [model(decoder_input_ids=start, encoder_outputs=memory, past_key_values=cache).logits]
+            logits = [
+                model(decoder_input_ids=start, encoder_outputs=memory, past_key_values=cache).logits
+            ]
             used = nn.FixedSteps(cache, 4) if fixes else cache
             for i in range(4):
-                logits.append(model(decoder_input_ids=start + i, encoder_outputs=memory, past_key_values=used).logits)
+                logits.append(
+                    model(
+                        decoder_input_ids=start + i, encoder_outputs=memory, past_key_values=used
+                    ).logits
+                )
             found.append(torch.stack(logits))
     assert torch.allclose(*found, atol=1e-5)
 
@@ -253,7 +291,11 @@ def test_what_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         nn.FixedSteps(cache, 0)
     fixed = nn.FixedSteps(cache, 2)
-    for refused in (lambda: fixed.reorder(torch.tensor([0])), fixed.free, lambda: nn.FixedSteps(fixed, 1)):
+    for refused in (
+        lambda: fixed.reorder(torch.tensor([0])),
+        fixed.free,
+        lambda: nn.FixedSteps(fixed, 1),
+    ):
         with pytest.raises(ValueError, match="finish"):
             refused()
     with pytest.raises(ValueError, match="made for 3 sequences, got 2"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows, by way of the C++ fast path and of Python: right for every size, layout and dtype, and PyTorch's wherever somebody
+"""Products of few rows, by way of the C++ fast path and of Python: right for every size, layout and
+dtype, and PyTorch's wherever somebody
 differentiates or watches."""
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from pytransformer.testing.guarded import place
 from pytransformer.testing.paths import needs_fast_path
 
 # Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
-BOUND = {torch.float32: (2.0, 6.0), torch.bfloat16: (1.0, 1.0), torch.float16: (1.0, 1.0), torch.float64: (2.0, 6.0)}
+BOUND = {
+    torch.float32: (2.0, 6.0),
+    torch.bfloat16: (1.0, 1.0),
+    torch.float16: (1.0, 1.0),
+    torch.float64: (2.0, 6.0),
+}
 SIZES = [
     (1, 1),
     (3, 2),
@@ -68,7 +74,10 @@ def operands(
     rows: int, k: int, n: int, dtype: torch.dtype, offset: float = 0.0, layout: str = "rows"
 ) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(rows * 7919 + k * 31 + n)
-    x, weight, bias = ((torch.randn(shape, generator=generator) + offset).to(dtype) for shape in ((rows, k), (n, k), (n,)))
+    x, weight, bias = (
+        (torch.randn(shape, generator=generator) + offset).to(dtype)
+        for shape in ((rows, k), (n, k), (n,))
+    )
     return x, lying(weight, layout), bias
 
 
@@ -79,14 +88,19 @@ def lying(weight: torch.Tensor, layout: str, where: str = "contiguous") -> torch
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
     """In float64, of float64 in 80 bits."""
-    a, w = (t.double().numpy().astype(np.longdouble if x.dtype == torch.float64 else np.float64) for t in (x, weight))
+    a, w = (
+        t.double().numpy().astype(np.longdouble if x.dtype == torch.float64 else np.float64)
+        for t in (x, weight)
+    )
     return a @ w.T + (0 if bias is None else bias.double().numpy())
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_element_is_within_the_bound(calls: list[int], rows: int, dtype: torch.dtype, layout: str) -> None:
+def test_every_element_is_within_the_bound(
+    calls: list[int], rows: int, dtype: torch.dtype, layout: str
+) -> None:
     for k, n in SIZES:
         for offset in (0.0, 1.0):
             x, weight, bias = operands(rows, k, n, dtype, offset, layout)
@@ -99,7 +113,11 @@ def test_every_element_is_within_the_bound(calls: list[int], rows: int, dtype: t
                 )
                 assert out.dtype == dtype and out.shape == exact.shape
                 error = np.abs(out.double().numpy() - exact)
-                assert (error <= BOUND[dtype][offset > 0] * torch.finfo(dtype).eps * scale).all(), (k, n, offset)
+                assert (error <= BOUND[dtype][offset > 0] * torch.finfo(dtype).eps * scale).all(), (
+                    k,
+                    n,
+                    offset,
+                )
     assert calls == [rows] * (4 * len(SIZES))
 
 
@@ -108,11 +126,15 @@ def test_shapes_and_strides(calls: list[int], layout: str) -> None:
     x, weight, bias = operands(6, 96, 40, torch.float32, layout=layout)
     want = F.linear(x, weight, bias)
     with torch.inference_mode():
-        assert torch.allclose(linear(x.view(2, 3, 96), weight, bias), want.view(2, 3, 40), atol=1e-5)
+        assert torch.allclose(
+            linear(x.view(2, 3, 96), weight, bias), want.view(2, 3, 40), atol=1e-5
+        )
         assert torch.allclose(linear(x.T.contiguous().T, weight, bias), want, atol=1e-5)
         assert torch.allclose(linear(x[0], weight, bias), want[0], atol=1e-5)
         assert torch.allclose(
-            linear(x.view(3, 2, 96).transpose(0, 1), weight), (want - bias).view(3, 2, 40).transpose(0, 1), atol=1e-5
+            linear(x.view(3, 2, 96).transpose(0, 1), weight),
+            (want - bias).view(3, 2, 40).transpose(0, 1),
+            atol=1e-5,
         )
         off = lying(weight, layout, "offset")  # one element off any alignment
         assert off.data_ptr() % 64 and torch.equal(linear(x, off, bias), linear(x, weight, bias))
@@ -121,16 +143,23 @@ def test_shapes_and_strides(calls: list[int], layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 def test_weights_along_k(calls: list[int], dtype: torch.dtype) -> None:
-    """As a module that keeps (k, n) gives them: the same bits, and None where the kernel is not for the call."""
+    """As a module that keeps (k, n) gives them: the same bits, and None where the kernel is not for
+    the call."""
     x, weight, bias = operands(3, 96, 40, dtype, layout="columns")
     other = weight.t()
     with torch.no_grad():
         for b in (bias, None):
             assert torch.equal(of_few_rows(x, other, b, along_k=True), linear(x, weight, b))
         assert calls == [3] * 4
-        assert of_few_rows(x, other, bias) is None and of_few_rows(x, other[:, ::2], bias[::2], along_k=True) is None
+        assert (
+            of_few_rows(x, other, bias) is None
+            and of_few_rows(x, other[:, ::2], bias[::2], along_k=True) is None
+        )
         assert of_few_rows(x[:, :5], other, bias, along_k=True) is None
-    assert of_few_rows(x, other.detach().clone().requires_grad_(), bias, along_k=True) is None and calls == [3] * 4
+    assert (
+        of_few_rows(x, other.detach().clone().requires_grad_(), bias, along_k=True) is None
+        and calls == [3] * 4
+    )
 
 
 def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
@@ -142,13 +171,17 @@ def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
             weight.t().contiguous()[:, ::2].t(),
             weight[:1].expand(4, 96),
         ):
-            assert torch.equal(linear(x[:, : other.shape[1]], other), F.linear(x[:, : other.shape[1]], other))
+            assert torch.equal(
+                linear(x[:, : other.shape[1]], other), F.linear(x[:, : other.shape[1]], other)
+            )
     assert calls == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_not_a_number_stays_in_its_row_and_column(calls: list[int], layout: str, dtype: torch.dtype) -> None:
+def test_not_a_number_stays_in_its_row_and_column(
+    calls: list[int], layout: str, dtype: torch.dtype
+) -> None:
     x, weight, _ = operands(5, 71, 67, dtype, layout=layout)
     x[2, 70], weight[66, 0] = torch.nan, torch.inf
     with torch.no_grad():
@@ -160,7 +193,9 @@ def test_not_a_number_stays_in_its_row_and_column(calls: list[int], layout: str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_threads_and_other_rows_change_nothing(calls: list[int], dtype: torch.dtype, layout: str) -> None:
+def test_threads_and_other_rows_change_nothing(
+    calls: list[int], dtype: torch.dtype, layout: str
+) -> None:
     x, weight, bias = operands(8, 770, 1000, dtype, layout=layout)
     threads = torch.get_num_threads()
     with torch.no_grad():
@@ -203,7 +238,9 @@ def autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
 def test_who_watches_gets_pytorchs(calls: list[int], way: Callable[..., torch.Tensor]) -> None:
     x, weight, bias = operands(4, 64, 48, torch.float32)
     with torch.no_grad():
-        assert torch.allclose(way(x, weight, bias), F.linear(x, weight, bias), atol=0.2 if way is autocast else 1e-5)
+        assert torch.allclose(
+            way(x, weight, bias), F.linear(x, weight, bias), atol=0.2 if way is autocast else 1e-5
+        )
     assert calls == []
 
 
@@ -211,7 +248,10 @@ def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
     ours, theirs = Linear(16, 12), nn.Linear(16, 12)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(FEW_ROWS, 16, generator=torch.Generator().manual_seed(0))
-    grads = [torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())) for layer in (ours, theirs)]
+    grads = [
+        torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+        for layer in (ours, theirs)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*grads)) and calls == []
     with torch.no_grad():
         ours(torch.cat([x, x]))
@@ -223,7 +263,12 @@ def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
 def test_bad_input_is_pytorchs_error(calls: list[int]) -> None:
     x, weight, bias = operands(2, 8, 4, torch.float32)
     with torch.no_grad():
-        for wrong in ((x[:, :7], weight, bias), (x.double(), weight, bias), (x, weight, bias[:3]), (x, weight, bias.double())):
+        for wrong in (
+            (x[:, :7], weight, bias),
+            (x.double(), weight, bias),
+            (x, weight, bias[:3]),
+            (x, weight, bias.double()),
+        ):
             with pytest.raises(RuntimeError):
                 linear(*wrong)
     assert calls == []

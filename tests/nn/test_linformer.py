@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linformer: plain code in float64 for every sharing, padding that reaches nothing, what is refused."""
+"""Linformer: plain code in float64 for every sharing, padding that reaches nothing, what is
+refused."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def plain(layer: nn.LinformerSelfAttention, x: Tensor, keep: Tensor) -> Tensor:
     outs = []
     for h in range(layer.num_heads):
         q, k, v = (t[..., h * layer.head_dim : (h + 1) * layer.head_dim] for t in projected)
-        e, f = (m.weight[h % m.weight.shape[0], :, : x.shape[1]] for m in (layer.keys, layer.values))
+        e, f = (
+            m.weight[h % m.weight.shape[0], :, : x.shape[1]] for m in (layer.keys, layer.values)
+        )
         k, v = k.masked_fill(~keep[..., None], 0), v.masked_fill(~keep[..., None], 0)
         scores = torch.einsum("bqd,kl,bld->bqk", q, e, k) / layer.head_dim**0.5
         outs.append(scores.softmax(-1) @ torch.einsum("kl,bld->bkd", f, v))
@@ -42,18 +45,24 @@ def test_as_the_equation(sharing: Any, padded: str) -> None:
     torch.testing.assert_close(found, expected)
     weight = torch.randn_like(found)
     wanted = torch.autograd.grad((expected * weight).sum(), [x, *layer.parameters()])
-    for one, two in zip(torch.autograd.grad((found * weight).sum(), [x, *layer.parameters()]), wanted):
+    for one, two in zip(
+        torch.autograd.grad((found * weight).sum(), [x, *layer.parameters()]), wanted
+    ):
         torch.testing.assert_close(one, two)
 
 
 def test_parameters_by_sharing() -> None:
-    """(k, L) once, twice, or twice for each head; and one for all layers, by giving them one module."""
+    """(k, L) once, twice, or twice for each head; and one for all layers, by giving them one
+    module."""
     base = sum(p.numel() for p in nn.MultiHeadAttention(12, 3).parameters())
 
     def more(*layers: torch.nn.Module) -> int:
         return sum(p.numel() for p in torch.nn.ModuleList(layers).parameters()) - len(layers) * base
 
-    made = {s: nn.LinformerSelfAttention(12, 3, max_length=50, projected=7, sharing=s) for s in ("none", "heads", "key_value")}
+    made = {
+        s: nn.LinformerSelfAttention(12, 3, max_length=50, projected=7, sharing=s)
+        for s in ("none", "heads", "key_value")
+    }
     assert {s: more(m) // 350 for s, m in made.items()} == {"none": 6, "heads": 2, "key_value": 1}
     one, two = made["key_value"], nn.LinformerSelfAttention(12, 3, max_length=50, projected=7)
     two.keys = two.values = one.keys
@@ -74,17 +83,26 @@ def test_nan_in_padding_reaches_nothing_and_nobody_visible_gives_the_bias() -> N
     torch.testing.assert_close(expected[1], layer.out.bias.expand(20, 8))
     by_lengths = layer(x, **nn.padding(torch.tensor([12, 0]), 2, 20, queries=True))
     torch.testing.assert_close(by_lengths[0, :12], expected[0, :12])
-    torch.testing.assert_close(by_lengths[0, 12:], layer.out.bias.expand(8, 8))  # queries at padding see nothing
+    torch.testing.assert_close(
+        by_lengths[0, 12:], layer.out.bias.expand(8, 8)
+    )  # queries at padding see nothing
 
 
 def test_in_a_block_compiled_and_exported() -> None:
     mixing = nn.LinformerSelfAttention(8, 2, max_length=64, projected=8)
-    stack = nn.Stack([nn.Block(mixing, nn.FeedForward(8, 16), lambda: nn.LayerNorm(8))], None).eval()
-    x, visible = torch.randn(2, 30, 8), nn.padding(torch.arange(30) < torch.tensor([[30], [20]]), 2, 30)
+    stack = nn.Stack(
+        [nn.Block(mixing, nn.FeedForward(8, 16), lambda: nn.LayerNorm(8))], None
+    ).eval()
+    x, visible = (
+        torch.randn(2, 30, 8),
+        nn.padding(torch.arange(30) < torch.tensor([[30], [20]]), 2, 30),
+    )
     expected = stack(x, visible)
     compiled = torch.compile(stack, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, visible), expected)
-    program = torch.export.export(mixing, (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=2, max=63)}})
+    program = torch.export.export(
+        mixing, (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=2, max=63)}}
+    )
     torch.testing.assert_close(program.module()(x[:, :17]), mixing(x[:, :17]))
 
 
@@ -115,4 +133,6 @@ def test_autocast_and_half(dtype: torch.dtype) -> None:
 )
 def test_what_is_refused(arguments: dict[str, Any], call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        nn.LinformerSelfAttention(8, **{"num_heads": 2, "max_length": 32, **arguments})(torch.randn(2, 10, 8), **call)
+        nn.LinformerSelfAttention(8, **{"num_heads": 2, "max_length": 32, **arguments})(
+            torch.randn(2, 10, 8), **call
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch and by hand."""
+"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch and by
+hand."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_a_stack_is_its_equations(pre: bool):
 
 def test_block_dropout_in_training_only():
     stack = nn.Stack(
-        [nn.Block(nn.MultiHeadAttention(8, 2), nn.FeedForward(8, 16), lambda: nn.LayerNorm(8), dropout=0.5, pre=True)],
+        [nn.Block(nn.MultiHeadAttention(8, 2), nn.FeedForward(8, 16), lambda: nn.LayerNorm(8),
+            dropout=0.5, pre=True)],
         nn.LayerNorm(8), dropout=0.5, pre=True,
     )  # fmt: skip
     x = torch.randn(2, 3, 8)
@@ -92,7 +94,10 @@ def test_feed_forward(gated: bool):
 def test_fourier_mixing_is_two_transforms():
     x = torch.randn(2, 6, 8)
     tokens, features = (
-        torch.exp(-2j * math.pi * torch.arange(n)[:, None] * torch.arange(n) / n).to(torch.complex64) for n in (6, 8)
+        torch.exp(-2j * math.pi * torch.arange(n)[:, None] * torch.arange(n) / n).to(
+            torch.complex64
+        )
+        for n in (6, 8)
     )
     assert_same_logits(nn.FourierMixing()(x), (tokens @ x.to(torch.complex64) @ features).real)
     assert nn.FourierMixing()(x.bfloat16()).dtype == torch.bfloat16
@@ -124,7 +129,10 @@ def test_patches_of_a_rectangle() -> None:
     layer, images = nn.PatchEmbedding((16, 32), 4, 3, 10), torch.randn(2, 3, 16, 32)
     assert (layer.num_patches, layer.grid) == (16 * 32 // 4**2, (4, 8))
     weight = layer.projection.weight.view(10, 3, 4, 4)
-    assert_same_logits(layer(images), F.conv2d(images, weight, layer.projection.bias, stride=4).flatten(2).transpose(1, 2))
+    assert_same_logits(
+        layer(images),
+        F.conv2d(images, weight, layer.projection.bias, stride=4).flatten(2).transpose(1, 2),
+    )
 
 
 # ---- Conformer
@@ -139,7 +147,8 @@ def test_convolution_module_by_hand():
         layer.depthwise.bias.zero_()
         layer.pointwise_out.weight.fill_(1.0)
         layer.pointwise_out.bias.fill_(0.5)
-    # (0, 1, -1), (1, -1, 2), (-1, 2, 0) times (1, 2, 3); batch norm of mean 0 and variance 1 divides by sqrt(1 + 1e-5)
+    # (0, 1, -1), (1, -1, 2), (-1, 2, 0) times (1, 2, 3); batch norm of mean 0 and variance 1
+    # divides by sqrt(1 + 1e-5)
     convolved = torch.tensor([-1.0, 5.0, 3.0]) / math.sqrt(1 + 1e-5)
     expected = convolved / (1 + torch.exp(-convolved)) + 0.5
     out = layer(torch.tensor([1.0, -1.0, 2.0]).view(1, 3, 1))
@@ -185,7 +194,9 @@ def test_conformer_padding_reaches_nothing():
 
 
 def test_similarities_weigh_values():
-    scores = nn.DotScore(scaled=False)(torch.ones(1, 1, 1), torch.tensor([0.05, 0.45, 0.45]).view(1, 3, 1))
+    scores = nn.DotScore(scaled=False)(
+        torch.ones(1, 1, 1), torch.tensor([0.05, 0.45, 0.45]).view(1, 3, 1)
+    )
     torch.testing.assert_close((scores @ torch.tensor([[1.0], [20.0], [22.0]])).item(), 18.95)
 
 
@@ -215,10 +226,13 @@ def test_scoring_functions():
     fused = pt.attention(query[:, None], key[:, None], value[:, None])[:, 0]
     torch.testing.assert_close(nn.attend(scaled, value)[0], fused)
     general, other = nn.GeneralScore(6, 7), torch.randn(2, 4, 7)
-    torch.testing.assert_close(general(query, other), torch.einsum("bqd,de,bke->bqk", query, general.map.weight, other))
+    torch.testing.assert_close(
+        general(query, other), torch.einsum("bqd,de,bke->bqk", query, general.map.weight, other)
+    )
     additive = nn.AdditiveScore(6, 7, 9)
     w_q, w_k, v = additive.query.weight, additive.key.weight, additive.vector.weight[0]
     expected = torch.stack([
-        torch.stack([torch.tanh(w_q @ q + w_k @ k) @ v for k in keys]) for qs, keys in zip(query, other) for q in qs
+        torch.stack([torch.tanh(w_q @ q + w_k @ k) @ v for k in keys]) for qs,
+        keys in zip(query, other) for q in qs
     ]).view(2, 3, 4)  # fmt: skip
     torch.testing.assert_close(additive(query, other), expected)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding at the end of sequences is left out of a stack's blocks: the same results at real tokens, zeros at padding, and less done."""
+"""Padding at the end of sequences is left out of a stack's blocks: the same results at real tokens,
+zeros at padding, and less done."""
 
 from __future__ import annotations
 
@@ -22,9 +23,15 @@ def mask_of(lengths: list[int]) -> torch.Tensor:
     return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
 
 
-def batch_of(name: str, *, as_lengths: bool = False) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def batch_of(
+    name: str, *, as_lengths: bool = False
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Inputs padded at the end, and which of the outputs are real."""
-    sides = ("input_ids", "decoder_input_ids") if name.startswith(("T5", "Transformer")) else ("input_ids",)
+    sides = (
+        ("input_ids", "decoder_input_ids")
+        if name.startswith(("T5", "Transformer"))
+        else ("input_ids",)
+    )
     batch: dict[str, torch.Tensor] = {}
     for side in sides:
         mask = mask_of(LENGTHS[side])
@@ -44,11 +51,17 @@ def run(
     for stack in stacks(model):
         stack.packs = packs
     model.zero_grad()
-    labels = torch.randint(3, 29, real.shape, generator=torch.Generator().manual_seed(2)).masked_fill(~real, -100)
+    labels = torch.randint(
+        3, 29, real.shape, generator=torch.Generator().manual_seed(2)
+    ).masked_fill(~real, -100)
     with trace() as ran:
         out = model(**batch, labels=labels)
         out.loss.backward()
-    return out, [p.grad for p in model.parameters() if p.grad is not None], {op for op, _ in ran if op.startswith("attention")}
+    return (
+        out,
+        [p.grad for p in model.parameters() if p.grad is not None],
+        {op for op, _ in ran if op.startswith("attention")},
+    )
 
 
 @pytest.mark.parametrize("as_lengths", [False, True])
@@ -58,7 +71,10 @@ def test_the_same_at_real_tokens(name: str, as_lengths: bool):
     batch, real = batch_of(name, as_lengths=as_lengths)
     out, grads, ops = run(model, batch, real, packs=True)
     expected, expected_grads, plain = run(model, batch, real, packs=False)
-    assert ops == {"attention_varlen_fwd", "attention_varlen_bwd"} and plain == {"attention_fwd", "attention_bwd"}
+    assert ops == {"attention_varlen_fwd", "attention_varlen_bwd"} and plain == {
+        "attention_fwd",
+        "attention_bwd",
+    }
     assert_same_logits(out.last_hidden_state[real], expected.last_hidden_state[real])
     assert not out.last_hidden_state[~real].any()
     assert_same_logits(out.loss, expected.loss)
@@ -87,7 +103,9 @@ def ops_of(model: Any, batch: dict[str, torch.Tensor]) -> set[str]:
 )
 def test_what_is_not_packed(why: str, mask: torch.Tensor):
     model = build("BERT").eval()
-    assert ops_of(model, {"input_ids": torch.randint(3, 29, (3, 9)), "attention_mask": mask}) == {"attention_fwd"}, why
+    assert ops_of(model, {"input_ids": torch.randint(3, 29, (3, 9)), "attention_mask": mask}) == {
+        "attention_fwd"
+    }, why
 
 
 def test_other_visibility_and_other_blocks_keep_their_padding():
@@ -99,8 +117,15 @@ def test_other_visibility_and_other_blocks_keep_their_padding():
     assert ops_of(gpt, {**batch, "prefix_lengths": torch.tensor([3, 1, 2])}) == {"attention_fwd"}
     assert ops_of(gpt, {**batch, "past_key_values": gpt.make_cache(12)}) == {"attention_fwd"}
     assert all(not stack.packs for stack in stacks(build("FNet")))
-    source_left = {"input_ids": ids, "attention_mask": mask.flip(1), "decoder_input_ids": ids, "decoder_attention_mask": mask}
-    assert ops_of(build("T5").eval(), source_left) == {"attention_fwd"}, "the decoder's context is padded at the start"
+    source_left = {
+        "input_ids": ids,
+        "attention_mask": mask.flip(1),
+        "decoder_input_ids": ids,
+        "decoder_attention_mask": mask,
+    }
+    assert ops_of(build("T5").eval(), source_left) == {"attention_fwd"}, (
+        "the decoder's context is padded at the start"
+    )
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT", "Transformer", "T5"])
@@ -111,7 +136,9 @@ def test_padding_that_is_learned_from_is_computed(name: str):
     labels = torch.randint(3, 29, real.shape)
     with trace() as ran:
         out = model(**batch, labels=labels)
-    used = [op for op, _ in ran if op.startswith("attention")][-1]  # the decoder's, or the only stack's
+    used = [op for op, _ in ran if op.startswith("attention")][
+        -1
+    ]  # the decoder's, or the only stack's
     assert used == "attention_fwd"
     assert out.last_hidden_state[~real].any()
 
@@ -133,10 +160,13 @@ def test_a_trace_has_its_padding():
     with torch.no_grad():
         expected = model(**batch).last_hidden_state[real]
         exported = torch.export.export(
-            model.encoder, (torch.randn(3, 9, 16), {"attn_mask": batch["attention_mask"].bool()[:, None, None]})
+            model.encoder,
+            (torch.randn(3, 9, 16), {"attn_mask": batch["attention_mask"].bool()[:, None, None]}),
         )
         assert "attention_varlen" not in exported.graph_module.code
-        compiled = torch.compile(lambda: model(**batch).last_hidden_state, fullgraph=True, backend="eager")
+        compiled = torch.compile(
+            lambda: model(**batch).last_hidden_state, fullgraph=True, backend="eager"
+        )
         assert_same_logits(compiled()[real], expected)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: who has which, against a model that keeps every sequence's contents apart; and a cache in which nothing else is ever read."""
+"""Pages: who has which, against a model that keeps every sequence's contents apart; and a cache in
+which nothing else is ever read."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from pytransformer.testing.pages import check_pages, poison_free_rows
 
 
 class Contents:
-    """What a page really holds, beside :class:`nn.Pages`: each position written is a token, and copies are made as it says."""
+    """What a page really holds, beside :class:`nn.Pages`: each position written is a token, and
+    copies are made as it says."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.pages, self.size = nn.Pages(num_pages, page_size), page_size
@@ -51,13 +53,18 @@ class Contents:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_lives_against_a_model(seed: int) -> None:
-    """Sequences of two tokens, so that prefixes are shared often, in few pages, so that known ones are evicted and some are lacking."""
+    """Sequences of two tokens, so that prefixes are shared often, in few pages, so that known ones
+    are evicted and some are lacking."""
     rng = random.Random(seed)
     c = Contents(rng.choice([7, 16, 31]), rng.choice([1, 2, 3, 8]))
     lacking = shared = 0
     for _ in range(1500):
         names = list(c.truth)
-        act = rng.choice(["open", "grow", "grow", "grow", "fork", "crop", "close", "know"]) if names else "open"
+        act = (
+            rng.choice(["open", "grow", "grow", "grow", "fork", "crop", "close", "know"])
+            if names
+            else "open"
+        )
         if act == "open":
             wanted = [rng.randrange(2) for _ in range(rng.randrange(4 * c.size))]
             name = c.open(wanted)
@@ -66,7 +73,10 @@ def test_random_lives_against_a_model(seed: int) -> None:
             shared += bool(c.truth[name])
         elif act == "grow":
             some = rng.sample(names, rng.randint(1, min(4, len(names))))
-            new = {name: [rng.randrange(2) for _ in range(rng.randrange(2 * c.size + 1))] for name in some}
+            new = {
+                name: [rng.randrange(2) for _ in range(rng.randrange(2 * c.size + 1))]
+                for name in some
+            }
             before = c.pages.available
             try:
                 c.grow(new)
@@ -97,14 +107,18 @@ def test_random_lives_against_a_model(seed: int) -> None:
 
 
 def test_no_more_pages_are_taken_than_said() -> None:
-    """Three beams over one page, of which one more is free: two of them alone need one copy each, all three two."""
+    """Three beams over one page, of which one more is free: two of them alone need one copy each,
+    all three two."""
     pages = nn.Pages(3, 4)
     first = pages.open()
     pages.grow({first: 2})
     beams = [first, pages.fork(first), pages.fork(first)]
     assert pages.grow(dict.fromkeys(beams, 1)) == [(0, 1), (0, 2)]
     assert sorted(page for name in beams for page in pages.tables[name]) == [0, 1, 2]
-    with pytest.raises(nn.OutOfPages, match=r"3 more pages of 4 .* and 0 of 3 are without a sequence; .* num_pages=6 or more"):
+    with pytest.raises(
+        nn.OutOfPages,
+        match=r"3 more pages of 4 .* and 0 of 3 are without a sequence; .* num_pages=6 or more",
+    ):
         pages.grow(dict.fromkeys(beams, 2))
     assert [pages.lengths[name] for name in beams] == [3, 3, 3]
 
@@ -117,7 +131,9 @@ def test_what_was_used_longest_ago_goes_first() -> None:
         pages.grow({name: 2})
         pages.know(name, text)
         pages.close(name)
-    found = lambda text: pages.lengths[opened[-1]] if opened.append(pages.open(texts[text])) is None else 0
+    found = lambda text: (
+        pages.lengths[opened[-1]] if opened.append(pages.open(texts[text])) is None else 0
+    )
     opened: list[int] = []
     assert found("a") == 2
     pages.close(opened[0])  # now b is the one used longest ago
@@ -140,7 +156,9 @@ def test_ten_thousand_requests_leave_nothing() -> None:
             alive[name] = prompt
             joined += 1
         for name in list(alive):
-            pages.grow({name: rng.choice([1, 1, 20])})  # drafts that are refused, room that was not needed
+            pages.grow(
+                {name: rng.choice([1, 1, 20])}
+            )  # drafts that are refused, room that was not needed
             alive[name].append(rng.randrange(100))
             pages.crop(name, len(alive[name]))
             if rng.random() < 0.1 or len(alive[name]) > 140:
@@ -156,7 +174,8 @@ def test_ten_thousand_requests_leave_nothing() -> None:
 
 
 def test_ten_thousand_requests_read_their_own_tokens() -> None:
-    """Pages in any order, shared by requests that begin alike and reused: with keys of zero attention is the mean of what was said."""
+    """Pages in any order, shared by requests that begin alike and reused: with keys of zero
+    attention is the mean of what was said."""
     rng, cache = random.Random(2), nn.PagedCache(1, 160, 4)
     rng.shuffle(cache.pages._free)
     held, texts, joined, shared = cache.pages.lengths, dict[int, list[int]](), 0, 0
@@ -168,16 +187,22 @@ def test_ten_thousand_requests_read_their_own_tokens() -> None:
             name = cache.open(prompt)
             texts[name], joined, shared = prompt, joined + 1, shared + (held[name] > 0)
         cache.select(list(texts))
-        numbers = [[token + 1000 * i for i, token in enumerate(text)] for text in texts.values()]  # told apart by place too
+        numbers = [
+            [token + 1000 * i for i, token in enumerate(text)] for text in texts.values()
+        ]  # told apart by place too
         pieces = [number[held[name] :] for name, number in zip(texts, numbers)]
         width = max(map(len, pieces))
-        said = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], dtype=torch.float64)[:, None, :, None]
+        said = torch.tensor(
+            [piece + [0] * (width - len(piece)) for piece in pieces], dtype=torch.float64
+        )[:, None, :, None]
         lengths = torch.tensor([len(text) for text in texts.values()])
         step = cache.step(said[:, 0, :, 0], lengths)
         zeros = torch.zeros_like(said)
         found = pt.attention(zeros, *cache.layers[0].append(zeros, said), **step.visible)
         last = found[:, 0, :, 0].gather(1, torch.tensor([[len(piece) - 1] for piece in pieces]))
-        want = torch.tensor([[sum(number) / len(number)] for number in numbers], dtype=torch.float64)
+        want = torch.tensor(
+            [[sum(number) / len(number)] for number in numbers], dtype=torch.float64
+        )
         torch.testing.assert_close(last, want, rtol=1e-9, atol=1e-9)
         for name in [name for name in texts if rng.random() < 0.2 or len(texts[name]) > 18]:
             cache.know(name, texts.pop(name))
@@ -196,7 +221,9 @@ def attention() -> nn.MultiHeadAttention:
     return nn.MultiHeadAttention(WIDTH, 4, num_kv_heads=2).eval()
 
 
-def feed(layer: nn.MultiHeadAttention, cache: nn.PagedCache, x: torch.Tensor, lengths: Any = None) -> torch.Tensor:
+def feed(
+    layer: nn.MultiHeadAttention, cache: nn.PagedCache, x: torch.Tensor, lengths: Any = None
+) -> torch.Tensor:
     return layer(x, cache=cache.layers[0], **cache.step(x, lengths).visible)
 
 
@@ -205,7 +232,9 @@ def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
     """Every free row is NaN before every call; each sequence is at every step what it is alone."""
     layer, rng = attention(), random.Random(3)
     cache = nn.PagedCache(1, 24, page_size=4)
-    words = torch.randn(3, 40, WIDTH)  # token t at position i is words[t, i]: a page's tokens and place say what it holds
+    words = torch.randn(
+        3, 40, WIDTH
+    )  # token t at position i is words[t, i]: a page's tokens and place say what it holds
     alive: dict[int, list[int]] = {}
     found = forks = 0
     for _ in range(150):
@@ -220,7 +249,10 @@ def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
                 found += cache.pages.lengths[name] > 0
                 alive[name] = prompt[: cache.pages.lengths[name]]
         names = rng.sample(list(alive), len(alive))
-        new = {name: [rng.choice([0, 0, 0, 1, 2]) for _ in range(rng.choice([0, 1, 1, 1, 3]))] for name in names}
+        new = {
+            name: [rng.choice([0, 0, 0, 1, 2]) for _ in range(rng.choice([0, 1, 1, 1, 3]))]
+            for name in names
+        }
         if not names or not any(new.values()):
             continue
         cache.select(names)
@@ -229,11 +261,16 @@ def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
             for i, token in enumerate(new[name]):
                 x[b, i] = words[token, len(alive[name]) + i]
         poison_free_rows(cache)
-        out = feed(layer, cache, x, cache.lengths + torch.tensor([len(new[name]) for name in names]))
+        out = feed(
+            layer, cache, x, cache.lengths + torch.tensor([len(new[name]) for name in names])
+        )
         for b, name in enumerate(names):
             held, alive[name] = len(alive[name]), alive[name] + new[name]
             if new[name]:
-                whole = layer(torch.stack([words[t, i] for i, t in enumerate(alive[name])])[None], causal="top_left")
+                whole = layer(
+                    torch.stack([words[t, i] for i, t in enumerate(alive[name])])[None],
+                    causal="top_left",
+                )
                 assert_same_logits(out[b, : len(new[name])], whole[0, held:])
             cache.know(name, alive[name])
             if len(alive[name]) > 14 or rng.random() < 0.1:
@@ -258,7 +295,10 @@ def test_a_table_that_names_no_page_is_refused() -> None:
 @torch.no_grad()
 def test_a_full_pool_says_how_many_pages_are_needed() -> None:
     layer, cache = attention(), nn.PagedCache(1, 6, page_size=4)
-    with pytest.raises(nn.OutOfPages, match=r"8 more pages of 4 .* and 6 of 6 are without a sequence.* num_pages=8 or"):
+    with pytest.raises(
+        nn.OutOfPages,
+        match=r"8 more pages of 4 .* and 6 of 6 are without a sequence.* num_pages=8 or",
+    ):
         feed(layer, cache, torch.randn(2, 13, WIDTH))
     assert cache.pages.available == 6
     assert not cache.rows, "a batch that was refused has not begun"
@@ -312,6 +352,8 @@ def test_a_paged_cache_refuses_what_it_cannot_hold() -> None:
         with pytest.raises(ValueError, match=r"follow reorder\(\) alone"):
             cache.select(cache.rows)
         cache.reset()
-        with pytest.raises(ValueError, match=r"key must be \(1, 2, 3, 4\) as before, got \(2, 2, 3, 4\)"):
+        with pytest.raises(
+            ValueError, match=r"key must be \(1, 2, 3, 4\) as before, got \(2, 2, 3, 4\)"
+        ):
             cache.step(x[:1])
             layer(x, cache=cache.layers[0])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with a pattern: plain dense code in float64, padding, compiled, exported, kept masks, a model of it."""
+"""Self-attention with a pattern: plain dense code in float64, padding, compiled, exported, kept
+masks, a model of it."""
 
 from __future__ import annotations
 
@@ -20,8 +21,14 @@ from pytransformer.testing.models import assert_same_logits
 
 L = 150  # no multiple of a block
 RULES: dict[str, tuple[nn.Pattern, Callable[[Tensor, Tensor], Tensor]]] = {
-    "local": (nn.Pattern("sliding_window", window=(20, 5)), lambda i, j: (j >= i - 20) & (j <= i + 5)),
-    "strided": (nn.Pattern("strided", stride=40), lambda i, j: (j <= i) & ((i - j < 40) | ((i - j) % 40 == 0))),
+    "local": (
+        nn.Pattern("sliding_window", window=(20, 5)),
+        lambda i, j: (j >= i - 20) & (j <= i + 5),
+    ),
+    "strided": (
+        nn.Pattern("strided", stride=40),
+        lambda i, j: (j <= i) & ((i - j < 40) | ((i - j) % 40 == 0)),
+    ),
     "longformer": (
         nn.Pattern("longformer", window=16, global_tokens=2, block_size=32),
         lambda i, j: ((i - j).abs() <= 8) | (i < 2) | (j < 2),
@@ -31,7 +38,9 @@ RULES: dict[str, tuple[nn.Pattern, Callable[[Tensor, Tensor], Tensor]]] = {
         lambda i, j: (i // 32 == j // 32) | (i < 32) | (j < 32),
     ),
     "function": (
-        nn.Pattern(lambda n, device: pt.BlockMask.strided(n, 40) & pt.BlockMask.sliding_window(n, (64, 0))),
+        nn.Pattern(
+            lambda n, device: pt.BlockMask.strided(n, 40) & pt.BlockMask.sliding_window(n, (64, 0))
+        ),
         lambda i, j: (j <= i) & (i - j <= 64) & ((i - j < 40) | ((i - j) % 40 == 0)),
     ),
 }
@@ -39,7 +48,9 @@ RULES: dict[str, tuple[nn.Pattern, Callable[[Tensor, Tensor], Tensor]]] = {
 
 def plain(layer: nn.MultiHeadAttention, x: Tensor, visible: Tensor) -> Tensor:
     """The module's equation with the (L, L) mask."""
-    q, k, v = (t.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1))
+    q, k, v = (
+        t.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1)
+    )
     scores = (q @ k.mT / layer.head_dim**0.5).masked_fill(~visible, float("-inf"))
     return layer.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
 
@@ -57,7 +68,9 @@ def test_as_plain_dense_code(name: str, padded: str) -> None:
     keep = torch.ones(2, L, dtype=torch.bool)
     arguments: dict[str, Any] = {}
     if padded == "mask":
-        keep[0, :1] = keep[0, 70:90] = keep[1, 140:] = False  # in front, in the middle and at the end
+        keep[0, :1] = keep[0, 70:90] = keep[1, 140:] = (
+            False  # in front, in the middle and at the end
+        )
         arguments = nn.padding(keep, 2, L)
     elif padded == "lengths":
         keep[1, 131:] = False
@@ -65,16 +78,32 @@ def test_as_plain_dense_code(name: str, padded: str) -> None:
     visible = pairs(rule) & keep[:, None, None, :]
     seen = visible.any(-1)[:, 0]  # rows of queries that see nothing are 0 here and NaN there
     weight = torch.randn(2, L, 12, dtype=torch.float64) * seen[..., None]
-    found, expected = layer(x, **arguments), plain(layer, x, visible | ~visible.any(-1, keepdim=True))
+    found, expected = (
+        layer(x, **arguments),
+        plain(layer, x, visible | ~visible.any(-1, keepdim=True)),
+    )
     torch.testing.assert_close(found[seen], expected[seen])
     wanted = torch.autograd.grad((expected * weight).sum(), [x, *layer.parameters()])
-    for one, two in zip(torch.autograd.grad((found * weight).sum(), [x, *layer.parameters()]), wanted):
+    for one, two in zip(
+        torch.autograd.grad((found * weight).sum(), [x, *layer.parameters()]), wanted
+    ):
         torch.testing.assert_close(one, two)
 
 
 def test_random_blocks_differ_by_head_and_are_the_seeds() -> None:
-    pattern = nn.Pattern("big_bird", heads=2, random_blocks=1, window_blocks=1, global_blocks=0, block_size=32, seed=5)
-    layer, x = nn.MultiHeadAttention(8, 2, pattern=pattern).double(), torch.randn(1, L, 8, dtype=torch.float64)
+    pattern = nn.Pattern(
+        "big_bird",
+        heads=2,
+        random_blocks=1,
+        window_blocks=1,
+        global_blocks=0,
+        block_size=32,
+        seed=5,
+    )
+    layer, x = (
+        nn.MultiHeadAttention(8, 2, pattern=pattern).double(),
+        torch.randn(1, L, 8, dtype=torch.float64),
+    )
     visible = pt.BlockMask.big_bird(
         L, heads=2, random_blocks=1, window_blocks=1, global_blocks=0, block_size=32, seed=5
     ).to_dense()
@@ -83,7 +112,10 @@ def test_random_blocks_differ_by_head_and_are_the_seeds() -> None:
 
 
 def test_the_state_dict_is_that_of_full_attention() -> None:
-    full, sparse = nn.MultiHeadAttention(8, 2), nn.MultiHeadAttention(8, 2, pattern=RULES["local"][0])
+    full, sparse = (
+        nn.MultiHeadAttention(8, 2),
+        nn.MultiHeadAttention(8, 2, pattern=RULES["local"][0]),
+    )
     sparse.load_state_dict(full.state_dict())
     x = torch.randn(1, 16, 8)  # inside the window's left side, and causality cuts the right one
     assert_same_logits(sparse(x, causal="top_left"), full(x, causal="top_left"))
@@ -115,7 +147,10 @@ def test_a_mask_is_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_mask_made_without_gradients_serves_training() -> None:
-    layer, x = nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=8)), torch.randn(1, 40, 8)
+    layer, x = (
+        nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=8)),
+        torch.randn(1, 40, 8),
+    )
     with torch.inference_mode():
         layer(x)
     layer(x).sum().backward()
@@ -136,12 +171,15 @@ def test_compiled_it_is_one_graph_also_at_the_first_call(name: str) -> None:
         keep = torch.arange(n) < torch.tensor([[n], [n - 9]])
         found, expected = compiled(x, **nn.padding(keep, 2, n)), layer(x, **nn.padding(keep, 2, n))
         torch.testing.assert_close(found, expected)
-        for one, two in zip(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x)):
+        for one, two in zip(
+            torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x)
+        ):
             torch.testing.assert_close(one, two)
 
 
 def test_compiled_layers_have_their_own_patterns() -> None:
-    """Two layers are one piece of code to the compiler; a length that comes back compiles nothing."""
+    """Two layers are one piece of code to the compiler; a length that comes back compiles
+    nothing."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for window in (8, 40):
@@ -155,12 +193,22 @@ def test_compiled_layers_have_their_own_patterns() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_the_mask_is_a_constant(strict: bool) -> None:
-    layer, x = nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=16, global_tokens=1)), torch.randn(2, 90, 8)
+    layer, x = (
+        nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=16, global_tokens=1)),
+        torch.randn(2, 90, 8),
+    )
     program = torch.export.export(layer, (x,), strict=strict)
     assert str(program).count("torch.ops.pytransformer.attention_fwd") == 1
     torch.testing.assert_close(program.module()(x), layer(x))
-    with pytest.raises(Exception, match=r"(?i)specialized|constraint|constant"):  # torch's own words, by its version
-        torch.export.export(layer, (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=64, max=512)}}, strict=strict)
+    with pytest.raises(
+        Exception, match=r"(?i)specialized|constraint|constant"
+    ):  # torch's own words, by its version
+        torch.export.export(
+            layer,
+            (x,),
+            dynamic_shapes={"x": {1: torch.export.Dim("length", min=64, max=512)}},
+            strict=strict,
+        )
 
 
 def test_taps_see_the_pattern() -> None:
@@ -175,15 +223,37 @@ def test_taps_see_the_pattern() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: nn.Pattern("spiral"), "no pattern is called 'spiral'; there are sliding_window, strided"),
-        (lambda x: nn.Pattern(lambda n, d: None, window=3), "a function takes .length, device. alone"),
-        (lambda x: nn.MultiHeadAttention(8, 2, cross=True, pattern=RULES["local"][0]), "a pattern is of self-attention"),
-        (lambda x: local()(x[0]), "packed sequences and the Pattern.'sliding_window', window=.20, 5.."),
-        (lambda x: local()(x, cache=nn.LayerCache(8)), "a cache and the Pattern"),
-        (lambda x: local()(x, attn_mask=torch.ones(6, 6, dtype=torch.bool)), r"must be key padding, bool \(2, 1, 1, 6\), got"),
-        (lambda x: local()(x, attn_mask=pt.BlockMask.strided(6, 2)), "got BlockMask; put it into the pattern"),
         (
-            lambda x: local()(x, attn_mask=torch.ones(2, 1, 1, 6, dtype=torch.bool), key_segments=torch.zeros(2, 6)),
+            lambda x: nn.Pattern("spiral"),
+            "no pattern is called 'spiral'; there are sliding_window, strided",
+        ),
+        (
+            lambda x: nn.Pattern(lambda n, d: None, window=3),
+            "a function takes .length, device. alone",
+        ),
+        (
+            lambda x: nn.MultiHeadAttention(8, 2, cross=True, pattern=RULES["local"][0]),
+            "a pattern is of self-attention",
+        ),
+        (
+            lambda x: local()(x[0]),
+            "packed sequences and the Pattern.'sliding_window', window=.20, 5..",
+        ),
+        (lambda x: local()(x, cache=nn.LayerCache(8)), "a cache and the Pattern"),
+        (
+            lambda x: local()(x, attn_mask=torch.ones(6, 6, dtype=torch.bool)),
+            r"must be key padding, bool \(2, 1, 1, 6\), got",
+        ),
+        (
+            lambda x: local()(x, attn_mask=pt.BlockMask.strided(6, 2)),
+            "got BlockMask; put it into the pattern",
+        ),
+        (
+            lambda x: local()(
+                x,
+                attn_mask=torch.ones(2, 1, 1, 6, dtype=torch.bool),
+                key_segments=torch.zeros(2, 6),
+            ),
             "give padding as key_lengths where there are segments",
         ),
     ],
@@ -209,9 +279,13 @@ def test_bert_by_its_config(tmp_path: Any) -> None:
     sparse.load_state_dict(full.state_dict())
     ids, mask = torch.randint(30, (2, 80)), torch.arange(80) < torch.tensor([[80], [50]])
     assert_same_logits(sparse(ids, mask).logits[mask], full(ids, mask).logits[mask])
-    narrow = BERT(BERTConfig(**sizes, pattern={"make": "longformer", "window": 8, "global_tokens": 1})).eval()
+    narrow = BERT(
+        BERTConfig(**sizes, pattern={"make": "longformer", "window": 8, "global_tokens": 1})
+    ).eval()
     narrow.load_state_dict(full.state_dict())
-    assert not narrow.encoder.packs and len({id(b.mixing.pattern) for b in narrow.encoder.blocks}) == 1
+    assert (
+        not narrow.encoder.packs and len({id(b.mixing.pattern) for b in narrow.encoder.blocks}) == 1
+    )
     assert (narrow(ids, mask).logits - full(ids, mask).logits)[mask].abs().max() > 0.01
     narrow.save(tmp_path)
     assert_same_logits(BERT.load(tmp_path).eval()(ids, mask).logits, narrow(ids, mask).logits)

@@ -27,13 +27,18 @@ def test_a_shift_is_one_linear_map_for_all_positions(shift: int):
     table = nn.sinusoidal(64, d, dtype=torch.float64)
     rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     sin, cos = (shift * rates).sin(), (shift * rates).cos()
-    rotation = torch.block_diag(*(torch.tensor([[c, s], [-s, c]], dtype=torch.float64) for s, c in zip(sin, cos)))
+    rotation = torch.block_diag(
+        *(torch.tensor([[c, s], [-s, c]], dtype=torch.float64) for s, c in zip(sin, cos))
+    )
     torch.testing.assert_close(table[shift:], table[:-shift] @ rotation.T)
 
 
 def _encoder(pre: bool) -> nn.Stack:
     blocks = [
-        nn.Block(nn.MultiHeadAttention(16, 4), nn.FeedForward(16, 32), lambda: nn.LayerNorm(16), pre=pre) for _ in range(2)
+        nn.Block(
+            nn.MultiHeadAttention(16, 4), nn.FeedForward(16, 32), lambda: nn.LayerNorm(16), pre=pre
+        )
+        for _ in range(2)
     ]
     return nn.Stack(blocks, nn.LayerNorm(16), pre=pre)
 
@@ -69,7 +74,9 @@ def test_alibi_and_the_table_are_biases_of_attention():
     layer, x = nn.MultiHeadAttention(16, 4), torch.randn(1, 6, 16)
     distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     alibi = nn.Alibi(4)
-    assert_same_logits(layer(x, bias=alibi()), layer(x, bias=-alibi.slopes[:, None, None] * distance))
+    assert_same_logits(
+        layer(x, bias=alibi()), layer(x, bias=-alibi.slopes[:, None, None] * distance)
+    )
     table = nn.RelativePositionTable(8, 4, bidirectional=True, max_distance=16)
     layer(x, bias=table()).square().sum().backward()
     assert table.table.grad.abs().sum() > 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with rotary positions: transformers' modules with the same weights, forward and backward; the cache; what it refuses."""
+"""Self-attention with rotary positions: transformers' modules with the same weights, forward and
+backward; the cache; what it refuses."""
 
 from __future__ import annotations
 
@@ -14,10 +15,17 @@ from pytransformer.models import GPT, GPTConfig
 from pytransformer.testing.models import assert_same_gradient, assert_same_logits
 
 LLAMA_3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
 
 
 def _theirs(name: str) -> tuple[Any, Any]:
@@ -43,7 +51,9 @@ def test_is_the_attention_of_transformers(name: str) -> None:
     theirs, embedding = _theirs(name)
     norm = name == "qwen3"
     turning = pt.RotaryPositions.from_hugging_face(theirs.config)
-    ours = nn.RotaryMultiHeadAttention(64, 4, num_kv_heads=2, head_dim=16, bias=False, rotary=turning, qk_norm=norm)
+    ours = nn.RotaryMultiHeadAttention(
+        64, 4, num_kv_heads=2, head_dim=16, bias=False, rotary=turning, qk_norm=norm
+    )
     with torch.no_grad():
         if norm:
             for weight in (theirs.q_norm.weight, theirs.k_norm.weight):
@@ -58,17 +68,30 @@ def test_is_the_attention_of_transformers(name: str) -> None:
     wanted, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
     found = ours(x, causal="top_left")
     assert_same_logits(found, wanted)
-    their_weights = [theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight, theirs.o_proj.weight]
+    their_weights = [
+        theirs.q_proj.weight,
+        theirs.k_proj.weight,
+        theirs.v_proj.weight,
+        theirs.o_proj.weight,
+    ]
     their_weights += [theirs.q_norm.weight, theirs.k_norm.weight] if norm else []
     dx, dq, dk, dv, *others = torch.autograd.grad(wanted, [x, *their_weights], grad)
-    our_weights = [ours.qkv.weight, ours.out.weight, *([ours.query_norm, ours.key_norm] if norm else [])]
-    for mine, other in zip(torch.autograd.grad(found, [x, *our_weights], grad), [dx, torch.cat((dq, dk, dv)), *others]):
+    our_weights = [
+        ours.qkv.weight,
+        ours.out.weight,
+        *([ours.query_norm, ours.key_norm] if norm else []),
+    ]
+    for mine, other in zip(
+        torch.autograd.grad(found, [x, *our_weights], grad), [dx, torch.cat((dq, dk, dv)), *others]
+    ):
         assert_same_gradient(mine, other)
 
 
 def test_step_by_step_as_at_once() -> None:
     layer, x = (
-        nn.RotaryMultiHeadAttention(32, 4, rotary=pt.RotaryPositions(4, interleaved=True), qk_norm=True),
+        nn.RotaryMultiHeadAttention(
+            32, 4, rotary=pt.RotaryPositions(4, interleaved=True), qk_norm=True
+        ),
         torch.randn(2, 7, 32),
     )
     with torch.no_grad():
@@ -95,7 +118,10 @@ def test_what_it_refuses() -> None:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
-    layer, lengths = nn.RotaryMultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=qk_norm), torch.tensor([5, 1, 9])
+    layer, lengths = (
+        nn.RotaryMultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=qk_norm),
+        torch.tensor([5, 1, 9]),
+    )
     x = torch.randn(3, 9, 32)
     whole = layer(x, causal="top_left", key_lengths=lengths)
     real = torch.arange(9) < lengths[:, None]
@@ -109,7 +135,9 @@ def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -
     """Two steps of a cache whose sequences differ in length: each as if alone."""
     torch.manual_seed(0)
     model = pt.models.GPT(
-        pt.models.GPTConfig(vocab_size=50, d_model=32, num_layers=2, num_heads=2, max_length=32, positions="rotary")
+        pt.models.GPTConfig(
+            vocab_size=50, d_model=32, num_layers=2, num_heads=2, max_length=32, positions="rotary"
+        )
     ).eval()
     first, second = torch.tensor([3, 9, 1]), torch.tensor([2, 1, 4])
     ids = torch.randint(50, (3, 13))
@@ -127,21 +155,32 @@ def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -
 def test_a_plan_splits_heads_but_not_their_norms() -> None:
     from pytransformer.nn.parallel import CopiesParallel, HeadsParallel, plan_of
 
-    model = torch.nn.ModuleDict({n: nn.RotaryMultiHeadAttention(32, 4, qk_norm=n == "norm") for n in ("norm", "plain")})
+    model = torch.nn.ModuleDict(
+        {n: nn.RotaryMultiHeadAttention(32, 4, qk_norm=n == "norm") for n in ("norm", "plain")}
+    )
     plan = plan_of(model)
     assert type(plan["norm"]) is CopiesParallel and type(plan["plain"]) is HeadsParallel
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 def test_a_model_makes_its_tables_once_a_call(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
-    """One cos and sin for all layers, at each sequence's own positions: the logits of the whole sequences without a cache."""
-    model = GPT(GPTConfig(vocab_size=50, d_model=32, num_layers=3, num_heads=4, positions="rotary", max_length=32)).eval()
+    """One cos and sin for all layers, at each sequence's own positions: the logits of the whole
+    sequences without a cache."""
+    model = GPT(
+        GPTConfig(
+            vocab_size=50, d_model=32, num_layers=3, num_heads=4, positions="rotary", max_length=32
+        )
+    ).eval()
     ids = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     made: list[int] = []
     own = pt.RotaryPositions.tables
     with torch.no_grad():
         want = model(ids).logits
-        monkeypatch.setattr(pt.RotaryPositions, "tables", lambda self, *a, **k: (made.append(1), own(self, *a, **k))[1])
+        monkeypatch.setattr(
+            pt.RotaryPositions,
+            "tables",
+            lambda self, *a, **k: (made.append(1), own(self, *a, **k))[1],
+        )
         kept = model.make_cache(32) if cache == "contiguous" else model.make_paged_cache(8, 8)
         first = torch.tensor([5, 3])
         model(ids[:, :5], first, past_key_values=kept)

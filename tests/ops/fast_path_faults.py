@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the C++ fast path: (file below csrc/fast_path, text, faulty text), as tests/emulator/text_faults.py has them for kernels."""
+"""Faults of the C++ fast path: (file below csrc/fast_path, text, faulty text), as
+tests/emulator/text_faults.py has them for kernels."""
 
 FAULTS = (
     (
@@ -19,11 +20,16 @@ FAULTS = (
     ),
     (
         "attention.cpp",
-        "while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);\n"
-        "  if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(-1)), -0.5);",
-        "while (term->defined() && term->dim() < 4) *term = term->unsqueeze(PT_FAULT(dimensions_behind) ? -1 : 0);\n"
-        "  if (std::isnan(n.scale)) n.scale = std::pow(double((PT_FAULT(scale_of_values) ? t[W::kValue] : "
-        "query).size(-1)), -0.5);",
+        (
+            "while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);\n"
+            "  if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(-1)), -0.5);"
+        ),
+        (
+            "while (term->defined() && term->dim() < 4) *term ="
+            " term->unsqueeze(PT_FAULT(dimensions_behind) ? -1 : 0);\n  if (std::isnan(n.scale))"
+            " n.scale = std::pow(double((PT_FAULT(scale_of_values) ? t[W::kValue] :"
+            " query).size(-1)), -0.5);"
+        ),
     ),
     (
         "attention.cpp",
@@ -167,13 +173,20 @@ FAULTS = (
     ),
     (
         "watch.cpp",
-        "return (included == usual || included == inference) && !at::impl::PythonTorchFunctionTLS::stack_len() &&\n"
-        "         !torch::profiler::impl::profilerEnabled() && std::all_of(watchers.begin(), watchers.end(), "
-        "holds_nothing);",
-        "return (PT_FAULT(modes_ignored) || included == usual || included == inference) &&\n"
-        "         (PT_FAULT(function_modes_ignored) || !at::impl::PythonTorchFunctionTLS::stack_len()) &&\n"
-        "         (PT_FAULT(profiler_ignored) || !torch::profiler::impl::profilerEnabled()) &&\n"
-        "         (PT_FAULT(watchers_ignored) || std::all_of(watchers.begin(), watchers.end(), holds_nothing));",
+        (
+            "return (included == usual || included == inference) &&"
+            " !at::impl::PythonTorchFunctionTLS::stack_len() &&\n        "
+            " !torch::profiler::impl::profilerEnabled() && std::all_of(watchers.begin(),"
+            " watchers.end(), holds_nothing);"
+        ),
+        (
+            "return (PT_FAULT(modes_ignored) || included == usual || included == inference) &&\n   "
+            "      (PT_FAULT(function_modes_ignored) ||"
+            " !at::impl::PythonTorchFunctionTLS::stack_len()) &&\n        "
+            " (PT_FAULT(profiler_ignored) || !torch::profiler::impl::profilerEnabled()) &&\n       "
+            "  (PT_FAULT(watchers_ignored) || std::all_of(watchers.begin(), watchers.end(),"
+            " holds_nothing));"
+        ),
     ),
     (
         "watch.cpp",
@@ -183,8 +196,10 @@ FAULTS = (
     (
         "watch.cpp",
         "plain_keys(t.key_set()) && holds_data(t) && !has_tangent(t",
-        "(PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) && (PT_FAULT(any_keys_taken) || holds_data(t)) "
-        "&& (PT_FAULT(tangents_lost) || !has_tangent(t)",
+        (
+            "(PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) && (PT_FAULT(any_keys_taken) ||"
+            " holds_data(t)) && (PT_FAULT(tangents_lost) || !has_tangent(t)"
+        ),
     ),
     (
         "watch.cpp",

@@ -186,7 +186,13 @@ def run(op: str, changes: dict[str, Any]) -> list[torch.Tensor]:
     leaves = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     torch.manual_seed(0)
     outs = getattr(pt, op)(**given)
-    outs = list(outs.values()) if isinstance(outs, dict) else list(outs) if isinstance(outs, tuple) else [outs]
+    outs = (
+        list(outs.values())
+        if isinstance(outs, dict)
+        else list(outs)
+        if isinstance(outs, tuple)
+        else [outs]
+    )
     outs += [given["cache"].key, given["cache"].value] if "cache" in given else []
     if learned:
         total = sum(o.square().sum() for o in outs)
@@ -203,7 +209,9 @@ def outcome(op: str, changes: dict[str, Any]) -> list[torch.Tensor] | None:
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b))
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b)
+    )
 
 
 def calls(op: str) -> list[dict[str, Any]]:
@@ -212,7 +220,8 @@ def calls(op: str) -> list[dict[str, Any]]:
 
 
 def ignored(op: str, name: str) -> tuple[list[list[str]], int]:
-    """(the calls in which this argument changes nothing and does not raise; in how many it acts)."""
+    """(the calls in which this argument changes nothing and does not raise; in how many it
+    acts)."""
     silent, acts = [], 0
     for call in calls(op):
         without = outcome(op, {n: v for n, v in call.items() if n != name})
@@ -226,7 +235,9 @@ def ignored(op: str, name: str) -> tuple[list[list[str]], int]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_optional_argument_acts_or_raises(op: str) -> None:
-    assert set(optional(op)) - set(WITHOUT_EFFECT) <= set(CHANGED[op]), "give a value to the new argument"
+    assert set(optional(op)) - set(WITHOUT_EFFECT) <= set(CHANGED[op]), (
+        "give a value to the new argument"
+    )
     for name in CHANGED[op]:
         silent, acts = ignored(op, name)
         if (op, name) not in WITHOUT_EFFECT_IN:
@@ -291,10 +302,15 @@ def places(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterat
         for i, t in enumerate(value):
             if isinstance(t, torch.Tensor):
                 parts = [*value[:i], change(t), *value[i + 1 :]]
-                yield f"[{i}]", type(value)(*parts) if isinstance(value, pt.KeyValues) else tuple(parts)
+                yield (
+                    f"[{i}]",
+                    type(value)(*parts) if isinstance(value, pt.KeyValues) else tuple(parts),
+                )
 
 
-def with_a_subclass(op: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def with_a_subclass(
+    op: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, Any]]:
     """(the argument, a valid call but for it) for every tensor of every call."""
     seen = set()
     extra = [{"bias": pt.RelativePositionBias(rand(8, H))}] if "bias" in CHANGED[op] else []
@@ -321,7 +337,9 @@ def values(op: str, given: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_tensor_by_another_name_is_that_tensor(op: str, kind: str) -> None:
-    for (name, given), (_, same_call) in zip(with_a_subclass(op, PLAIN[kind]), with_a_subclass(op, lambda t: t)):
+    for (name, given), (_, same_call) in zip(
+        with_a_subclass(op, PLAIN[kind]), with_a_subclass(op, lambda t: t)
+    ):
         assert same(values(op, given), values(op, same_call)), name
 
 
@@ -332,7 +350,9 @@ def test_a_subclass_with_a_meaning_is_refused_by_name(op: str, kind: str) -> Non
     for name, given in with_a_subclass(op, MEANINGFUL[kind]):
         if (kind, name) == ("CausalBias", "attn_mask"):
             continue
-        with pytest.raises(TypeError, match=rf"\w+: [\w.\[\]]+ must be a plain tensor, got .*{kind}"):
+        with pytest.raises(
+            TypeError, match=rf"\w+: [\w.\[\]]+ must be a plain tensor, got .*{kind}"
+        ):
             values(op, given)
 
 
@@ -349,26 +369,43 @@ def test_a_subclass_that_dispatches_gets_the_raw_op(op: str) -> None:
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs:UserWarning")
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 6), (6, 3)], ids=str)
-def test_a_causal_bias_is_its_dense_mask(bias: Callable[[int, int], torch.Tensor], sizes: tuple[int, int]) -> None:
+def test_a_causal_bias_is_its_dense_mask(
+    bias: Callable[[int, int], torch.Tensor], sizes: tuple[int, int]
+) -> None:
     """Beside every other mask, too: only alone it becomes ``causal=``."""
     q, k = rand(B, H, sizes[0], D), rand(B, H, sizes[1], D)
     offset = sizes[1] - sizes[0] if bias is causal_lower_right else 0
     dense = torch.ones(sizes, dtype=torch.bool).tril(offset)
     table = pt.RelativePositionBias(rand(8, H))
     lengths = {"query_lengths": torch.tensor([2, 3]), "key_lengths": torch.tensor([3, 2])}
-    more = [{}, lengths, {"window": (1, 0)}, {"bias": table}, {"bias": rand(*sizes)}, {"causal": "top_left"}]
+    more = [
+        {},
+        lengths,
+        {"window": (1, 0)},
+        {"bias": table},
+        {"bias": rand(*sizes)},
+        {"causal": "top_left"},
+    ]
     more += [{"causal": "bottom_right"}, {"causal": "bottom_right", **lengths}]
-    more += [{"causal": align, "prefix_lengths": torch.tensor([1, 2])} for align in ("top_left", "bottom_right")]
+    more += [
+        {"causal": align, "prefix_lengths": torch.tensor([1, 2])}
+        for align in ("top_left", "bottom_right")
+    ]
     for options in more:
         for attend in (pt.attention, pt.reference.attention):
             found = attend(q, k, k, attn_mask=bias(*sizes), **options)
-            torch.testing.assert_close(found, pt.reference.attention(q, k, k, attn_mask=dense, **options))
+            torch.testing.assert_close(
+                found, pt.reference.attention(q, k, k, attn_mask=dense, **options)
+            )
     for causal in (False, True):
         found = pt.scaled_dot_product_attention(q, k, k, bias(*sizes), is_causal=causal)
-        torch.testing.assert_close(found, pt.scaled_dot_product_attention(q, k, k, dense, is_causal=causal))
+        torch.testing.assert_close(
+            found, pt.scaled_dot_product_attention(q, k, k, dense, is_causal=causal)
+        )
     lse = pt.attention(q, k, k, attn_mask=dense, return_lse=True)[1]
     torch.testing.assert_close(
-        pt.attention_weights(q, k, lse, attn_mask=bias(*sizes)), pt.attention_weights(q, k, lse, attn_mask=dense)
+        pt.attention_weights(q, k, lse, attn_mask=bias(*sizes)),
+        pt.attention_weights(q, k, lse, attn_mask=dense),
     )
     with pytest.raises(ValueError, match="attn_mask must be a CausalBias of"):
         pt.attention(q, k, k, attn_mask=bias(sizes[0], sizes[1] + 1))
@@ -378,10 +415,18 @@ def test_a_causal_bias_is_its_dense_mask(bias: Callable[[int, int], torch.Tensor
 
 
 def scalars(op: str) -> Iterator[tuple[str, dict[str, Any], Callable[[Any], Any]]]:
-    """(argument, a call with it, how to write a number there) for every scalar of every valid call."""
-    for call in (*calls(op), {"dropout_p": 0.5, "dropout_seed": 7}, {"window": (1, 2), "global_keys": 2}):
+    """(argument, a call with it, how to write a number there) for every scalar of every valid
+    call."""
+    for call in (
+        *calls(op),
+        {"dropout_p": 0.5, "dropout_seed": 7},
+        {"window": (1, 2), "global_keys": 2},
+    ):
         given = BASE[op]() | call
-        if not given.keys() <= set(inspect.signature(getattr(pt, op)).parameters) or outcome(op, call) is None:
+        if (
+            not given.keys() <= set(inspect.signature(getattr(pt, op)).parameters)
+            or outcome(op, call) is None
+        ):
             continue
         for name, value in given.items():
             if type(value) in (int, float):
@@ -402,7 +447,9 @@ def test_numpy_scalars_and_0_dimensional_tensors_are_numbers(op: str) -> None:
         for writer in writers:
             assert same(values(op, given | {name: write(writer)}), values(op, given)), name
         wrong = ["1", True, torch.tensor(True), torch.ones((), requires_grad=True), 1j]
-        wrong += [torch.tensor([1])] if name != "dropout_seed" else []  # a seed may have one dimension
+        wrong += (
+            [torch.tensor([1])] if name != "dropout_seed" else []
+        )  # a seed may have one dimension
         for other in wrong:
             with pytest.raises((TypeError, ValueError), match=name.removesuffix("_seed")):
                 values(op, given | {name: write(lambda v, other=other: other)})

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's values: worked examples, the named cases on every backend, and PyTorch's own function."""
+"""Attention's values: worked examples, the named cases on every backend, and PyTorch's own
+function."""
 
 from __future__ import annotations
 
@@ -32,24 +33,35 @@ def test_similarities_weigh_the_values(backend: str) -> None:
 
 
 def test_a_permutation_matrix_permutes_rows(backend: str) -> None:
-    """Scores that are a permutation matrix (sharpened by the scale) take rows 2, 1, 3 of the values."""
+    """Scores that are a permutation matrix (sharpened by the scale) take rows 2, 1, 3 of the
+    values."""
     permutation = torch.eye(3)[[1, 0, 2]]
     value = torch.arange(12.0).reshape(3, 4)
-    out = pt.attention(permutation[None, None], torch.eye(3)[None, None], value[None, None], scale=200.0, backend=backend)
+    out = pt.attention(
+        permutation[None, None],
+        torch.eye(3)[None, None],
+        value[None, None],
+        scale=200.0,
+        backend=backend,
+    )
     assert torch.equal(out[0, 0], value[[1, 0, 2]])
 
 
 def test_causal_weights_are_lower_triangular(backend: str) -> None:
     """With the identity as value the output is the matrix of weights."""
     q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    weights = pt.attention(q, k, torch.eye(9).expand(1, 2, 9, 9), causal="top_left", backend=backend)
+    weights = pt.attention(
+        q, k, torch.eye(9).expand(1, 2, 9, 9), causal="top_left", backend=backend
+    )
     assert torch.equal(weights, weights.tril())
     assert torch.allclose(weights.sum(-1), torch.ones(1, 2, 9))
 
 
 def test_equal_scores_give_the_mean_and_the_log_of_the_count(backend: str) -> None:
     value = torch.randn(1, 1, 40, 16)
-    out, lse = pt.attention(torch.zeros(1, 1, 3, 8), torch.randn(1, 1, 40, 8), value, return_lse=True, backend=backend)
+    out, lse = pt.attention(
+        torch.zeros(1, 1, 3, 8), torch.randn(1, 1, 40, 8), value, return_lse=True, backend=backend
+    )
     assert torch.allclose(out, value.mean(2, keepdim=True).expand_as(out), atol=1e-6)
     assert torch.allclose(lse, torch.full((1, 1, 3), math.log(40.0)))
 
@@ -69,7 +81,12 @@ def test_one_decoding_step_equals_the_last_row_of_the_whole(backend: str) -> Non
     q, k, v = torch.randn(3, 2, 4, 37, 16).unbind(0)
     table = torch.randn(32, 4)
     for bias in (pt.AlibiBias(torch.rand(4)), pt.RelativePositionBias(table, False), None):
-        keywords = {"causal": "bottom_right", "window": (20, None), "bias": bias, "backend": backend}
+        keywords = {
+            "causal": "bottom_right",
+            "window": (20, None),
+            "bias": bias,
+            "backend": backend,
+        }
         whole = pt.attention(q, k, v, **keywords)
         step = pt.attention(q[:, :, -1:], k, v, **keywords)
         assert torch.allclose(step, whole[:, :, -1:], atol=1e-6)
@@ -126,11 +143,16 @@ def sdpa_arguments():
     yield "causal", {"is_causal": True}
     yield "bool mask", {"attn_mask": mask}
     yield "float mask", {"attn_mask": torch.randn(7, 9, dtype=torch.float64)}
-    yield "minus infinity", {"attn_mask": torch.zeros(2, 4, 7, 9).masked_fill(~mask, -math.inf).double()}
+    yield (
+        "minus infinity",
+        {"attn_mask": torch.zeros(2, 4, 7, 9).masked_fill(~mask, -math.inf).double()},
+    )
     yield "grouped", {"enable_gqa": True}
 
 
-@pytest.mark.parametrize("name, kwargs", list(sdpa_arguments()), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, kwargs", list(sdpa_arguments()), ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_equals_torch_in_float64(name: str, kwargs: dict, backend: str) -> None:
     q = torch.randn(2, 4, 7, 16, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2 if name == "grouped" else 4, 9, 16, dtype=torch.float64).unbind(0)
@@ -140,7 +162,8 @@ def test_equals_torch_in_float64(name: str, kwargs: dict, backend: str) -> None:
 
 
 def test_pytorchs_own_samples(backend: str) -> None:
-    """The inputs PyTorch tests its function with, through ours. Dropout draws other bits: those are left
+    """The inputs PyTorch tests its function with, through ours. Dropout draws other bits: those are
+    left
     out."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -178,7 +201,8 @@ def test_dropout_keeps_its_share_and_its_mean(backend: str) -> None:
 
 
 def test_dropout_bits_are_those_of_the_specification(backend: str) -> None:
-    """Bit for bit the oracle's own Philox, for odd sizes, several heads and sequences, negative seeds."""
+    """Bit for bit the oracle's own Philox, for odd sizes, several heads and sequences, negative
+    seeds."""
     from pytransformer.testing.oracle import keep_factor
 
     for seed in (0, 1, -1, 2**63 - 1, -(2**63), 1 << 40):
@@ -203,7 +227,8 @@ def test_a_drawn_seed_follows_torchs_generator(backend: str) -> None:
 
 
 def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
-    """query_start and key_start of the raw op: rows 5.. and keys 8.. of a problem equal that problem with the
+    """query_start and key_start of the raw op: rows 5.. and keys 8.. of a problem equal that
+    problem with the
     rest hidden."""
     from pytransformer.ops.attention import _prepare, attention_op
 
@@ -211,7 +236,13 @@ def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
     i0, j0 = 5, 8
     bias = pt.RelativePositionBias(torch.randn(8, 2), False, 20)
     for causal in ("top_left", "bottom_right"):
-        kwargs = {"causal": causal, "window": (12, 3), "bias": bias, "dropout_p": 0.25, "dropout_seed": 9}
+        kwargs = {
+            "causal": causal,
+            "window": (12, 3),
+            "bias": bias,
+            "dropout_p": 0.25,
+            "dropout_seed": 9,
+        }
         hidden = (torch.arange(24) >= j0)[None, None, None]
         whole = pt.attention(q, k, v, attn_mask=hidden, backend=backend, **kwargs)
         a, _, _ = _prepare(q[:, :, i0:], k[:, :, j0:], v[:, :, j0:], **kwargs)
@@ -221,5 +252,7 @@ def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices_of_batch_and_heads_drop_what_the_whole_does(backend: str, dtype: torch.dtype, packed: bool) -> None:
+def test_slices_of_batch_and_heads_drop_what_the_whole_does(
+    backend: str, dtype: torch.dtype, packed: bool
+) -> None:
     check_slices(backend, dtype, packed)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention among PyTorch's machinery: autograd of any order, torch.func, compile, opcheck, autocast,
+"""Attention among PyTorch's machinery: autograd of any order, torch.func, compile, opcheck,
+autocast,
 determinism, memory."""
 
 from __future__ import annotations
@@ -21,17 +22,27 @@ VARIANTS = ("plain", "masked", "bias", "alibi", "t5", "sinks", "dropout")
 
 
 def problem(variant: str, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict]:
-    """Leaves (query, key, value, one more where the variant has it) and a function of them that returns
+    """Leaves (query, key, value, one more where the variant has it) and a function of them that
+    returns
     keywords."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, h, n, 3, dtype=dtype) for h, n in ((4, 3), (2, 5), (2, 5)))
     keywords = {
         "plain": dict,
-        "masked": lambda: {"causal": "bottom_right", "window": (2, None), "key_lengths": torch.tensor([5, 2]), "softcap": 3.0},
+        "masked": lambda: {
+            "causal": "bottom_right",
+            "window": (2, None),
+            "key_lengths": torch.tensor([5, 2]),
+            "softcap": 3.0,
+        },
         "bias": lambda b: {"bias": b},
         "alibi": lambda b: {"bias": pt.AlibiBias(b), "causal": "bottom_right"},
         "t5": lambda b: {"bias": pt.RelativePositionBias(b, True, 4)},
-        "sinks": lambda b: {"sinks": b, "causal": "bottom_right", "query_lengths": torch.tensor([3, 2])},
+        "sinks": lambda b: {
+            "sinks": b,
+            "causal": "bottom_right",
+            "query_lengths": torch.tensor([3, 2]),
+        },
         "dropout": lambda: {"dropout_p": 0.3, "dropout_seed": 7},
     }[variant]
     extra = {"bias": (1, 4, 3, 5), "alibi": (4,), "t5": (8, 4), "sinks": (4,)}.get(variant)
@@ -40,11 +51,14 @@ def problem(variant: str, dtype: torch.dtype = torch.float64) -> tuple[list[torc
 
 
 def function(keywords, backend: str):
-    """(out, lse) of the leaves; lse of rows that see nothing is replaced, for finite differences cannot take
+    """(out, lse) of the leaves; lse of rows that see nothing is replaced, for finite differences
+    cannot take
     infinity."""
 
     def call(q, k, v, *extra):
-        out, lse = pt.attention(q, k, v, **keywords(*extra), return_lse=True, backend=backend, strict=True)
+        out, lse = pt.attention(
+            q, k, v, **keywords(*extra), return_lse=True, backend=backend, strict=True
+        )
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
     return call
@@ -70,17 +84,23 @@ def test_func_grad_and_jacrev(variant: str, backend: str) -> None:
     loss = lambda *x: f(*x)[0].sin().sum()
     want = torch.autograd.grad(loss(*leaves), leaves)
     detached = [leaf.detach() for leaf in leaves]
-    for ours, theirs in zip(torch.func.grad(loss, argnums=tuple(range(len(leaves))))(*detached), want):
+    for ours, theirs in zip(
+        torch.func.grad(loss, argnums=tuple(range(len(leaves))))(*detached), want
+    ):
         assert torch.allclose(ours, theirs, atol=1e-12)
     jacobian = torch.func.jacrev(lambda x: f(x, *detached[1:])[0].sum((1, 2, 3)))(detached[0])
-    direct = torch.autograd.functional.jacobian(lambda x: f(x, *detached[1:])[0].sum((1, 2, 3)), detached[0])
+    direct = torch.autograd.functional.jacobian(
+        lambda x: f(x, *detached[1:])[0].sum((1, 2, 3)), detached[0]
+    )
     assert torch.allclose(jacobian, direct, atol=1e-12)
 
 
 def test_vmap_equals_a_loop(backend: str) -> None:
     q, k, v = torch.randn(3, 4, 2, 2, 5, 8, dtype=torch.float64).unbind(0)
     call = lambda *x: pt.attention(*x, causal="top_left", backend=backend, strict=True)
-    assert torch.allclose(torch.func.vmap(call)(q, k, v), torch.stack([call(*x) for x in zip(q, k, v)]), atol=1e-13)
+    assert torch.allclose(
+        torch.func.vmap(call)(q, k, v), torch.stack([call(*x) for x in zip(q, k, v)]), atol=1e-13
+    )
     assert torch.allclose(
         torch.func.vmap(call, in_dims=(0, None, None))(q, k[0], v[0]),
         torch.stack([call(x, k[0], v[0]) for x in q]),
@@ -122,14 +142,17 @@ def test_opcheck_of_the_raw_ops(variant: str, backend: str) -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(attention_op.fwd, (*a, backend, True), test_utils=tests)
     out, lse = attention_op.fwd(*a, backend, True)
-    wanted = [isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in attention_op.positions]
+    wanted = [
+        isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in attention_op.positions
+    ]
     arguments = (torch.randn_like(out), torch.randn_like(lse), *a, out, lse, wanted, backend, True)
     torch.library.opcheck(attention_op.bwd, arguments, test_utils=tests)
 
 
 @pytest.mark.unpoisoned
 def test_compiled_derivatives_are_right_or_refused() -> None:
-    """torch.compile leaves autograd Functions out of torch.func.grad, which would make the gradient zero."""
+    """torch.compile leaves autograd Functions out of torch.func.grad, which would make the gradient
+    zero."""
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
     loss = lambda q: pt.attention(q, k, v).sin().sum()
     want = torch.func.grad(loss)(q)
@@ -143,9 +166,14 @@ def test_compiled_derivatives_are_right_or_refused() -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("variant", ("plain", "masked", "t5"))
 def test_compiles_whole_without_recompiling(variant: str) -> None:
-    """One graph, no break, forward and backward; use_backend changes the backend without a recompilation."""
+    """One graph, no break, forward and backward; use_backend changes the backend without a
+    recompilation."""
     leaves, keywords = problem(variant, torch.float32)
-    backends = [n for n, r in pt.explain("attention", *leaves[:3], **keywords(*leaves[3:])).reasons.items() if r is None]
+    backends = [
+        n
+        for n, r in pt.explain("attention", *leaves[:3], **keywords(*leaves[3:])).reasons.items()
+        if r is None
+    ]
     call = lambda *x: pt.attention(*x[:3], **keywords(*x[3:])).square().sum()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -175,13 +203,20 @@ def everything() -> tuple[list[torch.Tensor], dict]:
     q, k, v = (torch.randn(3, h, n, 64).bfloat16() for h, n in ((4, 193), (2, 257), (2, 257)))
     table = torch.randn(32, 4)
     leaves = [t.requires_grad_() for t in (q, k, v, table)]
-    keywords = {"causal": "bottom_right", "key_lengths": torch.tensor([257, 200, 90]), "dropout_p": 0.1, "dropout_seed": 3}
+    keywords = {
+        "causal": "bottom_right",
+        "key_lengths": torch.tensor([257, 200, 90]),
+        "dropout_p": 0.1,
+        "dropout_seed": 3,
+    }
     return leaves, keywords
 
 
 def run(leaves: list[torch.Tensor], keywords: dict, backend: str) -> list[torch.Tensor]:
     bias = pt.RelativePositionBias(leaves[3])
-    out, lse = pt.attention(*leaves[:3], bias=bias, **keywords, return_lse=True, backend=backend, strict=True)
+    out, lse = pt.attention(
+        *leaves[:3], bias=bias, **keywords, return_lse=True, backend=backend, strict=True
+    )
     return [out, lse, *torch.autograd.grad((out.float() * torch.linspace(-1, 1, 64)).sum(), leaves)]
 
 
@@ -193,19 +228,24 @@ def test_twenty_runs_and_both_thread_counts_agree_bit_for_bit(backend: str) -> N
         for i in range(20 if backend != "reference" else 2):
             torch.set_num_threads(1 + i % 2)
             for a, b in zip(first, run(leaves, keywords, backend)):
-                assert torch.equal(a, b) if backend != "reference" else torch.allclose(a, b, atol=1e-2), i
+                assert (
+                    torch.equal(a, b) if backend != "reference" else torch.allclose(a, b, atol=1e-2)
+                ), i
     finally:
         torch.set_num_threads(threads)
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
-    """Alone or in a batch with others, each sequence gets the same bits (dropout, which counts the batch,
+    """Alone or in a batch with others, each sequence gets the same bits (dropout, which counts the
+    batch,
     apart)."""
     leaves, keywords = everything()
     keywords = {**keywords, "dropout_p": 0.0}
     whole = run(leaves, keywords, backend)[:5]
     alone = [t[:1].detach().requires_grad_() for t in leaves[:3]]
-    single = run([*alone, leaves[3]], {**keywords, "key_lengths": keywords["key_lengths"][:1]}, backend)[:5]
+    single = run(
+        [*alone, leaves[3]], {**keywords, "key_lengths": keywords["key_lengths"][:1]}, backend
+    )[:5]
     for a, b in zip(whole, single):
         if backend == "reference":
             assert torch.allclose(a[:1].float(), b.float(), atol=2e-2)
@@ -234,12 +274,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.unpoisoned
 def test_memory_is_linear_in_length(backend: str) -> None:
-    """L = 16,384 with the T5 bias, forward and backward: one (Lq, Lk) matrix of one byte would be 512 MB; far
+    """L = 16,384 with the T5 bias, forward and backward: one (Lq, Lk) matrix of one byte would be
+    512 MB; far
     less is used."""
     if backend == "reference":
         pytest.skip("the reference builds the (Lq, Lk) matrices on purpose")
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY), backend], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", textwrap.dedent(MEMORY), backend],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     grown = int(result.stdout) / 1024

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks: one more term of each row's sum, on every backend; what random problems (tests/test_fuzz.py) cannot name."""
+"""Sinks: one more term of each row's sum, on every backend; what random problems
+(tests/test_fuzz.py) cannot name."""
 
 from __future__ import annotations
 
@@ -22,31 +23,51 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def qkv(lq: int = 9, lk: int = 70, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 2) -> tuple[torch.Tensor, ...]:
-    return draw(batch, heads, lq, dim), draw(batch, kv, lk, dim, seed=1), draw(batch, kv, lk, dim, seed=2)
+def qkv(
+    lq: int = 9, lk: int = 70, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 2
+) -> tuple[torch.Tensor, ...]:
+    return (
+        draw(batch, heads, lq, dim),
+        draw(batch, kv, lk, dim, seed=1),
+        draw(batch, kv, lk, dim, seed=2),
+    )
 
 
-def results(args: tuple[torch.Tensor, ...], sinks: torch.Tensor | None, backend: str, **options: Any) -> list[torch.Tensor]:
-    """out, lse and the gradients of query, key and value, and of the sinks if there are any, for one upstream gradient."""
+def results(
+    args: tuple[torch.Tensor, ...], sinks: torch.Tensor | None, backend: str, **options: Any
+) -> list[torch.Tensor]:
+    """out, lse and the gradients of query, key and value, and of the sinks if there are any, for
+    one upstream gradient."""
     inputs = [t.detach().requires_grad_() for t in (*args, *([] if sinks is None else [sinks]))]
     if sinks is not None:
         options["sinks"] = inputs[3]
     out, lse = pt.attention(*inputs[:3], **options, return_lse=True, backend=backend, strict=True)
     finite = torch.where(lse.isfinite(), lse, 0.0)
-    return [out, lse, *torch.autograd.grad([out, finite], inputs, [draw(*out.shape, seed=3), draw(*lse.shape, seed=4)])]
+    return [
+        out,
+        lse,
+        *torch.autograd.grad(
+            [out, finite], inputs, [draw(*out.shape, seed=3), draw(*lse.shape, seed=4)]
+        ),
+    ]
 
 
 def test_zeros_are_softmax_off_by_one(backend: str) -> None:
     """exp(s) / (1 + sum exp(s)), written out; lse is the log of that sum."""
     query, key, value = qkv(kv=4)
-    out, lse = pt.attention(query, key, value, sinks=torch.zeros(4), return_lse=True, backend=backend, strict=True)
+    out, lse = pt.attention(
+        query, key, value, sinks=torch.zeros(4), return_lse=True, backend=backend, strict=True
+    )
     weight = torch.exp(0.25 * query.double() @ key.double().mT)
     total = 1 + weight.sum(-1, keepdim=True)
     assert agree(out, weight / total @ value.double())
     assert agree(lse, total.log()[..., 0])
 
 
-@pytest.mark.parametrize("keywords", [{}, {"causal": "bottom_right", "window": (30, 0)}, {"softcap": 3.0, "dropout_p": 0.3}])
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"causal": "bottom_right", "window": (30, 0)}, {"softcap": 3.0, "dropout_p": 0.3}],
+)
 def test_minus_infinity_is_no_sink(backend: str, keywords: dict[str, Any]) -> None:
     """Bit for bit, and it has no gradient."""
     keywords = {**keywords, "dropout_seed": 5}
@@ -56,11 +77,13 @@ def test_minus_infinity_is_no_sink(backend: str, keywords: dict[str, Any]) -> No
 
 
 def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
-    """By a mask, by bounds and for want of keys: out 0, lse the sink, which alone gets lse's gradient. Past query_lengths is no query."""
+    """By a mask, by bounds and for want of keys: out 0, lse the sink, which alone gets lse's
+    gradient. Past query_lengths is no query."""
     sinks = torch.tensor([0.0, -3.25, 1500.0, NONE])
     mask = torch.ones(1, 1, 9, 1, dtype=torch.bool)
     mask[:, :, 3] = False
-    options: dict[str, Any] = {"attn_mask": mask, "causal": "bottom_right", "query_lengths": torch.tensor([9, 6]),
+    options: dict[str, Any] = {"attn_mask": mask, "causal": "bottom_right",
+        "query_lengths": torch.tensor([9, 6]),
                                "key_lengths": torch.tensor([70, 4])}  # fmt: skip
     out, lse, *_, d_sinks = results(qkv(), sinks, backend, **options)
     for b, i in ((0, 3), (1, 3), (1, 0), (1, 1)):  # masked; before the first key
@@ -78,8 +101,11 @@ def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
 
 
 def test_a_row_whose_weights_are_lost_in_lse(backend: str) -> None:
-    """exp(20) swallows every weight, so that lse is the sink but for an ulp: the row is seen, and its gradients are right."""
-    check_attention(qkv(), {"sinks": torch.tensor([20.0, 20.0, 40.0, 0.0]), "causal": "bottom_right"}, backend)
+    """exp(20) swallows every weight, so that lse is the sink but for an ulp: the row is seen, and
+    its gradients are right."""
+    check_attention(
+        qkv(), {"sinks": torch.tensor([20.0, 20.0, 40.0, 0.0]), "causal": "bottom_right"}, backend
+    )
     out, lse, d_query, *_ = results(qkv(), torch.full((4,), 20.0), backend)
     assert bool((lse > 20).all()) and bool(d_query.any(-1).all()) and bool(out.any(-1).all())
 
@@ -94,7 +120,8 @@ def test_plus_infinity_takes_all_and_nan_is_seen(backend: str) -> None:
 
 @pytest.mark.parametrize("place", ["attn_mask", "bias"])
 def test_the_lowest_numbers_are_data(backend: str, place: str) -> None:
-    """A row of finfo.min beside a sink of finfo.min: a mean over one more than its keys, with its gradient, though lse has lost the log."""
+    """A row of finfo.min beside a sink of finfo.min: a mean over one more than its keys, with its
+    gradient, though lse has lost the log."""
     lowest = torch.finfo(torch.float32).min
     args = qkv(lq=3, lk=7)
     mask = torch.zeros(1, 1, 3, 7)
@@ -118,9 +145,13 @@ def test_splits_of_the_keys_add_the_sink_once(backend: str, lq: int, lk: int) ->
 def test_packed_equals_padded(backend: str) -> None:
     offsets = torch.tensor([0, 5, 5, 33]), torch.tensor([0, 9, 20, 60])
     args = draw(33, 4, 16), draw(60, 2, 16, seed=1), draw(60, 2, 16, seed=2), *offsets, 28, 40
-    check_packed(args, {"sinks": torch.tensor([0.0, 2.0, -1.0, NONE]), "causal": "bottom_right"}, backend)
+    check_packed(
+        args, {"sinks": torch.tensor([0.0, 2.0, -1.0, NONE]), "causal": "bottom_right"}, backend
+    )
     sinks = torch.zeros(4, requires_grad=True)
-    out, lse = pt.attention_varlen(*args, sinks=sinks, return_lse=True, backend=backend, strict=True)
+    out, lse = pt.attention_varlen(
+        *args, sinks=sinks, return_lse=True, backend=backend, strict=True
+    )
     want = torch.autograd.grad([out.square().sum(), lse.sum()], sinks)[0]
     total = torch.zeros(4)
     for rows, keys in zip(pairwise(offsets[0].tolist()), pairwise(offsets[1].tolist())):
@@ -131,7 +162,9 @@ def test_packed_equals_padded(backend: str) -> None:
 
 
 def test_weights_leave_the_sinks_share_out() -> None:
-    query, key, value = (t.double() for t in qkv(kv=4))  # of a sink of 30 lse is rounded by 16 eps in float32
+    query, key, value = (
+        t.double() for t in qkv(kv=4)
+    )  # of a sink of 30 lse is rounded by 16 eps in float32
     sinks = torch.tensor([0.0, 2.0, 30.0, NONE], dtype=torch.float64)
     _, lse = pt.attention(query, key, value, sinks=sinks, return_lse=True)
     weights = pt.attention_weights(query, key, lse, sinks=sinks)

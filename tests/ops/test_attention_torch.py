@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend torch: what it takes, where PyTorch's kernels mean something else, and that it stands before the reference."""
+"""The backend torch: what it takes, where PyTorch's kernels mean something else, and that it stands
+before the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pytransformer.testing.cases import cases
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The named cases with gradients. docs/ops/attention-torch.md and docs/fallbacks.md list them too.
 TAKEN = {
-    "full", "causal", "causal_bottom_right", "key_padding", "padding", "left_padding", "bool_mask", "gqa", "cross", "decode", "value_dim",
+    "full", "causal", "causal_bottom_right", "key_padding", "padding", "left_padding", "bool_mask",
+    "gqa", "cross", "decode", "value_dim",
     "varlen", "varlen_causal",
 }  # fmt: skip
 
@@ -31,10 +33,14 @@ def reason(op: str, *args: Any, **kwargs: Any) -> str | None:
 def without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where no kernel of ours is built."""
     op = OPS["attention"]
-    monkeypatch.setattr(op, "backends", {name: op.backends[name] for name in ("torch", "reference")})
+    monkeypatch.setattr(
+        op, "backends", {name: op.backends[name] for name in ("torch", "reference")}
+    )
 
 
-def qkv(*shape: int, num_keys: int | None = None, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def qkv(
+    *shape: int, num_keys: int | None = None, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     keys = (*shape[:2], num_keys or shape[2], shape[3])
     return [torch.randn(size, dtype=dtype) for size in (shape, keys, keys)]
 
@@ -64,12 +70,20 @@ def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.M
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 @pytest.mark.parametrize("kind", ["bool", "float", "both"])
 def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> None:
-    """A mask of the pairs takes windows, segments and lengths with it; rows without a key, NaN where nothing looks."""
+    """A mask of the pairs takes windows, segments and lengths with it; rows without a key, NaN
+    where nothing looks."""
     q, k, v = qkv(2, 4, 33, 16, num_keys=40)
-    keywords: dict[str, Any] = {"causal": causal, "window": (20, 9), "key_lengths": torch.tensor([40, 17])}
+    keywords: dict[str, Any] = {
+        "causal": causal,
+        "window": (20, 9),
+        "key_lengths": torch.tensor([40, 17]),
+    }
     keywords["query_lengths"] = torch.tensor([30, 33])
     segments = torch.arange(40) // 15
-    keywords |= {"query_segments": segments[:33].expand(2, -1), "key_segments": segments.expand(2, -1)}
+    keywords |= {
+        "query_segments": segments[:33].expand(2, -1),
+        "key_segments": segments.expand(2, -1),
+    }
     keep = torch.rand(2, 4, 33, 40) > 0.3
     if kind != "float":
         keywords["attn_mask"] = keep
@@ -87,12 +101,20 @@ def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_whole_rows_and_keys_without_a_mask_of_pairs(dtype: torch.dtype, causal: str | None) -> None:
+def test_whole_rows_and_keys_without_a_mask_of_pairs(
+    dtype: torch.dtype, causal: str | None
+) -> None:
     keep = torch.rand(3, 1, 1, 50) > 0.4
     keep[..., :5] = False  # causal rows that see nothing yet
-    keywords: dict[str, Any] = {"attn_mask": keep, "causal": causal, "query_lengths": torch.tensor([0, 31, 64])}
+    keywords: dict[str, Any] = {
+        "attn_mask": keep,
+        "causal": causal,
+        "query_lengths": torch.tensor([0, 31, 64]),
+    }
     keywords["key_lengths"] = torch.tensor([50, 50, 23])
-    check_attention(tuple(qkv(3, 2, 64, 24, num_keys=50, dtype=dtype)), keywords, "torch", poisoned=True)
+    check_attention(
+        tuple(qkv(3, 2, 64, 24, num_keys=50, dtype=dtype)), keywords, "torch", poisoned=True
+    )
 
 
 def test_the_gradient_of_lse_alone() -> None:
@@ -102,7 +124,9 @@ def test_the_gradient_of_lse_alone() -> None:
         v = v[..., :8]
         grad_out, grad_lse = torch.zeros(2, 2, 19, 8, dtype=dtype), torch.randn(2, 2, 19)
         solution = oracle.solve(q, k, v, grad_out, grad_lse)
-        found = bounds.check(solution, run_attention((q, k, v), {}, "torch", grad_out, grad_lse), dtype, "zero_mean")
+        found = bounds.check(
+            solution, run_attention((q, k, v), {}, "torch", grad_out, grad_lse), dtype, "zero_mean"
+        )
         assert all(c.ok for c in found), found
 
 
@@ -113,14 +137,19 @@ def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatc
     mask[..., 2, :] = torch.finfo(torch.float32).min
     q, k, v = (t.requires_grad_() for t in qkv(1, 1, 6, 8))
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
-    want = torch.autograd.grad(pt.attention(q, k, v, attn_mask=mask, backend="reference")[..., 2, :].sum(), v)[0]
+    want = torch.autograd.grad(
+        pt.attention(q, k, v, attn_mask=mask, backend="reference")[..., 2, :].sum(), v
+    )[0]
     assert not torch.allclose(torch.autograd.grad(theirs[..., 2, :].sum(), v)[0], want), (
         "PyTorch's fault is mended: take these rows"
     )
     with pytest.raises(pt.BackendError, match=r"did not run.*gradient is wrong"):
         pt.attention(q, k, v, attn_mask=mask, backend="torch")
     without_ours(monkeypatch)
-    with fast_path.off(), pytest.warns(RuntimeWarning, match=r"runs on the reference.*gradient is wrong"):
+    with (
+        fast_path.off(),
+        pytest.warns(RuntimeWarning, match=r"runs on the reference.*gradient is wrong"),
+    ):
         out = pt.attention(q, k, v, attn_mask=mask)
     assert torch.equal(torch.autograd.grad(out[..., 2, :].sum(), v)[0], want)
 
@@ -143,7 +172,14 @@ def test_what_it_declines_and_why() -> None:
             pt.attention(q, k, v, **keywords, backend="torch")
     assert "pairs" in str(reason("attention", q, k, v, causal="bottom_right"))
     assert "pairs" in str(
-        reason("attention", q, k, v, attn_mask=torch.ones(1, 2, 1, 6, dtype=torch.bool).expand(1, 2, 4, 6), window=(2, 0))
+        reason(
+            "attention",
+            q,
+            k,
+            v,
+            attn_mask=torch.ones(1, 2, 1, 6, dtype=torch.bool).expand(1, 2, 4, 6),
+            window=(2, 0),
+        )
     )
     assert reason("attention", q[:, :, :1], k, v, causal="bottom_right", window=(2, 0)) is None
 

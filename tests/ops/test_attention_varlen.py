@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: bit for bit what the padded call gives, and nothing read outside the sequences."""
+"""Packed sequences: bit for bit what the padded call gives, and nothing read outside the
+sequences."""
 
 from __future__ import annotations
 
@@ -39,20 +40,39 @@ def keywords(heads: int):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("name, kwargs", list(keywords(4)), ids=lambda x: x if isinstance(x, str) else "")
-def test_packed_equals_padded_bit_for_bit(name: str, kwargs: dict, lengths: tuple[int, ...], backend: str) -> None:
+@pytest.mark.parametrize(
+    "name, kwargs", list(keywords(4)), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_packed_equals_padded_bit_for_bit(
+    name: str, kwargs: dict, lengths: tuple[int, ...], backend: str
+) -> None:
     """Output, lse and the gradients of query, key and value."""
     if backend == "torch":
-        pytest.skip("PyTorch's kernels choose their tiles by the padded length: within the bound (test_fuzz), not bit for bit")
+        pytest.skip(
+            "PyTorch's kernels choose their tiles by the padded length: within the bound"
+            " (test_fuzz), not bit for bit"
+        )
     lengths_k = lengths[::-1]
-    packed = [torch.randn(sum(n), h, 24).bfloat16() for n, h in ((lengths, 4), (lengths_k, 2), (lengths_k, 2))]
+    packed = [
+        torch.randn(sum(n), h, 24).bfloat16()
+        for n, h in ((lengths, 4), (lengths_k, 2), (lengths_k, 2))
+    ]
     longest = max(lengths), max(lengths_k)
-    padded = [pad(x, n, m) for x, n, m in zip(packed, (lengths, lengths_k, lengths_k), (longest[0], longest[1], longest[1]))]
+    padded = [
+        pad(x, n, m)
+        for x, n, m in zip(
+            packed, (lengths, lengths_k, lengths_k), (longest[0], longest[1], longest[1])
+        )
+    ]
     for leaf in (*packed, *padded):
         leaf.requires_grad_()
     common = {**kwargs, "backend": backend, "strict": True, "return_lse": True}
-    out, lse = pt.attention_varlen(*packed, offsets(lengths), offsets(lengths_k), *longest, **common)
-    want, want_lse = pt.attention(*padded, query_lengths=torch.tensor(lengths), key_lengths=torch.tensor(lengths_k), **common)
+    out, lse = pt.attention_varlen(
+        *packed, offsets(lengths), offsets(lengths_k), *longest, **common
+    )
+    want, want_lse = pt.attention(
+        *padded, query_lengths=torch.tensor(lengths), key_lengths=torch.tensor(lengths_k), **common
+    )
     assert torch.equal(out, unpad(want, lengths))
     assert torch.equal(lse.mT, unpad(want_lse[..., None], lengths)[..., 0])
     grad = torch.randn_like(want)
@@ -75,12 +95,15 @@ def test_case_runs_forward_and_backward(case, backend: str) -> None:
 
 
 def test_rows_outside_the_sequences_are_not_read(backend: str) -> None:
-    """NaN behind the last sequence reaches nothing; its output is 0, its lse -inf, its gradient 0."""
+    """NaN behind the last sequence reaches nothing; its output is 0, its lse -inf, its gradient
+    0."""
     x = torch.randn(3, 20, 2, 8)
     x[:, 15:] = math.nan
     q, k, v = (t.requires_grad_() for t in x.unbind(0))
     cu = torch.tensor([0, 4, 15])
-    out, lse = pt.attention_varlen(q, k, v, cu, cu, 11, 11, return_lse=True, backend=backend, strict=True)
+    out, lse = pt.attention_varlen(
+        q, k, v, cu, cu, 11, 11, return_lse=True, backend=backend, strict=True
+    )
     assert bool(out[:15].isfinite().all()) and not out[15:].any()
     assert bool((lse[:, 15:] == -math.inf).all())
     grad = torch.ones_like(out)
@@ -92,7 +115,10 @@ def test_rows_outside_the_sequences_are_not_read(backend: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"cu_seqlens_q": torch.tensor([0, 5, 3, 10])}, "cu_seqlens_q must start at 0, never decrease"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 5, 3, 10])},
+            "cu_seqlens_q must start at 0, never decrease",
+        ),
         ({"cu_seqlens_k": torch.tensor([1, 5, 8, 10])}, "cu_seqlens_k must start at 0"),
         ({"cu_seqlens_k": torch.tensor([0, 5, 8, 11])}, "end at most at 10"),
         ({"cu_seqlens_k": torch.tensor([0, 5, 10])}, "must have the same length"),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and summaries recomputed from lse are those that attention used: value = identity makes attention return them."""
+"""Weights and summaries recomputed from lse are those that attention used: value = identity makes
+attention return them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,32 @@ FEATURES = {
     "causal": {"causal": "bottom_right", "window": (5, 2), "key_lengths": torch.tensor([13, 7])},
     "mask": {"attn_mask": torch.arange(9 * 13).reshape(1, 1, 9, 13) % 5 != 0, "softcap": 3.0},
     "row_mask": {"attn_mask": torch.arange(9).reshape(1, 1, 9, 1) != 4},
-    "bias": {"bias": torch.linspace(-2, 2, 4 * 13, dtype=torch.float64).reshape(1, 4, 1, 13), "scale": 0.7},
-    "alibi": {"bias": pt.AlibiBias(torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)), "causal": "top_left"},
-    "t5": {"bias": pt.RelativePositionBias(torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4), True, 16)},
-    "sinks": {"sinks": torch.tensor([0.0, 2.0, -1.0, 30.0], dtype=torch.float64), "causal": "bottom_right"},
-    "segments": {"query_segments": torch.arange(18).reshape(2, 9) // 4, "key_segments": torch.arange(26).reshape(2, 13) // 5},
-    "prefix": {"causal": "top_left", "prefix_lengths": torch.tensor([3, 0]), "query_lengths": torch.tensor([9, 4])},
+    "bias": {
+        "bias": torch.linspace(-2, 2, 4 * 13, dtype=torch.float64).reshape(1, 4, 1, 13),
+        "scale": 0.7,
+    },
+    "alibi": {
+        "bias": pt.AlibiBias(torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)),
+        "causal": "top_left",
+    },
+    "t5": {
+        "bias": pt.RelativePositionBias(
+            torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4), True, 16
+        )
+    },
+    "sinks": {
+        "sinks": torch.tensor([0.0, 2.0, -1.0, 30.0], dtype=torch.float64),
+        "causal": "bottom_right",
+    },
+    "segments": {
+        "query_segments": torch.arange(18).reshape(2, 9) // 4,
+        "key_segments": torch.arange(26).reshape(2, 13) // 5,
+    },
+    "prefix": {
+        "causal": "top_left",
+        "prefix_lengths": torch.tensor([3, 0]),
+        "query_lengths": torch.tensor([9, 4]),
+    },
 }
 
 
@@ -78,6 +99,10 @@ def test_no_rows():
     ],
 )
 def test_bad_input(keywords, error, message):
-    query, key, lse = torch.zeros(2, 4, 9, 8), torch.zeros(2, 2, 13, 8), keywords.pop("lse", torch.zeros(2, 4, 9))
+    query, key, lse = (
+        torch.zeros(2, 4, 9, 8),
+        torch.zeros(2, 2, 13, 8),
+        keywords.pop("lse", torch.zeros(2, 4, 9)),
+    )
     with pytest.raises(error, match=message):
         pt.attention_weights(query, key, lse, **keywords)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks: what the constructors make, what is refused, and attention with them against float64 and against the dense mask."""
+"""Block masks: what the constructors make, what is refused, and attention with them against float64
+and against the dense mask."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ PATTERNS: dict[str, tuple[Callable[[], BlockMask], Callable[[], Tensor]]] = {
         lambda: BlockMask.sliding_window(L, (70, 10)),
         lambda: pairs(lambda i, j: (j >= i - 70) & (j <= i + 10)),
     ),
-    "strided": (lambda: BlockMask.strided(L, 17), lambda: pairs(lambda i, j: (j <= i) & ((i - j < 17) | ((i - j) % 17 == 0)))),
+    "strided": (
+        lambda: BlockMask.strided(L, 17),
+        lambda: pairs(lambda i, j: (j <= i) & ((i - j < 17) | ((i - j) % 17 == 0))),
+    ),
     "strided both ways": (
         lambda: BlockMask.strided(L, 90, causal=False, block_size=32),
         lambda: pairs(lambda i, j: ((i - j).abs() < 90) | ((i - j) % 90 == 0)),
@@ -51,18 +55,26 @@ PATTERNS: dict[str, tuple[Callable[[], BlockMask], Callable[[], Tensor]]] = {
     ),
     "longformer, global tokens by place": (
         lambda: BlockMask.longformer(L, 64, [3, 200]),
-        lambda: pairs(lambda i, j: ((i - j).abs() <= 32) | (i == 3) | (i == 200) | (j == 3) | (j == 200)),
+        lambda: pairs(
+            lambda i, j: ((i - j).abs() <= 32) | (i == 3) | (i == 200) | (j == 3) | (j == 200)
+        ),
     ),
     "function by head": (
         lambda: BlockMask.from_function(documents, None, 2, L, L, block_size=(32, 64)),
-        lambda: documents(torch.zeros(()), torch.arange(2)[:, None, None], torch.arange(L)[:, None], torch.arange(L)),
+        lambda: documents(
+            torch.zeros(()),
+            torch.arange(2)[:, None, None],
+            torch.arange(L)[:, None],
+            torch.arange(L),
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(
-    "rows, keys", [(range(64, 192), range(128)), (range(5, 230), range(31, 290)), (range(300, L), range(3))]
+    "rows, keys",
+    [(range(64, 192), range(128)), (range(5, 230), range(31, 290)), (range(300, L), range(3))],
 )
 def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> None:
     """To the bit, wherever the blocks are cut: no block is listed that shows nothing."""
@@ -71,12 +83,17 @@ def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> 
     wanted = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
     found = mask.part(heads, rows, keys)
     assert found.shape == tuple(wanted.shape)
-    for got, want in zip(found.blocks, BlockMask.from_dense(wanted, block_size=mask.block_size).blocks):
+    for got, want in zip(
+        found.blocks, BlockMask.from_dense(wanted, block_size=mask.block_size).blocks
+    ):
         assert torch.equal(got, want)
 
 
 def test_a_part_lies_within() -> None:
-    with pytest.raises(ValueError, match=r"keys must be a range within range\(321\), of step 1, got range\(0, 322\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"keys must be a range within range\(321\), of step 1, got range\(0, 322\)",
+    ):
         BlockMask.strided(L, 17).part(range(1), range(10), range(322))
 
 
@@ -88,22 +105,33 @@ def test_patterns(name: str) -> None:
 
 
 def test_big_bird() -> None:
-    mask = BlockMask.big_bird(640, heads=2, window_blocks=3, global_blocks=1, random_blocks=2, seed=4)
+    mask = BlockMask.big_bird(
+        640, heads=2, window_blocks=3, global_blocks=1, random_blocks=2, seed=4
+    )
     small = mask.to_dense()[0, :, ::64, ::64]
-    assert torch.equal(mask.to_dense()[0], small.repeat_interleave(64, 1).repeat_interleave(64, 2))  # whole blocks
+    assert torch.equal(
+        mask.to_dense()[0], small.repeat_interleave(64, 1).repeat_interleave(64, 2)
+    )  # whole blocks
     q, k = torch.arange(10)[:, None], torch.arange(10)
     always = ((q - k).abs() <= 1) | (q == 0) | (k == 0)
     assert bool(small[:, always].all()) and mask.blocks.bits.shape[0] == 0
     more = (small & ~always)[:, 1:].sum(-1)
     assert int(more.max()) == 2 and not torch.equal(small[0], small[1])
-    again = BlockMask.big_bird(640, heads=2, window_blocks=3, global_blocks=1, random_blocks=2, seed=4)
+    again = BlockMask.big_bird(
+        640, heads=2, window_blocks=3, global_blocks=1, random_blocks=2, seed=4
+    )
     assert torch.equal(again.to_dense(), mask.to_dense())
 
 
 def random_masks() -> list[Tensor]:
     torch.manual_seed(5)
-    return [torch.rand(2, 3, L, L + 77) < 0.001, torch.rand(2, 1, L, L + 77) < 0.5, torch.rand(1, 3, L, L + 77) < 0.002,
-            torch.ones(1, 1, L, L + 77, dtype=torch.bool), torch.zeros(2, 3, L, L + 77, dtype=torch.bool)]  # fmt: skip
+    return [
+        torch.rand(2, 3, L, L + 77) < 0.001,
+        torch.rand(2, 1, L, L + 77) < 0.5,
+        torch.rand(1, 3, L, L + 77) < 0.002,
+        torch.ones(1, 1, L, L + 77, dtype=torch.bool),
+        torch.zeros(2, 3, L, L + 77, dtype=torch.bool),
+    ]
 
 
 @pytest.mark.parametrize("block_size", (32, 64, 512, (32, 128), (128, 32)))
@@ -113,13 +141,22 @@ def test_a_dense_mask_there_and_back(block_size: Any) -> None:
         assert torch.equal(mask.to_dense(), dense)
         b = mask.blocks
         forward, backward = set(), set()
-        for offsets, entries, found in ((b.offsets, b.entries, forward), (b.key_offsets, b.key_entries, backward)):
+        for offsets, entries, found in (
+            (b.offsets, b.entries, forward),
+            (b.key_offsets, b.key_entries, backward),
+        ):
             lists = offsets.shape[2] - 1
             rows, entry = entry_rows(offsets)
             for row, (column, place) in zip(rows.tolist(), entries[entry].tolist()):
                 outer, inner = divmod(row, lists)
-                found.add((outer, inner, column, place) if found is forward else (outer, column, inner, place))
-        assert forward == backward and len(forward) == len(b.entries)  # the transpose names the same blocks and bits
+                found.add(
+                    (outer, inner, column, place)
+                    if found is forward
+                    else (outer, column, inner, place)
+                )
+        assert forward == backward and len(forward) == len(
+            b.entries
+        )  # the transpose names the same blocks and bits
 
 
 def test_and_and_or() -> None:
@@ -165,7 +202,9 @@ def test_a_function_is_asked_for_some_blocks_at_a_time() -> None:
 
 
 def test_flex_masks_are_converted_once_and_where_partial(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 300), 2, None, 512, 700, device="cpu")
+    made = flex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 300), 2, None, 512, 700, device="cpu"
+    )
     asked: list[int] = []
     mod = made.mask_mod
     made.mask_mod = lambda b, h, q, k: (asked.append(1), mod(b, h, q, k))[1]
@@ -190,16 +229,20 @@ def test_flex_masks_are_converted_once_and_where_partial(monkeypatch: pytest.Mon
 def run(t: dict[str, Tensor], grad_out: Tensor, **keywords: Any) -> dict[str, Tensor]:
     leaves = {name: x.detach().requires_grad_() for name, x in t.items()}
     out, lse = pt.attention(**leaves, return_lse=True, strict=True, **keywords)
-    return {"out": out, "lse": lse} | dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out)))
+    return {"out": out, "lse": lse} | dict(
+        zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out))
+    )
 
 
 KEYWORDS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "causal lengths": dict(causal="bottom_right", query_lengths=torch.tensor([L, 77]), key_lengths=torch.tensor([301, 190])),
+    "causal lengths": dict(causal="bottom_right", query_lengths=torch.tensor([L, 77]),
+        key_lengths=torch.tensor([301, 190])),
     "window bias": dict(window=(150, 40), bias=torch.randn(1, 2, L, L)),
     "segments softcap": dict(query_segments=torch.arange(L).expand(2, L) // 40 % 3,
                              key_segments=torch.arange(L).expand(2, L) // 90 % 3, softcap=10.0),
-    "dropout alibi": dict(dropout_p=0.3, dropout_seed=11, bias=pt.AlibiBias(torch.tensor([0.1, 0.01]))),
+    "dropout alibi": dict(dropout_p=0.3, dropout_seed=11,
+        bias=pt.AlibiBias(torch.tensor([0.1, 0.01]))),
 }  # fmt: skip
 
 
@@ -227,7 +270,11 @@ def test_values_and_gradients(backend: str, name: str, keywords: str) -> None:
 def test_float64_few_queries_and_hidden_nan(backend: str) -> None:
     dense = torch.rand(2, 1, 5, 900).repeat_interleave(1, 3) < 0.05
     dense[..., 300:600] = False
-    t = {"query": torch.randn(2, 4, 5, 24), "key": torch.randn(2, 2, 900, 24), "value": torch.randn(2, 2, 900, 24)}
+    t = {
+        "query": torch.randn(2, 4, 5, 24),
+        "key": torch.randn(2, 2, 900, 24),
+        "value": torch.randn(2, 2, 900, 24),
+    }
     t = {name: x.double() for name, x in t.items()}
     grad_out = torch.randn(2, 4, 5, 24).double()
     wanted = run(t, grad_out, attn_mask=dense, backend="reference")
@@ -238,10 +285,14 @@ def test_float64_few_queries_and_hidden_nan(backend: str) -> None:
 
 
 def test_flex_masks_in_attention() -> None:
-    made = flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 300), None, None, 512, 512, device="cpu")
+    made = flex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 300), None, None, 512, 512, device="cpu"
+    )
     q = torch.randn(1, 2, 512, 16)
     out = pt.attention(q, q, q, attn_mask=made)
-    torch.testing.assert_close(out, pt.attention(q, q, q, attn_mask=BlockMask.from_flex(made).to_dense()))
+    torch.testing.assert_close(
+        out, pt.attention(q, q, q, attn_mask=BlockMask.from_flex(made).to_dense())
+    )
 
 
 def test_weights_of_chosen_rows_and_heads() -> None:
@@ -250,14 +301,18 @@ def test_weights_of_chosen_rows_and_heads() -> None:
     _, lse = pt.attention(q, k, k, attn_mask=mask, return_lse=True)
     for chosen in ({}, {"rows": [3, 200, 320]}, {"heads": [1], "rows": [64]}):
         found = pt.attention_weights(q, k, lse, attn_mask=mask, **chosen)
-        torch.testing.assert_close(found, pt.attention_weights(q, k, lse, attn_mask=mask.to_dense(), **chosen))
+        torch.testing.assert_close(
+            found, pt.attention_weights(q, k, lse, attn_mask=mask.to_dense(), **chosen)
+        )
 
 
 def test_explain_tells_the_share() -> None:
     mask = BlockMask.sliding_window(1024, (64, 64))
     q = torch.randn(1, 1, 1024, 8)
     found = pt.explain("attention", q, q, q, attn_mask=mask)
-    assert any("17.97% of" in n or "18.0% of the 256 blocks of 64 x 64 pairs run" in n for n in found.notes), found.notes
+    assert any(
+        "17.97% of" in n or "18.0% of the 256 blocks of 64 x 64 pairs run" in n for n in found.notes
+    ), found.notes
     for name in ("cuda", "torch"):
         if name in found.reasons:
             assert found.reasons[name], name
@@ -280,7 +335,9 @@ def test_compiled_it_is_one_graph() -> None:
 def test_second_derivatives_go_through_the_reference() -> None:
     mask = BlockMask.from_dense(torch.rand(40, 40) < 0.3, block_size=32)
     t = [torch.randn(1, 1, 40, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert torch.autograd.gradgradcheck(lambda *x: pt.attention(*x, attn_mask=mask).mean(2), t, fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        lambda *x: pt.attention(*x, attn_mask=mask).mean(2), t, fast_mode=True
+    )
 
 
 def test_vmap() -> None:
@@ -295,7 +352,10 @@ def test_vmap() -> None:
 
 def broken(**changes: Any) -> Callable[[], BlockMask]:
     mask = BlockMask.sliding_window(200, (30, 30))
-    return lambda: BlockMask(mask.shape, mask.blocks._replace(**{n: f(getattr(mask.blocks, n)) for n, f in changes.items()}))
+    return lambda: BlockMask(
+        mask.shape,
+        mask.blocks._replace(**{n: f(getattr(mask.blocks, n)) for n, f in changes.items()}),
+    )
 
 
 def changed(place: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
@@ -319,13 +379,22 @@ def changed(place: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
         (lambda: BlockMask.longformer(200, 10, [200]), "global_tokens must be between 0 and 199"),
         (lambda: BlockMask.from_dense(torch.ones(3, 4)), "mask must be bool"),
         (broken(entries=changed((0, 0), 4)), "entries names block 4; there are 4"),
-        (broken(entries=changed((0, 1), 99)), "entries names bits 99; there are [0-9]+ partial blocks"),
+        (
+            broken(entries=changed((0, 1), 99)),
+            "entries names bits 99; there are [0-9]+ partial blocks",
+        ),
         (broken(key_entries=changed((0, 0), -1)), "key_entries names block -1"),
         (broken(offsets=changed((0, 0, 1), 9)), "offsets must rise"),
-        (broken(offsets=lambda t: t[..., 1:]), r"offsets must have shape \(1, 1, 5\), got \(1, 1, 4\)"),
+        (
+            broken(offsets=lambda t: t[..., 1:]),
+            r"offsets must have shape \(1, 1, 5\), got \(1, 1, 4\)",
+        ),
         (broken(entries=lambda t: t.flip(0)), "entries of a list must rise"),
         (broken(bits=lambda t: t.long()), "bits must be an int32 tensor, got torch.int64"),
-        (lambda: BlockMask.strided(200, 3) & BlockMask.strided(201, 3), "lengths and block sizes must be equal"),
+        (
+            lambda: BlockMask.strided(200, 3) & BlockMask.strided(201, 3),
+            "lengths and block sizes must be equal",
+        ),
         (
             lambda: BlockMask.strided(200, 3) | BlockMask.strided(200, 3, block_size=32),
             "lengths and block sizes must be equal",
@@ -339,7 +408,10 @@ def test_bad_block_masks_are_named(make: Callable[[], BlockMask], message: str) 
 
 def test_shapes_that_do_not_fit_the_call() -> None:
     q = torch.randn(2, 3, 200, 8)
-    for mask in (BlockMask.strided(201, 3), BlockMask.from_dense(torch.ones(2, 2, 200, 200, dtype=torch.bool))):
+    for mask in (
+        BlockMask.strided(201, 3),
+        BlockMask.from_dense(torch.ones(2, 2, 200, 200, dtype=torch.bool)),
+    ):
         with pytest.raises(ValueError, match="attn_mask is a block mask of"):
             pt.attention(q, q, q, attn_mask=mask)
 
@@ -349,9 +421,15 @@ def test_the_kernel_looks_too() -> None:
     """Tensors that were changed after the check: no address is taken from them."""
     mask = BlockMask.sliding_window(200, (30, 30))
     q = torch.randn(1, 1, 200, 8)
-    for name, place, value in (("entries", (0, 0), 4), ("entries", (0, 1), 99), ("offsets", (0, 0, 4), 99)):
+    for name, place, value in (
+        ("entries", (0, 0), 4),
+        ("entries", (0, 1), 99),
+        ("offsets", (0, 0, 4), 99),
+    ):
         bad = BlockMask(mask.shape, mask.blocks)
-        bad.blocks = mask.blocks._replace(**{name: changed(place, value)(getattr(mask.blocks, name))})
+        bad.blocks = mask.blocks._replace(
+            **{name: changed(place, value)(getattr(mask.blocks, name))}
+        )
         with pytest.raises(RuntimeError, match="ValueError: block_"):
             pt.attention(q, q, q, attn_mask=bad, backend="cpu")
 
@@ -359,7 +437,9 @@ def test_the_kernel_looks_too() -> None:
 def test_the_picture_and_the_device() -> None:
     mask = BlockMask.sliding_window(128, (0, 0))
     assert (
-        repr(mask) == "BlockMask(shape=(1, 1, 128, 128), blocks of 64 x 64: 50.0% run, 2 of them hide some pairs, cpu)\n▒ \n ▒"
+        repr(mask)
+        == "BlockMask(shape=(1, 1, 128, 128), blocks of 64 x 64: 50.0% run, 2 of them hide some"
+        " pairs, cpu)\n▒ \n ▒"
     )
     assert mask.to("cpu").share == mask.share and str(mask.to("meta").device) == "meta"
     assert attention_op.num_tensors >= 18
@@ -383,7 +463,8 @@ print(measure_rise(lambda: step(length)))
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
 def test_memory_is_linear_at_65536_tokens() -> None:
-    """The mask, the inputs, forward and backward: twice the tokens, twice the bytes. (L, L) booleans alone would be 4 GiB."""
+    """The mask, the inputs, forward and backward: twice the tokens, twice the bytes. (L, L)
+    booleans alone would be 4 GiB."""
     from pytransformer.cli.benchmark.memory import ENVIRONMENT, why_not
 
     if (reason := why_not()) is not None:
@@ -392,9 +473,17 @@ def test_memory_is_linear_at_65536_tokens() -> None:
     def peak(length: int) -> int:
         command = [sys.executable, "-c", MEMORY, str(length)]
         return int(
-            subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                command,
+                env={**os.environ, **ENVIRONMENT},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
         )
 
     small, large = peak(32768), peak(65536)
     assert large < 2.2 * small, (small, large)
-    assert large < 24 * 65536 * 64 * 4  # inputs, their gradients, out and its gradient are eight of these; 16 were seen
+    assert (
+        large < 24 * 65536 * 64 * 4
+    )  # inputs, their gradients, out and its gradient are eight of these; 16 were seen

@@ -13,7 +13,9 @@ from pytransformer.ops._block_lists import stripes
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 128), (128, 32)])
 @pytest.mark.parametrize("stride", [1, 40, 300])
 @pytest.mark.parametrize("causal", [False, True])
-def test_strided_asks_for_the_blocks_that_have_pairs(sizes: tuple[int, int], stride: int, causal: bool) -> None:
+def test_strided_asks_for_the_blocks_that_have_pairs(
+    sizes: tuple[int, int], stride: int, causal: bool
+) -> None:
     for length in (768, 700):
         i = torch.arange(length)
         apart = i[:, None] - i
@@ -22,4 +24,6 @@ def test_strided_asks_for_the_blocks_that_have_pairs(sizes: tuple[int, int], str
         assert torch.equal(mask.to_dense()[0, 0], seen)
         asked = stripes(length, stride, causal, sizes, torch.device("cpu")).numel()
         visible = mask.blocks.entries.shape[0]
-        assert asked == visible if length % 128 == 0 else asked >= visible  # of a block's pairs some lie beyond the tensors
+        assert (
+            asked == visible if length % 128 == 0 else asked >= visible
+        )  # of a block's pairs some lie beyond the tensors

@@ -26,12 +26,18 @@ def is_smallest(start: int, n: int, k: int, max_distance: int) -> bool:
 def test_starts_are_the_smallest_distances() -> None:
     rng = random.Random(0)
     # Powers, whose boundaries are exact integers, and random distances.
-    cases = [(n, (n // 2) * 2 ** rng.randint(1, 18)) for n in (2, 3, 8, 16, 32, 64) for _ in range(4)]
+    cases = [
+        (n, (n // 2) * 2 ** rng.randint(1, 18)) for n in (2, 3, 8, 16, 32, 64) for _ in range(4)
+    ]
     cases += [(n, (n // 2) * 3 ** (n - n // 2)) for n in (2, 4, 8, 12)]
-    cases += [(rng.randint(2, 80), rng.randint(41, 2 ** rng.randint(6, 31) + 41)) for _ in range(60)]
+    cases += [
+        (rng.randint(2, 80), rng.randint(41, 2 ** rng.randint(6, 31) + 41)) for _ in range(60)
+    ]
     for n, max_distance in cases:
         starts = bucket_starts(n, False, max_distance)
-        assert starts == bucket_starts(2 * n, True, max_distance) and starts[: n // 2] == tuple(range(n // 2))
+        assert starts == bucket_starts(2 * n, True, max_distance) and starts[: n // 2] == tuple(
+            range(n // 2)
+        )
         for k, start in enumerate(starts[n // 2 :]):
             assert is_smallest(start, n, k, max_distance), (n, max_distance, k)
 
@@ -41,7 +47,12 @@ def test_the_largest_distance_takes_no_time() -> None:
     query = torch.randn(1, 2, 4, 8)
     began = time.perf_counter()
     for buckets in (32, 512):
-        pt.attention(query, query, query, bias=pt.RelativePositionBias(torch.zeros(buckets, 2), False, 2**31 - 1))
+        pt.attention(
+            query,
+            query,
+            query,
+            bias=pt.RelativePositionBias(torch.zeros(buckets, 2), False, 2**31 - 1),
+        )
     assert time.perf_counter() - began < 1.0  # a count up to the distance took hours
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call reaches its kernel: directly where nothing watches, as a raw op wherever something has to see it."""
+"""How a call reaches its kernel: directly where nothing watches, as a raw op wherever something has
+to see it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_an_eager_call_does_not_pass_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eager_call_does_not_pass_the_dispatcher(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither forward nor backward; what ran is recorded all the same, and explain foretells it."""
 
     def refuse(*inputs: object) -> None:
@@ -99,7 +102,8 @@ def test_a_function_mode_sees_the_raw_op(name: str) -> None:
 
 
 def test_flops_are_counted() -> None:
-    """4 B H L^2 D, half of it when causal, and 5/2 of that backward; as PyTorch counts its own op, but for the half."""
+    """4 B H L^2 D, half of it when causal, and 5/2 of that backward; as PyTorch counts its own op,
+    but for the half."""
     x = query(requires_grad=True)
     with FlopCounterMode(display=False) as ours:
         attend(x).sum().backward()
@@ -111,7 +115,10 @@ def test_fake_tensors_stay_fake(name: str) -> None:
         x = query(requires_grad=True)
         y = CALLS[name](x)
         y.sum().backward()
-    assert type(y).__name__ == type(x.grad).__name__ == "FakeTensor" and y.shape == x.grad.shape == x.shape
+    assert (
+        type(y).__name__ == type(x.grad).__name__ == "FakeTensor"
+        and y.shape == x.grad.shape == x.shape
+    )
 
 
 def test_meta_tensors_need_no_kernel(name: str) -> None:
@@ -128,7 +135,11 @@ def test_make_fx_records_the_raw_ops(name: str, mode: str) -> None:
         return torch.autograd.grad(CALLS[name](x).sum(), x)[0]
 
     graph = make_fx(with_gradient, tracing_mode=mode)(query())
-    raw = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("pytransformer.")]
+    raw = [
+        str(node.target)
+        for node in graph.graph.nodes
+        if str(node.target).startswith("pytransformer.")
+    ]
     assert raw == [f"pytransformer.{name}_fwd.default", f"pytransformer.{name}_bwd.default"]
 
 
@@ -190,14 +201,17 @@ def test_saved_tensors_know_when_they_were_changed() -> None:
 
 
 def test_the_interpreter_computes_only_when_forced() -> None:
-    """TRITON_INTERPRET=1 is for tests: CPU tensors still go to the CPU kernels, unless "triton" is asked for."""
+    """TRITON_INTERPRET=1 is for tests: CPU tensors still go to the CPU kernels, unless "triton" is
+    asked for."""
     script = (
         "import torch, pytransformer as pt; q = torch.zeros(1, 1, 4, 16)\n"
         "found = pt.explain('attention', q, q, q); print(found.backend, found.reasons['triton'])\n"
         "print(pt.explain('attention', q, q, q, backend='triton').backend)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
     if result.returncode == 0 and "needs " in result.stdout:
         pytest.skip(f"triton: {result.stdout.splitlines()[0]}")
     assert result.stdout.splitlines() == ["cpu None", "triton"], result.stdout + result.stderr
@@ -207,7 +221,9 @@ def test_the_checks_agree_with_the_quick_look() -> None:
     """What `alike` accepts, the checks that name the argument accept too."""
     from pytransformer.ops._core.tensors import alike, check_same, check_tensor
 
-    tensors = [torch.zeros(2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int64)]
+    tensors = [
+        torch.zeros(2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+    ]
     things = [*tensors, torch.nn.Parameter(tensors[0]), torch.zeros(2, device="meta"), None, 3.0]
     accepted = 0
     for a in things:

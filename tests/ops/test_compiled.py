@@ -28,13 +28,20 @@ def _compile_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# x (1, 2, 5, 8), w (8, 8), b (8,): each op with as many of its tensors the same as their shapes allow.
+# x (1, 2, 5, 8), w (8, 8), b (8,): each op with as many of its tensors the same as their shapes
+# allow.
 REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "attention, key and value": lambda x, w, b: pt.attention(x.sin(), x, x),
     "attention, all three": lambda x, w, b: pt.attention(x, x, x),
-    "attention, mask and bias": lambda x, w, b: (lambda m: pt.attention(x, x.sin(), x.cos(), attn_mask=m, bias=m))(w[:5, :5]),
-    "attention, lengths": lambda x, w, b: pt.attention(x, x, x, query_lengths=LENGTHS, key_lengths=LENGTHS),
-    "attention_varlen": lambda x, w, b: pt.attention_varlen(x[0], x[0], x[0], OFFSETS, OFFSETS, 2, 2),
+    "attention, mask and bias": lambda x, w, b: (
+        lambda m: pt.attention(x, x.sin(), x.cos(), attn_mask=m, bias=m)
+    )(w[:5, :5]),
+    "attention, lengths": lambda x, w, b: pt.attention(
+        x, x, x, query_lengths=LENGTHS, key_lengths=LENGTHS
+    ),
+    "attention_varlen": lambda x, w, b: pt.attention_varlen(
+        x[0], x[0], x[0], OFFSETS, OFFSETS, 2, 2
+    ),
     "scaled_dot_product_attention": lambda x, w, b: pt.scaled_dot_product_attention(x, x, x),
     "layer_norm": lambda x, w, b: pt.layer_norm(x, 8, b, b),
     "add_norm": lambda x, w, b: pt.add_norm(x, x, b, b)[0],
@@ -50,7 +57,9 @@ def test_one_tensor_at_several_places(name: str) -> None:
     loss = lambda *t: REPEATED[name](*t).square().sum()
     want = torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
     got = torch.autograd.grad(
-        torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves, materialize_grads=True
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves),
+        leaves,
+        materialize_grads=True,
     )
     assert any(g.abs().sum() > 0 for g in want)
     for ours, theirs in zip(got, want, strict=True):
@@ -65,21 +74,30 @@ def test_tied_parameters() -> None:
             self.second = self.first
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return pt.feed_forward(x, self.first.weight, self.first.bias, self.second.weight, self.second.bias)
+            return pt.feed_forward(
+                x, self.first.weight, self.first.bias, self.second.weight, self.second.bias
+            )
 
     model, x = Tied(), torch.randn(3, 8)
     want = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for ours, theirs in zip(torch.autograd.grad(compiled(x).square().sum(), tuple(model.parameters())), want, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(compiled(x).square().sum(), tuple(model.parameters())),
+        want,
+        strict=True,
+    ):
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
 def test_vmap_keeps_its_gradients_or_is_refused() -> None:
-    """torch.compile sees no requires_grad within vmap and leaves autograd Functions out: the gradients would be None."""
+    """torch.compile sees no requires_grad within vmap and leaves autograd Functions out: the
+    gradients would be None."""
     inputs = [torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in "qkv"]
     batched = torch.vmap(pt.attention)
     want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
-    got = torch.autograd.grad(torch.compile(batched, backend="aot_eager")(*inputs).square().sum(), inputs)
+    got = torch.autograd.grad(
+        torch.compile(batched, backend="aot_eager")(*inputs).square().sum(), inputs
+    )
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
     torch._dynamo.reset()  # or what was compiled just now, which runs eagerly, would be used again
@@ -103,7 +121,8 @@ def test_vmap_under_activate() -> None:
 
 
 def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its guards do not see the dispatcher: the graph keeps PyTorch's attention, silently but for the warning."""
+    """Its guards do not see the dispatcher: the graph keeps PyTorch's attention, silently but for
+    the warning."""
     x = torch.randn(1, 2, 5, 8)
     monkeypatch.setattr(drop_in, "_told_compiled", False)
     with warnings.catch_warnings(record=True) as told:
@@ -111,7 +130,9 @@ def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch
         with pt.activate():
             pass
         assert told == [], "nothing is compiled yet"
-        compiled = torch.compile(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), backend="eager")
+        compiled = torch.compile(
+            lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), backend="eager"
+        )
         compiled(x)
         for _ in range(2):
             with pt.activate():

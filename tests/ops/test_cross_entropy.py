@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random problems: test_fuzz_ops."""
+"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random
+problems: test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ def op_backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def _inputs(*lead: int, d: int = 6, classes: int = 11, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    x, w, b = torch.randn(*lead, d, dtype=dtype), torch.randn(classes, d, dtype=dtype), torch.randn(classes, dtype=dtype)
+def _inputs(
+    *lead: int, d: int = 6, classes: int = 11, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, ...]:
+    x, w, b = (
+        torch.randn(*lead, d, dtype=dtype),
+        torch.randn(classes, d, dtype=dtype),
+        torch.randn(classes, dtype=dtype),
+    )
     return *(t.requires_grad_() for t in (x, w, b)), torch.randint(0, classes, lead)
 
 
@@ -39,17 +46,26 @@ def test_equals_torch(reduction: str, smoothing: float, op_backend: str) -> None
     target[1] = -100
     keywords: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
     ours = pt.linear_cross_entropy(x, w, target, bias=b, **keywords, backend=op_backend)
-    want = F.cross_entropy(F.linear(x, w, b).flatten(0, 1), target.flatten(), **keywords).reshape(ours.shape)
+    want = F.cross_entropy(F.linear(x, w, b).flatten(0, 1), target.flatten(), **keywords).reshape(
+        ours.shape
+    )
     torch.testing.assert_close(ours, want)
     grad = torch.randn_like(want)
-    for a, e in zip(torch.autograd.grad(ours, (x, w, b), grad), torch.autograd.grad(want, (x, w, b), grad)):
+    for a, e in zip(
+        torch.autograd.grad(ours, (x, w, b), grad), torch.autograd.grad(want, (x, w, b), grad)
+    ):
         torch.testing.assert_close(a, e)
 
 
 def test_mean_over_no_valid_target_is_nan(op_backend: str) -> None:
     x, w, _, target = _inputs(3)
-    assert pt.linear_cross_entropy(x, w, target.fill_(7), ignore_index=7, backend=op_backend).isnan()
-    assert pt.linear_cross_entropy(x, w, target, ignore_index=7, reduction="sum", backend=op_backend) == 0
+    assert pt.linear_cross_entropy(
+        x, w, target.fill_(7), ignore_index=7, backend=op_backend
+    ).isnan()
+    assert (
+        pt.linear_cross_entropy(x, w, target, ignore_index=7, reduction="sum", backend=op_backend)
+        == 0
+    )
 
 
 def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
@@ -57,8 +73,12 @@ def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
     with torch.no_grad():
         x[2] = float("nan")
     target[2] = -100
-    dx, dw, db = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, bias=b, backend=op_backend), (x, w, b))
-    assert torch.equal(dx[2], torch.zeros(6, dtype=dx.dtype)) and all(g.isfinite().all() for g in (dx, dw, db))
+    dx, dw, db = torch.autograd.grad(
+        pt.linear_cross_entropy(x, w, target, bias=b, backend=op_backend), (x, w, b)
+    )
+    assert torch.equal(dx[2], torch.zeros(6, dtype=dx.dtype)) and all(
+        g.isfinite().all() for g in (dx, dw, db)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -82,8 +102,12 @@ def test_gradcheck_and_gradgradcheck(op_backend: str) -> None:
     target[0, 1] = -100
     for reduction in ("mean", "none"):
 
-        def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, how: str = reduction) -> torch.Tensor:
-            return pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.2, reduction=how, backend=op_backend)
+        def function(
+            x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, how: str = reduction
+        ) -> torch.Tensor:
+            return pt.linear_cross_entropy(
+                x, w, target, bias=b, label_smoothing=0.2, reduction=how, backend=op_backend
+            )
 
         assert torch.autograd.gradcheck(function, (x, w, b))
         assert torch.autograd.gradgradcheck(function, (x, w, b), fast_mode=True)
@@ -131,16 +155,23 @@ def _large(rows: int, d: int, classes: int, dtype: torch.dtype) -> list[torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shape", [(20, 96, 2100), (1300, 40, 600), (1500, 2100, 70)], ids=["transposed", "chunks", "sums in parts"]
+    "shape",
+    [(20, 96, 2100), (1300, 40, 600), (1500, 2100, 70)],
+    ids=["transposed", "chunks", "sums in parts"],
 )
-def test_blocks_of_classes_and_chunks_of_rows(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """More rows and classes than are held at once, and (1500 x 2100) more float sums of dx than 8 MB."""
+def test_blocks_of_classes_and_chunks_of_rows(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """More rows and classes than are held at once, and (1500 x 2100) more float sums of dx than 8
+    MB."""
     x, w, b, target = _large(*shape, dtype)
     loss = pt.linear_cross_entropy(x, w, target, bias=b, reduction="sum", backend="cpu")
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
     want = F.cross_entropy(F.linear(*exact), target, reduction="sum")
     assert abs(loss.double() - want) <= 4e-7 * want
-    for name, a, e in zip("xwb", torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(want, exact)):
+    for name, a, e in zip(
+        "xwb", torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(want, exact)
+    ):
         assert (a.double() - e).norm() <= 6 * torch.finfo(dtype).eps * e.norm(), name
 
 
@@ -170,8 +201,11 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
     [(20, 272, 2100), (200, 264, 600), (1100, 257, 650), (520, 264, 2064)],
     ids=["transposed", "one chunk", "chunks", "past the caches"],
 )
-def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str, dtype: torch.dtype) -> None:
-    """Backward from what the backend's own forward kept: the same bits as from products computed again. From the reference's: nearly."""
+def test_kept_products_change_nothing(
+    shape: tuple[int, int, int], forward: str, dtype: torch.dtype
+) -> None:
+    """Backward from what the backend's own forward kept: the same bits as from products computed
+    again. From the reference's: nearly."""
     op = OPS["linear_cross_entropy"]
     x, w, b, target = (t.detach() for t in _large(*shape, dtype))
     gradients = []
@@ -181,13 +215,17 @@ def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str,
         assert tuple(saved[1].shape) == ((shape[0], shape[2]) if save else (0,))
         gradients.append(op.bwd(torch.ones(()), *a, *saved, [True] * 3, "cpu", True))
     for kept, again in zip(*gradients):
-        torch.testing.assert_close(kept, again, **({"rtol": 0, "atol": 0} if forward == "cpu" else {}))
+        torch.testing.assert_close(
+            kept, again, **({"rtol": 0, "atol": 0} if forward == "cpu" else {})
+        )
 
 
 def test_products_are_kept_where_they_are_few_and_wanted() -> None:
     op = OPS["linear_cross_entropy"]
 
-    def kept(classes: int, depth: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> int:
+    def kept(
+        classes: int, depth: int, dtype: torch.dtype = torch.float32, grad: bool = True
+    ) -> int:
         x, w = (torch.empty(n, depth, dtype=dtype, requires_grad=True) for n in (64, classes))
         with torch.set_grad_enabled(grad):
             a, _, _ = op.prepare(x, w, torch.zeros(64, dtype=torch.int64))
@@ -221,10 +259,15 @@ print(peak() - before - sum(g.nbytes for g in grads))
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_logits_are_not_stored(dtype: str) -> None:
-    """Forward and backward of 2048 rows and 20,000 classes, whose logits are 164 or 82 MB, take less than 12 MB beyond the
+    """Forward and backward of 2048 rows and 20,000 classes, whose logits are 164 or 82 MB, take
+    less than 12 MB beyond the
     inputs and gradients: scratch of both threads, in whole pages of 2 MB."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK.format(dtype=dtype)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", PEAK.format(dtype=dtype)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 12 << 20, f"{int(done.stdout) / 2**20:.1f} MB"
@@ -234,15 +277,31 @@ def test_many_logits_are_not_stored(dtype: str) -> None:
     ("change", "error", "message"),
     [
         ({"target": torch.zeros(4)}, TypeError, "target must be int64"),
-        ({"target": torch.zeros(3, dtype=torch.int64)}, ValueError, "target must have x's leading shape"),
-        ({"target": torch.tensor([0, 1, 11, 2])}, ValueError, "target must be between 0 and 10 or ignore_index -100, got 11"),
+        (
+            {"target": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            "target must have x's leading shape",
+        ),
+        (
+            {"target": torch.tensor([0, 1, 11, 2])},
+            ValueError,
+            "target must be between 0 and 10 or ignore_index -100, got 11",
+        ),
         ({"weight": torch.zeros(11, 5)}, ValueError, "weight must be"),
-        ({"weight": torch.zeros(11, 6).bfloat16()}, TypeError, "weight is torch.bfloat16 but x is torch.float32"),
+        (
+            {"weight": torch.zeros(11, 6).bfloat16()},
+            TypeError,
+            "weight is torch.bfloat16 but x is torch.float32",
+        ),
         ({"bias": torch.zeros(3)}, ValueError, "bias must have shape"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index must be an int"),
         ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be between 0 and 1"),
         ({"reduction": "max"}, ValueError, "reduction must be one of"),
-        ({"target": torch.tensor([0, -1, 2, 2])}, ValueError, "target must be between 0 and 10 or ignore_index -100, got -1"),
+        (
+            {"target": torch.tensor([0, -1, 2, 2])},
+            ValueError,
+            "target must be between 0 and 10 or ignore_index -100, got -1",
+        ),
         ({"backend": "gpu"}, ValueError, "unknown backend 'gpu'"),
     ],
 )

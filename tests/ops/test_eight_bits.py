@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits: attention over them beside attention over the numbers that they stand for. Random problems with every
+"""Keys and values in eight bits: attention over them beside attention over the numbers that they
+stand for. Random problems with every
 keyword, in pages and without, are tests/test_fuzz.py; here is what they cannot name."""
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def qkv(lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 3) -> tuple[torch.Tensor, ...]:
-    return draw(batch, heads, lq, dim), draw(batch, kv, lk, dim, seed=1), draw(batch, kv, lk, dim + 8, seed=2)
+def qkv(
+    lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 3
+) -> tuple[torch.Tensor, ...]:
+    return (
+        draw(batch, heads, lq, dim),
+        draw(batch, kv, lk, dim, seed=1),
+        draw(batch, kv, lk, dim + 8, seed=2),
+    )
 
 
-def attend(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+def attend(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """On a forced backend; one that declines eight bits skips the test with its reason."""
     a = attention_op.prepare(query, key, value, **options)[0]
     if (reason := attention_op.reason(backend, a)) is not None:
@@ -41,15 +50,22 @@ def attend(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     return out
 
 
-def check(found: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> None:
-    """Within the bound of every other call, against float64 on the numbers that the eight bits stand for."""
+def check(
+    found: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> None:
+    """Within the bound of every other call, against float64 on the numbers that the eight bits
+    stand for."""
     grads = torch.zeros_like(found), torch.zeros(found.shape[:3])
     answer = oracle.solve(query, key, value, *grads, **options)
-    wrong = [str(c) for c in bounds.check(answer, {"out": found}, query.dtype, "zero_mean") if not c.ok]
+    wrong = [
+        str(c) for c in bounds.check(answer, {"out": found}, query.dtype, "zero_mean") if not c.ok
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-def both(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def both(
+    key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
+) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """(keys, values, scales as keywords)."""
     (k, ks), (v, vs) = pt.quantize_kv(key, dtype), pt.quantize_kv(value, dtype)
     return k, v, {"key_scale": ks, "value_scale": vs}
@@ -72,12 +88,16 @@ def test_rows_err_by_half_a_step(dtype: torch.dtype) -> None:
     step = x.double().abs() / 16 if dtype == torch.float8_e4m3fn else torch.zeros_like(x).double()
     least = scale.double()[..., None] * (2**-10 if dtype == torch.float8_e4m3fn else 0.5)
     assert bool((error <= torch.maximum(step, least) * (1 + 1e-6)).all())
-    assert bool((rows.float().abs().amax(-1) == limit).all()), "the largest number of a row is the dtype's largest"
+    assert bool((rows.float().abs().amax(-1) == limit).all()), (
+        "the largest number of a row is the dtype's largest"
+    )
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_rows_of_zeros_and_of_the_least_numbers(dtype: torch.dtype) -> None:
-    x = torch.tensor([[0.0, -0.0, 0.0], [1e-45, 0.0, -1e-45], [1e-38, -3e-39, 0.0], [3e38, -1e38, 1.0]])
+    x = torch.tensor(
+        [[0.0, -0.0, 0.0], [1e-45, 0.0, -1e-45], [1e-38, -3e-39, 0.0], [3e38, -1e38, 1.0]]
+    )
     rows, scale = pt.quantize_kv(x, dtype)
     back = pt.dequantize_kv(rows, scale)
     assert bool(scale.isfinite().all()) and bool((scale > 0).all()) and bool(back.isfinite().all())
@@ -96,7 +116,8 @@ def test_a_row_that_is_not_finite_is_nan_as_a_whole(dtype: torch.dtype, bad: flo
 
 
 def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
-    """All 256, subnormals and both zeros too, as keys of one column and as values that one query takes whole."""
+    """All 256, subnormals and both zeros too, as keys of one column and as values that one query
+    takes whole."""
     for dtype in EIGHT:
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         numbers = every.float()
@@ -110,10 +131,23 @@ def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
             only = torch.eye(n, dtype=torch.bool)[None, None]
             one = torch.ones(())
             out = attend(backend, query, rows, rows, attn_mask=only, key_scale=one, value_scale=one)
-            assert torch.equal(out[0, 0].float(), numbers[:, None].expand(n, 56)), (dtype, query_dtype)
-            a = attention_op.prepare(query, rows, rows, attn_mask=only, key_scale=one, value_scale=one, scale=0.25)[0]
+            assert torch.equal(out[0, 0].float(), numbers[:, None].expand(n, 56)), (
+                dtype,
+                query_dtype,
+            )
+            a = attention_op.prepare(
+                query, rows, rows, attn_mask=only, key_scale=one, value_scale=one, scale=0.25
+            )[0]
             lse = pt.attention(
-                query, rows, rows, attn_mask=only, key_scale=one, value_scale=one, scale=0.25, return_lse=True, backend=backend
+                query,
+                rows,
+                rows,
+                attn_mask=only,
+                key_scale=one,
+                value_scale=one,
+                scale=0.25,
+                return_lse=True,
+                backend=backend,
             )[1]
             torch.testing.assert_close(lse[0, 0], numbers * a.scale, rtol=1e-6, atol=0)
 
@@ -124,12 +158,18 @@ def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
 @pytest.mark.parametrize("lq", [1, 5, 40, 150])
 @pytest.mark.parametrize("query_dtype", QUERIES, ids=str)
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_against_float64(backend: str, dtype: torch.dtype, query_dtype: torch.dtype, lq: int) -> None:
+def test_against_float64(
+    backend: str, dtype: torch.dtype, query_dtype: torch.dtype, lq: int
+) -> None:
     query, key, value = qkv(lq, 650)
     query = query.to(query_dtype)
     k, v, scales = both(key, value, dtype)
     lengths = torch.tensor([650, 1, 333])
-    options: dict[str, Any] = {"key_lengths": lengths, "causal": "bottom_right", "sinks": draw(4, seed=9)}
+    options: dict[str, Any] = {
+        "key_lengths": lengths,
+        "causal": "bottom_right",
+        "sinks": draw(4, seed=9),
+    }
     found = attend(backend, query, k, v, **options, **scales)
     check(found, query, exact(k, scales["key_scale"]), exact(v, scales["value_scale"]), **options)
 
@@ -142,7 +182,11 @@ def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, s
         k, v, scales = both(key, value.abs() * size, dtype)
         found = attend(backend, query, k, v, **scales)
         answer = exact_attention.padded({"query": query, "key": k, "value": v, **scales}, None)
-        wrong = [str(c) for c in bounds.check(answer, {"out": found}, query.dtype, "zero_mean") if not c.ok]
+        wrong = [
+            str(c)
+            for c in bounds.check(answer, {"out": found}, query.dtype, "zero_mean")
+            if not c.ok
+        ]
         assert not wrong, "\n".join(wrong)
     [nothing] = bounds.check(answer, {"out": torch.zeros_like(found)}, query.dtype, "zero_mean")
     assert nothing.ok == (size < 1e-34), "zeros are no answer where values are 1e-30"
@@ -152,27 +196,47 @@ def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, s
 @pytest.mark.parametrize("lq", [1, 20])
 def test_head_sizes(backend: str, dim: int, lq: int) -> None:
     for dtype in EIGHT:
-        query, key, value = draw(2, 4, lq, dim), draw(2, 2, 70, dim, seed=1), draw(2, 2, 70, dim, seed=2)
+        query, key, value = (
+            draw(2, 4, lq, dim),
+            draw(2, 2, 70, dim, seed=1),
+            draw(2, 2, 70, dim, seed=2),
+        )
         for query_dtype in QUERIES:
             k, v, scales = both(key, value, dtype)
             found = attend(backend, query.to(query_dtype), k, v, **scales)
-            check(found, query.to(query_dtype), exact(k, scales["key_scale"]), exact(v, scales["value_scale"]))
+            check(
+                found,
+                query.to(query_dtype),
+                exact(k, scales["key_scale"]),
+                exact(v, scales["value_scale"]),
+            )
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", QUERIES, ids=str)
 def test_scales_far_apart(backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Outliers a thousand times the rest, and rows a thousandth of it: a weight times a small scale must keep its bits, in float16 too."""
+    """Outliers a thousand times the rest, and rows a thousandth of it: a weight times a small scale
+    must keep its bits, in float16 too."""
     query, key, value = qkv(3, 500)
-    query, value = query.to(query_dtype), value * torch.logspace(-3, 1, 500)[torch.randperm(500)][None, None, :, None]
+    query, value = (
+        query.to(query_dtype),
+        value * torch.logspace(-3, 1, 500)[torch.randperm(500)][None, None, :, None],
+    )
     k, v, scales = both(key, value, dtype)
-    check(attend(backend, query, k, v, **scales), query, exact(k, scales["key_scale"]), exact(v, scales["value_scale"]))
+    check(
+        attend(backend, query, k, v, **scales),
+        query,
+        exact(k, scales["key_scale"]),
+        exact(v, scales["value_scale"]),
+    )
     small = {**scales, "value_scale": scales["value_scale"] * 2.0**-6}
     found = attend(backend, query, k, v, **small)
     check(found, query, exact(k, small["key_scale"]), exact(v, small["value_scale"]))
 
 
-@pytest.mark.parametrize("shape", [(), (1, 1), (2, 1), (3, 1, 1), (3, 2, 1), (1, 2, 90), (90,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (1, 1), (2, 1), (3, 1, 1), (3, 2, 1), (1, 2, 90), (90,)], ids=str
+)
 def test_scales_broadcast(backend: str, shape: tuple[int, ...]) -> None:
     """One in all, one a head, one a sequence, one a key."""
     query, key, value = qkv(4, 90)
@@ -194,7 +258,16 @@ def test_pages_are_the_contiguous_path(backend: str, page_size: int, lq: int) ->
     pools = in_pages(key, value, lengths, page_size)
     for dtype in EIGHT:
         k, v, scales = both(*pools.tensors, dtype)
-        paged = attend(backend, query, k, v, page_table=pools.table, key_lengths=lengths, causal="bottom_right", **scales)
+        paged = attend(
+            backend,
+            query,
+            k,
+            v,
+            page_table=pools.table,
+            key_lengths=lengths,
+            causal="bottom_right",
+            **scales,
+        )
         k, v, scales = both(*pools.contiguous, dtype)
         whole = attend(backend, query, k, v, key_lengths=lengths, causal="bottom_right", **scales)
         assert bool(paged.isfinite().all()), "a row of nobody was read"
@@ -221,7 +294,11 @@ def test_nan_that_is_seen_is_told(backend: str) -> None:
         k, v, scales = both(key, value, torch.int8)
         scales[name][1, 0, 70] = torch.nan
         out = attend(backend, query, k, v, **scales)
-        assert bool(out[1, :2].isnan().all()) and bool(out[[0, 2]].isfinite().all()) and bool(out[1, 2:].isfinite().all())
+        assert (
+            bool(out[1, :2].isnan().all())
+            and bool(out[[0, 2]].isfinite().all())
+            and bool(out[1, 2:].isfinite().all())
+        )
     for place in (0, 1):  # a NaN of float8 itself
         k, v, scales = both(key, value, torch.float8_e4m3fn)
         (k, v)[place].view(torch.uint8)[1, 0, 70, 3] = 0xFF
@@ -234,16 +311,25 @@ def test_nan_that_is_seen_is_told(backend: str) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no key scale": ({"key_scale": None}, ValueError, "key is torch.int8 and needs key_scale"),
-    "no value scale": ({"value_scale": None}, ValueError, "value is torch.int8 and needs value_scale"),
+    "no value scale": ({"value_scale": None}, ValueError,
+        "value is torch.int8 and needs value_scale"),
     "no scales": ({"key_scale": None, "value_scale": None}, ValueError, "needs key_scale"),
-    "two dtypes": ({"value": torch.zeros(3, 2, 90, 24).to(torch.float8_e4m3fn)}, TypeError, "value is torch.float8_e4m3fn but key"),
-    "values alone": ({"key": torch.zeros(3, 2, 90, 16)}, TypeError, "value is torch.int8 but key is torch.float32"),
-    "float64": ({"query": torch.zeros(3, 4, 2, 16, dtype=torch.float64)}, TypeError, "query must be float32, bfloat16 or float16"),
-    "query": ({"query": torch.zeros(3, 4, 2, 16, dtype=torch.int8)}, TypeError, "query must be float32, bfloat16, float16 or float64"),
-    "uint8": ({"key": torch.zeros(3, 2, 90, 16, dtype=torch.uint8)}, TypeError, "key must be float32"),
-    "e5m2": ({"key": torch.zeros(3, 2, 90, 16).to(torch.float8_e5m2)}, TypeError, "key must be float32"),
-    "dtype of scales": ({"key_scale": torch.ones((), dtype=torch.bfloat16)}, TypeError, "key_scale must be float32"),
-    "shape of scales": ({"value_scale": torch.ones(3, 4, 90)}, ValueError, r"value_scale of shape \(3, 4, 90\) does not broadcast"),
+    "two dtypes": ({"value": torch.zeros(3, 2, 90, 24).to(torch.float8_e4m3fn)}, TypeError,
+        "value is torch.float8_e4m3fn but key"),
+    "values alone": ({"key": torch.zeros(3, 2, 90, 16)}, TypeError,
+        "value is torch.int8 but key is torch.float32"),
+    "float64": ({"query": torch.zeros(3, 4, 2, 16, dtype=torch.float64)}, TypeError,
+        "query must be float32, bfloat16 or float16"),
+    "query": ({"query": torch.zeros(3, 4, 2, 16, dtype=torch.int8)}, TypeError,
+        "query must be float32, bfloat16, float16 or float64"),
+    "uint8": ({"key": torch.zeros(3, 2, 90, 16, dtype=torch.uint8)}, TypeError,
+        "key must be float32"),
+    "e5m2": ({"key": torch.zeros(3, 2, 90, 16).to(torch.float8_e5m2)}, TypeError,
+        "key must be float32"),
+    "dtype of scales": ({"key_scale": torch.ones((), dtype=torch.bfloat16)}, TypeError,
+        "key_scale must be float32"),
+    "shape of scales": ({"value_scale": torch.ones(3, 4, 90)}, ValueError,
+        r"value_scale of shape \(3, 4, 90\) does not broadcast"),
     "number": ({"key_scale": 0.1}, TypeError, "key_scale must be a Tensor, got float"),
 }  # fmt: skip
 
@@ -270,7 +356,9 @@ def test_gradients_are_refused(name: str) -> None:
     k, v, scales = both(key, value, torch.int8)
     tensors = {"query": query, "sinks": draw(4), "bias": draw(1, 4, 2, 90), **scales}
     tensors[name].requires_grad_()
-    with pytest.raises(ValueError, match=r"eight bits have no gradients; call it under torch.no_grad\(\)"):
+    with pytest.raises(
+        ValueError, match=r"eight bits have no gradients; call it under torch.no_grad\(\)"
+    ):
         pt.attention(key=k, value=v, **tensors)  # type: ignore[call-overload]
     with torch.no_grad():
         pt.attention(key=k, value=v, **tensors)  # type: ignore[call-overload]
@@ -290,7 +378,9 @@ def test_compiled_and_fake(dtype: torch.dtype) -> None:
     query, key, value = qkv(2, 90)
     k, v, scales = both(key, value, dtype)
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ks: torch.Tensor, vs: torch.Tensor) -> torch.Tensor:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ks: torch.Tensor, vs: torch.Tensor
+    ) -> torch.Tensor:
         return pt.attention(q, k, v, key_scale=ks, value_scale=vs, causal="bottom_right") * 2
 
     args = query, k, v, *scales.values()
@@ -299,7 +389,9 @@ def test_compiled_and_fake(dtype: torch.dtype) -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert call(*(mode.from_tensor(t) for t in args)).shape == want.shape
     a = attention_op.prepare(query, k, v, **scales)[0]
-    names = ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")  # which compares no float8
+    names = (
+        ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
+    )  # which compares no float8
     torch.library.opcheck(attention_op.fwd, (*a, None, False), test_utils=names)
 
 

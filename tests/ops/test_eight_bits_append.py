@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv into caches in eight bits: the rows of quantize_kv at their places, and nothing else."""
+"""append_kv into caches in eight bits: the rows of quantize_kv at their places, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -19,12 +20,18 @@ def rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Ten
     """query, key and value of two sequences, as a model's projections leave them."""
     generator = torch.Generator().manual_seed(length)
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
-    return tuple(torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes)
+    return tuple(
+        torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes
+    )
 
 
-def cache_of(dtype: torch.dtype, first: int = 2, size: int = 10, table: torch.Tensor | None = None) -> pt.KeyValues:
+def cache_of(
+    dtype: torch.dtype, first: int = 2, size: int = 10, table: torch.Tensor | None = None
+) -> pt.KeyValues:
     """Full of what nobody wrote: 0x33 in every byte, 7 in every scale."""
-    numbers = [torch.full((first, 2, size, dim), 0x33, dtype=torch.uint8).view(dtype) for dim in (16, 8)]
+    numbers = [
+        torch.full((first, 2, size, dim), 0x33, dtype=torch.uint8).view(dtype) for dim in (16, 8)
+    ]
     scales = [torch.full((first, 2, size), 7.0) for _ in range(2)]
     return pt.KeyValues(*numbers, table, *scales)
 
@@ -53,7 +60,8 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Bit for bit what quantize_kv makes of the rows that a cache of query's dtype would get, and nothing in another place."""
+    """Bit for bit what quantize_kv makes of the rows that a cache of query's dtype would get, and
+    nothing in another place."""
     given, weight = rows(dtype=query_dtype), torch.randn(16)
     keywords: dict[str, Any] = {"rotary": TURNING, "k_norm": weight, "eps": 1e-5}
     flat, paged = cache_of(dtype), cache_of(dtype, 7, 4, TABLE)
@@ -63,9 +71,15 @@ def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dt
     key = pt.rotary(given[1], POSITIONS, dims=12, weight=weight, eps=1e-5, backend=op_backend)
     wanted = cache_of(dtype)
     for b, i in WRITTEN:
-        for t, scales, new in ((wanted.key, wanted.key_scale, key), (wanted.value, wanted.value_scale, given[2])):
+        for t, scales, new in (
+            (wanted.key, wanted.key_scale, key),
+            (wanted.value, wanted.value_scale, given[2]),
+        ):
             numbers, scale = pt.quantize_kv(new[b, :, i], dtype)
-            t.view(torch.uint8)[b, :, POSITIONS[b, i]], scales[b, :, POSITIONS[b, i]] = numbers.view(torch.uint8), scale
+            t.view(torch.uint8)[b, :, POSITIONS[b, i]], scales[b, :, POSITIONS[b, i]] = (
+                numbers.view(torch.uint8),
+                scale,
+            )
     for mine, other in zip(flat.numbers, wanted.numbers, strict=True):
         assert torch.equal(mine, other)
     untouched = cache_of(dtype, 7, 4)
@@ -81,12 +95,17 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torc
     key[0, 1, 2, 5], value[1, 0, 2, 3], value[0, 0, 0, 1] = torch.nan, torch.inf, -torch.inf
     cache = cache_of(dtype)
     appended(op_backend, cache, (query, key, value))
-    for t, scale, new in ((cache.key, cache.key_scale, key), (cache.value, cache.value_scale, value)):
+    for t, scale, new in (
+        (cache.key, cache.key_scale, key),
+        (cache.value, cache.value_scale, value),
+    ):
         assert scale is not None
         for b, i in WRITTEN:
             numbers, wanted = pt.quantize_kv(new[b, :, i], dtype)
             assert torch.equal(t[b, :, POSITIONS[b, i]].float(), numbers.float())
-            torch.testing.assert_close(scale[b, :, POSITIONS[b, i]], wanted, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                scale[b, :, POSITIONS[b, i]], wanted, rtol=0, atol=0, equal_nan=True
+            )
     assert bool(cache.key_scale[0, 1, 6].isnan()) and bool(cache.value_scale[1, 0, 0].isnan())  # type: ignore[index]
 
 
@@ -94,7 +113,12 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torc
 def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
     """Strides of any kind, of numbers and of scales."""
     plain = cache_of(dtype)
-    wide = [torch.full((10, 2, 2, 2 * d), 0x33, dtype=torch.uint8).view(dtype).permute(1, 2, 0, 3)[..., :d] for d in (16, 8)]
+    wide = [
+        torch.full((10, 2, 2, 2 * d), 0x33, dtype=torch.uint8)
+        .view(dtype)
+        .permute(1, 2, 0, 3)[..., :d]
+        for d in (16, 8)
+    ]
     scales = [torch.full((10, 2, 4), 7.0).permute(1, 2, 0)[:, ::2] for _ in range(2)]
     views = pt.KeyValues(*wide, None, *scales)
     for cache in (plain, views):
@@ -107,13 +131,19 @@ def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_opcheck_and_compiled(op_backend: str, dtype: torch.dtype) -> None:
     a = OPS["append_kv"].prepare(*rows(), cache_of(dtype), POSITIONS, rotary=TURNING)[0]
-    names = ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")  # which compares no float8
+    names = (
+        ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
+    )  # which compares no float8
     torch.library.opcheck(OPS["append_kv"].fwd, (*a, op_backend, True), test_utils=names)
 
     def step(query: Any, key: Any, value: Any, cache: pt.KeyValues) -> torch.Tensor:
-        query = pt.append_kv(query, key, value, cache, POSITIONS, rotary=TURNING, backend=op_backend)
+        query = pt.append_kv(
+            query, key, value, cache, POSITIONS, rotary=TURNING, backend=op_backend
+        )
         lengths = torch.tensor([7, 10])
-        return pt.attention(query, cache.key, cache.value, key_lengths=lengths, **cache.scales, backend="reference")
+        return pt.attention(
+            query, cache.key, cache.value, key_lengths=lengths, **cache.scales, backend="reference"
+        )
 
     plain, compiled = cache_of(dtype), cache_of(dtype)
     want = step(*rows(), plain)
@@ -124,18 +154,26 @@ def test_opcheck_and_compiled(op_backend: str, dtype: torch.dtype) -> None:
 
 GOOD = cache_of(torch.int8)
 WRONG: dict[str, tuple[pt.KeyValues, type[Exception], str]] = {
-    "no key scale": (GOOD._replace(key_scale=None), ValueError, r"needs key_scale, float32 of the shape \(2, 2, 10\)"),
+    "no key scale": (GOOD._replace(key_scale=None), ValueError,
+        r"needs key_scale, float32 of the shape \(2, 2, 10\)"),
     "no value scale": (GOOD._replace(value_scale=None), ValueError, "needs value_scale"),
-    "two dtypes": (GOOD._replace(value=cache_of(torch.float8_e4m3fn).value), TypeError, "cache.value is torch.float8_e4m3fn"),
-    "half the scales' dtype": (GOOD._replace(key_scale=torch.zeros(2, 2, 10).half()), ValueError, "must be float32 of the shape"),
-    "a scale a head": (GOOD._replace(key_scale=torch.zeros(2, 2, 1)), ValueError, "each row that is written gets a scale of its own"),
-    "expanded": (GOOD._replace(value_scale=torch.zeros(2, 1, 10).expand(2, 2, 10)), ValueError, "cache.value_scale is expanded"),
-    "one scale for both": (GOOD._replace(key_scale=GOOD.value_scale), ValueError, "key_scale and cache.value_scale must be two"),
+    "two dtypes": (GOOD._replace(value=cache_of(torch.float8_e4m3fn).value), TypeError,
+        "cache.value is torch.float8_e4m3fn"),
+    "half the scales' dtype": (GOOD._replace(key_scale=torch.zeros(2, 2, 10).half()), ValueError,
+        "must be float32 of the shape"),
+    "a scale a head": (GOOD._replace(key_scale=torch.zeros(2, 2, 1)), ValueError,
+        "each row that is written gets a scale of its own"),
+    "expanded": (GOOD._replace(value_scale=torch.zeros(2, 1, 10).expand(2, 2, 10)), ValueError,
+        "cache.value_scale is expanded"),
+    "one scale for both": (GOOD._replace(key_scale=GOOD.value_scale), ValueError,
+        "key_scale and cache.value_scale must be two"),
     "scales of a plain cache": (
-        pt.KeyValues(torch.zeros(2, 2, 10, 16), torch.zeros(2, 2, 10, 8), None, GOOD.key_scale), ValueError,
+        pt.KeyValues(torch.zeros(2, 2, 10, 16), torch.zeros(2, 2, 10, 8), None, GOOD.key_scale),
+        ValueError,
         "cache.key_scale belongs to a cache in float8_e4m3fn or int8",
     ),
-    "uint8": (GOOD._replace(key=GOOD.key.view(torch.uint8)), TypeError, "cache.key must be float32"),
+    "uint8": (GOOD._replace(key=GOOD.key.view(torch.uint8)), TypeError,
+        "cache.key must be float32"),
 }  # fmt: skip
 
 
@@ -147,5 +185,7 @@ def test_wrong_caches_are_named(what: str) -> None:
 
 
 def test_float64_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"into a cache in torch.int8 go float32, bfloat16 and float16"):
+    with pytest.raises(
+        TypeError, match=r"into a cache in torch.int8 go float32, bfloat16 and float16"
+    ):
         pt.append_kv(*rows(dtype=torch.float64), cache_of(torch.int8), POSITIONS)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported program trains as eager code does: torch.export keeps the raw ops, which differentiate by themselves."""
+"""An exported program trains as eager code does: torch.export keeps the raw ops, which
+differentiate by themselves."""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ SMALL = {c.name: c for name, op in OPS.items() if op.positions for c in cases(na
 
 
 class Inner(torch.nn.Module):
-    """A call whose tensors are results of other ops, so their gradients pass through the exported graph."""
+    """A call whose tensors are results of other ops, so their gradients pass through the exported
+    graph."""
 
     def __init__(self, case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.call, self.args, self.kwargs = getattr(pt, case.op), args, kwargs
-        self.places = [i for i, a in enumerate(args) if trains(a)] + [n for n, a in kwargs.items() if trains(a)]
+        self.places = [i for i, a in enumerate(args) if trains(a)] + [
+            n for n, a in kwargs.items() if trains(a)
+        ]
         values = [args[p] if isinstance(p, int) else kwargs[p] for p in self.places]
-        self.leaves = torch.nn.ParameterList([torch.nn.Parameter(t.detach().clone()) for t in values])
+        self.leaves = torch.nn.ParameterList(
+            [torch.nn.Parameter(t.detach().clone()) for t in values]
+        )
 
     def forward(self, one: torch.Tensor) -> torch.Tensor:
         inner = {place: leaf * one for place, leaf in zip(self.places, self.leaves)}
@@ -32,7 +38,9 @@ class Inner(torch.nn.Module):
         kwargs = {n: inner.get(n, a) for n, a in self.kwargs.items()}
         out = self.call(*args, **kwargs)
         outputs = out if isinstance(out, tuple) else (out,)
-        return sum((o.float().sin().sum() for o in outputs if o.is_floating_point()), torch.zeros(()))
+        return sum(
+            (o.float().sin().sum() for o in outputs if o.is_floating_point()), torch.zeros(())
+        )
 
 
 def trains(value: Any) -> bool:
@@ -40,8 +48,11 @@ def trains(value: Any) -> bool:
 
 
 def runs() -> list[Any]:
-    """Return (name, strict): strict export of one case of each op, and of the others as a slow test."""
-    first = {name: next(iter(cases(name, "small"))).name for name, op in OPS.items() if op.positions}
+    """Return (name, strict): strict export of one case of each op, and of the others as a slow
+    test."""
+    first = {
+        name: next(iter(cases(name, "small"))).name for name, op in OPS.items() if op.positions
+    }
     slow = [pytest.param(n, True, marks=pytest.mark.slow) for n in SMALL if n not in first.values()]
     return [*((n, False) for n in SMALL), *((n, True) for n in first.values()), *slow]
 

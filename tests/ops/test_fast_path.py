@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path gives the Python path's results, bit for bit, and its nodes are nodes like any other."""
+"""The C++ fast path gives the Python path's results, bit for bit, and its nodes are nodes like any
+other."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.paths import attention_in_both, needs_fast_path, norm_taken, qkv, same, same_in_both, taken
+from pytransformer.testing.paths import (
+    attention_in_both,
+    needs_fast_path,
+    norm_taken,
+    qkv,
+    same,
+    same_in_both,
+    taken,
+)
 from pytransformer.testing.poison import StrayWrite, poisoned
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
@@ -39,9 +48,20 @@ def problem(r: random.Random) -> tuple[list[Tensor], dict[str, Any], list[Tensor
     for t in leaves:
         t.requires_grad_(r.random() < 0.7)
     inputs = [LAYOUTS[r.choice(list(LAYOUTS))](t) for t in leaves]
-    options: dict[str, Any] = {"causal": r.choice([None, "top_left", "bottom_right"]), "return_lse": r.random() < 0.3}
+    options: dict[str, Any] = {
+        "causal": r.choice([None, "top_left", "bottom_right"]),
+        "return_lse": r.random() < 0.3,
+    }
     terms = {
-        "attn_mask": [(lq, lk), (1, lk), (2, 1, lq, lk), (2, 1, 1, lk), (2, 2, lq, lk), (2, lq, lk), (1, 1, 1, 1)],
+        "attn_mask": [
+            (lq, lk),
+            (1, lk),
+            (2, 1, lq, lk),
+            (2, 1, 1, lk),
+            (2, 2, lq, lk),
+            (2, lq, lk),
+            (1, 1, 1, 1),
+        ],
         "bias": [(1, 2, lq, lk), (lq, lk)],
     }
     for name, shapes in terms.items():
@@ -79,7 +99,9 @@ def test_attention_is_the_python_paths_bitwise(case: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [32, (32,), (4, 32), torch.Size((32,))])
 @pytest.mark.parametrize("affine", [(), ("weight",), ("weight", "bias")])
-def test_layer_norm_is_the_python_paths_bitwise(dtype: torch.dtype, shape: Any, affine: tuple[str, ...]) -> None:
+def test_layer_norm_is_the_python_paths_bitwise(
+    dtype: torch.dtype, shape: Any, affine: tuple[str, ...]
+) -> None:
     x = torch.randn(3, 4, 32, dtype=dtype, requires_grad=True)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     parameters = {name: torch.randn(sizes, dtype=dtype, requires_grad=True) for name in affine}
@@ -92,7 +114,10 @@ def test_layer_norm_is_the_python_paths_bitwise(dtype: torch.dtype, shape: Any, 
 
 
 def test_layer_norm_with_weights_of_another_dtype() -> None:
-    x, w, b = torch.randn(3, 32, dtype=torch.bfloat16, requires_grad=True), *torch.randn(2, 32, requires_grad=True).unbind()
+    x, w, b = (
+        torch.randn(3, 32, dtype=torch.bfloat16, requires_grad=True),
+        *torch.randn(2, 32, requires_grad=True).unbind(),
+    )
     assert norm_taken(x, 32, w, b)
     same_in_both(pt.layer_norm, (x, 32, w, b), (x, w, b))
 
@@ -152,14 +177,18 @@ def test_the_gradient_of_lse_alone() -> None:
 def test_second_derivatives() -> None:
     inputs = [t.detach()[:1, :, :4].requires_grad_() for t in qkv(torch.float64)]
     bias = torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True)
-    x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,), (5,)))
+    x, w, b = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,), (5,))
+    )
     assert taken(*inputs, bias=bias) and norm_taken(x, 5, w, b)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
         return pt.attention(q, k, v, bias=bias, causal="top_left", return_lse=True)
 
     assert torch.autograd.gradgradcheck(attend, (*inputs, bias), fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda x, w, b: pt.layer_norm(x, 5, w, b), (x, w, b), fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        lambda x, w, b: pt.layer_norm(x, 5, w, b), (x, w, b), fast_mode=True
+    )
 
 
 def test_batched_gradients() -> None:
@@ -167,7 +196,9 @@ def test_batched_gradients() -> None:
     out = pt.attention(q, k, v)
     upstream = torch.randn(3, *out.shape)
     got = torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True)[0]
-    torch.testing.assert_close(got, torch.stack([torch.autograd.grad(out, q, g, retain_graph=True)[0] for g in upstream]))
+    torch.testing.assert_close(
+        got, torch.stack([torch.autograd.grad(out, q, g, retain_graph=True)[0] for g in upstream])
+    )
 
 
 def test_a_tangent_that_comes_with_backward_is_not_lost() -> None:
@@ -176,7 +207,9 @@ def test_a_tangent_that_comes_with_backward_is_not_lost() -> None:
         q, k, v = qkv()
         g = torch.randn_like(q)
         with torch.autograd.forward_ad.dual_level():
-            (dq,) = torch.autograd.grad(pt.attention(q, k, v), q, torch.autograd.forward_ad.make_dual(g, g))
+            (dq,) = torch.autograd.grad(
+                pt.attention(q, k, v), q, torch.autograd.forward_ad.make_dual(g, g)
+            )
             return torch.autograd.forward_ad.unpack_dual(dq).tangent
 
     with pytest.raises((RuntimeError, NotImplementedError)) as mine:
@@ -192,8 +225,16 @@ def test_compiled_autograd(op: str) -> None:
 
     def gradients(compiled: bool) -> list[Tensor]:
         torch.manual_seed(3)
-        inputs = qkv() if op == "attention" else [torch.randn(8, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
-        out = pt.attention(*inputs, causal="top_left") if op == "attention" else pt.layer_norm(inputs[0], 16, inputs[1])
+        inputs = (
+            qkv()
+            if op == "attention"
+            else [torch.randn(8, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
+        )
+        out = (
+            pt.attention(*inputs, causal="top_left")
+            if op == "attention"
+            else pt.layer_norm(inputs[0], 16, inputs[1])
+        )
         loss = out.square().sum()
         if compiled:
             with _enable(lambda graph: torch.compile(graph, backend="aot_eager", fullgraph=True)):
@@ -208,7 +249,8 @@ def test_compiled_autograd(op: str) -> None:
 
 @pytest.mark.unpoisoned
 def test_compiled_autograd_keeps_calls_of_other_numbers_apart() -> None:
-    """One graph of a backward is kept for nodes alike: a scale, which no tensor shows, makes them differ."""
+    """One graph of a backward is kept for nodes alike: a scale, which no tensor shows, makes them
+    differ."""
     from torch._dynamo.compiled_autograd import _enable
 
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -229,7 +271,11 @@ def test_inference_mode_and_no_grad() -> None:
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             out = pt.attention(q, k, v)
-            assert taken(q, k, v) and not out.requires_grad and out.is_inference() == (mode is torch.inference_mode)
+            assert (
+                taken(q, k, v)
+                and not out.requires_grad
+                and out.is_inference() == (mode is torch.inference_mode)
+            )
     with torch.inference_mode():
         i = torch.randn(2, 2, 8, 16)
     assert taken(i, i, i)
@@ -277,7 +323,10 @@ def test_an_error_in_a_hook_arrives_and_is_not_tried_again() -> None:
         calls.append(t)
         raise KeyError("mine")
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), pytest.raises(KeyError, match="mine"):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        pytest.raises(KeyError, match="mine"),
+    ):
         pt.attention(*qkv())
     assert len(calls) == 1
 

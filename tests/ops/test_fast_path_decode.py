@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path computes a decoding step (attention over pages, rotary, append_kv) with Python's bits and errors."""
+"""The C++ fast path computes a decoding step (attention over pages, rotary, append_kv) with
+Python's bits and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.paths import counting, needs_fast_path, results, same, same_in_both, taken, taken_by
+from pytransformer.testing.paths import (
+    counting,
+    needs_fast_path,
+    results,
+    same,
+    same_in_both,
+    taken,
+    taken_by,
+)
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 TABLE = [[5, 0, 2], [1, 4, 3]]
@@ -43,7 +52,11 @@ def test_a_step(dtype: torch.dtype, table: torch.dtype | None, length: int) -> N
     def step(_: Tensor) -> tuple[Tensor, ...]:
         held = cache(dtype, table)
         turned = pt.append_kv(query, key, value, held, positions, rotary=turning, k_norm=weight)
-        options: dict[str, Any] = {"page_table": held.page_table, "key_lengths": lengths, "causal": "bottom_right"}
+        options: dict[str, Any] = {
+            "page_table": held.page_table,
+            "key_lengths": lengths,
+            "causal": "bottom_right",
+        }
         return turned, held.key, held.value, pt.attention(turned, held.key, held.value, **options)
 
     with torch.no_grad(), counting() as counts:
@@ -57,9 +70,17 @@ TURNS: dict[str, dict[str, Any]] = {
     "positions": {"positions": torch.tensor([3, 4, 5])},
     "interleaved": {"positions": torch.tensor([[3, 4, 5]], dtype=torch.int32), "interleaved": True},
     "partial": {"positions": torch.tensor([[3, 4, 5], [70000, -2, 0]]), "dims": 6},
-    "yarn": {"positions": torch.tensor([3, 4, 5]), "base": 500.0, "scaling": pt.RotaryScaling("yarn", 4.0, 32)},
+    "yarn": {
+        "positions": torch.tensor([3, 4, 5]),
+        "base": 500.0,
+        "scaling": pt.RotaryScaling("yarn", 4.0, 32),
+    },
     "linear": {"positions": torch.tensor([3, 4, 5]), "scaling": pt.RotaryScaling("linear", 4)},
-    "tables": {"cos": ANGLES[0, :, :8].float().cos(), "sin": ANGLES[0, :, :8].float().sin(), "dims": 8},
+    "tables": {
+        "cos": ANGLES[0, :, :8].float().cos(),
+        "sin": ANGLES[0, :, :8].float().sin(),
+        "dims": 8,
+    },
     "tables of each sequence": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
 }
 PYTHONS: dict[str, dict[str, Any]] = {
@@ -72,7 +93,10 @@ PYTHONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", TURNS.values(), ids=TURNS)
 def test_rotary_is_the_python_paths_bitwise(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    x, weight = torch.randn(2, 3, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_(), torch.randn(16, requires_grad=True)
+    x, weight = (
+        torch.randn(2, 3, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_(),
+        torch.randn(16, requires_grad=True),
+    )
     for given, wanted in (({}, (x,)), ({"weight": weight, "weight_offset": 1.0}, (x, weight))):
         assert taken_by("rotary", x, **options, **given)
         same_in_both(pt.rotary, (x,), wanted, **options, **given)
@@ -87,14 +111,21 @@ def test_what_python_works_out_is_left_to_it(options: dict[str, Any]) -> None:
 
 def test_many_angles_are_pythons() -> None:
     x = torch.randn(1, 1, 4096, 16)
-    assert taken_by("rotary", x[:, :, :2048], torch.arange(2048)) and not taken_by("rotary", x, torch.arange(4096))
+    assert taken_by("rotary", x[:, :, :2048], torch.arange(2048)) and not taken_by(
+        "rotary", x, torch.arange(4096)
+    )
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value", "key_cache", "value_cache", "q_norm"])
 def test_gradients_of_a_cache_are_refused(which: str) -> None:
     query, key, value = rows(torch.float32, 1)
     held, norm = cache(torch.float32, None), torch.ones(16)
-    every = dict(zip(("query", "key", "value", "key_cache", "value_cache", "q_norm"), (query, key, value, *held[:2], norm)))
+    every = dict(
+        zip(
+            ("query", "key", "value", "key_cache", "value_cache", "q_norm"),
+            (query, key, value, *held[:2], norm),
+        )
+    )
     every[which].requires_grad_()
     with pytest.raises(ValueError, match="append_kv: gives no gradient"):
         pt.append_kv(query, key, value, held, torch.tensor([[1], [2]]), q_norm=norm)
@@ -105,9 +136,16 @@ def test_gradients_of_a_cache_are_refused(which: str) -> None:
 
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_gradients_over_pages_are_refused(which: str) -> None:
-    given = {"query": torch.randn(2, 2, 1, 16), "key": torch.randn(6, 2, 4, 16), "value": torch.randn(6, 2, 4, 16)}
+    given = {
+        "query": torch.randn(2, 2, 1, 16),
+        "key": torch.randn(6, 2, 4, 16),
+        "value": torch.randn(6, 2, 4, 16),
+    }
     given[which].requires_grad_()
-    options: dict[str, Any] = {"page_table": torch.tensor(TABLE), "key_lengths": torch.tensor([3, 9])}
+    options: dict[str, Any] = {
+        "page_table": torch.tensor(TABLE),
+        "key_lengths": torch.tensor([3, 9]),
+    }
     with pytest.raises(ValueError, match="page_table has no gradients"):
         pt.attention(**given, **options)
     with torch.no_grad():
@@ -148,10 +186,17 @@ def test_attention_over_pages_with_other_keywords(change: str) -> None:
         "a mask": lambda: {"attn_mask": torch.rand(2, 1, 3, 12) > 0.3},
         "a bias": lambda: {"bias": torch.randn(4, 3, 12)},
         "a window": lambda: {"window": (4, 0), "causal": "bottom_right"},
-        "segments": lambda: {"query_segments": torch.zeros(2, 3).long(), "key_segments": torch.randint(0, 2, (2, 12))},
+        "segments": lambda: {
+            "query_segments": torch.zeros(2, 3).long(),
+            "key_segments": torch.randint(0, 2, (2, 12)),
+        },
         "softcap": lambda: {"softcap": 3.0, "query_lengths": torch.tensor([1, 3])},
     }
-    options = {"page_table": torch.tensor(TABLE), "key_lengths": torch.tensor([12, 7]), "return_lse": True} | more[change]()
+    options = {
+        "page_table": torch.tensor(TABLE),
+        "key_lengths": torch.tensor([12, 7]),
+        "return_lse": True,
+    } | more[change]()
     assert taken(query, *pools, **options)
     same_in_both(pt.attention, (query, *pools), (), **options)
 
@@ -161,5 +206,16 @@ def test_a_page_outside_the_pool_is_refused_in_pythons_words() -> None:
     bad = torch.tensor([[5, 0, 2], [1, 6, 3]])
     with pytest.raises(ValueError, match=r"page_table\[1, 1\] must be a page from 0 to 5, got 6"):
         pt.attention(*given, page_table=bad, key_lengths=torch.tensor([9, 5]))
-    fine = results(pt.attention, given, (), page_table=bad, key_lengths=torch.tensor([9, 4]))  # that entry is not read
-    same(fine, results(pt.attention, given, (), page_table=torch.tensor(TABLE), key_lengths=torch.tensor([9, 4])))
+    fine = results(
+        pt.attention, given, (), page_table=bad, key_lengths=torch.tensor([9, 4])
+    )  # that entry is not read
+    same(
+        fine,
+        results(
+            pt.attention,
+            given,
+            (),
+            page_table=torch.tensor(TABLE),
+            key_lengths=torch.tensor([9, 4]),
+        ),
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every op replaced by what it should not be: both paths give the same bits, or the same error in the same words."""
+"""Every argument of every op replaced by what it should not be: both paths give the same bits, or
+the same error in the same words."""
 
 from __future__ import annotations
 
@@ -36,8 +37,12 @@ def t5() -> Any:
 
 def attention() -> dict[str, Any]:
     q, k, v = torch.randn(3, 2, 2, 8, 16).unbind()
-    lengths = dict.fromkeys(("query_lengths", "key_lengths", "prefix_lengths"), torch.tensor([3, 8]))
-    segments = dict.fromkeys(("query_segments", "key_segments"), torch.zeros(2, 8, dtype=torch.int64))
+    lengths = dict.fromkeys(
+        ("query_lengths", "key_lengths", "prefix_lengths"), torch.tensor([3, 8])
+    )
+    segments = dict.fromkeys(
+        ("query_segments", "key_segments"), torch.zeros(2, 8, dtype=torch.int64)
+    )
     dense = {"attn_mask": torch.rand(8, 8) > 0.3, "bias": torch.randn(2, 1, 8, 8)}
     return (
         {"query": q, "key": k, "value": v, "causal": "top_left", "window": (3, None), "scale": 0.5}
@@ -50,7 +55,8 @@ def attention() -> dict[str, Any]:
 def pages() -> dict[str, Any]:
     query, pools = torch.randn(2, 2, 1, 16), torch.randn(2, 6, 2, 4, 16)
     return {
-        "query": query, "key": pools[0], "value": pools[1], "page_table": torch.tensor([[5, 0, 2], [1, 4, 3]]),
+        "query": query, "key": pools[0], "value": pools[1],
+        "page_table": torch.tensor([[5, 0, 2], [1, 4, 3]]),
         "key_lengths": torch.tensor([9, 12]), "causal": "bottom_right",
     }  # fmt: skip
 
@@ -58,15 +64,35 @@ def pages() -> dict[str, Any]:
 def attention_varlen() -> dict[str, Any]:
     q, k, v = torch.randn(3, 13, 2, 16).unbind()
     offsets = torch.tensor([0, 8, 13])
-    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 8, "max_seqlen_k": 9}
-    return {"query": q, "key": k, "value": v, **packed, "bias": t5(), "softcap": 3.0, "dropout_p": 0.5, "dropout_seed": 7}
+    packed = {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": 8,
+        "max_seqlen_k": 9,
+    }
+    return {
+        "query": q,
+        "key": k,
+        "value": v,
+        **packed,
+        "bias": t5(),
+        "softcap": 3.0,
+        "dropout_p": 0.5,
+        "dropout_seed": 7,
+    }
 
 
 def norm(op: str) -> dict[str, Any]:
     x, r = torch.randn(2, 3, 16).unbind()
     parameters = {"weight": torch.randn(16), "bias": torch.randn(16)}
     if op == "add_norm":
-        return {"x": x, "residual": r, **parameters, "dropout_p": 0.5, "dropout_seed": torch.tensor(5)}
+        return {
+            "x": x,
+            "residual": r,
+            **parameters,
+            "dropout_p": 0.5,
+            "dropout_seed": torch.tensor(5),
+        }
     parameters = parameters if op == "layer_norm" else {"weight": parameters["weight"]}
     return {"x": x, "normalized_shape": 16, **parameters}
 
@@ -74,21 +100,45 @@ def norm(op: str) -> dict[str, Any]:
 def feed_forward() -> dict[str, Any]:
     w1, gate = torch.randn(2, 24, 16).unbind()
     biases = {"b1": torch.randn(24), "b2": torch.randn(16), "gate_bias": torch.randn(24)}
-    return {"x": torch.randn(3, 16), "w1": w1, "w2": torch.randn(16, 24), "gate_weight": gate, **biases, "dropout_p": 0.5}
+    return {
+        "x": torch.randn(3, 16),
+        "w1": w1,
+        "w2": torch.randn(16, 24),
+        "gate_weight": gate,
+        **biases,
+        "dropout_p": 0.5,
+    }
 
 
 def linear_cross_entropy() -> dict[str, Any]:
     target = torch.tensor([[1, 4, -100], [0, 2, 3]])
-    return {"x": torch.randn(2, 3, 16), "weight": torch.randn(5, 16), "target": target, "bias": torch.randn(5)}
+    return {
+        "x": torch.randn(2, 3, 16),
+        "weight": torch.randn(5, 16),
+        "target": target,
+        "bias": torch.randn(5),
+    }
 
 
 def scaled_dot_product_attention() -> dict[str, Any]:
     q, k, v = torch.randn(3, 2, 2, 8, 16).unbind()
-    return {"query": q, "key": k, "value": v, "attn_mask": torch.rand(8, 8) > 0.3, "is_causal": True}
+    return {
+        "query": q,
+        "key": k,
+        "value": v,
+        "attn_mask": torch.rand(8, 8) > 0.3,
+        "is_causal": True,
+    }
 
 
 def rotary(**angles: Any) -> dict[str, Any]:
-    return {"x": torch.randn(2, 2, 3, 16), "weight": torch.randn(16), "eps": 1e-5, "weight_offset": 1.0, **angles}
+    return {
+        "x": torch.randn(2, 2, 3, 16),
+        "weight": torch.randn(16),
+        "eps": 1e-5,
+        "weight_offset": 1.0,
+        **angles,
+    }
 
 
 def turned_by_tables() -> dict[str, Any]:
@@ -97,7 +147,13 @@ def turned_by_tables() -> dict[str, Any]:
 
 def turned_by_positions() -> dict[str, Any]:
     scaling = pt.RotaryScaling("llama3", 8.0, 32)
-    return rotary(positions=torch.tensor([[1, 2, 3], [9, -1, 70]]), dims=8, base=500.0, scaling=scaling, interleaved=True)
+    return rotary(
+        positions=torch.tensor([[1, 2, 3], [9, -1, 70]]),
+        dims=8,
+        base=500.0,
+        scaling=scaling,
+        interleaved=True,
+    )
 
 
 def append_kv(table: Tensor | None = None, **more: Any) -> dict[str, Any]:
@@ -117,7 +173,9 @@ def append_kv(table: Tensor | None = None, **more: Any) -> dict[str, Any]:
 
 
 def append_to_pages() -> dict[str, Any]:
-    return append_kv(torch.tensor([[5, 0, 2], [1, 4, 3]], dtype=torch.int32), rotary=pt.RotaryPositions(8))
+    return append_kv(
+        torch.tensor([[5, 0, 2], [1, 4, 3]], dtype=torch.int32), rotary=pt.RotaryPositions(8)
+    )
 
 
 def caches(value: pt.KeyValues) -> Iterator[Any]:
@@ -143,16 +201,43 @@ OPS: dict[str, Any] = {
     "linear_cross_entropy": linear_cross_entropy,
     "scaled_dot_product_attention": scaled_dot_product_attention,
 }
-NUMBERS = [None, True, -1, 0, 1, 5, 2**31, 2**63, 2**64, 0.0, 0.25, 1.5, -0.5, math.inf, math.nan, 1e-30]
+NUMBERS = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    5,
+    2**31,
+    2**63,
+    2**64,
+    0.0,
+    0.25,
+    1.5,
+    -0.5,
+    math.inf,
+    math.nan,
+    1e-30,
+]
 TEXTS = ["", "x", "cpu", "reference", "bottom_right", "rms", "silu", "none", "sum"]
 OTHERS = [(), (16,), (3, 16), [16], (1, 2), (-1, 2), (None, None), (True, 1), {}, object]
 
 
 def wrong(value: Any) -> Iterator[Any]:
-    """What may stand in place of a value: other numbers, texts, containers, and tensors of other shapes, dtypes, devices and layouts."""
+    """What may stand in place of a value: other numbers, texts, containers, and tensors of other
+    shapes, dtypes, devices and layouts."""
     if isinstance(value, pt.KeyValues):
         yield from caches(value)
-    yield from (*NUMBERS, *TEXTS, *OTHERS, torch.tensor(3), torch.tensor([4, 5]), torch.tensor(0.5), alibi(), t5())
+    yield from (
+        *NUMBERS,
+        *TEXTS,
+        *OTHERS,
+        torch.tensor(3),
+        torch.tensor([4, 5]),
+        torch.tensor(0.5),
+        alibi(),
+        t5(),
+    )
     yield pt.AlibiBias(torch.rand(3))
     yield pt.AlibiBias(torch.rand(2).int())
     yield pt.AlibiBias(3)  # type: ignore[arg-type]
@@ -167,9 +252,25 @@ def wrong(value: Any) -> Iterator[Any]:
     yield pt.RelativePositionBias(torch.randn(8, 2).to(torch.float8_e4m3fn))
     if not isinstance(value, Tensor) or value.dim() == 0:
         return
-    yield from (value[None], value[..., :-1], value[:-1], value[..., None], value[0], value[:0], torch.cat((value, value)))
     yield from (
-        value.to(d) for d in (torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn)
+        value[None],
+        value[..., :-1],
+        value[:-1],
+        value[..., None],
+        value[0],
+        value[:0],
+        torch.cat((value, value)),
+    )
+    yield from (
+        value.to(d)
+        for d in (
+            torch.float64,
+            torch.bfloat16,
+            torch.int32,
+            torch.bool,
+            torch.complex64,
+            torch.float8_e4m3fn,
+        )
     )
     yield from (
         value.to("meta"),
@@ -178,7 +279,9 @@ def wrong(value: Any) -> Iterator[Any]:
         torch.nn.Parameter(value.float()),
         value.expand(2, *value.shape),
     )
-    yield value.new_tensor(-7).expand(value.shape)  # beyond what lengths, offsets and targets may be
+    yield value.new_tensor(-7).expand(
+        value.shape
+    )  # beyond what lengths, offsets and targets may be
     yield value.new_tensor(99).expand(value.shape)
 
 

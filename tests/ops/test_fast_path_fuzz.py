@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzers' problems through both paths: the same bits, gradients too, from the C++ fast path and from Python."""
+"""The fuzzers' problems through both paths: the same bits, gradients too, from the C++ fast path
+and from Python."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ Results = dict[str, Tensor | None]
 
 
 def attention(seed: int, case: int) -> Callable[[], Results]:
-    drawn = replace(draw_attention.draw(seed, case), block_size=None)  # block masks are Python's: their masks go dense
+    drawn = replace(
+        draw_attention.draw(seed, case), block_size=None
+    )  # block masks are Python's: their masks go dense
     return lambda: fuzz_attention.run(drawn, "cpu").results
 
 

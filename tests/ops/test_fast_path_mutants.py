@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant each fault of fast_path_faults.py in a copy of the C++ fast path; a test in another process finds it."""
+"""Plant each fault of fast_path_faults.py in a copy of the C++ fast path; a test in another process
+finds it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 slow = pytest.mark.slow  # compiles the fast path again, and starts a process for each fault
 FUZZ, FAST_PATH, WATCHED, NODES, ERRORS, DECODE = (
-    f"tests/ops/test_fast_path{name}.py" for name in ("_fuzz", "", "_watched", "_nodes", "_errors", "_decode")
+    f"tests/ops/test_fast_path{name}.py"
+    for name in ("_fuzz", "", "_watched", "_nodes", "_errors", "_decode")
 )
 LINEAR = "tests/nn/test_linear.py"
 # Of each fault the test that finds it.
@@ -74,10 +76,16 @@ FAULTS = {
 
 def test_every_fault_of_the_fast_path_is_here() -> None:
     """And each text occurs once in its file."""
-    assert {name for _, _, faulty in fast_path_faults.FAULTS for name in re.findall(r"PT_FAULT\((\w+)\)", faulty)} == set(
-        FAULTS
-    )
-    assert {(file, text): count for file, text, _ in fast_path_faults.FAULTS if (count := source(file).count(text)) != 1} == {}
+    assert {
+        name
+        for _, _, faulty in fast_path_faults.FAULTS
+        for name in re.findall(r"PT_FAULT\((\w+)\)", faulty)
+    } == set(FAULTS)
+    assert {
+        (file, text): count
+        for file, text, _ in fast_path_faults.FAULTS
+        if (count := source(file).count(text)) != 1
+    } == {}
 
 
 def source(file: str) -> str:
@@ -98,14 +106,18 @@ def faulty_fast_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fast path that has all faults."""
     folder = tmp_path_factory.mktemp("fast_path")
     shutil.copytree(CSRC / "common", folder / "common")
-    texts = {path.name: path.read_text() for path in (CSRC / "fast_path").iterdir() if path.is_file()}
+    texts = {
+        path.name: path.read_text() for path in (CSRC / "fast_path").iterdir() if path.is_file()
+    }
     for file, text, faulty in fast_path_faults.FAULTS:
         texts[file] = texts[file].replace(text, faulty)
     for file, text in texts.items():
         (folder / "fast_path" / file).parent.mkdir(exist_ok=True)
         (folder / "fast_path" / file).write_text(text)
     asked = [sys.executable, "-c", FLAGS, str(CSRC), str(Path(torch.__file__).parent)]
-    to_compile, to_link = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+    to_compile, to_link = json.loads(
+        subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    )
     compiler = [
         *os.environ.get("CXX", "g++").split(),
         "-fPIC",
@@ -117,7 +129,10 @@ def faulty_fast_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(CSRC),
     ]
     flags = [*to_compile, "-O0", "-w"]
-    sources = {"unit.o": folder / "fast_path" / "unit.cpp", "fault.o": CSRC / "emulator" / "fault.cpp"}
+    sources = {
+        "unit.o": folder / "fast_path" / "unit.cpp",
+        "fault.o": CSRC / "emulator" / "fault.cpp",
+    }
     for name, source in sources.items():
         subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(folder / name)], check=True)
     objects = [str(folder / name) for name in sources]
@@ -141,7 +156,9 @@ sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 def outcome(library: Path, fault: str, file: str, chosen: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, str(library), file, "-k", chosen]
     environment = os.environ | {"PYTRANSFORMER_FAULT": fault}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 @slow
@@ -157,4 +174,6 @@ def test_without_a_fault_all_is_well(file: str, chosen: str, faulty_fast_path: P
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, faulty_fast_path: Path) -> None:
     done = outcome(faulty_fast_path, fault, *FAULTS[fault])
-    assert done.returncode == 1 and "failed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 1 and "failed" in done.stdout, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )

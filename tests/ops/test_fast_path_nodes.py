@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each op of the C++ fast path leaves watched calls to Python; its node is differentiated again, traced, and keeps nothing alive."""
+"""Each op of the C++ fast path leaves watched calls to Python; its node is differentiated again,
+traced, and keeps nothing alive."""
 
 from __future__ import annotations
 
@@ -20,11 +21,31 @@ from pytransformer.ops._core import fallbacks, fast_path
 from pytransformer.ops._core.choice import tracing
 from pytransformer.ops._core.registry import OPS, observing, trace
 from pytransformer.testing.cases import Case, case, leaves
-from pytransformer.testing.paths import Functions, Sees, needs_fast_path, qkv, results, same, same_in_both, taken_by
+from pytransformer.testing.paths import (
+    Functions,
+    Sees,
+    needs_fast_path,
+    qkv,
+    results,
+    same,
+    same_in_both,
+    taken_by,
+)
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 
-TINY = {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 4, "Lk": 4, "D": 4, "rows": 3, "d": 5, "hidden": 6, "classes": 7}
+TINY = {
+    "B": 1,
+    "Hq": 2,
+    "Hkv": 2,
+    "Lq": 4,
+    "Lk": 4,
+    "D": 4,
+    "rows": 3,
+    "d": 5,
+    "hidden": 6,
+    "classes": 7,
+}
 NAMES = (
     "everything",
     "alibi",
@@ -45,7 +66,9 @@ NAMES = (
     "rotary",
     "rotary_norm",
 )
-every_op = pytest.mark.parametrize("problem", [case(name).resize(**TINY) for name in NAMES], ids=NAMES)
+every_op = pytest.mark.parametrize(
+    "problem", [case(name).resize(**TINY) for name in NAMES], ids=NAMES
+)
 Given = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
 
 
@@ -106,7 +129,10 @@ def test_second_derivatives_are_pythons_bitwise(problem: Case) -> None:
 
     def seconds(*_: Any) -> tuple[Tensor, ...]:
         firsts = torch.autograd.grad(loss(problem, args, kwargs), wanted, create_graph=True)
-        return (*firsts, *torch.autograd.grad(torch.stack([g.square().sum() for g in firsts]).sum(), wanted))
+        return (
+            *firsts,
+            *torch.autograd.grad(torch.stack([g.square().sum() for g in firsts]).sum(), wanted),
+        )
 
     assert taken_by(problem.op, *args, **kwargs)
     same_in_both(seconds, (), ())
@@ -166,7 +192,9 @@ def test_autocast(problem: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16, None])
-def test_add_norm_by_outputs_kinds_and_streams(used: tuple[int, ...], kind: str, residual: torch.dtype | None) -> None:
+def test_add_norm_by_outputs_kinds_and_streams(
+    used: tuple[int, ...], kind: str, residual: torch.dtype | None
+) -> None:
     x = torch.randn(2, 5, 16, dtype=torch.bfloat16, requires_grad=True)
     stream = None if residual is None else torch.randn(2, 5, 16, dtype=residual, requires_grad=True)
     w = torch.randn(16, requires_grad=True)
@@ -195,7 +223,10 @@ def test_a_seed_drops_the_same_in_both_and_a_drawn_one_moves_the_generator_alike
         same_in_both(pt.add_norm, (x, x, None), (), dropout_p=0.5, dropout_seed=seed)
         same_in_both(pt.attention, qkv(grad=False), (), dropout_p=0.5, dropout_seed=seed)
     states = []
-    for call in (lambda: pt.add_norm(x, x, None, dropout_p=0.5), lambda: torch.randint(-(2**63), 2**63 - 1, ())):
+    for call in (
+        lambda: pt.add_norm(x, x, None, dropout_p=0.5),
+        lambda: torch.randint(-(2**63), 2**63 - 1, ()),
+    ):
         torch.manual_seed(4)
         call()
         states.append(torch.get_rng_state())
@@ -221,7 +252,9 @@ def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> N
         (torch.bfloat16, 500, 500, 256, False),
     ],
 )
-def test_cross_entropy_keeps_what_python_keeps(dtype: torch.dtype, rows: int, classes: int, depth: int, keeps: bool) -> None:
+def test_cross_entropy_keeps_what_python_keeps(
+    dtype: torch.dtype, rows: int, classes: int, depth: int, keeps: bool
+) -> None:
     x, w = (torch.randn(n, depth, dtype=dtype, requires_grad=True) for n in (rows, classes))
     target = torch.randint(0, classes, (rows,))
 
@@ -246,7 +279,9 @@ def test_offsets_and_lengths_of_other_integer_dtypes() -> None:
     for dtype in (torch.int32, torch.int16, torch.uint8, torch.int64):
         offsets = torch.tensor([0, 0, 8, 13, 13], dtype=dtype)
         assert taken_by("attention_varlen", q, k, v, offsets, offsets, 8, 8)
-        same_in_both(pt.attention_varlen, (q, k, v, offsets, offsets, 8, 8), (q, k, v), return_lse=True)
+        same_in_both(
+            pt.attention_varlen, (q, k, v, offsets, offsets, 8, 8), (q, k, v), return_lse=True
+        )
         padded = qkv()
         assert taken_by("attention", *padded, key_lengths=offsets[1:3])
         same_in_both(pt.attention, padded, padded, key_lengths=offsets[1:3])
@@ -285,7 +320,9 @@ def test_threads() -> None:
     """Each thread's scratch is its own, and tables of T5 are looked up by all."""
     problems = [case(name) for name in NAMES]
     prepared = [(p, *given(p)) for p in problems]
-    expected = [results(getattr(pt, p.op), args, wanted, **kwargs) for p, args, kwargs, wanted in prepared]
+    expected = [
+        results(getattr(pt, p.op), args, wanted, **kwargs) for p, args, kwargs, wanted in prepared
+    ]
     wrong: list[object] = []
 
     def work() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path returns NotImplemented if something watches the call or an argument is not plain."""
+"""The C++ fast path returns NotImplemented if something watches the call or an argument is not
+plain."""
 
 from __future__ import annotations
 
@@ -173,7 +174,16 @@ def test_errors_are_pythons(bad: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(5,), ((4, 5),), (16, torch.ones(3)), (16, None, torch.ones(15)), (16, None, None, "x"), (0,), ((),)]
+    "arguments",
+    [
+        (5,),
+        ((4, 5),),
+        (16, torch.ones(3)),
+        (16, None, torch.ones(15)),
+        (16, None, None, "x"),
+        (0,),
+        ((),),
+    ],
 )
 def test_errors_of_layer_norm_are_pythons(arguments: tuple[Any, ...]) -> None:
     x, raised = torch.randn(2, 16), []
@@ -220,7 +230,10 @@ def test_activate_gives_the_rest_to_python_and_ends() -> None:
         with trace() as record:
             F.scaled_dot_product_attention(big, big, big)
         assert record == [("attention_fwd", "torch")]
-        for bad in ((q, k[:1, :, :3], v.double()), (torch.cat((q, q), 1), k, v)):  # the second without enable_gqa
+        for bad in (
+            (q, k[:1, :, :3], v.double()),
+            (torch.cat((q, q), 1), k, v),
+        ):  # the second without enable_gqa
             with pytest.raises((RuntimeError, ValueError)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 F.scaled_dot_product_attention(*bad)
@@ -244,7 +257,10 @@ def test_it_is_loaded_only_for_what_it_was_built_for() -> None:
     assert str(said(torch="2.99.0")).startswith("built for torch 2.99.0 (")
     assert "built for torch" in str(said(git_version="0" * 40))
     assert "another Python" in str(said(module="_fast_path.cpython-399.so"))
-    assert "other sources" in str(said(sources="0" * 16)) or not (native.PACKAGE.parent / "csrc").is_dir()
+    assert (
+        "other sources" in str(said(sources="0" * 16))
+        or not (native.PACKAGE.parent / "csrc").is_dir()
+    )
     assert said(built=False, reason="g++ is on holiday") == "not built: g++ is on holiday"
     assert "never built" in str(fast_path.refusal({}))
 
@@ -254,12 +270,18 @@ def another_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fast path as a process finds it whose torch is another than the one built for."""
     info = native.build_info() or {}
     before = {name: getattr(fast_path, name) for name in fast_path.ENTRIES}
-    monkeypatch.setattr(native, "build_info", lambda: {**info, "fast_path": {**info["fast_path"], "torch": "2.99.0"}})
+    monkeypatch.setattr(
+        native,
+        "build_info",
+        lambda: {**info, "fast_path": {**info["fast_path"], "torch": "2.99.0"}},
+    )
     fast_path.why_not.cache_clear()
     yield
     monkeypatch.undo()
     fast_path.why_not.cache_clear()
-    assert fast_path.why_not() is None and before == {name: getattr(fast_path, name) for name in fast_path.ENTRIES}
+    assert fast_path.why_not() is None and before == {
+        name: getattr(fast_path, name) for name in fast_path.ENTRIES
+    }
 
 
 def test_with_another_torch_calls_are_pythons_and_doctor_says_so(another_torch: None) -> None:
@@ -283,19 +305,26 @@ print(taken(q, q, q))
 FIRST = {
     "inference mode": "with torch.inference_mode(): pt.attention(q, q, q)",
     "vmap": "torch.func.vmap(lambda t: pt.attention(t, q, q))(q[None])",
-    "fake tensors": "from torch._subclasses import FakeTensorMode as M\nwith M() as m: pt.attention(*[m.from_tensor(q)] * 3)",
+    "fake tensors": (
+        "from torch._subclasses import FakeTensorMode as M\nwith M() as m:"
+        " pt.attention(*[m.from_tensor(q)] * 3)"
+    ),
     "ends activated": "pt.activate(); torch.nn.functional.scaled_dot_product_attention(q, q, q)",
 }
 
 
 @pytest.mark.parametrize(
-    ("first", "value", "answer"), [*((name, "1", "True") for name in FIRST), ("inference mode", "0", "False")]
+    ("first", "value", "answer"),
+    [*((name, "1", "True") for name in FIRST), ("inference mode", "0", "False")],
 )
 def test_the_first_call_of_a_process(first: str, value: str, answer: str) -> None:
     """It loads the fast path, wherever it is made; PYTRANSFORMER_FAST_PATH=0 switches it off."""
     environment = os.environ | {"PYTRANSFORMER_FAST_PATH": value, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=FIRST[first])], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM.format(first=FIRST[first])],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout.strip()) == (0, answer), done.stderr
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ops."""
+"""feed_forward: semantics, gradients, torch's machinery, determinism. Random problems:
+test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ def op_backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def _inputs(rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def _inputs(
+    rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     """x, w1, b1, w2, b2, gate_weight, gate_bias."""
     shapes = ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,), (hidden, d), (hidden,))
-    return [(torch.randn(s, dtype=torch.float64) / s[-1] ** 0.5).to(dtype).requires_grad_() for s in shapes]
+    return [
+        (torch.randn(s, dtype=torch.float64) / s[-1] ** 0.5).to(dtype).requires_grad_()
+        for s in shapes
+    ]
 
 
 def _call(t: list[torch.Tensor] | tuple[torch.Tensor, ...], **keywords: Any) -> torch.Tensor:
@@ -45,7 +51,12 @@ def _call(t: list[torch.Tensor] | tuple[torch.Tensor, ...], **keywords: Any) -> 
 @pytest.mark.parametrize("gated", [False, True])
 def test_equals_linear_activation_linear(activation: str, gated: bool, op_backend: str) -> None:
     t = _inputs(9, 20, 70, 33)
-    act = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "silu": F.silu}[activation]
+    act = {
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "silu": F.silu,
+    }[activation]
     hidden = F.linear(t[0], t[1], t[2])
     hidden = act(F.linear(t[0], t[5], t[6])) * hidden if gated else act(hidden)
     want = F.linear(hidden, t[3], t[4])
@@ -53,21 +64,29 @@ def test_equals_linear_activation_linear(activation: str, gated: bool, op_backen
     ours = _call(leaves, activation=activation, backend=op_backend)
     torch.testing.assert_close(ours, want)
     grad = torch.randn_like(want)
-    for name, a, b in zip(NAMES, torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(want, leaves, grad)):
+    for name, a, b in zip(
+        NAMES, torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(want, leaves, grad)
+    ):
         torch.testing.assert_close(a, b, msg=name)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_keep_their_digits(activation: str) -> None:
-    """Identity weights leave the activation and its slope alone: within 4 eps of x, and of |act| for gelu's left tail."""
-    x = torch.cat([torch.linspace(-12, 12, 6001), torch.tensor([0.0, 1e-30, -1e-30, 30.0, -30.0, 1e4])])[
-        :, None
-    ].requires_grad_()
+    """Identity weights leave the activation and its slope alone: within 4 eps of x, and of |act|
+    for gelu's left tail."""
+    x = torch.cat(
+        [torch.linspace(-12, 12, 6001), torch.tensor([0.0, 1e-30, -1e-30, 30.0, -30.0, 1e4])]
+    )[:, None].requires_grad_()
     one = torch.ones(1, 1)
     y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="cpu")
     (dx,) = torch.autograd.grad(y.sum(), x)
     exact = x.detach().double().requires_grad_()
-    act = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "silu": F.silu}[activation]
+    act = {
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "silu": F.silu,
+    }[activation]
     z = act(exact)
     (dz,) = torch.autograd.grad(z.sum(), exact)
     eps = torch.finfo(torch.float32).eps
@@ -92,10 +111,16 @@ def test_dropout_is_the_same_everywhere() -> None:
 
     x, eye = torch.full((2, 3, 200), 3.0), torch.eye(200)
     for p in (0.1, 0.5, 0.999, 1.0):
-        outs = [pt.feed_forward(x, eye, None, eye, None, dropout_p=p, dropout_seed=-77, backend=b) for b in BACKENDS]
+        outs = [
+            pt.feed_forward(x, eye, None, eye, None, dropout_p=p, dropout_seed=-77, backend=b)
+            for b in BACKENDS
+        ]
         assert torch.equal(*outs)
         if p < 1:
-            assert torch.equal(outs[1], (3.0 * column_keep(-77, round(65536 * p), 6, 200, TAG)).float().view(x.shape))
+            assert torch.equal(
+                outs[1],
+                (3.0 * column_keep(-77, round(65536 * p), 6, 200, TAG)).float().view(x.shape),
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,8 +130,17 @@ def test_recompute_changes_no_bit_and_keeps_less(dtype: torch.dtype) -> None:
     results, kept = [], []
     for recompute in (False, True):
         sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda v, s=sizes: (s.append(v.numel()), v)[1], lambda v: v):
-            y = _call(t, activation="silu", dropout_p=0.2, dropout_seed=1, recompute=recompute, backend="cpu")
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda v, s=sizes: (s.append(v.numel()), v)[1], lambda v: v
+        ):
+            y = _call(
+                t,
+                activation="silu",
+                dropout_p=0.2,
+                dropout_seed=1,
+                recompute=recompute,
+                backend="cpu",
+            )
         kept.append(sum(sizes))
         results.append([y, *torch.autograd.grad(y, t, grad)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -114,27 +148,42 @@ def test_recompute_changes_no_bit_and_keeps_less(dtype: torch.dtype) -> None:
 
 
 def test_many_rows_pass_through_in_parts() -> None:
-    """More rows than hidden is kept for, and than a slice of the products over rows: the same bits as row by row."""
+    """More rows than hidden is kept for, and than a slice of the products over rows: the same bits
+    as row by row."""
     t = _inputs(4500, 8, 24, 8, torch.float32)
     y = _call(t, backend="cpu")
     assert torch.equal(y[4300:], _call([t[0][4300:], *t[1:]], backend="cpu"))
     tensors = dict(zip(NAMES, (v.detach() for v in t))) | {"grad_out": torch.ones_like(y)}
-    problem = fuzz_feed_forward.Problem(torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES))
+    problem = fuzz_feed_forward.Problem(
+        torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES)
+    )
     exact = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     found = dict(zip(NAMES, torch.autograd.grad(y, t, tensors["grad_out"])))
     assert not [
-        str(c) for c in bounds.check(exact, {"out": y} | found, torch.float32, "any", fuzz_feed_forward.LIMITS) if not c.ok
+        str(c)
+        for c in bounds.check(
+            exact, {"out": y} | found, torch.float32, "any", fuzz_feed_forward.LIMITS
+        )
+        if not c.ok
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "d", "hidden"),
-    [(20, 96, 320), (200, 1200, 96), (40, 2200, 128), (1100, 64, 1024), (4200, 16, 512), (2100, 1200, 2048)],
+    [
+        (20, 96, 320),
+        (200, 1200, 96),
+        (40, 2200, 128),
+        (1100, 64, 1024),
+        (4200, 16, 512),
+        (2100, 1200, 2048),
+    ],
     ids=["transposed", "groups", "sliced", "streamed gradient", "streamed", "sums of some columns"],
 )
 def test_every_way_through_the_products(rows: int, d: int, hidden: int, dtype: torch.dtype) -> None:
-    """Few rows (products formed transposed), long sums, and results past the caches: within rounding of float64, and no bit
+    """Few rows (products formed transposed), long sums, and results past the caches: within
+    rounding of float64, and no bit
     changes when the rows come one half at a time."""
     t = _inputs(rows, d, hidden, d if rows < 4000 else 512, dtype)
     y = _call(t, activation="silu", backend="cpu")
@@ -145,16 +194,23 @@ def test_every_way_through_the_products(rows: int, d: int, hidden: int, dtype: t
     grad = torch.randn_like(y)
     eps = torch.finfo(dtype).eps
     for name, a, b in zip(
-        ("out", *NAMES), (y, *torch.autograd.grad(y, t, grad)), (want, *torch.autograd.grad(want, exact, grad.double()))
+        ("out", *NAMES),
+        (y, *torch.autograd.grad(y, t, grad)),
+        (want, *torch.autograd.grad(want, exact, grad.double())),
     ):
         assert (a.double() - b).norm() <= 4 * eps * b.norm(), name
 
 
 @pytest.mark.parametrize("rows", [3, 300])
 def test_writes_that_leave_no_trace_are_seen(rows: int) -> None:
-    """Writes through .data and NumPy leave a tensor's version as it was: nothing of its contents may be kept between calls."""
+    """Writes through .data and NumPy leave a tensor's version as it was: nothing of its contents
+    may be kept between calls."""
     t = [v.detach() for v in _inputs(rows, 64, 128, 64, torch.float32)[:5]]
-    for write in (lambda w: w.data.mul_(2.0), lambda w: w.numpy().__imul__(0.5), lambda w: w.detach().numpy().fill(0.25)):
+    for write in (
+        lambda w: w.data.mul_(2.0),
+        lambda w: w.numpy().__imul__(0.5),
+        lambda w: w.detach().numpy().fill(0.25),
+    ):
         _call(t, backend="cpu")
         version = t[1]._version
         write(t[1])
@@ -192,7 +248,14 @@ def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, op_backend: s
     t = _inputs(3, 4, 5, 3)[: 7 if gated else 5]
 
     def function(*v: torch.Tensor) -> torch.Tensor:
-        return _call(v, activation=activation, dropout_p=0.3, dropout_seed=11, recompute=gated, backend=op_backend)
+        return _call(
+            v,
+            activation=activation,
+            dropout_p=0.3,
+            dropout_seed=11,
+            recompute=gated,
+            backend=op_backend,
+        )
 
     assert torch.autograd.gradcheck(function, t)
     assert torch.autograd.gradgradcheck(function, t, fast_mode=True)
@@ -203,7 +266,21 @@ def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, op_backend: s
 def test_opcheck(save: bool, op_backend: str) -> None:
     op = OPS["feed_forward"]
     x, w1, b1, w2, b2, wg, bg = (t.detach() for t in _inputs(6, 4, 8, 4, torch.float32))
-    a = (x.view(2, 3, 4).transpose(0, 1), w1, b1, w2, b2, wg, bg, torch.tensor(3), "gelu", 2, 3, 0.5, save)
+    a = (
+        x.view(2, 3, 4).transpose(0, 1),
+        w1,
+        b1,
+        w2,
+        b2,
+        wg,
+        bg,
+        torch.tensor(3),
+        "gelu",
+        2,
+        3,
+        0.5,
+        save,
+    )
     torch.library.opcheck(op.fwd, (*a, op_backend, True))
     out, *saved = op.fwd(*a, op_backend, True)
     torch.library.opcheck(op.bwd, (torch.randn_like(out), *a, *saved, [True] * 7, op_backend, True))
@@ -214,7 +291,11 @@ def test_compiles_whole(op_backend: str) -> None:
     t = _inputs(6, 8, 16, 8, torch.float32)
 
     def function(*v: torch.Tensor) -> torch.Tensor:
-        return _call(v, activation="silu", dropout_p=0.1, dropout_seed=3, backend=op_backend).sin().sum()
+        return (
+            _call(v, activation="silu", dropout_p=0.1, dropout_seed=3, backend=op_backend)
+            .sin()
+            .sum()
+        )
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     ours, want = compiled(*t), function(*t)
@@ -229,7 +310,9 @@ def test_func_transforms(op_backend: str) -> None:
     def loss(x: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
         return pt.feed_forward(x, w1, *t[2:], activation="gelu", backend=op_backend).sin().sum()
 
-    want = torch.func.grad(lambda x, w1: F.linear(F.gelu(F.linear(x, w1, t[2])), t[3], t[4]).sin().sum(), (0, 1))(*t[:2])
+    want = torch.func.grad(
+        lambda x, w1: F.linear(F.gelu(F.linear(x, w1, t[2])), t[3], t[4]).sin().sum(), (0, 1)
+    )(*t[:2])
     for a, b in zip(torch.func.grad(loss, (0, 1))(*t[:2]), want):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), (0, None))(*t[:2]), want[0])
@@ -288,7 +371,11 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
         ({"x": 3.0}, TypeError, "x must be a Tensor"),
         ({"x": torch.zeros(2, 9)}, ValueError, "w1 must be"),
         ({"w1": torch.zeros(8)}, ValueError, "w1 must have 2 dimensions"),
-        ({"w1": torch.zeros(8, 4).double()}, TypeError, "w1 is torch.float64 but x is torch.float32"),
+        (
+            {"w1": torch.zeros(8, 4).double()},
+            TypeError,
+            "w1 is torch.float64 but x is torch.float32",
+        ),
         ({"w2": torch.zeros(4, 9)}, ValueError, "w2 must be"),
         ({"b1": torch.zeros(4)}, ValueError, "b1 must have shape"),
         ({"gate_bias": torch.zeros(8)}, ValueError, "gate_bias needs gate_weight"),
@@ -298,13 +385,16 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = dict(zip(NAMES[:5], (t.detach() for t in _inputs(2, 4, 8, 4, torch.float32)))) | change
+    arguments: dict[str, Any] = (
+        dict(zip(NAMES[:5], (t.detach() for t in _inputs(2, 4, 8, 4, torch.float32)))) | change
+    )
     with pytest.raises(error, match=message):
         pt.feed_forward(**arguments)
 
 
 def test_no_subnormal_leaves_the_activation(backend: str) -> None:
-    """gelu's left tail is full of them, and each would cost the next product an assist of more than 100 cycles: 16 times as long."""
+    """gelu's left tail is full of them, and each would cost the next product an assist of more than
+    100 cycles: 16 times as long."""
     if backend != "cpu":
         pytest.skip("only the CPU's kernels flush them; GPUs compute with them at full speed")
     x = torch.linspace(-14, -12, 64)[:, None].repeat(1, 64)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose storage was freed (FSDP2 reshard, untyped_storage().resize_(0)): an error that names the argument, on every
+"""Tensors whose storage was freed (FSDP2 reshard, untyped_storage().resize_(0)): an error that
+names the argument, on every
 backend, forward and backward."""
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from pytransformer.testing.raw_calls import NATIVE, freed_variants, record, reco
 FREED = "has no storage: it was freed"
 CASES = [pytest.param(case, id=case.name) for case in recorded_cases()]
 # For backends whose kernels are emulated or interpreted: every sixth case runs in `make test`.
-SLOW_CASES = [pytest.param(*c.values, id=c.id, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, c in enumerate(CASES)]
+SLOW_CASES = [
+    pytest.param(*c.values, id=c.id, marks=[pytest.mark.slow] * (i % 6 > 0))
+    for i, c in enumerate(CASES)
+]
 needs_library = pytest.mark.skipif(
-    native.why_not("attention_fwd") is not None, reason=f"no native library: {native.why_not('attention_fwd')}"
+    native.why_not("attention_fwd") is not None,
+    reason=f"no native library: {native.why_not('attention_fwd')}",
 )
 
 
@@ -38,18 +43,26 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 def arguments_of(case: Case, grad: bool) -> tuple[Any, Any, list[tuple[str, torch.Tensor]]]:
     args, kwargs = case.make("cpu", torch.float32, seed=0, requires_grad=grad)
-    found = [(name, t) for name, value in named(case.op, args, kwargs).items() for t in tensors_of(value) if t.numel()]
+    found = [
+        (name, t)
+        for name, value in named(case.op, args, kwargs).items()
+        for t in tensors_of(value)
+        if t.numel()
+    ]
     return args, kwargs, found
 
 
 def backends_of(case: Case, args: Any, kwargs: Any) -> list[str | None]:
-    """None, which is the C++ fast path if it is built, and every backend that computes the case here."""
+    """None, which is the C++ fast path if it is built, and every backend that computes the case
+    here."""
     op = pt.ops._core.registry.OPS[case.op]
     a, _, _ = op.prepare(*args, **kwargs)
     return [None, *(name for name in op.backends if op.reason(name, a) is None)]
 
 
-def upstream(case: Case, args: Any, kwargs: Any, backend: str | None, leaves: list[torch.Tensor]) -> tuple[Any, Any, Any]:
+def upstream(
+    case: Case, args: Any, kwargs: Any, backend: str | None, leaves: list[torch.Tensor]
+) -> tuple[Any, Any, Any]:
     """Outputs of a call, its leaves, and gradients of the outputs."""
     outputs = getattr(pt, case.op)(*args, **kwargs, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -134,12 +147,17 @@ def test_a_storage_that_is_too_small_is_refused() -> None:
     pt.layer_norm(torch.randn(4, 32), 32)
     x, weight = torch.randn(4, 32), torch.randn(32)
     weight.untyped_storage().resize_(64)
-    with pytest.raises(RuntimeError, match="layer_norm: weight must have a storage of at least 128 bytes, got 64"):
+    with pytest.raises(
+        RuntimeError, match="layer_norm: weight must have a storage of at least 128 bytes, got 64"
+    ):
         pt.layer_norm(x, 32, weight)
 
 
 def test_autocast_refuses_a_freed_tensor_by_name() -> None:
     q = torch.randn(1, 2, 8, 16)
     q.untyped_storage().resize_(0)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=f"attention: query {FREED}"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(RuntimeError, match=f"attention: query {FREED}"),
+    ):
         pt.attention(q, q, q)

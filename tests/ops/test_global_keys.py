@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``global_keys``: a window together with the first keys; what random problems (tests/test_fuzz.py) cannot name."""
+"""``global_keys``: a window together with the first keys; what random problems (tests/test_fuzz.py)
+cannot name."""
 
 from __future__ import annotations
 
@@ -21,8 +22,14 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def qkv(lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 2) -> tuple[torch.Tensor, ...]:
-    return draw(batch, heads, lq, dim), draw(batch, kv, lk, dim, seed=1), draw(batch, kv, lk, dim, seed=2)
+def qkv(
+    lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 2
+) -> tuple[torch.Tensor, ...]:
+    return (
+        draw(batch, heads, lq, dim),
+        draw(batch, kv, lk, dim, seed=1),
+        draw(batch, kv, lk, dim, seed=2),
+    )
 
 
 def seen(lq: int, lk: int, left: int, right: int, first: int, offset: int = 0) -> torch.Tensor:
@@ -31,12 +38,16 @@ def seen(lq: int, lk: int, left: int, right: int, first: int, offset: int = 0) -
     return ((distance >= -left) & (distance <= right)) | (torch.arange(lk) < first)
 
 
-# Tiles of the kernels are of 64 keys, blocks of 96 to 192: gaps of several, of a part of one, and none.
+# Tiles of the kernels are of 64 keys, blocks of 96 to 192: gaps of several, of a part of one, and
+# none.
 @pytest.mark.parametrize("first", [1, 4, 65, 200, 1000])
 @pytest.mark.parametrize("window", [(5, 3), (64, None), (None, 2), (130, 0)])
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
-def test_values_and_gradients(backend: str, causal: str | None, window: tuple[int | None, int | None], first: int) -> None:
-    """Keys that no query sees hold NaN, those between the first and the window among them where there is one query."""
+def test_values_and_gradients(
+    backend: str, causal: str | None, window: tuple[int | None, int | None], first: int
+) -> None:
+    """Keys that no query sees hold NaN, those between the first and the window among them where
+    there is one query."""
     for lq, lk in ((300, 300), (1, 700), (70, 500)):
         options: dict[str, Any] = {"causal": causal, "window": window, "global_keys": first}
         options["key_lengths"] = torch.tensor([lk, lk // 2])
@@ -44,7 +55,8 @@ def test_values_and_gradients(backend: str, causal: str | None, window: tuple[in
 
 
 def test_it_is_a_union(backend: str) -> None:
-    """The dense mask that says the same; ALiBi's distances, dropout and sinks go on counting from the query."""
+    """The dense mask that says the same; ALiBi's distances, dropout and sinks go on counting from
+    the query."""
     args = qkv(300, 300)
     more: dict[str, Any] = {
         "bias": pt.AlibiBias(torch.tensor([0.5, 0.1, 0.02, 0.0])),
@@ -80,13 +92,22 @@ def test_segments_hide_them_too(backend: str) -> None:
     """Sorted ones, which are an interval, and others."""
     for ids in (torch.arange(300).div(90, rounding_mode="floor"), torch.arange(300) * 7 % 3):
         segments = ids.expand(2, 300).contiguous()
-        options: dict[str, Any] = {"window": (15, 0), "global_keys": 100, "query_segments": segments, "key_segments": segments}
+        options: dict[str, Any] = {
+            "window": (15, 0),
+            "global_keys": 100,
+            "query_segments": segments,
+            "key_segments": segments,
+        }
         check_attention(qkv(300, 300), options, backend, poisoned=True)
 
 
 def test_a_window_that_has_ended_leaves_the_first_keys(backend: str) -> None:
     """Queries far past key_lengths, aligned top left: nothing but the first keys."""
-    options: dict[str, Any] = {"window": (5, 3), "global_keys": 2, "key_lengths": torch.tensor([150, 1])}
+    options: dict[str, Any] = {
+        "window": (5, 3),
+        "global_keys": 2,
+        "key_lengths": torch.tensor([150, 1]),
+    }
     check_attention(qkv(300, 300), options, backend, poisoned=True)
     mask = torch.ones(2, 1, 300, 300, dtype=torch.bool)  # hides one pair, or it would be left out
     mask[:, :, 7, 5] = False
@@ -111,7 +132,9 @@ def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
     }
     whole = pt.attention(query, key, value, **options)
     for i in (0, 3, 4, 20, 21, 89):
-        step = pt.attention(query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1], **options)
+        step = pt.attention(
+            query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1], **options
+        )
         assert bounds.agree(step, whole[:, :, i : i + 1]), i
 
 
@@ -127,14 +150,19 @@ def test_weights() -> None:
     options: dict[str, Any] = {"window": (3, 0), "global_keys": 2, "causal": "top_left"}
     out, lse = pt.attention(query, key, value, **options, return_lse=True)
     weights = pt.attention_weights(query, key, lse, **options)
-    assert torch.equal(weights[0, 0] > 0, seen(50, 50, 3, 0, 2) & torch.ones(50, 50, dtype=torch.bool).tril())
+    assert torch.equal(
+        weights[0, 0] > 0, seen(50, 50, 3, 0, 2) & torch.ones(50, 50, dtype=torch.bool).tril()
+    )
     assert bounds.agree(weights @ value.repeat_interleave(2, 1), out)
     assert bool((pt.attention_summary(query, key, lse, **options)["entropy"][:, :, 6:] > 0).all())
 
 
-@pytest.mark.skipif(pt.ops._core.native.why_not("attention_fwd") is not None, reason="needs the native CPU library")
+@pytest.mark.skipif(
+    pt.ops._core.native.why_not("attention_fwd") is not None, reason="needs the native CPU library"
+)
 def test_what_lies_between_costs_nothing() -> None:
-    """8,192 keys of which each query sees 132: forward and backward together take less than a fifth of what causality alone takes, where
+    """8,192 keys of which each query sees 132: forward and backward together take less than a fifth
+    of what causality alone takes, where
     the share of tiles is a twentieth."""
     args = [t.requires_grad_() for t in qkv(8192, 8192, heads=1, kv=1, dim=32, batch=1)]
 
@@ -142,7 +170,9 @@ def test_what_lies_between_costs_nothing() -> None:
         taken = []
         for _ in range(3):
             start = time.thread_time()
-            pt.attention(*args, causal="top_left", **options, backend="cpu", strict=True).sum().backward()
+            pt.attention(
+                *args, causal="top_left", **options, backend="cpu", strict=True
+            ).sum().backward()
             taken.append(time.thread_time() - start)
         return min(taken)
 
@@ -156,7 +186,8 @@ def test_bad_values_are_named(given: Any) -> None:
 
 
 def test_a_piece_of_a_sequence_goes_by_absolute_indices(backend: str) -> None:
-    """Of keys 45 to 115 the global ones are those before 60, for queries 90 to 135 and a window of 20."""
+    """Of keys 45 to 115 the global ones are those before 60, for queries 90 to 135 and a window of
+    20."""
     tensors = [t.requires_grad_() for t in qkv(45, 70)]
     results = {}
     for name in ("reference", backend):

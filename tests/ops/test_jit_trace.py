@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.jit.trace, which exporters to other formats use, of every op: as the first call of a process, and with the values of eager code."""
+"""torch.jit.trace, which exporters to other formats use, of every op: as the first call of a
+process, and with the values of eager code."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 from pytransformer.testing.raw_calls import recorded_cases
 
-# Each op's first recorded case, traced with one tensor as the input. The library is not loaded before the first.
+# Each op's first recorded case, traced with one tensor as the input. The library is not loaded
+# before the first.
 CODE = """
 import sys
 import torch
@@ -38,5 +40,7 @@ for name in sys.argv[1:]:
 def test_ops_are_traced_from_the_first_call_on(first: str) -> None:
     by_op = {case.op: case.name for case in reversed(recorded_cases())}
     names = [by_op.pop(first), *by_op.values()]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE, *names], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE, *names], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ops."""
+"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random
+problems: test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 
 def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list[torch.Tensor]:
     """x, residual, weight, bias."""
-    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in (shape, shape, shape[-1:], shape[-1:])][:n]
+    return [
+        torch.randn(s, dtype=dtype, requires_grad=True)
+        for s in (shape, shape, shape[-1:], shape[-1:])
+    ][:n]
 
 
 # ---- values
@@ -41,7 +45,8 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opinfo_samples(kind: str, dtype: torch.dtype, op_backend: str) -> None:
-    """PyTorch's own samples of the op: outputs as PyTorch's, outputs and gradients within the bound."""
+    """PyTorch's own samples of the op: outputs as PyTorch's, outputs and gradients within the
+    bound."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     info = next(o for o in op_db if o.name == f"nn.functional.{kind}_norm")
@@ -53,8 +58,10 @@ def test_opinfo_samples(kind: str, dtype: torch.dtype, op_backend: str) -> None:
         named = inspect.signature(ours).bind(*arguments, **sample.kwargs).arguments
         tensors = {n: t.detach() for n, t in named.items() if isinstance(t, torch.Tensor)}
         problem = fuzz_layer_norm.Problem(
-            f"{kind}_norm", dtype, len(named["normalized_shape"]), "any", tensors | {"grad_out": torch.randn_like(theirs)},
-            dict.fromkeys((*tensors, "grad_out"), "contiguous"), {n: v for n, v in named.items() if n == "eps" and v}, list(tensors),
+            f"{kind}_norm", dtype, len(named["normalized_shape"]), "any",
+            tensors | {"grad_out": torch.randn_like(theirs)},
+            dict.fromkeys((*tensors, "grad_out"), "contiguous"),
+            {n: v for n, v in named.items() if n == "eps" and v}, list(tensors),
         )  # fmt: skip
         assert fuzz_layer_norm.judge(problem, op_backend, repeat=False)[1] == []
         count += 1
@@ -69,17 +76,32 @@ def test_rms_eps_is_that_of_torch(op_backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_bits_with_and_without_gradient(kind: str, dtype: torch.dtype, op_backend: str) -> None:
-    """Without one the kernel is called another way where nothing has to be converted: parameters of the work dtype."""
+def test_equal_bits_with_and_without_gradient(
+    kind: str, dtype: torch.dtype, op_backend: str
+) -> None:
+    """Without one the kernel is called another way where nothing has to be converted: parameters of
+    the work dtype."""
     x, _, weight, bias = (t.detach() for t in _inputs(9, 70, dtype=dtype))
     parameters = [t if dtype == torch.float64 else t.float() for t in (weight, bias)]
     plain = functools.partial(pt.layer_norm, bias=parameters[1]) if kind == "layer" else pt.rms_norm
-    for leading in (x, x.T.contiguous().T, x.view(9, 7, 10).transpose(0, 1)):  # plain, and two that need another layout
+    for leading in (
+        x,
+        x.T.contiguous().T,
+        x.view(9, 7, 10).transpose(0, 1),
+    ):  # plain, and two that need another layout
         size = leading.shape[-1]
         outputs = []
         for grad in (False, True):
             h = leading.clone(memory_format=torch.preserve_format).requires_grad_(grad)
-            added = pt.add_norm(h, h, parameters[0][:size], kind=kind, dropout_p=0.3, dropout_seed=5, backend=op_backend)
+            added = pt.add_norm(
+                h,
+                h,
+                parameters[0][:size],
+                kind=kind,
+                dropout_p=0.3,
+                dropout_seed=5,
+                backend=op_backend,
+            )
             outputs.append([*added, pt.rms_norm(h, size, backend=op_backend)])
             if size == 70:
                 outputs[-1].append(plain(h, 70, weight=parameters[0], backend=op_backend))
@@ -88,7 +110,8 @@ def test_equal_bits_with_and_without_gradient(kind: str, dtype: torch.dtype, op_
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_norm"])
 def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
-    """Results of 32 MB are stored past the caches unless their pages are fresh, which those of a first call mostly are."""
+    """Results of 32 MB are stored past the caches unless their pages are fresh, which those of a
+    first call mostly are."""
     x, r, w = torch.randn(8192, 1024), torch.randn(8192, 1024), torch.randn(1024)
     results: list[torch.Tensor] = []
 
@@ -110,7 +133,9 @@ def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
 def test_a_large_mean_costs_no_digits(kind: str, op_backend: str) -> None:
     """Mean 100, standard deviation 0.1: E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
     x = 100 + 0.1 * torch.randn(64, 1000)
-    naive = (x.square().mean(-1) - x.mean(-1).square()).sqrt() - x.double().var(-1, correction=0).sqrt()
+    naive = (x.square().mean(-1) - x.mean(-1).square()).sqrt() - x.double().var(
+        -1, correction=0
+    ).sqrt()
     assert naive.abs().max() > 1e-3
     function = pt.layer_norm if kind == "layer" else pt.rms_norm
     ours = function(x, 1000, eps=1e-5, backend=op_backend).double()
@@ -124,7 +149,9 @@ def test_a_constant_row_becomes_the_bias(columns: int, op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-def test_add_norm_is_the_norm_of_the_stored_sum(residual_dtype: torch.dtype, op_backend: str) -> None:
+def test_add_norm_is_the_norm_of_the_stored_sum(
+    residual_dtype: torch.dtype, op_backend: str
+) -> None:
     x, r = torch.randn(6, 100, dtype=torch.bfloat16), torch.randn(6, 100).to(residual_dtype)
     w = torch.randn(100)
     normed, stream = pt.add_norm(x, r, w, backend=op_backend)
@@ -141,12 +168,16 @@ def test_add_norm_without_residual(op_backend: str) -> None:
 
 
 def test_dropout_is_the_same_everywhere() -> None:
-    """Bit for bit the shared stream: which elements are dropped, on every backend and by an independent Philox."""
+    """Bit for bit the shared stream: which elements are dropped, on every backend and by an
+    independent Philox."""
     from pytransformer.testing.fuzz_layer_norm import TAG, column_keep
 
     x, seed = torch.full((2, 3, 300), 7.0), -(2**40) + 12345
     for p in (0.0, 0.1, 0.5, 0.999, 1.0):
-        streams = [pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend=b)[1] for b in BACKENDS]
+        streams = [
+            pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend=b)[1]
+            for b in BACKENDS
+        ]
         assert torch.equal(*streams)
         if 0 < p < 1:
             factor = column_keep(seed, round(65536 * p), 6, 300, TAG).view(x.shape)
@@ -221,7 +252,9 @@ def test_odd_strides_of_inputs_and_gradients() -> None:
 
     want = results("contiguous")
     for layout in LAYOUTS[1:]:
-        for name, ours, exact in zip(("normed", "stream", "x", "residual", "weight", "bias"), results(layout), want):
+        for name, ours, exact in zip(
+            ("normed", "stream", "x", "residual", "weight", "bias"), results(layout), want
+        ):
             assert torch.equal(ours, exact), (layout, name)
 
 
@@ -242,7 +275,9 @@ def test_gradcheck_and_gradgradcheck(kind: str, columns: int, op_backend: str) -
     leaves = _inputs(3, columns)
 
     def function(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return pt.add_norm(*t, eps=1e-3, dropout_p=0.3, dropout_seed=11, kind=kind, backend=op_backend)
+        return pt.add_norm(
+            *t, eps=1e-3, dropout_p=0.3, dropout_seed=11, kind=kind, backend=op_backend
+        )
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
@@ -250,18 +285,28 @@ def test_gradcheck_and_gradgradcheck(kind: str, columns: int, op_backend: str) -
 
 def test_gradcheck_of_the_plain_norms(op_backend: str) -> None:
     x, _, w, b = _inputs(2, 3, 4)
-    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b))
-    assert torch.autograd.gradgradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b))
-    assert torch.autograd.gradcheck(lambda *t: pt.rms_norm(t[0], (4,), t[1], backend=op_backend), (x, w))
+    assert torch.autograd.gradcheck(
+        lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b)
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b)
+    )
+    assert torch.autograd.gradcheck(
+        lambda *t: pt.rms_norm(t[0], (4,), t[1], backend=op_backend), (x, w)
+    )
     two = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], (3, 4), t[1], backend=op_backend), (x, two))
+    assert torch.autograd.gradcheck(
+        lambda *t: pt.layer_norm(t[0], (3, 4), t[1], backend=op_backend), (x, two)
+    )
 
 
 def test_gradient_through_the_residual_stream_alone(op_backend: str) -> None:
     x, r, w, _ = _inputs(3, 6)
     _, stream = pt.add_norm(x, r, w, backend=op_backend)
     dx, dr, dw = torch.autograd.grad(stream.sum(), (x, r, w), allow_unused=True)
-    assert torch.equal(dx, torch.ones_like(x)) and torch.equal(dr, dx) and (dw is None or not dw.any())
+    assert (
+        torch.equal(dx, torch.ones_like(x)) and torch.equal(dr, dx) and (dw is None or not dw.any())
+    )
 
 
 # ---- torch's machinery
@@ -284,7 +329,9 @@ def test_opcheck(name: str, op_backend: str) -> None:
     outputs = op.fwd(*a, op_backend, True)
     saved = [o for n, o in zip(op.outputs, outputs) if n in op.saved]
     grads = [torch.randn_like(x) for _ in op.grad_names]
-    torch.library.opcheck(op.bwd, (*grads, *a, *saved, [True] * len(op.differentiable), op_backend, True))
+    torch.library.opcheck(
+        op.bwd, (*grads, *a, *saved, [True] * len(op.differentiable), op_backend, True)
+    )
 
 
 @pytest.mark.unpoisoned
@@ -298,7 +345,9 @@ def test_compiles_whole(op_backend: str) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     ours, want = compiled(x, r, w, b), function(x, r, w, b)
     torch.testing.assert_close(ours, want)
-    for a, e in zip(torch.autograd.grad(ours, (x, r, w, b)), torch.autograd.grad(want, (x, r, w, b))):
+    for a, e in zip(
+        torch.autograd.grad(ours, (x, r, w, b)), torch.autograd.grad(want, (x, r, w, b))
+    ):
         torch.testing.assert_close(a, e)
 
 
@@ -361,17 +410,33 @@ def test_rows_do_not_see_their_neighbours() -> None:
     [
         (lambda x: pt.layer_norm(x, 5), ValueError, "normalized_shape must be x's trailing shape"),
         (lambda x: pt.layer_norm(x, ()), ValueError, "at least one dimension"),
-        (lambda x: pt.layer_norm(x, "8"), TypeError, "normalized_shape must be an int or a sequence"),
+        (
+            lambda x: pt.layer_norm(x, "8"),
+            TypeError,
+            "normalized_shape must be an int or a sequence",
+        ),
         (lambda x: pt.layer_norm(x.long(), 8), TypeError, "x must be float32"),
-        (lambda x: pt.layer_norm(x, 8, x[0, :4]), ValueError, "weight must have the normalized shape"),
+        (
+            lambda x: pt.layer_norm(x, 8, x[0, :4]),
+            ValueError,
+            "weight must have the normalized shape",
+        ),
         (lambda x: pt.layer_norm(x, 8, None, 3.0), TypeError, "bias must be a Tensor"),
         (lambda x: pt.layer_norm(x, 8, eps="no"), TypeError, "eps must be a number"),
         (lambda x: pt.layer_norm(x, 8, backend="fast"), ValueError, "unknown backend 'fast'"),
         (lambda x: pt.rms_norm([1.0], 8), TypeError, "x must be a Tensor"),
         (lambda x: pt.add_norm(x, x[:1], None), ValueError, "residual must have x's shape"),
         (lambda x: pt.add_norm(x, x, None, kind="batch"), ValueError, "kind must be one of"),
-        (lambda x: pt.add_norm(x, x, None, dropout_p=1.5), ValueError, "dropout_p must be between 0 and 1"),
-        (lambda x: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=1.5), TypeError, "dropout_seed must be an int"),
+        (
+            lambda x: pt.add_norm(x, x, None, dropout_p=1.5),
+            ValueError,
+            "dropout_p must be between 0 and 1",
+        ),
+        (
+            lambda x: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=1.5),
+            TypeError,
+            "dropout_seed must be an int",
+        ),
     ],
 )
 def test_bad_input(call: Any, error: type[Exception], message: str) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are not dense are refused by name in every public op, whichever argument they come as."""
+"""Tensors that are not dense are refused by name in every public op, whichever argument they come
+as."""
 
 from __future__ import annotations
 
@@ -36,12 +37,15 @@ W, B = zeros(4, 4), zeros(4)
 # Each op with every tensor argument it has.
 CALLS: dict[str, dict[str, object]] = {
     "attention": dict(
-        query=Q, key=Q, value=Q, attn_mask=W, bias=W, query_lengths=torch.tensor([4]), key_lengths=torch.tensor([4]),
-        prefix_lengths=torch.tensor([4]), query_segments=OFFSETS[None, [0, 0, 1, 1]], key_segments=OFFSETS[None, [0, 0, 1, 1]],
+        query=Q, key=Q, value=Q, attn_mask=W, bias=W, query_lengths=torch.tensor([4]),
+        key_lengths=torch.tensor([4]),
+        prefix_lengths=torch.tensor([4]), query_segments=OFFSETS[None, [0, 0, 1, 1]],
+        key_segments=OFFSETS[None, [0, 0, 1, 1]],
         causal="top_left",
     ),
     "attention_varlen": dict(
-        query=Q[0], key=Q[0], value=Q[0], cu_seqlens_q=OFFSETS // 2, cu_seqlens_k=OFFSETS // 2, max_seqlen_q=2, max_seqlen_k=2
+        query=Q[0], key=Q[0], value=Q[0], cu_seqlens_q=OFFSETS // 2, cu_seqlens_k=OFFSETS // 2,
+        max_seqlen_q=2, max_seqlen_k=2
     ),
     "attention_weights": dict(query=Q, key=Q, lse=LSE),
     "attention_summary": dict(query=Q, key=Q, lse=LSE),
@@ -52,11 +56,17 @@ CALLS: dict[str, dict[str, object]] = {
     "linear_cross_entropy": dict(x=W, weight=W, target=torch.tensor([0, 1, 2, 3]), bias=B),
     "rotary": dict(x=Q, positions=torch.arange(4), weight=B),
     "append_kv": dict(
-        query=Q, key=Q, value=Q, cache=pt.KeyValues(zeros(1, 2, 8, 4), zeros(1, 2, 8, 4)), positions=torch.arange(4)[None], q_norm=B,
+        query=Q, key=Q, value=Q, cache=pt.KeyValues(zeros(1, 2, 8, 4), zeros(1, 2, 8, 4)),
+        positions=torch.arange(4)[None], q_norm=B,
         k_norm=B,
     ),
 }  # fmt: skip
-PLACES = [(op, name) for op, given in CALLS.items() for name, value in given.items() if isinstance(value, torch.Tensor)]
+PLACES = [
+    (op, name)
+    for op, given in CALLS.items()
+    for name, value in given.items()
+    if isinstance(value, torch.Tensor)
+]
 
 
 def in_layout(name: str, t: torch.Tensor) -> torch.Tensor | None:
@@ -78,12 +88,17 @@ def test_other_layouts_are_refused_by_name(op: str, argument: str) -> None:
         if (other := in_layout(layout, given[argument])) is None:
             continue
         tried.add(layout)
-        with pytest.raises(TypeError, match=rf"{argument} must be a dense tensor, got a {layout.partition(',')[0]} one"):
+        with pytest.raises(
+            TypeError,
+            match=rf"{argument} must be a dense tensor, got a {layout.partition(',')[0]} one",
+        ):
             getattr(pt, op)(**{**given, argument: other})
     assert "sparse_coo" in tried and (given[argument].dim() < 2 or len(tried) >= 3), tried
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.startswith("nested")])
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if not layout.startswith("nested")]
+)
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
 def test_scaled_dot_product_attention_too(layout: str, dimensions: int) -> None:
     """But for nested tensors, which it takes: test_nested.py."""
@@ -93,13 +108,20 @@ def test_scaled_dot_product_attention_too(layout: str, dimensions: int) -> None:
     match = rf"must be a dense tensor, got a {layout} one"
     for place in range(4):
         arguments = [other if i == place else dense for i in range(4)]
-        with pytest.raises(TypeError, match=rf"{('query', 'key', 'value', 'attn_mask')[place]} {match}"):
+        with pytest.raises(
+            TypeError, match=rf"{('query', 'key', 'value', 'attn_mask')[place]} {match}"
+        ):
             pt.scaled_dot_product_attention(*arguments)
 
 
 def test_biases() -> None:
-    for bias in (pt.AlibiBias(zeros(2).to_sparse()), pt.RelativePositionBias(zeros(32, 2).to_sparse())):
-        with pytest.raises(TypeError, match=r"bias\.(slopes|table) must be a dense tensor, got a sparse_coo one"):
+    for bias in (
+        pt.AlibiBias(zeros(2).to_sparse()),
+        pt.RelativePositionBias(zeros(32, 2).to_sparse()),
+    ):
+        with pytest.raises(
+            TypeError, match=r"bias\.(slopes|table) must be a dense tensor, got a sparse_coo one"
+        ):
             pt.attention(Q, Q, Q, bias=bias)
     with pytest.raises(TypeError, match="bias must be a dense tensor, got a sparse_coo one"):
         pt.attention(Q, Q, Q, bias=W.to_sparse())
@@ -110,6 +132,7 @@ def test_every_op_is_here() -> None:
     ops = {
         n
         for n in pt.__all__
-        if inspect.isfunction(getattr(pt, n)) and "backend" in inspect.signature(getattr(pt, n)).parameters
+        if inspect.isfunction(getattr(pt, n))
+        and "backend" in inspect.signature(getattr(pt, n)).parameters
     }
     assert ops <= CALLS.keys(), ops - CALLS.keys()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``page_table``: attention over keys and values in pages, beside the contiguous path; what random problems (tests/test_fuzz.py) cannot
-name. Free pages, the rows behind a sequence's last key and unused entries of the table are hostile in every test."""
+"""``page_table``: attention over keys and values in pages, beside the contiguous path; what random
+problems (tests/test_fuzz.py) cannot
+name. Free pages, the rows behind a sequence's last key and unused entries of the table are
+hostile in every test."""
 
 from __future__ import annotations
 
@@ -25,41 +27,64 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def qkv(lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 4) -> tuple[torch.Tensor, ...]:
-    return draw(batch, heads, lq, dim), draw(batch, kv, lk, dim, seed=1), draw(batch, kv, lk, dim + 8, seed=2)
+def qkv(
+    lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 4
+) -> tuple[torch.Tensor, ...]:
+    return (
+        draw(batch, heads, lq, dim),
+        draw(batch, kv, lk, dim, seed=1),
+        draw(batch, kv, lk, dim + 8, seed=2),
+    )
 
 
-def attend(backend: str, query: torch.Tensor, pools: Pools, lengths: torch.Tensor, **options: Any) -> torch.Tensor:
-    """By pages on a forced backend; a backend that declines pages skips the test with its reason."""
+def attend(
+    backend: str, query: torch.Tensor, pools: Pools, lengths: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """By pages on a forced backend; a backend that declines pages skips the test with its
+    reason."""
     options |= {"page_table": pools.table, "key_lengths": lengths}
     a = attention_op.prepare(query, *pools.tensors, **options)[0]
     if (reason := attention_op.reason(backend, a)) is not None:
         pytest.skip(f"backend {backend} declines: {reason}")
     with trace() as ran:
-        out, lse = pt.attention(query, *pools.tensors, **options, return_lse=True, backend=backend, strict=True)
+        out, lse = pt.attention(
+            query, *pools.tensors, **options, return_lse=True, backend=backend, strict=True
+        )
     assert ran == [("attention_fwd", backend)]
     return torch.cat([out, lse[..., None].to(out.dtype)], -1)
 
 
-def expected(backend: str, query: torch.Tensor, pools: Pools, lengths: torch.Tensor, **options: Any) -> torch.Tensor:
+def expected(
+    backend: str, query: torch.Tensor, pools: Pools, lengths: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """The contiguous path's answer."""
     out, lse = pt.attention(
-        query, *pools.contiguous, key_lengths=lengths, **options, return_lse=True, backend=backend, strict=True
+        query,
+        *pools.contiguous,
+        key_lengths=lengths,
+        **options,
+        return_lse=True,
+        backend=backend,
+        strict=True,
     )
     return torch.cat([out, lse[..., None].to(out.dtype)], -1)
 
 
-# One query (keys split, read where they lie), a few (packed by split), many (packed once); lengths of nothing, one key, whole and
-# broken pages, all.
+# One query (keys split, read where they lie), a few (packed by split), many (packed once); lengths
+# of nothing, one key, whole and broken pages, all.
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 @pytest.mark.parametrize("lq", [1, 5, 33, 150])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_contiguous_path_bit_for_bit(backend: str, dtype: torch.dtype, lq: int, page_size: int) -> None:
+def test_the_contiguous_path_bit_for_bit(
+    backend: str, dtype: torch.dtype, lq: int, page_size: int
+) -> None:
     query, key, value = (t.to(dtype) for t in qkv(lq, 650, batch=5))
     lengths = torch.tensor([0, 1, 64, 333, 650])
     pools = in_pages(key, value, lengths, page_size)
     options: list[dict[str, Any]] = [{}, {"causal": "bottom_right"}]
-    options += [{"causal": "bottom_right", "window": (70, 0), "global_keys": 5, "sinks": draw(4, seed=9)}]
+    options += [
+        {"causal": "bottom_right", "window": (70, 0), "global_keys": 5, "sinks": draw(4, seed=9)}
+    ]
     for given in options:
         found = attend(backend, query, pools, lengths, **given)
         assert torch.equal(found, expected(backend, query, pools, lengths, **given)), given
@@ -72,14 +97,26 @@ def everything(lq: int, lk: int, batch: int) -> dict[str, dict[str, Any]]:
     return {
         "window": {"causal": "bottom_right", "window": (40, 3)},
         "global keys": {"window": (20, 2), "global_keys": 70, "causal": "bottom_right"},
-        "alibi": {"bias": pt.AlibiBias(torch.tensor([0.5, 0.1, 0.02, 0.0])), "causal": "bottom_right"},
-        "t5": {"bias": pt.RelativePositionBias(draw(32, 4, seed=5), bidirectional=True, max_distance=90)},
+        "alibi": {
+            "bias": pt.AlibiBias(torch.tensor([0.5, 0.1, 0.02, 0.0])),
+            "causal": "bottom_right",
+        },
+        "t5": {
+            "bias": pt.RelativePositionBias(
+                draw(32, 4, seed=5), bidirectional=True, max_distance=90
+            )
+        },
         "softcap": {"softcap": 5.0, "sinks": draw(4, seed=6)},
         "key padding": {"attn_mask": draw(batch, 1, 1, lk, seed=7) > -0.5},
         "mask": {"attn_mask": mask},
-        "floating mask": {"attn_mask": torch.where(mask, draw(batch, 1, lq, lk, seed=4), -torch.inf)},
+        "floating mask": {
+            "attn_mask": torch.where(mask, draw(batch, 1, lq, lk, seed=4), -torch.inf)
+        },
         "bias": {"bias": draw(1, 4, lq, lk, seed=8), "query_lengths": torch.tensor([lq, 1, 0, lq])},
-        "segments": {"query_segments": segments[:, -lq:].contiguous(), "key_segments": segments.contiguous()},
+        "segments": {
+            "query_segments": segments[:, -lq:].contiguous(),
+            "key_segments": segments.contiguous(),
+        },
         "unsorted segments": {
             "query_segments": torch.arange(lq).remainder(3).expand(batch, lq).contiguous(),
             "key_segments": (torch.arange(lk) * 7 % 3).expand(batch, lk).contiguous(),
@@ -102,12 +139,19 @@ def test_with_the_other_keywords(backend: str, name: str, lq: int) -> None:
 def test_a_block_mask(backend: str) -> None:
     query, key, value = qkv(90, 320)
     lengths = torch.tensor([320, 1, 100, 257])
-    mask = pt.BlockMask.from_function(lambda b, h, i, j: (j // 32 + h) % 3 != 1, None, 4, 90, 320, block_size=32)
+    mask = pt.BlockMask.from_function(
+        lambda b, h, i, j: (j // 32 + h) % 3 != 1, None, 4, 90, 320, block_size=32
+    )
     pools = in_pages(key, value, lengths, 16)
     options = {"attn_mask": mask, "causal": "bottom_right"}
-    if "block" in (attention_op.reason(backend, attention_op.prepare(query, key, value, **options)[0]) or ""):
+    if "block" in (
+        attention_op.reason(backend, attention_op.prepare(query, key, value, **options)[0]) or ""
+    ):
         pytest.skip(f"backend {backend} declines blocks of 32 pairs")
-    assert torch.equal(attend(backend, query, pools, lengths, **options), expected(backend, query, pools, lengths, **options))
+    assert torch.equal(
+        attend(backend, query, pools, lengths, **options),
+        expected(backend, query, pools, lengths, **options),
+    )
 
 
 @pytest.mark.parametrize("lq", [1, 20])
@@ -117,7 +161,11 @@ def test_against_float64(backend: str, lq: int) -> None:
         query, key, value = (t.to(dtype) for t in qkv(lq, 333))
         lengths = torch.tensor([333, 1, 100, 257])
         pools = in_pages(key, value, lengths, 7)
-        options: dict[str, Any] = {"causal": "bottom_right", "window": (200, 0), "sinks": draw(4, seed=3)}
+        options: dict[str, Any] = {
+            "causal": "bottom_right",
+            "window": (200, 0),
+            "sinks": draw(4, seed=3),
+        }
         out = attend(backend, query, pools, lengths, **options)[..., :-1]
         grads = torch.zeros_like(out), torch.zeros(out.shape[:3])
         answer = oracle.solve(query, key, value, *grads, key_lengths=lengths, **options)
@@ -125,12 +173,16 @@ def test_against_float64(backend: str, lq: int) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("named", cases("attention", tags={APART, FORWARD_ONLY}), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "named", cases("attention", tags={APART, FORWARD_ONLY}), ids=lambda c: c.name
+)
 def test_the_named_cases(backend: str, named: Case) -> None:
     """Those of benchmarks and of ``pytransformer verify``, in which nothing requires a gradient."""
     for dtype in (torch.float32, torch.bfloat16):
         args, kwargs = named.make("cpu", dtype, seed=3, requires_grad=True)
-        if (reason := attention_op.reason(backend, attention_op.prepare(*args, **kwargs)[0])) is not None:
+        if (
+            reason := attention_op.reason(backend, attention_op.prepare(*args, **kwargs)[0])
+        ) is not None:
             pytest.skip(f"backend {backend} declines: {reason}")
         out = pt.attention(*args, **kwargs, backend=backend, strict=True)
         found = {"query": args[0], "key": args[1], "value": args[2], **kwargs}
@@ -140,7 +192,8 @@ def test_the_named_cases(backend: str, named: Case) -> None:
 
 
 def test_pages_shared_and_used_again(backend: str) -> None:
-    """Sequences that begin alike share pages, whose others are free then; a page may stand twice in one sequence."""
+    """Sequences that begin alike share pages, whose others are free then; a page may stand twice in
+    one sequence."""
     query, key, value = qkv(1, 128)
     key[1:, :, :64], value[1:, :, :64] = key[:1, :, :64].clone(), value[:1, :, :64].clone()
     lengths = torch.tensor([128, 80, 64, 128])
@@ -175,7 +228,8 @@ def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
     for b in range(4):
         alone = Pools(pools.tensors, pools.table[b : b + 1], pools.contiguous)
         assert torch.equal(
-            attend(backend, query[b : b + 1], alone, lengths[b : b + 1], causal="bottom_right"), found[b : b + 1]
+            attend(backend, query[b : b + 1], alone, lengths[b : b + 1], causal="bottom_right"),
+            found[b : b + 1],
         )
 
 
@@ -187,7 +241,13 @@ def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
     done = 0
     for new in (1, 6, 1, 13, 1, 1, 27):
         done += new
-        step = attend(backend, query[:, :, done - new : done], pools, torch.tensor([done]), causal="bottom_right")
+        step = attend(
+            backend,
+            query[:, :, done - new : done],
+            pools,
+            torch.tensor([done]),
+            causal="bottom_right",
+        )
         assert bounds.agree(step[..., :-1], whole[:, :, done - new : done]), done
 
 
@@ -202,7 +262,12 @@ def test_no_keys_no_pages_no_sequences(backend: str) -> None:
         found = attend(backend, query, pools, nothing)
         assert not found[..., :-1].any() and bool((found[..., -1] == -torch.inf).all())
     pools = in_pages(key, value, torch.full((4,), 32), 16)
-    assert attend(backend, query[:0], Pools(pools.tensors, pools.table[:0], pools.contiguous), nothing[:0]).shape[0] == 0
+    assert (
+        attend(
+            backend, query[:0], Pools(pools.tensors, pools.table[:0], pools.contiguous), nothing[:0]
+        ).shape[0]
+        == 0
+    )
     assert attend(backend, query[:, :, :0], pools, torch.full((4,), 32)).shape[2] == 0
 
 
@@ -235,7 +300,20 @@ def test_the_kernel_itself_names_them() -> None:
     out, lse = torch.empty(2, 4, 1, 24), torch.empty(2, 4, 1)
     pools.table[1, 1] = 9
     rest = (False, 0, -1, -1, 0, 0, 0, 0, 0, 1, 64, 0.25, 0.0, 0.0)
-    given = [query, *pools.tensors, out, lse, *[None] * 7, lengths, *[None] * 8, pools.table, None, None, None, *rest]
+    given = [
+        query,
+        *pools.tensors,
+        out,
+        lse,
+        *[None] * 7,
+        lengths,
+        *[None] * 8,
+        pools.table,
+        None,
+        None,
+        None,
+        *rest,
+    ]
     with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; wanted a page from 0 to 8"):
         torch.ops.pytransformer_C.attention_fwd(*given)
 
@@ -243,14 +321,22 @@ def test_the_kernel_itself_names_them() -> None:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no lengths": ({"key_lengths": None}, ValueError, "page_table needs key_lengths"),
     "no tensor": ({"page_table": [[0]]}, TypeError, "page_table must be a Tensor"),
-    "float": ({"page_table": torch.zeros(2, 4)}, TypeError, "page_table must be int32 or int64, got torch.float32"),
-    "batch": ({"page_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, r"must have shape \(B, pages\), B = 2, got \(3, 4\)"),
-    "dimensions": ({"page_table": torch.zeros(2, dtype=torch.int32)}, ValueError, r"must have shape \(B, pages\)"),
-    "too long": ({"key_lengths": torch.tensor([65, 3])}, ValueError, "key_lengths must be between 0 and 64, got 65"),
-    "pages of value": ({"value": torch.zeros(8, 2, 16, 24)}, ValueError, "key and value must have as many pages"),
-    "size of value's pages": ({"value": torch.zeros(9, 2, 8, 24)}, ValueError, "the same heads and page size"),
-    "empty pages": ({"key": torch.zeros(9, 2, 0, 16), "value": torch.zeros(9, 2, 0, 24)}, ValueError, "page_size at least 1"),
-    "mask": ({"attn_mask": torch.ones(2, 1, 1, 20, dtype=torch.bool)}, ValueError, r"does not broadcast to .* = \(2, 4, 1, 64\)"),
+    "float": ({"page_table": torch.zeros(2, 4)}, TypeError,
+        "page_table must be int32 or int64, got torch.float32"),
+    "batch": ({"page_table": torch.zeros(3, 4, dtype=torch.int32)}, ValueError,
+        r"must have shape \(B, pages\), B = 2, got \(3, 4\)"),
+    "dimensions": ({"page_table": torch.zeros(2, dtype=torch.int32)}, ValueError,
+        r"must have shape \(B, pages\)"),
+    "too long": ({"key_lengths": torch.tensor([65, 3])}, ValueError,
+        "key_lengths must be between 0 and 64, got 65"),
+    "pages of value": ({"value": torch.zeros(8, 2, 16, 24)}, ValueError,
+        "key and value must have as many pages"),
+    "size of value's pages": ({"value": torch.zeros(9, 2, 8, 24)}, ValueError,
+        "the same heads and page size"),
+    "empty pages": ({"key": torch.zeros(9, 2, 0, 16), "value": torch.zeros(9, 2, 0, 24)},
+        ValueError, "page_size at least 1"),
+    "mask": ({"attn_mask": torch.ones(2, 1, 1, 20, dtype=torch.bool)}, ValueError,
+        r"does not broadcast to .* = \(2, 4, 1, 64\)"),
 }  # fmt: skip
 
 
@@ -270,10 +356,18 @@ def test_gradients_are_refused(name: str) -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
-    tensors = {"query": query, "key": pools.tensors[0], "value": pools.tensors[1], "sinks": draw(4), "bias": draw(1, 4, 1, 64)}
+    tensors = {
+        "query": query,
+        "key": pools.tensors[0],
+        "value": pools.tensors[1],
+        "sinks": draw(4),
+        "bias": draw(1, 4, 1, 64),
+    }
     tensors[name].requires_grad_()
     options: dict[str, Any] = {**tensors, "page_table": pools.table, "key_lengths": lengths}
-    with pytest.raises(ValueError, match=r"page_table has no gradients; call it under torch.no_grad\(\)"):
+    with pytest.raises(
+        ValueError, match=r"page_table has no gradients; call it under torch.no_grad\(\)"
+    ):
         pt.attention(**options)
     with torch.no_grad():
         pt.attention(**options)
@@ -302,7 +396,9 @@ def test_compiled_and_fake() -> None:
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, n: torch.Tensor
+    ) -> torch.Tensor:
         return pt.attention(q, k, v, page_table=table, key_lengths=n, causal="bottom_right") * 2
 
     args = query, *pools.tensors, pools.table, lengths
@@ -311,14 +407,18 @@ def test_compiled_and_fake() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert call(*(mode.from_tensor(t) for t in args)).shape == want.shape
     a = attention_op.prepare(*args[:3], page_table=pools.table, key_lengths=lengths)[0]
-    torch.library.opcheck(attention_op.fwd, (*a, None, False), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        attention_op.fwd, (*a, None, False), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_explain_and_its_bytes() -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
-    found = pt.explain("attention", query, *pools.tensors, page_table=pools.table, key_lengths=lengths)
+    found = pt.explain(
+        "attention", query, *pools.tensors, page_table=pools.table, key_lengths=lengths
+    )
     assert found.reasons["torch"] == "PyTorch's kernels read no pages"
     assert found.reasons["cpu"] is None
     other = pt.explain("attention", query, *pools.contiguous, key_lengths=lengths)
@@ -336,5 +436,7 @@ def test_keywords_widened_to_whole_pages(backend: str) -> None:
     given = widened(options, 333, pools.num_keys, 4, lengths)
     given.pop("key_lengths")
     found = attend(backend, query, pools, lengths, **given)
-    want = pt.attention(query, key, value, key_lengths=lengths, **options, backend=backend, strict=True)
+    want = pt.attention(
+        query, key, value, key_lengths=lengths, **options, backend=backend, strict=True
+    )
     assert bounds.agree(found[..., :-1], want)

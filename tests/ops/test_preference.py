@@ -63,7 +63,9 @@ def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
     op, dtype = OPS[cell.op], getattr(torch, cell.dtype)
     size = verification.size_class([torch.empty(1, cell.size, device="meta")])
     how, version = verification.mode(), verification.version[0]
-    return preference._gpu_order(cell.op, op.family, tuple(op.backends), GPU, dtype, size, cell, deterministic, how, version)
+    return preference._gpu_order(
+        cell.op, op.family, tuple(op.backends), GPU, dtype, size, cell, deterministic, how, version
+    )
 
 
 def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
@@ -71,7 +73,9 @@ def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("everything", [False, True], ids=["shipped results", "all backends verified"])
+@pytest.mark.parametrize(
+    "everything", [False, True], ids=["shipped results", "all backends verified"]
+)
 def test_choice_is_the_fastest_right_backend(
     everything: bool, deterministic: bool, tool: dict[str, Any], gpu: pytest.MonkeyPatch
 ) -> None:
@@ -89,9 +93,12 @@ def test_choice_is_the_fastest_right_backend(
             right = {
                 entry: ms
                 for entry, ms in times.items()
-                if verification.is_known(cell.op, entry[0], GPU, dtype, size) and (entry[0] != "torch" or not deterministic)
+                if verification.is_known(cell.op, entry[0], GPU, dtype, size)
+                and (entry[0] != "torch" or not deterministic)
             }
-            if not right and OPS[cell.op].family not in shipped():  # its sources changed since the GPU ran them
+            if (
+                not right and OPS[cell.op].family not in shipped()
+            ):  # its sources changed since the GPU ran them
                 continue
             chosen = next(e for e in order(cell, deterministic) if e in times)
             assert chosen in right, (cell, case, shape, chosen)
@@ -109,14 +116,31 @@ def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) 
         for dtype in ("bfloat16", "float16", "float32"):
             for direction in ("fwd", "bwd"):
                 for size in (16, 64, 80, 128, 256, 4096):
-                    cell = Cell(name, direction, dtype, "full" if op.family == "attention" else "", size, 777)
+                    cell = Cell(
+                        name,
+                        direction,
+                        dtype,
+                        "full" if op.family == "attention" else "",
+                        size,
+                        777,
+                    )
                     first, *_ = order(cell)
                     key = (name, first[0], GPU, getattr(torch, dtype))
                     q = torch.empty(1, size, device="meta", dtype=key[3])
                     reason = None if op.family in shipped() else "checked"
-                    assert verification.why_not(op, first[0], (q,), key) == reason, (name, dtype, direction, size)
+                    assert verification.why_not(op, first[0], (q,), key) == reason, (
+                        name,
+                        dtype,
+                        direction,
+                        size,
+                    )
     a = (torch.empty(1, 64, device="meta"),)
-    assert verification.why_not(OPS["attention"], "triton", a, ("attention", "triton", GPU, torch.float32)) == "checked"
+    assert (
+        verification.why_not(
+            OPS["attention"], "triton", a, ("attention", "triton", GPU, torch.float32)
+        )
+        == "checked"
+    )
 
 
 def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.MonkeyPatch) -> None:
@@ -159,7 +183,9 @@ def test_nearest_row_decides(gpu: pytest.MonkeyPatch) -> None:
         replace(cell, kind="causal", length=8192),
     ):
         assert order(near, False)[0] == fast, near
-    assert order(replace(cell, length=128), False)[0][0] == "cuda"  # too short to hide the host's time
+    assert (
+        order(replace(cell, length=128), False)[0][0] == "cuda"
+    )  # too short to hide the host's time
     assert order(replace(cell, op="attention_varlen", kind="packed"))[0][0] == "cuda"
     assert preference.measured("sm_120", cell, "attention", True)[0] == ("cuda", None)
     assert preference.measured("sm_80", replace(cell, op="no op"), "no op", True) == []

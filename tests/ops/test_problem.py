@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention's arguments are lowered to, once for all backends: see ops/_problem/attention.py."""
+"""What attention's arguments are lowered to, once for all backends: see
+ops/_problem/attention.py."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ MASKS = {
     "one row, expanded": (KEYS.expand(B, H, LQ, LK), (1, 1, 1, LK)),
     "by sequence": (BY_SEQUENCE[:, None, None], (B, 1, 1, LK)),
     "by sequence, expanded": (BY_SEQUENCE[:, None, None].expand(B, H, LQ, LK), (B, 1, 1, LK)),
-    "by sequence, queries apart": (BY_SEQUENCE[:, None, None].expand(B, 1, LQ, LK).contiguous(), None),
+    "by sequence, queries apart": (
+        BY_SEQUENCE[:, None, None].expand(B, 1, LQ, LK).contiguous(),
+        None,
+    ),
     "by head": (BY_HEAD[:, None], (1, H, 1, LK)),
     "by head, expanded": (BY_HEAD[:, None].expand(B, H, LQ, LK), (1, H, 1, LK)),
     "by query": (FULL, None),
@@ -67,11 +71,31 @@ def test_a_packed_problem_has_every_field_of_a_padded_one() -> None:
     t = torch.randn(12, 2, 8)
     cu = torch.tensor([0, 5, 12])
     a = attention_varlen_op.prepare(t, t, t, cu, cu, 7, 9, causal="bottom_right")[0]
-    assert (a.packed, a.sequences, a.num_queries, a.num_keys, a.heads, a.group) == (True, 2, 7, 9, 2, 1)
-    assert (a.align, a.query_start, a.key_start, a.lengths, a.mask, a.bias) == (2, 0, 0, (None,) * 5, None, None)
+    assert (a.packed, a.sequences, a.num_queries, a.num_keys, a.heads, a.group) == (
+        True,
+        2,
+        7,
+        9,
+        2,
+        1,
+    )
+    assert (a.align, a.query_start, a.key_start, a.lengths, a.mask, a.bias) == (
+        2,
+        0,
+        0,
+        (None,) * 5,
+        None,
+        None,
+    )
     assert a.ragged and a.bounded and not a.added and not a.has_score_mod and not a.empty
     b = _problem()
-    assert (b.packed, b.sequences, b.num_queries, b.num_keys, b.cu_seqlens_q) == (False, B, LQ, LK, None)
+    assert (b.packed, b.sequences, b.num_queries, b.num_keys, b.cu_seqlens_q) == (
+        False,
+        B,
+        LQ,
+        LK,
+        None,
+    )
     assert not b.ragged and not b.bounded and b._replace(causal="top_left").bounded
 
 
@@ -79,6 +103,19 @@ def test_what_is_done_to_scores() -> None:
     bias = torch.zeros(1, 1, 1, LK)
     assert list(_problem(attn_mask=FULL, bias=bias).added) == ["bias"]
     assert list(_problem(attn_mask=bias, bias=bias).added) == ["mask", "bias"]
-    assert _problem(bias=pt.AlibiBias(torch.ones(H))).has_score_mod and not _problem(bias=bias).has_score_mod
-    everything = {"attn_mask": FULL, "softcap": 2.0, "dropout_p": 0.1, "query_segments": torch.zeros(B, LQ, dtype=torch.int64)}
-    assert _problem(**everything, bias=bias, key_segments=torch.zeros(B, LK, dtype=torch.int64)).by_pair == 5
+    assert (
+        _problem(bias=pt.AlibiBias(torch.ones(H))).has_score_mod
+        and not _problem(bias=bias).has_score_mod
+    )
+    everything = {
+        "attn_mask": FULL,
+        "softcap": 2.0,
+        "dropout_p": 0.1,
+        "query_segments": torch.zeros(B, LQ, dtype=torch.int64),
+    }
+    assert (
+        _problem(
+            **everything, bias=bias, key_segments=torch.zeros(B, LK, dtype=torch.int64)
+        ).by_pair
+        == 5
+    )

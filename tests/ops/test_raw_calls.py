@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw ops with arguments that do not go together: an error or a result, never a crash, a hang or an access beyond a tensor."""
+"""Raw ops with arguments that do not go together: an error or a result, never a crash, a hang or an
+access beyond a tensor."""
 
 from __future__ import annotations
 
@@ -12,16 +13,22 @@ from pytransformer.testing.raw_calls import NATIVE, corpus
 from pytransformer.testing.raw_mutants import run_mutants
 
 pytestmark = pytest.mark.skipif(
-    native.why_not("attention_fwd") is not None, reason=f"no native library: {native.why_not('attention_fwd')}"
+    native.why_not("attention_fwd") is not None,
+    reason=f"no native library: {native.why_not('attention_fwd')}",
 )
 
 
 def test_corpus_has_every_raw_op() -> None:
     found = {f"{call.namespace}::{call.op}" for call in corpus()}
     python = {
-        f"pytransformer::{op.name}_{way}" for op in OPS.values() for way in ("fwd", "bwd") if op.positions or way == "fwd"
+        f"pytransformer::{op.name}_{way}"
+        for op in OPS.values()
+        for way in ("fwd", "bwd")
+        if op.positions or way == "fwd"
     }
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NATIVE}::")]
+    names = [
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{NATIVE}::")
+    ]
     cpu = {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")}
     assert found == python | {name for name in cpu if "emulated_" not in name}
 

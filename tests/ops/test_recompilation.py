@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that the raw ops get as integers are symbols to torch.compile: one graph for the first call, one for every other."""
+"""Sizes that the raw ops get as integers are symbols to torch.compile: one graph for the first
+call, one for every other."""
 
 from __future__ import annotations
 
@@ -55,12 +56,18 @@ class _Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize("seed", [0, 3, 2**63 - 1, -(2**63)])
 def test_a_seed_is_filled_in_on_the_device(seed: int) -> None:
-    """A copy of a number of the host's would wait for the device, and is illegal while a CUDA graph is captured."""
+    """A copy of a number of the host's would wait for the device, and is illegal while a CUDA graph
+    is captured."""
     with _Recorded() as recorded:
         dropout_arguments("attention", 0.5, seed, torch.device("meta"))
     assert recorded.names == ["aten.full.default"]
     _, found = dropout_arguments("attention", 0.5, seed, torch.device("cpu"))
-    assert found is not None and found.item() == seed and found.dtype == torch.int64 and found.shape == ()
+    assert (
+        found is not None
+        and found.item() == seed
+        and found.dtype == torch.int64
+        and found.shape == ()
+    )
 
 
 def _masked(x: torch.Tensor, mask: pt.BlockMask) -> torch.Tensor:
@@ -83,9 +90,15 @@ def test_a_block_mask_is_an_input_of_one_op() -> None:
     for mask in masks:
         torch.testing.assert_close(compiled(x, mask), _masked(x, mask))
     assert len(graphs) == 1
-    shapes = [tuple(n.meta["example_value"].shape) for n in graphs[0].graph.nodes if n.op == "placeholder"]
-    assert all(tuple(t.shape) in shapes for t in masks[0].blocks) and len(shapes) == 1 + len(masks[0].blocks)
-    calls = [n for n in graphs[0].graph.nodes if n.op == "call_function" and "attention" in str(n.target)]
+    shapes = [
+        tuple(n.meta["example_value"].shape) for n in graphs[0].graph.nodes if n.op == "placeholder"
+    ]
+    assert all(tuple(t.shape) in shapes for t in masks[0].blocks) and len(shapes) == 1 + len(
+        masks[0].blocks
+    )
+    calls = [
+        n for n in graphs[0].graph.nodes if n.op == "call_function" and "attention" in str(n.target)
+    ]
     assert len(calls) == 1, [str(n.target) for n in graphs[0].graph.nodes]
 
 
@@ -94,14 +107,18 @@ def test_masks_of_other_sizes_are_symbols() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_masked, backend=counter, fullgraph=True)
     for length, window in ((200, 20), (300, 90), (500, 150), (700, 200)):
-        x, mask = torch.randn(1, 2, length, 16), pt.BlockMask.sliding_window(length, (window, window))
+        x, mask = (
+            torch.randn(1, 2, length, 16),
+            pt.BlockMask.sliding_window(length, (window, window)),
+        )
         torch.testing.assert_close(compiled(x, mask), _masked(x, mask))
     assert counter.frame_count <= 3
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_sees_the_tensors_of_a_block_mask(strict: bool) -> None:
-    """As constants of the program, by the shapes that the mask has; the op takes them one by one."""
+    """As constants of the program, by the shapes that the mask has; the op takes them one by
+    one."""
 
     class Masked(torch.nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary: values beside transformers', gradients, torch's machinery, determinism, bad input. Random problems: test_fuzz_ops."""
+"""rotary: values beside transformers', gradients, torch's machinery, determinism, bad input. Random
+problems: test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ LLAMA_3 = pt.RotaryScaling("llama3", 8.0, 8192, 1.0, 4.0)
 
 @pytest.fixture(params=BACKENDS)
 def op_backend(request: pytest.FixtureRequest) -> str:
-    reason = pt.explain("rotary", torch.zeros(1, 1, 1, 8), torch.zeros(1, dtype=torch.int64)).reasons[request.param]
+    reason = pt.explain(
+        "rotary", torch.zeros(1, 1, 1, 8), torch.zeros(1, dtype=torch.int64)
+    ).reasons[request.param]
     if reason is not None:
         pytest.skip(f"backend {request.param}: {reason}")
     return request.param
@@ -45,9 +48,14 @@ def _config(**rope: Any) -> Any:
 
 
 LLAMA: dict[str, Any] = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192
 }  # fmt: skip
-YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 4096,
+}
 SCALED = [
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
@@ -70,7 +78,11 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
         theirs, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=length)
         ours = pt.RotaryPositions.from_hugging_face(config)
         assert torch.equal(ours.frequencies(length), theirs)
-        assert ours.scaling is not None and ours.scaling.of_tables == factor and ours.dims == 2 * len(theirs)
+        assert (
+            ours.scaling is not None
+            and ours.scaling.of_tables == factor
+            and ours.dims == 2 * len(theirs)
+        )
 
 
 def test_default_frequencies_and_tables_are_those_of_transformers() -> None:
@@ -81,27 +93,36 @@ def test_default_frequencies_and_tables_are_those_of_transformers() -> None:
     assert torch.equal(ours.frequencies(), theirs.inv_freq)
     positions = torch.arange(64)[None]  # angles so small that a float32 product does no harm
     for mine, other in zip(ours.tables(positions), theirs(torch.zeros(1), positions)):
-        torch.testing.assert_close(mine, other, rtol=0, atol=64 * torch.finfo(torch.float32).eps)  # of the largest angle
+        torch.testing.assert_close(
+            mine, other, rtol=0, atol=64 * torch.finfo(torch.float32).eps
+        )  # of the largest angle
 
 
 def test_an_older_configuration_says_it_in_other_fields() -> None:
-    old = SimpleNamespace(hidden_size=256, num_attention_heads=4, rope_theta=5000.0, max_position_embeddings=2048)
+    old = SimpleNamespace(
+        hidden_size=256, num_attention_heads=4, rope_theta=5000.0, max_position_embeddings=2048
+    )
     assert pt.RotaryPositions.from_hugging_face(old) == pt.RotaryPositions(64, 5000.0)
     old.rope_scaling = {"type": "linear", "factor": 2.0}
-    assert pt.RotaryPositions.from_hugging_face(old) == pt.RotaryPositions(64, 5000.0, pt.RotaryScaling("linear", 2.0))
+    assert pt.RotaryPositions.from_hugging_face(old) == pt.RotaryPositions(
+        64, 5000.0, pt.RotaryScaling("linear", 2.0)
+    )
     old.rope_scaling = {"type": "longrope", "factor": 2.0}
     with pytest.raises(ValueError, match="rope_type 'longrope' is not known"):
         pt.RotaryPositions.from_hugging_face(old)
 
 
 def test_angles_far_away_are_exact(op_backend: str) -> None:
-    """A float32 product is wrong by 0.002 radians and more there; transformers' formula is shown to be."""
+    """A float32 product is wrong by 0.002 radians and more there; transformers' formula is shown to
+    be."""
     positions, turning = torch.tensor([131071, 1_000_003]), pt.RotaryPositions(64)
     exact = positions.double()[:, None] * turning.frequencies().double()
     x = torch.zeros(1, 1, 2, 64)
     x[..., :32] = 1.0
     out = pt.rotary(x, positions, backend=op_backend)
-    assert (out[0, 0, :, :32] - exact.cos()).abs().max() < 2**-23 and (out[0, 0, :, 32:] - exact.sin()).abs().max() < 2**-23
+    assert (out[0, 0, :, :32] - exact.cos()).abs().max() < 2**-23 and (
+        out[0, 0, :, 32:] - exact.sin()
+    ).abs().max() < 2**-23
     in_float = (positions.float()[:, None] * turning.frequencies()).cos()
     assert (in_float - exact.cos()).abs().max() > 1e-3
 
@@ -112,11 +133,16 @@ def test_angles_far_away_are_exact(op_backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads_last", [False, True])
 def test_as_transformers_turn(dtype: torch.dtype, heads_last: bool, op_backend: str) -> None:
-    """Llama's formula on its own tables, in float32: ours is as near to it as a rounding to dtype."""
+    """Llama's formula on its own tables, in float32: ours is as near to it as a rounding to
+    dtype."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     rope = LlamaRotaryEmbedding(_config(**SCALED[2]))
-    x = torch.randn(2, 9, 4, 128, dtype=dtype).transpose(1, 2) if heads_last else torch.randn(2, 4, 9, 128, dtype=dtype)
+    x = (
+        torch.randn(2, 9, 4, 128, dtype=dtype).transpose(1, 2)
+        if heads_last
+        else torch.randn(2, 4, 9, 128, dtype=dtype)
+    )
     cos, sin = rope(x, torch.arange(9)[None].expand(2, 9))
     wanted, _ = apply_rotary_pos_emb(x.float(), x.float(), cos.float(), sin.float())
     found = pt.rotary(x, cos=cos, sin=sin, backend=op_backend)
@@ -130,7 +156,9 @@ def test_as_gptj_turns(op_backend: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     x, positions = torch.randn(2, 3, 8, 64), torch.arange(8)
     angle = positions[:, None].float() * pt.RotaryPositions(32).frequencies()
-    wanted = apply_rotary_pos_emb(x[..., :32].transpose(1, 2), angle.sin()[None], angle.cos()[None]).transpose(1, 2)
+    wanted = apply_rotary_pos_emb(
+        x[..., :32].transpose(1, 2), angle.sin()[None], angle.cos()[None]
+    ).transpose(1, 2)
     found = pt.rotary(x, positions, dims=32, interleaved=True, backend=op_backend)
     torch.testing.assert_close(found[..., :32], wanted)
     assert torch.equal(found[..., 32:], x[..., 32:])
@@ -149,7 +177,14 @@ def test_norm_of_queries_as_in_models(name: str, op_backend: str) -> None:
     cos, sin = pt.RotaryPositions(64).tables(positions[None])
     normed = norm(x)
     wanted, _ = apply_rotary_pos_emb(normed, normed, cos, sin)
-    found = pt.rotary(x, positions, weight=norm.weight, eps=1e-5, weight_offset=float(name == "gemma3"), backend=op_backend)
+    found = pt.rotary(
+        x,
+        positions,
+        weight=norm.weight,
+        eps=1e-5,
+        weight_offset=float(name == "gemma3"),
+        backend=op_backend,
+    )
     torch.testing.assert_close(found, wanted)
 
 
@@ -159,8 +194,12 @@ def test_ways_to_say_the_same(op_backend: str) -> None:
     turning = pt.RotaryPositions(12, 500.0)
     cos, sin = turning.tables(positions)
     assert torch.equal(plain, pt.rotary(x, cos=cos, sin=sin, dims=12, backend=op_backend))
-    assert torch.equal(plain, pt.rotary(x, positions, frequencies=turning.frequencies(), backend=op_backend))
-    assert torch.equal(plain[:1], pt.rotary(x[:1], positions[0].int(), base=500.0, dims=12, backend=op_backend))
+    assert torch.equal(
+        plain, pt.rotary(x, positions, frequencies=turning.frequencies(), backend=op_backend)
+    )
+    assert torch.equal(
+        plain[:1], pt.rotary(x[:1], positions[0].int(), base=500.0, dims=12, backend=op_backend)
+    )
     assert torch.equal(x, pt.rotary(x, torch.zeros(7, dtype=torch.int64), backend=op_backend))
 
 
@@ -168,13 +207,17 @@ def test_ways_to_say_the_same(op_backend: str) -> None:
 def test_equal_bits_with_and_without_gradient(dtype: torch.dtype, op_backend: str) -> None:
     x, weight, positions = torch.randn(2, 3, 9, 40, dtype=dtype), torch.randn(40), torch.arange(9)
     with_grad = pt.rotary(x.requires_grad_(), positions, weight=weight, backend=op_backend)
-    assert torch.equal(with_grad, pt.rotary(x.detach(), positions, weight=weight, backend=op_backend))
+    assert torch.equal(
+        with_grad, pt.rotary(x.detach(), positions, weight=weight, backend=op_backend)
+    )
 
 
 def test_empty(op_backend: str) -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
-        out = pt.rotary(x, torch.zeros(shape[2], dtype=torch.int64), weight=weight, backend=op_backend)
+        out = pt.rotary(
+            x, torch.zeros(shape[2], dtype=torch.int64), weight=weight, backend=op_backend
+        )
         assert out.shape == shape
         dx, dw = torch.autograd.grad(out.sum(), (x, weight))
         assert dx.shape == shape and not dw.any()
@@ -191,7 +234,9 @@ def test_gradcheck_and_gradgradcheck(norm: bool, interleaved: bool, op_backend: 
 
     def function(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         of_norm = {} if weight is None else {"weight": weight, "eps": 1e-3, "weight_offset": 0.5}
-        return pt.rotary(x, positions, dims=4, interleaved=interleaved, **of_norm, backend=op_backend)
+        return pt.rotary(
+            x, positions, dims=4, interleaved=interleaved, **of_norm, backend=op_backend
+        )
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
@@ -199,7 +244,9 @@ def test_gradcheck_and_gradgradcheck(norm: bool, interleaved: bool, op_backend: 
 
 def test_gradient_is_the_turning_back(op_backend: str) -> None:
     x, positions = _x(1, 2, 5, 8), torch.arange(5)
-    (dx,) = torch.autograd.grad(pt.rotary(x, positions, backend=op_backend), x, torch.ones(1, 2, 5, 8, dtype=torch.float64))
+    (dx,) = torch.autograd.grad(
+        pt.rotary(x, positions, backend=op_backend), x, torch.ones(1, 2, 5, 8, dtype=torch.float64)
+    )
     torch.testing.assert_close(dx, pt.rotary(torch.ones_like(x), -positions, backend="reference"))
 
 
@@ -220,10 +267,16 @@ def test_opcheck(norm: bool, op_backend: str) -> None:
 
 @pytest.mark.unpoisoned
 def test_compiles_whole(op_backend: str) -> None:
-    x, weight, positions = _x(2, 3, 9, 32, dtype=torch.float32), _x(32, dtype=torch.float32), torch.arange(9)
+    x, weight, positions = (
+        _x(2, 3, 9, 32, dtype=torch.float32),
+        _x(32, dtype=torch.float32),
+        torch.arange(9),
+    )
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return pt.rotary(x, positions, scaling=LLAMA_3, weight=weight, backend=op_backend).sin().sum()
+        return (
+            pt.rotary(x, positions, scaling=LLAMA_3, weight=weight, backend=op_backend).sin().sum()
+        )
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     ours, want = compiled(x, weight), function(x, weight)
@@ -260,7 +313,11 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
 
 
 def test_equal_bits_over_runs_and_threads() -> None:
-    x, weight, positions = _x(3, 4, 300, 48, dtype=torch.float32), _x(48, dtype=torch.float32), torch.arange(300)
+    x, weight, positions = (
+        _x(3, 4, 300, 48, dtype=torch.float32),
+        _x(48, dtype=torch.float32),
+        torch.arange(300),
+    )
     grad = torch.randn(3, 4, 300, 48)
 
     def results() -> list[torch.Tensor]:
@@ -298,17 +355,25 @@ POSITIONS = torch.arange(3)
         (lambda x: pt.rotary(x[0], POSITIONS), ValueError, "x must have 4 dimensions"),
         (lambda x: pt.rotary(x.long(), POSITIONS), TypeError, "x must be float32"),
         (lambda x: pt.rotary(x, POSITIONS.float()), TypeError, "positions must be int64 or int32"),
-        (lambda x: pt.rotary(x, POSITIONS[:2]), ValueError, r"positions must have the shape \(2, 3\) or \(3,\)"),
-        (lambda x: pt.rotary(x, POSITIONS, dims=3), ValueError, "dims must be an even number from 2 to x's last dimension, 8, got 3"),
+        (lambda x: pt.rotary(x, POSITIONS[:2]), ValueError,
+            r"positions must have the shape \(2, 3\) or \(3,\)"),
+        (lambda x: pt.rotary(x, POSITIONS, dims=3), ValueError,
+            "dims must be an even number from 2 to x's last dimension, 8, got 3"),
         (lambda x: pt.rotary(x, POSITIONS, dims=10), ValueError, "dims must be an even number"),
         (lambda x: pt.rotary(x, POSITIONS, base=0.0), ValueError, "base must be greater than 0"),
-        (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(4), dims=8), ValueError, "dims must be left out beside"),
-        (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(5)), ValueError, r"2 \* len\(frequencies\) must be an even"),
-        (lambda x: pt.rotary(x, POSITIONS, weight=torch.ones(4)), ValueError, r"weight must have the shape \(8,\)"),
+        (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(4), dims=8), ValueError,
+            "dims must be left out beside"),
+        (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(5)), ValueError,
+            r"2 \* len\(frequencies\) must be an even"),
+        (lambda x: pt.rotary(x, POSITIONS, weight=torch.ones(4)), ValueError,
+            r"weight must have the shape \(8,\)"),
         (lambda x: pt.rotary(x, cos=torch.ones(3, 8)), TypeError, "sin must be a Tensor"),
-        (lambda x: pt.rotary(x, cos=torch.ones(3, 8), sin=torch.ones(3, 6)), ValueError, "cos and sin must have one shape"),
-        (lambda x: pt.rotary(x, cos=torch.ones(4, 8), sin=torch.ones(4, 8)), ValueError, "cos must have the shape"),
-        (lambda x: pt.rotary(x, cos=torch.ones(3, 8, requires_grad=True), sin=torch.ones(3, 8)), ValueError, "cos has no gradient"),
+        (lambda x: pt.rotary(x, cos=torch.ones(3, 8), sin=torch.ones(3, 6)), ValueError,
+            "cos and sin must have one shape"),
+        (lambda x: pt.rotary(x, cos=torch.ones(4, 8), sin=torch.ones(4, 8)), ValueError,
+            "cos must have the shape"),
+        (lambda x: pt.rotary(x, cos=torch.ones(3, 8, requires_grad=True), sin=torch.ones(3, 8)),
+            ValueError, "cos has no gradient"),
         (lambda x: pt.rotary(x, POSITIONS, backend="fast"), ValueError, "unknown backend 'fast'"),
         (lambda x: pt.RotaryPositions(7), ValueError, "dims must be an even int"),
         (lambda x: pt.RotaryScaling("ntk"), ValueError, "kind must be one of"),

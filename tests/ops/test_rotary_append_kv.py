@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv: against its parts, in caches and pages, in torch.compile; what it refuses. Random problems: test_fuzz_ops."""
+"""append_kv: against its parts, in caches and pages, in torch.compile; what it refuses. Random
+problems: test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ def _rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Te
 
 
 def _cache(room: int = 10, dtype: torch.dtype = torch.float32) -> pt.KeyValues:
-    return pt.KeyValues(torch.zeros(2, 2, room, 16, dtype=dtype), torch.zeros(2, 2, room, 8, dtype=dtype))
+    return pt.KeyValues(
+        torch.zeros(2, 2, room, 16, dtype=dtype), torch.zeros(2, 2, room, 8, dtype=dtype)
+    )
 
 
 def _pages(dtype: torch.dtype = torch.float32, of: torch.dtype = torch.int32) -> pt.KeyValues:
     table = torch.tensor([[5, 0, 3], [2, 6, 1]], dtype=of)
-    return pt.KeyValues(torch.zeros(7, 2, 4, 16, dtype=dtype), torch.zeros(7, 2, 4, 8, dtype=dtype), table)
+    return pt.KeyValues(
+        torch.zeros(7, 2, 4, 16, dtype=dtype), torch.zeros(7, 2, 4, 8, dtype=dtype), table
+    )
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
@@ -40,19 +45,33 @@ def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
     (query, key, value), weight = _rows(dtype=dtype), torch.randn(16)
     positions = torch.tensor([[4, 5, 6], [9, -1, 0]])
     cache, paged = _cache(dtype=dtype), _pages(dtype)
-    keywords: dict[str, Any] = {"rotary": TURNING, "k_norm": weight, "eps": 1e-5, "backend": op_backend}
+    keywords: dict[str, Any] = {
+        "rotary": TURNING,
+        "k_norm": weight,
+        "eps": 1e-5,
+        "backend": op_backend,
+    }
     out = pt.append_kv(query, key, value, cache, positions, **keywords)
     assert torch.equal(out, pt.append_kv(query, key, value, paged, positions, **keywords))
-    assert out.stride() == query.stride() and torch.equal(out, pt.rotary(query, positions, dims=12, backend=op_backend))
+    assert out.stride() == query.stride() and torch.equal(
+        out, pt.rotary(query, positions, dims=12, backend=op_backend)
+    )
     turned = pt.rotary(key, positions, dims=12, weight=weight, eps=1e-5, backend=op_backend)
     wanted = _cache(dtype=dtype)
     for b, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2)):
-        wanted.key[b, :, positions[b, i]], wanted.value[b, :, positions[b, i]] = turned[b, :, i], value[b, :, i]
+        wanted.key[b, :, positions[b, i]], wanted.value[b, :, positions[b, i]] = (
+            turned[b, :, i],
+            value[b, :, i],
+        )
     assert torch.equal(cache.key, wanted.key) and torch.equal(cache.value, wanted.value)
     assert paged.page_table is not None
     for mine, other in zip(paged[:2], wanted[:2]):
         gathered = mine[paged.page_table.long()].transpose(1, 2).flatten(2, 3)
-        assert torch.equal(gathered[:, :, :10], other) and not gathered[:, :, 10:].any() and not mine[4].any()
+        assert (
+            torch.equal(gathered[:, :, :10], other)
+            and not gathered[:, :, 10:].any()
+            and not mine[4].any()
+        )
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
@@ -61,13 +80,21 @@ def test_attention_over_what_was_appended(op_backend: str) -> None:
     query, key, value = _rows(6)
     positions, cache = torch.arange(6).repeat(2, 1), _cache()
     whole = pt.attention(
-        pt.rotary(query, positions, dims=12), pt.rotary(key, positions, dims=12), value, causal="top_left", backend=op_backend
+        pt.rotary(query, positions, dims=12),
+        pt.rotary(key, positions, dims=12),
+        value,
+        causal="top_left",
+        backend=op_backend,
     )
     for i in range(6):
         one = [t[:, :, i : i + 1] for t in (query, key, value)]
-        step = pt.append_kv(*one, cache, positions[:, i : i + 1], rotary=TURNING, backend=op_backend)
+        step = pt.append_kv(
+            *one, cache, positions[:, i : i + 1], rotary=TURNING, backend=op_backend
+        )
         lengths = torch.full((2,), i + 1)
-        out = pt.attention(step, *cache[:2], key_lengths=lengths, causal="bottom_right", backend=op_backend)
+        out = pt.attention(
+            step, *cache[:2], key_lengths=lengths, causal="bottom_right", backend=op_backend
+        )
         torch.testing.assert_close(out, whole[:, :, i : i + 1])
 
 
@@ -75,9 +102,16 @@ def test_attention_over_what_was_appended(op_backend: str) -> None:
 def test_without_rotary_the_rows_are_kept_as_they_are(op_backend: str) -> None:
     (query, key, value), cache = _rows(), _cache()
     out = pt.append_kv(query, key, value, cache, torch.tensor([[0, 1, 2]] * 2), backend=op_backend)
-    assert torch.equal(out, query) and torch.equal(cache.key[:, :, :3], key) and torch.equal(cache.value[:, :, :3], value)
+    assert (
+        torch.equal(out, query)
+        and torch.equal(cache.key[:, :, :3], key)
+        and torch.equal(cache.value[:, :, :3], value)
+    )
     out = pt.append_kv(
-        *(t[:, :, :0] for t in (query, key, value)), cache, torch.empty(2, 0, dtype=torch.int64), backend=op_backend
+        *(t[:, :, :0] for t in (query, key, value)),
+        cache,
+        torch.empty(2, 0, dtype=torch.int64),
+        backend=op_backend,
     )
     assert out.shape == (2, 4, 0, 16)
 
@@ -109,7 +143,9 @@ def test_the_whole_length_on_all_threads() -> None:
             pt.append_kv(query, key, value, caches[-1], positions, rotary=TURNING, backend="cpu")
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)
+    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(
+        caches[0].value, caches[1].value
+    )
     turned = pt.rotary(key, positions, dims=12, backend="cpu")
     assert torch.equal(caches[0].key[1][:, positions[1]], turned[1])
 
@@ -121,7 +157,11 @@ def test_the_whole_length_on_all_threads() -> None:
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_opcheck(op_backend: str) -> None:
     """The schema says what is written; fake tensors and functionalization see it."""
-    (query, key, value), cache, positions = _rows(), _pages(of=torch.int64), torch.tensor([[0, 1, 2], [3, -1, 5]])
+    (query, key, value), cache, positions = (
+        _rows(),
+        _pages(of=torch.int64),
+        torch.tensor([[0, 1, 2], [3, -1, 5]]),
+    )
     cos, sin = TURNING.tables(positions)
     a = (query, key, value, *cache, positions, cos, sin, torch.ones(16), None, False, 1e-6, 0.0)
     torch.library.opcheck(OPS["append_kv"].fwd, (*a, op_backend, True))
@@ -132,15 +172,21 @@ def test_opcheck(op_backend: str) -> None:
 def test_compiles_whole(op_backend: str) -> None:
     """What is read from the cache after the call is what the call wrote."""
 
-    def step(query: Any, key: Any, value: Any, k: Any, v: Any, positions: Any) -> tuple[torch.Tensor, ...]:
+    def step(
+        query: Any, key: Any, value: Any, k: Any, v: Any, positions: Any
+    ) -> tuple[torch.Tensor, ...]:
         before = k.sum()
-        out = pt.append_kv(query, key, value, pt.KeyValues(k, v), positions, rotary=TURNING, backend=op_backend)
+        out = pt.append_kv(
+            query, key, value, pt.KeyValues(k, v), positions, rotary=TURNING, backend=op_backend
+        )
         return out, before, k.sum(), v.sum()
 
     rows, positions = _rows(), torch.tensor([[0, 1, 2], [3, 4, 5]])
     mine, theirs = _cache(), _cache()
     with torch.no_grad():
-        found = torch.compile(step, fullgraph=True, backend="aot_eager")(*rows, *mine[:2], positions)
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(
+            *rows, *mine[:2], positions
+        )
         wanted = step(*rows, *theirs[:2], positions)
     for a, e in zip((*found, *mine[:2]), (*wanted, *theirs[:2])):
         torch.testing.assert_close(a, e)
@@ -153,7 +199,9 @@ def test_autograd_notices_the_write() -> None:
     factor = torch.ones((), requires_grad=True)
     product = cache.key * factor
     with torch.no_grad():
-        pt.append_kv(query, key, value, cache, torch.zeros(2, 3, dtype=torch.int64) + torch.arange(3))
+        pt.append_kv(
+            query, key, value, cache, torch.zeros(2, 3, dtype=torch.int64) + torch.arange(3)
+        )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
     with torch.inference_mode():
@@ -168,7 +216,9 @@ def test_an_inference_cache_is_written_in_inference_mode_alone(by_cpp: bool) -> 
             cache = _cache()
             pt.append_kv(*rows, cache, positions)
         before = cache.key.clone()
-        with pytest.raises(RuntimeError, match="append_kv: cache must not hold inference tensors outside"):
+        with pytest.raises(
+            RuntimeError, match="append_kv: cache must not hold inference tensors outside"
+        ):
             pt.append_kv(*rows, cache, positions + 1)
         assert torch.equal(cache.key, before)
 
@@ -179,20 +229,32 @@ def test_an_inference_cache_is_written_in_inference_mode_alone(by_cpp: bool) -> 
 ARANGE = torch.arange(3).repeat(2, 1)
 
 
-def _call(cache: Any = None, positions: torch.Tensor = ARANGE, rows: Any = None, **keywords: Any) -> torch.Tensor:
-    return pt.append_kv(*(rows or _rows()), _cache() if cache is None else cache, positions, **keywords)
+def _call(
+    cache: Any = None, positions: torch.Tensor = ARANGE, rows: Any = None, **keywords: Any
+) -> torch.Tensor:
+    return pt.append_kv(
+        *(rows or _rows()), _cache() if cache is None else cache, positions, **keywords
+    )
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_places_that_are_not_there(op_backend: str) -> None:
     cache, paged = _cache(), _pages()
-    with pytest.raises(ValueError, match="positions holds 10, and the cache has room for 10 keys a sequence"):
+    with pytest.raises(
+        ValueError, match="positions holds 10, and the cache has room for 10 keys a sequence"
+    ):
         _call(cache, ARANGE + 8, backend=op_backend)
-    with pytest.raises(ValueError, match="positions holds 12, and the cache has room for 3 pages of 4 keys a sequence"):
+    with pytest.raises(
+        ValueError,
+        match="positions holds 12, and the cache has room for 3 pages of 4 keys a sequence",
+    ):
         _call(paged, ARANGE + 10, backend=op_backend)
     assert paged.page_table is not None
     paged.page_table[1, 0] = 7
-    with pytest.raises(ValueError, match="page_table names page 7 for a position that is written, and the pool has 7"):
+    with pytest.raises(
+        ValueError,
+        match="page_table names page 7 for a position that is written, and the pool has 7",
+    ):
         _call(paged, backend=op_backend)
     assert not any(t.any() for t in (*cache[:2], *paged[:2]))
     positions = ARANGE.clone()
@@ -206,7 +268,8 @@ def test_the_kernel_itself_writes_nothing_outside() -> None:
     cache = store[:, :, 1:11]
     (query, key, value), positions = _rows(), torch.tensor([[-7, 10, 1 << 40], [11, -(1 << 40), 3]])
     torch.ops.pytransformer_C.append_kv(
-        query, key, value, cache, torch.zeros(2, 2, 10, 8), None, positions, None, None, None, None, torch.empty_like(query), False,
+        query, key, value, cache, torch.zeros(2, 2, 10, 8), None, positions, None, None, None, None,
+        torch.empty_like(query), False,
         1e-6, 0.0,
     )  # fmt: skip
     assert torch.equal(cache[1, :, 3], key[1, :, 2])
@@ -227,7 +290,11 @@ def _expanded() -> pt.KeyValues:
             r"cache must be a KeyValues, got tuple: pytransformer.KeyValues\(\*cache\)",
         ),
         (lambda: _call(torch.zeros(2)), TypeError, "cache must be a KeyValues"),
-        (lambda: _call(_cache(dtype=torch.float64)), TypeError, "cache.key is torch.float64 but query is torch.float32"),
+        (
+            lambda: _call(_cache(dtype=torch.float64)),
+            TypeError,
+            "cache.key is torch.float64 but query is torch.float32",
+        ),
         (
             lambda: _call(_cache()._replace(key=torch.zeros(3, 2, 10, 16))),
             ValueError,
@@ -244,17 +311,33 @@ def _expanded() -> pt.KeyValues:
             ValueError,
             "last dimension of cache.key must be contiguous",
         ),
-        (lambda: _call(_pages()._replace(page_table=torch.zeros(3, 2).long())), ValueError, "a row for each of 2 sequences"),
-        (lambda: _call(_pages()._replace(page_table=torch.zeros(2, 2))), TypeError, "page_table must be int64 or int32"),
+        (
+            lambda: _call(_pages()._replace(page_table=torch.zeros(3, 2).long())),
+            ValueError,
+            "a row for each of 2 sequences",
+        ),
+        (
+            lambda: _call(_pages()._replace(page_table=torch.zeros(2, 2))),
+            TypeError,
+            "page_table must be int64 or int32",
+        ),
         (lambda: _call(positions=ARANGE[0]), ValueError, r"positions must have the shape \(2, 3\)"),
-        (lambda: _call(rotary=3), TypeError, r"rotary must be a RotaryPositions, a pair \(cos, sin\) or None"),
+        (
+            lambda: _call(rotary=3),
+            TypeError,
+            r"rotary must be a RotaryPositions, a pair \(cos, sin\) or None",
+        ),
         (
             lambda: _call(rotary=pt.RotaryPositions(18)),
             ValueError,
             "rotary turns 18 dimensions, and query's last dimension is 16",
         ),
         (lambda: _call(q_norm=torch.ones(8)), ValueError, r"q_norm must have the shape \(16,\)"),
-        (lambda: _call(q_norm=torch.ones(16, requires_grad=True)), ValueError, "gives no gradient.*no_grad"),
+        (
+            lambda: _call(q_norm=torch.ones(16, requires_grad=True)),
+            ValueError,
+            "gives no gradient.*no_grad",
+        ),
     ],
 )
 def test_bad_input(call: Any, error: type[Exception], message: str) -> None:

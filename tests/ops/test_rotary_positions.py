@@ -17,7 +17,12 @@ import pytransformer as pt
 
 SAMPLE = 30  # of about 600 model types: the full sweep takes 30 s
 # Models that build their tables inside other modules.
-WITHOUT_A_CLASS = {"CodeGenConfig": 64, "GPTJConfig": 64, "InternLM3Config": 128, "IQuestCoderConfig": 128}
+WITHOUT_A_CLASS = {
+    "CodeGenConfig": 64,
+    "GPTJConfig": 64,
+    "InternLM3Config": 128,
+    "IQuestCoderConfig": 128,
+}
 read = pt.RotaryPositions.from_hugging_face
 
 
@@ -44,12 +49,23 @@ def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     found = []
     for name, embedding in vars(module).items():
-        if inspect.isclass(embedding) and name.endswith("RotaryEmbedding") and embedding.__module__ == module.__name__:
+        if (
+            inspect.isclass(embedding)
+            and name.endswith("RotaryEmbedding")
+            and embedding.__module__ == module.__name__
+        ):
             try:
                 built = embedding(config)
-            except (TypeError, AttributeError, KeyError, ValueError):  # of another part of the model
+            except (
+                TypeError,
+                AttributeError,
+                KeyError,
+                ValueError,
+            ):  # of another part of the model
                 continue
-            found.append(getattr(built, f"{layer_type}_inv_freq" if layer_type else "inv_freq", None))
+            found.append(
+                getattr(built, f"{layer_type}_inv_freq" if layer_type else "inv_freq", None)
+            )
     return [f for f in found if f is not None]
 
 
@@ -58,7 +74,9 @@ def compare(configs: list[Any]) -> int:
     equal = 0
     for config in configs:
         parameters = getattr(config, "rope_parameters", None) or {}
-        for layer_type in [key for key, value in parameters.items() if isinstance(value, dict)] or [None]:
+        for layer_type in [key for key, value in parameters.items() if isinstance(value, dict)] or [
+            None
+        ]:
             name = type(config).__name__
             try:
                 ours = read(config, layer_type=layer_type)
@@ -68,7 +86,11 @@ def compare(configs: list[Any]) -> int:
                 assert ours == pt.RotaryPositions(WITHOUT_A_CLASS[name]), name
                 continue
             theirs = frequencies_of_the_model(config, layer_type)
-            assert any(torch.equal(ours.frequencies(), f.float()) for f in theirs), (name, layer_type, ours)
+            assert any(torch.equal(ours.frequencies(), f.float()) for f in theirs), (
+                name,
+                layer_type,
+                ours,
+            )
             equal += 1
     return equal
 
@@ -87,11 +109,15 @@ def test_a_fixed_alpha_is_that_of_hunyuan(alpha: float) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": alpha, "factor": 1.0}
     config = transformers.HunYuanDenseV1Config(head_dim=128, rope_parameters=rope)
-    assert all(torch.equal(read(config).frequencies(), f) for f in frequencies_of_the_model(config, None))
+    assert all(
+        torch.equal(read(config).frequencies(), f) for f in frequencies_of_the_model(config, None)
+    )
 
 
 def configuration(**fields: Any) -> Any:
-    return SimpleNamespace(**{"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64} | fields)
+    return SimpleNamespace(
+        **{"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64} | fields
+    )
 
 
 LLAMA_3 = {
@@ -101,19 +127,26 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-NESTED = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}, "conv": None}
+NESTED = {
+    "full_attention": {"rope_theta": 1e6},
+    "sliding_attention": {"rope_theta": 1e4},
+    "conv": None,
+}
 
 
 @pytest.mark.parametrize(
     ("fields", "layer_type", "message"),
     [
         ({}, None, "must have rotary positions"),
-        ({"rope_theta": 1e4, "position_embedding_type": "absolute"}, None, "position_embedding_type 'absolute'"),
-        ({"rope_parameters": NESTED}, None, "layer_type must be one of 'full_attention', 'sliding_attention'"),
+        ({"rope_theta": 1e4, "position_embedding_type": "absolute"}, None,
+            "position_embedding_type 'absolute'"),
+        ({"rope_parameters": NESTED}, None,
+            "layer_type must be one of 'full_attention', 'sliding_attention'"),
         ({"rope_parameters": NESTED}, "conv", "layer_type must be one of .*got 'conv'"),
         ({"rope_theta": 1e4}, "full_attention", "layer_type must be None"),
         ({"rope_parameters": {"rope_theta": 1e4, "speed": 2}}, None, "not read here, got 'speed'"),
-        ({"rope_parameters": LLAMA_3 | {"low_freq_factor": 1.0, "beta_fast": 3}}, None, "got 'beta_fast'"),
+        ({"rope_parameters": LLAMA_3 | {"low_freq_factor": 1.0, "beta_fast": 3}}, None,
+            "got 'beta_fast'"),
         ({"rope_parameters": LLAMA_3}, None, "rope_type 'llama3' needs 'low_freq_factor'"),
         ({"rope_theta": 1e4, "layer_rope_theta": [1e4, 1e5]}, None, "got 'layer_rope_theta'"),
         ({"rope_theta": 1e4, "patch_size": 16}, None, "a SimpleNamespace of images"),
@@ -121,13 +154,17 @@ NESTED = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_the
         ({"rope_scaling": {"type": "longrope"}}, None, "rope_type 'longrope' is not known"),
     ],
 )  # fmt: skip
-def test_a_configuration_that_is_not_read_raises(fields: dict[str, Any], layer_type: str | None, message: str) -> None:
+def test_a_configuration_that_is_not_read_raises(
+    fields: dict[str, Any], layer_type: str | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read(configuration(**fields), layer_type=layer_type)
 
 
 def test_layer_types_and_old_fields_are_read() -> None:
-    assert read(configuration(rope_parameters=NESTED), layer_type="full_attention") == pt.RotaryPositions(16, 1e6)
+    assert read(
+        configuration(rope_parameters=NESTED), layer_type="full_attention"
+    ) == pt.RotaryPositions(16, 1e6)
     assert read(configuration(rotary_dim=8)) == pt.RotaryPositions(8)
     unused = {"rope_type": "default", "rope_theta": 1e4, "factor": None}
     assert read(configuration(rope_parameters=unused)) == pt.RotaryPositions(16)
@@ -141,7 +178,9 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in UNREAD for name in UNREAD[kind]])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in UNREAD for name in UNREAD[kind]]
+)
 def test_a_field_of_another_kind_of_scaling_raises(kind: Any, name: str) -> None:
     length = {} if kind == "linear" else {"original_length": 32}
     with pytest.raises(ValueError, match=f"{name} must be left out with kind '{kind}'"):
@@ -161,4 +200,8 @@ def test_huge_and_tiny_dims_raise() -> None:
 def test_numpy_numbers_make_the_same_positions() -> None:
     numpy = pytest.importorskip("numpy", reason="needs NumPy")
     found = pt.RotaryPositions(numpy.int64(8), numpy.float32(500.0))
-    assert found == pt.RotaryPositions(8, 500.0) and type(found.dims) is int and type(found.base) is float
+    assert (
+        found == pt.RotaryPositions(8, 500.0)
+        and type(found.dims) is int
+        and type(found.base) is float
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""use_backend, trace, observing and activate in threads, coroutines, generators, and out of order."""
+"""use_backend, trace, observing and activate in threads, coroutines, generators, and out of
+order."""
 
 from __future__ import annotations
 
@@ -268,7 +269,9 @@ def toggled_in_threads(threads: int, calls: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("calls", [200, pytest.param(125_000, marks=pytest.mark.slow)], ids=["sample", "a million"])
+@pytest.mark.parametrize(
+    "calls", [200, pytest.param(125_000, marks=pytest.mark.slow)], ids=["sample", "a million"]
+)
 def test_eight_threads_toggle_everything_at_once(calls: int) -> None:
     assert toggled_in_threads(8, calls) == []
     assert not drop_in.is_active()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of torch.export whose batch size is unknown until run time, as after a boolean index, with each argument that has one."""
+"""Programs of torch.export whose batch size is unknown until run time, as after a boolean index,
+with each argument that has one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ LENGTHS = torch.tensor([L, 3, 4, 5])
 
 def masked(**keywords: str) -> Callable[..., Any]:
     """Call attention with the second tensor as these arguments."""
-    return lambda q, other: pt.attention(q, q, q, causal="top_left", **dict.fromkeys(keywords, other))
+    return lambda q, other: pt.attention(
+        q, q, q, causal="top_left", **dict.fromkeys(keywords, other)
+    )
 
 
 def appended(q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -48,7 +51,8 @@ CALLS: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "layer_norm": (lambda q, _: pt.layer_norm(q, D), ZEROS),
     "rms_norm": (lambda q, _: pt.rms_norm(q, D, WEIGHT), ZEROS),
     "add_norm": (lambda q, residual: pt.add_norm(q, residual, WEIGHT)[0], torch.randn(4, 2, L, D)),
-    "feed_forward": (lambda q, _: pt.feed_forward(q, torch.ones(8, D), None, torch.ones(D, 8), None), ZEROS),
+    "feed_forward": (lambda q,
+        _: pt.feed_forward(q, torch.ones(8, D), None, torch.ones(D, 8), None), ZEROS),
     "cross entropy": (
         lambda q, target: pt.linear_cross_entropy(q, torch.ones(7, D), target),
         torch.zeros(4, 2, L, dtype=torch.int64),
@@ -79,4 +83,6 @@ def test_unbacked_batch_is_exported(name: str) -> None:
     with pt.activate() if name == "torch's op" else contextlib.nullcontext():
         program = torch.export.export(Selected(call), (KEEP, QUERY, other), strict=False).module()
         for keep in (KEEP, ~KEEP):
-            torch.testing.assert_close(program(keep, QUERY, other), Selected(call)(keep, QUERY, other))
+            torch.testing.assert_close(
+                program(keep, QUERY, other), Selected(call)(keep, QUERY, other)
+            )

@@ -15,7 +15,14 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import checking, deadline, fast_path, verification, verification_file, verified
+from pytransformer.ops._core import (
+    checking,
+    deadline,
+    fast_path,
+    verification,
+    verification_file,
+    verified,
+)
 from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.planted_backend import BACKEND, FAULTS, check_told_once, inputs, planted
@@ -28,7 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_broken_backend_is_found_and_reported_once(fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_backend_is_found_and_reported_once(
+    fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """By every way: a right result, and one message with what was found. The worker's signal or
     silence does not reach us."""
     want = {name: way() for name, way in WAYS.items()}
@@ -40,7 +49,9 @@ def test_broken_backend_is_found_and_reported_once(fault: str, tmp_path: Path, c
     assert "in a child process, once per machine" in capfd.readouterr().err
 
 
-def test_right_backend_is_checked_once_and_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_right_backend_is_checked_once_and_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     q, k, v = inputs()
     with planted("", tmp_path) as ran:
         pt.attention(q, k, v)
@@ -73,7 +84,9 @@ def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pt.attention(q, k, v)
         assert len(ran) == 2
         monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")  # explain does not check
-        assert pt.explain("attention", q, k, v).backend == BACKEND and not list(tmp_path.glob("verification-*"))
+        assert pt.explain("attention", q, k, v).backend == BACKEND and not list(
+            tmp_path.glob("verification-*")
+        )
 
 
 def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:
@@ -128,7 +141,9 @@ def test_check_happens_once_per_node_and_size(checks: list[Any]) -> None:
     assert ask(dtype=torch.bfloat16) is None and len(checks) == 2
 
 
-def test_no_cache_directory_means_one_check_per_process(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cache_directory_means_one_check_per_process(
+    checks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verification_file, "cache_folder", lambda: None)
     assert ask() is None and ask(dtype=torch.bfloat16) is None and ask() is None
     assert len(checks) == 2
@@ -148,7 +163,9 @@ def test_late_check_is_stored(checks: list[Any], monkeypatch: pytest.MonkeyPatch
     assert "verify: late here" in str(ask())
 
 
-def test_other_local_ranks_wait_for_rank_0(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_local_ranks_wait_for_rank_0(
+    checks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They use its result; without one they go to the next backend. They never check."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(verification, "CHECK_SECONDS", 0.5)
@@ -191,7 +208,9 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
     names = verified.names(gpu)
     assert {("attention", "cuda", "bfloat16"), ("layer_norm", "triton", "float16")} <= set(names)
     listed = entry["cuda"]["families"]
-    assert {op for op, backend, _ in names if backend == "cuda"} == {name for name, op in OPS.items() if op.family in listed}
+    assert {op for op, backend, _ in names if backend == "cuda"} == {
+        name for name, op in OPS.items() if op.family in listed
+    }
     monkeypatch.setattr(verification_file, "triton_version", lambda: "9.9")
     assert {backend for _, backend, _ in verified.names(gpu)} == {"cuda"}
     digests["cuda"] |= {"attention": "another"}
@@ -221,14 +240,20 @@ def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
         assert {pair[1:] for pair in tool["stale"](verified.table(), tmp_path)} == stale, name
         (tmp_path / name).write_text(text)
     (tmp_path / "csrc" / "cuda" / "launch.cuh").write_text("// another\n")
-    stale = {family for _, backend, family in tool["stale"](verified.table(), tmp_path) if backend == "cuda"}
+    stale = {
+        family
+        for _, backend, family in tool["stale"](verified.table(), tmp_path)
+        if backend == "cuda"
+    }
     assert stale == set(verified.table()["sm_90"]["cuda"]["families"])
 
 
 # ---- the child process
 
 
-def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, slow = 0.0, 1.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(deadline, "loop_time", lambda: slow * deadline.NOMINAL)
@@ -276,7 +301,13 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
     jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
     told: list[dict[str, Any]] = []
     found = checking.run_jobs(jobs, seconds=1.5, told=told.append)
-    assert [line["outcome"] for line in found] == ["right", "crashed", "right", "hung", "right"] and told == found
+    assert [line["outcome"] for line in found] == [
+        "right",
+        "crashed",
+        "right",
+        "hung",
+        "right",
+    ] and told == found
     assert found[1]["detail"] == "the process ended by SIGABRT"
     wide = [{"do": "test", "device": "cpu", "n": n, "last": 128} for n in (5, 6, 7, 8)]
     same = checking.run_jobs(wide, seconds=60)
@@ -289,7 +320,10 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
     assert {line["outcome"] for line in late} == {"not checked"}
     monkeypatch.setattr(checking, "PREAMBLE", "raise SystemExit(3)")
     (line,) = checking.run_jobs(jobs[:1], seconds=1.5)
-    assert (line["outcome"], line["detail"]) == ("not checked", "the process did not start: the process ended with code 3")
+    assert (line["outcome"], line["detail"]) == (
+        "not checked",
+        "the process did not start: the process ended with code 3",
+    )
 
 
 @pytest.mark.unpoisoned
@@ -298,7 +332,9 @@ def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
     without a guard."""
     attend = torch.nn.functional.scaled_dot_product_attention
     with planted("", tmp_path) as ran, pt.activate():
-        compiled = torch.compile(lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True)
+        compiled = torch.compile(
+            lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True
+        )
         with torch._dynamo.config.patch(error_on_recompile=True):
             for length in (30, 40, 10):  # the last is of another kind, in the same code
                 x = torch.randn(2, 3, length, 16)

@@ -37,7 +37,21 @@ def test_results_of_another_build_are_ignored(cache: Path, monkeypatch: pytest.M
     assert backend_of() == "cpu"
 
 
-VALUES: tuple[Any, ...] = (None, 5, -1.5, "x", [], {}, [{}], [1], True, float("nan"), "y" * 2000, [["a"]], {"a": 1})
+VALUES: tuple[Any, ...] = (
+    None,
+    5,
+    -1.5,
+    "x",
+    [],
+    {},
+    [{}],
+    [1],
+    True,
+    float("nan"),
+    "y" * 2000,
+    [["a"]],
+    {"a": 1},
+)
 
 
 def damages(content: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
@@ -95,7 +109,9 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["folder", "loop", "pipe", "endless", "unreadable folder"])
-def test_files_that_are_none_break_no_call(what: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_none_break_no_call(
+    what: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(cache, [line("wrong")])
     path.unlink()
     if what == "folder":

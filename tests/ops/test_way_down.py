@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way down of the backend ``cpu``, and the memory of failures. Triton's and CUDA's: tests/triton and tests/emulator."""
+"""The way down of the backend ``cpu``, and the memory of failures. Triton's and CUDA's:
+tests/triton and tests/emulator."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ BEFORE = {
 def plant(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     op = OPS["attention"]
     fail = failing(lambda: error)
-    monkeypatch.setitem(op.backends, "cpu", dataclasses.replace(op.backends["cpu"], forward=fail, infer=fail, backward=fail))
+    monkeypatch.setitem(
+        op.backends,
+        "cpu",
+        dataclasses.replace(op.backends["cpu"], forward=fail, infer=fail, backward=fail),
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -41,9 +46,17 @@ def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, name: str, w
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError("no room"), RuntimeError("boom"), ValueError("wrong"), torch.OutOfMemoryError("no room")]
+    "error",
+    [
+        MemoryError("no room"),
+        RuntimeError("boom"),
+        ValueError("wrong"),
+        torch.OutOfMemoryError("no room"),
+    ],
 )
-def test_other_errors_are_raised_as_they_are(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_other_errors_are_raised_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     plant(monkeypatch, error)
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(type(error)) as caught:

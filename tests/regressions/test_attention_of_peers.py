@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong results that attention implementations have returned, each as the formula that returns it.
 
-Every entry shows two things: the peer's formula leaves the error bound on this problem (else the entry would
-prove nothing), and each of our backends keeps within it, gradients too. Sources: issue threads named in the
+Every entry shows two things: the peer's formula leaves the error bound on this problem (else the
+entry would
+prove nothing), and each of our backends keeps within it, gradients too. Sources: issue threads
+named in the
 entries.
 """
 
@@ -25,7 +27,8 @@ Problem = tuple[tuple[Tensor, Tensor, Tensor], dict]
 
 @dataclass(frozen=True)
 class Regression:
-    """`wrong(q, k, v, grad_out, **keywords)` returns what the peer returned: some of out, query, key, value
+    """`wrong(q, k, v, grad_out, **keywords)` returns what the peer returned: some of out, query,
+    key, value
     (gradients)."""
 
     name: str
@@ -34,7 +37,15 @@ class Regression:
     wrong: Callable[..., dict[str, Tensor]]
 
 
-def qkv(lq: int = 9, lk: int = 13, d: int = 16, heads: int = 2, kv_heads: int = 2, dtype=torch.float32, scale: float = 1.0):
+def qkv(
+    lq: int = 9,
+    lk: int = 13,
+    d: int = 16,
+    heads: int = 2,
+    kv_heads: int = 2,
+    dtype=torch.float32,
+    scale: float = 1.0,
+):
     q = torch.randn(2, heads, lq, d) * scale
     k, v = torch.randn(2, kv_heads, lk, d) * scale, torch.randn(2, kv_heads, lk, d)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -72,7 +83,8 @@ def nan_past_the_length() -> Problem:
 
 
 def weights_from_lse(q, k, v, grad_out, attn_mask=None, **_):
-    """Backward recomputes exp(score - lse); lse of a row of finfo.min has lost the log of the count, so
+    """Backward recomputes exp(score - lse); lse of a row of finfo.min has lost the log of the
+    count, so
     weights are 1, not 1 / n."""
     s = scores(q, k) + attn_mask
     lse = torch.logsumexp(s, -1, keepdim=True)
@@ -97,7 +109,10 @@ def two_terms_of_lowest() -> Problem:
 
 
 def aligned_top_left(q, k, v, grad_out, **_):
-    return {"out": scores(q, k).masked_fill(~causal_mask(q.shape[2], k.shape[2]), -math.inf).softmax(-1) @ v}
+    return {
+        "out": scores(q, k).masked_fill(~causal_mask(q.shape[2], k.shape[2]), -math.inf).softmax(-1)
+        @ v
+    }
 
 
 def aligned_bottom_right(q, k, v, grad_out, **_):
@@ -106,7 +121,8 @@ def aligned_bottom_right(q, k, v, grad_out, **_):
 
 
 def weights_as_a_quotient(q, k, v, grad_out, attn_mask=None, **_):
-    """exp(score) / exp(lse) instead of exp(score - lse): 0 / 0 once lse is below -88.7, log of the least
+    """exp(score) / exp(lse) instead of exp(score - lse): 0 / 0 once lse is below -88.7, log of the
+    least
     float32."""
     s = scores(q, k) + (0.0 if attn_mask is None else attn_mask)
     lse = torch.logsumexp(s, -1, keepdim=True)
@@ -149,7 +165,10 @@ def mask_dropped(q, k, v, grad_out, **_):
 
 
 def left_padding() -> Problem:
-    return qkv(13, 13), {"attn_mask": (torch.arange(13) >= torch.tensor([[0], [6]]))[:, None, None], "causal": "top_left"}
+    return qkv(13, 13), {
+        "attn_mask": (torch.arange(13) >= torch.tensor([[0], [6]]))[:, None, None],
+        "causal": "top_left",
+    }
 
 
 def heads_tiled(q, k, v, grad_out, **_):
@@ -192,16 +211,33 @@ def delta_without_lse_gradient(q, k, v, grad_out, grad_lse, **_):
 
 
 def dropout_without_rescaling(q, k, v, grad_out, dropout_p=0.0, dropout_seed=0, **_):
-    keep = oracle.keep_factor(dropout_seed, dropout_p, *q.shape[:2], torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+    keep = oracle.keep_factor(
+        dropout_seed, dropout_p, *q.shape[:2], torch.arange(q.shape[2]), torch.arange(k.shape[2])
+    )
     return {"out": (scores(q, k).softmax(-1) * (keep > 0)) @ v}
 
 
 REGRESSIONS = [
-    Regression("fully_masked_row_is_nan", "pytorch#103749, #103963, #109517", fully_masked_row, softmax_everything),
-    Regression("nan_behind_the_mask_leaks", "pytorch#101967", nan_past_the_length, multiply_by_zero),
-    Regression("gradient_of_a_row_of_lowest", "PyTorch's CPU flash kernel, 2.13", row_of_lowest, weights_from_lse),
     Regression(
-        "two_masks_of_lowest_hide_the_row", "sums of masks in Hugging Face models", two_terms_of_lowest, add_to_infinity
+        "fully_masked_row_is_nan",
+        "pytorch#103749, #103963, #109517",
+        fully_masked_row,
+        softmax_everything,
+    ),
+    Regression(
+        "nan_behind_the_mask_leaks", "pytorch#101967", nan_past_the_length, multiply_by_zero
+    ),
+    Regression(
+        "gradient_of_a_row_of_lowest",
+        "PyTorch's CPU flash kernel, 2.13",
+        row_of_lowest,
+        weights_from_lse,
+    ),
+    Regression(
+        "two_masks_of_lowest_hide_the_row",
+        "sums of masks in Hugging Face models",
+        two_terms_of_lowest,
+        add_to_infinity,
     ),
     Regression(
         "bottom_right_taken_as_top_left",
@@ -210,10 +246,16 @@ REGRESSIONS = [
         aligned_top_left,
     ),
     Regression(
-        "top_left_taken_as_bottom_right", "flash-attention#951", lambda: (qkv(), {"causal": "top_left"}), aligned_bottom_right
+        "top_left_taken_as_bottom_right",
+        "flash-attention#951",
+        lambda: (qkv(), {"causal": "top_left"}),
+        aligned_bottom_right,
     ),
     Regression(
-        "lse_below_the_least_float", "pytorch#196678: L % 128 == 64", lambda: very_negative_lse(192), weights_as_a_quotient
+        "lse_below_the_least_float",
+        "pytorch#196678: L % 128 == 64",
+        lambda: very_negative_lse(192),
+        weights_as_a_quotient,
     ),
     Regression(
         "lse_below_the_least_float_one_query",
@@ -246,7 +288,9 @@ REGRESSIONS = [
         scale_after_masking,
     ),
     Regression("left_padding_dropped", "transformers#45811, #46132", left_padding, mask_dropped),
-    Regression("grouped_heads_tiled", "axolotl#3968", lambda: (qkv(heads=4, kv_heads=2), {}), heads_tiled),
+    Regression(
+        "grouped_heads_tiled", "axolotl#3968", lambda: (qkv(heads=4, kv_heads=2), {}), heads_tiled
+    ),
     Regression(
         "bias_gets_no_gradient",
         "xformers#783, flash-attention#242",
@@ -254,10 +298,18 @@ REGRESSIONS = [
         bias_without_gradient,
     ),
     Regression(
-        "more_heads_than_a_grid_dimension", "pytorch#142228, xformers#845, flash-attention#1812", many_heads, grid_limit
+        "more_heads_than_a_grid_dimension",
+        "pytorch#142228, xformers#845, flash-attention#1812",
+        many_heads,
+        grid_limit,
     ),
     Regression("odd_number_of_keys", "cudnn-frontend#160", lambda: (qkv(), {}), tail_ignored),
-    Regression("large_logits_overflow", "softmax without its maximum", lambda: (qkv(scale=40.0), {}), no_maximum),
+    Regression(
+        "large_logits_overflow",
+        "softmax without its maximum",
+        lambda: (qkv(scale=40.0), {}),
+        no_maximum,
+    ),
     Regression(
         "lse_gradient_dropped",
         "backward that knows only the output's gradient",
@@ -276,7 +328,11 @@ REGRESSIONS = [
 def upstream(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """A gradient in (B, L, H, D) memory, and one for lse."""
     generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(q.shape[0], q.shape[2], q.shape[1], v.shape[3], generator=generator).to(q.dtype).transpose(1, 2)
+    grad = (
+        torch.randn(q.shape[0], q.shape[2], q.shape[1], v.shape[3], generator=generator)
+        .to(q.dtype)
+        .transpose(1, 2)
+    )
     return grad, torch.randn(q.shape[:3], generator=generator)
 
 
@@ -312,7 +368,8 @@ def test_offsets_beyond_32_bits(backend: str) -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
 def test_no_queries_or_no_keys(lengths: tuple[int, int], backend: str) -> None:
-    """flash-attention#2470 (division by zero), pytorch#133780. The peer's formula, a maximum over nothing,
+    """flash-attention#2470 (division by zero), pytorch#133780. The peer's formula, a maximum over
+    nothing,
     raises."""
     q, k = torch.randn(1, 2, lengths[0], 8), torch.randn(1, 2, lengths[1], 8)
     if lengths[1] == 0:

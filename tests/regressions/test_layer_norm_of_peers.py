@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong results that norm kernels have returned, each as the formula that returns it: it leaves the error bound on the problem
+"""Wrong results that norm kernels have returned, each as the formula that returns it: it leaves the
+error bound on the problem
 (else the entry would prove nothing), and each of our backends keeps within it."""
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ ROWS, COLUMNS = 4096, 64
 
 
 def problem() -> fuzz_layer_norm.Problem:
-    """As many rows as a batch of sequences has, and the upstream gradient of ``y.square().sum() / 2``: all terms of the
+    """As many rows as a batch of sequences has, and the upstream gradient of ``y.square().sum() /
+    2``: all terms of the
     weight's gradient are positive."""
     x, weight, bias = torch.randn(ROWS, COLUMNS), torch.ones(COLUMNS), torch.ones(COLUMNS)
-    tensors = {"x": x, "weight": weight, "bias": bias, "grad_out": torch.nn.functional.layer_norm(x, (COLUMNS,)) + 1}
+    tensors = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "grad_out": torch.nn.functional.layer_norm(x, (COLUMNS,)) + 1,
+    }
     tensors = {name: t.bfloat16() for name, t in tensors.items()}
     layouts = dict.fromkeys(tensors, "contiguous")
-    return fuzz_layer_norm.Problem("layer_norm", torch.bfloat16, 1, "zero_mean", tensors, layouts, {}, ["x", "weight", "bias"])
+    return fuzz_layer_norm.Problem(
+        "layer_norm", torch.bfloat16, 1, "zero_mean", tensors, layouts, {}, ["x", "weight", "bias"]
+    )
 
 
 def summed_in_bfloat16(terms: Tensor) -> Tensor:
-    """The sum over rows with a bfloat16 accumulator: 8 bits, so that it stands still once it is 512 times a term."""
+    """The sum over rows with a bfloat16 accumulator: 8 bits, so that it stands still once it is 512
+    times a term."""
     total = torch.zeros(COLUMNS, dtype=torch.bfloat16)
     for row in terms:
         total = (total.float() + row).bfloat16()
@@ -33,7 +43,8 @@ def summed_in_bfloat16(terms: Tensor) -> Tensor:
 
 
 def parameter_gradients(p: fuzz_layer_norm.Problem) -> dict[str, Tensor]:
-    """torch 2.13 on the CPU, bfloat16 input, one thread: between rows dweight and dbias are kept in the weight's dtype."""
+    """torch 2.13 on the CPU, bfloat16 input, one thread: between rows dweight and dbias are kept in
+    the weight's dtype."""
     x, grad = p.tensors["x"].float(), p.tensors["grad_out"].float()
     xhat = torch.nn.functional.layer_norm(x, (COLUMNS,))
     return {"weight": summed_in_bfloat16(grad * xhat), "bias": summed_in_bfloat16(grad)}
@@ -41,7 +52,9 @@ def parameter_gradients(p: fuzz_layer_norm.Problem) -> dict[str, Tensor]:
 
 @pytest.fixture
 def backends() -> list[str]:
-    reasons = pt.explain("layer_norm", torch.zeros(1, COLUMNS, dtype=torch.bfloat16), COLUMNS).reasons
+    reasons = pt.explain(
+        "layer_norm", torch.zeros(1, COLUMNS, dtype=torch.bfloat16), COLUMNS
+    ).reasons
     return [name for name, reason in reasons.items() if reason is None]
 
 
@@ -50,7 +63,9 @@ def test_parameter_gradients_summed_in_bfloat16(backends: list[str]) -> None:
     exact = oracle.Solution(fuzz_layer_norm.solve(p, None), 1, torch.empty(0), torch.empty(0))
     wrong = {
         c.name
-        for c in bounds.check(exact, dict(parameter_gradients(p)), torch.bfloat16, p.data, fuzz_layer_norm.LIMITS)
+        for c in bounds.check(
+            exact, dict(parameter_gradients(p)), torch.bfloat16, p.data, fuzz_layer_norm.LIMITS
+        )
         if not c.ok
     }
     assert wrong == {"weight", "bias"}

@@ -14,7 +14,9 @@ import pytest
 import pytransformer
 
 PATH = Path(__file__).with_name("toy.py")
-HEADER = {"": "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"}
+HEADER = {
+    "": "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
+}
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +41,12 @@ def portuguese():
 
 @pytest.fixture(scope="session")
 def subprocess_environment():
-    """The environment of a process that is to find this very package, and nothing in the working directory."""
-    paths = [str(Path(pytransformer.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """The environment of a process that is to find this very package, and nothing in the working
+    directory."""
+    paths = [
+        str(Path(pytransformer.__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -67,7 +73,9 @@ def install(tmp_path, monkeypatch):
             (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / path).write_bytes(content)
         about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.2\n{licence}\n")
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.2\n{licence}\n"
+        )
         (about / "RECORD").write_text("".join(f"{name}/{path},,\n" for path in files))
 
     return put

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs from the gettext catalogues of installed packages: a package of a test's own, read as the standard library reads it."""
+"""Sentence pairs from the gettext catalogues of installed packages: a package of a test's own, read
+as the standard library reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ PT = {
     "Save": "Salvar",
     "month\x04May": "maio",
     "%(count)d page\0%(count)d pages": "%(count)d página\0%(count)d páginas",
-    'Read the <a href="%(url)s">manual</a>,\nplease.': 'Leia o <a href="%(url)s">manual</a>, por favor.',
+    'Read the <a href="%(url)s">manual</a>,\nplease.': (
+        'Leia o <a href="%(url)s">manual</a>, por favor.'
+    ),
     "label_title": "Título",
     "URL": "URL",
     "Hello %s": "Olá",
@@ -40,7 +43,10 @@ def test_a_catalogue_says_what_gettext_says(mo, tmp_path, order):
             expected = theirs.ngettext("%(count)d page", "%(count)d pages", 1 + form)
             assert english == ("%(count)d page", "%(count)d pages")[form]
         else:
-            expected, english_wanted = theirs.pgettext(context, message) if context else theirs.gettext(message), message
+            expected, english_wanted = (
+                theirs.pgettext(context, message) if context else theirs.gettext(message),
+                message,
+            )
             assert english == english_wanted and form == 0
         assert text == expected
     assert ours[Key("month", "May", 0)].text == "maio"
@@ -60,7 +66,13 @@ def test_every_damage_is_named(mo, tmp_path):
 
 
 def test_pairs_of_installed_packages(mo, install):
-    install("fakeone", {"locale/pt_BR/LC_MESSAGES/app.mo": mo(PT), "locale/de/LC_MESSAGES/app.mo": mo({"Save": "Sichern"})})
+    install(
+        "fakeone",
+        {
+            "locale/pt_BR/LC_MESSAGES/app.mo": mo(PT),
+            "locale/de/LC_MESSAGES/app.mo": mo({"Save": "Sichern"}),
+        },
+    )
     install(
         "faketwo",
         {"l/pt/LC_MESSAGES/x.mo": mo({"Save": "Guardar", "Open": "Abrir"})},
@@ -68,13 +80,23 @@ def test_pairs_of_installed_packages(mo, install):
     )
     corpus = catalogue_pairs(["fakeone", "faketwo"], "pt", "en")
     assert sorted(corpus.pairs) == sorted([
-        Pair("Salvar", "Save"), Pair("maio", "May"), Pair("{0} página", "{0} page"), Pair("{0} páginas", "{0} pages"),
-        Pair("Leia o manual, por favor.", "Read the manual, please."), Pair("Guardar", "Save"), Pair("Abrir", "Open"),
+        Pair("Salvar", "Save"), Pair("maio", "May"), Pair("{0} página", "{0} page"),
+        Pair("{0} páginas", "{0} pages"),
+        Pair("Leia o manual, por favor.", "Read the manual, please."), Pair("Guardar", "Save"),
+        Pair("Abrir", "Open"),
     ])  # fmt: skip
-    assert corpus.left_out == {"untranslated": 1, "other placeholders": 1}, "URL, Hello; of label_title no English is known"
-    assert corpus.packages == ["fakeone 1.2, licence MIT: 5 pairs", "faketwo 1.2, licence BSD License: 2 pairs"]
+    assert corpus.left_out == {
+        "untranslated": 1,
+        "other placeholders": 1,
+    }, "URL, Hello; of label_title no English is known"
+    assert corpus.packages == [
+        "fakeone 1.2, licence MIT: 5 pairs",
+        "faketwo 1.2, licence BSD License: 2 pairs",
+    ]
     assert catalogue_pairs(["fakeone"], "en", "de").pairs == [Pair("Save", "Sichern")]
-    assert catalogue_pairs(["fakeone"], "de", "pt").pairs == [Pair("Sichern", "Salvar")], "both by way of the message"
+    assert catalogue_pairs(["fakeone"], "de", "pt").pairs == [Pair("Sichern", "Salvar")], (
+        "both by way of the message"
+    )
 
 
 def test_the_english_catalogue_says_what_an_id_means(mo, install):
@@ -106,19 +128,29 @@ def test_po_files_are_read_with_polib_alone(install, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "polib", None)
         with pytest.raises(
-            ImportError, match=r"reading the \.po files of fakeone needs polib, .*pytransformer-kernels\[corpora\]"
+            ImportError,
+            match=(
+                r"reading the \.po files of fakeone needs polib, .*pytransformer-kernels\[corpora\]"
+            ),
         ):
             catalogue_pairs(["fakeone"], "pt", "en")
     if importlib.util.find_spec("polib") is None:
         pytest.skip("needs polib (the extra corpora)")
-    assert sorted(catalogue_pairs(["fakeone"], "pt", "en").pairs) == [Pair('O "título"', 'The "title"'), Pair("maio", "May")]
+    assert sorted(catalogue_pairs(["fakeone"], "pt", "en").pairs) == [
+        Pair('O "título"', 'The "title"'),
+        Pair("maio", "May"),
+    ]
 
 
 def test_what_cannot_be_read_is_named(mo, install):
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo({"Save": "Sichern"})})
     install("fakeempty", {"readme.txt": b""})
     for packages, languages, said in (
-        (["nosuchpackage"], ("pt", "en"), "no such package is installed; pip install nosuchpackage"),
+        (
+            ["nosuchpackage"],
+            ("pt", "en"),
+            "no such package is installed; pip install nosuchpackage",
+        ),
         (["fakeempty"], ("pt", "en"), "it has no gettext catalogue"),
         (["fakeone"], ("pt", "en"), "no pair of pt and en in fakeone 1.2"),
         (["fakeone"], ("de", "DE"), "both 'de'; wanted two languages"),
@@ -158,12 +190,16 @@ def test_languages():
 def test_what_is_held_out_is_neither_source_nor_target_of_training():
     """Variants of a language translate one English text; and one text has several English ones."""
     words = [2 * letter for letter in "abcdefghijklmnopqrstuvwxyz"]
-    pairs = [Pair(f"{verb} {word}", f"save {word}") for word in words for verb in ("salvar", "guardar")]
+    pairs = [
+        Pair(f"{verb} {word}", f"save {word}") for word in words for verb in ("salvar", "guardar")
+    ]
     pairs += [Pair(f"Salvar {word}!", f"keep {word}") for word in words]
     train, held_out = split_pairs(pairs, every=3, key=sentence_key)
     assert len(train) + len(held_out) == len(pairs) and train and held_out
     for side in (0, 1):
-        assert not {sentence_key(p[side]) for p in train} & {sentence_key(p[side]) for p in held_out}
+        assert not {sentence_key(p[side]) for p in train} & {
+            sentence_key(p[side]) for p in held_out
+        }
     plain = [{p.target for p in part} for part in split_pairs(pairs, every=3)]
     assert plain[0] & plain[1], "without a key they are"
 
@@ -171,33 +207,64 @@ def test_what_is_held_out_is_neither_source_nor_target_of_training():
 def test_scores_are_sacrebleu_s():
     pytest.importorskip("sacrebleu", reason="needs sacrebleu (the extra corpora)")
     wanted = ["the cat sat on the mat .", "there is a black house here ."]
-    assert translation_scores(wanted, wanted)["bleu"] == translation_scores(wanted, wanted)["chrf"] == 100
+    assert (
+        translation_scores(wanted, wanted)["bleu"]
+        == translation_scores(wanted, wanted)["chrf"]
+        == 100
+    )
     said = ["the cat sat on a mat .", "there is the black house here ."]
     scores = translation_scores(said, wanted)
-    # Shares of n-grams that are right: 12/14, 8/12, 4/10, 2/8; their geometric mean, and as many words: no penalty.
-    assert scores["bleu"] == pytest.approx(100 * (12 / 14 * 8 / 12 * 4 / 10 * 2 / 8) ** 0.25, abs=0.01)
+    # Shares of n-grams that are right: 12/14, 8/12, 4/10, 2/8; their geometric mean, and as many
+    # words: no penalty.
+    assert scores["bleu"] == pytest.approx(
+        100 * (12 / 14 * 8 / 12 * 4 / 10 * 2 / 8) ** 0.25, abs=0.01
+    )
     assert 50 < scores["chrf"] < 100 and "version" in scores["chrf_signature"]
     with pytest.raises(ValueError, match="got 1 and 2"):
         translation_scores(said[:1], wanted)
 
 
 def test_a_memory_answers_with_the_most_similar_sentence():
-    memory = [Pair("abrir a página", "open the page"), Pair("apagar a página", "delete the page"), Pair("a a a", "the")]
+    memory = [
+        Pair("abrir a página", "open the page"),
+        Pair("apagar a página", "delete the page"),
+        Pair("a a a", "the"),
+    ]
     texts = ["Apagar: página!", "a", "abrir tudo", "nada"]
     assert from_memory(memory, texts) == ["delete the page", "the", "open the page", "nada"]
 
 
 def test_scores_without_sacrebleu(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ImportError, match=r"BLEU and chrF needs sacrebleu, .*pytransformer-kernels\[corpora\]"):
+    with pytest.raises(
+        ImportError, match=r"BLEU and chrF needs sacrebleu, .*pytransformer-kernels\[corpora\]"
+    ):
         translation_scores(["a"], ["a"])
 
 
 def test_training_on_a_package(mo, install, tmp_path, capsys):
     letters = "abcdefghij"
-    messages = {f"{x}{x} {y}{y} {z}{z}": f"{z}{z} {y}{y} {x}{x}" for x in letters for y in letters for z in "kl"}
+    messages = {
+        f"{x}{x} {y}{y} {z}{z}": f"{z}{z} {y}{y} {x}{x}"
+        for x in letters
+        for y in letters
+        for z in "kl"
+    }
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo(messages)})
-    small = ["--layers", "1", "--width", "16", "--batch", "8", "--vocabulary", "100", "--device", "cpu", "--steps", "2"]
+    small = [
+        "--layers",
+        "1",
+        "--width",
+        "16",
+        "--batch",
+        "8",
+        "--vocabulary",
+        "100",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+    ]
     command = ["train", "translate", *small, "--out", str(tmp_path / "out")]
     assert main([*command, "--data", "gettext:fakeone", "--from", "de", "--to", "en"]) == OK
     said = capsys.readouterr().out

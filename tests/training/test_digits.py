@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train vit|mixer|fnet|conformer`: each learns within seconds, and goes on with the same bits; what they learn from."""
+"""`pytransformer train vit|mixer|fnet|conformer`: each learns within seconds, and goes on with the
+same bits; what they learn from."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from pytransformer.training.digits import (
 )
 
 pytestmark = pytest.mark.unpoisoned  # hundreds of steps
-sklearn = pytest.importorskip("sklearn", reason="needs scikit-learn (the extra corpora), which has the digits")
+sklearn = pytest.importorskip(
+    "sklearn", reason="needs scikit-learn (the extra corpora), which has the digits"
+)
 
 
 def trained(task: str, out, *options: str) -> dict:
@@ -54,13 +57,34 @@ def test_the_vit_learns_and_is_fine_tuned_at_another_size(tmp_path, capsys):
     few, all_of_them, before, after = report["figures"]
     assert all_of_them["value"] > 0.5 and all_of_them["chance"] == 0.1 and all_of_them["of"] == 597
     assert 0.85 < few["baseline"] < all_of_them["baseline"] < 0.95, "logistic regression"
-    assert before["value"] > 0.15 and after["value"] > after["baseline"] + 0.05, "what was learned at 8 x 8 helps at 12 x 16"
-    assert report["size"] == [12, 16] and [n for n, _ in report["accuracy_by_digits"]["ViT"]] == [300, 1200]
+    assert before["value"] > 0.15 and after["value"] > after["baseline"] + 0.05, (
+        "what was learned at 8 x 8 helps at 12 x 16"
+    )
+    assert report["size"] == [12, 16] and [n for n, _ in report["accuracy_by_digits"]["ViT"]] == [
+        300,
+        1200,
+    ]
     assert torch.tensor(report["attention_distance_in_pixels"]).shape == (2, 4)
     assert ViT.load(tmp_path / "vit" / "resized").config.image_size == (12, 16)
     if (tmp_path / "vit" / "training.png").exists():
         assert (tmp_path / "vit" / "accuracy.png").stat().st_size > 3000
-    assert main(["train", "vit", "--out", str(tmp_path / "x"), "--size", "11x16", "--steps", "1", "--shares", "0.1"]) == USAGE
+    assert (
+        main(
+            [
+                "train",
+                "vit",
+                "--out",
+                str(tmp_path / "x"),
+                "--size",
+                "11x16",
+                "--steps",
+                "1",
+                "--shares",
+                "0.1",
+            ]
+        )
+        == USAGE
+    )
     assert "image_size (11, 16) is not a multiple of patch_size 2" in capsys.readouterr().err
 
 
@@ -76,7 +100,9 @@ def test_mixers_learn_and_go_on_with_the_same_bits(tmp_path):
     newest.unlink()
     again = trained("mixer", out, *options, "--resume")
     found = read_checkpoint(newest).tensors
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
     assert again["figures"] == report["figures"]
 
 
@@ -86,8 +112,22 @@ def test_fnet_learns_from_grey_levels(tmp_path):
 
 
 def test_a_conformer_learns_to_read(tmp_path):
-    """No strip is read by saying nothing, which is all that few steps teach; the local model has no more than the subsampling."""
-    options = ["--steps", "120", "--width", "48", "--layers", "1", "--strips", "1500", "--held-out", "50", "--longest", "4"]
+    """No strip is read by saying nothing, which is all that few steps teach; the local model has no
+    more than the subsampling."""
+    options = [
+        "--steps",
+        "120",
+        "--width",
+        "48",
+        "--layers",
+        "1",
+        "--strips",
+        "1500",
+        "--held-out",
+        "50",
+        "--longest",
+        "4",
+    ]
     report = trained("conformer", tmp_path / "conformer", *options)
     assert "UCI repository, CC BY 4.0" in report["sources"][0]
     ours, local = report["found"]["conformer"], report["found"]["no-blocks"]
@@ -104,7 +144,10 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
     learned, held_out = load_digits()
     assert (len(learned), len(held_out)) == (1200, 597)
-    images, labels = torch.cat([learned.images, held_out.images]), torch.cat([learned.labels, held_out.labels])
+    images, labels = (
+        torch.cat([learned.images, held_out.images]),
+        torch.cat([learned.labels, held_out.labels]),
+    )
     assert torch.equal(((images + 1) * 8)[:, 0].double(), torch.from_numpy(theirs().images))
     assert torch.equal(labels, torch.from_numpy(theirs().target))
 
@@ -114,7 +157,9 @@ def test_images_are_moved_by_whole_pixels() -> None:
     image[0, 1, 2] = 1.0
     examples = [(image, 7)] * 64
     batch = image_collate(1)(examples, torch.Generator().manual_seed(0))
-    places = {tuple(place) for place in (batch["pixel_values"][:, 0] == 1.0).nonzero()[:, 1:].tolist()}
+    places = {
+        tuple(place) for place in (batch["pixel_values"][:, 0] == 1.0).nonzero()[:, 1:].tolist()
+    }
     assert places == set(itertools.product((0, 1, 2), (1, 2, 3))) and (batch["labels"] == 7).all()
     assert torch.equal(image_collate()(examples, torch.Generator())["pixel_values"][5], image)
 
@@ -122,7 +167,12 @@ def test_images_are_moved_by_whole_pixels() -> None:
 def test_grey_levels_are_tokens() -> None:
     _, held_out = load_digits()
     ids = level_collate()([held_out[3]], torch.Generator())["input_ids"]
-    assert ids.shape == (1, 65) and ids[0, 0] == LEVELS and ids[0, 1:].min() == 0 and ids[0, 1:].max() == LEVELS - 1
+    assert (
+        ids.shape == (1, 65)
+        and ids[0, 0] == LEVELS
+        and ids[0, 1:].min() == 0
+        and ids[0, 1:].max() == LEVELS - 1
+    )
     assert torch.equal(ids[0, 1:].view(8, 8) / 8.0 - 1.0, held_out.images[3, 0])
 
 
@@ -135,7 +185,9 @@ def test_strips_say_their_digits_in_order() -> None:
     for strip in strips:
         heights = strip.features.argmax(1)[strip.features.amax(1) > 0.5]
         seen = [int(h) // 6 for h in heights]
-        assert [d for d, _ in itertools.groupby(seen)] == [d for d, _ in itertools.groupby(strip.digits)]
+        assert [d for d, _ in itertools.groupby(seen)] == [
+            d for d, _ in itertools.groupby(strip.digits)
+        ]
         assert len(seen) >= 12 * len(strip.digits)
     batch = strip_collate()(strips[:2], torch.Generator())
     assert batch["attention_mask"].tolist() == [len(s.features) for s in strips[:2]]
@@ -146,7 +198,9 @@ def test_edits_are_the_fewest() -> None:
     def by_hand(a: tuple, b: tuple) -> int:
         if not a or not b:
             return len(a) + len(b)
-        return min(by_hand(a[1:], b) + 1, by_hand(a, b[1:]) + 1, by_hand(a[1:], b[1:]) + (a[0] != b[0]))
+        return min(
+            by_hand(a[1:], b) + 1, by_hand(a, b[1:]) + 1, by_hand(a[1:], b[1:]) + (a[0] != b[0])
+        )
 
     words = [word for n in range(4) for word in itertools.product((1, 2), repeat=n)]
     assert all(edits(a, b) == by_hand(a, b) for a in words for b in words)
@@ -158,7 +212,11 @@ def test_reading_errors_count_digits_and_strips() -> None:
             return [[1, 2], [3]]
 
     labels = torch.tensor([[1, 2, -100], [3, 3, 4]])
-    batch = {"input_features": torch.zeros(2, 8, 16), "attention_mask": torch.tensor([8, 8]), "labels": labels}
+    batch = {
+        "input_features": torch.zeros(2, 8, 16),
+        "attention_mask": torch.tensor([8, 8]),
+        "labels": labels,
+    }
     assert reading_errors(Reader(), [batch]) == {"digit_errors": 2 / 5, "exact": 1 / 2}
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes, started by torchrun, over gloo: the step of one process that accumulates two batches, and the same on both."""
+"""Two processes, started by torchrun, over gloo: the step of one process that accumulates two
+batches, and the same on both."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ with distributed("cpu") as world:
 def torchrun(toy, environment, folder, *arguments):
     script = folder.parent / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     where = os.path.dirname(toy.__file__)
     done = subprocess.run(
         [*command, where, str(folder), *map(str, arguments)],
@@ -56,7 +64,9 @@ def weights(folder):
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_two_processes_make_the_steps_of_one(toy, subprocess_environment, tmp_path):
-    alone = toy.make_trainer(tmp_path / "one", dropout=0.0, steps=12, log_every=4, epoch_steps=6, accumulate=2)
+    alone = toy.make_trainer(
+        tmp_path / "one", dropout=0.0, steps=12, log_every=4, epoch_steps=6, accumulate=2
+    )
     alone.fit()
     torchrun(toy, subprocess_environment, tmp_path / "two", 1, 12)
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
@@ -65,7 +75,9 @@ def test_two_processes_make_the_steps_of_one(toy, subprocess_environment, tmp_pa
     assert [row["step"] for row in second] == [4, 6, 8, 12, 12], "one process writes the metrics"
     for a, b in zip(first, second):
         name = "epoch_loss" if "epochs" in a else "loss"
-        assert b[name] == pytest.approx(a[name], rel=TRAINED), "the loss told is that of all processes"
+        assert b[name] == pytest.approx(a[name], rel=TRAINED), (
+            "the loss told is that of all processes"
+        )
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries from docstrings: what a pair is, what is left out, and what is wrong with a package is said."""
+"""Summaries from docstrings: what a pair is, what is left out, and what is wrong with a package is
+said."""
 
 from __future__ import annotations
 
@@ -7,8 +8,14 @@ import pytest
 
 from pytransformer.training.docstrings import docstring_pairs, docstrings, summed_up
 
-PROSE = "The pages of the pool are looked at one after the other, and a free one is handed out to who asks first."
-OTHER = "Who has read all of the letters is asked to sort them by colour, and then to put each into a box of that colour."
+PROSE = (
+    "The pages of the pool are looked at one after the other, and a free one is handed out to who"
+    " asks first."
+)
+OTHER = (
+    "Who has read all of the letters is asked to sort them by colour, and then to put each into a"
+    " box of that colour."
+)
 
 
 def test_the_first_paragraph_sums_up_the_prose_before_the_first_section():
@@ -26,9 +33,15 @@ def test_the_first_paragraph_sums_up_the_prose_before_the_first_section():
     assert pair == (f"{PROSE} It may be None.", "Hand out a free pool.Page.")
 
 
-@pytest.mark.parametrize("section", ["Args:", ":param x: a number", ">>> f(1)", ".. note::", "Returns\n-------", "- a list"])
+@pytest.mark.parametrize(
+    "section",
+    ["Args:", ":param x: a number", ">>> f(1)", ".. note::", "Returns\n-------", "- a list"],
+)
 def test_what_follows_a_section_is_no_prose(section):
-    assert summed_up(f"Hand out a page.\n\n{PROSE}\n\n{section}\n    else") == (PROSE, "Hand out a page.")
+    assert summed_up(f"Hand out a page.\n\n{PROSE}\n\n{section}\n    else") == (
+        PROSE,
+        "Hand out a page.",
+    )
     assert summed_up(f"Hand out a page.\n\n{section}\n    {PROSE}") == "no text, or a short one"
 
 
@@ -37,13 +50,16 @@ def test_why_there_is_no_pair():
     assert summed_up(f"Page.\n\n{PROSE}") == "a summary of other length"
     assert summed_up(f"The pages of the pool.\n\n{PROSE}") == "the summary stands in the text"
     assert summed_up(f"----\n\n{PROSE}") == "no summary"
-    assert len(summed_up("Hand out a page.\n\n" + "word and more " * 60).source.split()) == 60, "the rest is left out"
+    assert len(summed_up("Hand out a page.\n\n" + "word and more " * 60).source.split()) == 60, (
+        "the rest is left out"
+    )
 
 
 def test_files_are_parsed_and_never_imported(tmp_path):
     path = tmp_path / "a.py"
     path.write_text(
-        '"""Module."""\nraise SystemExit\nclass A:\n    """Class."""\n    async def f(self):\n        """Method."""\n'
+        '"""Module."""\nraise SystemExit\nclass A:\n    """Class."""\n    async def f(self):\n     '
+        '   """Method."""\n'
     )
     assert sorted(docstrings(path)) == ["Class.", "Method.", "Module."]
     path.write_text("def (")
@@ -52,19 +68,30 @@ def test_files_are_parsed_and_never_imported(tmp_path):
 
 def test_pairs_of_packages_with_their_licences(install):
     code = (
-        f'def f():\n    """Hand out a page.\n\n    {PROSE}\n    """\ndef g():\n    """Sort by colour.\n\n    {{}}\n    """\n'
+        f'def f():\n    """Hand out a page.\n\n    {PROSE}\n    """\ndef g():\n    """Sort by'
+        ' colour.\n\n    {}\n    """\n'
     )
     install("onepackage", {"one.py": code.format(OTHER).encode(), "data.txt": b"no python"})
     again = {"two.py": code.format(OTHER.upper()), "three.py": code.format(PROSE[:90])}
     install("twopackage", {name: text.encode() for name, text in again.items()})
     found = docstring_pairs(["onepackage", "twopackage"])
-    assert found.pairs == [(PROSE, "Hand out a page."), (OTHER, "Sort by colour."), (PROSE[:90], "Sort by colour.")]
-    assert found.packages == ["onepackage 1.2, licence MIT: 2 pairs", "twopackage 1.2, licence MIT: 1 pairs"]
+    assert found.pairs == [
+        (PROSE, "Hand out a page."),
+        (OTHER, "Sort by colour."),
+        (PROSE[:90], "Sort by colour."),
+    ]
+    assert found.packages == [
+        "onepackage 1.2, licence MIT: 2 pairs",
+        "twopackage 1.2, licence MIT: 1 pairs",
+    ]
     assert found.left_out == {"a duplicate": 3}
     install("threepackage", {"three.py": b"x = 1"})
     for packages, said in [
         (["nosuchpackage"], "no such package is installed; pip install nosuchpackage"),
-        (["threepackage"], "docstrings:threepackage: no docstring with a summary and a text of 12 words"),
+        (
+            ["threepackage"],
+            "docstrings:threepackage: no docstring with a summary and a text of 12 words",
+        ),
         ([], "names no package"),
     ]:
         with pytest.raises(ValueError, match=said):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each example runs from beginning to end and learns, with settings for seconds; what an example reaches is far from chance then."""
+"""Each example runs from beginning to end and learns, with settings for seconds; what an example
+reaches is far from chance then."""
 
 from __future__ import annotations
 
@@ -27,16 +28,18 @@ def load(name):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("portuguese")} == set(
-        QUICK
-    )  # test_grammar
+    assert {
+        path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("portuguese")
+    } == set(QUICK)  # test_grammar
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_a_classifier_learns(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     share, most = load(name).main(QUICK[name])
-    assert 0.2 < most < 0.4 and share > most + 0.15, f"{share:.2f} told right, {most:.2f} by saying the same of all"
+    assert 0.2 < most < 0.4 and share > most + 0.15, (
+        f"{share:.2f} told right, {most:.2f} by saying the same of all"
+    )
     printed = capsys.readouterr().out
     assert "million parameters" in printed and f"{100 * share:.1f} % of" in printed
     if name == "vit" and importlib.util.find_spec("matplotlib"):
@@ -49,9 +52,13 @@ def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
     assert "24 of 24 pages without a request" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [[], ["--branches", "1"], ["--cache", "paged", "--seed", "3"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], ["--branches", "1"], ["--cache", "paged", "--seed", "3"]], ids=str
+)
 def test_guessed_tokens_are_those_of_greedy_decoding(options, capsys):
-    told, plain, calls = load("speculative_decoding").main([*QUICK["speculative_decoding"], *options])
+    told, plain, calls = load("speculative_decoding").main(
+        [*QUICK["speculative_decoding"], *options]
+    )
     assert told == plain and len(told) == 60
     assert calls < 30  # two tokens a call and more
     assert "equal to greedy decoding" in capsys.readouterr().out
@@ -60,7 +67,9 @@ def test_guessed_tokens_are_those_of_greedy_decoding(options, capsys):
 def learned_summaries(*options):
     """Half of what the tokens' frequencies leave to be said is learned from the article."""
     _, loss, unigram = load("gpt").main([*QUICK["gpt"], *options])
-    assert 3.0 < unigram < 4.0 and loss < 0.7 * unigram, f"{loss:.2f} nats a token, by frequency {unigram:.2f}"
+    assert 3.0 < unigram < 4.0 and loss < 0.7 * unigram, (
+        f"{loss:.2f} nats a token, by frequency {unigram:.2f}"
+    )
 
 
 def test_the_summarizer_learns(tmp_path, monkeypatch):
@@ -80,5 +89,7 @@ def test_the_vit_takes_pictures_of_one_s_own(tmp_path, monkeypatch):
         (tmp_path / "images" / name).mkdir(parents=True)
         for i in range(10):
             image.new("L", (20, 20), light + i).save(tmp_path / "images" / name / f"{i}.png")
-    share, _ = load("vit").main(["--patch", "8", "--steps", "40", "--width", "16", "--images", "images"])
+    share, _ = load("vit").main(
+        ["--patch", "8", "--steps", "40", "--width", "16", "--images", "images"]
+    )
     assert share == 1.0, "dark and light are told apart"

@@ -65,7 +65,9 @@ def test_the_newest_readable_checkpoint_is_resumed(tmp_path: Path) -> None:
     older, newest = checkpoints(tmp_path)
     os.truncate(newest, 100)
     run = trainer(tmp_path)
-    with pytest.warns(RuntimeWarning, match=rf"resuming from {older.name}, because .*{newest.name}"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"resuming from {older.name}, because .*{newest.name}"
+    ):
         assert run.resume()
     assert run.step == 9
     run.fit()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel corpus of the examples: right sentences, the same every time, nothing held out seen in training."""
+"""The parallel corpus of the examples: right sentences, the same every time, nothing held out seen
+in training."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
-from portuguese import HELD_OUT_SHARE, TEMPLATES, is_held_out, make_corpus, make_sentence, number_en, number_pt  # noqa: E402
+from portuguese import (  # noqa: E402
+    HELD_OUT_SHARE,
+    TEMPLATES,
+    is_held_out,
+    make_corpus,
+    make_sentence,
+    number_en,
+    number_pt,
+)
 from portuguese_lexicon import ADJECTIVES, NOUNS, VERBS  # noqa: E402
 
 
@@ -60,9 +69,17 @@ def test_words_agree():
 def test_the_corpus_is_a_function_of_the_seed(corpus):
     assert make_corpus(6000, 500, seed=0) == corpus
     assert make_corpus(50, 5, seed=1).train != corpus.train[:50]
-    first = corpus.train[0]  # on every machine and in every version: a trained model's corpus can be drawn again
-    assert first.source == "em 30 de julho, Beatriz vai à cidade com quatrocentos e noventa e oito chapéus."
-    assert first.target == "on July 30, Beatriz goes to the city with four hundred and ninety-eight hats."
+    first = corpus.train[
+        0
+    ]  # on every machine and in every version: a trained model's corpus can be drawn again
+    assert (
+        first.source
+        == "em 30 de julho, Beatriz vai à cidade com quatrocentos e noventa e oito chapéus."
+    )
+    assert (
+        first.target
+        == "on July 30, Beatriz goes to the city with four hundred and ninety-eight hats."
+    )
 
 
 def test_no_held_out_combination_occurs_in_training(corpus):
@@ -70,7 +87,8 @@ def test_no_held_out_combination_occurs_in_training(corpus):
     held_out = {sentence.combination for sentence in corpus.held_out}
     assert train and held_out and not train & held_out
     assert not {s.source for s in corpus.train} & {s.source for s in corpus.held_out}
-    # The combination is what the sentence says: its day and month can be read off it, its number too.
+    # The combination is what the sentence says: its day and month can be read off it, its number
+    # too.
     for sentence in [*corpus.train, *corpus.held_out]:
         day = re.search(r"\d+", sentence.source)
         assert (int(day[0]) if day else None) == (sentence.combination.date or (None,))[0], sentence
@@ -79,7 +97,9 @@ def test_no_held_out_combination_occurs_in_training(corpus):
                 number_pt(n) in sentence.source or number_pt(n, "f") in sentence.source
             )
         else:
-            assert sentence.combination.date or sentence.combination.words == tuple(sentence.source.split())
+            assert sentence.combination.date or sentence.combination.words == tuple(
+                sentence.source.split()
+            )
 
 
 def test_about_a_tenth_is_held_out():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What BERT and SpanBERT learn from, checked by statistics: shares, spans, pairs. And the schedule's formula."""
+"""What BERT and SpanBERT learn from, checked by statistics: shares, spans, pairs. And the
+schedule's formula."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def sequences(count, generator):
 
 
 def within(count, total, share):
-    """Whether a binomial count is within 4.5 standard deviations: a right program fails once in 150,000 runs, were it not seeded."""
+    """Whether a binomial count is within 4.5 standard deviations: a right program fails once in
+    150,000 runs, were it not seeded."""
     return abs(count - share * total) < 4.5 * math.sqrt(total * share * (1 - share))
 
 
@@ -57,8 +59,11 @@ def test_fifteen_percent_are_asked_for_and_eighty_ten_ten_are_masked_random_and_
             units += 1
             masked += made.ids[first] == 4
             kept += made.ids[first : last + 1] == ids[first : last + 1]
-            assert {made.ids[i] == 4 for i in range(first, last + 1)} in ({True}, {False}), "a span shares one fate"
-    # Each sequence rounds its share at random: at most 0.25 of variance each, so 4.5 deviations are 112 tokens here.
+            assert {made.ids[i] == 4 for i in range(first, last + 1)} in ({True}, {False}), (
+                "a span shares one fate"
+            )
+    # Each sequence rounds its share at random: at most 0.25 of variance each, so 4.5 deviations are
+    # 112 tokens here.
     assert abs(asked - 0.15 * free) < 4.5 * math.sqrt(0.25 * 2500)
     assert within(masked, units, 0.8)
     assert within(kept, units, 0.1 + 0.1 / 995 * (mask is mask_tokens)), f"{kept} of {units} kept"
@@ -68,9 +73,12 @@ def test_span_lengths_are_geometric_up_to_ten():
     wanted = span_length_probabilities()
     assert len(wanted) == 10 and math.isclose(sum(wanted), 1)
     assert math.isclose(wanted[3] / wanted[2], 0.8)
-    assert math.isclose(sum(p * k for k, p in enumerate(wanted, 1)), 3.8, abs_tol=0.01), "SpanBERT's mean length"
+    assert math.isclose(sum(p * k for k, p in enumerate(wanted, 1)), 3.8, abs_tol=0.01), (
+        "SpanBERT's mean length"
+    )
     generator = torch.Generator().manual_seed(2)
-    # The last span of a sequence is cut to the budget, so a budget far beyond a span's length shows the distribution.
+    # The last span of a sequence is cut to the budget, so a budget far beyond a span's length shows
+    # the distribution.
     lengths = Counter()
     for ids in [[5] * 4000] * 12:
         spans = mask_spans(ids, VOCABULARY, generator).spans
@@ -78,18 +86,29 @@ def test_span_lengths_are_geometric_up_to_ten():
     total = sum(lengths.values())
     assert total > 1500 and max(lengths) == 10
     for length, probability in enumerate(wanted, 1):
-        assert within(lengths[length], total, probability), (length, lengths[length] / total, probability)
+        assert within(lengths[length], total, probability), (
+            length,
+            lengths[length] / total,
+            probability,
+        )
 
 
 def test_spans_stay_apart_and_off_special_tokens():
     generator = torch.Generator().manual_seed(3)
     for ids in sequences(200, generator):
         spans = sorted(mask_spans(ids, VOCABULARY, generator, share=0.5).spans)
-        assert all(second[0] - first[1] >= 2 for first, second in itertools.pairwise(spans)), "a boundary token on each side"
+        assert all(second[0] - first[1] >= 2 for first, second in itertools.pairwise(spans)), (
+            "a boundary token on each side"
+        )
         assert spans[0][0] >= 1 and spans[-1][1] <= len(ids) - 2
     assert mask_spans([START, END], VOCABULARY, generator).labels == [IGNORED, IGNORED]
     assert mask_tokens([START, END], VOCABULARY, generator).labels == [IGNORED, IGNORED]
-    assert sum(label != IGNORED for label in mask_tokens([START, 9, END], VOCABULARY, generator).labels) == 1
+    assert (
+        sum(
+            label != IGNORED for label in mask_tokens([START, 9, END], VOCABULARY, generator).labels
+        )
+        == 1
+    )
 
 
 def test_masked_batches_differ_each_time_they_are_drawn():
@@ -103,19 +122,25 @@ def test_masked_batches_differ_each_time_they_are_drawn():
 
 
 def test_what_the_heads_of_bert_read():
-    """Pairs bring segments and labels, spans the tokens around them: BERT's losses take the batch as it is."""
+    """Pairs bring segments and labels, spans the tokens around them: BERT's losses take the batch
+    as it is."""
     from pytransformer.models import BERT, BERTConfig
 
     pair = SentencePair([START, 9, 8, END, 7, 6, 5, 9, 8, 7, 6, 5, END], [0] * 4 + [1] * 9, 1)
     short = SentencePair([START, 9, END, 7, END], [0] * 3 + [1] * 2, 0)
-    batch = masked_collate(0, VOCABULARY, mask_spans)([pair, short], torch.Generator().manual_seed(1))
+    batch = masked_collate(0, VOCABULARY, mask_spans)(
+        [pair, short], torch.Generator().manual_seed(1)
+    )
     assert batch["token_type_ids"].tolist()[1] == [0, 0, 0, 1, 1] + [0] * 8
     assert batch["next_sentence_label"].tolist() == [1, 0]
     asked = (batch["labels"] != IGNORED).nonzero()
     assert len(asked) >= 2
     for row, i in asked.tolist():
         left, right = batch["span_bounds"][row, i].tolist()
-        assert left < i < right and batch["labels"][row, left] == batch["labels"][row, right] == IGNORED
+        assert (
+            left < i < right
+            and batch["labels"][row, left] == batch["labels"][row, right] == IGNORED
+        )
     small = dict(vocab_size=1000, d_model=16, num_layers=1, num_heads=2, hidden=16, max_length=16)
     model = BERT(BERTConfig(heads=("mlm", "nsp", "boundary"), **small))
     loss, count = of_model(model, batch)
@@ -129,7 +154,9 @@ def test_next_sentence_pairs():
     for pair in pairs:
         assert pair.ids[0] == START and pair.ids[4] == pair.ids[8] == END
         assert pair.segments == [0] * 5 + [1] * 4
-        assert (pair.ids[5] == pair.ids[1] + 1) == (pair.label == 0), "a random sentence comes from another document"
+        assert (pair.ids[5] == pair.ids[1] + 1) == (pair.label == 0), (
+            "a random sentence comes from another document"
+        )
     assert within(sum(pair.label for pair in pairs), len(pairs), 0.5)
     with pytest.raises(ValueError, match="at least two documents with sentences, got 1"):
         next_sentence_pairs([[[1]], []], START, END, torch.Generator())
@@ -148,7 +175,11 @@ def test_the_paper_s_schedule():
 
 def test_a_schedule_is_cooled_down_to_nothing():
     flat = cooled_down(lambda step: 2.0, 100, share=0.2)
-    assert [flat(1), flat(80)] == [2.0, 2.0] and flat(100) == pytest.approx(2 / 21) and flat(101) == 0.0
+    assert (
+        [flat(1), flat(80)] == [2.0, 2.0]
+        and flat(100) == pytest.approx(2 / 21)
+        and flat(101) == 0.0
+    )
     assert flat(90) == pytest.approx(2 * 11 / 21)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train --mesh`: what is refused, and a run by torchrun that one process goes on with."""
+"""`pytransformer train --mesh`: what is refused, and a run by torchrun that one process goes on
+with."""
 
 from __future__ import annotations
 
@@ -36,37 +37,70 @@ SMALL = [
 @pytest.fixture
 def pairs(tmp_path):
     path = tmp_path / "pairs.tsv"
-    words = list(itertools.product("red green white".split(), "house dog book table".split(), "falls turns sings".split()))
+    words = list(
+        itertools.product(
+            "red green white".split(), "house dog book table".split(), "falls turns sings".split()
+        )
+    )
     write_pairs(
         path,
-        [(f"the {a} {b} {c} and the {d} waits", f"{b} {a} {c} e {d}") for a, b, c in words for d in ("cat", "cow", "hen")],
+        [
+            (f"the {a} {b} {c} and the {d} waits", f"{b} {a} {c} e {d}")
+            for a, b, c in words
+            for d in ("cat", "cow", "hen")
+        ],
     )
     return path
 
 
 @pytest.mark.parametrize("options, told", [
-    (["--mesh", "tensor=2"], "wants several processes, and this is one: start them with torchrun --nproc-per-node"),
+    (["--mesh", "tensor=2"],
+        "wants several processes, and this is one: start them with torchrun --nproc-per-node"),
     (["--mesh", "heads=2"], "a mesh is written as data=2,tensor=2"),
     (["--timeout", "0"], "--timeout must be more than 0 seconds, got 0"),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 def test_what_is_refused(pairs, tmp_path, capsys, options, told):
-    assert main(["train", "gpt", "--data", str(pairs), "--out", str(tmp_path / "out"), *SMALL, *options]) == USAGE
+    assert (
+        main(
+            ["train", "gpt", "--data", str(pairs), "--out", str(tmp_path / "out"), *SMALL, *options]
+        )
+        == USAGE
+    )
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_torchrun_trains_on_a_mesh_and_one_process_goes_on(pairs, tmp_path, subprocess_environment):
-    """Heads over two processes, then alone with the checkpoint: the losses of one process from end to end."""
+    """Heads over two processes, then alone with the checkpoint: the losses of one process from end
+    to end."""
     task = ["train", "gpt", "--data", str(pairs), *SMALL, "--accumulate", "2", "--save-every", "3"]
     assert main([*task, "--out", str(tmp_path / "alone"), "--steps", "6"]) == OK
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pytransformer"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "pytransformer",
+    ]
     options = ["--out", str(tmp_path / "mesh"), "--steps", "6", "--mesh", "tensor=2"]
-    done = subprocess.run([*command, *task, *options], env=subprocess_environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, *task, *options],
+        env=subprocess_environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "mesh" / "report.json").read_text())
-    assert report["stages"]["gpt"]["step"] == 6 and report["figures"], "the whole model is back and answers"
-    losses, want = (read_metrics(tmp_path / name / "gpt" / "metrics.jsonl") for name in ("mesh", "alone"))
+    assert report["stages"]["gpt"]["step"] == 6 and report["figures"], (
+        "the whole model is back and answers"
+    )
+    losses, want = (
+        read_metrics(tmp_path / name / "gpt" / "metrics.jsonl") for name in ("mesh", "alone")
+    )
     (tmp_path / "mesh" / "gpt" / "checkpoint-0000006.safetensors").unlink()
     for found in (losses, _went_on(task, tmp_path)):
         assert [row["step"] for row in found] == [row["step"] for row in want]

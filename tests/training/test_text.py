@@ -44,7 +44,10 @@ def test_pairs_are_written_and_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"um\tone\n\ndois two\n", r"line 3: wanted two texts with a tab between them, got 1 column: 'dois two'"),
+        (
+            b"um\tone\n\ndois two\n",
+            r"line 3: wanted two texts with a tab between them, got 1 column: 'dois two'",
+        ),
         (b"a\tb\tc\n", "line 1: .* got 3 columns"),
         (b"um\tone\ndois\t \n", "line 2: .* got an empty column"),
         (b"", "is empty: wanted sentence pairs"),
@@ -79,19 +82,33 @@ def test_a_tokenizer_restores_what_it_encoded(tmp_path):
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode_all(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
-    assert [tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id] == list(range(5))
-    assert all(t.strip("▁").isdigit() or not any(c.isdigit() for c in t) for t in tokenizer.tokens(tokenizer.encode("em21em")))
+    assert [
+        tokenizer.pad_id,
+        tokenizer.unknown_id,
+        tokenizer.start_id,
+        tokenizer.end_id,
+        tokenizer.mask_id,
+    ] == list(range(5))
+    assert all(
+        t.strip("▁").isdigit() or not any(c.isdigit() for c in t)
+        for t in tokenizer.tokens(tokenizer.encode("em21em"))
+    )
     assert tokenizer.id("<sep>") == 5 and tokenizer.encode("a<sep>o").count(5) == 1
     assert tokenizer.encode("ж")[-1] == tokenizer.unknown_id
     tokenizer.save(tmp_path / "tokenizer.json")
     again = Tokenizer.load(tmp_path / "tokenizer.json")
-    assert again.encode_all(TEXTS) == tokenizer.encode_all(TEXTS) and again.fingerprint == tokenizer.fingerprint
+    assert (
+        again.encode_all(TEXTS) == tokenizer.encode_all(TEXTS)
+        and again.fingerprint == tokenizer.fingerprint
+    )
 
 
 def test_a_tokenizer_must_belong_to_its_model(tmp_path):
     tokenizer, other = Tokenizer.train(TEXTS, 60), Tokenizer.train([*TEXTS, "zebra zebra"], 60)
     check_tokenizer("source", tokenizer, 60, tokenizer.fingerprint)
-    with pytest.raises(ValueError, match="source: the tokenizer has 60 tokens, and the model was trained with 61"):
+    with pytest.raises(
+        ValueError, match="source: the tokenizer has 60 tokens, and the model was trained with 61"
+    ):
         check_tokenizer("source", tokenizer, 61)
     with pytest.raises(ValueError, match="source: another tokenizer"):
         check_tokenizer("source", other, 60, tokenizer.fingerprint)
@@ -104,14 +121,27 @@ def test_a_tokenizer_must_belong_to_its_model(tmp_path):
 
 def test_batches_hold_everything_once_and_like_lengths_together():
     lengths = [(7 * i) % 31 + 1 for i in range(640)]
-    batches = Batches(range(640), 16, lambda examples, g: {"i": torch.tensor(examples)}, lengths=lengths, seed=3)
+    batches = Batches(
+        range(640), 16, lambda examples, g: {"i": torch.tensor(examples)}, lengths=lengths, seed=3
+    )
     seen = [batch["i"].tolist() for batch in batches.epoch(0)]
-    assert sorted(functools.reduce(operator.iadd, seen, [])) == list(range(640)) and len(seen) == len(batches) == 40
+    assert (
+        sorted(functools.reduce(operator.iadd, seen, [])) == list(range(640))
+        and len(seen) == len(batches) == 40
+    )
     assert max(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in seen) <= 2
-    assert seen == [b["i"].tolist() for b in batches.epoch(0)] != [b["i"].tolist() for b in batches.epoch(1)]
+    assert (
+        seen
+        == [b["i"].tolist() for b in batches.epoch(0)]
+        != [b["i"].tolist() for b in batches.epoch(1)]
+    )
     assert [b["i"].tolist() for b in batches.epoch(0, start=7)] == seen[7:]
-    halves = [[b["i"].tolist() for b in batches.epoch(0, start=1, rank=rank, world=2)] for rank in (0, 1)]
-    assert halves == [seen[1:39:2], seen[2:40:2]], "each process takes its own, and as many as the other"
+    halves = [
+        [b["i"].tolist() for b in batches.epoch(0, start=1, rank=rank, world=2)] for rank in (0, 1)
+    ]
+    assert halves == [seen[1:39:2], seen[2:40:2]], (
+        "each process takes its own, and as many as the other"
+    )
 
 
 def test_what_collate_draws_hangs_on_the_place_alone():
@@ -145,7 +175,10 @@ def test_collated_causal_sequences_learn_what_follows_the_delimiter():
     batch = causal_collate(0, delimiter=5)([[7, 8, 5, 9, 3], [6, 5, 4]], torch.Generator())
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9, 3], [6, 5, 4, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORED, IGNORED, IGNORED, 9, 3], [IGNORED, IGNORED, 4, IGNORED, IGNORED]]
+    assert batch["labels"].tolist() == [
+        [IGNORED, IGNORED, IGNORED, 9, 3],
+        [IGNORED, IGNORED, 4, IGNORED, IGNORED],
+    ]
     assert causal_collate(0)([[7, 8, 9]], torch.Generator())["labels"].tolist() == [[7, 8, 9]]
     assert pad([[1], [2, 3]], 0, left=True).tolist() == [[0, 1], [2, 3]]
 
@@ -182,5 +215,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, module
     for name in [n for n in sys.modules if n.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)  # as if not installed
-    with pytest.raises(ImportError, match=rf"needs {module}, .*: pip install 'pytransformer-kernels\[{extra}\]'"):
+    with pytest.raises(
+        ImportError, match=rf"needs {module}, .*: pip install 'pytransformer-kernels\[{extra}\]'"
+    ):
         use(tmp_path)

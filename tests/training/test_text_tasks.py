@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train bert|spanbert|gpt|t5|moe` on corpora of a page: each learns in seconds, resumes with the same figures, and says what
+"""`pytransformer train bert|spanbert|gpt|t5|moe` on corpora of a page: each learns in seconds,
+resumes with the same figures, and says what
 is wrong with its options."""
 
 from __future__ import annotations
@@ -27,8 +28,26 @@ THINGS = {  # label: things, and what they do
 }
 PLACES = "Lima Oslo Rome Bern Kyiv Cairo Delhi Quito".split()
 COLOURS = {"red": "vermelho", "green": "verde", "white": "branco", "black": "preto", "blue": "azul"}
-NOUNS = {"house": "casa", "dog": "cachorro", "book": "livro", "table": "mesa", "bird": "passaro", "door": "porta"}
-SMALL = ["--width", "32", "--layers", "2", "--batch", "32", "--vocabulary", "200", "--device", "cpu"]
+NOUNS = {
+    "house": "casa",
+    "dog": "cachorro",
+    "book": "livro",
+    "table": "mesa",
+    "bird": "passaro",
+    "door": "porta",
+}
+SMALL = [
+    "--width",
+    "32",
+    "--layers",
+    "2",
+    "--batch",
+    "32",
+    "--vocabulary",
+    "200",
+    "--device",
+    "cpu",
+]
 STEPS = {
     "bert": {
         "--steps": 60,
@@ -57,20 +76,31 @@ def corpora(tmp_path_factory):
     chance.shuffle(lines)
     (folder / "texts.tsv").write_text("\n".join(lines) + "\n")
     things = list(itertools.product(COLOURS, NOUNS))
-    pairs = [(f"the {a} {b} and the {c} {d}", f"a {NOUNS[b]} {COLOURS[a]} e a {NOUNS[d]} {COLOURS[c]}")
-             for (a, b), (c, d) in chance.sample(list(itertools.product(things, things)), 600)]  # fmt: skip
+    pairs = [
+        (
+            f"the {a} {b} and the {c} {d}",
+            f"a {NOUNS[b]} {COLOURS[a]} e a {NOUNS[d]} {COLOURS[c]}",
+        )
+        for (a, b), (c, d) in chance.sample(list(itertools.product(things, things)), 600)
+    ]
     write_pairs(folder / "pairs.tsv", pairs)
     return folder / "texts.tsv", folder / "pairs.tsv"
 
 
 def train(task, data, out, *more, expect=OK, **changed):
     steps = [str(part) for option in (STEPS[task] | changed).items() for part in option]
-    assert main(["train", task, "--data", str(data), "--out", str(out), *SMALL, *steps, *more]) == expect
+    assert (
+        main(["train", task, "--data", str(data), "--out", str(out), *SMALL, *steps, *more])
+        == expect
+    )
     return out
 
 
 def figures(out):
-    return {figure["what"]: figure for figure in json.loads((out / "report.json").read_text())["figures"]}
+    return {
+        figure["what"]: figure
+        for figure in json.loads((out / "report.json").read_text())["figures"]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +111,9 @@ def trained(corpora, tmp_path_factory):
     def folder(task):
         if task not in made:
             data = corpora[task in ("gpt", "t5")]
-            made[task] = train(task, data, tmp_path_factory.mktemp(task) / "out", "--save-every", "15")
+            made[task] = train(
+                task, data, tmp_path_factory.mktemp(task) / "out", "--save-every", "15"
+            )
         return made[task]
 
     return folder
@@ -92,7 +124,9 @@ def test_bert_learns_all_five(trained):
     found = figures(trained("bert"))
     masked, following = found["masked tokens"], found["next sentence or random"]
     assert masked["value"] > 0.4 > 20 * masked["chance"] and masked["of"] >= 30
-    assert following["chance"] == 0.5 and following["of"] == found["a text's label, from [CLS]"]["of"]
+    assert (
+        following["chance"] == 0.5 and following["of"] == found["a text's label, from [CLS]"]["of"]
+    )
     label, tags = found["a text's label, from [CLS]"], found["case of a word read in lower case"]
     assert label["value"] >= 0.9 and label["chance"] < 0.7
     assert tags["value"] > tags["chance"] + 0.1
@@ -123,7 +157,9 @@ def test_t5_learns_its_tasks_at_once(trained):
     report = json.loads((trained("t5") / "report.json").read_text())
     filled = figures(trained("t5"))["fill in: tokens of left-out spans"]
     assert filled["value"] > 0.15 > 20 * filled["chance"]
-    assert report["rates"] == pytest.approx(dict.fromkeys(["translate source to target:", "restore case:", "fill in:"], 1 / 3))
+    assert report["rates"] == pytest.approx(
+        dict.fromkeys(["translate source to target:", "restore case:", "fill in:"], 1 / 3)
+    )
     assert report["stages"]["t5"]["translate source to target accuracy"] > 0.4
 
 
@@ -134,7 +170,9 @@ def test_experts_cost_a_token_what_the_dense_model_does(trained):
         figure = figures(trained("moe"))[f"next token, nats: {what}"]
         assert figure["value"] < 0.55 * figure["chance"], what
     (total, active), (dense, same) = report["parameters"]["experts"], report["parameters"]["dense"]
-    assert dense == same and total > 2 * dense and active - dense == 32 * 8, "the router alone comes on top"
+    assert dense == same and total > 2 * dense and active - dense == 32 * 8, (
+        "the router alone comes on top"
+    )
     (mixture,) = report["experts"]
     assert sum(mixture["shares"]) == pytest.approx(1, abs=1e-3) and max(mixture["shares"]) < 0.5
     assert 0 <= mixture["dropped"] < 0.5
@@ -156,17 +194,41 @@ def test_what_cannot_be_done_is_said(task, corpora, tmp_path, capsys):
     few = tmp_path / "few.tsv"
     few.write_text("a\tb\n" * 3)
     for data, more, said in [
-        (few, [], "too few sentence pairs to hold one in 20 out" if pairs else "too few to hold 20 out"),
+        (
+            few,
+            [],
+            "too few sentence pairs to hold one in 20 out" if pairs else "too few to hold 20 out",
+        ),
         (tmp_path / "none.tsv", [], "No such file"),
         ("gettext:", [], "--data gettext: names no package; wanted gettext:PACKAGE"),
         ("gettext:nosuchpackage", [], "no such package is installed; pip install nosuchpackage"),
         (corpora[pairs], ["--steps", "0"], "steps must be at least 1, got 0"),
         (corpora[pairs], ["--threads", "0"], "--threads must be at least 1, got 0"),
-        *([(corpora[1], ["--from", "pt"], "choose among the languages of gettext:PACKAGE")] if pairs else []),
-        *([(corpora[1], ["--temperature", "0.5"], "wanted a temperature and sizes of at least 1")] if task == "t5" else []),
-        *([(corpora[0], ["--tag-steps", "0"], "--tag-steps must be at least 1, got 0")] if task == "bert" else []),
-        *([(corpora[0], ["--layers", "1"], "--layers must be at least 2, got 1")] if task == "moe" else []),
-        *([(corpora[0], ["--choices", "9"], "choices must be between 1 and 8 experts")] if task == "moe" else []),
+        *(
+            [(corpora[1], ["--from", "pt"], "choose among the languages of gettext:PACKAGE")]
+            if pairs
+            else []
+        ),
+        *(
+            [(corpora[1], ["--temperature", "0.5"], "wanted a temperature and sizes of at least 1")]
+            if task == "t5"
+            else []
+        ),
+        *(
+            [(corpora[0], ["--tag-steps", "0"], "--tag-steps must be at least 1, got 0")]
+            if task == "bert"
+            else []
+        ),
+        *(
+            [(corpora[0], ["--layers", "1"], "--layers must be at least 2, got 1")]
+            if task == "moe"
+            else []
+        ),
+        *(
+            [(corpora[0], ["--choices", "9"], "choices must be between 1 and 8 experts")]
+            if task == "moe"
+            else []
+        ),
     ]:
         train(task, data, tmp_path / "out", *more, expect=USAGE)
         assert said in capsys.readouterr().err
@@ -176,11 +238,17 @@ def test_what_cannot_be_done_is_said(task, corpora, tmp_path, capsys):
 @pytest.mark.unpoisoned  # hundreds of steps
 def test_texts_without_labels_leave_out_what_needs_them(corpora, tmp_path, capsys):
     plain = tmp_path / "plain.txt"
-    plain.write_text("".join(line.partition("\t")[2] + "\n" for line in corpora[0].read_text().splitlines()))
-    out = train("bert", plain, tmp_path / "out", **{name: 2 for name in STEPS["bert"] if "steps" in name})
+    plain.write_text(
+        "".join(line.partition("\t")[2] + "\n" for line in corpora[0].read_text().splitlines())
+    )
+    out = train(
+        "bert", plain, tmp_path / "out", **{name: 2 for name in STEPS["bert"] if "steps" in name}
+    )
     said = capsys.readouterr().out
     assert (
-        "classification is left out: " in said and "answer is left out: " in said and "a label and a tab before each" in said
+        "classification is left out: " in said
+        and "answer is left out: " in said
+        and "a label and a tab before each" in said
     )
     assert len(figures(out)) == 3
 
@@ -190,19 +258,41 @@ def test_packages_are_labels(install, mo, tmp_path):
     chance = random.Random(1)
     for name, label in (("onepackage", "weather"), ("twopackage", "food")):
         things, acts = (words.split() for words in THINGS[label])
-        texts = [f"The {t} {a} in {p}." for t, a, p in chance.sample(list(itertools.product(things, acts, PLACES)), 200)]
-        install(name, {"locale/pt/LC_MESSAGES/x.mo": mo({text: f"PT {text[4:]}" for text in texts})})
-    out = train("t5", "gettext:onepackage,twopackage", tmp_path / "out", "--from", "pt", "--to", "en", **{"--steps": 2})
+        texts = [
+            f"The {t} {a} in {p}."
+            for t, a, p in chance.sample(list(itertools.product(things, acts, PLACES)), 200)
+        ]
+        install(
+            name, {"locale/pt/LC_MESSAGES/x.mo": mo({text: f"PT {text[4:]}" for text in texts})}
+        )
+    out = train(
+        "t5",
+        "gettext:onepackage,twopackage",
+        tmp_path / "out",
+        "--from",
+        "pt",
+        "--to",
+        "en",
+        **{"--steps": 2},
+    )
     report = json.loads((out / "report.json").read_text())
-    assert report["sources"] == [f"{name} 1.2, licence MIT: 200 pairs" for name in ("onepackage", "twopackage")]
-    assert set(report["rates"]) == {"translate pt to en:", "which program:", "restore case:", "fill in:"}
+    assert report["sources"] == [
+        f"{name} 1.2, licence MIT: 200 pairs" for name in ("onepackage", "twopackage")
+    ]
+    assert set(report["rates"]) == {
+        "translate pt to en:",
+        "which program:",
+        "restore case:",
+        "fill in:",
+    }
     label = figures(out)["which program: the very name"]
     assert 0.2 < label["chance"] < 0.8 and label.get("baseline", 1.0) > 0.9
 
 
 @pytest.mark.slow
 def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environment):
-    """DDP waits for the gradient of each parameter: a head that nothing trains in some stage would stop it."""
+    """DDP waits for the gradient of each parameter: a head that nothing trains in some stage would
+    stop it."""
     steps = [part for option in STEPS["bert"] if "steps" in option for part in (option, "2")]
     command = [
         sys.executable,
@@ -215,7 +305,8 @@ def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environme
         "train",
     ]
     done = subprocess.run(
-        [*command, "bert", "--data", str(corpora[0]), "--out", str(tmp_path / "out"), *SMALL, *steps, "--threads", "1"],
+        [*command, "bert", "--data", str(corpora[0]), "--out", str(tmp_path / "out"), *SMALL,
+            *steps, "--threads", "1"],
         env=subprocess_environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -230,7 +321,11 @@ def test_a_pair_is_learned_after_those_that_are_most_like_it():
     from pytransformer.cli.tasks.gpt import neighbours, with_examples
     from pytransformer.training import Pair
 
-    pairs = [Pair(f"open the {thing} {place}", f"{thing} {place}") for thing in "file door book".split() for place in PLACES]
+    pairs = [
+        Pair(f"open the {thing} {place}", f"{thing} {place}")
+        for thing in "file door book".split()
+        for place in PLACES
+    ]
     pairs += [Pair("Open the file: Lima!", "other"), Pair("nothing else", "alike")]
     near = neighbours(pairs)
     for n, pair in enumerate(pairs[:24]):
@@ -244,8 +339,14 @@ def test_a_pair_is_learned_after_those_that_are_most_like_it():
     rows = with_examples(sequences, near, random.Random(0))
     shown = collections.Counter()
     for n, row in enumerate(rows):
-        assert row[0] == -1 and len(row) <= LENGTH and row[len(row) + 1 - len(sequences[n]) :] == sequences[n][1:]
-        firsts = [token // 100 for token in row[1 : len(row) + 1 - len(sequences[n])] if token % 100 == 0]
+        assert (
+            row[0] == -1
+            and len(row) <= LENGTH
+            and row[len(row) + 1 - len(sequences[n]) :] == sequences[n][1:]
+        )
+        firsts = [
+            token // 100 for token in row[1 : len(row) + 1 - len(sequences[n])] if token % 100 == 0
+        ]
         assert firsts == [i for i in reversed(near[n]) if i in firsts], "the most alike stands last"
         shown[len(firsts)] += 1
     assert set(shown) == {0, 1, 2, 3, 4}
@@ -282,7 +383,9 @@ def test_likelihoods_are_those_of_the_ending_alone():
     from pytransformer.models import GPT, GPTConfig
 
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=20, d_model=32, num_layers=1, num_heads=2, max_length=192)).eval()
+    model = GPT(
+        GPTConfig(vocab_size=20, d_model=32, num_layers=1, num_heads=2, max_length=192)
+    ).eval()
     asked = [([1, 2, 3], [4, 5]), ([1], [6, 7, 8, 9]), ([3] * 200, [4])]
     for (prompt, ending), found in zip(asked, log_likelihoods(model, asked, 0)):
         prompt = prompt[-(192 - len(ending)) :]
@@ -299,7 +402,11 @@ def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
 
     torch.manual_seed(0)
     options = {"num_experts": 4, "every": 2, "choices": choices, "capacity_factor": 0.6}
-    model = GPT(GPTConfig(vocab_size=30, d_model=32, num_layers=2, num_heads=2, max_length=16, experts=options)).eval()
+    model = GPT(
+        GPTConfig(
+            vocab_size=30, d_model=32, num_layers=2, num_heads=2, max_length=16, experts=options
+        )
+    ).eval()
     batch = {"input_ids": torch.randint(30, (5, 16))}
     seen = []
     mixture = model.decoder.blocks[1].feed_forward
@@ -309,9 +416,13 @@ def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
     x, out = seen[0]
     rows = x.flatten(0, -2)
     best = (rows @ mixture.router.weight.t()).topk(choices, -1).indices
-    assert use["shares"] == pytest.approx([(best == e).float().mean().item() for e in range(4)], abs=1e-3)
+    assert use["shares"] == pytest.approx(
+        [(best == e).float().mean().item() for e in range(4)], abs=1e-3
+    )
     if choices == 1:
-        assert use["dropped"] == pytest.approx((out.flatten(0, -2) == 0).all(-1).float().mean().item(), abs=1e-3)
+        assert use["dropped"] == pytest.approx(
+            (out.flatten(0, -2) == 0).all(-1).float().mean().item(), abs=1e-3
+        )
     assert 0.1 < use["dropped"] < 0.8
     idle = (4 - choices) * sum(p[0].numel() for p in mixture.experts.parameters())
     assert active_parameters(model) == model.num_parameters() - idle
@@ -330,7 +441,10 @@ def test_the_ends_of_an_answer_are_those_of_the_text_with_the_label(corpora):
     for example in question.train:
         ids, (first, last) = example.ids, example.labels
         asked = tokenizer.decode(ids[: ids.index(tokenizer.end_id)])
-        assert of[tokenizer.decode(ids[first : last + 1])] == asked and ids[last + 1] == tokenizer.end_id
+        assert (
+            of[tokenizer.decode(ids[first : last + 1])] == asked
+            and ids[last + 1] == tokenizer.end_id
+        )
         places[ids[:first].count(tokenizer.end_id)] += 1
         assert len(ids) == len(example.segments) <= LENGTH
     assert len(question.train) == 500 and set(places) == {1, 2, 3} and min(places.values()) > 100
@@ -339,7 +453,9 @@ def test_the_ends_of_an_answer_are_those_of_the_text_with_the_label(corpora):
 def test_cases_of_words():
     from pytransformer.cli.tasks._fine_tuning import case_of
 
-    assert [case_of(word) for word in ("abc", "Abc", "ABC", "A", "1", "(Abc", "iPad", "{0}", "A1B")] == [
+    assert [
+        case_of(word) for word in ("abc", "Abc", "ABC", "A", "1", "(Abc", "iPad", "{0}", "A1B")
+    ] == [
         0,
         1,
         2,

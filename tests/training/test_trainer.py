@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: it learns, resumes with the same bits, loses nothing when it is interrupted, and says what is wrong."""
+"""The trainer: it learns, resumes with the same bits, loses nothing when it is interrupted, and
+says what is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import torch
 
 from pytransformer.console import Console
 from pytransformer.models import _files
-from pytransformer.training import Diverged, Recipe, plot_epochs, plot_losses, read_checkpoint, read_metrics
+from pytransformer.training import (
+    Diverged,
+    Recipe,
+    plot_epochs,
+    plot_losses,
+    read_checkpoint,
+    read_metrics,
+)
 from pytransformer.training.checkpoint import checkpoints
 
 
@@ -31,16 +39,25 @@ def state(trainer):
 
 
 def same_bits(left, right):
-    return left.keys() == right.keys() and len(left) > 20 and all(torch.equal(left[name], right[name]) for name in left)
+    return (
+        left.keys() == right.keys()
+        and len(left) > 20
+        and all(torch.equal(left[name], right[name]) for name in left)
+    )
 
 
-@pytest.mark.parametrize("recipe", [{}, {"accumulate": 3, "clip": 0.5}, {"autocast": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [{}, {"accumulate": 3, "clip": 0.5}, {"autocast": torch.bfloat16}], ids=str
+)
 def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
-    """Interrupted in the middle of an epoch and gone on with by another trainer: weights, moments and metrics are the same bits."""
+    """Interrupted in the middle of an epoch and gone on with by another trainer: weights, moments
+    and metrics are the same bits."""
     whole = toy.make_trainer(tmp_path / "whole", **recipe)
     whole.fit()
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(5, 31, 5)) and rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert [row["step"] for row in rows] == list(range(5, 31, 5)) and rows[-1]["loss"] < 0.8 * rows[
+        0
+    ]["loss"]
     first = toy.make_trainer(tmp_path / "parts", **recipe)
     first.fit(until=13)
     assert not same_bits(state(first), state(whole))
@@ -51,7 +68,9 @@ def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
     second.fit()
     assert same_bits(state(second), state(whole))
     again = {row["step"]: row["loss"] for row in read_metrics(tmp_path / "parts" / "metrics.jsonl")}
-    assert all(again[row["step"]] == row["loss"] for row in rows[3:]), "the steps after resuming have the same losses"
+    assert all(again[row["step"]] == row["loss"] for row in rows[3:]), (
+        "the steps after resuming have the same losses"
+    )
 
 
 def test_training_leaves_the_caller_s_random_numbers_alone(toy):
@@ -120,13 +139,18 @@ for _ in sys.stdin:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_runs_resume_bit_for_bit(toy, subprocess_environment, tmp_path, kills):
-    """Each run resumes the last one and is killed at a random moment. The newest checkpoint is always
+    """Each run resumes the last one and is killed at a random moment. The newest checkpoint is
+    always
     whole, and has the bits of a run that nothing interrupted."""
     command = [sys.executable, "-c", FORKED_RUNS, os.path.dirname(toy.__file__), str(tmp_path)]
     random_time, steps = random.Random(1), []
     uninterrupted = toy.make_trainer(steps=100000)
     with subprocess.Popen(
-        command, env=subprocess_environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env=subprocess_environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as parent:
         for _ in range(kills):
             parent.stdin.write("\n")
@@ -141,7 +165,10 @@ def test_killed_runs_resume_bit_for_bit(toy, subprocess_environment, tmp_path, k
             steps.append(facts["place"][0])
             uninterrupted.fit(until=steps[-1])
             expected = state(uninterrupted)
-            assert all(torch.equal(tensors[f"model.{name}"], expected[name]) for name in uninterrupted.model.state_dict())
+            assert all(
+                torch.equal(tensors[f"model.{name}"], expected[name])
+                for name in uninterrupted.model.state_dict()
+            )
         parent.stdin.close()
     assert steps == sorted(set(steps)), "each run got further than the one before"
     trainer = toy.make_trainer(tmp_path, steps=100000)
@@ -153,7 +180,10 @@ def test_killed_runs_resume_bit_for_bit(toy, subprocess_environment, tmp_path, k
 def test_checkpoints_are_kept_and_pruned(toy, tmp_path):
     trainer = toy.make_trainer(tmp_path, save_every=3, steps=12, keep=2)
     trainer.fit()
-    assert [path.stem for path in checkpoints(tmp_path)] == ["checkpoint-0000009", "checkpoint-0000012"]
+    assert [path.stem for path in checkpoints(tmp_path)] == [
+        "checkpoint-0000009",
+        "checkpoint-0000012",
+    ]
     tensors, facts = read_checkpoint(checkpoints(tmp_path)[-1])
     assert torch.equal(tensors["model.embedding.weight"], tensors["model.output.weight"]), (
         "tied weights are written for each name"
@@ -177,7 +207,10 @@ def test_what_cannot_be_resumed_is_refused(toy, tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"\x80\x04\x95pickle"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"checkpoint-0000002\.safetensors is (not a safetensors file|a pickle)"):
+        with pytest.raises(
+            ValueError,
+            match=r"checkpoint-0000002\.safetensors is (not a safetensors file|a pickle)",
+        ):
             toy.make_trainer(tmp_path).resume()
     import safetensors.torch
 
@@ -190,7 +223,9 @@ def test_metrics_of_lost_steps_are_dropped(toy, tmp_path):
     trainer = toy.make_trainer(tmp_path, log_every=1, save_every=4)
     trainer.fit(until=4)
     log = tmp_path / "metrics.jsonl"
-    with open(log, "a") as file:  # steps that were computed after the checkpoint, the last line cut off
+    with open(
+        log, "a"
+    ) as file:  # steps that were computed after the checkpoint, the last line cut off
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     again = toy.make_trainer(tmp_path, log_every=1)
     again.resume()
@@ -209,11 +244,15 @@ def test_evaluation_sees_the_model_without_dropout(toy, tmp_path):
         return {"validation_loss": 2.5}
 
     stream = io.StringIO()
-    trainer = toy.make_trainer(tmp_path, evaluate=evaluate, evaluate_every=4, steps=10, console=Console(stream))
+    trainer = toy.make_trainer(
+        tmp_path, evaluate=evaluate, evaluate_every=4, steps=10, console=Console(stream)
+    )
     trainer.model.train()
     trainer.model.norm.eval()
     trainer._figures()
-    assert trainer.model.training and not trainer.model.norm.training, "a frozen submodule stays frozen"
+    assert trainer.model.training and not trainer.model.norm.training, (
+        "a frozen submodule stays frozen"
+    )
     seen.clear()
     trainer.fit()
     assert seen == [(False, False)] * 3 and trainer.model.training
@@ -226,22 +265,37 @@ def test_evaluation_sees_the_model_without_dropout(toy, tmp_path):
 def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
     """Interrupted between two epochs and gone on with, too; the steps of before count."""
     stream = io.StringIO()
-    options = {"steps": 10, "log_every": 1, "epoch_steps": 4, "evaluate": lambda model: {"accuracy": 0.25}}
+    options = {
+        "steps": 10,
+        "log_every": 1,
+        "epoch_steps": 4,
+        "evaluate": lambda model: {"accuracy": 0.25},
+    }
     toy.make_trainer(tmp_path, console=Console(stream), **options).fit(until=7)
     again = toy.make_trainer(tmp_path, console=Console(stream), **options)
     assert again.resume()
     again.fit()
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    losses, epochs = [row["loss"] for row in rows if "loss" in row], [row for row in rows if "epoch_loss" in row]
-    assert len(losses) == 10 and [(row["step"], row["epochs"]) for row in epochs] == [(4, 1), (8, 2)]
+    losses, epochs = (
+        [row["loss"] for row in rows if "loss" in row],
+        [row for row in rows if "epoch_loss" in row],
+    )
+    assert len(losses) == 10 and [(row["step"], row["epochs"]) for row in epochs] == [
+        (4, 1),
+        (8, 2),
+    ]
     labels = [  # a step's loss is weighed by its labels
-        (batch["labels"] != -100).sum().item() for batch in (b for e in range(2) for b in again.batches.epoch(e))
+        (batch["labels"] != -100).sum().item()
+        for batch in (b for e in range(2) for b in again.batches.epoch(e))
     ]
     for number, row in enumerate(epochs):
         part = slice(4 * number, 4 * number + 4)
         mean = sum(n * x for n, x in zip(labels[part], losses[part])) / sum(labels[part])
         assert row["epoch_loss"] == pytest.approx(mean, rel=1e-9) and row["accuracy"] == 0.25
-    assert "step      8/10  epoch 2: loss " in stream.getvalue() and "masked accuracy 0.2500" in stream.getvalue()
+    assert (
+        "step      8/10  epoch 2: loss " in stream.getvalue()
+        and "masked accuracy 0.2500" in stream.getvalue()
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
@@ -252,12 +306,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
     before = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(Diverged, match="the loss is nan at step 4"):
         trainer.fit()
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, trainer.model.parameters()))
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(before, trainer.model.parameters())
+    )
 
 
 def test_losses_are_drawn(toy, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
-    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "validation_loss": 2.5}, {"step": 2, "accuracy": 0.5}]
+    rows = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 2.0, "validation_loss": 2.5},
+        {"step": 2, "accuracy": 0.5},
+    ]
     for name in ("loss.png", "loss.svg"):
         path = plot_losses(rows, tmp_path / name, "a run for $5")
         assert path.stat().st_size > 2000
@@ -266,13 +327,18 @@ def test_losses_are_drawn(toy, tmp_path):
 
 def test_epochs_are_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
-    rows = [{"step": 1, "loss": 3.0}, {"step": 5, "epochs": 1, "epoch_loss": 3.0, "validation_loss": 2.5, "accuracy": 0.5}]
+    rows = [
+        {"step": 1, "loss": 3.0},
+        {"step": 5, "epochs": 1, "epoch_loss": 3.0, "validation_loss": 2.5, "accuracy": 0.5},
+    ]
     assert "masked accuracy" in plot_epochs(rows, tmp_path / "epochs.svg").read_text()
     with pytest.raises(ValueError, match="no epoch among the rows"):
         plot_epochs(rows[:1], tmp_path / "none.svg")
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 5, "accumulate": 0}, {"steps": 5, "log_every": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"steps": 5, "accumulate": 0}, {"steps": 5, "log_every": 0}]
+)
 def test_a_recipe_must_make_sense(wrong):
     name = list(wrong)[-1]
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):

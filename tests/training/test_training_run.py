@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every task of `pytransformer train` has from `Run`: stages that resume, options that must be the same, the report."""
+"""What every task of `pytransformer train` has from `Run`: stages that resume, options that must be
+the same, the report."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from pytransformer.training.distributed import World
 
 def start(out, *, resume=False, steps=6, seed=0, width=1):
     arguments = argparse.Namespace(
-        task="toy", argv=["train", "toy"], out=out, resume=resume, steps=steps, seed=seed, width=width, accumulate=1,
+        task="toy", argv=["train", "toy"], out=out, resume=resume, steps=steps, seed=seed,
+        width=width, accumulate=1,
         bf16=False, save_every=2, device="cpu", threads=None,
     )  # fmt: skip
     run = Run(arguments, World())
@@ -67,24 +69,40 @@ def test_what_cannot_go_on_is_refused(toy, tmp_path):
         start(out)
     with pytest.raises(ValueError, match="was begun with width=1 instead of 2: use those"):
         start(out, resume=True, width=2)
-    with pytest.raises(ValueError, match=r"second began with other weights or data than now.*remove that folder"):
+    with pytest.raises(
+        ValueError, match=r"second began with other weights or data than now.*remove that folder"
+    ):
         two_stages(start(out, resume=True, steps=8), toy)
     assert newest(out, "first")["optimizer.0.step"].item() == 8, "the first stage may go on"
 
 
 def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
     run = two_stages(start(tmp_path / "out"), toy)
-    assert run.report([Figure("accuracy", 0.75, 0.5, "the most frequent", 0.1, 40), Figure("loss", 2.0)], data="dice") == OK
+    assert (
+        run.report(
+            [Figure("accuracy", 0.75, 0.5, "the most frequent", 0.1, 40), Figure("loss", 2.0)],
+            data="dice",
+        )
+        == OK
+    )
     said = capsys.readouterr().out
     assert "0.500 (the most frequent)" in said and "0.750" in said
     report = json.loads((run.out / "report.json").read_text())
     assert report["figures"][0] == {
-        "what": "accuracy", "value": 0.75, "baseline": 0.5, "by": "the most frequent", "chance": 0.1, "of": 40,
+        "what": "accuracy", "value": 0.75, "baseline": 0.5, "by": "the most frequent",
+        "chance": 0.1, "of": 40,
     }  # fmt: skip
     assert report["figures"][1] == {"what": "loss", "value": 2.0}
-    assert report["command"] == "pytransformer train toy" and report["data"] == "dice" and report["versions"]["torch"]
+    assert (
+        report["command"] == "pytransformer train toy"
+        and report["data"] == "dice"
+        and report["versions"]["torch"]
+    )
     assert report["stages"]["second"]["step"] == 6 and report["stages"]["second"]["accuracy"] == 0.5
-    assert report["seconds"] >= report["stages"]["first"]["training_seconds"] >= 0 and report["threads"] >= 1
+    assert (
+        report["seconds"] >= report["stages"]["first"]["training_seconds"] >= 0
+        and report["threads"] >= 1
+    )
 
 
 @pytest.mark.parametrize("name", tasks.names())
@@ -92,9 +110,16 @@ def test_every_task_has_a_help_of_its_own(name, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", name, "--help"])
     said = capsys.readouterr().out
-    assert stop.value.code == OK and "--resume" in said and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in said
+    assert (
+        stop.value.code == OK
+        and "--resume" in said
+        and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in said
+    )
 
 
 def test_threads_are_counted_from_one(capsys, tmp_path):
-    assert main(["train", "translate", "--data", "x", "--threads", "0", "--out", str(tmp_path)]) == USAGE
+    assert (
+        main(["train", "translate", "--data", "x", "--threads", "0", "--out", str(tmp_path)])
+        == USAGE
+    )
     assert "--threads must be at least 1, got 0" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train translate`, `translate` and `attention-map`, as a person uses them, with a model that learns in a second."""
+"""`pytransformer train translate`, `translate` and `attention-map`, as a person uses them, with a
+model that learns in a second."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import torch
 from pytransformer.cli import OK, USAGE, main
 from pytransformer.training import Pair, Translator, read_metrics, read_pairs, write_pairs
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
-from pytransformer.training.translation import TranslationPlan, exactness, new_translator, translate_all
+from pytransformer.training.translation import (
+    TranslationPlan,
+    exactness,
+    new_translator,
+    translate_all,
+)
 
 SMALL = ["--layers", "2", "--width", "16", "--batch", "8", "--vocabulary", "150", "--device", "cpu"]
 
@@ -60,23 +66,32 @@ def test_training_writes_all_that_it_says(trained, corpus, capsys):
 
 
 def test_it_learns_a_handful_of_sentences(portuguese):
-    """Enough capacity and steps for 24 sentences: every one is translated, by the saved and loaded model too."""
+    """Enough capacity and steps for 24 sentences: every one is translated, by the saved and loaded
+    model too."""
     from pytransformer.training import Recipe
     from pytransformer.training.translation import translation_trainer
 
     pairs = [Pair(s.source, s.target) for s in portuguese.make_corpus(24, 0, seed=2).train]
-    plan = TranslationPlan(layers=1, d_model=32, vocabulary=300, batch_size=24, steps=150, warmup=40, dropout=0.0)
+    plan = TranslationPlan(
+        layers=1, d_model=32, vocabulary=300, batch_size=24, steps=150, warmup=40, dropout=0.0
+    )
     translator = new_translator(pairs, plan)
     trainer = translation_trainer(translator, pairs, pairs, plan, Recipe(steps=plan.steps))
     trainer.fit()
     result = exactness(pairs, translate_all(translator, [p.source for p in pairs]))
     assert result.right >= 23, result.wrong
-    assert exactness(pairs[:3], translate_all(translator, [p.source for p in pairs[:3]], beams=3)).right >= 2
+    assert (
+        exactness(
+            pairs[:3], translate_all(translator, [p.source for p in pairs[:3]], beams=3)
+        ).right
+        >= 2
+    )
     assert trainer.metrics.rows[-1]["accuracy"] > 0.98
 
 
 def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
-    """The newest checkpoint is lost, as after an interruption; the run goes on from the one before it."""
+    """The newest checkpoint is lost, as after an interruption; the run goes on from the one before
+    it."""
     out = train(tmp_path / "parts", *corpus, "--save-every", "4")
     assert "try: pytransformer translate" in capsys.readouterr().out
     train(out, *corpus, expect=USAGE)
@@ -86,17 +101,29 @@ def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
     train(out, *corpus, "--resume")
     assert "going on from step 4" in capsys.readouterr().out
     parts, whole = (read_checkpoint(checkpoints(f)[-1]).tensors for f in (out, trained))
-    assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert parts.keys() == whole.keys() and all(
+        torch.equal(parts[name], whole[name]) for name in whole
+    )
 
 
 def test_the_preset_of_the_notes_by_epochs(tmp_path, corpus, capsys):
     needs_matplotlib()
-    train(tmp_path / "out", *corpus, "--preset", "notes", "--epochs", "2", "--layers", "1", steps=None)
+    train(
+        tmp_path / "out", *corpus, "--preset", "notes", "--epochs", "2", "--layers", "1", steps=None
+    )
     rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "epochs" in row]
-    assert [(row["step"], row["epochs"]) for row in rows] == [(10, 1), (20, 2)], "80 pairs, 8 a step"
-    assert all({"epoch_loss", "validation_loss", "accuracy", "training_accuracy"} <= row.keys() for row in rows)
+    assert [(row["step"], row["epochs"]) for row in rows] == [(10, 1), (20, 2)], (
+        "80 pairs, 8 a step"
+    )
+    assert all(
+        {"epoch_loss", "validation_loss", "accuracy", "training_accuracy"} <= row.keys()
+        for row in rows
+    )
     assert rows[1]["epoch_loss"] < rows[0]["epoch_loss"]
-    assert "epoch 2: loss " in capsys.readouterr().out and (tmp_path / "out" / "epochs.png").stat().st_size > 3000
+    assert (
+        "epoch 2: loss " in capsys.readouterr().out
+        and (tmp_path / "out" / "epochs.png").stat().st_size > 3000
+    )
     config = Translator.load(tmp_path / "out").model.config
     assert (config.head_dim, config.logits_bias, config.label_smoothing) == (128, True, 0.0)
     train(tmp_path / "both", *corpus, "--epochs", "2", expect=USAGE)
@@ -105,12 +132,22 @@ def test_the_preset_of_the_notes_by_epochs(tmp_path, corpus, capsys):
 
 def test_any_two_column_file_will_do(tmp_path, capsys):
     letters = "abcdefghij"
-    pairs = [(f"{x} {y} {z}", f"{z} {y} {x}") for x in letters for y in letters for z in letters[:2]]
+    pairs = [
+        (f"{x} {y} {z}", f"{z} {y} {x}") for x in letters for y in letters for z in letters[:2]
+    ]
     write_pairs(tmp_path / "pairs.tsv", pairs)
     train(tmp_path / "out", "--data", str(tmp_path / "pairs.tsv"), steps=2)
     assert f"from {tmp_path / 'pairs.tsv'}" in capsys.readouterr().out
     write_pairs(tmp_path / "held.tsv", pairs[:4])
-    train(tmp_path / "two", "--data", str(tmp_path / "pairs.tsv"), "--held-out", str(tmp_path / "held.tsv"), "--bf16", steps=2)
+    train(
+        tmp_path / "two",
+        "--data",
+        str(tmp_path / "pairs.tsv"),
+        "--held-out",
+        str(tmp_path / "held.tsv"),
+        "--bf16",
+        steps=2,
+    )
     assert json.loads((tmp_path / "two" / "report.json").read_text())["held_out"] == 4
 
 
@@ -138,12 +175,44 @@ def test_what_cannot_be_learned_from_is_named(tmp_path, capsys, content, more, s
 def test_translate_prints_the_translation_and_draws_the_attention(trained, tmp_path, capsys):
     needs_matplotlib()
     picture = tmp_path / "map.svg"
-    assert main(["translate", "hoje é sábado.", "--model", str(trained), "--map", str(picture), "--layer", "0"]) == OK
+    assert (
+        main(
+            [
+                "translate",
+                "hoje é sábado.",
+                "--model",
+                str(trained),
+                "--map",
+                str(picture),
+                "--layer",
+                "0",
+            ]
+        )
+        == OK
+    )
     printed = capsys.readouterr().out.splitlines()
     translator = Translator.load(trained)
-    assert printed == [translator.translate(["hoje é sábado."], beams=4)[0], f"cross-attention: {picture}"]
+    assert printed == [
+        translator.translate(["hoje é sábado."], beams=4)[0],
+        f"cross-attention: {picture}",
+    ]
     assert picture.read_text().startswith("<?xml")
-    assert main(["translate", "uma casa", "um gato", "--model", str(trained), "--beams", "1", "--head", "1"]) == OK
+    assert (
+        main(
+            [
+                "translate",
+                "uma casa",
+                "um gato",
+                "--model",
+                str(trained),
+                "--beams",
+                "1",
+                "--head",
+                "1",
+            ]
+        )
+        == OK
+    )
     assert {"attention.png", "attention-2.png"} <= {path.name for path in trained.iterdir()}
     capsys.readouterr()
     for wrong, said in [
@@ -209,7 +278,22 @@ def test_attention_maps_of_a_translator(trained, tmp_path, kind, which):
     needs_matplotlib()
     out = tmp_path / "map.png"
     text = [] if kind == "positions" else ["hoje é sábado."]
-    assert main(["attention-map", str(trained), *text, "--kind", kind, "--which", which, "--out", str(out)]) == OK
+    assert (
+        main(
+            [
+                "attention-map",
+                str(trained),
+                *text,
+                "--kind",
+                kind,
+                "--which",
+                which,
+                "--out",
+                str(out),
+            ]
+        )
+        == OK
+    )
     assert out.stat().st_size > 3000
 
 
@@ -218,7 +302,10 @@ def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
         ([str(trained)], "--kind gallery needs a text"),
         ([str(tmp_path / "none"), "x"], "is no folder"),
         ([str(tmp_path), "x"], "holds no config.json"),
-        ([str(trained), "casa", "--kind", "heat", "--layer", "9"], "layer must be between 0 and 1, got 9"),
+        (
+            [str(trained), "casa", "--kind", "heat", "--layer", "9"],
+            "layer must be between 0 and 1, got 9",
+        ),
         ([str(trained), "casa", "--kind", "heat", "--head", "9"], "heads must be between -8 and 7"),
         ([str(trained), "casa", "--out", "map.pdf"], "ends with .png or .svg"),
     ]:
@@ -234,7 +321,22 @@ def test_the_demo_translates_95_percent_exactly(tmp_path, portuguese):
     data = ["--data", str(tmp_path / "train.tsv"), "--held-out", str(tmp_path / "held-out.tsv")]
     threads = torch.get_num_threads()
     try:
-        assert main(["train", "translate", *data, "--out", str(tmp_path), "--device", "cpu", "--threads", "2"]) == OK
+        assert (
+            main(
+                [
+                    "train",
+                    "translate",
+                    *data,
+                    "--out",
+                    str(tmp_path),
+                    "--device",
+                    "cpu",
+                    "--threads",
+                    "2",
+                ]
+            )
+            == OK
+        )
     finally:
         torch.set_num_threads(threads)
     report = json.loads((tmp_path / "report.json").read_text())

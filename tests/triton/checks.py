@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the tests of every op of the Triton backend share: random problems and planted faults."""
+"""Checks that the tests of every op of the Triton backend share: random problems and planted
+faults."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ import pytest
 import torch
 from kernel_mutants import mutated
 
-from pytransformer.testing import draw_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm, fuzz_rotary
+from pytransformer.testing import (
+    draw_attention,
+    fuzz_cross_entropy,
+    fuzz_feed_forward,
+    fuzz_layer_norm,
+    fuzz_rotary,
+)
 from pytransformer.testing.fuzz import Report, fuzz
 
 FAULT_SIGNS = ("WRONG", "two runs differ", "StrayWrite")
 
 
 class Drawn(NamedTuple):
-    """Random problems of one op: numbers below ``few`` in every run, below ``many`` in a long one."""
+    """Random problems of one op: numbers below ``few`` in every run, below ``many`` in a long
+    one."""
 
     draw: Callable[[int, int], Any]
     seed: int
@@ -37,17 +45,22 @@ DRAWN = {
 
 
 def every_third(names: Iterable[str]) -> list[Any]:
-    """Return parameters: every third runs in `make test`, the others are slow tests. A fault takes an interpreted kernel seconds."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, name in enumerate(names)]
+    """Return parameters: every third runs in `make test`, the others are slow tests. A fault takes
+    an interpreted kernel seconds."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, name in enumerate(names)
+    ]
 
 
 def numbers(op: str, among: Iterable[int]) -> list[int]:
-    """Return the numbers of problems in other dtypes than float64, which the backend does not support."""
+    """Return the numbers of problems in other dtypes than float64, which the backend does not
+    support."""
     return [n for n in among if DRAWN[op].draw(DRAWN[op].seed, n).dtype != torch.float64]
 
 
 def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
-    """Guarded and poisoned memory, every keyword, odd strides, equal bits twice, all within the bound."""
+    """Guarded and poisoned memory, every keyword, odd strides, equal bits twice, all within the
+    bound."""
     report = fuzz(op, ["triton"], DRAWN[op].seed, numbers(op, among), stop_after=stop_after)
     print(report.table(), f"\n{report.cases} cases, seed {DRAWN[op].seed}, {report.seconds:.0f} s")
     return report

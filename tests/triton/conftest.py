@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""These tests run the kernels interpreted, on CPU tensors: TRITON_INTERPRET=1 pytest tests/triton. Those marked gpu do not."""
+"""These tests run the kernels interpreted, on CPU tensors: TRITON_INTERPRET=1 pytest tests/triton.
+Those marked gpu do not."""
 
 from __future__ import annotations
 
@@ -29,19 +30,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         here = os.path.dirname(__file__)
         for item in items:
             if str(item.path).startswith(here) and not item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 set before pytest starts"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs TRITON_INTERPRET=1 set before pytest starts")
+                )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _language_replaced_once_a_launch() -> Iterator[None]:
-    """Triton's interpreter looks through all of triton.language at each call of a function, to replace what the launch of the kernel
+    """Triton's interpreter looks through all of triton.language at each call of a function, to
+    replace what the launch of the kernel
     has replaced already: more than half of these tests' time."""
     replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[tuple[bool, bool]] = set()
 
     def replace_once(fn: Any) -> Any:
         modules = fn.__globals__.values()
-        languages = any(m is triton.language for m in modules), any(m is triton.language.core for m in modules)
+        languages = (
+            any(m is triton.language for m in modules),
+            any(m is triton.language.core for m in modules),
+        )
         if languages in replaced:
             return None  # which a function, unlike a launch, has no use for
         replaced.add(languages)
@@ -81,14 +88,19 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.fixture
 def integers_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The tensors that int32 loads of kernels may touch: those of the block mask. A load outside them is an error."""
+    """The tensors that int32 loads of kernels may touch: those of the block mask. A load outside
+    them is an error."""
     allowed: list[Tensor] = []
     inner = interpreter.InterpreterBuilder.create_masked_load
 
     def create_masked_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
         if pointers.get_element_ty() == interpreter.tl.int32:
-            addresses = pointers.data[numpy.broadcast_to(mask.data != 0, pointers.data.shape)].astype("uint64")
-            inside = sum((addresses >= t.data_ptr()) & (addresses < t.data_ptr() + t.nbytes) for t in allowed)
+            addresses = pointers.data[
+                numpy.broadcast_to(mask.data != 0, pointers.data.shape)
+            ].astype("uint64")
+            inside = sum(
+                (addresses >= t.data_ptr()) & (addresses < t.data_ptr() + t.nbytes) for t in allowed
+            )
             assert bool((inside == 1).all()), (
                 f"int32 read at {addresses[inside != 1][:4]}: outside the tensors of the block mask"
             )

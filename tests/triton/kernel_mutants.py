@@ -20,17 +20,26 @@ from pytransformer import kernels
 
 @contextlib.contextmanager
 def mutated(family: str, file: str, old: str, new: str, folder: Path) -> Iterator[None]:
-    """Let kernels/<family> come from a copy in ``folder``, where ``old``, which must be there, has become ``new`` in ``file``."""
+    """Let kernels/<family> come from a copy in ``folder``, where ``old``, which must be there, has
+    become ``new`` in ``file``."""
     package = f"{kernels.__name__}.{family}"
     importlib.import_module(package)
     copy = folder / family
-    shutil.copytree(Path(kernels.__path__[0]) / family, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(kernels.__path__[0]) / family, copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     source = (copy / file).read_text()
     if old not in source:
         raise ValueError(f"{family}/{file} does not hold {old!r}: name the line as it is now")
     (copy / file).write_text(source.replace(old, new, 1))
-    real = {n: sys.modules.pop(n) for n in list(sys.modules) if n == package or n.startswith(package + ".")}
-    spec = importlib.util.spec_from_file_location(package, copy / "__init__.py", submodule_search_locations=[str(copy)])
+    real = {
+        n: sys.modules.pop(n)
+        for n in list(sys.modules)
+        if n == package or n.startswith(package + ".")
+    }
+    spec = importlib.util.spec_from_file_location(
+        package, copy / "__init__.py", submodule_search_locations=[str(copy)]
+    )
     try:
         sys.modules[package] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[package])

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels ahead of time, without a GPU, through their own launchers, and say what each takes.
+"""Compile the kernels ahead of time, without a GPU, through their own launchers, and say what each
+takes.
 
-    python tests/triton/resources.py                                  compare with resources.json, sm_90 only
+    python tests/triton/resources.py                                  compare with resources.json,
+                                                                      sm_90 only
     python tests/triton/resources.py --arch 80 90 100 120 --write     write resources.json
 
-A stand-in for the driver names the architecture, and CPU tensors stand in for those of a GPU: arguments are specialised as
-in a real launch, only the launch itself is left out. Registers, stack, shared memory and instructions are read from the
+A stand-in for the driver names the architecture, and CPU tensors stand in for those of a GPU:
+arguments are specialised as
+in a real launch, only the launch itself is left out. Registers, stack, shared memory and
+instructions are read from the
 binary with the tools inside Triton's wheel.
 """
 
@@ -46,26 +50,48 @@ ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WGMMA = re.compile(
-    r"sm_90 (full|causal|window|global keys) D(64|128) bf16 (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
+    r"sm_90 (full|causal|window|global keys) D(64|128) bf16"
+    r" (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
 )
 # Allowed spills: the tile is the smallest one, or every other tile that was tried spilled too.
 SPILLING = re.compile(
-    r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 (global keys t5_bias|segments) D64 bf16 backward_dq"
-    r"|sm_(80|120) bias dropout D256 bf16 backward_dq|sm_(80|90) bias dropout D256 bf16 backward_dbias"
-    r"|sm_90 (window|global keys) D64 bf16 backward_dkdv|sm_100 global keys (D64 bf16|D128 fp32) backward_dq"
+    r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 (global keys t5_bias|segments) D64"
+    r" bf16 backward_dq"
+    r"|sm_(80|120) bias dropout D256 bf16 backward_dq|sm_(80|90) bias dropout D256 bf16"
+    r" backward_dbias"
+    r"|sm_90 (window|global keys) D64 bf16 backward_dkdv|sm_100 global keys (D64 bf16|D128 fp32)"
+    r" backward_dq"
     r"|sm_(100|120) bias D256 bf16 backward_dkdv|sm_120 global keys bias D64 bf16 backward_dkdv"
     r"|sm_120 (blocks|segments) D256 bf16 backward_dkdv|sm_120 blocks D64 fp32 forward"
     r"|sm_120 decode (int8|e4m3) pages D128 bf16 forward|sm_120 decode int8 D128 fp16 forward"
 )
-REFUSED = re.compile(r".* D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
+REFUSED = re.compile(
+    r".* D256 fp32$"
+)  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
 DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
-SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
+SHORT = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "e4m3",
+}
 ROTARY = [
-    *((name, dims, torch.bfloat16) for name in ("rotary", "rotary_norm", "append_kv_norm_pages") for dims in (64, 128, 256)),
-    *((name, 128, torch.bfloat16) for name in ("rotary_interleaved", "rotary_partial", "append_kv")),
+    *(
+        (name, dims, torch.bfloat16)
+        for name in ("rotary", "rotary_norm", "append_kv_norm_pages")
+        for dims in (64, 128, 256)
+    ),
+    *(
+        (name, 128, torch.bfloat16)
+        for name in ("rotary_interleaved", "rotary_partial", "append_kv")
+    ),
     *((name, 128, torch.float32) for name in ("rotary", "rotary_norm", "append_kv_norm_pages")),
-    *(("append_kv_norm_pages", 128, t, eight) for t in (torch.bfloat16, torch.float32) for eight in (*SHORT,)[2:]),
+    *(
+        ("append_kv_norm_pages", 128, t, eight)
+        for t in (torch.bfloat16, torch.float32)
+        for eight in (*SHORT,)[2:]
+    ),
 ]
 
 
@@ -102,79 +128,161 @@ def _problems() -> Iterator[tuple[Any, ...]]:
     yield "full D256 bf16", attention("full", torch.bfloat16, 256)
     for head_dim in (128, 256):
         yield f"bias D{head_dim} bf16", attention("bias", torch.bfloat16, head_dim), "dkdv"
-        yield f"bias dropout D{head_dim} bf16", attention("bias", torch.bfloat16, head_dim, **DROPOUT)
+        yield (
+            f"bias dropout D{head_dim} bf16",
+            attention("bias", torch.bfloat16, head_dim, **DROPOUT),
+        )
     yield "everything D256 bf16", attention("everything", torch.bfloat16, 256), "dkdv|dq"
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool)
     keys = mask[:, :, :1]
     for head_dim in (64, 128):
-        yield f"key mask D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, attn_mask=keys), "forward|dkdv"
+        yield (
+            f"key mask D{head_dim} bf16",
+            attention("full", torch.bfloat16, head_dim, attn_mask=keys),
+            "forward|dkdv",
+        )
     for head_dim in (64, 128, 256):
         yield (
             f"three score_mods D{head_dim} bf16",
             attention("t5_bias", torch.bfloat16, head_dim, attn_mask=mask, softcap=20.0),
             "dkdv",
         )
-        segments = dict.fromkeys(("query_segments", "key_segments"), mask.new_zeros(1, 64, dtype=torch.int64))
+        segments = dict.fromkeys(
+            ("query_segments", "key_segments"), mask.new_zeros(1, 64, dtype=torch.int64)
+        )
         yield f"segments D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, **segments)
-        yield f"segments D{head_dim} fp32", attention("full", torch.float32, head_dim, **segments), "forward"
+        yield (
+            f"segments D{head_dim} fp32",
+            attention("full", torch.float32, head_dim, **segments),
+            "forward",
+        )
     blocks = BlockMask.sliding_window(64, (9, 9), block_size=64)
     for head_dim in (64, 128, 256):
-        yield f"blocks D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, attn_mask=blocks)
-        yield f"blocks D{head_dim} fp32", attention("full", torch.float32, head_dim, attn_mask=blocks), "forward|dkdv"
+        yield (
+            f"blocks D{head_dim} bf16",
+            attention("full", torch.bfloat16, head_dim, attn_mask=blocks),
+        )
+        yield (
+            f"blocks D{head_dim} fp32",
+            attention("full", torch.float32, head_dim, attn_mask=blocks),
+            "forward|dkdv",
+        )
     for block_size in (32, 128):
         smaller = BlockMask.sliding_window(64, (9, 9), block_size=block_size)
-        yield f"blocks of {block_size} D128 bf16", attention("causal", torch.bfloat16, 128, attn_mask=smaller)
-    yield "blocks t5_bias dropout D64 bf16", attention("t5_bias", torch.bfloat16, 64, attn_mask=blocks, **DROPOUT)
+        yield (
+            f"blocks of {block_size} D128 bf16",
+            attention("causal", torch.bfloat16, 128, attn_mask=smaller),
+        )
+    yield (
+        "blocks t5_bias dropout D64 bf16",
+        attention("t5_bias", torch.bfloat16, 64, attn_mask=blocks, **DROPOUT),
+    )
     first = {"window": (9, 9), "global_keys": 4}
     for head_dim in (64, 128, 256):
         yield f"global keys D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, **first)
     yield "global keys D128 fp32", attention("full", torch.float32, 128, **first)
     for name in ("bias", "t5_bias"):
-        yield f"global keys {name} D64 bf16", attention(name, torch.bfloat16, 64, **first), "dq|dkdv|dbias"
-    yield "global keys blocks D64 bf16", attention("full", torch.bfloat16, 64, attn_mask=blocks, **first)
+        yield (
+            f"global keys {name} D64 bf16",
+            attention(name, torch.bfloat16, 64, **first),
+            "dq|dkdv|dbias",
+        )
+    yield (
+        "global keys blocks D64 bf16",
+        attention("full", torch.bfloat16, 64, attn_mask=blocks, **first),
+    )
     yield (
         "decode global keys D128 bf16",
         attention("causal", torch.bfloat16, 128, Lq=1, Lk=8192, window=(4000, 0), global_keys=4),
     )
     for head_dim in (64, 128):
         yield f"pages D{head_dim} bf16", attention("pages", torch.bfloat16, head_dim)
-        yield f"decode pages D{head_dim} bf16", attention("decode_pages", torch.bfloat16, head_dim, Lq=1, Lk=8192)
+        yield (
+            f"decode pages D{head_dim} bf16",
+            attention("decode_pages", torch.bfloat16, head_dim, Lq=1, Lk=8192),
+        )
     yield "decode pages D128 fp32", attention("decode_pages", torch.float32, 128, Lq=1, Lk=8192)
     for name, eight in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
         for head_dim in (64, 128, 256):
-            yield f"decode {name} D{head_dim} bf16", eight_bits("causal", torch.bfloat16, head_dim, eight, Lk=8192)
-        yield f"decode {name} pages D128 bf16", eight_bits("decode_pages", torch.bfloat16, 128, eight, Lk=8192)
+            yield (
+                f"decode {name} D{head_dim} bf16",
+                eight_bits("causal", torch.bfloat16, head_dim, eight, Lk=8192),
+            )
+        yield (
+            f"decode {name} pages D128 bf16",
+            eight_bits("decode_pages", torch.bfloat16, 128, eight, Lk=8192),
+        )
         yield f"decode {name} D128 fp16", eight_bits("causal", torch.float16, 128, eight, Lk=8192)
         yield f"{name} D128 bf16", eight_bits("causal", torch.bfloat16, 128, eight, 64, 64)
         yield f"decode {name} D128 fp32", eight_bits("causal", torch.float32, 128, eight, Lk=8192)
     large = torch.ones(1024, 1024, dtype=torch.bool)
-    yield "mask lists D64 bf16", attention("full", torch.bfloat16, 64, B=8, Lq=1024, Lk=1024, attn_mask=large)
+    yield (
+        "mask lists D64 bf16",
+        attention("full", torch.bfloat16, 64, B=8, Lq=1024, Lk=1024, attn_mask=large),
+    )
     for name, head_dim in (("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)):
-        yield f"decode {name} D{head_dim} bf16", attention(name, torch.bfloat16, head_dim, Lq=1, Lk=8192)
+        yield (
+            f"decode {name} D{head_dim} bf16",
+            attention(name, torch.bfloat16, head_dim, Lq=1, Lk=8192),
+        )
     for head_dim in (64, 128, 256):
-        yield f"decode causal D{head_dim} fp32", attention("causal", torch.float32, head_dim, Lq=1, Lk=8192)
+        yield (
+            f"decode causal D{head_dim} fp32",
+            attention("causal", torch.float32, head_dim, Lq=1, Lk=8192),
+        )
         yield f"full D{head_dim} fp32", attention("full", torch.float32, head_dim)
-        yield f"bias dropout D{head_dim} fp32", attention("bias", torch.float32, head_dim, **DROPOUT), "dkdv|dbias"
+        yield (
+            f"bias dropout D{head_dim} fp32",
+            attention("bias", torch.float32, head_dim, **DROPOUT),
+            "dkdv|dbias",
+        )
     for rows in (100, 40, 3):
-        yield f"feed_forward relu {rows} rows bf16", feed_forward(rows, torch.bfloat16, activation="relu")
-    yield "feed_forward gelu dropout bf16", feed_forward(100, torch.bfloat16, activation="gelu", dropout_p=0.1, dropout_seed=3)
+        yield (
+            f"feed_forward relu {rows} rows bf16",
+            feed_forward(rows, torch.bfloat16, activation="relu"),
+        )
+    yield (
+        "feed_forward gelu dropout bf16",
+        feed_forward(100, torch.bfloat16, activation="gelu", dropout_p=0.1, dropout_seed=3),
+    )
     for rows in (100, 40, 3):
-        yield f"feed_forward silu gated {rows} rows bf16", feed_forward(rows, torch.bfloat16, gated=True, activation="silu")
-        yield f"feed_forward gelu {rows} rows fp32", feed_forward(rows, torch.float32, activation="gelu")
-        yield f"feed_forward silu gated {rows} rows fp32", feed_forward(rows, torch.float32, gated=True, activation="silu")
+        yield (
+            f"feed_forward silu gated {rows} rows bf16",
+            feed_forward(rows, torch.bfloat16, gated=True, activation="silu"),
+        )
+        yield (
+            f"feed_forward gelu {rows} rows fp32",
+            feed_forward(rows, torch.float32, activation="gelu"),
+        )
+        yield (
+            f"feed_forward silu gated {rows} rows fp32",
+            feed_forward(rows, torch.float32, gated=True, activation="silu"),
+        )
     for columns in (*norm_tiles.FORWARD, WIDE):
         yield f"add_norm N{columns} bf16", norm("layer", torch.bfloat16, columns, **DROPOUT)
     yield "add_norm N4096 fp32", norm("layer", torch.float32, 4096, **DROPOUT)
     yield "add_rms_norm N4096 bf16", norm("rms", torch.bfloat16, 4096)
     for name, dims, dtype, *eight in ROTARY:
-        yield f"{' '.join([name, *map(SHORT.get, eight)])} D{dims} {SHORT[dtype]}", rotary(name, dtype, dims, *eight)
+        yield (
+            f"{' '.join([name, *map(SHORT.get, eight)])} D{dims} {SHORT[dtype]}",
+            rotary(name, dtype, dims, *eight),
+        )
     for classes in (200, 1000, 50257):
-        yield f"cross_entropy {classes} classes bf16", cross_entropy(torch.bfloat16, classes, label_smoothing=0.1)
+        yield (
+            f"cross_entropy {classes} classes bf16",
+            cross_entropy(torch.bfloat16, classes, label_smoothing=0.1),
+        )
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
 
 
 def attention(
-    name: str, dtype: torch.dtype, head_dim: int, B: int = 1, Lq: int = 64, Lk: int = 64, **more: Any
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    B: int = 1,
+    Lq: int = 64,
+    Lk: int = 64,
+    **more: Any,
 ) -> Callable[[], Any]:
     """A shared case, with more arguments."""
 
@@ -186,13 +294,18 @@ def attention(
         out, lse = backend.forward(a)
         if Lq == 1 or found.forward_only:  # backward is that of any other problem
             return
-        wanted = [isinstance(a[i], torch.Tensor) and a[i].is_floating_point() for i in attention_op.positions]
+        wanted = [
+            isinstance(a[i], torch.Tensor) and a[i].is_floating_point()
+            for i in attention_op.positions
+        ]
         backend.backward(a, (out, None), (out, lse), wanted)
 
     return run
 
 
-def eight_bits(name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype, Lk: int, Lq: int = 1) -> Callable[[], Any]:
+def eight_bits(
+    name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype, Lk: int, Lq: int = 1
+) -> Callable[[], Any]:
     """A shared case, its keys and values in eight bits."""
 
     def run() -> None:
@@ -205,14 +318,20 @@ def eight_bits(name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype,
     return run
 
 
-def feed_forward(rows: int, dtype: torch.dtype, gated: bool = False, **kwargs: Any) -> Callable[[], Any]:
+def feed_forward(
+    rows: int, dtype: torch.dtype, gated: bool = False, **kwargs: Any
+) -> Callable[[], Any]:
     def run() -> None:
-        x, w1, w2, vector = (torch.zeros(size, dtype=dtype) for size in ((rows, 128), (256, 128), (128, 256), (256,)))
+        x, w1, w2, vector = (
+            torch.zeros(size, dtype=dtype) for size in ((rows, 128), (256, 128), (128, 256), (256,))
+        )
         gate = {"gate_weight": w1, "gate_bias": vector} if gated else {}
         a, _, _ = feed_forward_op.prepare(x, w1, vector, w2, None, **gate, **kwargs)
         backend = feed_forward_op.backends["triton"]
         out, *saved = backend.forward(a._replace(save=True))
-        backend.backward(a._replace(save=True), (out,), saved, [True, True, True, True, False, gated, gated])
+        backend.backward(
+            a._replace(save=True), (out,), saved, [True, True, True, True, False, gated, gated]
+        )
 
     return run
 
@@ -220,7 +339,9 @@ def feed_forward(rows: int, dtype: torch.dtype, gated: bool = False, **kwargs: A
 def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callable[[], Any]:
     def run() -> None:
         x, residual = torch.zeros(2, 300, columns, dtype=dtype).unbind()
-        a, _, _ = add_norm_op.prepare(x, residual, *torch.zeros(2, columns).unbind(), kind=kind, **dropout)
+        a, _, _ = add_norm_op.prepare(
+            x, residual, *torch.zeros(2, columns).unbind(), kind=kind, **dropout
+        )
         backend = add_norm_op.backends["triton"]
         normed, *saved = backend.forward(a)
         backend.backward(a, (normed, normed), saved, [True] * 4)
@@ -228,7 +349,9 @@ def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callabl
     return run
 
 
-def rotary(name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype | None = None) -> Callable[[], Any]:
+def rotary(
+    name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype | None = None
+) -> Callable[[], Any]:
     """A shared case; ``eight``: into a cache in eight bits."""
 
     def run() -> None:
@@ -237,7 +360,9 @@ def rotary(name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype | No
         args, kwargs = found.make("cpu", dtype, seed=0)
         if eight is not None:
             stored = [quantize_kv(t, eight) for t in args[3][:2]]
-            cache = KeyValues(*(rows for rows, _ in stored), args[3].page_table, *(scale for _, scale in stored))
+            cache = KeyValues(
+                *(rows for rows, _ in stored), args[3].page_table, *(scale for _, scale in stored)
+            )
             args = (*args[:3], cache, *args[4:])
         a, _, _ = op.prepare(*args, **kwargs)
         out, *saved = op.backends["triton"].forward(a)
@@ -254,7 +379,9 @@ def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[
             torch.zeros(classes, 16, dtype=dtype),
             torch.zeros(3, dtype=torch.int64),
         )
-        a, _, _ = linear_cross_entropy_op.prepare(x, weight, target, bias=torch.zeros(classes), **kwargs)
+        a, _, _ = linear_cross_entropy_op.prepare(
+            x, weight, target, bias=torch.zeros(classes), **kwargs
+        )
         backend = linear_cross_entropy_op.backends["triton"]
         loss, *saved = backend.forward(a)
         backend.backward(a, (loss,), saved, [True] * 3)
@@ -263,13 +390,16 @@ def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[
 
 
 def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterator[tuple[str, Any]]:
-    """(kernel name, compiled kernel) of each launch of kernels in whose name the pattern ``only`` is found."""
+    """(kernel name, compiled kernel) of each launch of kernels in whose name the pattern ``only``
+    is found."""
     kernels: list[tuple[str, Any]] = []
 
     def observe(kernel: Any, arguments: tuple[Any, ...], options: dict[str, int]) -> None:
         if re.search(only, kernel.fn.__name__):
             decode = " decode" * any(getattr(x, "PACK_GQA", False) for x in arguments)
-            kernels.append((kernel.fn.__name__ + decode, kernel.warmup(*arguments, grid=(1,), **options)))
+            kernels.append(
+                (kernel.fn.__name__ + decode, kernel.warmup(*arguments, grid=(1,), **options))
+            )
 
     triton.runtime.driver.set_active(Driver(capability))
     problem.capability = lambda device: capability
@@ -284,9 +414,14 @@ def resources(kernel: Any) -> dict[str, int]:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [TOOLS / "cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+            [TOOLS / "cuobjdump", "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
     return {
         "registers": int(registers),
@@ -302,15 +437,23 @@ def committed() -> dict[str, Any]:
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 
-def measure(architectures: tuple[int, ...], only: str = "") -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Resources by "sm_… problem kernel", and what is wrong: on Hopper a hot kernel without wgmma, or operands that are repeated."""
+def measure(
+    architectures: tuple[int, ...], only: str = ""
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Resources by "sm_… problem kernel", and what is wrong: on Hopper a hot kernel without wgmma,
+    or operands that are repeated."""
     table, wrong = {}, []
     for capability in architectures:
         for name, run, kernels in problems():
             if capability == 120 and REFUSED.match(name):
                 continue
-            for kernel, binary in compiled(capability, run, kernels) if re.search(only, name) else ():
-                key = f"sm_{capability} {name} {kernel.removeprefix('attention_').removeprefix('feed_forward_')}"
+            for kernel, binary in (
+                compiled(capability, run, kernels) if re.search(only, name) else ()
+            ):
+                key = (
+                    f"sm_{capability} {name}"
+                    f" {kernel.removeprefix('attention_').removeprefix('feed_forward_')}"
+                )
                 table[key] = resources(binary)
                 if not table[key].pop("wgmma") and WGMMA.match(key):
                     wrong.append(f"{key}: no wgmma")
@@ -320,7 +463,8 @@ def measure(architectures: tuple[int, ...], only: str = "") -> tuple[dict[str, d
 
 
 def repeated(kernel: Any) -> list[str]:
-    """Operands of mma.sync with less K than 4 threads of kWidth numbers take: threads repeat each other's, and Triton 3.6 multiplies
+    """Operands of mma.sync with less K than 4 threads of kWidth numbers take: threads repeat each
+    other's, and Triton 3.6 multiplies
     them all the same. See apart_from_products in kernels/_lang.py."""
     operand = r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<{opIdx = 0, parent = #\w+, kWidth = (\d+)}>> \*"
     found = {(int(k), int(width)) for k, width in re.findall(operand, kernel.asm["ttgir"])}
@@ -332,35 +476,67 @@ def unused() -> list[str]:
     seen: set[tuple[Any, ...]] = set()
     looked_up = attention_tiles.config, network_tiles.config
 
-    def attention_config(kernel: str, capability: int, head_dim: int, itemsize: int, **options: Any) -> Any:
-        seen.add((*attention_tiles.entry_of(kernel, head_dim, itemsize, options["score_mods"]), itemsize))
+    def attention_config(
+        kernel: str, capability: int, head_dim: int, itemsize: int, **options: Any
+    ) -> Any:
+        seen.add(
+            (*attention_tiles.entry_of(kernel, head_dim, itemsize, options["score_mods"]), itemsize)
+        )
         return looked_up[0](kernel, capability, head_dim, itemsize, **options)
 
-    def network_config(kernel: str, capability: int, rows: int, itemsize: int, *options: Any) -> Any:
+    def network_config(
+        kernel: str, capability: int, rows: int, itemsize: int, *options: Any
+    ) -> Any:
         seen.add((kernel, network_tiles.rows_class(rows), itemsize))
         return looked_up[1](kernel, capability, rows, itemsize, *options)
 
-    problem.config, network.config, problem.capability = attention_config, network_config, lambda device: 90
+    problem.config, network.config, problem.capability = (
+        attention_config,
+        network_config,
+        lambda device: 90,
+    )
     with _lang.observed(lambda *launch: None):
         for _, run, _ in problems():
             run()
     problem.config, network.config = looked_up
     tables = {2: attention_tiles.SIXTEEN_BIT, 4: attention_tiles.THIRTY_TWO_BIT}
-    wanted = {(name, size, itemsize) for itemsize, table in tables.items() for name in table for size in table[name]}
+    wanted = {
+        (name, size, itemsize)
+        for itemsize, table in tables.items()
+        for name in table
+        for size in table[name]
+    }
     classes = [network_tiles.rows_class(n) for n in (1, 40, 100)]
-    wanted |= {(name, rows, size) for name, table in network_tiles.HEURISTIC.items() for size in table for rows in classes}
-    return [f"no problem here for the configuration {entry}" for entry in sorted(wanted - seen, key=str)]
+    wanted |= {
+        (name, rows, size)
+        for name, table in network_tiles.HEURISTIC.items()
+        for size in table
+        for rows in classes
+    }
+    return [
+        f"no problem here for the configuration {entry}" for entry in sorted(wanted - seen, key=str)
+    ]
 
 
 def faults(table: dict[str, dict[str, int]]) -> list[str]:
-    """What a kernel must not be: too large, without matrix instructions, or, compiled by the table's Triton, spilling."""
+    """What a kernel must not be: too large, without matrix instructions, or, compiled by the
+    table's Triton, spilling."""
     found = []
     for key, used in table.items():
         capability = int(key.split()[0].removeprefix("sm_"))
         if used["shared"] > SHARED_LIMIT[capability]:
-            found.append(f"{key}: {used['shared']} bytes of shared memory, at most {SHARED_LIMIT[capability]} are there")
-        rowwise = re.search("norm|rotary|append|cross_entropy|preprocess|combine|mask_blocks|mask_lists", key)  # no products
-        if used["stack"] and not SPILLING.search(key) and committed().get("triton") == triton.__version__:
+            found.append(
+                f"{key}: {used['shared']} bytes of shared memory, at most"
+                f" {SHARED_LIMIT[capability]} are there"
+            )
+        rowwise = re.search(
+            "norm|rotary|append|cross_entropy|preprocess|combine|mask_blocks|mask_lists", key
+        )  # no products
+        if (
+            used["stack"]
+            and not SPILLING.search(key)
+            and committed().get("triton") == triton.__version__
+        ):
             found.append(f"{key}: {used['stack']} bytes of stack")
         if not used["products"] and "bf16" in key and not rowwise:
             found.append(f"{key}: no matrix instruction")
@@ -371,8 +547,14 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="*", default=[90], help=f"of {ARCHITECTURES}; default 90")
-    parser.add_argument("--write", action="store_true", help="write these architectures' part of the table, not compare")
+    parser.add_argument(
+        "--arch", type=int, nargs="*", default=[90], help=f"of {ARCHITECTURES}; default 90"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write these architectures' part of the table, not compare",
+    )
     parser.add_argument("--only", default="", help="problems in whose name this pattern is found")
     options = parser.parse_args()
     table, wrong = measure(tuple(options.arch), options.only)
@@ -381,17 +563,25 @@ def main() -> int:
     expected = {}
     for key, used in recorded.get("kernels", {}).items():
         architecture, _, rest = key.partition(" ")
-        if int(architecture.removeprefix("sm_")) in options.arch and (not options.only or rest.startswith(names)):
+        if int(architecture.removeprefix("sm_")) in options.arch and (
+            not options.only or rest.startswith(names)
+        ):
             expected[key] = used
     wrong += faults(table) + unused()
     if options.write:
         rest = {k: v for k, v in recorded.get("kernels", {}).items() if k not in expected}
         kernels = dict(sorted((rest | table).items()))
         lines = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items())
-        TABLE.write_text(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
+        TABLE.write_text(
+            f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{lines}\n  }}\n}}\n'
+        )
     elif recorded.get("triton") == triton.__version__:
         keys = sorted(expected.keys() | table.keys())
-        wrong += [f"{k}: {table.get(k)}, the table has {expected.get(k)}" for k in keys if table.get(k) != expected.get(k)]
+        wrong += [
+            f"{k}: {table.get(k)}, the table has {expected.get(k)}"
+            for k in keys
+            if table.get(k) != expected.get(k)
+        ]
     print(*wrong, sep="\n")
     return int(bool(wrong))
 

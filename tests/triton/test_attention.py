@@ -32,20 +32,25 @@ def test_case(case: Case) -> None:
     grads = torch.autograd.grad([out, lse], list(inputs.values()), [grad_out, grad_lse])
     with torch.no_grad():
         exact = oracle.solve(*args, grad_out, grad_lse, **kwargs)
-    checks = bounds.check(exact, {"out": out, "lse": lse, **dict(zip(inputs, grads))}, dtype, "zero_mean")
+    checks = bounds.check(
+        exact, {"out": out, "lse": lse, **dict(zip(inputs, grads))}, dtype, "zero_mean"
+    )
     assert all(c.ok for c in checks), "\n".join(map(str, checks))
 
 
 @pytest.mark.parametrize("query_start, key_start", [(0, 0), (5, 0), (70, 45), (2**27, 2**27 - 40)])
 def test_dropout_mask(query_start: int, key_start: int) -> None:
-    """Bit for bit the reference's mask, wherever the tensors lie in the sequence: value is the identity."""
+    """Bit for bit the reference's mask, wherever the tensors lie in the sequence: value is the
+    identity."""
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
     query, key = torch.zeros(2, heads, num_queries, 16), torch.zeros(2, heads, num_keys, 16)
     value = torch.eye(num_keys).expand(2, heads, -1, -1)
     a, _, _ = attention_op.prepare(query, key, value, dropout_p=p, dropout_seed=seed)
     a = a._replace(query_start=query_start, key_start=key_start)
     out, _ = attention_op.fwd(*a, "triton", True)
-    assert torch.equal(out != 0, keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start))
+    assert torch.equal(
+        out != 0, keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start)
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -54,10 +59,17 @@ def test_slices(packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "line, fault", [("from_start(column(i_h, C), p.head_start)", "column(i_h, C)"), ("from_start(i_b, p.batch_start)", "i_b")]
+    "line, fault",
+    [
+        ("from_start(column(i_h, C), p.head_start)", "column(i_h, C)"),
+        ("from_start(i_b, p.batch_start)", "i_b"),
+    ],
 )
 def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
-    with mutated("attention", "tiles.py", line, fault, tmp_path), pytest.raises(AssertionError, match="result 0 of sequences"):
+    with (
+        mutated("attention", "tiles.py", line, fault, tmp_path),
+        pytest.raises(AssertionError, match="result 0 of sequences"),
+    ):
         check_slices("triton")
 
 
@@ -91,11 +103,22 @@ def test_reasons() -> None:
         pt.attention(*[torch.zeros(1, 1, 1, 300)] * 3, backend="triton")
 
 
-# Faults that attention has had, each in a line of our kernels: (file, the line, what it becomes), and what shows it.
+# Faults that attention has had, each in a line of our kernels: (file, the line, what it becomes),
+# and what shows it.
 MUTANTS = {
     "diagonal_hidden": ("bounds.py", "below = i + offset + 1", "below = i + offset", "causal"),
-    "window_one_short": ("bounds.py", "i + offset + p.right + 1)", "i + offset + p.right)", "window"),
-    "bounds_of_keys_exchanged": ("bounds.py", "j - offset + p.left + 1", "j - offset + p.right + 1", "window"),
+    "window_one_short": (
+        "bounds.py",
+        "i + offset + p.right + 1)",
+        "i + offset + p.right)",
+        "window",
+    ),
+    "bounds_of_keys_exchanged": (
+        "bounds.py",
+        "j - offset + p.left + 1",
+        "j - offset + p.right + 1",
+        "window",
+    ),
     "distance_without_the_offset": (
         "tiles.py",
         "of_keys(j - offset, C) - of_queries(i, C)).to",
@@ -109,12 +132,37 @@ MUTANTS = {
         "dropout_p",
     ),
     "sum_not_rescaled": ("fwd.py", "b_l = b_l * alpha + ", "b_l = b_l + ", "scale"),
-    "lse_of_another_gradient": ("row_stats.py", "b_delta -= tl.load(DLSE", "b_delta -= 0.0 * tl.load(DLSE", "return_lse"),
+    "lse_of_another_gradient": (
+        "row_stats.py",
+        "b_delta -= tl.load(DLSE",
+        "b_delta -= 0.0 * tl.load(DLSE",
+        "return_lse",
+    ),
     "softcap_without_slope": ("bwd.py", "b_ds * (1.0 - capped * capped)", "b_ds", "softcap"),
-    "sinks_gradient_sign": ("row_stats.py", "b_ds = -b_delta * power(", "b_ds = b_delta * power(", "sinks"),
-    "sinks_of_the_first_head": ("tiles.py", "tl.load(p.sinks + i_h)", "tl.load(p.sinks + i_h * 0)", "sinks"),
-    "outputs_not_rescaled_by_the_sink": ("tiles.py", "b_scale = alpha * p.keep_scale", "b_scale = p.keep_scale", "sinks"),
-    "lse_without_its_sink": ("tiles.py", "b_m, b_l, alpha = with_sink", "_b_m, b_l, alpha = with_sink", "sinks"),
+    "sinks_gradient_sign": (
+        "row_stats.py",
+        "b_ds = -b_delta * power(",
+        "b_ds = b_delta * power(",
+        "sinks",
+    ),
+    "sinks_of_the_first_head": (
+        "tiles.py",
+        "tl.load(p.sinks + i_h)",
+        "tl.load(p.sinks + i_h * 0)",
+        "sinks",
+    ),
+    "outputs_not_rescaled_by_the_sink": (
+        "tiles.py",
+        "b_scale = alpha * p.keep_scale",
+        "b_scale = p.keep_scale",
+        "sinks",
+    ),
+    "lse_without_its_sink": (
+        "tiles.py",
+        "b_m, b_l, alpha = with_sink",
+        "_b_m, b_l, alpha = with_sink",
+        "sinks",
+    ),
     "keys_of_one_query_head": ("bwd.py", "i_h = i_hk * p.group + g", "i_h = i_hk * p.group", "gqa"),
     "last_diagonals_lost": ("bwd.py", "if last > first:", "if last > first + 1:", "t5"),
     "dense_gradient_of_one_head": ("bwd.py", "i_h = i_head + h", "i_h = i_head", "dense"),

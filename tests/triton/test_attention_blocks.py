@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks in the Triton backend, interpreted: values and gradients, what is computed, and what is read of lists that are wrong."""
+"""Block masks in the Triton backend, interpreted: values and gradients, what is computed, and what
+is read of lists that are wrong."""
 
 from __future__ import annotations
 
@@ -27,37 +28,55 @@ from pytransformer.testing.guarded import place
 LQ, LK = 150, 170  # no multiples of a block or tile
 
 
-def blobs(block_size: int | tuple[int, int], batch: int = 2, heads: int = 2, lq: int = LQ, lk: int = LK) -> BlockMask:
+def blobs(
+    block_size: int | tuple[int, int], batch: int = 2, heads: int = 2, lq: int = LQ, lk: int = LK
+) -> BlockMask:
     """Most blocks of 32 empty, some full, some with random pairs; the first queries see nothing."""
     generator = torch.Generator().manual_seed(5)
     kind = torch.rand(batch, heads, -(-lq // 32), -(-lk // 32), generator=generator)
     kind = kind.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, :lq, :lk]
-    dense = (kind < 0.2) | ((kind > 0.8) & (torch.rand(batch, heads, lq, lk, generator=generator) < 0.3))
+    dense = (kind < 0.2) | (
+        (kind > 0.8) & (torch.rand(batch, heads, lq, lk, generator=generator) < 0.3)
+    )
     dense[:, :, :5] = False
     return BlockMask.from_dense(dense, block_size=block_size)
 
 
 def inputs(
-    dtype: torch.dtype = torch.float32, heads: int = 2, key_heads: int = 1, lq: int = LQ, lk: int = LK
+    dtype: torch.dtype = torch.float32,
+    heads: int = 2,
+    key_heads: int = 1,
+    lq: int = LQ,
+    lk: int = LK,
 ) -> dict[str, Tensor]:
     torch.manual_seed(1)
     sizes = {"query": (heads, lq), "key": (key_heads, lk), "value": (key_heads, lk)}
     return {name: torch.randn(2, h, n, 16).to(dtype) for name, (h, n) in sizes.items()}
 
 
-def run(t: dict[str, Tensor], more: dict[str, Tensor], grads: tuple[Tensor, ...], **keywords: Any) -> dict[str, Tensor]:
+def run(
+    t: dict[str, Tensor], more: dict[str, Tensor], grads: tuple[Tensor, ...], **keywords: Any
+) -> dict[str, Tensor]:
     leaves = {name: x.detach().requires_grad_() for name, x in (t | more).items()}
     keywords |= {name: leaves[name] for name in more.keys() & {"bias", "sinks"}}
     if "table" in more:
         keywords["bias"] = pt.RelativePositionBias(leaves["table"], max_distance=40)
     if "slopes" in more:
         keywords["bias"] = pt.AlibiBias(leaves["slopes"])
-    out, lse = pt.attention(*(leaves[n] for n in t), return_lse=True, backend="triton", strict=True, **keywords)
-    return {"out": out, "lse": lse} | dict(zip(leaves, torch.autograd.grad([out, lse], list(leaves.values()), grads)))
+    out, lse = pt.attention(
+        *(leaves[n] for n in t), return_lse=True, backend="triton", strict=True, **keywords
+    )
+    return {"out": out, "lse": lse} | dict(
+        zip(leaves, torch.autograd.grad([out, lse], list(leaves.values()), grads))
+    )
 
 
 def check(
-    mask: BlockMask | Tensor, dtype: torch.dtype, t: dict[str, Tensor], more: dict[str, Tensor], **keywords: Any
+    mask: BlockMask | Tensor,
+    dtype: torch.dtype,
+    t: dict[str, Tensor],
+    more: dict[str, Tensor],
+    **keywords: Any,
 ) -> None:
     shape = (*t["query"].shape[:3], t["value"].shape[3])
     grads = torch.randn(shape).to(dtype), torch.randn(shape[:3])
@@ -79,7 +98,8 @@ KEYWORDS: dict[str, tuple[Any, dict[str, Any], dict[str, Callable[[], Tensor]]]]
     "keys longer": ((32, 128), {}, {}),
     "causal, lengths": (
         64,
-        dict(causal="bottom_right", query_lengths=torch.tensor([LQ, 77]), key_lengths=torch.tensor([101, LK])),
+        dict(causal="bottom_right", query_lengths=torch.tensor([LQ, 77]),
+            key_lengths=torch.tensor([101, LK])),
         {},
     ),
     "window, bias": (32, dict(window=(60, 20)), {"bias": lambda: torch.randn(1, 2, LQ, LK)}),
@@ -87,12 +107,14 @@ KEYWORDS: dict[str, tuple[Any, dict[str, Any], dict[str, Callable[[], Tensor]]]]
     "prefix, segments, softcap": (
         (128, 64),
         dict(causal="top_left", prefix_lengths=torch.tensor([90, 3]), softcap=10.0,
-             query_segments=torch.arange(LQ).expand(2, LQ) // 40 % 3, key_segments=torch.arange(LK).expand(2, LK) // 90 % 3),
+             query_segments=torch.arange(LQ).expand(2, LQ) // 40 % 3,
+             key_segments=torch.arange(LK).expand(2, LK) // 90 % 3),
         {},
     ),
     "dropout, sinks": (32, dict(dropout_p=0.3, dropout_seed=11), {"sinks": lambda: torch.randn(2)}),
     "T5": (32, {}, {"table": lambda: torch.randn(8, 2)}),
-    "ALiBi, dropout": ((64, 32), dict(dropout_p=0.5, dropout_seed=3), {"slopes": lambda: torch.tensor([0.1, 0.01])}),
+    "ALiBi, dropout": ((64, 32), dict(dropout_p=0.5, dropout_seed=3),
+        {"slopes": lambda: torch.tensor([0.1, 0.01])}),
 }  # fmt: skip
 
 
@@ -102,17 +124,28 @@ def test_values_and_gradients(name: str) -> None:
     number = list(KEYWORDS).index(name)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
     mask = blobs(size, batch=1 + number % 2, heads=1 + number // 2 % 2)
-    check(mask, dtype, inputs(dtype, key_heads=1 + number % 2), {n: f() for n, f in more.items()}, **keywords)
+    check(
+        mask,
+        dtype,
+        inputs(dtype, key_heads=1 + number % 2),
+        {n: f() for n, f in more.items()},
+        **keywords,
+    )
 
 
 def test_few_queries_of_grouped_heads_and_hidden_nan() -> None:
     """What would be decoded without a block mask: each head walks its own list."""
-    mask = blobs(32, heads=4, lq=3, lk=300) | BlockMask.from_dense(torch.arange(300).expand(3, 300) < 3, block_size=32)
+    mask = blobs(32, heads=4, lq=3, lk=300) | BlockMask.from_dense(
+        torch.arange(300).expand(3, 300) < 3, block_size=32
+    )
     hidden = ~mask.to_dense().any((1, 2))  # of both sequences: (2, keys)
     assert bool(hidden.any(1).all())
     t = inputs(heads=4, key_heads=2, lq=3, lk=300)
     a = attention_op.prepare(*t.values(), attn_mask=mask)[0]
-    assert plan_forward(a).decode is None and plan_forward(a._replace(**dict.fromkeys(a._fields[14:19]))).decode is not None
+    assert (
+        plan_forward(a).decode is None
+        and plan_forward(a._replace(**dict.fromkeys(a._fields[14:19]))).decode is not None
+    )
     grads = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3)
     wanted = run(t, {}, grads, attn_mask=mask)
     check(mask, torch.float32, t, {})
@@ -124,8 +157,16 @@ def test_few_queries_of_grouped_heads_and_hidden_nan() -> None:
 
 DENSE: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
     "for all": ((1, 1), {}, {}),
-    "by head, causal, bias": ((1, 2), dict(causal="bottom_right"), {"bias": lambda: torch.randn(2, 1, LQ, LK)}),
-    "by sequence, T5": ((2, 1), dict(key_lengths=torch.tensor([LK, 60])), {"table": lambda: torch.randn(8, 2)}),
+    "by head, causal, bias": (
+        (1, 2),
+        dict(causal="bottom_right"),
+        {"bias": lambda: torch.randn(2, 1, LQ, LK)},
+    ),
+    "by sequence, T5": (
+        (2, 1),
+        dict(key_lengths=torch.tensor([LK, 60])),
+        {"table": lambda: torch.randn(8, 2)},
+    ),
 }
 
 
@@ -134,23 +175,35 @@ def test_dense_masks_by_lists(name: str) -> None:
     """Expanded over what they are alike for, their strides not those of a contiguous tensor."""
     shape, keywords, more = DENSE[name]
     mask = blobs(64, *shape).to_dense()
-    mask = place(mask.mT.contiguous().mT, fill=True) if name == "for all" else mask.expand(2, 2, LQ, LK)
+    mask = (
+        place(mask.mT.contiguous().mT, fill=True)
+        if name == "for all"
+        else mask.expand(2, 2, LQ, LK)
+    )
     a = attention_op.prepare(*inputs().values(), attn_mask=mask)[0]
     assert plan_forward(a).prefill.kind.BLOCK_KEYS == 64
     check(mask, torch.float32, inputs(), {n: f() for n, f in more.items()}, **keywords)
 
 
 def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: from 64 blocks of 128 x 128 on, and if every pair of the mask stands for 8 heads; unless it is asked once a key."""
+    """On a GPU: from 64 blocks of 128 x 128 on, and if every pair of the mask stands for 8 heads;
+    unless it is asked once a key."""
     monkeypatch.setattr(problem, "capability", lambda device: 90)
 
     def size(heads: int, length: int, *shape: int, **changes: Any) -> tuple[int, int]:
         q = torch.empty(2, heads, length, 16, device="meta")
         mask = torch.empty(*shape, dtype=torch.bool, device="meta")
-        return problem.block_size(attention_op.prepare(q, q, q, attn_mask=mask)[0]._replace(**changes))
+        return problem.block_size(
+            attention_op.prepare(q, q, q, attn_mask=mask)[0]._replace(**changes)
+        )
 
     assert size(4, 1024, 1024, 1024) == size(8, 1024, 2, 1, 1024, 1024) == (128, 128)
-    assert size(4, 896, 896, 896) == size(4, 1024, 2, 1, 1024, 1024) == size(4, 1024, 1, 1024) == (0, 0)
+    assert (
+        size(4, 896, 896, 896)
+        == size(4, 1024, 2, 1, 1024, 1024)
+        == size(4, 1024, 1, 1024)
+        == (0, 0)
+    )
     assert size(4, 1024, 1024, 1024, key_start=7) == (0, 0)
 
 
@@ -162,7 +215,8 @@ def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_empty_blocks_cost_no_product(products: Counter[str], causal: Any, listed: bool) -> None:
     """A block mask, or a dense one that is listed.
 
-    Of 8 x 8 blocks the diagonal and one beside it, above which causality leaves nothing: by tiles of 32 queries and 64 keys, 2 products
+    Of 8 x 8 blocks the diagonal and one beside it, above which causality leaves nothing: by tiles
+    of 32 queries and 64 keys, 2 products
     of each in forward, 3 in dq, 4 in dkdv.
     """
     length = 512
@@ -185,11 +239,16 @@ def test_tiles_lie_within_blocks() -> None:
                 tile = within(Config(128, 64, 8, 3), queries, keys, by_keys=by_keys)
                 assert queries % tile.BM == 0 and keys % tile.BN == 0 and tile.warps >= 4
     assert within(Config(128, 64, 8, 3), 64, 64, by_keys=False) == Config(64, 64, 4, 3)
-    assert within(Config(64, 64, 4, 2), 64, 32, by_keys=False) == Config(32, 32, 4, 2)  # T5's gradient: BM at most BN
+    assert within(Config(64, 64, 4, 2), 64, 32, by_keys=False) == Config(
+        32, 32, 4, 2
+    )  # T5's gradient: BM at most BN
     assert within(Config(16, 128, 8, 2), 64, 64, by_keys=True) == Config(16, 64, 4, 2)
     a = attention_op.prepare(*inputs().values(), attn_mask=blobs(32))[0]
     plan = plan_backward(a, ("query", "key", "value"))
-    assert all(step.tile.BN == 32 and step.kind.BLOCK_KEYS == 32 for step in (plan_forward(a).prefill, plan.dq, plan.dkdv))
+    assert all(
+        step.tile.BN == 32 and step.kind.BLOCK_KEYS == 32
+        for step in (plan_forward(a).prefill, plan.dq, plan.dkdv)
+    )
 
 
 def test_explain() -> None:
@@ -201,7 +260,9 @@ def test_explain() -> None:
     )
     a = attention_op.prepare(*inputs().values(), attn_mask=mask)[0]
     reason = attention_op.backends["triton"].why_not
-    assert reason(a._replace(key_start=32)) is None and "multiple of 32, got 5" in str(reason(a._replace(key_start=5)))
+    assert reason(a._replace(key_start=32)) is None and "multiple of 32, got 5" in str(
+        reason(a._replace(key_start=5))
+    )
 
 
 # ---- lists that were changed after they were checked
@@ -224,7 +285,9 @@ def test_bad_lists_read_nothing_outside(
     integers_read: list[Tensor], side: str, name: str, where: tuple[int, ...], value: int
 ) -> None:
     lq, lk = 70, 100
-    mask = blobs(32, batch=1, heads=1, lq=lq, lk=lk) | BlockMask.from_dense(torch.eye(lq, lk) > 0, block_size=32)
+    mask = blobs(32, batch=1, heads=1, lq=lq, lk=lk) | BlockMask.from_dense(
+        torch.eye(lq, lk) > 0, block_size=32
+    )
     assert mask.blocks.bits.shape[0] and mask.blocks.entries.shape[0] > 3
     tensors = {n: t.clone() for n, t in mask.blocks._asdict().items()}
     tensors[side + name][where] = value
@@ -241,16 +304,26 @@ def test_bad_lists_read_nothing_outside(
 # (file, the line, what it becomes), and which of KEYWORDS shows it.
 MUTANTS = {
     "last_tile_skipped": ("blocks.py", ", count * PER - tl", ", count * PER - 1 - tl", "alone, 32"),
-    "first_tile_skipped": ("blocks.py", "return entry, tl.maximum(first", "return entry, 1 + tl.maximum(first", "alone, 32"),
-    "lists_not_transposed": ("bwd.py", "_replace(blocks=by_keys)", "_replace(blocks=by_queries)", "alone, 32"),
-    "partial_block_lost": ("blocks.py", "(word, p_words), other=-1)  # [BM", "(word - 1, p_words), other=0)  # [BM", "alone, 512"),
-    "partial_block_taken_whole": ("blocks.py", "(word, p_words), other=-1)  # [BM", "(word - 1, p_words), other=-1)  # [BM", "alone, 512"),
-    "bits_off_by_one_word": ("blocks.py", "key_tile * C.BN %", "(key_tile * C.BN + 32) %", "keys longer"),
-    "rows_of_the_first_tile": ("blocks.py", "(i % C.BLOCK_QUERIES) *", "(i % C.BM) *", "prefix, segments, softcap"),
-    "rows_that_see_nothing_hide_a_block": ("mask_lists.py", "tl.max(tl.max(", "tl.min(tl.max(", "for all"),
-    "dense_list_without_its_last": ("mask_lists.py", "+ 1, start + count)", "+ 1, start + count - 1)", "for all"),
-    "dense_lists_not_transposed": ("mask_lists.py", "(self.across, 1) if by_keys", "(1, self.down) if by_keys", "for all"),
-    "lists_of_the_first_head": ("blocks.py", "i_h * p.blocks.head", "i_h * 0 * p.blocks.head", "causal, lengths"),
+    "first_tile_skipped": ("blocks.py", "return entry, tl.maximum(first",
+        "return entry, 1 + tl.maximum(first", "alone, 32"),
+    "lists_not_transposed": ("bwd.py", "_replace(blocks=by_keys)", "_replace(blocks=by_queries)",
+        "alone, 32"),
+    "partial_block_lost": ("blocks.py", "(word, p_words), other=-1)  # [BM",
+        "(word - 1, p_words), other=0)  # [BM", "alone, 512"),
+    "partial_block_taken_whole": ("blocks.py", "(word, p_words), other=-1)  # [BM",
+        "(word - 1, p_words), other=-1)  # [BM", "alone, 512"),
+    "bits_off_by_one_word": ("blocks.py", "key_tile * C.BN %", "(key_tile * C.BN + 32) %",
+        "keys longer"),
+    "rows_of_the_first_tile": ("blocks.py", "(i % C.BLOCK_QUERIES) *", "(i % C.BM) *",
+        "prefix, segments, softcap"),
+    "rows_that_see_nothing_hide_a_block": ("mask_lists.py", "tl.max(tl.max(", "tl.min(tl.max(",
+        "for all"),
+    "dense_list_without_its_last": ("mask_lists.py", "+ 1, start + count)",
+    "+ 1, start + count - 1)", "for all"),
+    "dense_lists_not_transposed": ("mask_lists.py", "(self.across, 1) if by_keys",
+        "(1, self.down) if by_keys", "for all"),
+    "lists_of_the_first_head": ("blocks.py", "i_h * p.blocks.head", "i_h * 0 * p.blocks.head",
+        "causal, lengths"),
     "diagonals_across_a_gap": ("bwd.py", "if t != left + 1:", "if t == left + 1:", "T5"),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, few queries over many keys: split KV, the heads of a key head in one tile. Interpreted, through the public API."""
+"""Decode, few queries over many keys: split KV, the heads of a key head in one tile. Interpreted,
+through the public API."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ NUM_KEYS = 3 * SPLIT_INTERPRETED.min_keys + 41
 LIMITS = {"max_rows": 32, "tile": 64, "min_keys": 512, "max_splits": 64}
 
 
-def _inputs(heads: tuple[int, int] = (4, 2), num_queries: int = 1, batch: int = 2) -> list[torch.Tensor]:
+def _inputs(
+    heads: tuple[int, int] = (4, 2), num_queries: int = 1, batch: int = 2
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
         torch.randn(batch, h, n, d)
-        for h, n, d in ((heads[0], num_queries, 24), (heads[1], NUM_KEYS, 24), (heads[1], NUM_KEYS, 40))
+        for h, n, d in (
+            (heads[0], num_queries, 24),
+            (heads[1], NUM_KEYS, 24),
+            (heads[1], NUM_KEYS, 40),
+        )
     ]
 
 
@@ -46,13 +53,32 @@ def _launches(*args: Any, **kwargs: Any) -> list[str]:
     "kwargs",
     [
         {"causal": "bottom_right"},
-        {"causal": "bottom_right", "key_lengths": torch.tensor([NUM_KEYS, 70]), "dropout_p": 0.3, "dropout_seed": 4},
-        {"causal": "bottom_right", "window": (150, 0), "softcap": 3.0, "bias": pt.AlibiBias(torch.rand(4))},
+        {
+            "causal": "bottom_right",
+            "key_lengths": torch.tensor([NUM_KEYS, 70]),
+            "dropout_p": 0.3,
+            "dropout_seed": 4,
+        },
+        {
+            "causal": "bottom_right",
+            "window": (150, 0),
+            "softcap": 3.0,
+            "bias": pt.AlibiBias(torch.rand(4)),
+        },
         {"causal": "bottom_right", "bias": pt.RelativePositionBias(torch.randn(32, 4), False, 128)},
         {"causal": "bottom_right", "prefix_lengths": torch.tensor([300, 0]), "window": (60, 90)},
-        {"attn_mask": torch.arange(NUM_KEYS) >= torch.tensor([290, NUM_KEYS])[:, None, None, None]},  # padding on the left
-        {"attn_mask": torch.arange(NUM_KEYS) % 7 > torch.arange(4)[:, None, None], "bias": torch.randn(2, 4, 1, NUM_KEYS)},
-        {"query_segments": torch.tensor([[1], [2]]), "key_segments": torch.arange(2 * NUM_KEYS).view(2, -1) % 3},
+        {
+            "attn_mask": torch.arange(NUM_KEYS)
+            >= torch.tensor([290, NUM_KEYS])[:, None, None, None]
+        },  # padding on the left
+        {
+            "attn_mask": torch.arange(NUM_KEYS) % 7 > torch.arange(4)[:, None, None],
+            "bias": torch.randn(2, 4, 1, NUM_KEYS),
+        },
+        {
+            "query_segments": torch.tensor([[1], [2]]),
+            "key_segments": torch.arange(2 * NUM_KEYS).view(2, -1) % 3,
+        },
     ],
     ids=["causal", "dropout", "alibi", "t5", "prefix", "left_padding", "dense", "segments"],
 )
@@ -60,16 +86,24 @@ def _launches(*args: Any, **kwargs: Any) -> list[str]:
 def test_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
     query, key, value = _inputs(num_queries=num_queries)
     if "query_segments" in kwargs:
-        kwargs = kwargs | {"query_segments": kwargs["query_segments"].expand(2, num_queries).contiguous()}
+        kwargs = kwargs | {
+            "query_segments": kwargs["query_segments"].expand(2, num_queries).contiguous()
+        }
     check_attention((query, key, value), kwargs, "triton")
 
 
 def test_sequences_of_few_and_of_many_queries() -> None:
-    """Each form does its own sequences, whatever the longest is; what is beyond the lengths stays zero."""
+    """Each form does its own sequences, whatever the longest is; what is beyond the lengths stays
+    zero."""
     query, key, value = _inputs(heads=(2, 1), num_queries=30, batch=4)
-    lengths = {"query_lengths": torch.tensor([30, 1, 0, 11]), "key_lengths": torch.tensor([NUM_KEYS, NUM_KEYS, 5, 140])}
+    lengths = {
+        "query_lengths": torch.tensor([30, 1, 0, 11]),
+        "key_lengths": torch.tensor([NUM_KEYS, NUM_KEYS, 5, 140]),
+    }
     out, lse = _triton(query, key, value, **lengths, causal="bottom_right")
-    want, want_lse = pt.attention(query, key, value, **lengths, causal="bottom_right", return_lse=True, backend="reference")
+    want, want_lse = pt.attention(
+        query, key, value, **lengths, causal="bottom_right", return_lse=True, backend="reference"
+    )
     assert bounds.agree(out, want) and torch.equal(lse.isinf(), want_lse.isinf())
 
 
@@ -77,21 +111,39 @@ def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
     query, key, value = _inputs(heads=(2, 1), num_queries=20, batch=3)
     queries, keys = [20, 2, 1], [NUM_KEYS, 300, 90]
     kwargs = {"causal": "bottom_right", "dropout_p": 0.2, "dropout_seed": 9}
-    padded, _ = _triton(query, key, value, query_lengths=torch.tensor(queries), key_lengths=torch.tensor(keys), **kwargs)
+    padded, _ = _triton(
+        query,
+        key,
+        value,
+        query_lengths=torch.tensor(queries),
+        key_lengths=torch.tensor(keys),
+        **kwargs,
+    )
     rows = [
         torch.cat([t[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
         for t, lengths in ((query, queries), (key, keys), (value, keys))
     ]
     starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys)]
-    packed = pt.attention_varlen(*rows, *starts, max(queries), max(keys), **kwargs, backend="triton", strict=True)
+    packed = pt.attention_varlen(
+        *rows, *starts, max(queries), max(keys), **kwargs, backend="triton", strict=True
+    )
     alone, _ = _triton(query[:1], key[:1], value[:1], **kwargs)
     assert torch.equal(alone, padded[:1])
     for b, n in enumerate(queries):
         assert torch.equal(packed[int(starts[0][b]) :][:n], padded[b, :, :n].transpose(0, 1)), b
     kwargs = {"causal": "bottom_right"}  # dropout knows a sequence by its place
-    together, _ = _triton(query, key, value, query_lengths=torch.tensor(queries), key_lengths=torch.tensor(keys), **kwargs)
+    together, _ = _triton(
+        query,
+        key,
+        value,
+        query_lengths=torch.tensor(queries),
+        key_lengths=torch.tensor(keys),
+        **kwargs,
+    )
     for b, (n, m) in enumerate(zip(queries, keys)):
-        alone, _ = _triton(query[b : b + 1, :, :n], key[b : b + 1, :, :m], value[b : b + 1, :, :m], **kwargs)
+        alone, _ = _triton(
+            query[b : b + 1, :, :n], key[b : b + 1, :, :m], value[b : b + 1, :, :m], **kwargs
+        )
         assert torch.equal(alone, together[b : b + 1, :, :n]), b
 
 
@@ -100,7 +152,9 @@ def test_gradients() -> None:
     leaves = [t.requires_grad_() for t in _inputs(num_queries=2)]
     results = []
     for backend in ("triton", "reference"):
-        out = pt.attention(*leaves, causal="bottom_right", dropout_p=0.1, dropout_seed=3, backend=backend)
+        out = pt.attention(
+            *leaves, causal="bottom_right", dropout_p=0.1, dropout_seed=3, backend=backend
+        )
         results.append(torch.autograd.grad(out.square().sum(), leaves))
     for ours, want in zip(*results):
         assert bounds.agree(ours, want)
@@ -116,7 +170,10 @@ def test_plan() -> None:
     assert plan_of(9, 8192, 4, None, False, **LIMITS) == (True, None)
     prefill, split_kv = plan_of(9, 8192, 4, None, True, **LIMITS)
     assert prefill and split_kv.rows == 32
-    assert plan_of(1, 8192, 64, None, True, **LIMITS) == (True, None)  # not even one query is decoded
+    assert plan_of(1, 8192, 64, None, True, **LIMITS) == (
+        True,
+        None,
+    )  # not even one query is decoded
     assert SPLIT.max_splits & (SPLIT.max_splits - 1) == 0
 
 
@@ -133,7 +190,9 @@ def test_launches() -> None:
 @pytest.mark.parametrize("hidden_by", ["mask", "float_mask", "bias", "segments"])
 def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> None:
     """It reaches neither outputs nor gradients; a key that somebody sees passes its NaN on."""
-    query, key, value = (t.requires_grad_() for t in _inputs(heads=(2, 1), num_queries=num_queries, batch=1))
+    query, key, value = (
+        t.requires_grad_() for t in _inputs(heads=(2, 1), num_queries=num_queries, batch=1)
+    )
     hidden = torch.zeros(NUM_KEYS, dtype=torch.bool)
     hidden[[3, 70, 300, NUM_KEYS - 1]] = True
     mask = (torch.rand(1, 2, num_queries, NUM_KEYS) > 0.3) & ~hidden
@@ -143,7 +202,10 @@ def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> No
         "mask": {"attn_mask": mask},
         "float_mask": {"attn_mask": additive},
         "bias": {"bias": additive},
-        "segments": {"query_segments": torch.zeros(1, num_queries, dtype=torch.long), "key_segments": hidden.long()[None]},
+        "segments": {
+            "query_segments": torch.zeros(1, num_queries, dtype=torch.long),
+            "key_segments": hidden.long()[None],
+        },
     }[hidden_by] | {"softcap": 5.0}
     with torch.no_grad():
         want = pt.attention(query, key, value, **kwargs, backend="triton", strict=True)
@@ -161,7 +223,11 @@ MUTANTS = {
     "splits_not_weighed": ("decode.py", "other=0.0) * alpha, 0)", "other=0.0), 0)"),
     "splits_overlap": ("decode.py", "first + i_split * tiles, last", "first + i_split, last"),
     "one_head_for_all": ("tiles.py", "i_h = i_head + i % p.group", "i_h = i_head + 0 * i"),
-    "splits_beyond_the_last_read": ("decode.py", "m_s = s < p.split_kv.splits", "m_s = s < p.split_kv.splits + 1"),
+    "splits_beyond_the_last_read": (
+        "decode.py",
+        "m_s = s < p.split_kv.splits",
+        "m_s = s < p.split_kv.splits + 1",
+    ),
 }
 
 
@@ -176,6 +242,10 @@ def test_mutants_are_found(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_the_test_of_hidden_keys_can_fail(tmp_path: Path) -> None:
-    fault = ("tiles.py", "m_j = tl.max(m_s.to(tl.int32), 0) != 0", "m_j = tl.max(m_s.to(tl.int32), 0) >= 0")
+    fault = (
+        "tiles.py",
+        "m_j = tl.max(m_s.to(tl.int32), 0) != 0",
+        "m_j = tl.max(m_s.to(tl.int32), 0) >= 0",
+    )
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError):
         test_nan_in_a_key_that_no_query_sees("mask", 2)

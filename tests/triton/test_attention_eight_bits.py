@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits in the Triton backend, interpreted: decoded and by tiles of queries, in pages, and faults. More, on every
+"""Keys and values in eight bits in the Triton backend, interpreted: decoded and by tiles of
+queries, in pages, and faults. More, on every
 backend: tests/ops/test_eight_bits.py."""
 
 from __future__ import annotations
@@ -29,11 +30,19 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def inputs(lq: int, query_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Values whose rows differ by four orders of magnitude."""
-    spread = torch.logspace(-3, 1, 150)[torch.randperm(150, generator=torch.Generator().manual_seed(9))][:, None]
-    return draw(3, 4, lq, 16).to(query_dtype), draw(3, 2, 150, 16, seed=1), draw(3, 2, 150, 24, seed=2) * spread
+    spread = torch.logspace(-3, 1, 150)[
+        torch.randperm(150, generator=torch.Generator().manual_seed(9))
+    ][:, None]
+    return (
+        draw(3, 4, lq, 16).to(query_dtype),
+        draw(3, 2, 150, 16, seed=1),
+        draw(3, 2, 150, 24, seed=2) * spread,
+    )
 
 
-def wrong(eight: torch.dtype, query_dtype: torch.dtype, lq: int, page_size: int = 0, **options: Any) -> list[str]:
+def wrong(
+    eight: torch.dtype, query_dtype: torch.dtype, lq: int, page_size: int = 0, **options: Any
+) -> list[str]:
     """What is beyond the bound, against float64 on the numbers that the eight bits stand for."""
     query, key, value = inputs(lq, query_dtype)
     (k, ks), (v, vs) = pt.quantize_kv(key, eight), pt.quantize_kv(value, eight)
@@ -44,11 +53,22 @@ def wrong(eight: torch.dtype, query_dtype: torch.dtype, lq: int, page_size: int 
         pools = in_pages(key, value, LENGTHS, page_size, seed=4)
         (k, ks), (v, vs) = (pt.quantize_kv(t, eight) for t in pools.tensors)
         more["page_table"] = pools.table
-    a = attention_op.prepare(query, k, v, key_scale=ks, value_scale=vs, key_lengths=LENGTHS, **options, **more)[0]
+    a = attention_op.prepare(
+        query, k, v, key_scale=ks, value_scale=vs, key_lengths=LENGTHS, **options, **more
+    )[0]
     assert (plan_forward(a).decode is not None) == (lq == 1)
     out = attention_op(a, "triton", True)[0]
-    answer = oracle.solve(query, *exact, torch.zeros_like(out), torch.zeros(out.shape[:3]), key_lengths=LENGTHS, **options)
-    return [str(c) for c in bounds.check(answer, {"out": out}, query_dtype, "zero_mean") if not c.ok]
+    answer = oracle.solve(
+        query,
+        *exact,
+        torch.zeros_like(out),
+        torch.zeros(out.shape[:3]),
+        key_lengths=LENGTHS,
+        **options,
+    )
+    return [
+        str(c) for c in bounds.check(answer, {"out": out}, query_dtype, "zero_mean") if not c.ok
+    ]
 
 
 @pytest.mark.parametrize("lq", [1, 40])
@@ -60,12 +80,16 @@ def test_against_float64(eight: torch.dtype, query_dtype: torch.dtype, lq: int) 
 
 
 FAULTS = {
-    "value scale forgotten": ("fwd.py", "b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))", "pass"),
-    "scale of the next key": ("tiles.py", "P += j.to(tl.int64) * strides.row", "P += tl.maximum(j - 1, 0).to(tl.int64) * strides.row"),
+    "value scale forgotten": ("fwd.py",
+        "b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))", "pass"),
+    "scale of the next key": ("tiles.py", "P += j.to(tl.int64) * strides.row",
+        "P += tl.maximum(j - 1, 0).to(tl.int64) * strides.row"),
     "key scale of the values": ("fwd.py", "scales_at(p.scales.key,", "scales_at(p.scales.value,"),
-    "e4m3 subnormals as zero": ("tiles.py", "half.to(tl.float32) * 256.0", "tl.where((bits & 0x78) == 0, 0.0, half.to(tl.float32) * 256)"),
+    "e4m3 subnormals as zero": ("tiles.py", "half.to(tl.float32) * 256.0",
+        "tl.where((bits & 0x78) == 0, 0.0, half.to(tl.float32) * 256)"),
     "sign lost": ("tiles.py", "((bits & 0x80) << 8)", "0"),
-    "one bfloat16 for weights of float16": ("tiles.py", "acc = dot(narrow(b_p - high.to(tl.float32), tl.bfloat16), b_v, acc, C)", "pass"),
+    "one bfloat16 for weights of float16": ("tiles.py",
+        "acc = dot(narrow(b_p - high.to(tl.float32), tl.bfloat16), b_v, acc, C)", "pass"),
 }  # fmt: skip
 
 
@@ -76,7 +100,9 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
         if name == "e4m3 subnormals as zero":
             rows = torch.full((1, 1, 32, 16), 3, dtype=torch.uint8).view(eight)
             one = torch.ones(())
-            out = pt.attention(draw(1, 1, 1, 16), rows, rows, key_scale=one, value_scale=one, backend="triton")
+            out = pt.attention(
+                draw(1, 1, 1, 16), rows, rows, key_scale=one, value_scale=one, backend="triton"
+            )
             assert not out.any(), "else 3/512"
         else:
             assert wrong(eight, torch.float16, 1) or wrong(eight, torch.float32, 1)

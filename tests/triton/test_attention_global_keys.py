@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window together with the first keys in the Triton backend, interpreted: values and gradients, which tiles are computed, and faults."""
+"""A window together with the first keys in the Triton backend, interpreted: values and gradients,
+which tiles are computed, and faults."""
 
 from __future__ import annotations
 
@@ -23,15 +24,24 @@ from pytransformer.ops.attention import attention_op
 from pytransformer.testing.attention_check import check_attention, check_packed
 from pytransformer.testing.guarded import place
 
-LQ, LK = 70, 330  # no multiples of a tile; aligned bottom right, tiles lie between the first keys and the windows
+LQ, LK = (
+    70,
+    330,
+)  # no multiples of a tile; aligned bottom right, tiles lie between the first keys and the windows
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def qkv(lq: int = LQ, lk: int = LK, batch: int = 1, key_heads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    return draw(batch, 2, lq, 16), draw(batch, key_heads, lk, 16, seed=1), draw(batch, key_heads, lk, 16, seed=2)
+def qkv(
+    lq: int = LQ, lk: int = LK, batch: int = 1, key_heads: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        draw(batch, 2, lq, 16),
+        draw(batch, key_heads, lk, 16, seed=1),
+        draw(batch, key_heads, lk, 16, seed=2),
+    )
 
 
 def table() -> pt.RelativePositionBias:
@@ -54,10 +64,13 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "several tiles": lambda: dict(global_keys=150, window=(20, None)),
     "as many as there are": lambda: dict(global_keys=10**12, causal=None),
     "right alone": lambda: dict(global_keys=100, window=(None, 9), causal=None),
-    "prefix": lambda: dict(global_keys=70, prefix_lengths=torch.tensor([LK, 0]), query_lengths=torch.tensor([LQ, 33])),
-    "behind the keys": lambda: dict(global_keys=66, window=(40, 9), causal=None, key_lengths=torch.tensor([130, 60])),
+    "prefix": lambda: dict(global_keys=70, prefix_lengths=torch.tensor([LK, 0]),
+        query_lengths=torch.tensor([LQ, 33])),
+    "behind the keys": lambda: dict(global_keys=66, window=(40, 9), causal=None,
+        key_lengths=torch.tensor([130, 60])),
     "segments": lambda: dict(
-        global_keys=20, query_segments=torch.arange(LQ)[None] // 40, key_segments=torch.arange(LK)[None] // 90 % 2
+        global_keys=20, query_segments=torch.arange(LQ)[None] // 40,
+        key_segments=torch.arange(LK)[None] // 90 % 2
     ),
     "bias of all": lambda: dict(global_keys=3, bias=draw(1, 2, LQ, LK)),
     "bias by key": lambda: dict(global_keys=70, bias=draw(1, 2, 1, LK)),
@@ -65,7 +78,8 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "large bias": lambda: dict(global_keys=70, bias=draw(1, 1, LQ, LK) + 3000.0),
     "T5": lambda: dict(global_keys=20, bias=table()),
     "ALiBi, dropout, sinks": lambda: dict(
-        global_keys=5, bias=pt.AlibiBias(torch.tensor([0.5, 0.02])), dropout_p=0.3, dropout_seed=8, sinks=torch.tensor([0.5, -1.0])
+        global_keys=5, bias=pt.AlibiBias(torch.tensor([0.5, 0.02])), dropout_p=0.3, dropout_seed=8,
+        sinks=torch.tensor([0.5, -1.0])
     ),
     "mask": lambda: dict(global_keys=70, attn_mask=hidden()),
     "key padding": lambda: dict(global_keys=70, attn_mask=hidden()[:, :1, :1]),
@@ -82,7 +96,12 @@ def test_values_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype: torch.dtype) -> None:
     args = tuple(t.to(dtype) for t in qkv(key_heads=2))
-    check_attention(args, {"window": (30, 10), "global_keys": 70, "causal": "bottom_right"}, "triton", poisoned=True)
+    check_attention(
+        args,
+        {"window": (30, 10), "global_keys": 70, "causal": "bottom_right"},
+        "triton",
+        poisoned=True,
+    )
 
 
 BLOCKS: dict[str, tuple[Any, int, dict[str, Callable[[], Tensor]]]] = {
@@ -98,7 +117,13 @@ def test_blocks(name: str) -> None:
     size, first, more = BLOCKS[name]
     keywords = {"causal": "bottom_right", "window": (30, 0), "global_keys": first}
     mask = blobs(size, batch=1, heads=1, lq=LQ, lk=LK)
-    check(mask, torch.float32, dict(zip(("query", "key", "value"), qkv())), {n: f() for n, f in more.items()}, **keywords)
+    check(
+        mask,
+        torch.float32,
+        dict(zip(("query", "key", "value"), qkv())),
+        {n: f() for n, f in more.items()},
+        **keywords,
+    )
 
 
 def test_packed() -> None:
@@ -116,35 +141,52 @@ DECODED: dict[str, dict[str, Any]] = {
     "most of them first": dict(window=(9, 0), global_keys=900),
     "lengths": dict(window=(300, 0), global_keys=130, key_lengths=torch.tensor([MANY, 150])),
     "not causal": dict(window=(100, 1000), global_keys=70, causal=None),
-    "dropout, T5": dict(window=(300, 0), global_keys=70, bias=table(), dropout_p=0.2, dropout_seed=5),
+    "dropout, T5": dict(
+        window=(300, 0), global_keys=70, bias=table(), dropout_p=0.2, dropout_seed=5
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("num_queries", [1, 5])
 def test_decode(name: str, num_queries: int) -> None:
-    check_attention(qkv(num_queries, MANY, batch=2), {"causal": "bottom_right"} | DECODED[name], "triton", poisoned=True)
+    check_attention(
+        qkv(num_queries, MANY, batch=2),
+        {"causal": "bottom_right"} | DECODED[name],
+        "triton",
+        poisoned=True,
+    )
 
 
 def test_splits_are_of_what_is_seen() -> None:
     """The first keys count as those of the window do, the keys between do not."""
 
     def splits(keys: int, **options: Any) -> int:
-        a = attention_op.prepare(*(torch.empty(1, 1, n, 16) for n in (1, keys, keys)), causal="bottom_right", **options)[0]
+        a = attention_op.prepare(
+            *(torch.empty(1, 1, n, 16) for n in (1, keys, keys)), causal="bottom_right", **options
+        )[0]
         return plan_forward(a).split_kv.splits
 
-    assert splits(10000, window=(60, 0), global_keys=4) == splits(300, window=(60, 0), global_keys=4) < splits(10000)
+    assert (
+        splits(10000, window=(60, 0), global_keys=4)
+        == splits(300, window=(60, 0), global_keys=4)
+        < splits(10000)
+    )
     assert splits(10000, window=(60, 0), global_keys=9999) == splits(10000)
 
 
 # ---- what is computed
 
 
-def tiles_seen(lq: int, lk: int, left: int | None, right: int | None, first: int, causal: str | None, rows: int) -> int:
+def tiles_seen(
+    lq: int, lk: int, left: int | None, right: int | None, first: int, causal: str | None, rows: int
+) -> int:
     """Tiles of which a pair is visible, by the rule itself."""
     offset = lk - lq if causal else 0
     distance = torch.arange(lk) - torch.arange(lq)[:, None] - offset
-    inside = (distance >= (-lk if left is None else -left)) & (distance <= (lk if right is None else right))
+    inside = (distance >= (-lk if left is None else -left)) & (
+        distance <= (lk if right is None else right)
+    )
     seen = (inside | (torch.arange(lk) < first)) & (distance <= (0 if causal else lk))
     BN = INTERPRETED["forward"].BN
     padded = torch.zeros(-(-lq // rows) * rows, -(-lk // BN) * BN, dtype=torch.bool)
@@ -159,13 +201,18 @@ WINDOWS = (((50, 20), None), ((50, 0), "bottom_right"), ((None, 9), None))
     ("window", "causal", "first", "hidden_by"),
     [
         *((*window, first, "nothing") for window in WINDOWS for first in (4, 70, 300)),
-        *((*WINDOWS[0], first, hidden_by) for hidden_by in ("blocks", "mask", "bias") for first in (4, 70)),
+        *(
+            (*WINDOWS[0], first, hidden_by)
+            for hidden_by in ("blocks", "mask", "bias")
+            for first in (4, 70)
+        ),
     ],
 )
 def test_what_lies_between_costs_no_product(
     products: Counter[str], window: Any, causal: Any, first: int, hidden_by: str
 ) -> None:
-    """2 products of each tile that somebody sees in forward, 3 in dq, 4 in dkdv, 2 for a bias: whatever the tiles are named by."""
+    """2 products of each tile that somebody sees in forward, 3 in dq, 4 in dkdv, 2 for a bias:
+    whatever the tiles are named by."""
     lq, lk = 256, 512
     t = [draw(1, 1, n, 16).requires_grad_() for n in (lq, lk, lk)]
     options: dict[str, Any] = {"window": window, "causal": causal, "global_keys": first}
@@ -175,7 +222,9 @@ def test_what_lies_between_costs_no_product(
         options["bias"] = draw(lq, lk).requires_grad_()
         t.append(options["bias"])
     elif hidden_by != "nothing":
-        options["attn_mask"] = dense if hidden_by == "mask" else BlockMask.from_dense(dense, block_size=128)
+        options["attn_mask"] = (
+            dense if hidden_by == "mask" else BlockMask.from_dense(dense, block_size=128)
+        )
     tiles = tiles_seen(lq, lk, *window, first, causal, INTERPRETED["forward"].BM)
     assert tiles < lq * lk // (32 * 64)
     out = pt.attention(*t[:3], **options, backend="triton", strict=True)
@@ -188,12 +237,23 @@ def test_decode_computes_what_it_sees(products: Counter[str]) -> None:
     for first, window in ((4, 20), (200, 500), (900, 9)):
         products.clear()
         t = [draw(1, 1, n, 16) for n in (1, MANY, MANY)]
-        pt.attention(*t, window=(window, 0), global_keys=first, causal="bottom_right", backend="triton", strict=True)
+        pt.attention(
+            *t,
+            window=(window, 0),
+            global_keys=first,
+            causal="bottom_right",
+            backend="triton",
+            strict=True,
+        )
         assert products["tiles"] == 2 * tiles_seen(1, MANY, window, 0, first, "bottom_right", 16)
 
 
-@pytest.mark.parametrize(("where", "value"), [((0, 0), 10**6), ((0, 0), -(2**31)), ((1, 0), -7), ((2, 0), 10**9)])
-def test_bad_lists_read_nothing_outside(integers_read: list[Tensor], where: tuple[int, int], value: int) -> None:
+@pytest.mark.parametrize(
+    ("where", "value"), [((0, 0), 10**6), ((0, 0), -(2**31)), ((1, 0), -7), ((2, 0), 10**9)]
+)
+def test_bad_lists_read_nothing_outside(
+    integers_read: list[Tensor], where: tuple[int, int], value: int
+) -> None:
     mask = BlockMask.from_dense(torch.ones(70, 400, dtype=torch.bool), block_size=32)
     tensors = {n: t.clone() for n, t in mask.blocks._asdict().items()}
     tensors["entries"][where] = value
@@ -201,7 +261,15 @@ def test_bad_lists_read_nothing_outside(integers_read: list[Tensor], where: tupl
     bad.blocks = type(mask.blocks)(**tensors)
     integers_read.extend(tensors.values())
     t = [place(torch.randn(1, 1, n, 16)).requires_grad_() for n in (70, 400, 400)]
-    out = pt.attention(*t, attn_mask=bad, causal="bottom_right", window=(60, 0), global_keys=40, backend="triton", strict=True)
+    out = pt.attention(
+        *t,
+        attn_mask=bad,
+        causal="bottom_right",
+        window=(60, 0),
+        global_keys=40,
+        backend="triton",
+        strict=True,
+    )
     assert all(bool(x.isfinite().all()) for x in (out, *torch.autograd.grad(out.sum(), t)))
 
 
@@ -209,25 +277,41 @@ def test_bad_lists_read_nothing_outside(integers_read: list[Tensor], where: tupl
 
 # (file, the line, what it becomes), and which of CALLS, DECODED or BLOCKS shows it.
 MUTANTS = {
-    "first_tiles_skipped": ("bounds.py", "jump = tl.maximum(bend - ahead, 0)", "jump = bend", "causal"),
+    "first_tiles_skipped": ("bounds.py", "jump = tl.maximum(bend - ahead, 0)", "jump = bend",
+        "causal"),
     "steps_not_bent": ("bounds.py", "tl.where(n < gap[0], n - gap[1], n)", "n", "causal"),
-    "last_of_the_first_skipped": ("bounds.py", "(near_end - origin + C.BN - 1) // C.BN, 0)", "(near_end - origin) // C.BN, 0)", "mask"),
-    "first_keys_behind_the_window_skipped": ("bounds.py", "tl.maximum(last, ahead), (start", "last, (start", "as many as there are"),
-    "first_keys_tested_away": ("tiles.py", "m_s | (of_keys(j, C) < of_queries(bounds[2], C))", "m_s", "causal"),
+    "last_of_the_first_skipped": ("bounds.py", "(near_end - origin + C.BN - 1) // C.BN, 0)",
+    "(near_end - origin) // C.BN, 0)", "mask"),
+    "first_keys_behind_the_window_skipped": ("bounds.py", "tl.maximum(last, ahead), (start",
+        "last, (start", "as many as there are"),
+    "first_keys_tested_away": ("tiles.py", "m_s | (of_keys(j, C) < of_queries(bounds[2], C))",
+        "m_s", "causal"),
     "first_keys_read_as_zero": ("bounds.py", "m_j | ((j >= 0) & (j < seen[2]))", "m_j", "causal"),
-    "between_read": ("bounds.py", "(j >= 0) & (j < seen[2])", "(j >= 0) & (j < seen[1])", "one split"),
-    "seen_before_causality": ("bounds.py", "tl.minimum(near, p.global_keys - p.key_start)", "lo * 0 + p.global_keys", "early"),
-    "right_of_the_window_lost": ("bounds.py", "hi = tl.maximum(hi, near)", "hi = hi", "right alone"),
-    "one_key_without_all_queries": ("bounds.py", "m_global = j < p.global_keys", "m_global = j < -1 + p.global_keys", "causal"),
-    "later_queries_of_the_window_alone": ("bounds.py", "tl.where(m_global, to_query, hi)", "hi", "causal"),
-    "earlier_queries_of_the_window_alone": ("bounds.py", "tl.where(m_global, from_query, lo)", "lo", "right alone"),
-    "causality_of_keys_lost": ("bounds.py", "tl.where(m_global, from_query, lo)", "tl.where(m_global, 0, lo)", "early"),
-    "splits_without_the_first_keys": ("decode.py", "span += p.global_keys + 2 * C.BN", "span += 0", "most of them first"),
+    "between_read": ("bounds.py", "(j >= 0) & (j < seen[2])", "(j >= 0) & (j < seen[1])",
+        "one split"),
+    "seen_before_causality": ("bounds.py", "tl.minimum(near, p.global_keys - p.key_start)",
+        "lo * 0 + p.global_keys", "early"),
+    "right_of_the_window_lost": ("bounds.py", "hi = tl.maximum(hi, near)", "hi = hi",
+        "right alone"),
+    "one_key_without_all_queries": ("bounds.py", "m_global = j < p.global_keys",
+        "m_global = j < -1 + p.global_keys", "causal"),
+    "later_queries_of_the_window_alone": ("bounds.py", "tl.where(m_global, to_query, hi)", "hi",
+        "causal"),
+    "earlier_queries_of_the_window_alone": ("bounds.py", "tl.where(m_global, from_query, lo)", "lo",
+        "right alone"),
+    "causality_of_keys_lost": ("bounds.py", "tl.where(m_global, from_query, lo)",
+        "tl.where(m_global, 0, lo)", "early"),
+    "splits_without_the_first_keys": ("decode.py", "span += p.global_keys + 2 * C.BN", "span += 0",
+        "most of them first"),
     "diagonals_across_the_gap": ("bwd.py", "if C.BLOCK_KEYS or C.GAP:", "if C.BLOCK_KEYS:", "T5"),
-    "bias_of_the_first_keys_lost": ("bounds.py", "tl.maximum(t, tl.minimum(t + gap[1], gap[0]))", "t", "bias of all"),
-    "listed_first_tiles_lost": ("blocks.py", "jump = bend - tl.maximum(near_end, near)", "jump = bend - near", "blocks of a tile, T5"),
-    "listed_window_misplaced": ("blocks.py", "PER) + (behind - entry) * PER", "PER) + 0 * PER", "blocks of a tile, T5"),
-    "listed_first_step_lost": ("blocks.py", "near = tl.minimum(near, PER)", "near = near + 1", "both runs in one block, T5"),
+    "bias_of_the_first_keys_lost": ("bounds.py", "tl.maximum(t, tl.minimum(t + gap[1], gap[0]))",
+        "t", "bias of all"),
+    "listed_first_tiles_lost": ("blocks.py", "jump = bend - tl.maximum(near_end, near)",
+        "jump = bend - near", "blocks of a tile, T5"),
+    "listed_window_misplaced": ("blocks.py", "PER) + (behind - entry) * PER", "PER) + 0 * PER",
+    "blocks of a tile, T5"),
+    "listed_first_step_lost": ("blocks.py", "near = tl.minimum(near, PER)", "near = near + 1",
+        "both runs in one block, T5"),
 }  # fmt: skip
 
 
@@ -243,7 +327,13 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
 
 def test_what_lies_between_counts(products: Counter[str], tmp_path: Path) -> None:
     """Computed, it would change no number: the count of products shows it."""
-    with mutated("attention", "bounds.py", "jump = tl.maximum(bend - ahead, 0)", "bend *= 0\n        jump = bend", tmp_path):
+    with mutated(
+        "attention",
+        "bounds.py",
+        "jump = tl.maximum(bend - ahead, 0)",
+        "bend *= 0\n        jump = bend",
+        tmp_path,
+    ):
         test_values_and_gradients("causal")
         with pytest.raises(AssertionError, match="=="):
             products.clear()

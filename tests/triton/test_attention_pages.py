@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages in the Triton backend, interpreted: the contiguous path's bits, clamped tables, and faults."""
+"""Keys and values in pages in the Triton backend, interpreted: the contiguous path's bits, clamped
+tables, and faults."""
 
 from __future__ import annotations
 
@@ -29,11 +30,22 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def inputs(lq: int, page_size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Pools]:
     query, key, value = draw(3, 4, lq, 16), draw(3, 2, LK, 16, seed=1), draw(3, 2, LK, 24, seed=2)
-    return query.to(dtype), in_pages(key.to(dtype), value.to(dtype), LENGTHS, page_size, seed=page_size)
+    return query.to(dtype), in_pages(
+        key.to(dtype), value.to(dtype), LENGTHS, page_size, seed=page_size
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return pt.attention(query, key, value, key_lengths=LENGTHS, **options, return_lse=True, backend="triton", strict=True)
+    return pt.attention(
+        query,
+        key,
+        value,
+        key_lengths=LENGTHS,
+        **options,
+        return_lse=True,
+        backend="triton",
+        strict=True,
+    )
 
 
 def same(query: Tensor, pools: Pools, **options: Any) -> bool:
@@ -46,14 +58,26 @@ def keywords(width: int) -> dict[str, dict[str, Any]]:
     return {
         "nothing": {},
         "causal": {"causal": "bottom_right"},
-        "gap": {"causal": "bottom_right", "window": (60, 0), "global_keys": 5, "sinks": draw(4, seed=3)},
-        "biases": {"bias": pt.RelativePositionBias(draw(16, 4, seed=4), max_distance=200), "softcap": 5.0},
-        "padding": {"attn_mask": torch.arange(width) >= torch.tensor([70, 0, 3])[:, None, None, None]},
+        "gap": {
+            "causal": "bottom_right",
+            "window": (60, 0),
+            "global_keys": 5,
+            "sinks": draw(4, seed=3),
+        },
+        "biases": {
+            "bias": pt.RelativePositionBias(draw(16, 4, seed=4), max_distance=200),
+            "softcap": 5.0,
+        },
+        "padding": {
+            "attn_mask": torch.arange(width) >= torch.tensor([70, 0, 3])[:, None, None, None]
+        },
         "dropout": {"dropout_p": 0.3, "dropout_seed": 7},
     }
 
 
-@pytest.mark.parametrize(("lq", "page_size"), [(1, 1), (1, 7), (1, 16), (1, 128), (5, 16), (40, 7), (40, 16), (40, 64)])
+@pytest.mark.parametrize(
+    ("lq", "page_size"), [(1, 1), (1, 7), (1, 16), (1, 128), (5, 16), (40, 7), (40, 16), (40, 64)]
+)
 def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
     """Decoded and by tiles of queries; a page in several tiles, and several pages in a tile."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -72,7 +96,9 @@ def test_with_the_other_keywords(lq: int, name: str) -> None:
 
 def test_a_block_mask() -> None:
     query, pools = inputs(40, 16)
-    mask = pt.BlockMask.from_function(lambda b, h, i, j: j // 64 != 1, None, None, 40, pools.num_keys, block_size=64)
+    mask = pt.BlockMask.from_function(
+        lambda b, h, i, j: j // 64 != 1, None, None, 40, pools.num_keys, block_size=64
+    )
     assert same(query, pools, attn_mask=mask, causal="bottom_right")
 
 
@@ -82,7 +108,11 @@ def test_tables_are_clamped_where_nobody_looks(lq: int, monkeypatch: pytest.Monk
     query, pools = inputs(lq, 16)
     table, clamped = pools.table.to(torch.int64, copy=True), pools.table.to(torch.int64, copy=True)
     table[0, 3], table[0, 4], table[2, 0] = -5, 2**40, pools.tensors[0].shape[0]
-    clamped[0, 3], clamped[0, 4], clamped[2, 0] = 0, -1 + pools.tensors[0].shape[0], -1 + pools.tensors[0].shape[0]
+    clamped[0, 3], clamped[0, 4], clamped[2, 0] = (
+        0,
+        -1 + pools.tensors[0].shape[0],
+        -1 + pools.tensors[0].shape[0],
+    )
     filled = [t.nan_to_num(0.5) for t in pools.tensors]
     want = attend(query, *filled, page_table=clamped)
     with pytest.raises(ValueError, match=r"page_table\[0, 3\] must be a page"):
@@ -102,8 +132,16 @@ def test_backward_is_refused() -> None:
 
 FAULTS = {
     "page of the next key": ("tiles.py", "+ j // C.PAGE_SIZE", "+ (j + 1) // C.PAGE_SIZE"),
-    "table of the first sequence": ("tiles.py", "i_b.to(tl.int64) * p.pages.width", "0 * p.pages.width"),
-    "row not within its page": ("tiles.py", "(j % C.PAGE_SIZE).to", "(j // C.PAGE_SIZE % C.PAGE_SIZE).to"),
+    "table of the first sequence": (
+        "tiles.py",
+        "i_b.to(tl.int64) * p.pages.width",
+        "0 * p.pages.width",
+    ),
+    "row not within its page": (
+        "tiles.py",
+        "(j % C.PAGE_SIZE).to",
+        "(j // C.PAGE_SIZE % C.PAGE_SIZE).to",
+    ),
     "last page never": ("tiles.py", "p.pages.count - 1).to", "p.pages.count - 2).to"),
     "values of the batch entry": (
         "fwd.py",
@@ -115,7 +153,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", every_third(FAULTS))
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
-    checks: list[Callable[[], bool]] = [lambda page_size=n: same(*inputs(1, page_size)) for n in (16, 7)]
+    checks: list[Callable[[], bool]] = [
+        lambda page_size=n: same(*inputs(1, page_size)) for n in (16, 7)
+    ]
     assert all(check() for check in checks)
     with mutated("attention", *FAULTS[name], tmp_path):
         assert not all(check() for check in checks)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a call: what is compiled for which mask, the memory between launches, and what explain says of it."""
+"""The plan of a call: what is compiled for which mask, the memory between launches, and what
+explain says of it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from pytransformer.testing.attention_check import check_attention
 B, H, LK = 2, 4, 300
 KEYS = torch.arange(LK) % 7 != 2
 BY_HEAD = torch.arange(LK) % 7 > torch.arange(H)[:, None, None]
-MASKS = {  # name -> (mask for that many queries, whether it is read once a key by prefill and backward, and by decode)
+# name -> (mask for that many queries, whether it is read once a key by prefill and backward, and by
+# decode)
+MASKS = {
     "keys": (lambda n: KEYS, True, True),
     "expanded": (lambda n: KEYS.expand(B, H, n, LK), True, True),
     "heads": (lambda n: BY_HEAD, True, False),
@@ -42,7 +45,9 @@ def test_masks_alike_for_all_queries_are_read_once_a_key(name: str, num_queries:
     make, by_key, decoded = MASKS[name]
     a = _problem(num_queries, attn_mask=make(num_queries))
     plan = plan_forward(a)
-    assert [step.kind.KEY_MASK for step in (plan.prefill, plan.decode) if step] == [decoded if num_queries == 2 else by_key]
+    assert [step.kind.KEY_MASK for step in (plan.prefill, plan.decode) if step] == [
+        decoded if num_queries == 2 else by_key
+    ]
     assert all(by_key == step.kind.KEY_MASK for step in plan_backward(a, ())[:2])
     check_attention(tuple(_inputs(num_queries)), {"attn_mask": make(num_queries)}, "triton")
 

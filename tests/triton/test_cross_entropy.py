@@ -22,7 +22,9 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 def test_case(case: Case, reduction: str) -> None:
     """Loss and all gradients of a shared case against float64, in every dtype."""
     for dtype in DTYPES:
-        _, wrong = random_problems.judge(random_problems.of_case(case, dtype, reduction=reduction), "triton", False)
+        _, wrong = random_problems.judge(
+            random_problems.of_case(case, dtype, reduction=reduction), "triton", False
+        )
         assert not wrong, "\n".join(wrong)
 
 
@@ -50,7 +52,9 @@ def test_rows_of_very_different_weight_keep_their_digits() -> None:
     """float16, upstream gradients from 1e-4 to 1: each row of dx is as exact as alone."""
     x, w = torch.randn(8, 24).half().requires_grad_(), torch.randn(90, 24).half().requires_grad_()
     target, g = torch.arange(8), 10.0 ** -torch.arange(8).div(2)
-    (dx,) = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, reduction="none", backend="triton"), x, g)
+    (dx,) = torch.autograd.grad(
+        pt.linear_cross_entropy(x, w, target, reduction="none", backend="triton"), x, g
+    )
     for i in range(8):
         row = x[i].detach().requires_grad_()
         loss = pt.linear_cross_entropy(row, w, target[i], reduction="none", backend="triton")
@@ -83,7 +87,10 @@ def test_reasons() -> None:
     """Arguments that the backend does not support give a reason."""
     x, target = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     assert pt.explain("linear_cross_entropy", x, x, target).reasons["triton"] is None
-    assert "float64" in pt.explain("linear_cross_entropy", x.double(), x.double(), target).reasons["triton"]
+    assert (
+        "float64"
+        in pt.explain("linear_cross_entropy", x.double(), x.double(), target).reasons["triton"]
+    )
 
 
 # Faults that losses have had, each in a line of our kernels: (file, the line, what it becomes).
@@ -91,10 +98,22 @@ MUTANTS = {
     "last_block_alone": ("fwd.py", "b_l = b_l * tl.exp2((b_m - safe) * LOG2E) + ", "b_l = "),
     "sum_not_rescaled": ("fwd.py", "b_l * tl.exp2((b_m - safe) * LOG2E)", "b_l"),
     "base_two": ("fwd.py", "tl.log2(b_l) * LN2", "tl.log2(b_l)"),
-    "bias_missing_at_the_target": ("fwd.py", "b_z += tl.load(BIAS + k, mask", "b_z += 0.0 * tl.load(BIAS + k, mask"),
-    "smoothing_over_the_padding": ("fwd.py", "b_sum / classes - b_m", "b_sum / (tl.cdiv(classes, C.BN) * C.BN) - b_m"),
+    "bias_missing_at_the_target": (
+        "fwd.py",
+        "b_z += tl.load(BIAS + k, mask",
+        "b_z += 0.0 * tl.load(BIAS + k, mask",
+    ),
+    "smoothing_over_the_padding": (
+        "fwd.py",
+        "b_sum / classes - b_m",
+        "b_sum / (tl.cdiv(classes, C.BN) * C.BN) - b_m",
+    ),
     "smoothing_missing_in_backward": ("bwd.py", "b_dz -= p.on_each / classes", "b_dz -= 0.0"),
-    "target_keeps_its_share": ("bwd.py", "== target[:, None], p.on_target, 0.0)", "== target[:, None], 1.0, 0.0)"),
+    "target_keeps_its_share": (
+        "bwd.py",
+        "== target[:, None], p.on_target, 0.0)",
+        "== target[:, None], 1.0, 0.0)",
+    ),
     "ignored_rows_count": ("bwd.py", "(target != p.ignore_index) & ", ""),
     "ignored_rows_reach_the_weight": (
         "bwd.py",
@@ -103,9 +122,17 @@ MUTANTS = {
     ),
     "upstream_missing_in_dx": ("bwd.py", "(g[part] / kind.SCALE)", "(g[:1] / kind.SCALE)"),
     "upstream_missing_in_dweight": ("bwd.py", "d_weight *= most", "d_weight *= 1.0"),
-    "upstream_missing_in_dbias": ("bwd.py", "b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]", "b_dz"),
+    "upstream_missing_in_dbias": (
+        "bwd.py",
+        "b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]",
+        "b_dz",
+    ),
     "last_chunk_alone": ("bwd.py", "d_weight[some] += ", "d_weight[some] = "),
-    "bias_of_the_last_chunk_alone": ("bwd.py", "tl.load(DBIAS + j, mask=j < classes, other=0.0) + ", ""),
+    "bias_of_the_last_chunk_alone": (
+        "bwd.py",
+        "tl.load(DBIAS + j, mask=j < classes, other=0.0) + ",
+        "",
+    ),
     "half_scale_left_in": ("bwd.py", "d_weight *= most / kind.SCALE", "d_weight *= most"),
 }
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose scores are all finfo.min, once or twice over: finite values are data. On the Triton backend,
+"""Rows whose scores are all finfo.min, once or twice over: finite values are data. On the Triton
+backend,
 interpreted; every backend's list of peers' wrong results is tests/regressions."""
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pytransformer.testing.attention_check import check_attention
 LOWEST = torch.finfo(torch.float32).min
 
 
-def _problem(dtype: torch.dtype, *, twice: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+def _problem(
+    dtype: torch.dtype, *, twice: bool
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     query, key, value = (torch.randn(2, 2, n, 16).to(dtype) for n in (9, 70, 70))
     mask = torch.zeros(2, 1, 9, 70)
     mask[:, :, 3] = LOWEST
@@ -26,7 +29,8 @@ def _problem(dtype: torch.dtype, *, twice: bool) -> tuple[tuple[torch.Tensor, ..
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("twice", [False, True], ids=["one_finfo_min", "two_finfo_min"])
 def test_row_of_finfo_min(twice: bool, dtype: torch.dtype) -> None:
-    """The mean of value, and its right gradient: two terms of finfo.min are still a number, not -inf."""
+    """The mean of value, and its right gradient: two terms of finfo.min are still a number, not
+    -inf."""
     args, keywords = _problem(dtype, twice=twice)
     check_attention(args, keywords, "triton", data="any")
 
@@ -34,7 +38,12 @@ def test_row_of_finfo_min(twice: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "twice"),
     [
-        ("tiles.py", "s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)", "s = s + 0.0", True),
+        (
+            "tiles.py",
+            "s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)",
+            "s = s + 0.0",
+            True,
+        ),
         ("row_stats.py", "> LARGE:", "> 2.0 * float('inf'):", False),
     ],
     ids=["sum_overflows", "lse_loses_the_log_of_the_sum"],

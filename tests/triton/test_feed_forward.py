@@ -19,25 +19,38 @@ from pytransformer.testing import bounds, fuzz_feed_forward, oracle
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.dropout_check import check_hidden_starts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy, which interprets
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # of numpy, which interprets
 CASES = [c.resize(rows=70, d=72, hidden=150) for c in cases("feed_forward", "small")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
 
 
-def _inputs(rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def _inputs(
+    rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     torch.manual_seed(rows)
     shapes = ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,), (hidden, d), (hidden,))
     return [(torch.randn(s) / s[-1] ** 0.5).to(dtype).requires_grad_() for s in shapes]
 
 
-def _call(t: list[torch.Tensor] | tuple[torch.Tensor, ...], backend: str = "triton", **keywords: Any) -> torch.Tensor:
-    return pt.feed_forward(*t[:5], **dict(zip(NAMES[5:], t[5:])), **keywords, backend=backend, strict=True)
+def _call(
+    t: list[torch.Tensor] | tuple[torch.Tensor, ...], backend: str = "triton", **keywords: Any
+) -> torch.Tensor:
+    return pt.feed_forward(
+        *t[:5], **dict(zip(NAMES[5:], t[5:])), **keywords, backend=backend, strict=True
+    )
 
 
 def _results(t: list[torch.Tensor], **keywords: Any) -> list[torch.Tensor]:
     out = _call(t, **keywords)
-    return [out, *torch.autograd.grad(out, t, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))]
+    return [
+        out,
+        *torch.autograd.grad(
+            out, t, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        ),
+    ]
 
 
 def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
@@ -46,9 +59,14 @@ def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
     wanted = [n for n, v in named.items() if v.requires_grad]
     out = _call(t, **keywords)
     grad = torch.randn_like(out)
-    results = {"out": out, **dict(zip(wanted, torch.autograd.grad(out, [named[n] for n in wanted], grad)))}
+    results = {
+        "out": out,
+        **dict(zip(wanted, torch.autograd.grad(out, [named[n] for n in wanted], grad))),
+    }
     tensors = {n: v.detach() for n, v in named.items()} | {"grad_out": grad}
-    problem = fuzz_feed_forward.Problem(out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted)
+    problem = fuzz_feed_forward.Problem(
+        out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted
+    )
     solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     checks = bounds.check(solution, results, out.dtype, "zero_mean")
     assert all(c.ok for c in checks), "\n".join(map(str, checks))
@@ -63,10 +81,13 @@ def test_case(case: Case) -> None:
 
 
 def test_dropout_mask() -> None:
-    """Bit for bit the reference's mask, forward and backward: the identity for weights shows hidden."""
+    """Bit for bit the reference's mask, forward and backward: the identity for weights shows
+    hidden."""
     x, eye = torch.full((5, 14, 200), 3.0, requires_grad=True), torch.eye(200)
     for p, seed in ((0.3, -(2**62) + 77), (1.0, 5)):
-        out = pt.feed_forward(x, eye, None, eye, None, dropout_p=p, dropout_seed=seed, backend="triton")
+        out = pt.feed_forward(
+            x, eye, None, eye, None, dropout_p=p, dropout_seed=seed, backend="triton"
+        )
         (grad,) = torch.autograd.grad(out.sum(), x)
         keep = column_keep_mask(torch.tensor(seed), p, 70, 200, TAG_FEED_FORWARD).view(x.shape)
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
@@ -78,7 +99,10 @@ def test_a_part_of_a_larger_problem() -> None:
 
 @pytest.mark.parametrize(
     "line, fault",
-    [("from_start(i, dropout.row_start)", "i"), ("from_start(tl.min(n, 0), dropout.column_start)", "tl.min(n, 0)")],
+    [
+        ("from_start(i, dropout.row_start)", "i"),
+        ("from_start(tl.min(n, 0), dropout.column_start)", "tl.min(n, 0)"),
+    ],
 )
 def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
     with (
@@ -96,12 +120,16 @@ def test_columns_begin_at_a_group() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_recompute_changes_no_bit(gated: bool) -> None:
     t = _inputs(40, 16, 70, 20, torch.bfloat16)[: 7 if gated else 5]
-    kept, again = (_results(t, activation="silu", dropout_p=0.2, dropout_seed=1, recompute=r) for r in (False, True))
+    kept, again = (
+        _results(t, activation="silu", dropout_p=0.2, dropout_seed=1, recompute=r)
+        for r in (False, True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(kept, again))
 
 
 def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a measured table may ask for: the library multiplies, the kernel does the rest, to the same bound. Biases of
+    """What a measured table may ask for: the library multiplies, the kernel does the rest, to the
+    same bound. Biases of
     another dtype stay with the fused kernel."""
     launched: list[bool] = []
 
@@ -112,7 +140,11 @@ def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(configs, "INTERPRETED", configs.Config(32, 64, 64, 1, 1, library=True))
     for module in (fwd, bwd):
         monkeypatch.setattr(module, "launch", observe)
-    for dtype, inputs, recompute in ((torch.bfloat16, 7, True), (torch.float32, 5, False), (torch.float16, 5, True)):
+    for dtype, inputs, recompute in (
+        (torch.bfloat16, 7, True),
+        (torch.float32, 5, False),
+        (torch.float16, 5, True),
+    ):
         t = _inputs(40, 33, 70, 20, dtype)[:inputs]
         _check(t, activation="gelu_tanh", dropout_p=0.2, dropout_seed=1, recompute=recompute)
     assert set(launched) == {False}
@@ -125,7 +157,13 @@ def test_strides_and_missing_gradients() -> None:
     """Rows with gaps, transposed weights, batch dimensions out of order, one gradient at a time."""
     t = [v.detach() for v in _inputs(42, 24, 70, 24)]
     wide = torch.randn(42, 50)
-    laid = [wide[:, 3:27], t[1].t().contiguous().t(), t[2].repeat_interleave(2)[::2], t[3].t().contiguous().t(), *t[4:]]
+    laid = [
+        wide[:, 3:27],
+        t[1].t().contiguous().t(),
+        t[2].repeat_interleave(2)[::2],
+        t[3].t().contiguous().t(),
+        *t[4:],
+    ]
     for i in range(7):
         _check([v.detach().requires_grad_(j == i) for j, v in enumerate(laid)], activation="gelu")
     turned = laid[0].reshape(6, 7, 24).transpose(0, 1).requires_grad_()
@@ -144,7 +182,9 @@ def test_nan_stays_in_its_row() -> None:
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_activations(activation: str) -> None:
     """Value and slope of a column of numbers, far out too, against float64."""
-    x = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 1e30])])
+    x = torch.cat(
+        [torch.linspace(-12, 12, 2001), torch.tensor([0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 1e30])]
+    )
     x, one = x[:, None].requires_grad_(), torch.ones(1, 1)
     y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="triton")
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -155,7 +195,8 @@ def test_activations(activation: str) -> None:
 
 
 def test_every_tile_is_visited_once() -> None:
-    """The order of programs is a permutation, for numbers of tiles that are no multiple of a group."""
+    """The order of programs is a permutation, for numbers of tiles that are no multiple of a
+    group."""
     for rows, columns in ((1, 1), (33, 200), (32 * 19, 64 * 3)):
         x, weight = torch.randn(rows, 4), torch.randn(columns, 4)
         out = pt.feed_forward(x, weight, None, torch.eye(columns), None, backend="triton")
@@ -163,14 +204,38 @@ def test_every_tile_is_visited_once() -> None:
 
 
 MUTANTS = {
-    "gate_and_up_exchanged": ("fwd.py", "activate(b_gate, C) * b_pre", "activate(b_pre, C) * b_gate"),
-    "gate_bias_ignored": ("fwd.py", "b_gate = plus_bias(b_gate, GATE_BIAS, n, shape.N)", "b_gate = b_gate"),
-    "value_for_slope": ("bwd.py", "b_dpre = b_dh * slope(b_pre, C)", "b_dpre = b_dh * activate(b_pre, C)"),
-    "hidden_not_dropped_in_backward": ("bwd.py", "narrow(drop(b_hidden, i, n, dropout, C),", "narrow(b_hidden,"),
+    "gate_and_up_exchanged": (
+        "fwd.py",
+        "activate(b_gate, C) * b_pre",
+        "activate(b_pre, C) * b_gate",
+    ),
+    "gate_bias_ignored": (
+        "fwd.py",
+        "b_gate = plus_bias(b_gate, GATE_BIAS, n, shape.N)",
+        "b_gate = b_gate",
+    ),
+    "value_for_slope": (
+        "bwd.py",
+        "b_dpre = b_dh * slope(b_pre, C)",
+        "b_dpre = b_dh * activate(b_pre, C)",
+    ),
+    "hidden_not_dropped_in_backward": (
+        "bwd.py",
+        "narrow(drop(b_hidden, i, n, dropout, C),",
+        "narrow(b_hidden,",
+    ),
     "sums_over_rows_beyond_the_end": ("bwd.py", "tl.where(m, b_x, 0.0)", "b_x"),
     "dropout_not_scaled": ("tiles.py", "b_x * dropout.keep_scale", "b_x"),
-    "dropout_words_exchanged": ("tiles.py", "row & 0xFFFFFFFF, row >> 32", "row >> 32, row & 0xFFFFFFFF"),
-    "last_products_left_out": ("tiles.py", "range(0, shape.K, C.BK)", "range(0, shape.K - C.BK + 1, C.BK)"),
+    "dropout_words_exchanged": (
+        "tiles.py",
+        "row & 0xFFFFFFFF, row >> 32",
+        "row >> 32, row & 0xFFFFFFFF",
+    ),
+    "last_products_left_out": (
+        "tiles.py",
+        "range(0, shape.K, C.BK)",
+        "range(0, shape.K - C.BK + 1, C.BK)",
+    ),
     "short_group_taken_for_whole": ("tiles.py", "i_inside % height\n", "i_inside % GROUP\n"),
 }
 
@@ -189,17 +254,22 @@ def test_autocast() -> None:
 
 def test_reasons() -> None:
     def reason(dtype: torch.dtype) -> str | None:
-        return pt.explain("feed_forward", *(v.to(dtype) for v in _inputs(2, 3, 4, 3)[:5])).reasons["triton"]
+        return pt.explain("feed_forward", *(v.to(dtype) for v in _inputs(2, 3, 4, 3)[:5])).reasons[
+            "triton"
+        ]
 
     assert reason(torch.float16) is None
     assert "float64" in reason(torch.float64)
 
 
 def test_configurations() -> None:
-    """By kernel, rows and dtype; a measured entry takes the place of the heuristic's; candidates start with that."""
+    """By kernel, rows and dtype; a measured entry takes the place of the heuristic's; candidates
+    start with that."""
     few, many = (configs.config("hidden", 90, rows, 2) for rows in (16, 17))
     assert few.BM == 16 and many.BM == 64
-    measured = {"hidden, 16 bit, up to 16 rows": {"BM": 16, "BN": 128, "BK": 64, "warps": 4, "stages": 4}}
+    measured = {
+        "hidden, 16 bit, up to 16 rows": {"BM": 16, "BN": 128, "BK": 64, "warps": 4, "stages": 4}
+    }
     assert configs.config("hidden", 90, 3, 2, measured) == configs.Config(16, 128, 64, 4, 4)
     assert configs.config("hidden", 90, 3, 4, measured) == configs.config("hidden", 90, 3, 4)
     for kernel in configs.HEURISTIC:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose storage was freed are refused by name on the interpreted Triton kernels: the checks of tests/ops/test_freed_storage.py."""
+"""Tensors whose storage was freed are refused by name on the interpreted Triton kernels: the checks
+of tests/ops/test_freed_storage.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def _cpu(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.detach().cpu()
     if dataclasses.is_dataclass(x):
-        return dataclasses.replace(x, **{f.name: _cpu(getattr(x, f.name)) for f in dataclasses.fields(x)})
+        return dataclasses.replace(
+            x, **{f.name: _cpu(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        )
     return x
 
 
@@ -44,8 +46,17 @@ def _check(case: Case, dtype: torch.dtype) -> None:
     for _ in range(2):
         out, lse = op(*args, **kwargs, return_lse=True, backend="triton", strict=True)
         generator = torch.Generator("cuda").manual_seed(1)
-        grad_out, grad_lse = (torch.randn(t.shape, generator=generator, device="cuda", dtype=t.dtype) for t in (out, lse))
-        runs.append([out, lse, *torch.autograd.grad([out, lse], list(inputs.values()), [grad_out, grad_lse])])
+        grad_out, grad_lse = (
+            torch.randn(t.shape, generator=generator, device="cuda", dtype=t.dtype)
+            for t in (out, lse)
+        )
+        runs.append(
+            [
+                out,
+                lse,
+                *torch.autograd.grad([out, lse], list(inputs.values()), [grad_out, grad_lse]),
+            ]
+        )
     for first, second in zip(*runs):
         assert torch.equal(first, second), "two runs differ"
     results = dict(zip(("out", "lse", *inputs), map(_cpu, runs[0])))
@@ -56,8 +67,12 @@ def _check(case: Case, dtype: torch.dtype) -> None:
     assert all(c.ok for c in checks), "\n".join(map(str, checks))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("case", [*cases("attention"), *cases("attention_varlen")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:]
+)
+@pytest.mark.parametrize(
+    "case", [*cases("attention"), *cases("attention_varlen")], ids=lambda c: c.name
+)
 def test_case(case: Case, dtype: torch.dtype) -> None:
     _check(case, dtype)
 
@@ -74,7 +89,8 @@ def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (32, 4)], ids=str)
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_decode(name: str, heads: tuple[int, int], head_dim: int) -> None:
-    """Keys split over programs. A head size a test: its four problems have kernels of their own to compile, and bench/gpu.sh gives 80 s."""
+    """Keys split over programs. A head size a test: its four problems have kernels of their own to
+    compile, and bench/gpu.sh gives 80 s."""
     for queries in (1, 3):
         shape = {"B": 2, "Hq": heads[0], "Hkv": heads[1], "Lq": queries, "Lk": 5000, "D": head_dim}
         for dtype in (torch.bfloat16, torch.float32):
@@ -83,9 +99,16 @@ def test_decode(name: str, heads: tuple[int, int], head_dim: int) -> None:
 
 def test_dropout_mask() -> None:
     seed = torch.tensor(987654321 << 20, device="cuda")
-    query, key = torch.zeros(2, 3, 200, 16, device="cuda"), torch.zeros(2, 3, 256, 16, device="cuda")
+    query, key = (
+        torch.zeros(2, 3, 200, 16, device="cuda"),
+        torch.zeros(2, 3, 256, 16, device="cuda"),
+    )
     value = torch.eye(256, device="cuda").expand(2, 3, -1, -1)
-    out, _ = attention_op.fwd(*attention_op.prepare(query, key, value, dropout_p=0.3, dropout_seed=seed)[0], "triton", True)
+    out, _ = attention_op.fwd(
+        *attention_op.prepare(query, key, value, dropout_p=0.3, dropout_seed=seed)[0],
+        "triton",
+        True,
+    )
     assert torch.equal((out != 0).cpu(), keep_mask(seed.cpu(), 0.3, 2, 3, 200, 256))
 
 
@@ -109,7 +132,12 @@ def test_addresses_beyond_32_bits() -> None:
 def test_cuda_graph() -> None:
     query = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
     seed = torch.tensor(1, device="cuda")
-    check_cuda_graph(lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="triton"), seed)
+    check_cuda_graph(
+        lambda: pt.attention(
+            query, query, query, dropout_p=0.5, dropout_seed=seed, backend="triton"
+        ),
+        seed,
+    )
 
 
 def _on_gpu(problem: Problem) -> Problem:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
+"""linear_cross_entropy on a GPU, compiled: what bench/gpu.sh runs. (The other files here run
+interpreted.)"""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ pytestmark = [
 ]
 SEED, RANDOM = 11, 200
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DRAWN = [n for n in range(RANDOM) if fuzz_cross_entropy.draw(SEED, n).dtype != torch.float64]  # the backend has no float64
+DRAWN = [
+    n for n in range(RANDOM) if fuzz_cross_entropy.draw(SEED, n).dtype != torch.float64
+]  # the backend has no float64
 
 
 def _check(problem: fuzz_cross_entropy.Problem) -> None:
@@ -29,7 +32,9 @@ def _check(problem: fuzz_cross_entropy.Problem) -> None:
 def test_cross_entropy_case(classes: int, dtype: torch.dtype) -> None:
     for case in cases("linear_cross_entropy"):
         for reduction in fuzz_cross_entropy.REDUCTIONS:
-            _check(fuzz_cross_entropy.of_case(case.resize(classes=classes), dtype, reduction=reduction))
+            _check(
+                fuzz_cross_entropy.of_case(case.resize(classes=classes), dtype, reduction=reduction)
+            )
 
 
 @pytest.mark.parametrize("number", DRAWN)
@@ -37,9 +42,11 @@ def test_random_cross_entropy(number: int) -> None:
     _check(fuzz_cross_entropy.draw(SEED, number))
 
 
-@pytest.mark.unpoisoned  # guards keep all memory until the test ends: 3.05 GiB of logits and their gradients
+# guards keep all memory until the test ends: 3.05 GiB of logits and their gradients
+@pytest.mark.unpoisoned
 def test_cross_entropy_never_holds_all_logits() -> None:
-    """16,384 rows of 128k classes: 8 GiB of float32 logits, of which a gibibyte exists at a time; addresses beyond 32 bits."""
+    """16,384 rows of 128k classes: 8 GiB of float32 logits, of which a gibibyte exists at a time;
+    addresses beyond 32 bits."""
     x = torch.randn(16384, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(131072, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 131072, (16384,), device="cuda")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
+"""layer_norm, rms_norm and add_norm on a GPU, compiled: what bench/gpu.sh runs. (The other files
+here run interpreted.)"""
 
 from __future__ import annotations
 
@@ -18,8 +19,23 @@ pytestmark = [
 ]
 SEED, RANDOM = 11, 200
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDTHS = (32, 50, 128, 200, 512, 1000, 2048, 4096, 5120, 12288, 16384, 20000)  # each kind of tile, whole and with a tail
-DRAWN = [n for n in range(RANDOM) if fuzz_layer_norm.draw(SEED, n).dtype != torch.float64]  # the backend has no float64
+WIDTHS = (
+    32,
+    50,
+    128,
+    200,
+    512,
+    1000,
+    2048,
+    4096,
+    5120,
+    12288,
+    16384,
+    20000,
+)  # each kind of tile, whole and with a tail
+DRAWN = [
+    n for n in range(RANDOM) if fuzz_layer_norm.draw(SEED, n).dtype != torch.float64
+]  # the backend has no float64
 
 
 def _check(problem: fuzz_layer_norm.Problem) -> None:
@@ -28,7 +44,9 @@ def _check(problem: fuzz_layer_norm.Problem) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("case", [c for op in fuzz_layer_norm.KINDS for c in cases(op)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for op in fuzz_layer_norm.KINDS for c in cases(op)], ids=lambda c: c.name
+)
 def test_layer_norm_case(case: Case, dtype: torch.dtype) -> None:
     _check(fuzz_layer_norm.of_case(case, dtype))
 
@@ -50,7 +68,9 @@ def test_layer_norm_dropout_mask() -> None:
     for columns in (33, 1000, 20000):
         x = torch.ones(300, columns, device="cuda", dtype=torch.bfloat16)
         _, stream = pt.add_norm(x, None, None, dropout_p=0.3, dropout_seed=seed, backend="triton")
-        assert torch.equal((stream != 0).cpu(), column_keep_mask(seed.cpu(), 0.3, *x.shape, TAG_ADD_NORM))
+        assert torch.equal(
+            (stream != 0).cpu(), column_keep_mask(seed.cpu(), 0.3, *x.shape, TAG_ADD_NORM)
+        )
 
 
 def test_layer_norm_addresses_beyond_32_bits() -> None:
@@ -62,5 +82,10 @@ def test_layer_norm_addresses_beyond_32_bits() -> None:
 
 
 def test_layer_norm_in_a_cuda_graph() -> None:
-    x, seed = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16), torch.tensor(1, device="cuda")
-    check_cuda_graph(lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="triton")[1], seed)
+    x, seed = (
+        torch.randn(64, 512, device="cuda", dtype=torch.bfloat16),
+        torch.tensor(1, device="cuda"),
+    )
+    check_cuda_graph(
+        lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="triton")[1], seed
+    )

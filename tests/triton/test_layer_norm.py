@@ -34,7 +34,10 @@ def test_case(case: Case) -> None:
 @pytest.mark.parametrize("columns", [1, 33, 300, WIDE])
 def test_dropout_mask(columns: int) -> None:
     """Bit for bit the reference's mask, forward and backward, in rows of every kind of tile."""
-    x, seed = torch.full((70 if columns < WIDE else 9, columns), 7.0, requires_grad=True), torch.tensor(-(2**61) + 12345)
+    x, seed = (
+        torch.full((70 if columns < WIDE else 9, columns), 7.0, requires_grad=True),
+        torch.tensor(-(2**61) + 12345),
+    )
     for p in (0.3, 1.0):
         _, stream = pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend="triton")
         (dx,) = torch.autograd.grad(stream.sum(), x)
@@ -75,7 +78,9 @@ def test_a_constant_row_becomes_the_bias(columns: int) -> None:
 
 def test_a_mean_taken_once_costs_digits(tmp_path: Path) -> None:
     """Within the bound, but not what the kernels promise: the test above would see it."""
-    with mutated("layer_norm", "fwd.py", "            b_mean = mean_of(b_h, columns)\n", "", tmp_path):
+    with mutated(
+        "layer_norm", "fwd.py", "            b_mean = mean_of(b_h, columns)\n", "", tmp_path
+    ):
         assert _error_at_a_large_mean("layer", 500) > 1e-5
 
 
@@ -114,7 +119,9 @@ def test_gradients_asked_for_one_by_one() -> None:
             fixed = [t if t is leaf else t.detach() for t in leaves]
             alone = pt.add_norm(*fixed, dropout_p=0.2, dropout_seed=5, backend="triton")
             pairs = [(o, g) for o, g in zip(alone, grads) if o.requires_grad]
-            assert torch.equal(torch.autograd.grad([o for o, _ in pairs], leaf, [g for _, g in pairs])[0], want)
+            assert torch.equal(
+                torch.autograd.grad([o for o, _ in pairs], leaf, [g for _, g in pairs])[0], want
+            )
 
 
 def test_memory_order_is_kept() -> None:
@@ -144,7 +151,11 @@ MUTANTS = {
         "            b_h = tl.where(m, b_h - b_shift[:, None], 0.0)\n            b_mean",
         "            b_h -= b_shift[:, None]\n            b_mean",
     ),
-    "blocks_merged_without_distance": ("fwd.py", "b_m2 + m2 + delta * delta * (b_n * share)", "b_m2 + m2"),
+    "blocks_merged_without_distance": (
+        "fwd.py",
+        "b_m2 + m2 + delta * delta * (b_n * share)",
+        "b_m2 + m2",
+    ),
     "blocks_merged_by_half": ("fwd.py", "share = tl.div_rn(n, b_n + n)", "share = 0.5"),
     "norm_of_the_unrounded_sum": ("fwd.py", "        b_h = stored.to(tl.float32)\n", ""),
     "weight_after_bias": ("fwd.py", "b_xhat += load_vector(BIAS", "b_xhat *= load_vector(BIAS"),
@@ -153,13 +164,29 @@ MUTANTS = {
     "dropped_only_forward": ("bwd.py", "narrow(dropped(b_dh, r, j0, p, C), DX", "narrow(b_dh, DX"),
     "stream_gradient_ignored": ("bwd.py", "b_dh += tl.load", "b_dh += 0.0 * tl.load"),
     "mean_of_g_ignored": ("bwd.py", "        b_dh -= b_gm[:, None]\n", "        b_dh -= 0.0\n"),
-    "weight_missing_in_gx": ("bwd.py", "b_gx = mean_of(b_g * b_xhat", "b_gx = mean_of(b_dy * b_xhat"),
+    "weight_missing_in_gx": (
+        "bwd.py",
+        "b_gx = mean_of(b_g * b_xhat",
+        "b_gx = mean_of(b_dy * b_xhat",
+    ),
     "wide_rows_lose_a_block": ("bwd.py", "b_gx += mean_of", "b_gx = mean_of"),
     "last_part_left_out": ("bwd.py", "m = (i < parts)", "m = (i < parts - 1)"),
-    "parts_of_one_program": ("bwd.py", "p_part = i_part.to(tl.int64) * columns", "p_part = 0 * i_part.to(tl.int64)"),
-    "columns_beyond_the_row": ("rows.py", "(columns_of(j0, C) < columns)", "(columns_of(j0, C) <= columns)"),
+    "parts_of_one_program": (
+        "bwd.py",
+        "p_part = i_part.to(tl.int64) * columns",
+        "p_part = 0 * i_part.to(tl.int64)",
+    ),
+    "columns_beyond_the_row": (
+        "rows.py",
+        "(columns_of(j0, C) < columns)",
+        "(columns_of(j0, C) <= columns)",
+    ),
     "rows_beyond_the_last": ("fwd.py", "m_r = r < p.rows", "m_r = r <= p.rows"),
-    "strided_rows_as_flat": ("rows.py", "r // p.inner * stride.outer", "r // p.inner * stride.inner"),
+    "strided_rows_as_flat": (
+        "rows.py",
+        "r // p.inner * stride.outer",
+        "r // p.inner * stride.inner",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton backend under the op layer: schema and fakes, compilation of whole graphs, seeds that are data. Interpreted."""
+"""The Triton backend under the op layer: schema and fakes, compilation of whole graphs, seeds that
+are data. Interpreted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ TARGET = torch.tensor([1, 10, -100, 0])
 
 
 class Call(NamedTuple):
-    """An op by its public function: shapes of its differentiable tensors, and how it is called with them."""
+    """An op by its public function: shapes of its differentiable tensors, and how it is called with
+    them."""
 
     shapes: tuple[tuple[int, ...], ...]
     run: Callable[..., Any]
@@ -29,7 +31,9 @@ class Call(NamedTuple):
 CALLS = {
     "attention": Call(
         ((1, 2, 9, 16), (1, 1, 11, 16), (1, 1, 11, 16), (1, 1, 9, 11)),
-        lambda q, k, v, bias, **options: pt.attention(q, k, v, bias=bias, causal="bottom_right", return_lse=True, **options),
+        lambda q, k, v, bias, **options: pt.attention(
+            q, k, v, bias=bias, causal="bottom_right", return_lse=True, **options
+        ),
     ),
     "attention_varlen": Call(
         ((9, 2, 16), (9, 2, 16), (9, 2, 16), (2,)),
@@ -37,9 +41,17 @@ CALLS = {
             q, k, v, CU_SEQLENS, CU_SEQLENS, 5, 5, bias=pt.AlibiBias(slopes), **options
         ),
     ),
-    "layer_norm": Call(((2, 3, 8), (8,), (8,)), lambda x, w, b, **options: pt.layer_norm(x, 8, w, b, **options), drops=False),
-    "rms_norm": Call(((2, 3, 8), (8,)), lambda x, w, **options: pt.rms_norm(x, 8, w, **options), drops=False),
-    "add_norm": Call(((2, 3, 8), (2, 3, 8), (8,), (8,)), lambda *t, **options: pt.add_norm(*t, **options)),
+    "layer_norm": Call(
+        ((2, 3, 8), (8,), (8,)),
+        lambda x, w, b, **options: pt.layer_norm(x, 8, w, b, **options),
+        drops=False,
+    ),
+    "rms_norm": Call(
+        ((2, 3, 8), (8,)), lambda x, w, **options: pt.rms_norm(x, 8, w, **options), drops=False
+    ),
+    "add_norm": Call(
+        ((2, 3, 8), (2, 3, 8), (8,), (8,)), lambda *t, **options: pt.add_norm(*t, **options)
+    ),
     "feed_forward": Call(
         ((2, 3, 4), (8, 4), (8,), (4, 8), (4,), (8, 4), (8,)),
         lambda x, w1, b1, w2, b2, gate, gate_bias, **options: pt.feed_forward(
@@ -48,7 +60,9 @@ CALLS = {
     ),
     "linear_cross_entropy": Call(
         ((4, 6), (11, 6), (11,)),
-        lambda x, w, bias, **options: pt.linear_cross_entropy(x, w, TARGET, bias=bias, label_smoothing=0.1, **options),
+        lambda x, w, bias, **options: pt.linear_cross_entropy(
+            x, w, TARGET, bias=bias, label_smoothing=0.1, **options
+        ),
         drops=False,
     ),
 }
@@ -64,7 +78,9 @@ def _run(name: str, leaves: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _gradients(outputs: tuple[torch.Tensor, ...], leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _gradients(
+    outputs: tuple[torch.Tensor, ...], leaves: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad([o.square().sum() for o in outputs], leaves)
 
 
@@ -75,7 +91,9 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, given = op.backends["triton"], []
     spy = dataclasses.replace(backend, forward=lambda a: (given.append(a), backend.forward(a))[1])
     monkeypatch.setitem(op.backends, "triton", spy)
-    _run(name, _leaves(name), **({"dropout_p": 0.5, "dropout_seed": 3} if CALLS[name].drops else {}))
+    _run(
+        name, _leaves(name), **({"dropout_p": 0.5, "dropout_seed": 3} if CALLS[name].drops else {})
+    )
     monkeypatch.setitem(op.backends, "triton", backend)
     a = [t.detach() if isinstance(t, torch.Tensor) else t for t in given[0]]
     torch.library.opcheck(op.fwd, (*a, "triton", True))
@@ -92,7 +110,9 @@ def test_fullgraph_compile(name: str, dynamic: bool) -> None:
     """One graph, forward and backward, with the bits of the call itself, for these sizes or any."""
     torch._dynamo.reset()
     leaves = _leaves(name)
-    compiled = torch.compile(lambda *t: _run(name, t), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *t: _run(name, t), fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
     ours, want = compiled(*leaves), _run(name, leaves)
     for a, e in zip((*ours, *_gradients(ours, leaves)), (*want, *_gradients(want, leaves))):
         assert torch.equal(a, e)
@@ -100,10 +120,15 @@ def test_fullgraph_compile(name: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_a_seed_is_data(name: str) -> None:
-    """Another number in the seed's tensor is another mask and no other graph: so captured graphs may fill it anew."""
+    """Another number in the seed's tensor is another mask and no other graph: so captured graphs
+    may fill it anew."""
     torch._dynamo.reset()
     leaves, seed = [t.detach() for t in _leaves(name)], torch.tensor(1)
-    call = torch.compile(lambda seed, *t: _run(name, t, dropout_p=0.5, dropout_seed=seed), fullgraph=True, backend="aot_eager")
+    call = torch.compile(
+        lambda seed, *t: _run(name, t, dropout_p=0.5, dropout_seed=seed),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     masks = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for n in (1, 2, 1):
@@ -114,7 +139,8 @@ def test_a_seed_is_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_a_seed_is_drawn_by_torch(name: str) -> None:
-    """Where none is given, torch's generator decides: torch.manual_seed repeats a mask, the next call has another."""
+    """Where none is given, torch's generator decides: torch.manual_seed repeats a mask, the next
+    call has another."""
     leaves = [t.detach() for t in _leaves(name)]
     results = []
     for again in (True, False, True):

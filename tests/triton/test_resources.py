@@ -22,7 +22,8 @@ TABLE = SCRIPT.with_suffix(".json")
 
 # In every run: a problem of each kind of kernel.
 SOME = (
-    r"^(full|t5_bias|dropout|everything|blocks|mask lists) D64 bf16|^(causal|bias|decode causal) D128 bf16"
+    r"^(full|t5_bias|dropout|everything|blocks|mask lists) D64 bf16|^(causal|bias|decode causal)"
+    r" D128 bf16"
     r"|^feed_forward (relu|silu gated) 100 rows bf16"
     r"|^add_norm N(1024|20000) bf16|^cross_entropy 1000 classes bf16"
 )
@@ -45,18 +46,28 @@ def test_some() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all(architecture: int) -> None:
     if architecture != 90 and triton.__version__ != json.loads(TABLE.read_text())["triton"]:
-        pytest.skip(f"the table of sm_{architecture} is not of Triton {triton.__version__}: for that, sm_90 alone is compiled")
+        pytest.skip(
+            f"the table of sm_{architecture} is not of Triton {triton.__version__}: for that, sm_90"
+            " alone is compiled"
+        )
     _check(architecture)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest kernel takes more shared memory than some GPUs have; what the backend asks for is what the table says."""
+    """The largest kernel takes more shared memory than some GPUs have; what the backend asks for is
+    what the table says."""
     table = json.loads(TABLE.read_text())["kernels"]
-    largest = max(used["shared"] for key, used in table.items() if key.endswith("D256 fp32 backward_dkdv"))
-    query = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, shape=(1, 1, 9, 256))
+    largest = max(
+        used["shared"] for key, used in table.items() if key.endswith("D256 fp32 backward_dkdv")
+    )
+    query = types.SimpleNamespace(
+        device=torch.device("cuda", 0), dtype=torch.float32, shape=(1, 1, 9, 256)
+    )
     for has, fits in ((largest, True), (largest - 1, False)):
         properties = types.SimpleNamespace(shared_memory_per_block_optin=has)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device, found=properties: found
+        )
         assert (triton_attention._why_not_shared(query, query) is None) == fits
     narrow = types.SimpleNamespace(**{**vars(query), "shape": (1, 1, 9, 128)})
     assert triton_attention._why_not_shared(narrow, narrow) is None

@@ -25,14 +25,19 @@ def test_case(case: Case) -> None:
         problem = Problem.make(case, dtype, "cpu", seed=0, grad=True)
         grads = check.upstream(problem, seed=1)
         found = check.compute(problem, prepare_ours("triton", problem), grads)
-        assert check.judge(problem, found, exact.solve(problem, grads), peer=False).wrong is None, dtype
+        assert check.judge(problem, found, exact.solve(problem, grads), peer=False).wrong is None, (
+            dtype
+        )
 
 
 def test_as_the_other_backends_turn() -> None:
     """A (B, L, H, D) model, tables of bfloat16, more rows than one tile has."""
     x = torch.randn(2, 50, 6, 96, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     cos, sin = pt.RotaryPositions(64).tables(torch.arange(50), dtype=torch.bfloat16)
-    weight, grad = torch.randn(96, requires_grad=True), torch.randn(2, 6, 50, 96, dtype=torch.bfloat16)
+    weight, grad = (
+        torch.randn(96, requires_grad=True),
+        torch.randn(2, 6, 50, 96, dtype=torch.bfloat16),
+    )
     results = []
     for backend in ("triton", "cpu"):
         out = pt.rotary(x, cos=cos, sin=sin, dims=64, weight=weight, backend=backend)
@@ -46,9 +51,15 @@ def test_as_the_other_backends_turn() -> None:
 
 
 def test_gradients_asked_for_one_by_one() -> None:
-    x, weight, positions = torch.randn(2, 3, 9, 40, requires_grad=True), torch.randn(40, requires_grad=True), torch.arange(9)
+    x, weight, positions = (
+        torch.randn(2, 3, 9, 40, requires_grad=True),
+        torch.randn(40, requires_grad=True),
+        torch.arange(9),
+    )
     grad = torch.randn(2, 3, 9, 40)
-    together = torch.autograd.grad(pt.rotary(x, positions, weight=weight, backend="triton"), (x, weight), grad)
+    together = torch.autograd.grad(
+        pt.rotary(x, positions, weight=weight, backend="triton"), (x, weight), grad
+    )
     for i, leaves in enumerate(((x, weight.detach()), (x.detach(), weight))):
         out = pt.rotary(leaves[0], positions, weight=leaves[1], backend="triton")
         assert torch.equal(torch.autograd.grad(out, leaves[i], grad)[0], together[i])
@@ -56,9 +67,13 @@ def test_gradients_asked_for_one_by_one() -> None:
 
 def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the check, which is not made on a GPU: positions and pages outside the cache."""
-    monkeypatch.setattr("pytransformer.ops._backends.gpu.rotary.looks_at_values", lambda device: False)
+    monkeypatch.setattr(
+        "pytransformer.ops._backends.gpu.rotary.looks_at_values", lambda device: False
+    )
     store = torch.full((6, 2, 4, 16), 5.0)
-    cache = pt.KeyValues(store[1:5], torch.full((4, 2, 4, 16), 5.0), torch.tensor([[0, 9], [-3, 2]]))
+    cache = pt.KeyValues(
+        store[1:5], torch.full((4, 2, 4, 16), 5.0), torch.tensor([[0, 9], [-3, 2]])
+    )
     rows = [torch.randn(2, heads, 3, 16) for heads in (4, 2, 2)]
     positions = torch.tensor([[1, 5, 8], [2, 1 << 40, -(1 << 40)]])
     pt.append_kv(*rows, cache, positions, backend="triton")
@@ -67,9 +82,13 @@ def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert (store == 5.0).all()
 
 
-@pytest.mark.parametrize("dims, page, turned", [((64, 24), 4, 32), ((34, 5), 1, 10), ((13, 18), None, 0)])
+@pytest.mark.parametrize(
+    "dims, page, turned", [((64, 24), 4, 32), ((34, 5), 1, 10), ((13, 18), None, 0)]
+)
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_into_eight_bits(eight: torch.dtype, dims: tuple[int, int], page: int | None, turned: int) -> None:
+def test_into_eight_bits(
+    eight: torch.dtype, dims: tuple[int, int], page: int | None, turned: int
+) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         assert rotary_eight_bits.wrong("triton", eight, dtype, dims, page, turned) == []
 
@@ -77,7 +96,9 @@ def test_into_eight_bits(eight: torch.dtype, dims: tuple[int, int], page: int | 
 def test_nothing_to_do() -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
-        out = pt.rotary(x, torch.zeros(shape[2], dtype=torch.int64), weight=weight, backend="triton")
+        out = pt.rotary(
+            x, torch.zeros(shape[2], dtype=torch.int64), weight=weight, backend="triton"
+        )
         assert out.shape == shape and not torch.autograd.grad(out.sum(), weight)[0].any()
 
 
@@ -85,7 +106,10 @@ def test_reasons() -> None:
     """Arguments that the backend does not support give a reason."""
     positions = torch.arange(3)
     assert pt.explain("rotary", torch.zeros(1, 1, 3, 8), positions).reasons["triton"] is None
-    assert "x in float64" in pt.explain("rotary", torch.zeros(1, 1, 3, 8).double(), positions).reasons["triton"]
+    assert (
+        "x in float64"
+        in pt.explain("rotary", torch.zeros(1, 1, 3, 8).double(), positions).reasons["triton"]
+    )
     wide = pt.explain("rotary", torch.zeros(1, 1, 3, 4098), positions).reasons["triton"]
     assert wide == "last dimensions of at most 4,096, and x has 4,098"
 
@@ -96,15 +120,20 @@ MUTANTS = {
     "turned_the_other_way": ("fwd.py", "-(b_2 * s_1)", "b_2 * s_1"),
     "second_half_of_tables": ("fwd.py", "b_2, c_2, y_1 * s_2", "b_2, c_1, y_1 * s_1"),
     "one_head_for_all": ("rows.py", "b * s.b + h * s.h + l * s.l", "b * s.b + l * s.l"),
-    "rest_not_in_the_norm": ("rows.py", "        b_sum += tl.sum(b_rest, 1)\n", "        b_sum += 0.0\n"),
+    "rest_not_in_the_norm": ("rows.py", "        b_sum += tl.sum(b_rest, 1)\n",
+        "        b_sum += 0.0\n"),
     "rest_at_the_pairs": ("rows.py", "return 2 * half + tl.arange", "return half + tl.arange"),
-    "offset_ignored": ("rows.py", "return b_1 + p.offset, b_2 + p.offset", "return b_1, b_2 + p.offset"),
+    "offset_ignored": ("rows.py", "return b_1 + p.offset, b_2 + p.offset",
+        "return b_1, b_2 + p.offset"),
     "turned_back_forward": ("bwd.py", "g_1 * c_1 + b_2 * s_2", "g_1 * c_1 - b_2 * s_2"),
     "mean_ignored": ("bwd.py", "(b_2 - x_2 * b_mean[:, None])", "b_2"),
     "weight_gradient_of_the_first_tile": ("bwd.py", "dw_1 += b_1 * x_1", "dw_1 = b_1 * x_1"),
-    "padding_written": ("append.py", "(position >= 0) & (position < cache.limit)", "(position < cache.limit)"),
-    "page_of_the_first_sequence": ("append.py", "PAGES + b * cache.pages + position", "PAGES + position"),
-    "row_of_the_page_lost": ("append.py", "position = position % cache.page_size", "position = position * 0"),
+    "padding_written": ("append.py", "(position >= 0) & (position < cache.limit)",
+        "(position < cache.limit)"),
+    "page_of_the_first_sequence": ("append.py", "PAGES + b * cache.pages + position",
+        "PAGES + position"),
+    "row_of_the_page_lost": ("append.py", "position = position % cache.page_size",
+        "position = position * 0"),
     "keys_with_the_norm_of_queries": (
         "append.py",
         "o.k_norm",
@@ -119,8 +148,16 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 EIGHT_BITS = {
-    "not_rounded_before": ("append.py", "narrow(b_1, row_dtype), narrow(b_2, row_dtype)", "b_1, b_2"),
-    "the_rest_not_in_the_largest": ("append.py", "tl.maximum(largest, tl.max(sizes(b_rest), 1))", "largest"),
+    "not_rounded_before": (
+        "append.py",
+        "narrow(b_1, row_dtype), narrow(b_2, row_dtype)",
+        "b_1, b_2",
+    ),
+    "the_rest_not_in_the_largest": (
+        "append.py",
+        "tl.maximum(largest, tl.max(sizes(b_rest), 1))",
+        "largest",
+    ),
     "ties_up": ("append.py", "0x7FFFF + ((size >> 20) & 1)", "0x80000"),
     "subnormals_by_the_other_rule": ("append.py", "size < 0x3C800000", "size < 0"),
     "a_row_that_is_not_finite_kept": ("append.py", "largest < 0x7F800000", "largest >= 0"),
@@ -131,4 +168,6 @@ EIGHT_BITS = {
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_a_fault_in_eight_bits_is_found(name: str, tmp_path: Path) -> None:
     with mutated("rotary", *EIGHT_BITS[name], tmp_path):
-        assert rotary_eight_bits.wrong("triton", torch.float8_e4m3fn, torch.bfloat16, (34, 25), 4, 10)
+        assert rotary_eight_bits.wrong(
+            "triton", torch.float8_e4m3fn, torch.bfloat16, (34, 25), 4, 10
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured configurations: found by GPU, kernel and class of problems; and the tool that measures them, as far as it goes here."""
+"""Measured configurations: found by GPU, kernel and class of problems; and the tool that measures
+them, as far as it goes here."""
 
 from __future__ import annotations
 
@@ -41,20 +42,31 @@ def tune() -> ModuleType:
 
 
 def test_table(tmp_path: Path) -> None:
-    """An entry is found under the GPU's name, without what was measured; nothing where there is no file."""
+    """An entry is found under the GPU's name, without what was measured; nothing where there is no
+    file."""
     entry = {"BM": 64, "BN": 128, "warps": 8, "stages": 2}
     path = tuned.path_of("attention", "NVIDIA H200", tmp_path)
     assert path == tmp_path / "nvidia-h200" / "attention.json"
     path.parent.mkdir()
     key = attention_configs.key_of("forward", 72, 2, 0)
     assert key == "forward, 16 bit, head size 128"
-    path.write_text(json.dumps({"gpu": "NVIDIA H200", "kernels": {key: {**entry, "time_us": 3.0, "heuristic_us": 4.0}}}))
+    path.write_text(
+        json.dumps(
+            {"gpu": "NVIDIA H200", "kernels": {key: {**entry, "time_us": 3.0, "heuristic_us": 4.0}}}
+        )
+    )
     table = tuned.read("attention", "NVIDIA H200", tmp_path)
     assert table == {key: entry} and tuned.read("attention", "NVIDIA A100", tmp_path) == {}
     config = attention_configs.config
-    assert config("forward", 90, 72, 2, score_mods=0, tuned=table) == attention_configs.Config(**entry)
-    assert config("forward", 90, 64, 2, score_mods=0, tuned=table) == config("forward", 90, 64, 2, score_mods=0)
-    assert config("forward", 90, 72, 2, score_mods=1, tuned=table) == config("forward", 90, 72, 2, score_mods=1)
+    assert config("forward", 90, 72, 2, score_mods=0, tuned=table) == attention_configs.Config(
+        **entry
+    )
+    assert config("forward", 90, 64, 2, score_mods=0, tuned=table) == config(
+        "forward", 90, 64, 2, score_mods=0
+    )
+    assert config("forward", 90, 72, 2, score_mods=1, tuned=table) == config(
+        "forward", 90, 72, 2, score_mods=1
+    )
     cpu = torch.device("cpu")
     assert tuned.table("attention", cpu) == {}
     with tuned.trying("attention", table):
@@ -66,13 +78,17 @@ def test_committed_tables_are_configurations() -> None:
     for path in tuned.FOLDER.glob("*/*.json"):
         written = json.loads(path.read_text())
         configs = CONFIGS[path.stem]
-        assert tuned.path_of(path.stem, written["gpu"]) == path and {"torch", "triton", "commit"} <= written.keys()
+        assert (
+            tuned.path_of(path.stem, written["gpu"]) == path
+            and {"torch", "triton", "commit"} <= written.keys()
+        )
         for entry in tuned.read(path.stem, written["gpu"]).values():
             configs.Config(**entry)
 
 
 def test_tasks(tune: ModuleType) -> None:
-    """Every kernel of every op has its classes, each once, and starts from what runs without a table."""
+    """Every kernel of every op has its classes, each once, and starts from what runs without a
+    table."""
     tasks = list(tune.tasks())
     keys = [(t.op, t.key) for t in tasks]
     assert len(set(keys)) == len(keys)
@@ -84,7 +100,10 @@ def test_tasks(tune: ModuleType) -> None:
     }
     for op, names in kernels.items():
         for name in names:
-            assert any(key == name or key.startswith(f"{name}, ") for o, key in keys if o == op), (op, name)
+            assert any(key == name or key.startswith(f"{name}, ") for o, key in keys if o == op), (
+                op,
+                name,
+            )
     for task in tasks:
         assert len(set(task.candidates)) == len(task.candidates) > 1, task.key
         assert all(c.BN % 32 == 0 and c.BN & (c.BN - 1) == 0 for c in task.candidates)
@@ -99,11 +118,16 @@ def test_without_a_gpu(tune: ModuleType, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
-    """What bench/gpu.sh would call is understood, and starts with the hottest kernel: on a GPU there is no time to find out."""
+    """What bench/gpu.sh would call is understood, and starts with the hottest kernel: on a GPU
+    there is no time to find out."""
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = SCRIPT.parents[1] / "gpu.sh"
-    said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
-    (words,) = (line.partition("tune.py ")[2].split() for line in said.splitlines() if "tune.py " in line)
+    said = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    (words,) = (
+        line.partition("tune.py ")[2].split() for line in said.splitlines() if "tune.py " in line
+    )
     options = tune.parser().parse_args(words)
     assert tune.chosen_by(options)[0].key == "forward, 16 bit, head size 128"
     assert tmp_path in options.folder.parents and options.seconds < 120
@@ -111,7 +135,9 @@ def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
 
 def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
     table = feed_forward_configs.Config(64, 64, 32, 4, 2)
-    far, near, library = (dataclasses.replace(table, **c) for c in ({"BM": 256}, {"stages": 3}, {"library": True}))
+    far, near, library = (
+        dataclasses.replace(table, **c) for c in ({"BM": 256}, {"stages": 3}, {"library": True})
+    )
     assert tune.nearest_first([table, far, library, near]) == [table, near, library, far]
 
 
@@ -125,8 +151,11 @@ def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
     ],
 )
 def test_dry_run(key: str) -> None:
-    """Candidates reach the kernel that they are for: two of them take different registers or memory."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # compiled, not interpreted
+    """Candidates reach the kernel that they are for: two of them take different registers or
+    memory."""
+    environment = {
+        k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
+    }  # compiled, not interpreted
     command = [sys.executable, str(SCRIPT), "--dry-run", "--only", key, "--most", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

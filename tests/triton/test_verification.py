@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the Triton kernel itself, as a GPU or its compiler might bring them about: the check at the first call finds them in a process
+"""Faults in the Triton kernel itself, as a GPU or its compiler might bring them about: the check at
+the first call finds them in a process
 of its own, and the next backend computes. Interpreted."""
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ BEGINNING, SUM = '    b_m = tl.full([C.BM], float("-inf"), tl.float32)\n', "tl.s
 # Edits of kernels/attention/fwd.py, and how the result reports them.
 FAULTS = {
     "wrong numbers": (SUM, f"1.02 * {SUM}", "verify: wrong here: "),
-    "hang": (BEGINNING, f"    __import__('time').sleep(1000)\n{BEGINNING}", "verify: hung here: no answer in "),
-    "crash": (BEGINNING, f"    __import__('os').abort()\n{BEGINNING}", "verify: crashed here: the process ended by SIGABRT"),
+    "hang": (
+        BEGINNING,
+        f"    __import__('time').sleep(1000)\n{BEGINNING}",
+        "verify: hung here: no answer in ",
+    ),
+    "crash": (
+        BEGINNING,
+        f"    __import__('os').abort()\n{BEGINNING}",
+        "verify: crashed here: the process ended by SIGABRT",
+    ),
 }
-# The other ways once, in slow runs: they are those of tests/ops/test_verification.py, 5 s of the interpreter each apart.
+# The other ways once, in slow runs: they are those of tests/ops/test_verification.py, 5 s of the
+# interpreter each apart.
 KINDS = [("attention", fault) for fault in FAULTS]
-KINDS += [pytest.param(way, "wrong numbers", marks=pytest.mark.slow) for way in WAYS if way != "attention"]
+KINDS += [
+    pytest.param(way, "wrong numbers", marks=pytest.mark.slow) for way in WAYS if way != "attention"
+]
 
 
 def planting(fault: str, folder: Path) -> str:
@@ -30,17 +42,28 @@ def planting(fault: str, folder: Path) -> str:
     old, new, _ = FAULTS[fault]
     edit = ("attention", "fwd.py", old, new)
     return (
-        f"import pathlib, kernel_mutants; m = kernel_mutants.mutated(*{edit!r}, pathlib.Path({str(folder)!r})); m.__enter__()"
+        f"import pathlib, kernel_mutants; m = kernel_mutants.mutated(*{edit!r},"
+        f" pathlib.Path({str(folder)!r})); m.__enter__()"
     )
 
 
 @pytest.mark.parametrize("way, fault", KINDS)
-def test_broken_kernel_is_found_and_reported_once(way: str, fault: str, tmp_path: Path, capfd) -> None:
+def test_broken_kernel_is_found_and_reported_once(
+    way: str, fault: str, tmp_path: Path, capfd
+) -> None:
     want = WAYS[way]()
     seconds = 8 if fault == "hang" else 60
-    with checked_apart(OPS["attention"].backends["triton"], planting(fault, tmp_path / "copy"), tmp_path, seconds=seconds):
+    with checked_apart(
+        OPS["attention"].backends["triton"],
+        planting(fault, tmp_path / "copy"),
+        tmp_path,
+        seconds=seconds,
+    ):
         check_told_once(WAYS[way], want, "triton", FAULTS[fault][2])
-    assert list(tmp_path.glob("verification-*.json")) and "in a child process, once per machine" in capfd.readouterr().err
+    assert (
+        list(tmp_path.glob("verification-*.json"))
+        and "in a child process, once per machine" in capfd.readouterr().err
+    )
 
 
 def test_kernel_without_a_fault_is_used(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that do not compile or launch: the next backend computes. What ran and failed is raised. Interpreted."""
+"""Triton kernels that do not compile or launch: the next backend computes. What ran and failed is
+raised. Interpreted."""
 
 from __future__ import annotations
 
@@ -14,11 +15,22 @@ from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 from triton.runtime.interpreter import GridExecutor
 
 import pytransformer as pt
-from pytransformer.testing.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
+from pytransformer.testing.way_down import (
+    FAULTS,
+    REFUSED,
+    WAYS,
+    attention,
+    check,
+    failing,
+    preferred,
+)
 
 pytestmark = [
     pytest.mark.falls_back,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1, set before Python starts"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="needs TRITON_INTERPRET=1, set before Python starts",
+    ),
 ]
 
 
@@ -40,8 +52,14 @@ def of_cuda(text: str) -> Callable[[], Exception]:
 
 
 BEFORE: dict[str, tuple[Callable[[], Exception], str]] = {
-    "compilation": (lambda: CompilationError("x = tl.dot(a)\n" * 40, None, "dot() missing b"), "dot() missing b"),
-    "resources": (lambda: OutOfResources(200_000, 101_376, "shared memory"), "Hardware limit: 101376"),
+    "compilation": (
+        lambda: CompilationError("x = tl.dot(a)\n" * 40, None, "dot() missing b"),
+        "dot() missing b",
+    ),
+    "resources": (
+        lambda: OutOfResources(200_000, 101_376, "shared memory"),
+        "Hardware limit: 101376",
+    ),
     "ptxas": (lambda: PTXASError("Unsupported .version 9.0"), "Unsupported .version 9.0"),
     "no compiler": (no_compiler, "Failed to find C compiler"),
     "no driver": (no_driver, "active drivers"),
@@ -59,13 +77,18 @@ AFTER: dict[str, Callable[[], Exception]] = {
 def lost_context() -> Exception:
     """Of PyTorch, asked by Triton's launcher for the current device."""
     called_there = {"__name__": "triton.backends.nvidia.driver", "torch": torch}
-    exec("def ask():\n    raise torch.AcceleratorError('CUDA error: device-side assert triggered')", called_there)
+    exec(
+        "def ask():\n    raise torch.AcceleratorError('CUDA error: device-side assert triggered')",
+        called_there,
+    )
     called_there["ask"]()
     raise AssertionError
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Exception]], None]]:
+def launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Callable[[], Exception]], None]]:
     """Makes every launch of an interpreted kernel raise."""
     yield lambda error: monkeypatch.setattr(GridExecutor, "__call__", failing(error))
 
@@ -73,7 +96,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[],
 @pytest.mark.parametrize("then", ["cpu", "reference"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BEFORE)
-def test_the_next_backend_computes(launches: Callable[..., None], name: str, way: str, then: str) -> None:
+def test_the_next_backend_computes(
+    launches: Callable[..., None], name: str, way: str, then: str
+) -> None:
     error, says = BEFORE[name]
     want = WAYS[way]()
     with preferred("triton", then=then):
@@ -103,12 +128,17 @@ def test_a_lost_context_is_no_failure_of_triton_s(launches: Callable[..., None])
         attention()
 
 
-def test_forced_and_strict_raise(launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_and_strict_raise(
+    launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = OutOfResources(200_000, 101_376, "shared memory")
     launches(lambda: error)
     with preferred("triton"):
         for _ in range(2):  # tried each time
-            with pt.use_backend(attention="triton"), pytest.raises(pt.BackendError, match="forced but did not run") as caught:
+            with (
+                pt.use_backend(attention="triton"),
+                pytest.raises(pt.BackendError, match="forced but did not run") as caught,
+            ):
                 attention()
             assert caught.value.__cause__ is error
         monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
@@ -119,8 +149,11 @@ def test_forced_and_strict_raise(launches: Callable[..., None], monkeypatch: pyt
             pt.clear_fallbacks()
 
 
-def test_a_failure_is_of_one_kind_of_problem(launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head size 16 in float32 fails; head size 8, bfloat16 and dropout are tried, other lengths are not."""
+def test_a_failure_is_of_one_kind_of_problem(
+    launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head size 16 in float32 fails; head size 8, bfloat16 and dropout are tried, other lengths are
+    not."""
     tried: list[tuple[torch.dtype, int]] = []
 
     def launch(grid: object, *args: torch.Tensor, **options: object) -> None:
@@ -140,7 +173,9 @@ def test_a_failure_is_of_one_kind_of_problem(launches: Callable[..., None], monk
         call(torch.float32, 16, 4, dropout_p=0.1)
         assert len(tried) == 4
         explained = pt.explain("attention", *(torch.zeros(1, 1, 3, 16) for _ in "qkv"))
-        assert explained.backend == "cpu" and "did not run: OutOfResources" in str(explained.reasons["triton"])
+        assert explained.backend == "cpu" and "did not run: OutOfResources" in str(
+            explained.reasons["triton"]
+        )
         pt.clear_fallbacks()
         call(torch.float32, 16, 4)
         assert len(tried) == 5, "clear_fallbacks() gives another try"

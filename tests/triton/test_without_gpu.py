@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's own JIT and launcher, with a stub of the driver in a GPU's place: see stub/gpu.py. Each in a process of its own, which does not
+"""Triton's own JIT and launcher, with a stub of the driver in a GPU's place: see stub/gpu.py. Each
+in a process of its own, which does not
 interpret: these need no TRITON_INTERPRET but run with it."""
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ from pytransformer.ops._backends.triton import availability
 
 STUB = Path(__file__).with_name("stub")
 ARCHITECTURES = (80, 86, 90, 120)
-SHARED_OF_SM86 = 101376  # bytes a block may have on compute capability 8.6 and 8.9, which take the tiles of 8.0
+SHARED_OF_SM86 = (
+    101376  # bytes a block may have on compute capability 8.6 and 8.9, which take the tiles of 8.0
+)
 needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CC", "cc").split()[0]) is None, reason="needs a C compiler for the stub driver"
+    shutil.which(os.environ.get("CC", "cc").split()[0]) is None,
+    reason="needs a C compiler for the stub driver",
 )
 
 
 def _run(script: str, *arguments: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STUB), environment.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(STUB), environment.get("PYTHONPATH")))
+    )
     command = [sys.executable, "-W", "ignore", str(STUB / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -42,13 +48,15 @@ def _run(script: str, *arguments: str) -> str:
 
 @needs_compiler
 def test_launches() -> None:
-    """Every named case and some random problems, and sizes, strides and values of 0 and 1, of which Triton would make constants."""
+    """Every named case and some random problems, and sizes, strides and values of 0 and 1, of which
+    Triton would make constants."""
     print(_run("launches.py", "--arch", "90", "--cases", "1", "--random", "8"))
 
 
 @needs_compiler
 def test_warm_calls_launch_what_cold_ones_do() -> None:
-    """What kernels/_launch.py keeps of a call is launched again with the same kernels, grids, numbers and memory."""
+    """What kernels/_launch.py keeps of a call is launched again with the same kernels, grids,
+    numbers and memory."""
     print(_run("warm.py", "--arch", "90", "--cases", "2", "--random", "4"))
 
 
@@ -65,8 +73,9 @@ def test_all_launches(architecture: int) -> None:
     print(_run("launches.py", "--arch", str(architecture), "--dtypes", "3", "--random", "300"))
 
 
-# Forms of a kernel that sizes do choose. attention_forward: decode, prefill, and when packed what each leaves to the other;
-# keys in one run or in several. A bias's rows begin at multiples of 16 elements, or not.
+# Forms of a kernel that sizes do choose. attention_forward: decode, prefill, and when packed what
+# each leaves to the other; keys in one run or in several. A bias's rows begin at multiples of 16
+# elements, or not.
 FORMS = {
     ("decode", "attention_forward"): 2,
     ("decode_pages", "attention_forward"): 2,
@@ -75,22 +84,29 @@ FORMS = {
     ("train", "attention_forward"): 2,
     ("packed", "attention_forward"): 3,
     ("train_with_bias", "attention_forward"): 2,
-    **{("train_with_bias", f"attention_backward_{name}"): 2 for name in ("preprocess", "dq", "dkdv", "dbias")},
+    **{
+        ("train_with_bias", f"attention_backward_{name}"): 2
+        for name in ("preprocess", "dq", "dkdv", "dbias")
+    },
 }
 
 
 @needs_compiler
 def test_sizes_compile_nothing_again() -> None:
-    """Decoding over 4,096 lengths of the cache and 256 tables of pages, appending to such caches, training on 512 lengths and five batch
+    """Decoding over 4,096 lengths of the cache and 256 tables of pages, appending to such caches,
+    training on 512 lengths and five batch
     sizes, windows and global keys of 100 sizes."""
     runs = json.loads(_run("variants.py"))
     print(runs)
     assert {run: len(kernels) for run, kernels in runs.items()} == {
-        "decode": 2, "decode_pages": 2, "append": 2, "window": 5, "train": 4, "train_with_bias": 5, "blocks": 4, "packed": 5, "rows": 8,
+        "decode": 2, "decode_pages": 2, "append": 2, "window": 5, "train": 4, "train_with_bias": 5,
+        "blocks": 4, "packed": 5, "rows": 8,
     }  # fmt: skip
     for run, kernels in runs.items():
         for name, (variants, _) in kernels.items():
-            assert variants <= FORMS.get((run, name), 1), f"{run}: {name} is compiled {variants} times"
+            assert variants <= FORMS.get((run, name), 1), (
+                f"{run}: {name} is compiled {variants} times"
+            )
 
 
 def test_tiles_of_sm80_fit_compute_capability_86() -> None:
@@ -98,7 +114,11 @@ def test_tiles_of_sm80_fit_compute_capability_86() -> None:
     table = json.loads((STUB.parent / "resources.json").read_text())["kernels"]
     ours = {key: used["shared"] for key, used in table.items() if key.startswith("sm_80 ")}
     assert any("segments D128 bf16 forward" in key for key in ours)
-    over = [key for key, shared in ours.items() if shared > SHARED_OF_SM86 and not re.search(r"D256 fp32", key)]
+    over = [
+        key
+        for key, shared in ours.items()
+        if shared > SHARED_OF_SM86 and not re.search(r"D256 fp32", key)
+    ]
     assert not over, over
 
 
@@ -138,7 +158,9 @@ def test_ops_run_after_the_new_switch_of_tf32(switches: None, op: str) -> None:
             found, expected = (pt.attention(x, x, x, backend=b) for b in ("triton", "reference"))
         else:
             w = torch.randn(16, 16, dtype=dtype)
-            found, expected = (pt.feed_forward(x, w, None, w, None, backend=b) for b in ("triton", "reference"))
+            found, expected = (
+                pt.feed_forward(x, w, None, w, None, backend=b) for b in ("triton", "reference")
+            )
         assert found.dtype == dtype and distance(found, expected) < model_distance_limit(dtype)
 
 
@@ -146,7 +168,10 @@ def test_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.delenv("PYTRANSFORMER_EMULATE", raising=False)
     device = torch.device("cuda", 0)
-    for reason in (availability._unavailable(device, "x"), cuda_library.why_not("layer_norm_fwd", device)):
+    for reason in (
+        availability._unavailable(device, "x"),
+        cuda_library.why_not("layer_norm_fwd", device),
+    ):
         assert reason is not None and "ROCm 6.4" in reason
 
 
@@ -155,13 +180,18 @@ def may_be_none(annotation: object) -> bool:
 
 
 def test_no_tuple_of_a_kernel_may_be_none_and_hold_one() -> None:
-    """Triton 3.6 cannot compare such a tuple with None: attention with a dense mask did not compile there. What may be absent is absent by
+    """Triton 3.6 cannot compare such a tuple with None: attention with a dense mask did not compile
+    there. What may be absent is absent by
     its parts."""
     modules = [
-        importlib.import_module(m.name) for m in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
+        importlib.import_module(m.name)
+        for m in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
     ]
     tuples = {
-        c for m in modules for c in vars(m).values() if isinstance(c, type) and issubclass(c, tuple) and hasattr(c, "_fields")
+        c
+        for m in modules
+        for c in vars(m).values()
+        if isinstance(c, type) and issubclass(c, tuple) and hasattr(c, "_fields")
     }
     hints = {c: typing.get_type_hints(c) for c in tuples}
     holds_none = {c for c, fields in hints.items() if any(map(may_be_none, fields.values()))}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From models to weights: the stacks, layers, heads and rows asked for, computed as the definition says."""
+"""From models to weights: the stacks, layers, heads and rows asked for, computed as the definition
+says."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 from pytransformer import viz
-from pytransformer.models import BERT, GPT, BERTConfig, FNet, FNetConfig, GPTConfig, Transformer, TransformerConfig
+from pytransformer.models import (
+    BERT,
+    GPT,
+    BERTConfig,
+    FNet,
+    FNetConfig,
+    GPTConfig,
+    Transformer,
+    TransformerConfig,
+)
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -34,7 +44,9 @@ def test_weights_of_a_causal_decoder():
     query, key = seen.taps[1].query[0], seen.taps[1].key[0]
     scores = (query @ key.mT / 2).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(weights[1], scores.softmax(-1))
-    torch.testing.assert_close(seen.weights(layers=[2], heads=[3, 0], rows=[4]), weights[2:, [3, 0], 4:])
+    torch.testing.assert_close(
+        seen.weights(layers=[2], heads=[3, 0], rows=[4]), weights[2:, [3, 0], 4:]
+    )
     apart = (torch.arange(5)[:, None] - torch.arange(5)).abs()
     torch.testing.assert_close(seen.distances(), (weights * apart).sum(-1).mean(-1))
     with pytest.raises(ValueError, match="layer must be between 0 and 2, got 3"):
@@ -42,12 +54,20 @@ def test_weights_of_a_causal_decoder():
 
 
 def test_the_stack_is_named_or_chosen():
-    small = dict(vocab_size=20, d_model=16, hidden=16, num_heads=4, num_encoder_layers=1, num_decoder_layers=2)
+    small = dict(
+        vocab_size=20,
+        d_model=16,
+        hidden=16,
+        num_heads=4,
+        num_encoder_layers=1,
+        num_decoder_layers=2,
+    )
     model = Transformer(TransformerConfig(**small))
     inputs = {"input_ids": IDS, "decoder_input_ids": IDS[:, :3]}
     assert viz.attention_of(model, inputs).which == "cross"
     shapes = {
-        which: tuple(viz.attention_of(model, inputs, which).weights().shape) for which in ("encoder", "decoder", "cross")
+        which: tuple(viz.attention_of(model, inputs, which).weights().shape)
+        for which in ("encoder", "decoder", "cross")
     }
     assert shapes == {"encoder": (1, 4, 5, 5), "decoder": (2, 4, 3, 3), "cross": (2, 4, 3, 5)}
     with pytest.raises(ValueError, match="GPT has no cross attention; it has decoder"):
@@ -58,13 +78,17 @@ def test_the_stack_is_named_or_chosen():
 
 
 def test_models_are_loaded_by_what_their_folder_says(tmp_path):
-    model = BERT(BERTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, hidden=16, max_length=8)).eval()
+    model = BERT(
+        BERTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, hidden=16, max_length=8)
+    ).eval()
     model.save(tmp_path)
     loaded = viz.load_model(tmp_path)
     assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)
     assert torch.equal(viz.position_table(loaded), model.positions.weight)
     with pytest.raises(ValueError, match="GPT has no table of positions"):
-        viz.position_table(GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=4, positions="alibi")))
+        viz.position_table(
+            GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=4, positions="alibi"))
+        )
     for facts, said in [
         ({"model": "Nonsense"}, "holds a Nonsense"),
         ({"model_type": "llama"}, "of type 'llama'; wanted one of bert"),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of attention: found by score in heads that were made to have them, and drawn from the command line."""
+"""Patterns of attention: found by score in heads that were made to have them, and drawn from the
+command line."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ MADE = {
 
 
 def made() -> torch.Tensor:
-    """(3 layers, 4 heads): even but for those heads, which give nine tenths to their pattern, by hand."""
+    """(3 layers, 4 heads): even but for those heads, which give nine tenths to their pattern, by
+    hand."""
     n = len(WORDS)
     weights = torch.full((3, 4, n, n), 1.0 / n)
     by_hand = {
@@ -56,7 +58,9 @@ def test_each_pattern_is_found_in_its_head() -> None:
 def test_what_a_text_has_not_is_left_out() -> None:
     text = viz.Text(["a", "b", "c"], torch.zeros(3), torch.tensor([True, False, False]))
     assert "same word elsewhere" not in viz.pattern_scores(torch.full((1, 1, 3, 3), 1 / 3), text)
-    with pytest.raises(ValueError, match=r"weights must be \(layers, heads, 3, 3\), got \(1, 1, 3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"weights must be \(layers, heads, 3, 3\), got \(1, 1, 3, 4\)"
+    ):
         viz.pattern_scores(torch.zeros(1, 1, 3, 4), text)
 
 
@@ -73,20 +77,37 @@ def tokenizer() -> object:
     return made
 
 
-def test_two_sentences_from_the_command_line(tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sentences_from_the_command_line(
+    tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     folder, out = tmp_path / "bert", tmp_path / "map.svg"
-    BERT(BERTConfig(vocab_size=20, d_model=16, num_layers=2, num_heads=2, hidden=16, max_length=16)).eval().save(folder)
+    BERT(
+        BERTConfig(vocab_size=20, d_model=16, num_layers=2, num_heads=2, hidden=16, max_length=16)
+    ).eval().save(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     pair = ["the cat saw the dog", "--second", "the dog ran"]
-    assert main(["attention-map", str(folder), *pair, "--kind", "patterns", "--out", str(out)]) == OK
+    assert (
+        main(["attention-map", str(folder), *pair, "--kind", "patterns", "--out", str(out)]) == OK
+    )
     drawn = out.read_text()
-    assert all(f"{name}" in drawn for name in ("next token", "same word elsewhere", "same sentence", "null: special tokens"))
+    assert all(
+        f"{name}" in drawn
+        for name in ("next token", "same word elsewhere", "same sentence", "null: special tokens")
+    )
     assert main(["attention-map", str(folder), *pair, "--kind", "gallery", "--out", str(out)]) == OK
     gpt = tmp_path / "gpt"
-    GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, max_length=16)).eval().save(gpt)
+    GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, max_length=16)).eval().save(
+        gpt
+    )
     tokenizer.post_processor = None
     tokenizer.save(str(gpt / "tokenizer.json"))
-    assert main(["attention-map", str(gpt), "the cat saw", "--kind", "patterns", "--out", str(out)]) == OK
+    assert (
+        main(["attention-map", str(gpt), "the cat saw", "--kind", "patterns", "--out", str(out)])
+        == OK
+    )
     assert main(["attention-map", str(gpt), *pair]) == USAGE
-    assert "--second is for models that read two sentences, as BERT does; this is a GPT" in capsys.readouterr().err
+    assert (
+        "--second is for models that read two sentences, as BERT does; this is a GPT"
+        in capsys.readouterr().err
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of attention: they hold what they should, are written whole, and say what is wrong with what they got."""
+"""Pictures of attention: they hold what they should, are written whole, and say what is wrong with
+what they got."""
 
 from __future__ import annotations
 
@@ -46,12 +47,18 @@ def test_every_picture_can_be_written(tmp_path, weights, suffix):
         assert len(content) > 3000
         assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
         if suffix == ".svg":
-            assert b"<b>" not in content and b"<script" not in content, "a token must not become markup"
-    assert "matplotlib.pyplot" not in sys.modules, "pyplot keeps every figure, and looks for a display"
+            assert b"<b>" not in content and b"<script" not in content, (
+                "a token must not become markup"
+            )
+    assert "matplotlib.pyplot" not in sys.modules, (
+        "pyplot keeps every figure, and looks for a display"
+    )
 
 
 def test_the_same_picture_has_the_same_bytes(tmp_path, weights):
-    first, second = (viz.save(next(draw_all(weights)), tmp_path / f"{i}.svg").read_bytes() for i in (1, 2))
+    first, second = (
+        viz.save(next(draw_all(weights)), tmp_path / f"{i}.svg").read_bytes() for i in (1, 2)
+    )
     assert first == second
 
 
@@ -60,13 +67,22 @@ def test_a_heat_map_shows_the_weights_and_the_tokens(weights):
     axis = figure.axes[0]
     assert (axis.images[0].get_array() == weights[0, 0].numpy()).all()
     assert axis.images[0].get_clim() == (0, 1)
-    assert [t.get_text() for t in axis.get_yticklabels()] == ["<s>", "the", "cat", "cost", "\\$", "5", "<b>"]
+    assert [t.get_text() for t in axis.get_yticklabels()] == [
+        "<s>",
+        "the",
+        "cat",
+        "cost",
+        "\\$",
+        "5",
+        "<b>",
+    ]
     assert next(t.get_text() for t in axis.get_xticklabels()) == "<b>"
     assert axis.get_title() == "costs \\$5", "no mathematics out of a dollar sign"
 
 
 def test_labels_do_not_overlap(weights):
-    """At 9 points each label needs an eighth of an inch; with 60 tokens every row must still have it."""
+    """At 9 points each label needs an eighth of an inch; with 60 tokens every row must still have
+    it."""
     many = torch.rand(60, 60)
     figure = viz.heat_map(many, [f"token{i}" for i in range(60)], [f"token{i}" for i in range(60)])
     figure.canvas.draw()
@@ -79,7 +95,9 @@ def test_labels_do_not_overlap(weights):
 def test_the_gallery_has_a_picture_for_each_head(weights):
     figure = viz.gallery(weights, layers=[0, 2, 5], heads=[1, 2, 3, 7])
     shown = [axis.images[0].get_array() for axis in figure.axes]
-    assert len(shown) == 12 and all((a == w.numpy()).all() for a, w in zip(shown, weights.flatten(0, 1)))
+    assert len(shown) == 12 and all(
+        (a == w.numpy()).all() for a, w in zip(shown, weights.flatten(0, 1))
+    )
     assert {"layer 5", "head 7"} <= texts(figure) and "layer 1" not in texts(figure)
     with pytest.raises(ValueError, match=r"names of \(3, 4\) layers and heads, got 2, 4"):
         viz.gallery(weights, layers=[0, 1])
@@ -97,7 +115,9 @@ def test_mean_distances_leave_padding_out():
     query, key = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8)
     lengths = torch.tensor([6, 4])
     _, lse = pt.attention(query, key, key, key_lengths=lengths, return_lse=True)
-    distance = pt.attention_summary(query, key, lse, kinds=("distance",), key_lengths=lengths)["distance"]
+    distance = pt.attention_summary(query, key, lse, kinds=("distance",), key_lengths=lengths)[
+        "distance"
+    ]
     weights = pt.attention_weights(query, key, lse, key_lengths=lengths)
     apart = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     each = (weights * apart).sum(-1)
@@ -105,7 +125,9 @@ def test_mean_distances_leave_padding_out():
     wanted = torch.stack([torch.cat([each[0, h], each[1, h, :4]]).mean() for h in range(3)])
     torch.testing.assert_close(viz.mean_distances(distance, valid), wanted)
     torch.testing.assert_close(viz.mean_distances(distance), each.mean((0, 2)))
-    assert not torch.allclose(viz.mean_distances(distance), wanted), "the padding of this case must count"
+    assert not torch.allclose(viz.mean_distances(distance), wanted), (
+        "the padding of this case must count"
+    )
 
 
 def test_a_block_map_has_a_square_for_each_block_that_runs():
@@ -118,7 +140,9 @@ def test_a_block_map_has_a_square_for_each_block_that_runs():
 
 
 def test_wrong_input_is_named(tmp_path, weights):
-    with pytest.raises(ValueError, match=r"heat_map: weights must have 2 dimensions, .* got shape \(3, 4, 7, 7\)"):
+    with pytest.raises(
+        ValueError, match=r"heat_map: weights must have 2 dimensions, .* got shape \(3, 4, 7, 7\)"
+    ):
         viz.heat_map(weights)
     with pytest.raises(TypeError, match="gallery: weights must be a tensor, got list"):
         viz.gallery([[1.0]])
@@ -132,12 +156,16 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, weights):
     for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"drawing needs matplotlib, .*pytransformer-kernels\[viz\]"):
+    with pytest.raises(
+        ImportError, match=r"drawing needs matplotlib, .*pytransformer-kernels\[viz\]"
+    ):
         viz.heat_map(weights[0, 0])
 
 
 def test_curves_have_a_line_each_and_ticks_where_points_are(tmp_path):
-    figure = viz.plot_curves({"a": [(10, 0.5), (40, 0.7)], "b": [(10, 0.6)]}, "digits", "right", title="x<y", log_x=True)
+    figure = viz.plot_curves(
+        {"a": [(10, 0.5), (40, 0.7)], "b": [(10, 0.6)]}, "digits", "right", title="x<y", log_x=True
+    )
     (axis,) = figure.axes
     assert [line.get_label() for line in axis.lines] == ["a", "b"] and axis.get_xscale() == "log"
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["10", "40"]

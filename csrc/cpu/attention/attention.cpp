@@ -39,18 +39,22 @@ void* write(const Tensor& t, const char* name) { return pt::write_address(kOp, t
 const int64_t* integers(const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
   if (!t) return nullptr;
   check_shape(*t, name, shape);
-  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->is_contiguous(), name, " is not a contiguous int64 tensor");
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->is_contiguous(), name,
+                  " is not a contiguous int64 tensor");
   return static_cast<const int64_t*>(read(*t, name));
 }
-const int64_t* copied_integers(IndexCopies& copies, const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
+const int64_t* copied_integers(IndexCopies& copies, const Maybe& t, const char* name,
+                               std::initializer_list<int64_t> shape) {
   const int64_t* data = integers(t, name, shape);
   return t ? copies.copy<int64_t>(data, t->numel()) : nullptr;
 }
 
-void* statistics(const Maybe& t, const char* name, ScalarType work, std::initializer_list<int64_t> shape) {
+void* statistics(const Maybe& t, const char* name, ScalarType work,
+                 std::initializer_list<int64_t> shape) {
   if (!t) return nullptr;
   check_shape(*t, name, shape);
-  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
+  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name,
+                  " is not contiguous, or not of the dtype scores are computed in");
   return write(*t, name);
 }
 
@@ -59,20 +63,22 @@ pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
   const int64_t n = t.dim();
   STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; wanted ", packed ? 3 : 4);
   // contiguous() of an empty tensor may return any strides.
-  STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name, " has a last stride of ", t.stride(n - 1),
-                  "; wanted 1");
-  return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1} : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
+  STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name,
+                  " has a last stride of ", t.stride(n - 1), "; wanted 1");
+  return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1}
+                : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
 }
 
-pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p, bool may_be_boolean) {
+pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p,
+                bool may_be_boolean) {
   pt::Dense d;
   if (!t) return d;
   STD_TORCH_CHECK(t->dim() == 4, name, " has ", t->dim(), " dimensions; wanted 4");
   const int64_t full[4] = {p.B, p.Hq, p.Lq, p.Lk};
   int64_t stride[4];
   for (int i = 0; i < 4; i++) {
-    STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i), " in dimension ", i, "; wanted ", full[i],
-                    " or 1");
+    STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i),
+                    " in dimension ", i, "; wanted ", full[i], " or 1");
     stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
   }
   d.data = read(*t, name);
@@ -85,53 +91,62 @@ pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p,
 
 void check_lengths(const int64_t* lengths, const char* name, int64_t n, int64_t most) {
   for (int64_t b = 0; lengths && b < n; b++)
-    CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b], "; wanted between 0 and ", most,
-                " (start + length)");
+    CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b],
+                "; wanted between 0 and ", most, " (start + length)");
 }
 
-void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64_t total, int64_t longest) {
+void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64_t total,
+                   int64_t longest) {
   CHECK_VALUE(cu[0] == 0, name, "[0] is ", cu[0], "; wanted 0");
   for (int64_t b = 0; b < sequences; b++) {
-    CHECK_VALUE(cu[b + 1] >= cu[b], name, " falls from ", cu[b], " to ", cu[b + 1], " at sequence ", b, "; wanted non-decreasing offsets");
-    CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b], " rows, but the longest was said to be ",
-                longest);
+    CHECK_VALUE(cu[b + 1] >= cu[b], name, " falls from ", cu[b], " to ", cu[b + 1], " at sequence ",
+                b, "; wanted non-decreasing offsets");
+    CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b],
+                " rows, but the longest was said to be ", longest);
   }
-  CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ", total, " rows");
+  CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ",
+              total, " rows");
 }
 
 // Read a block mask: query block n has the entries offsets[n] .. offsets[n + 1]. Check every key
 // block and bits index, because kernels compute addresses from them.
-pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe& entries, const Maybe& bits,
-                         const pt::AttentionProblem& p) {
+pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe& entries,
+                         const Maybe& bits, const pt::AttentionProblem& p) {
   pt::BlockMask m;
   if (!offsets) return m;
   STD_TORCH_CHECK(entries && bits, "block_offsets, block_entries and block_bits come together");
   for (const Maybe* t : {&offsets, &entries, &bits})
-    STD_TORCH_CHECK((*t)->scalar_type() == ScalarType::Int && (*t)->is_contiguous(), "a tensor of the block mask is not contiguous int32");
-  STD_TORCH_CHECK(offsets->dim() == 3 && bits->dim() == 3, "block_offsets or block_bits has not 3 dimensions");
-  const int64_t n = entries->size(0), places = bits->size(0), rows = bits->size(1), keys = 32 * bits->size(2);
+    STD_TORCH_CHECK((*t)->scalar_type() == ScalarType::Int && (*t)->is_contiguous(),
+                    "a tensor of the block mask is not contiguous int32");
+  STD_TORCH_CHECK(offsets->dim() == 3 && bits->dim() == 3,
+                  "block_offsets or block_bits has not 3 dimensions");
+  const int64_t n = entries->size(0), places = bits->size(0), rows = bits->size(1),
+                keys = 32 * bits->size(2);
   check_shape(*entries, "block_entries", {n, 2});
   const auto power_of_two = [](int64_t n) { return n >= 32 && n <= 1 << 20 && !(n & (n - 1)); };
   STD_TORCH_CHECK(power_of_two(rows) && power_of_two(keys), "blocks are of ", rows, " x ", keys,
                   " pairs; wanted powers of two from 32 to 2^20");
-  m.B = offsets->size(0), m.H = offsets->size(1), m.row_bits = __builtin_ctzll(rows), m.key_bits = __builtin_ctzll(keys);
+  m.B = offsets->size(0), m.H = offsets->size(1), m.row_bits = __builtin_ctzll(rows),
+  m.key_bits = __builtin_ctzll(keys);
   const int64_t down = (p.Lq + rows - 1) / rows, across = (p.Lk + keys - 1) / keys;
-  STD_TORCH_CHECK((m.B == 1 || m.B == p.B) && (m.H == 1 || m.H == p.Hq), "the block mask is of ", m.B, " x ", m.H,
-                  " batch elements and heads");
+  STD_TORCH_CHECK((m.B == 1 || m.B == p.B) && (m.H == 1 || m.H == p.Hq), "the block mask is of ",
+                  m.B, " x ", m.H, " batch elements and heads");
   check_shape(*offsets, "block_offsets", {m.B, m.H, down + 1});
   m.offsets = copies.copy<int32_t>(read(*offsets, "block_offsets"), offsets->numel());
   m.entries = copies.copy<int32_t>(read(*entries, "block_entries"), entries->numel());
   m.bits = static_cast<const uint32_t*>(read(*bits, "block_bits"));
   for (int64_t list = 0; list < m.B * m.H; list++)
     for (int64_t i = 0; i <= down; i++) {
-      const int32_t at = m.offsets[list * (down + 1) + i], before = i ? m.offsets[list * (down + 1) + i - 1] : 0;
+      const int32_t at = m.offsets[list * (down + 1) + i],
+                    before = i ? m.offsets[list * (down + 1) + i - 1] : 0;
       CHECK_VALUE(at >= before && at <= n, "block_offsets fall, or go beyond the ", n, " entries");
     }
   for (int64_t e = 0; e < n; e++) {
-    CHECK_VALUE(m.entries[2 * e] >= 0 && m.entries[2 * e] < across, "block_entries names block ", m.entries[2 * e], " of keys; there are ",
-                across);
-    CHECK_VALUE(m.entries[2 * e + 1] >= -1 && m.entries[2 * e + 1] < places, "block_entries names bits ", m.entries[2 * e + 1],
-                "; there are ", places, " partial blocks");
+    CHECK_VALUE(m.entries[2 * e] >= 0 && m.entries[2 * e] < across, "block_entries names block ",
+                m.entries[2 * e], " of keys; there are ", across);
+    CHECK_VALUE(m.entries[2 * e + 1] >= -1 && m.entries[2 * e + 1] < places,
+                "block_entries names bits ", m.entries[2 * e + 1], "; there are ", places,
+                " partial blocks");
   }
   static const uint32_t none[1] = {};
   // An empty tensor has a null address, but kernels take non-null bits as a block mask.
@@ -140,7 +155,8 @@ pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe&
 }
 
 // Read paged keys and values, and check every table entry that kernels compute an address from.
-pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key, const pt::AttentionProblem& p, int64_t key_start) {
+pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key,
+                   const pt::AttentionProblem& p, int64_t key_start) {
   pt::Pages pages;
   if (!table) return pages;
   const bool wide = table->scalar_type() == ScalarType::Long;
@@ -148,30 +164,34 @@ pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key, c
                   "page_table is not contiguous int32 or int64");
   STD_TORCH_CHECK(p.key_lengths || p.B == 0, "page_table needs key_lengths");
   const void* data = read(*table, "page_table");
-  const void* entries =
-      wide ? static_cast<const void*>(copies.copy<int64_t>(data, table->numel())) : copies.copy<int32_t>(data, table->numel());
+  const void* entries = wide ? static_cast<const void*>(copies.copy<int64_t>(data, table->numel()))
+                             : copies.copy<int32_t>(data, table->numel());
   pages = {entries, key.size(2), table->size(1), wide};
   for (int64_t b = 0; b < p.B; b++) {
     const int64_t keys = std::min(p.key_lengths[b] - key_start, p.Lk);
     for (int64_t n = 0; n * pages.size < keys; n++)
-      CHECK_VALUE(pages.at(b, n) >= 0 && pages.at(b, n) < key.size(0), "page_table[", b, ", ", n, "] is ", pages.at(b, n),
-                  "; wanted a page from 0 to ", key.size(0) - 1);
+      CHECK_VALUE(pages.at(b, n) >= 0 && pages.at(b, n) < key.size(0), "page_table[", b, ", ", n,
+                  "] is ", pages.at(b, n), "; wanted a page from 0 to ", key.size(0) - 1);
   }
   return pages;
 }
 
 // Check that key and value have query's dtype, or both the same 8-bit dtype.
-void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, pt::AttentionProblem& p) {
+void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value,
+                  pt::AttentionProblem& p) {
   const ScalarType found = key.scalar_type();
   if (found == ScalarType::Char) p.eight = pt::EightBits::int8;
   if (found == ScalarType::Float8_e4m3fn) p.eight = pt::EightBits::e4m3;
-  const bool fits = p.eight == pt::EightBits::none ? found == query.scalar_type() : p.dtype != pt::DType::f64;
+  const bool fits =
+      p.eight == pt::EightBits::none ? found == query.scalar_type() : p.dtype != pt::DType::f64;
   STD_TORCH_CHECK(fits && value.scalar_type() == found, "query, key and value differ in dtype");
 }
 
 // Return the scales of 8-bit keys or values, one per row of `key`, with any strides.
-pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, const pt::AttentionProblem& p) {
-  STD_TORCH_CHECK(t.has_value() == (p.eight != pt::EightBits::none), name, " comes with keys in eight bits, and with no others");
+pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key,
+                        const pt::AttentionProblem& p) {
+  STD_TORCH_CHECK(t.has_value() == (p.eight != pt::EightBits::none), name,
+                  " comes with keys in eight bits, and with no others");
   if (!t) return {};
   STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && key.dim() == 4, name, " is not float32");
   check_shape(*t, name, {key.size(0), key.size(1), key.size(2)});
@@ -179,32 +199,45 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, con
 }
 
 // Shared arguments of forward and backward, after their outputs.
-#define ATTENTION_PARAMETERS                                                                                                             \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,           \
-      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,  \
-      Maybe block_bits, Maybe page_table, Maybe key_scale, Maybe value_scale, Maybe dropout_seed, bool bidirectional, int64_t align,     \
-      int64_t left, int64_t right, int64_t global_keys, int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start, \
+#define ATTENTION_PARAMETERS                                                                      \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks,            \
+      Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths, Maybe query_segments,         \
+      Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,       \
+      Maybe block_bits, Maybe page_table, Maybe key_scale, Maybe value_scale, Maybe dropout_seed, \
+      bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys,        \
+      int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start,            \
       int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
-#define ATTENTION_ARGUMENTS                                                                                                              \
-  mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
-      block_offsets, block_entries, block_bits, page_table, key_scale, value_scale, dropout_seed, bidirectional, align, left, right,     \
-      global_keys, batch_start, head_start, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                           \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, "       \
-  "Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "        \
-  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? key_scale, Tensor? value_scale, " \
-  "Tensor? dropout_seed, bool bidirectional, int align, int left, int right, int global_keys, int batch_start, int head_start, "   \
-  "int query_start, int key_start, int max_q, int max_k, float scale, float softcap, float dropout_p"
+#define ATTENTION_ARGUMENTS                                                                       \
+  mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths,    \
+      query_segments, key_segments, cu_q, cu_k, block_offsets, block_entries, block_bits,         \
+      page_table, key_scale, value_scale, dropout_seed, bidirectional, align, left, right,        \
+      global_keys, batch_start, head_start, query_start, key_start, max_q, max_k, scale, softcap, \
+      dropout_p
+#define ATTENTION_SCHEMA                                                                           \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? "     \
+  "sinks, Tensor? query_lengths, "                                                                 \
+  "Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, "    \
+  "Tensor? cu_q, Tensor? cu_k, "                                                                   \
+  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? " \
+  "key_scale, Tensor? value_scale, "                                                               \
+  "Tensor? dropout_seed, bool bidirectional, int align, int left, int right, int global_keys, "    \
+  "int batch_start, int head_start, "                                                              \
+  "int query_start, int key_start, int max_q, int max_k, float scale, float softcap, float "       \
+  "dropout_p"
 
-ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float; }
+ScalarType work_of(const pt::AttentionProblem& p) {
+  return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float;
+}
 
 // Build the problem. The tensors and the copies must outlive it.
-pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_PARAMETERS) {
+pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key,
+                             const Tensor& value, ATTENTION_PARAMETERS) {
   pt::AttentionProblem p{};
   const bool packed = cu_q.has_value(), paged = page_table.has_value();
   STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
   STD_TORCH_CHECK(!packed || !paged, "packed sequences have no pages");
-  p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
+  p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed),
+  p.vs = strides_of(value, "value", packed);
   p.dtype = dtype_of(query, "query", pt::Float64::taken);
   check_dtypes(query, key, value, p);
   constexpr int head = 1;
@@ -212,43 +245,53 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
   p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
   const int64_t q_rows = query.size(length), k_rows = key.size(length);
-  STD_TORCH_CHECK(!packed || (max_q >= 0 && max_k >= 0), "max_q and max_k are ", max_q, " and ", max_k, "; wanted at least 0");
-  p.Lq = packed ? std::min(max_q, q_rows) : q_rows, p.Lk = packed ? std::min(max_k, k_rows) : k_rows;
+  STD_TORCH_CHECK(!packed || (max_q >= 0 && max_k >= 0), "max_q and max_k are ", max_q, " and ",
+                  max_k, "; wanted at least 0");
+  p.Lq = packed ? std::min(max_q, q_rows) : q_rows,
+  p.Lk = packed ? std::min(max_k, k_rows) : k_rows;
   if (paged) {
     STD_TORCH_CHECK(p.Lk >= 1, "pages have no rows");
-    STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == p.B, "page_table has the wrong shape");
+    STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == p.B,
+                    "page_table has the wrong shape");
     p.Lk *= page_table->size(1);
   }
   constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
-  STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted 1 to ",
-                  kMaxHead);
-  STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
+  STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ",
+                  p.D, " and ", p.Dv, "; wanted 1 to ", kMaxHead);
+  STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq,
+                  " heads; wanted a multiple of key's ", p.Hkv);
   if (packed) {
-    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
+    check_shape(key, "key", {k_rows, p.Hkv, p.D}),
+        check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
     STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
   } else {
     const int64_t sequences = paged ? key.size(0) : p.B;
-    check_shape(key, "key", {sequences, p.Hkv, k_rows, p.D}), check_shape(value, "value", {sequences, p.Hkv, k_rows, p.Dv});
+    check_shape(key, "key", {sequences, p.Hkv, k_rows, p.D}),
+        check_shape(value, "value", {sequences, p.Hkv, k_rows, p.Dv});
   }
-  p.key_scale = scales_of(key_scale, "key_scale", key, p), p.value_scale = scales_of(value_scale, "value_scale", key, p);
+  p.key_scale = scales_of(key_scale, "key_scale", key, p),
+  p.value_scale = scales_of(value_scale, "value_scale", key, p);
   const ScalarType work = work_of(p);
   p.q = read(query, "query"), p.k = read(key, "key"), p.v = read(value, "value");
 
   p.mask = dense(mask, "mask", p, true), p.bias = dense(bias, "bias", p, false);
   p.blocks = block_mask(copies, block_offsets, block_entries, block_bits, p);
   STD_TORCH_CHECK(!mask || !block_offsets, "mask and a block mask exclude each other");
-  p.slopes = statistics(slopes, "slopes", work, {p.Hq}), p.sinks = statistics(sinks, "sinks", work, {p.Hq});
+  p.slopes = statistics(slopes, "slopes", work, {p.Hq}),
+  p.sinks = statistics(sinks, "sinks", work, {p.Hq});
   if (table) {
     p.buckets = table->size(0);
     p.table = statistics(table, "table", work, {p.buckets, p.Hq});
-    p.bucket_starts = integers(bucket_starts, "bucket_starts", {bidirectional ? p.buckets / 2 : p.buckets});
+    p.bucket_starts =
+        integers(bucket_starts, "bucket_starts", {bidirectional ? p.buckets / 2 : p.buckets});
     STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (bidirectional ? 2 : 1),
                     "table needs bucket_starts and at least one bucket a direction");
   }
 
   // batch_start and head_start only enter dropout's counter words, modulo 2^32, so any value is
   // valid.
-  const std::pair<int64_t, const char*> starts[] = {{query_start, "query_start"}, {key_start, "key_start"}, {global_keys, "global_keys"}};
+  const std::pair<int64_t, const char*> starts[] = {
+      {query_start, "query_start"}, {key_start, "key_start"}, {global_keys, "global_keys"}};
   for (auto [start, name] : starts) pt::check_start(kOp, start, name);
   p.query_lengths = copied_integers(copies, query_lengths, "query_lengths", {p.B});
   p.key_lengths = copied_integers(copies, key_lengths, "key_lengths", {p.B});
@@ -259,18 +302,22 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   p.pages = pages_of(copies, page_table, key, p, key_start);
   p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}),
   p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
-  STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(), "query_segments and key_segments come together");
+  STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(),
+                  "query_segments and key_segments come together");
   p.cu_q = copied_integers(copies, cu_q, "cu_seqlens_q", {p.B + 1});
   p.cu_k = copied_integers(copies, cu_k, "cu_seqlens_k", {p.B + 1});
   if (packed) {
-    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq), check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
+    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq),
+        check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
     STD_TORCH_CHECK(!mask && !bias && !block_offsets && !query_segments,
                     "packed sequences take no dense mask or bias, no block mask and no segments");
   }
 
   STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");
-  p.align = pt::Align(align), p.left = left, p.right = right, p.global_keys = global_keys, p.bidirectional = bidirectional;
-  p.batch_start = batch_start, p.head_start = head_start, p.query_start = query_start, p.key_start = key_start;
+  p.align = pt::Align(align), p.left = left, p.right = right, p.global_keys = global_keys,
+  p.bidirectional = bidirectional;
+  p.batch_start = batch_start, p.head_start = head_start, p.query_start = query_start,
+  p.key_start = key_start;
   p.scale = scale, p.softcap = softcap, p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold > 0) p.seed = pt::seed_of(kOp, dropout_seed);
   p.threads = pt::pool_threads();
@@ -278,12 +325,14 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
 }
 
 // Add the outputs, which backward reads.
-void add_outputs(pt::AttentionProblem& p, const Tensor& query, const Tensor& out, const Tensor& lse) {
+void add_outputs(pt::AttentionProblem& p, const Tensor& query, const Tensor& out,
+                 const Tensor& lse) {
   const bool packed = p.cu_q;
   const int64_t rows = query.size(packed ? 0 : 2);
   p.os = strides_of(out, "out", packed);
   STD_TORCH_CHECK(out.scalar_type() == query.scalar_type(), "query and out differ in dtype");
-  STD_TORCH_CHECK(lse.scalar_type() == work_of(p), "lse is not of the dtype scores are computed in");
+  STD_TORCH_CHECK(lse.scalar_type() == work_of(p),
+                  "lse is not of the dtype scores are computed in");
   if (packed) {
     check_shape(out, "out", {rows, p.Hq, p.Dv}), check_shape(lse, "lse", {p.Hq, rows});
     p.lse_s = {0, lse.stride(0), lse.stride(1), 1};
@@ -300,12 +349,14 @@ void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
   const int64_t element = size_of(p.dtype);
   for (int64_t i = p.cu_q[p.B]; i < rows; i++)
     for (int64_t h = 0; h < p.Hq; h++) {
-      std::memset(static_cast<char*>(p.out) + (i * p.os.l + h * p.os.h) * element, 0, p.Dv * element);
+      std::memset(static_cast<char*>(p.out) + (i * p.os.l + h * p.os.h) * element, 0,
+                  p.Dv * element);
       static_cast<Lse*>(p.lse)[h * p.lse_s.h + i * p.lse_s.l] = -Lse(INFINITY);
     }
 }
 
-void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS) {
+void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
+                   ATTENTION_PARAMETERS) {
   IndexCopies copies;
   pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
   add_outputs(p, query, out, lse);
@@ -315,7 +366,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
 }
 
 // Return the address and strides of the gradient `t` of `of`.
-void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed, pt::Strides* strides) {
+void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed,
+               pt::Strides* strides) {
   if (!t) return nullptr;
   *strides = strides_of(*t, name, packed);
   bool same = t->scalar_type() == of.scalar_type();
@@ -327,8 +379,10 @@ void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed, 
 pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, ScalarType work) {
   pt::DenseGrad g;
   if (!t) return g;
-  STD_TORCH_CHECK(of && of->scalar_type() != ScalarType::Bool, name, " without a floating-point tensor that it is the gradient of");
-  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
+  STD_TORCH_CHECK(of && of->scalar_type() != ScalarType::Bool, name,
+                  " without a floating-point tensor that it is the gradient of");
+  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name,
+                  " is not contiguous, or not of the dtype scores are computed in");
   check_shape(*t, name, {of->size(0), of->size(1), of->size(2), of->size(3)});
   int64_t stride[4];
   for (int i = 0; i < 4; i++) stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
@@ -337,13 +391,16 @@ pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, 
 }
 
 // Clear the rows of a packed gradient after the last sequence.
-void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, int64_t heads, int64_t bytes, int64_t element) {
+void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, int64_t heads,
+                int64_t bytes, int64_t element) {
   for (int64_t i = first; data && i < rows; i++)
-    for (int64_t h = 0; h < heads; h++) std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
+    for (int64_t h = 0; h < heads; h++)
+      std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
 }
 
-void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
-                   Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
+void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value,
+                   Tensor out, Tensor lse, ATTENTION_PARAMETERS, Maybe dq, Maybe dk, Maybe dv,
+                   Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
   STD_TORCH_CHECK(!page_table, "pages have no gradients");
   STD_TORCH_CHECK(!key_scale, "keys in eight bits have no gradients");
   IndexCopies copies;
@@ -358,12 +415,14 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
     for (int64_t i = 0; same && i < lse.dim(); i++) same = grad_lse->size(i) == lse.size(i);
     STD_TORCH_CHECK(same, "grad_lse differs in shape or dtype from lse");
     g.d_lse = read(*grad_lse, "grad_lse");
-    g.d_lse_s = packed ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1}
-                       : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
+    g.d_lse_s = packed
+                    ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1}
+                    : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
   }
   g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks),
   g.dv = gradient(dv, "dv", value, packed, &g.dvs);
-  g.d_mask = dense_gradient(dmask, "dmask", mask, work), g.d_bias = dense_gradient(dbias, "dbias", bias, work);
+  g.d_mask = dense_gradient(dmask, "dmask", mask, work),
+  g.d_bias = dense_gradient(dbias, "dbias", bias, work);
   STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table) && (!dsinks || p.sinks),
                   "dslopes, dtable or dsinks without slopes, table or sinks");
   g.d_slopes = statistics(dslopes, "dslopes", work, {p.Hq});
@@ -390,25 +449,33 @@ pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* dat
 }
 
 // Return the scratch bytes of forward, and of backward with all gradients if requested.
-int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARAMETERS, bool backward) {
+int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARAMETERS,
+                          bool backward) {
   IndexCopies copies;
   const pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
   void* any = const_cast<void*>(p.q);  // placeholder for every gradient; never written
   pt::AttentionGrads g{};
   g.dq = g.dk = g.dv = any;
   g.d_mask = planned_gradient(p.mask, mask, any), g.d_bias = planned_gradient(p.bias, bias, any);
-  g.d_slopes = p.slopes ? any : nullptr, g.d_table = p.table ? any : nullptr, g.d_sinks = p.sinks ? any : nullptr;
+  g.d_slopes = p.slopes ? any : nullptr, g.d_table = p.table ? any : nullptr,
+  g.d_sinks = p.sinks ? any : nullptr;
   return PT_SELECT(attention_kernels).scratch_bytes(p, backward ? &g : nullptr);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA ") -> ()");
-  m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
-        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable, "
-        "Tensor(h!)? dsinks) -> ()");
-  m.def("attention_scratch(Tensor query, Tensor key, Tensor value, " ATTENTION_SCHEMA ", bool backward) -> int");
+  m.def(
+      "attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) "
+      "lse, " ATTENTION_SCHEMA ") -> ()");
+  m.def(
+      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor out, Tensor lse, " ATTENTION_SCHEMA
+      ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, "
+      "Tensor(f!)? dslopes, Tensor(g!)? dtable, "
+      "Tensor(h!)? dsinks) -> ()");
+  m.def("attention_scratch(Tensor query, Tensor key, Tensor value, " ATTENTION_SCHEMA
+        ", bool backward) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {

@@ -40,20 +40,26 @@ struct BackwardPlan {
   int64_t most_keys, item_rows, group, splits;  // most_keys: per block
   bool share_batch, share_heads;
 
-  BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t most_keys, int64_t item_rows)
+  BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t most_keys,
+               int64_t item_rows)
       : p(p), most_keys(most_keys), item_rows(item_rows), group(p.Hkv ? p.Hq / p.Hkv : 1) {
     const auto shared = [](const DenseGrad& d, int64_t stride, int64_t size) {
       return d.data && d.stride.d != 0 && stride == 0 && size > 1;
     };
-    share_batch = shared(g.d_mask, g.d_mask.stride.b, p.B) || shared(g.d_bias, g.d_bias.stride.b, p.B);
-    share_heads = shared(g.d_mask, g.d_mask.stride.h, p.Hq) || shared(g.d_bias, g.d_bias.stride.h, p.Hq);
-    splits = share_heads ? kTasks : clamp<int64_t>(ceil_div(kTasks, max<int64_t>(p.Hkv, 1)), 1, kTasks);
+    share_batch =
+        shared(g.d_mask, g.d_mask.stride.b, p.B) || shared(g.d_bias, g.d_bias.stride.b, p.B);
+    share_heads =
+        shared(g.d_mask, g.d_mask.stride.h, p.Hq) || shared(g.d_bias, g.d_bias.stride.h, p.Hq);
+    splits =
+        share_heads ? kTasks : clamp<int64_t>(ceil_div(kTasks, max<int64_t>(p.Hkv, 1)), 1, kTasks);
   }
 
   int64_t queries(int64_t b) const { return p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq; }
   int64_t keys(int64_t b) const { return p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : p.Lk; }
   // Return the keys per block: small blocks for short sequences, so that threads finish together.
-  int64_t block_keys(int64_t b) const { return keys(b) > 2 * most_keys ? most_keys : min<int64_t>(most_keys, 192); }
+  int64_t block_keys(int64_t b) const {
+    return keys(b) > 2 * most_keys ? most_keys : min<int64_t>(most_keys, 192);
+  }
   int64_t key_blocks(int64_t b) const { return ceil_div(keys(b), block_keys(b)); }
   int64_t parts(int64_t b) const { return clamp<int64_t>(key_blocks(b), 1, splits); }
 
@@ -69,7 +75,9 @@ struct BackwardPlan {
   }
 
   int64_t classes() const { return (share_batch ? 1 : p.B) * (share_heads ? 1 : p.Hkv); }
-  int64_t class_of(const Run& r) const { return (share_batch ? 0 : r.b) * (share_heads ? 1 : p.Hkv) + (share_heads ? 0 : r.kv_head); }
+  int64_t class_of(const Run& r) const {
+    return (share_batch ? 0 : r.b) * (share_heads ? 1 : p.Hkv) + (share_heads ? 0 : r.kv_head);
+  }
 };
 
 }  // namespace bwd

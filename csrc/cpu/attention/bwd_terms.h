@@ -33,11 +33,14 @@ class TileTerms {
     double *slope, *table;  // one number; one per bucket
   };
 
-  static int64_t workspace(int64_t block_q, int64_t block_k) { return kDense * block_k + block_q + block_k + 2 * T::width; }
+  static int64_t workspace(int64_t block_q, int64_t block_k) {
+    return kDense * block_k + block_q + block_k + 2 * T::width;
+  }
 
-  TileTerms(const AttentionProblem& p, const Sequence& sequence, const Target& target, acc* work, int64_t block_q, int64_t block_k)
-      : p_(p), sequence_(sequence), target_(target), block_q_(block_q), block_k_(block_k), columns_(work),
-        diagonals_(work + kDense * block_k) {}
+  TileTerms(const AttentionProblem& p, const Sequence& sequence, const Target& target, acc* work,
+            int64_t block_q, int64_t block_k)
+      : p_(p), sequence_(sequence), target_(target), block_q_(block_q), block_k_(block_k),
+        columns_(work), diagonals_(work + kDense * block_k) {}
 
   // Begin the tile of `rows` queries from q0 and `keys` keys from k0.
   void begin(int64_t q0, int64_t rows, int64_t k0, int64_t keys) {
@@ -59,7 +62,9 @@ class TileTerms {
         case Kind::none: break;
         case Kind::rows: target_.row_sums[t][q0_ - target_.row0 + r] += total; break;
         case Kind::columns: add_row(columns_ + t * block_k_, ds, c0, c1, c1); break;
-        case Kind::full: add_row(static_cast<acc*>(d.data) + (q0_ + r) * d.stride.l + k0_, ds, c0, c1, keys_); break;
+        case Kind::full:
+          add_row(static_cast<acc*>(d.data) + (q0_ + r) * d.stride.l + k0_, ds, c0, c1, keys_);
+          break;
       }
     }
     if (target_.slope) *target_.slope -= distance_row(ds, sequence_.distance(q0_ + r, k0_), c0, c1);
@@ -69,17 +74,23 @@ class TileTerms {
 
   void end() {
     for (int t = 0; t < kDense; t++)
-      if (kind(t) == Kind::columns) add_row(static_cast<acc*>(target_.dense[t].data) + k0_, columns_ + t * block_k_, 0, keys_, keys_);
+      if (kind(t) == Kind::columns)
+        add_row(static_cast<acc*>(target_.dense[t].data) + k0_, columns_ + t * block_k_, 0, keys_,
+                keys_);
     if (!target_.table || far_) return;
     const acc* sum = diagonals_ + block_q_ - rows_;
-    for (int64_t d = first_distance(); d <= last_distance(); d++) target_.table[bucket(d)] += double(*sum++);
+    for (int64_t d = first_distance(); d <= last_distance(); d++)
+      target_.table[bucket(d)] += double(*sum++);
   }
 
  private:
   enum class Kind { none, full, columns, rows };
   Kind kind(int t) const {
     const DenseGrad& d = target_.dense[t];
-    return !d.data ? Kind::none : d.stride.d == 0 ? Kind::rows : d.stride.l == 0 ? Kind::columns : Kind::full;
+    return !d.data           ? Kind::none
+           : d.stride.d == 0 ? Kind::rows
+           : d.stride.l == 0 ? Kind::columns
+                             : Kind::full;
   }
   int64_t bucket(int64_t distance) const {
     const int64_t n = p_.bidirectional ? p_.buckets / 2 : p_.buckets;
@@ -89,7 +100,9 @@ class TileTerms {
     return u + (p_.bidirectional && distance > 0 ? n : 0);
   }
   // Return true if all distances share a bucket. Buckets are monotone on each side of distance 0.
-  bool one_bucket(int64_t first, int64_t last) const { return (first > 0 || last <= 0) && bucket(first) == bucket(last); }
+  bool one_bucket(int64_t first, int64_t last) const {
+    return (first > 0 || last <= 0) && bucket(first) == bucket(last);
+  }
   int64_t first_distance() const { return sequence_.distance(q0_ + rows_ - 1, k0_); }
   int64_t last_distance() const { return sequence_.distance(q0_, k0_ + keys_ - 1); }
 
@@ -105,7 +118,8 @@ class TileTerms {
   static double distance_row(const acc* ds, int64_t d0, int64_t c0, int64_t c1) {
     const vec index = __builtin_convertvector(iota<vec>(), vec);
     vec s{};
-    for (int64_t c = c0; c < c1; c += T::width) s = fma(vabs(index + set1<vec>(acc(d0 + c))), load(ds + c), s);
+    for (int64_t c = c0; c < c1; c += T::width)
+      s = fma(vabs(index + set1<vec>(acc(d0 + c))), load(ds + c), s);
     return reduce(s, op_add);
   }
   // y[c] += x[c] for c0 <= c < min(c1, n).

@@ -67,27 +67,32 @@ class BackwardTile {
 
   BackwardTile(const BackwardSizes& sizes, Arena& arena) : z(sizes) {
     S = arena.take<acc>(z.BQ * z.BK), dP = arena.take<acc>(z.BQ * z.BK);
-    factor = arena.take<acc>(T::pack * z.BK), diagonals = arena.take<acc>(Scores<T>::diagonal_size(z.BQ, z.BK));
+    factor = arena.take<acc>(T::pack * z.BK),
+    diagonals = arena.take<acc>(Scores<T>::diagonal_size(z.BQ, z.BK));
     bits = arena.take<uint32_t>(T::pack * KeepBits::words(z.BK));
-    lo = arena.take<int>(z.BQ), hi = arena.take<int>(z.BQ), glo = arena.take<int>(z.BQ), ghi = arena.take<int>(z.BQ);
+    lo = arena.take<int>(z.BQ), hi = arena.take<int>(z.BQ), glo = arena.take<int>(z.BQ),
+    ghi = arena.take<int>(z.BQ);
     if constexpr (kPairs) {
       const int64_t units = z.BQ / T::pack * z.BK;
-      dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<packed>(units), dSs = arena.take<packed>(units);
+      dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<packed>(units),
+      dSs = arena.take<packed>(units);
     } else {
       dS = dP, Ps = S, dSs = dP;
     }
   }
   static size_t bytes(const BackwardSizes& z) {
-    const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<packed>(z.BQ / T::pack * z.BK);
+    const size_t pairs =
+        Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<packed>(z.BQ / T::pack * z.BK);
     return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) +
-           Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) + Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) +
+           Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) +
+           Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) +
            4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
   }
 
   // Add the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (stored if `first`). Return
   // false without any work if no pair is visible.
-  bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
-           TileTerms<T>* terms) {
+  bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k,
+           const KeepBits* keep, acc* dQ, bool first, TileTerms<T>* terms) {
     if (!find_visible(scores, h, q, k)) return false;
     PT_PHASE(scores) products(scores, h, q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
@@ -117,7 +122,8 @@ class BackwardTile {
 
   // Compute the visible columns of each row (none: 0, 0), the columns of each group of kRows rows
   // in full steps, and the union over groups.
-  bool find_visible(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
+  bool find_visible(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q,
+                    const KeyBlock<T>& k) {
     clo = z.BK, chi = 0, seen = 0;
     for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
       int64_t first = z.BK, last = 0;
@@ -129,7 +135,8 @@ class BackwardTile {
         if (a < e) lo[i] = int(a), hi[i] = int(e), first = min(first, a), last = max(last, e);
       }
       glo[g] = last ? int(first / kStep * kStep) : 0, ghi[g] = int(round_up(last, kStep));
-      if (last) clo = min<int64_t>(clo, glo[g]), chi = max<int64_t>(chi, ghi[g]), seen = max(seen, last);
+      if (last)
+        clo = min<int64_t>(clo, glo[g]), chi = max<int64_t>(chi, ghi[g]), seen = max(seen, last);
     }
     return chi > 0;
   }
@@ -142,9 +149,12 @@ class BackwardTile {
       for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
         if (glo[g] >= j + panel || ghi[g] <= j) continue;
         const int64_t rows = min(kGroup, q.rows - r);
-        for (int64_t i = r; i < r + rows && !plain; i++) scores.fetch(h, q.q0 + i, k.k0 + j, min(panel, k.n - j));
+        for (int64_t i = r; i < r + rows && !plain; i++)
+          scores.fetch(h, q.q0 + i, k.k0 + j, min(panel, k.n - j));
         score_products<T>(rows, z.du, q.Q + r * z.du, k.Kt + j * z.du, S + r * z.BK + j, z.BK);
-        if (z.ds) score_products<T>(rows, z.dvu, q.G + r * z.dvu, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK);
+        if (z.ds)
+          score_products<T>(rows, z.dvu, q.G + r * z.dvu, k.Vt + j * z.dvu, dP + r * z.BK + j,
+                            z.BK);
       }
   }
 
@@ -157,7 +167,8 @@ class BackwardTile {
       if (c0 < c1) softmax_rows<GENERAL, DROPOUT>(x, r, c0, c1);
       if constexpr (kPairs) {
         constexpr int64_t panel = kPanel<T>;
-        fill_units(r, clo / panel * panel, c0), fill_units(r, max(c1, clo / panel * panel), round_up(chi, panel));
+        fill_units(r, clo / panel * panel, c0),
+            fill_units(r, max(c1, clo / panel * panel), round_up(chi, panel));
       } else {
         fill(S + r * z.BK, clo, c0), fill(S + r * z.BK, max(c1, clo), chi);
         fill(dP + r * z.BK, clo, c0), fill(dP + r * z.BK, max(c1, clo), chi);
@@ -181,14 +192,16 @@ class BackwardTile {
       if (padding) continue;
       const int64_t row = q.q0 + r + i;
       if constexpr (GENERAL) {
-        const acc* diagonal = z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
-        x.scores.row(x.h, row, x.k.k0 + c0, min(c1, x.k.n) - c0, q.seen[r + i], diagonal, S + (r + i) * z.BK + c0,
-                     z.softcap ? factor + i * z.BK + c0 : nullptr);
+        const acc* diagonal =
+            z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
+        x.scores.row(x.h, row, x.k.k0 + c0, min(c1, x.k.n) - c0, q.seen[r + i], diagonal,
+                     S + (r + i) * z.BK + c0, z.softcap ? factor + i * z.BK + c0 : nullptr);
       }
       if constexpr (DROPOUT)
         if (x.keep) x.keep->row(uint32_t(row + z.query_start), bits + i * KeepBits::words(z.BK));
     }
-    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), none = set1<vec>(-kInfinity<acc>);
+    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)),
+              none = set1<vec>(-kInfinity<acc>);
     const vec keep_scale = set1<vec>(acc(z.keep_scale));
     const auto step = [&](int64_t c, auto vectors, auto masked) {
       constexpr int w = decltype(vectors)::value;  // vectors per row
@@ -206,7 +219,8 @@ class BackwardTile {
         if constexpr (decltype(masked)::value) on = mask_range<vec>(lo[r + i] - at, hi[r + i] - at);
         if constexpr (GENERAL) on &= to_mask(load(S + e) != none);
         if constexpr (DROPOUT) {
-          const mask keep = x.keep ? bits_at(bits + i * KeepBits::words(z.BK), x.keep->offset() + at) : mask(0);
+          const mask keep =
+              x.keep ? bits_at(bits + i * KeepBits::words(z.BK), x.keep->offset() + at) : mask(0);
           g = weight * fma(select(keep, d, vec{}), keep_scale, -delta[i]);
           weight = select(mask(keep & on), weight, vec{});
         } else {
@@ -227,7 +241,8 @@ class BackwardTile {
         store_units(r, c, d0, d1, dSs);
         put(dS + r * z.BK + c, d0), put(dS + (r + 1) * z.BK + c, d1);
       } else {
-        UNROLL for (int j = 0; j < w; j++) store(S + r * z.BK + c + j * T::width, p[j]), store(dP + r * z.BK + c + j * T::width, ds[j]);
+        UNROLL for (int j = 0; j < w; j++) store(S + r * z.BK + c + j * T::width, p[j]),
+            store(dP + r * z.BK + c + j * T::width, ds[j]);
       }
     };
     constexpr std::integral_constant<int, n> one;
@@ -237,7 +252,8 @@ class BackwardTile {
     for (; c + more * T::width <= to; c += more * T::width) step(c, more, std::false_type());
     for (; c + kStep <= to; c += kStep) step(c, one, std::false_type());
     for (; c < c1; c += kStep) step(c, one, std::true_type());
-    for (int64_t i = r; x.terms && i < min(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
+    for (int64_t i = r; x.terms && i < min(r + n, q.rows); i++)
+      x.terms->row(i, dP + i * z.BK, c0, c1);
     if constexpr (GENERAL && !kPairs)
       for (c = c0; z.softcap && c < c1; c += T::width) {
         const vec g = load(dP + r * z.BK + c);
@@ -256,14 +272,16 @@ class BackwardTile {
     return (c / panel * (z.BQ / T::pack) + r / T::pack) * panel + c % panel;
   }
   // Store kStep columns of two rows as packed elements.
-  INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, packed* to) const {
+  INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1,
+                          packed* to) const {
     typename T::uvec a, b;
     interleave(row0, row1, &a, &b);
     to += unit_at(r, c);
     put(to, a), put(to + T::width, b);
   }
   void fill_units(int64_t r, int64_t c, int64_t end) const {
-    for (; c < end; c += T::width) put(Ps + unit_at(r, c), typename T::uvec{}), put(dSs + unit_at(r, c), typename T::uvec{});
+    for (; c < end; c += T::width)
+      put(Ps + unit_at(r, c), typename T::uvec{}), put(dSs + unit_at(r, c), typename T::uvec{});
   }
 
   // Return the rows [lo, hi) of the groups that see any of the columns [c, end).
@@ -277,7 +295,8 @@ class BackwardTile {
 
   // out += A^T B over queries with A of this tile: dV += P^T dO, dK += dS^T Q, or with pairs dV^T
   // += dO^T P, dK^T += Q^T dS.
-  void key_product(const QueryBlock<T>& q, const packed* A, const packed* B, int64_t columns, acc* out) {
+  void key_product(const QueryBlock<T>& q, const packed* A, const packed* B, int64_t columns,
+                   acc* out) {
     constexpr int64_t panel = kPanel<T>;
     if constexpr (kPairs) {
       const int64_t ld = padded(q.rows) / T::pack;
@@ -285,8 +304,9 @@ class BackwardTile {
         const Range r = rows_that_see(q.rows, c, c + panel);
         const int64_t a = r.lo / kRowStep * kRowStep / T::pack, n = padded(r.hi) / T::pack - a;
         for (int64_t d = 0; d < columns && r.size() > 0; d += kGroup)
-          pick<T>(min(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(T::pack * a, c), out + d * z.BK + c, z.BK,
-                                                         nullptr);
+          pick<T>(min(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1,
+                                                         A + unit_at(T::pack * a, c),
+                                                         out + d * z.BK + c, z.BK, nullptr);
       }
     } else {
       for (int64_t col = 0; col < columns; col += panel) {
@@ -294,7 +314,8 @@ class BackwardTile {
         for (int64_t c = clo; c < seen; c += kGroup) {
           const Range r = rows_that_see(q.rows, c, c + kGroup);
           if (r.size() > 0)
-            pick<T>(min(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w,
+            pick<T>(min(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK,
+                                                    B + col * q.rows + r.lo * w,
                                                     out + c * columns + col, columns, nullptr);
         }
       }
@@ -306,11 +327,13 @@ class BackwardTile {
     for (int64_t col = 0; col < z.dw; col += kPanel<T>) {
       const int64_t w = min<int64_t>(kPanel<T>, z.dw - col);
       for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
-        const int64_t a = glo[g] / T::pack, n = (kPairs ? ghi[g] : min<int64_t>(ghi[g], seen)) / T::pack - a;
+        const int64_t a = glo[g] / T::pack,
+                      n = (kPairs ? ghi[g] : min<int64_t>(ghi[g], seen)) / T::pack - a;
         if (n > 0 || first)
-          pick<T>(min(kGroup, q.rows - r), w, first ? kStore : kAdd)(max<int64_t>(n, 0), reinterpret_cast<const packed*>(dS + r * z.BK) + a,
-                                                                     z.BK / T::pack, 1, k.Kj + col * (z.BK / T::pack) + a * w,
-                                                                     dQ + r * z.dw + col, z.dw, nullptr);
+          pick<T>(min(kGroup, q.rows - r), w, first ? kStore : kAdd)(
+              max<int64_t>(n, 0), reinterpret_cast<const packed*>(dS + r * z.BK) + a,
+              z.BK / T::pack, 1, k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw,
+              nullptr);
       }
     }
   }

@@ -33,7 +33,8 @@ INLINE typename Lanes<A>::vec load_strided(const E* p, int64_t stride, int64_t n
   if (stride == 0) return set1<vec>(saturate<A>(to_scalar(*p)));
   if (stride == 1) {
     if constexpr (std::is_same_v<A, double> && std::is_same_v<E, double>) return Double::load(p, n);
-    if constexpr (std::is_same_v<A, float> && !std::is_same_v<E, double>) return Float<E>::load(p, n);
+    if constexpr (std::is_same_v<A, float> && !std::is_same_v<E, double>)
+      return Float<E>::load(p, n);
   }
   vec v{};
   for (int i = 0; i < kWidth<vec> && i < n; i++) v[i] = saturate<A>(to_scalar(p[i * stride]));
@@ -46,9 +47,12 @@ class DenseRow {
  public:
   using vec = typename Lanes<A>::vec;
   DenseRow() = default;
-  DenseRow(const Dense& d, int64_t b, int64_t h, int64_t i) : dtype_(d.dtype), boolean_(d.boolean), stride_(d.stride.d) {
+  DenseRow(const Dense& d, int64_t b, int64_t h, int64_t i)
+      : dtype_(d.dtype), boolean_(d.boolean), stride_(d.stride.d) {
     bytes_ = d.boolean ? 1 : size_of(d.dtype);
-    row_ = d.data ? static_cast<const char*>(d.data) + bytes_ * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
+    row_ = d.data ? static_cast<const char*>(d.data) +
+                        bytes_ * (b * d.stride.b + h * d.stride.h + i * d.stride.l)
+                  : nullptr;
   }
   // Prefetch the values of keys j .. j + n - 1 into L2.
   INLINE void fetch(int64_t j, int64_t n) const {
@@ -64,7 +68,8 @@ class DenseRow {
     if (stride_ == 0) return *p ? mask(~0) : mask(0);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     if (stride_ == 1) {
-      const __m128i x = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)) : _mm_maskz_loadu_epi8(mask_n<vf>(n), p);
+      const __m128i x = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))
+                                : _mm_maskz_loadu_epi8(mask_n<vf>(n), p);
       return _mm_test_epi8_mask(x, x);
     }
 #endif

@@ -24,10 +24,12 @@ constexpr int64_t kStageKeys = 32;              // 8-bit rows widened at once: t
 // Copy rows of d numbers, `ld` packed elements apart, zero-padded to full vectors. Return the row
 // stride in `to`.
 template <class T>
-int64_t direct_queries(const typename T::packed* rows, int64_t ld, int64_t n, int64_t d, typename T::packed* to) {
+int64_t direct_queries(const typename T::packed* rows, int64_t ld, int64_t n, int64_t d,
+                       typename T::packed* to) {
   const int64_t given = ceil_div(d, T::pack), units = round_up(given, T::width);
   for (int64_t r = 0; r < n; r++)
-    for (int64_t u = 0; u < units; u++) to[r * units + u] = u < given ? rows[r * ld + u] : typename T::packed(0);
+    for (int64_t u = 0; u < units; u++)
+      to[r * units + u] = u < given ? rows[r * ld + u] : typename T::packed(0);
   return units;
 }
 
@@ -37,7 +39,8 @@ template <class Rows>
 struct Ahead {
   Rows rows;
   int64_t distance;
-  Ahead(const Rows& rows, int64_t bytes) : rows(rows), distance(clamp<int64_t>(kAheadBytes / bytes, 1, kAheadRows)) {}
+  Ahead(const Rows& rows, int64_t bytes)
+      : rows(rows), distance(clamp<int64_t>(kAheadBytes / bytes, 1, kAheadRows)) {}
   // Prefetch the cache lines of n bytes from column c.
   INLINE void ask(int64_t j, int64_t c, int64_t n) const {
     const char* at = reinterpret_cast<const char*>(rows(j + distance) + c);
@@ -59,13 +62,16 @@ struct DirectRows {
 // s[r][j + i] = q[r] . K[j + i] for R queries from r0 and a vector of keys. STEPS: full vectors of
 // a row if known, to avoid a loop within a row, else 0.
 template <class T, int STEPS, int R, class Rows>
-void direct_dots(const DirectRows<T, Rows>& x, int64_t j, int64_t r0, typename T::acc* s, int64_t ld) {
+void direct_dots(const DirectRows<T, Rows>& x, int64_t j, int64_t r0, typename T::acc* s,
+                 int64_t ld) {
   using vec = typename T::vec;
   using uvec = typename T::uvec;
   constexpr int64_t step = T::width * T::pack;
   constexpr int group = T::width < 4 ? T::width : 4;
   const typename T::packed* q = x.q + r0 * x.units;
-  const auto at = [&](int r, int64_t c) { return *reinterpret_cast<const uvec*>(q + r * x.units + c / T::pack); };
+  const auto at = [&](int r, int64_t c) {
+    return *reinterpret_cast<const uvec*>(q + r * x.units + c / T::pack);
+  };
   vec parts[R][T::width / group];
   for (int g = 0; g < T::width / group; g++) {
     vec sums[R][group];
@@ -88,7 +94,9 @@ void direct_dots(const DirectRows<T, Rows>& x, int64_t j, int64_t r0, typename T
     }
     UNROLL for (int r = 0; r < R; r++) parts[r][g] = reduce_neighbours<group>(sums[r], op_add);
   }
-  UNROLL for (int r = 0; r < R; r++) store(s + (r0 + r) * ld + j, reverse_lane_bits(reduce_neighbours<T::width / group>(parts[r], op_add)));
+  UNROLL for (int r = 0; r < R; r++)
+      store(s + (r0 + r) * ld + j,
+            reverse_lane_bits(reduce_neighbours<T::width / group>(parts[r], op_add)));
 }
 
 template <class T, int R, class Rows>
@@ -118,7 +126,9 @@ void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld)
     int64_t first;
   } passes[8];  // at least kTogether rows each except the last
   int count = 0;
-  together(x.rows, [&](int64_t r, auto n) { passes[count++] = {pick_dots<T, decltype(n)::value, Rows>(x.d), r}; });
+  together(x.rows, [&](int64_t r, auto n) {
+    passes[count++] = {pick_dots<T, decltype(n)::value, Rows>(x.d), r};
+  });
   for (int64_t j = 0; j < x.n; j += T::width) {
     for (int i = 0; i < count; i++) passes[i].dots(x, j, passes[i].first, s, ld);
     for (int64_t i = j; x.live && i < min(j + T::width, x.n); i++)
@@ -140,8 +150,8 @@ struct DirectValues {
 // o[r] = alpha[r] o[r] + sum over keys of p[r][j] V[j], for R queries from r0 and NC vectors of
 // columns from col, of which `columns` exist. alpha = 0: o is not read.
 template <class T, int NC, int R, class Rows>
-void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int64_t columns, int64_t r0, const typename T::acc* alpha,
-                    typename T::acc* o, int64_t ldo) {
+void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int64_t columns,
+                    int64_t r0, const typename T::acc* alpha, typename T::acc* o, int64_t ldo) {
   using vec = typename T::vec;
   vec acc[R][NC];
   const typename T::opnd* p = x.p + r0 * x.ld;
@@ -182,7 +192,8 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
       uvec lo, hi;
       interleave(a, b, &lo, &hi);
       UNROLL for (int r = 0; r < R; r++) {
-        const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + r * x.ld + j));
+        const uvec w =
+            T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + r * x.ld + j));
         acc[r][c] = T::dot(acc[r][c], w, lo);
         if (c + 1 < NC) acc[r][c + 1] = T::dot(acc[r][c + 1], w, hi);
       }
@@ -192,17 +203,21 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
       for (; j + 2 <= keys.hi; j += 2) {
         if (asks) x.V.ask(j, col, asked), x.V.ask(j + 1, col, asked);
         const typename T::elem *a = V(j), *b = V(j + 1);
-        UNROLL for (int c = 0; c + 1 < NC; c += 2) add(j, c, T::load_units(a + c / 2 * step, step), T::load_units(b + c / 2 * step, step));
+        UNROLL for (int c = 0; c + 1 < NC; c += 2)
+            add(j, c, T::load_units(a + c / 2 * step, step), T::load_units(b + c / 2 * step, step));
       }
-    for (; j < keys.hi; j += 2) UNROLL for (int c = 0; c < NC; c += 2) add(j, c, row(j, c / 2 * step), row(j + 1, c / 2 * step));
+    for (; j < keys.hi; j += 2)
+      UNROLL for (int c = 0; c < NC; c += 2)
+          add(j, c, row(j, c / 2 * step), row(j + 1, c / 2 * step));
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < NC; c++) store(o + r * ldo + c * T::width, acc[r][c]);
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < NC; c++)
+      store(o + r * ldo + c * T::width, acc[r][c]);
 }
 
 // Compute all columns.
 template <class T, int R, int NC = (kSums / R < 8 ? kSums / R : 8), class Rows>
-void direct_output(const DirectValues<T, Rows>& x, Range keys, int64_t r0, const typename T::acc* alpha, typename T::acc* o, int64_t ldo,
-                   int64_t col = 0) {
+void direct_output(const DirectValues<T, Rows>& x, Range keys, int64_t r0,
+                   const typename T::acc* alpha, typename T::acc* o, int64_t ldo, int64_t col = 0) {
   constexpr int64_t columns = NC * T::width;
   for (; col + columns <= x.d || (NC == 1 && col < x.d); col += columns)
     direct_columns<T, NC, R>(x, keys, col, min(columns, x.d - col), r0, alpha, o, ldo);

@@ -43,28 +43,33 @@ class Forward {
       memory_ = shared_arena.take<char>(end.memory);
       for_each_task(end.packs, p_.threads, [&](int64_t t) { pack(t); });
       for_each_task(end.tasks, p_.threads, [&](int64_t t) { attend(t); });
-      for_each_task(end.combines, p_.threads, [&](int64_t t) { combine(find(t, &Unit::combines)); });
+      for_each_task(end.combines, p_.threads,
+                    [&](int64_t t) { combine(find(t, &Unit::combines)); });
     }
   }
 
   // Return the scratch of run().
   Scratch scratch() {
     Scratch s;
-    for (s.setup = set_up(); plan(); s.shared = max(s.shared, Arena::bytes_for<char>(units_[n_].memory)))
+    for (s.setup = set_up(); plan();
+         s.shared = max(s.shared, Arena::bytes_for<char>(units_[n_].memory)))
       for (const Unit* u = units_; u < units_ + n_; u++)
-        if (u->splits == 0 || u->s->rows > 0) s.local = max(s.local, max(task_bytes(*u), u->splits > 1 ? combine_bytes(*u) : 0));
+        if (u->splits == 0 || u->s->rows > 0)
+          s.local = max(s.local, max(task_bytes(*u), u->splits > 1 ? combine_bytes(*u) : 0));
     return s;
   }
 
  private:
   size_t set_up() {
-    const size_t bytes = Arena::bytes_for<Sequence>(p_.B) + Arena::bytes_for<Unit>(kUnitsAtOnce + 1);
+    const size_t bytes =
+        Arena::bytes_for<Sequence>(p_.B) + Arena::bytes_for<Unit>(kUnitsAtOnce + 1);
     setup_arena.reset(bytes);
     sequences_ = setup_arena.take<Sequence>(p_.B);
     units_ = setup_arena.take<Unit>(kUnitsAtOnce + 1);
     constexpr int64_t some = 64;
     for_each_task(ceil_div(p_.B, some), p_.threads, [&](int64_t t) {
-      for (int64_t b = some * t; b < min(p_.B, some * t + some); b++) sequences_[b] = Sequence(p_, b);
+      for (int64_t b = some * t; b < min(p_.B, some * t + some); b++)
+        sequences_[b] = Sequence(p_, b);
     });
     return bytes;
   }
@@ -87,11 +92,16 @@ class Forward {
   size_t task_bytes(const Unit& u) const {
     const int64_t ld = tile_keys(*u.s);
     if (u.splits == 0) return RowBlock<T>::bytes(f_, min(block_rows(*u.s), u.s->Lq), ld);
-    return RowBlock<T>::bytes(f_, u.heads * u.s->rows, ld) + Arena::bytes_for<packed>(f_.k_units(ld)) +
-           Arena::bytes_for<packed>(f_.v_units(ld)) + Arena::bytes_for<float>(f_.scale_floats(ld));
+    return RowBlock<T>::bytes(f_, u.heads * u.s->rows, ld) +
+           Arena::bytes_for<packed>(f_.k_units(ld)) + Arena::bytes_for<packed>(f_.v_units(ld)) +
+           Arena::bytes_for<float>(f_.scale_floats(ld));
   }
-  size_t combine_bytes(const Unit& u) const { return RowBlock<T>::bytes(f_, u.heads * u.s->rows, kPanel<T>); }
-  int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A)); }
+  size_t combine_bytes(const Unit& u) const {
+    return RowBlock<T>::bytes(f_, u.heads * u.s->rows, kPanel<T>);
+  }
+  int64_t partial_bytes(const Unit& u) const {
+    return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A));
+  }
 
   // Plan the next units in units_[0, n_), with totals in units_[n_]: as many as fit the budget of
   // packed memory, but enough tasks for every thread. Only valid rows and keys decide the packing
@@ -101,20 +111,24 @@ class Forward {
     for (n_ = 0; n_ < kUnitsAtOnce && b_ < p_.B && p_.Hq > 0; n_++) {
       if (u.memory > kPackBudget && u.tasks >= p_.threads) break;
       const Sequence& s = sequences_[b_];
-      const int64_t stacked = clamp<int64_t>(s.rows > 0 ? kBlockRows / s.rows : f_.group, 1, f_.group);
+      const int64_t stacked =
+          clamp<int64_t>(s.rows > 0 ? kBlockRows / s.rows : f_.group, 1, f_.group);
       u.s = &s, u.h0 = h_;
-      const bool shared = stacked < f_.group && s.rows > kDecodeRows, one_head = f_.group == 1 && s.rows > kBlockRows;
+      const bool shared = stacked < f_.group && s.rows > kDecodeRows,
+                 one_head = f_.group == 1 && s.rows > kBlockRows;
       if (shared || one_head) {
         u.heads = f_.group, u.splits = u.chunk = 0;
       } else {
         u.heads = min(ceil_div(f_.group, ceil_div(f_.group, stacked)), f_.group - h_ % f_.group);
-        u.chunk = (u.heads * s.rows <= kDecodeRows ? 1 : 4) * kBlockKeys * ceil_div(s.cols, 64 * kBlockKeys);
+        u.chunk = (u.heads * s.rows <= kDecodeRows ? 1 : 4) * kBlockKeys *
+                  ceil_div(s.cols, 64 * kBlockKeys);
         u.splits = s.rows > 0 && s.cols > 0 ? ceil_div(s.cols, u.chunk) : 1;
       }
       units_[n_] = u;
       if (u.splits == 0) {
         const int64_t ld = padded_keys(s);
-        u.memory += (f_.k_units(ld) + f_.v_units(ld)) * int64_t(sizeof(packed)) + f_.scale_floats(ld) * int64_t(sizeof(float));
+        u.memory += (f_.k_units(ld) + f_.v_units(ld)) * int64_t(sizeof(packed)) +
+                    f_.scale_floats(ld) * int64_t(sizeof(float));
         u.packs += ceil_div(ld, kPackKeys), u.tasks += u.heads * blocks(s);
       } else if (s.Lq > 0) {
         u.tasks += u.splits;
@@ -140,8 +154,11 @@ class Forward {
   }
   packed* packed_k(const Unit& u) const { return reinterpret_cast<packed*>(memory_ + u.memory); }
   packed* packed_v(const Unit& u) const { return packed_k(u) + f_.k_units(padded_keys(*u.s)); }
-  float* scales(const Unit& u) const { return reinterpret_cast<float*>(packed_v(u) + f_.v_units(padded_keys(*u.s))); }
-  PackedKeys<T> keys_of(const packed* k, const packed* v, int64_t first, int64_t ld, const float* scales) const {
+  float* scales(const Unit& u) const {
+    return reinterpret_cast<float*>(packed_v(u) + f_.v_units(padded_keys(*u.s)));
+  }
+  PackedKeys<T> keys_of(const packed* k, const packed* v, int64_t first, int64_t ld,
+                        const float* scales) const {
     const bool eight = f_.scale_floats(ld) > 0;
     return {k, v, first, ld, eight ? scales : nullptr, eight ? scales + ld : nullptr};
   }
@@ -150,8 +167,11 @@ class Forward {
     const Unit& u = find(t, &Unit::packs);
     const int64_t k0 = (t - u.packs) * kPackKeys, ld = padded_keys(*u.s);
     const Range seen = u.s->keys();
-    const int64_t lo = max(k0, seen.lo / kPanel<T> * kPanel<T>), hi = min(min(k0 + kPackKeys, ld), round_up(seen.hi, kPanel<T>));
-    if (lo < hi) PT_PHASE(pack) f_.pack(*u.s, u.h0 / f_.group, lo, hi - lo, 0, ld, packed_k(u), packed_v(u), scales(u));
+    const int64_t lo = max(k0, seen.lo / kPanel<T> * kPanel<T>),
+                  hi = min(min(k0 + kPackKeys, ld), round_up(seen.hi, kPanel<T>));
+    if (lo < hi)
+      PT_PHASE(pack)
+      f_.pack(*u.s, u.h0 / f_.group, lo, hi - lo, 0, ld, packed_k(u), packed_v(u), scales(u));
   }
 
   void attend(int64_t t) const {
@@ -160,7 +180,8 @@ class Forward {
     const Sequence& s = *u.s;
     const int64_t i = t - u.tasks, ld = tile_keys(s);
     if (u.splits == 0) {  // longest rows of a head first
-      const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * block_rows(s), nq = min(block_rows(s), s.Lq - q0);
+      const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * block_rows(s),
+                    nq = min(block_rows(s), s.Lq - q0);
       local_arena.reset(task_bytes(u));
       RowBlock<T> block(f_, s, u.h0 + i / blocks(s), 1, q0, nq, ld);
       const PackedKeys<T> shared = keys_of(packed_k(u), packed_v(u), 0, padded_keys(s), scales(u));
@@ -173,7 +194,8 @@ class Forward {
     local_arena.reset(task_bytes(u));
     RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.rows, ld);
     const int64_t hkv = u.h0 / f_.group;
-    packed *K = local_arena.take<packed>(f_.k_units(ld)), *V = local_arena.take<packed>(f_.v_units(ld));
+    packed *K = local_arena.take<packed>(f_.k_units(ld)),
+           *V = local_arena.take<packed>(f_.v_units(ld));
     float* scales = local_arena.take<float>(f_.scale_floats(ld));
     block.pieces(i * u.chunk, (i + 1) * u.chunk, [&](int64_t k0, int64_t n) {
       if (u.heads * s.rows <= kDirectRows) {
@@ -183,7 +205,8 @@ class Forward {
         block.tile(keys_of(K, V, k0, ld, scales), k0, n);
       }
     });
-    if (u.splits > 1) block.partial(partials(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.rows));
+    if (u.splits > 1)
+      block.partial(partials(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.rows));
     else PT_PHASE(results) block.finish();
   }
 
@@ -192,9 +215,12 @@ class Forward {
     const Sequence& s = *u.s;
     for (int64_t h = u.h0; h < u.h0 + u.heads; h++)
       for (int64_t i = s.q_first + s.rows; i < s.q_first + s.Lq; i++) {
-        auto* out = static_cast<typename T::elem*>(p_.out) + s.b * p_.os.b + h * p_.os.h + i * p_.os.l;
+        auto* out =
+            static_cast<typename T::elem*>(p_.out) + s.b * p_.os.b + h * p_.os.h + i * p_.os.l;
         for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, vec{});
-        if (p_.lse) static_cast<A*>(p_.lse)[s.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = -kInfinity<A>;
+        if (p_.lse)
+          static_cast<A*>(p_.lse)[s.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] =
+              -kInfinity<A>;
       }
   }
 

@@ -27,7 +27,9 @@ void run(AttentionProblem p, const Args&... args) {
 }
 
 void forward(const AttentionProblem& p) { run<Forward>(p); }
-void backward(const AttentionProblem& p, const AttentionGrads& g) { run<bwd::AttentionBackward>(p, g); }
+void backward(const AttentionProblem& p, const AttentionGrads& g) {
+  run<bwd::AttentionBackward>(p, g);
+}
 
 int64_t scratch_bytes(AttentionProblem p, const AttentionGrads* g) {
   static const int32_t mapped = TileMap::kAll;  // placeholder for the map, which is not built

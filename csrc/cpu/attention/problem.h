@@ -56,8 +56,12 @@ struct TileMap {
   // Null: pairs are in the dense mask. Else a tile's state is the index of its bits [queries][keys
   // / 32].
   const uint32_t* bits = nullptr;
-  const int32_t* at(int64_t b, int64_t h, int64_t i) const { return data + b * stride.b + h * stride.h + (i >> row_bits) * stride.l; }
-  int32_t state(int64_t b, int64_t h, int64_t i, int64_t j) const { return at(b, h, i)[(j >> key_bits) * stride.d]; }
+  const int32_t* at(int64_t b, int64_t h, int64_t i) const {
+    return data + b * stride.b + h * stride.h + (i >> row_bits) * stride.l;
+  }
+  int32_t state(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return at(b, h, i)[(j >> key_bits) * stride.d];
+  }
 };
 
 // Gradient of a Dense term, in float (double for f64 problems), contiguous over the term's
@@ -121,7 +125,8 @@ struct AttentionProblem {
   // Return the element offset of a row of k or v. Packed: row counts over all sequences.
   int64_t key_row(const Strides& s, int64_t b, int64_t h, int64_t row) const {
     const bool paged = pages.table;
-    return (paged ? pages.at(b, row / pages.size) : b) * s.b + h * s.h + (paged ? row % pages.size : row) * s.l;
+    return (paged ? pages.at(b, row / pages.size) : b) * s.b + h * s.h +
+           (paged ? row % pages.size : row) * s.l;
   }
 };
 

@@ -28,28 +28,34 @@ class RowBlock {
 
   // Queries [q0, q0 + nq) of heads [h0, h0 + heads), head by head. Memory comes from local_arena,
   // which the caller has reset.
-  RowBlock(const ForwardShape<T>& shape, const Sequence& s, int64_t h0, int64_t heads, int64_t q0, int64_t nq, int64_t keys)
-      : f_(shape), p_(shape.p), s_(s), scores_(shape.p, s), h0_(h0), q0_(q0), nq_(nq), rows_(heads * nq), keys_(keys),
-        ld_(row_of_keys<T>(keys)), plain_(scores_.plain()) {
+  RowBlock(const ForwardShape<T>& shape, const Sequence& s, int64_t h0, int64_t heads, int64_t q0,
+           int64_t nq, int64_t keys)
+      : f_(shape), p_(shape.p), s_(s), scores_(shape.p, s), h0_(h0), q0_(q0), nq_(nq),
+        rows_(heads * nq), keys_(keys), ld_(row_of_keys<T>(keys)), plain_(scores_.plain()) {
     c_ = A(plain_ ? p_.scale * kLog2e : kLog2e);
     const int64_t padded = round_up(rows_, T::width);
     Q_ = local_arena.take<packed>(rows_ * f_.du), S_ = local_arena.take<A>(rows_ * ld_);
     P_ = T::pack == 1 ? reinterpret_cast<opnd*>(S_) : local_arena.take<opnd>(rows_ * ld_);
     O_ = local_arena.take<A>(rows_ * f_.dv);
-    m_ = local_arena.take<A>(padded), l_ = local_arena.take<A>(padded), alpha_ = local_arena.take<A>(padded);
+    m_ = local_arena.take<A>(padded), l_ = local_arena.take<A>(padded),
+    alpha_ = local_arena.take<A>(padded);
     seen_ = local_arena.take<Range>(padded), reach_ = local_arena.take<Range>(padded);
     started_ = local_arena.take<uint8_t>(padded);
     if (p_.table) diagonals_ = local_arena.take<A>(Scores<T>::diagonal_size(nq, keys));
-    if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(keys)), table_ = local_arena.take<char>(KeepBits::table_bytes(keys));
+    if (dropping())
+      keep_ = local_arena.take<uint32_t>(KeepBits::words(keys)),
+      table_ = local_arena.take<char>(KeepBits::table_bytes(keys));
     if (skips(p_)) live_ = local_arena.take<uint8_t>(live_bytes(s.Lk));
     const int64_t valid = clamp<int64_t>(s.rows - q0, 0, nq);
     for (int64_t g = 0; g < heads; g++)
-      copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
+      copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D,
+                   Q_ + g * nq * f_.du, nullptr, f_.du);
     span_ = {s.Lk, 0};
     TileTrim trim(p_, s.b);
     for (int64_t r = 0; r < padded; r++) {
       m_[r] = -kInfinity<A>, l_[r] = 0, started_[r] = 0;
-      seen_[r] = r < rows_ && r % nq < valid ? trim(h0 + r / nq, query(r), s.visible(query(r))) : Range{0, 0};
+      seen_[r] = r < rows_ && r % nq < valid ? trim(h0 + r / nq, query(r), s.visible(query(r)))
+                                             : Range{0, 0};
       if (seen_[r].size() > 0) span_ = {min(span_.lo, seen_[r].lo), max(span_.hi, seen_[r].hi)};
     }
     if (live_) mark_live_tiles();
@@ -57,10 +63,13 @@ class RowBlock {
   static size_t bytes(const ForwardShape<T>& f, int64_t rows, int64_t keys) {
     const int64_t padded = round_up(rows, T::width);
     const int64_t scores = rows * row_of_keys<T>(keys);
-    return Arena::bytes_for<packed>(rows * f.du) + Arena::bytes_for<A>(scores) + (T::pack == 1 ? 0 : Arena::bytes_for<opnd>(scores)) +
-           Arena::bytes_for<A>(rows * f.dv) + 3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) +
-           Arena::bytes_for<uint8_t>(padded) + Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, keys)) +
-           Arena::bytes_for<uint32_t>(KeepBits::words(keys)) + Arena::bytes_for<char>(KeepBits::table_bytes(keys)) +
+    return Arena::bytes_for<packed>(rows * f.du) + Arena::bytes_for<A>(scores) +
+           (T::pack == 1 ? 0 : Arena::bytes_for<opnd>(scores)) + Arena::bytes_for<A>(rows * f.dv) +
+           3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) +
+           Arena::bytes_for<uint8_t>(padded) +
+           Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, keys)) +
+           Arena::bytes_for<uint32_t>(KeepBits::words(keys)) +
+           Arena::bytes_for<char>(KeepBits::table_bytes(keys)) +
            (skips(f.p) ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
   }
 
@@ -92,8 +101,10 @@ class RowBlock {
         for (int64_t r = 0; r < rows_; r += kRows<T>) {
           if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
           const int64_t rows = min<int64_t>(kRows<T>, rows_ - r);
-          for (int64_t i = r; i < r + rows && !plain_; i++) scores_.fetch(h0_ + i / nq_, query(i), k0 + j, min<int64_t>(kPanel<T>, n - j));
-          score_products<T>(rows, f_.du, Q_ + r * f_.du, kv.k + (k0 - kv.first + j) * f_.du, S_ + r * ld_ + j, ld_);
+          for (int64_t i = r; i < r + rows && !plain_; i++)
+            scores_.fetch(h0_ + i / nq_, query(i), k0 + j, min<int64_t>(kPanel<T>, n - j));
+          score_products<T>(rows, f_.du, Q_ + r * f_.du, kv.k + (k0 - kv.first + j) * f_.du,
+                            S_ + r * ld_ + j, ld_);
         }
       v_scale_ = scale_rows<T>(S_, ld_, rows_, reach_, kv.k_scale, kv.v_scale, k0 - kv.first);
     };
@@ -105,8 +116,8 @@ class RowBlock {
           const Range k = reach_[r];
           if (k.size() > 0)
             pick<T>(min<int64_t>(kRows<T>, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
-                round_units<T>(k.size()), reinterpret_cast<const packed*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
-                O_ + r * f_.dv + col, f_.dv, alpha_ + r);
+                round_units<T>(k.size()), reinterpret_cast<const packed*>(P_ + r * ld_ + k.lo),
+                ld_ / T::pack, 1, V + k.lo / T::pack * w, O_ + r * f_.dv + col, f_.dv, alpha_ + r);
         }
       }
     };
@@ -132,12 +143,15 @@ class RowBlock {
         f_.with_rows(false, s_, hkv, k0 + j, some + ahead_keys, list, stage, [&](const auto& K) {
           const Ahead ahead(K, p_.D * int64_t(sizeof(E)));
           const uint8_t* marked = live ? live + j : nullptr;
-          direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{ahead, some, p_.D, marked, queries, units, rows_}, S_ + j, ld_);
+          direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{ahead, some, p_.D, marked,
+                                                                    queries, units, rows_},
+                           S_ + j, ld_);
         });
       }
       if (!eight) return;
       const int64_t whole = round_up(n, int64_t(2 * T::width));
-      f_.scales(p_.key_scale, s_, hkv, k0, n, whole, live, k_scale), f_.scales(p_.value_scale, s_, hkv, k0, n, whole, live, v_scale);
+      f_.scales(p_.key_scale, s_, hkv, k0, n, whole, live, k_scale),
+          f_.scales(p_.value_scale, s_, hkv, k0, n, whole, live, v_scale);
       v_scale_ = scale_rows<T>(S_, ld_, rows_, reach_, k_scale, v_scale, 0);
     };
     const auto output = [&] {
@@ -146,7 +160,8 @@ class RowBlock {
         f_.with_rows(true, s_, hkv, k0 + j, some + ahead_keys, list, stage, [&](const auto& V) {
           const Ahead ahead(V, p_.Dv * int64_t(sizeof(E)));
           const uint8_t* marked = live ? live + j : nullptr;
-          add_values(DirectValues<T, std::decay_t<decltype(V)>>{ahead, P_ + j, ld_, marked, p_.Dv}, {j, j + some});
+          add_values(DirectValues<T, std::decay_t<decltype(V)>>{ahead, P_ + j, ld_, marked, p_.Dv},
+                     {j, j + some});
         });
       }
     };
@@ -164,10 +179,12 @@ class RowBlock {
         if (keys.size() <= 0) continue;
         A alpha[kRows<T>];
         const int64_t rows = min<int64_t>(kRows<T>, rows_ - g);
-        for (int64_t r = 0; r < rows; r++) alpha[r] = keys.lo > all.lo ? A(1) : started_[g] ? alpha_[g + r] : A(0);
+        for (int64_t r = 0; r < rows; r++)
+          alpha[r] = keys.lo > all.lo ? A(1) : started_[g] ? alpha_[g + r] : A(0);
         const Values group{x.V, x.p + g * x.ld, x.ld, x.live, x.d, g == 0};
         together(rows, [&](int64_t r, auto count) {
-          direct_output<T, decltype(count)::value>(group, {keys.lo - here.lo, keys.hi - here.lo}, r, alpha, O_ + g * f_.dv, f_.dv);
+          direct_output<T, decltype(count)::value>(group, {keys.lo - here.lo, keys.hi - here.lo}, r,
+                                                   alpha, O_ + g * f_.dv, f_.dv);
         });
       }
   }
@@ -180,7 +197,9 @@ class RowBlock {
     for (int64_t i = 0; i < rows_ * f_.dv; i += T::width) store(o + i, load(O_ + i));
   }
   static int64_t partial_head(int64_t rows) { return round_up(2 * rows, 64); }
-  static int64_t partial_size(const ForwardShape<T>& f, int64_t rows) { return partial_head(rows) + rows * f.dv; }
+  static int64_t partial_size(const ForwardShape<T>& f, int64_t rows) {
+    return partial_head(rows) + rows * f.dv;
+  }
 
   // Reduce n partial results in order, instead of tile() calls.
   void combine(const A* partials, int64_t n) {
@@ -194,7 +213,8 @@ class RowBlock {
         if (m == -kInfinity<A> && part[rows_ + r] == 0) continue;  // no visible key
         const vec w = exp2v<5>(set1<vec>((m - m_[r]) * c_));
         l_[r] += part[rows_ + r] * w[0];
-        for (int64_t d = 0; d < f_.dv; d += T::width) store(o + d, fma(w, load(part + partial_head(rows_) + r * f_.dv + d), load(o + d)));
+        for (int64_t d = 0; d < f_.dv; d += T::width)
+          store(o + d, fma(w, load(part + partial_head(rows_) + r * f_.dv + d), load(o + d)));
       }
     }
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] = 1;
@@ -209,9 +229,12 @@ class RowBlock {
       // into NaN.
       const A dead = plain_ && seen_[r].size() > 0 ? A(__builtin_nan("")) : A(0);
       const auto [inv, lse] = result(r, h, rescale, dead);
-      auto* out = static_cast<typename T::elem*>(p_.out) + s_.b * p_.os.b + h * p_.os.h + i * p_.os.l;
-      for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, load(O_ + r * f_.dv + d) * inv);
-      if (p_.lse) static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = lse;
+      auto* out =
+          static_cast<typename T::elem*>(p_.out) + s_.b * p_.os.b + h * p_.os.h + i * p_.os.l;
+      for (int64_t d = 0; d < p_.Dv; d += T::width)
+        T::store(out + d, p_.Dv - d, load(O_ + r * f_.dv + d) * inv);
+      if (p_.lse)
+        static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = lse;
     }
   }
 
@@ -223,10 +246,13 @@ class RowBlock {
   Result result(int64_t r, int64_t h, double rescale, A dead) const {
     const A sink = sink_of<A>(p_, h);
     const bool has_sink = sink != -kInfinity<A>;
-    if (l_[r] == 0) return has_sink ? Result{A(0), query(r) < s_.rows ? sink : -kInfinity<A>} : Result{dead, -kInfinity<A>};
+    if (l_[r] == 0)
+      return has_sink ? Result{A(0), query(r) < s_.rows ? sink : -kInfinity<A>}
+                      : Result{dead, -kInfinity<A>};
     const double m = plain_ ? m_[r] * p_.scale : double(m_[r]), l = l_[r];
     if (!has_sink) return {A(rescale / l_[r]), A(m + __builtin_log(l))};
-    const double top = max(m, double(sink)), alpha = __builtin_exp(m - top), sum = l * alpha + __builtin_exp(sink - top);
+    const double top = max(m, double(sink)), alpha = __builtin_exp(m - top),
+                 sum = l * alpha + __builtin_exp(sink - top);
     const A lse = A(top + __builtin_log(sum)), least = above_sink(sink);
     return {A(rescale * alpha / sum), lse < least ? least : lse};  // preserves NaN
   }
@@ -239,7 +265,8 @@ class RowBlock {
   template <class S, class O>
   INLINE void step(int64_t& k0, int64_t& n, const S& scores, const O& output) {
     if (s_.unsorted_segments()) {
-      const Range met = s_.meeting({q0_, min(q0_ + nq_, s_.rows)}, {k0, min(k0 + n, s_.Lk)}, kPanel<T>);
+      const Range met =
+          s_.meeting({q0_, min(q0_ + nq_, s_.rows)}, {k0, min(k0 + n, s_.Lk)}, kPanel<T>);
       k0 = met.lo, n = met.size();
     }
     if (n <= 0 || !reach(k0, n)) return;
@@ -260,18 +287,21 @@ class RowBlock {
     if (p_.tiles.data) mark_tiles_of_mask();
     Range gap{0, s_.Lk};  // common to all rows
     for (int64_t r = 0; r < rows_; r++)
-      if (seen_[r].size() > 0) gap = {max(gap.lo, s_.gap(query(r)).lo), min(gap.hi, s_.gap(query(r)).hi)};
+      if (seen_[r].size() > 0)
+        gap = {max(gap.lo, s_.gap(query(r)).lo), min(gap.hi, s_.gap(query(r)).hi)};
     for (int64_t c = ceil_div(gap.lo, kLiveKeys); (c + 1) * kLiveKeys <= gap.hi; c++) live_[c] = 0;
   }
   void mark_tiles_of_mask() {
     for (int64_t r = 0; r < rows_;) {  // rows with the same tiles at once
       const TileRow row(p_.tiles, s_.b, h0_ + r / nq_, query(r));
       Range seen{s_.Lk, 0};
-      for (const int32_t* tiles = row.tiles(); r < rows_ && p_.tiles.at(s_.b, h0_ + r / nq_, query(r)) == tiles; r++)
+      for (const int32_t* tiles = row.tiles();
+           r < rows_ && p_.tiles.at(s_.b, h0_ + r / nq_, query(r)) == tiles; r++)
         if (seen_[r].size() > 0) seen = {min(seen.lo, seen_[r].lo), max(seen.hi, seen_[r].hi)};
       for (int64_t j = seen.lo; j < seen.hi; j = row.tile_end(j)) {
         if (row.tile(j) == TileMap::kNone) continue;
-        for (int64_t c = j / kLiveKeys; c * kLiveKeys < min(seen.hi, row.tile_end(j)); c++) live_[c] = 1;
+        for (int64_t c = j / kLiveKeys; c * kLiveKeys < min(seen.hi, row.tile_end(j)); c++)
+          live_[c] = 1;
       }
     }
   }
@@ -315,7 +345,14 @@ class RowBlock {
     vec m = m_new == -kInfinity<A> ? vec{} : m_new;  // no visible key yet: any number works
     vec sums[T::width], tops[T::width];
     const auto weigh = [&](int64_t i) {
-      WeightRow<T> row{S_ + (r0 + i) * ld_, P_ + (r0 + i) * ld_, reach_[r0 + i], valid[i], c_, nullptr, 0, v_scale_};
+      WeightRow<T> row{S_ + (r0 + i) * ld_,
+                       P_ + (r0 + i) * ld_,
+                       reach_[r0 + i],
+                       valid[i],
+                       c_,
+                       nullptr,
+                       0,
+                       v_scale_};
       if (dropping()) {
         prepare_bits(r0 + i, k0, n);
         bits_.row(uint32_t(uint64_t(query(r0 + i) + p_.query_start)), keep_);
@@ -329,7 +366,8 @@ class RowBlock {
     }
     if constexpr (kLags) {
       const vec top = reduce_rows(tops, op_max);
-      for (mask grown = plain_ ? to_mask((top - m) * c_ > A(kMostAbove)) : mask(0); grown; grown &= grown - 1) {
+      for (mask grown = plain_ ? to_mask((top - m) * c_ > A(kMostAbove)) : mask(0); grown;
+           grown &= grown - 1) {
         const int i = __builtin_ctz(grown);
         m[i] = m_new[i] = top[i];
         weigh(i);
@@ -369,7 +407,8 @@ class RowBlock {
   void prepare_bits(int64_t r, int64_t k0, int64_t n) {
     const int64_t h = h0_ + r / nq_;
     if (bits_head_ == h && bits_key_ == k0) return;
-    bits_.prepare(p_.seed, p_.drop_threshold, uint32_t(h + p_.head_start), uint32_t(s_.b + p_.batch_start), k0 + p_.key_start, n, table_);
+    bits_.prepare(p_.seed, p_.drop_threshold, uint32_t(h + p_.head_start),
+                  uint32_t(s_.b + p_.batch_start), k0 + p_.key_start, n, table_);
     bits_head_ = h, bits_key_ = k0;
   }
 

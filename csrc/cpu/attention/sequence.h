@@ -26,7 +26,8 @@ INLINE A sink_of(const AttentionProblem& p, int64_t h) {
 template <class A>
 INLINE A above_sink(A sink) {
   constexpr bool wide = sizeof(A) == 8;
-  const A ulp = (sink < 0 ? -sink : sink) * A(wide ? 0x1p-52 : 0x1p-23), tiny = A(wide ? 0x1p-1022 : 0x1p-126);
+  const A ulp = (sink < 0 ? -sink : sink) * A(wide ? 0x1p-52 : 0x1p-23),
+          tiny = A(wide ? 0x1p-1022 : 0x1p-126);
   return sink + max(ulp, tiny);
 }
 
@@ -55,7 +56,8 @@ class Sequence {
     if (p.query_segments) {
       query_segments_ = p.query_segments + b * p.Lq, key_segments_ = p.key_segments + b * p.Lk;
       sorted_ = true;
-      for (int64_t j = 1; j < Lk && sorted_; j++) sorted_ = key_segments_[j - 1] <= key_segments_[j];
+      for (int64_t j = 1; j < Lk && sorted_; j++)
+        sorted_ = key_segments_[j - 1] <= key_segments_[j];
     }
   }
 
@@ -88,7 +90,9 @@ class Sequence {
     return {end, window.lo < window.hi ? max(end, window.lo) : end};
   }
   // Return the keys of keys() that no query sees.
-  Range common_gap() const { return rows == 0 || !has_gaps() ? Range{0, 0} : Range{gap(rows - 1).lo, gap(0).hi}; }
+  Range common_gap() const {
+    return rows == 0 || !has_gaps() ? Range{0, 0} : Range{gap(rows - 1).lo, gap(0).hi};
+  }
   // Trim a range of keys at both ends by the gap of query i; empty as {x, x}.
   INLINE Range outside_gap(int64_t i, Range r) const {
     if (!has_gaps()) return r;
@@ -123,7 +127,9 @@ class Sequence {
   const int64_t* key_segments() const { return key_segments_; }
 
   // Return j - i - offset in absolute indices: the distance for ALiBi and T5.
-  INLINE int64_t distance(int64_t i, int64_t j) const { return j + key_start_ - i - query_start_ - offset; }
+  INLINE int64_t distance(int64_t i, int64_t j) const {
+    return j + key_start_ - i - query_start_ - offset;
+  }
 
   int64_t b = 0;
   int64_t Lq = 0, Lk = 0;            // local sizes
@@ -160,7 +166,8 @@ class Sequence {
     }
     return lo;
   }
-  int64_t query_start_ = 0, key_start_ = 0, key_end_ = 0, left_ = 0, right_ = 0, prefix_ = 0, global_ = 0;
+  int64_t query_start_ = 0, key_start_ = 0, key_end_ = 0, left_ = 0, right_ = 0, prefix_ = 0,
+          global_ = 0;
   const int64_t *query_segments_ = nullptr, *key_segments_ = nullptr;
   bool causal_ = false, sorted_ = false;
 };

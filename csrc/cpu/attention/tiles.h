@@ -39,7 +39,8 @@ INLINE int32_t tile_state(const uint8_t* p, int64_t row, int64_t rows, int64_t n
       uint64_t words[2][8];
       __builtin_memcpy(words[0], some, 64), __builtin_memcpy(words[1], least, 64);
       // The second test is true if no byte is zero.
-      for (int w = 0; w < 8; w++) any |= words[0][w] != 0, all &= ((words[1][w] - ones) & ~words[1][w] & (ones << 7)) == 0;
+      for (int w = 0; w < 8; w++)
+        any |= words[0][w] != 0, all &= ((words[1][w] - ones) & ~words[1][w] & (ones << 7)) == 0;
     }
   } else {
     for (int64_t i = 0; i < rows && (all || !any); i++)
@@ -50,7 +51,8 @@ INLINE int32_t tile_state(const uint8_t* p, int64_t row, int64_t rows, int64_t n
 INLINE int32_t strided_state(const uint8_t* p, int64_t row, int64_t key, int64_t rows, int64_t n) {
   bool any = false, all = true;
   for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < n; j++) any |= p[i * row + j * key] != 0, all &= p[i * row + j * key] != 0;
+    for (int64_t j = 0; j < n; j++)
+      any |= p[i * row + j * key] != 0, all &= p[i * row + j * key] != 0;
   return all ? TileMap::kAll : any ? TileMap::kSome : TileMap::kNone;
 }
 
@@ -58,11 +60,13 @@ INLINE int32_t strided_state(const uint8_t* p, int64_t row, int64_t key, int64_t
 struct TileCounts {
   int64_t rows, keys, down, across, heads, batch;  // rows, keys: distinct ones in the mask
   explicit TileCounts(const AttentionProblem& p)
-      : rows(p.mask.stride.l ? p.Lq : 1), keys(p.mask.stride.d ? p.Lk : 1), down(ceil_div(rows, int64_t(1) << kMapRowBits)),
-        across(ceil_div(keys, int64_t(1) << kMapKeyBits)), heads(p.mask.stride.h ? p.Hq : 1), batch(p.mask.stride.b ? p.B : 1) {}
+      : rows(p.mask.stride.l ? p.Lq : 1), keys(p.mask.stride.d ? p.Lk : 1),
+        down(ceil_div(rows, int64_t(1) << kMapRowBits)),
+        across(ceil_div(keys, int64_t(1) << kMapKeyBits)), heads(p.mask.stride.h ? p.Hq : 1),
+        batch(p.mask.stride.b ? p.B : 1) {}
   explicit TileCounts(const AttentionProblem& p, const BlockMask& m)
-      : rows(p.Lq), keys(p.Lk), down(ceil_div(rows, int64_t(1) << m.row_bits)), across(ceil_div(keys, int64_t(1) << m.key_bits)),
-        heads(m.H), batch(m.B) {}
+      : rows(p.Lq), keys(p.Lk), down(ceil_div(rows, int64_t(1) << m.row_bits)),
+        across(ceil_div(keys, int64_t(1) << m.key_bits)), heads(m.H), batch(m.B) {}
   int64_t all() const { return batch * heads * down * across; }
   size_t bytes() const { return Arena::bytes_for<int32_t>(all()); }
 };
@@ -80,11 +84,13 @@ inline void map_tiles(AttentionProblem& p) {
   if (!p.mask.data || !p.mask.boolean) return;
   const Strides& m = p.mask.stride;
   const TileCounts counts(p);
-  const int64_t rows = counts.rows, keys = counts.keys, down = counts.down, across = counts.across, heads = counts.heads;
+  const int64_t rows = counts.rows, keys = counts.keys, down = counts.down, across = counts.across,
+                heads = counts.heads;
   tiles_arena.reset(counts.bytes());
   int32_t* const tiles = tiles_arena.take<int32_t>(counts.all());
   p.tiles.data = tiles, p.tiles.row_bits = kMapRowBits, p.tiles.key_bits = kMapKeyBits;
-  p.tiles.stride = {m.b ? heads * down * across : 0, m.h ? down * across : 0, m.l ? across : 0, m.d ? 1 : 0};
+  p.tiles.stride = {m.b ? heads * down * across : 0, m.h ? down * across : 0, m.l ? across : 0,
+                    m.d ? 1 : 0};
 
   bool hides = false;
   AttentionProblem bare = p;  // intervals only
@@ -105,13 +111,17 @@ inline void map_tiles(AttentionProblem& p) {
     int32_t* out = tiles + t * across;
     for (int64_t c = 0; c < across; c++) {
       const int64_t j = c << kMapKeyBits, some = min(keys - j, int64_t(1) << kMapKeyBits);
-      if (seen.size() <= 0 || (m.d && (j >= seen.hi || j + some <= seen.lo))) out[c] = TileMap::kNone;
-      else if ((out[c] = m.d == 1 ? tile_state(at + j, m.l, n, some) : strided_state(at + j * m.d, m.l, m.d, n, some)) != TileMap::kAll)
+      if (seen.size() <= 0 || (m.d && (j >= seen.hi || j + some <= seen.lo)))
+        out[c] = TileMap::kNone;
+      else if ((out[c] = m.d == 1
+                             ? tile_state(at + j, m.l, n, some)
+                             : strided_state(at + j * m.d, m.l, m.d, n, some)) != TileMap::kAll)
         __atomic_store_n(&hides, true, __ATOMIC_RELAXED);
     }
   };
   const int64_t all = counts.batch * heads * down,
-                together = max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
+                together =
+                    max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
   for_each_task(ceil_div(all, together), p.threads, [&](int64_t task) {
     for (int64_t t = task * together; t < min(all, (task + 1) * together); t++) one_row(t);
   });
@@ -125,14 +135,19 @@ inline void map_blocks(AttentionProblem& p) {
   const int64_t down = counts.down, across = counts.across;
   tiles_arena.reset(counts.bytes());
   int32_t* const tiles = tiles_arena.take<int32_t>(counts.all());
-  p.tiles = {tiles, {m.B > 1 ? m.H * down * across : 0, m.H > 1 ? down * across : 0, across, 1}, m.row_bits, m.key_bits, m.bits};
+  p.tiles = {tiles,
+             {m.B > 1 ? m.H * down * across : 0, m.H > 1 ? down * across : 0, across, 1},
+             m.row_bits,
+             m.key_bits,
+             m.bits};
   constexpr int64_t together = 64;
   for_each_task(ceil_div(m.B * m.H * down, together), p.threads, [&](int64_t task) {
     for (int64_t t = task * together; t < min(m.B * m.H * down, (task + 1) * together); t++) {
       int32_t* row = tiles + t * across;
       for (int64_t c = 0; c < across; c++) row[c] = TileMap::kNone;
       const int32_t* list = m.offsets + t + t / down;  // one more offset than rows
-      for (int64_t e = list[0]; e < list[1]; e++) row[m.entries[2 * e]] = m.entries[2 * e + 1] < 0 ? TileMap::kAll : m.entries[2 * e + 1];
+      for (int64_t e = list[0]; e < list[1]; e++)
+        row[m.entries[2 * e]] = m.entries[2 * e + 1] < 0 ? TileMap::kAll : m.entries[2 * e + 1];
     }
   });
 }
@@ -140,11 +155,14 @@ inline void map_blocks(AttentionProblem& p) {
 // One query's row of the map.
 class TileRow {
  public:
-  TileRow(const TileMap& m, int64_t b, int64_t h, int64_t i) : tiles_(m.at(b, h, i)), step_(m.stride.d), key_bits_(m.key_bits) {}
+  TileRow(const TileMap& m, int64_t b, int64_t h, int64_t i)
+      : tiles_(m.at(b, h, i)), step_(m.stride.d), key_bits_(m.key_bits) {}
   const int32_t* tiles() const { return tiles_; }
   int32_t tile(int64_t j) const { return tiles_[(j >> key_bits_) * step_]; }
   int64_t tile_start(int64_t j) const { return (j >> key_bits_) << key_bits_; }
-  int64_t tile_end(int64_t j) const { return step_ ? ((j >> key_bits_) + 1) << key_bits_ : INT64_MAX; }
+  int64_t tile_end(int64_t j) const {
+    return step_ ? ((j >> key_bits_) + 1) << key_bits_ : INT64_MAX;
+  }
   // Trim a range by fully hidden tiles at its ends; empty as {x, x}.
   INLINE Range trim(Range r) const {
     while (r.lo < r.hi && tile(r.lo) == TileMap::kNone) r.lo = min(r.hi, tile_end(r.lo));
@@ -158,7 +176,8 @@ class TileRow {
   INLINE Alike alike(int64_t j, int64_t n) const {
     Alike found{true, true};
     const int64_t last = ((j + n - 1) >> key_bits_) * step_;
-    for (int64_t t = (j >> key_bits_) * step_; t <= last; t++) found.all &= tiles_[t] == TileMap::kAll, found.some &= tiles_[t] >= 0;
+    for (int64_t t = (j >> key_bits_) * step_; t <= last; t++)
+      found.all &= tiles_[t] == TileMap::kAll, found.some &= tiles_[t] >= 0;
     return found;
   }
 
@@ -196,10 +215,13 @@ class MaskRow : public TileRow {
   MaskRow(const AttentionProblem& p, int64_t b, int64_t h, int64_t i)
       : TileRow(p.tiles, b, h, i), dense_(p.tiles.bits ? Dense{} : p.mask, b, h, i) {
     if (p.tiles.bits)
-      bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(), tile_words_ = words() << p.tiles.row_bits;
+      bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(),
+      tile_words_ = words() << p.tiles.row_bits;
   }
   // Return keys j .. j + n - 1 of a partial tile. With bits, j is a multiple of the vector width.
-  INLINE mask bits(int64_t j, int64_t n) const { return bits_ ? mask(word(tile(j), j) >> (j & 31)) : dense_.bits(j, n); }
+  INLINE mask bits(int64_t j, int64_t n) const {
+    return bits_ ? mask(word(tile(j), j) >> (j & 31)) : dense_.bits(j, n);
+  }
   // Trim a range by hidden keys at its ends: by pairs with bits, else by tiles.
   INLINE Range trim(Range r) const {
     if (!bits_) return TileRow::trim(r);
@@ -207,7 +229,9 @@ class MaskRow : public TileRow {
       const int32_t t = tile(r.lo);
       if (t == TileMap::kAll) break;
       const uint32_t ahead = t == TileMap::kNone ? 0 : word(t, r.lo) >> (r.lo & 31);
-      r.lo = min(r.hi, ahead ? r.lo + __builtin_ctz(ahead) : t == TileMap::kNone ? tile_end(r.lo) : (r.lo | 31) + 1);
+      r.lo = min(r.hi, ahead                 ? r.lo + __builtin_ctz(ahead)
+                       : t == TileMap::kNone ? tile_end(r.lo)
+                                             : (r.lo | 31) + 1);
       if (ahead) break;
     }
     while (r.lo < r.hi) {
@@ -215,7 +239,9 @@ class MaskRow : public TileRow {
       const int32_t t = tile(last);
       if (t == TileMap::kAll) break;
       const uint32_t behind = t == TileMap::kNone ? 0 : word(t, last) << (31 - (last & 31));
-      r.hi = max(r.lo, behind ? r.hi - __builtin_clz(behind) : t == TileMap::kNone ? tile_start(last) : last & ~int64_t(31));
+      r.hi = max(r.lo, behind                ? r.hi - __builtin_clz(behind)
+                       : t == TileMap::kNone ? tile_start(last)
+                                             : last & ~int64_t(31));
       if (behind) break;
     }
     return r;
@@ -228,7 +254,9 @@ class MaskRow : public TileRow {
  private:
   int64_t words() const { return (int64_t(1) << key_bits_) / 32; }
   // Return 32 bits around key j, from a multiple of 32, in the tile with state t.
-  INLINE uint32_t word(int32_t t, int64_t j) const { return bits_[t * tile_words_ + ((j & ((int64_t(1) << key_bits_) - 1)) >> 5)]; }
+  INLINE uint32_t word(int32_t t, int64_t j) const {
+    return bits_[t * tile_words_ + ((j & ((int64_t(1) << key_bits_) - 1)) >> 5)];
+  }
   const DenseRow<A> dense_;
   const uint32_t* bits_ = nullptr;
   int64_t tile_words_ = 0;

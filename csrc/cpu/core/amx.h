@@ -55,10 +55,13 @@ template <int ROWS, int NV>
 struct PaddedStep {
   alignas(64) uint32_t a[ROWS * kTile], b[kTile * NV * 16];
   PaddedStep(int64_t k, const uint32_t* from_a, int64_t a_row, const uint32_t* from_b) {
-    for (int r = 0; r < ROWS; r++) _mm512_store_si512(a + r * kTile, _mm512_maskz_loadu_epi32(mask_n<vf>(k), from_a + r * a_row));
+    for (int r = 0; r < ROWS; r++)
+      _mm512_store_si512(a + r * kTile,
+                         _mm512_maskz_loadu_epi32(mask_n<vf>(k), from_a + r * a_row));
     for (int u = 0; u < kTile; u++)
       for (int j = 0; j < NV * 16; j += 16)
-        _mm512_store_si512(b + u * NV * 16 + j, u < k ? _mm512_load_si512(from_b + u * NV * 16 + j) : _mm512_setzero_si512());
+        _mm512_store_si512(b + u * NV * 16 + j, u < k ? _mm512_load_si512(from_b + u * NV * 16 + j)
+                                                      : _mm512_setzero_si512());
     asm volatile("" : : "r"(a), "r"(b) : "memory");
   }
 };
@@ -86,7 +89,8 @@ INLINE void tile_step(const uint32_t* a, int64_t a_row, const uint32_t* b) {
 // Like kernel() in gemm.h with a_k = 1 and at most 16 rows. The empty asm statements are memory
 // barriers: GCC 12's tile intrinsics do not declare that they touch memory.
 template <int MR, int NV, bool STORE>
-INLINE void tile_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint32_t* b, float* c, int64_t ldc) {
+INLINE void tile_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint32_t* b, float* c,
+                        int64_t ldc) {
   if constexpr (MR < kTile) configure_tiles<MR>();
   asm volatile("" ::: "memory");
   if constexpr (STORE) {
@@ -132,7 +136,8 @@ INLINE void tile_pair_step(const uint32_t* a, int64_t a_row, const uint32_t* b, 
   }
 }
 template <int NV, bool STORE>
-INLINE void tile_pair_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint32_t* b, float* c, int64_t ldc) {
+INLINE void tile_pair_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint32_t* b,
+                             float* c, int64_t ldc) {
   constexpr int64_t ldb = NV * 16;
   const int64_t rest = k % kTile, whole = k - rest;
   const auto columns = [&](int64_t j, auto count, const uint32_t* rest_a, const uint32_t* rest_b) {
@@ -150,7 +155,8 @@ INLINE void tile_pair_kernel(int64_t k, const uint32_t* a, int64_t a_row, const 
       if (two == 2) _tile_loadd(2, upper + 16, ldc * 4);
       if (two == 2) _tile_loadd(3, lower + 16, ldc * 4);
     }
-    for (int64_t u = 0; u < whole; u += kTile) tile_pair_step<two>(a + u, a_row, b + u * ldb + j, ldb);
+    for (int64_t u = 0; u < whole; u += kTile)
+      tile_pair_step<two>(a + u, a_row, b + u * ldb + j, ldb);
     if (rest) tile_pair_step<two>(rest_a, kTile, rest_b + j, ldb);
     _tile_stored(0, upper, ldc * 4);
     if (two == 2) _tile_stored(2, upper + 16, ldc * 4);
@@ -159,7 +165,8 @@ INLINE void tile_pair_kernel(int64_t k, const uint32_t* a, int64_t a_row, const 
     asm volatile("" ::: "memory");
   };
   const auto all = [&](const uint32_t* rest_a, const uint32_t* rest_b) {
-    UNROLL for (int j = 0; j + 2 <= NV; j += 2) columns(16 * j, std::integral_constant<int, 2>(), rest_a, rest_b);
+    UNROLL for (int j = 0; j + 2 <= NV; j += 2)
+        columns(16 * j, std::integral_constant<int, 2>(), rest_a, rest_b);
     if constexpr (NV % 2) columns(16 * (NV - 1), std::integral_constant<int, 1>(), rest_a, rest_b);
   };
   if (!rest) return all(nullptr, nullptr);

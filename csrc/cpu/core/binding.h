@@ -40,14 +40,18 @@ class Binding {
   // Return a contiguous (rows, columns) matrix of the op's dtype, or null.
   void* matrix(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
     if (!t) return nullptr;
-    STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->is_contiguous() && t->scalar_type() == dtype_, op_,
-                    ": ", name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
+    STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns &&
+                        t->is_contiguous() && t->scalar_type() == dtype_,
+                    op_, ": ", name, " must be a contiguous (", rows, ", ", columns,
+                    ") matrix of the dtype of x");
     return write_address(op_, *t, name);
   }
   // Return a (rows, columns) matrix whose transpose is contiguous.
   void* transposed(const Tensor& t, const char* name, int64_t rows, int64_t columns) const {
-    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == columns && t.stride(0) == 1 && t.stride(1) == rows && t.scalar_type() == dtype_, op_,
-                    ": ", name, " or its transpose must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
+    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == columns && t.stride(0) == 1 &&
+                        t.stride(1) == rows && t.scalar_type() == dtype_,
+                    op_, ": ", name, " or its transpose must be a contiguous (", rows, ", ",
+                    columns, ") matrix of the dtype of x");
     return write_address(op_, t, name);
   }
   // Return a matrix for writing, on huge pages.
@@ -58,15 +62,20 @@ class Binding {
   }
   // Return n contiguous numbers of the accumulator dtype, or null.
   void* vector(const MaybeTensor& t, const char* name, int64_t n) const {
-    return numbers(t, name, n, dtype_ == ScalarType::Double ? ScalarType::Double : ScalarType::Float, "float32 (float64 for float64)");
+    return numbers(t, name, n,
+                   dtype_ == ScalarType::Double ? ScalarType::Double : ScalarType::Float,
+                   "float32 (float64 for float64)");
   }
-  void* integers(const MaybeTensor& t, const char* name, int64_t n) const { return numbers(t, name, n, ScalarType::Long, "int64"); }
+  void* integers(const MaybeTensor& t, const char* name, int64_t n) const {
+    return numbers(t, name, n, ScalarType::Long, "int64");
+  }
 
  private:
-  void* numbers(const MaybeTensor& t, const char* name, int64_t n, ScalarType type, const char* wanted) const {
+  void* numbers(const MaybeTensor& t, const char* name, int64_t n, ScalarType type,
+                const char* wanted) const {
     if (!t) return nullptr;
-    STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == type, op_, ": ", name, " must be contiguous, of ", n, " ",
-                    wanted, " numbers");
+    STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == type, op_, ": ",
+                    name, " must be contiguous, of ", n, " ", wanted, " numbers");
     return write_address(op_, *t, name);
   }
   const char* op_;

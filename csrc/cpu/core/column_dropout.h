@@ -14,15 +14,19 @@ namespace PT_ISA {
 constexpr uint32_t kTagAddNorm = 0x80000001u, kTagFeedForward = 0x80000002u;  // counter word 3
 
 // Scale of an element that dropout keeps.
-INLINE double keep_scale(uint32_t threshold) { return threshold < 65536 ? 65536.0 / (65536.0 - threshold) : 0.0; }
+INLINE double keep_scale(uint32_t threshold) {
+  return threshold < 65536 ? 65536.0 / (65536.0 - threshold) : 0.0;
+}
 
 // Keep mask of columns [first, first + n), one row at a time.
 class ColumnKeep {
  public:
   static size_t bytes(int64_t n) {
-    return Arena::bytes_for<uint32_t>(KeepBits::words(n)) + Arena::bytes_for<char>(KeepBits::table_bytes(n));
+    return Arena::bytes_for<uint32_t>(KeepBits::words(n)) +
+           Arena::bytes_for<char>(KeepBits::table_bytes(n));
   }
-  ColumnKeep(uint64_t seed, uint32_t threshold, uint32_t tag, int64_t first, int64_t n, Arena& arena)
+  ColumnKeep(uint64_t seed, uint32_t threshold, uint32_t tag, int64_t first, int64_t n,
+             Arena& arena)
       : seed_(seed), threshold_(threshold), tag_(tag), first_(first), n_(n) {
     words_ = arena.take<uint32_t>(KeepBits::words(n));
     table_ = arena.take<char>(KeepBits::table_bytes(n));

@@ -50,7 +50,8 @@ class FewRows {
       if (p.a.along_k || p.b.along_k || p.b.live) return false;
     return M <= kFewRows;
   }
-  FewRows(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads) : M_(M), N_(N), K_(K), threads_(threads) {
+  FewRows(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads)
+      : M_(M), N_(N), K_(K), threads_(threads) {
     for (int i = 0; i < PRODUCTS; i++) p_[i] = products[i];
   }
 
@@ -70,8 +71,10 @@ class FewRows {
         // constant row distance of A: one register for all rows
         for (int64_t k = 0; k < K_; k += kChunk) {
           const int64_t depth = min(kChunk, K_ - k);
-          for (int64_t m = 0; m < M_; m++) memcpy(rows + m * kChunk, p_[i].a.data + m * p_[i].a.stride + k, depth * sizeof(elem));
-          for (int64_t n = 0; n < cols; n += kColumns) columns(p_[i].b, n0 + n, k, depth, rows, tiles[i] + n);
+          for (int64_t m = 0; m < M_; m++)
+            memcpy(rows + m * kChunk, p_[i].a.data + m * p_[i].a.stride + k, depth * sizeof(elem));
+          for (int64_t n = 0; n < cols; n += kColumns)
+            columns(p_[i].b, n0 + n, k, depth, rows, tiles[i] + n);
         }
       }
       epilogue(tiles, kWide, 0, M_, n0, cols, epilogue_arena);
@@ -85,40 +88,47 @@ class FewRows {
   }
 
  private:
-  size_t tile_bytes() const { return PRODUCTS * Arena::bytes_for<acc>(M_ * kWide) + Arena::bytes_for<elem>(M_ * kChunk); }
+  size_t tile_bytes() const {
+    return PRODUCTS * Arena::bytes_for<acc>(M_ * kWide) + Arena::bytes_for<elem>(M_ * kChunk);
+  }
 
   // Compute kColumns columns of C from n, all rows, over `depth` elements from k. Past the last
   // column, recompute that column into the tile's padding.
-  INLINE void columns(const Operand<T>& b, int64_t n, int64_t k, int64_t depth, const elem* a, acc* tile) const {
+  INLINE void columns(const Operand<T>& b, int64_t n, int64_t k, int64_t depth, const elem* a,
+                      acc* tile) const {
     const elem* from[kColumns];
     UNROLL for (int c = 0; c < kColumns; c++) from[c] = b.data + min(n + c, N_ - 1) * b.stride + k;
     const int64_t ahead = kColumns * b.stride;
     int64_t m = 0;
     if (M_ >= kGroup) dots<kGroup, true>(a, from, ahead, depth, tile), m = kGroup;
     else dots<1, true>(a, from, ahead, depth, tile), m = 1;
-    for (; m + kGroup <= M_; m += kGroup) dots<kGroup, false>(a + m * kChunk, from, ahead, depth, tile + m * kWide);
+    for (; m + kGroup <= M_; m += kGroup)
+      dots<kGroup, false>(a + m * kChunk, from, ahead, depth, tile + m * kWide);
     for (; m < M_; m++) dots<1, false>(a + m * kChunk, from, ahead, depth, tile + m * kWide);
   }
 
   // tile[r][c] += dot products over `depth` elements. FIRST: b comes from memory, so prefetch its
   // next rows, `ahead` elements further.
   template <int ROWS, bool FIRST>
-  INLINE void dots(const elem* a, const elem* const* b, int64_t ahead, int64_t depth, acc* tile) const {
+  INLINE void dots(const elem* a, const elem* const* b, int64_t ahead, int64_t depth,
+                   acc* tile) const {
     constexpr int kSums = ROWS * kColumns, kPadded = (kSums + T::width - 1) / T::width * T::width;
     vec sums[kSums] = {};
     static_assert(kColumns == 4,
-                  "named one by one: of an array GCC 12 keeps neither pointers nor sums in registers, 20 GB/s instead of 29");
+                  "named one by one: of an array GCC 12 keeps neither pointers nor sums in "
+                  "registers, 20 GB/s instead of 29");
     const elem *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3];
     const auto step = [&](int64_t j, int64_t n) __attribute__((always_inline)) {
-      typename T::uvec column[kColumns] = {T::load_units(b0 + j, n), T::load_units(b1 + j, n), T::load_units(b2 + j, n),
-                                           T::load_units(b3 + j, n)};
+      typename T::uvec column[kColumns] = {T::load_units(b0 + j, n), T::load_units(b1 + j, n),
+                                           T::load_units(b2 + j, n), T::load_units(b3 + j, n)};
       if (FIRST) {
         __builtin_prefetch(b0 + ahead + j, 0, 2), __builtin_prefetch(b1 + ahead + j, 0, 2);
         __builtin_prefetch(b2 + ahead + j, 0, 2), __builtin_prefetch(b3 + ahead + j, 0, 2);
       }
       UNROLL for (int r = 0; r < ROWS; r++) {
         const typename T::uvec row = T::load_units(a + r * kChunk + j, n);
-        UNROLL for (int c = 0; c < kColumns; c++) sums[r * kColumns + c] = Dot::dot(sums[r * kColumns + c], row, column[c]);
+        UNROLL for (int c = 0; c < kColumns; c++) sums[r * kColumns + c] =
+            Dot::dot(sums[r * kColumns + c], row, column[c]);
       }
     };
     int64_t j = 0;
@@ -127,7 +137,8 @@ class FewRows {
     vec rest[kPadded] = {};
     UNROLL for (int s = 0; s < kSums; s++) rest[s] = sums[s];
     alignas(kVecBytes) acc total[kPadded];
-    UNROLL for (int s = 0; s < kPadded; s += T::width) store(total + s, reduce_rows(rest + s, op_add));
+    UNROLL for (int s = 0; s < kPadded; s += T::width)
+        store(total + s, reduce_rows(rest + s, op_add));
     for (int r = 0; r < ROWS; r++)
       for (int c = 0; c < kColumns; c++) tile[r * kWide + c] += total[r * kColumns + c];
   }
@@ -139,9 +150,10 @@ class FewRows {
 
 // Call visit(gemm, epilogue) with the faster gemm.
 template <class T, int PRODUCTS, class Epilogue, class Visit>
-void visit_product(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads, const Epilogue& epilogue,
-                   const Visit& visit) {
-  if (FewRows<T, PRODUCTS>::pays(products, M)) visit(FewRows<T, PRODUCTS>(products, M, N, K, threads), epilogue);
+void visit_product(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K,
+                   int threads, const Epilogue& epilogue, const Visit& visit) {
+  if (FewRows<T, PRODUCTS>::pays(products, M))
+    visit(FewRows<T, PRODUCTS>(products, M, N, K, threads), epilogue);
   else visit(Matmul<T, PRODUCTS, false>(products, M, N, K, threads), epilogue);
 }
 

@@ -30,7 +30,9 @@ class FewRowsAlongK {
   static constexpr int64_t kUnits = kChunk / T::pack;  // packed elements per row of A and chunk
 
  public:
-  static bool pays(const Product<T>& p, int64_t M) { return p.b.along_k && !p.a.along_k && !p.b.live && M <= kFewRows; }
+  static bool pays(const Product<T>& p, int64_t M) {
+    return p.b.along_k && !p.a.along_k && !p.b.live && M <= kFewRows;
+  }
   FewRowsAlongK(const Product<T>& product, int64_t M, int64_t N, int64_t K, int threads)
       : a_(product.a), b_(product.b), M_(M), N_(N), K_(K), threads_(threads) {
     const int64_t tasks = round_up(ceil_div(N, kTask), threads);  // equal tasks per thread
@@ -43,7 +45,8 @@ class FewRowsAlongK {
     for_each_task(ceil_div(N_, width_), threads_, [&](int64_t task) {
       const FlushSubnormals flush;
       const int64_t n0 = task * width_, cols = min(width_, N_ - n0);
-      local_arena.reset(2 * Arena::bytes_for<acc>(M_ * width_) + Arena::bytes_for<packed>(M_ * kUnits));
+      local_arena.reset(2 * Arena::bytes_for<acc>(M_ * width_) +
+                        Arena::bytes_for<packed>(M_ * kUnits));
       epilogue_arena.reset(epilogue.scratch_bytes());
       packed* a = local_arena.take<packed>(M_ * kUnits);
       acc *sums = local_arena.take<acc>(M_ * width_), *part = local_arena.take<acc>(M_ * width_);
@@ -53,7 +56,8 @@ class FewRowsAlongK {
         copy_rows<T>(a_.data + k, a_.stride, M_, M_, depth, a, nullptr, kUnits);
         multiply(b_.data + k * b_.stride + n0, cols, depth, a, part);
         for (int64_t m = 0; m < M_; m++)
-          for (int64_t j = m * width_; j < m * width_ + cols; j += T::width) store(sums + j, load(sums + j) + load(part + j));
+          for (int64_t j = m * width_; j < m * width_ + cols; j += T::width)
+            store(sums + j, load(sums + j) + load(part + j));
       }
       for (int64_t n = 0; n < cols; n += kWide) {
         acc* tile[1] = {sums + n};
@@ -66,13 +70,16 @@ class FewRowsAlongK {
   // part = gemm over `depth` elements of k.
   void multiply(const elem* b, int64_t cols, int64_t depth, const packed* a, acc* part) const {
     int64_t k = 0;
-    for (; k + kDeep <= depth; k += kDeep) add<kDeep / T::pack>(b + k * b_.stride, kDeep, cols, a + k / T::pack, part, k == 0);
-    for (; k < depth; k += T::pack) add<1>(b + k * b_.stride, depth - k, cols, a + k / T::pack, part, k == 0);
+    for (; k + kDeep <= depth; k += kDeep)
+      add<kDeep / T::pack>(b + k * b_.stride, kDeep, cols, a + k / T::pack, part, k == 0);
+    for (; k < depth; k += T::pack)
+      add<1>(b + k * b_.stride, depth - k, cols, a + k / T::pack, part, k == 0);
   }
 
   // part = (first) or += gemm over UNITS packed elements of k; b has `depth` of their rows.
   template <int UNITS>
-  INLINE void add(const elem* b, int64_t depth, int64_t cols, const packed* a, acc* part, bool first) const {
+  INLINE void add(const elem* b, int64_t depth, int64_t cols, const packed* a, acc* part,
+                  bool first) const {
     for (int64_t j = 0; j < cols; j += kStep) {
       uvec column[UNITS][T::pack];
       UNROLL for (int u = 0; u < UNITS; u++) {
@@ -93,7 +100,8 @@ class FewRowsAlongK {
           const uvec row = Dot::broadcast(a + m * kUnits + u);
           UNROLL for (int i = 0; i < T::pack; i++) sum[i] = Dot::dot(sum[i], row, column[u][i]);
         }
-        UNROLL for (int i = 0; i < T::pack; i++) store(to + i * T::width, first ? sum[i] : load(to + i * T::width) + sum[i]);
+        UNROLL for (int i = 0; i < T::pack; i++)
+            store(to + i * T::width, first ? sum[i] : load(to + i * T::width) + sum[i]);
       }
     }
   }

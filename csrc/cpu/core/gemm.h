@@ -46,8 +46,9 @@ constexpr int kTurn = MR == kMR && kVecBytes == 64 ? 4 : 1;
 
 // AHEAD: prefetch one cache line per iteration, starting at `lines`.
 template <class Dot, int MR, int NV, int MODE, bool AHEAD>
-INLINE void kernel_steps(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b,
-                         typename Dot::acc* c, int64_t ldc, const typename Dot::acc* alpha, const char* lines) {
+INLINE void kernel_steps(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k,
+                         const typename Dot::packed* b, typename Dot::acc* c, int64_t ldc,
+                         const typename Dot::acc* alpha, const char* lines) {
   using vec = typename Dot::vec;
   using uvec = typename Dot::uvec;
   constexpr int width = kWidth<vec>;
@@ -55,7 +56,8 @@ INLINE void kernel_steps(int64_t k, const typename Dot::packed* a, int64_t a_row
   UNROLL for (int r = 0; r < MR; r++) UNROLL for (int j = 0; j < NV; j++) acc[r][j] = vec{};
   const auto step = [&](const typename Dot::packed* at, int64_t u) {
     uvec bv[NV];
-    UNROLL for (int j = 0; j < NV; j++) bv[j] = *reinterpret_cast<const uvec*>(b + width * (NV * u + j));
+    UNROLL for (int j = 0; j < NV; j++) bv[j] =
+        *reinterpret_cast<const uvec*>(b + width * (NV * u + j));
     UNROLL for (int r = 0; r < MR; r++) {
       const uvec av = Dot::broadcast(at + r * a_row);
       UNROLL for (int j = 0; j < NV; j++) acc[r][j] = Dot::dot(acc[r][j], av, bv[j]);
@@ -81,41 +83,50 @@ INLINE void kernel_steps(int64_t k, const typename Dot::packed* a, int64_t a_row
   }
 }
 template <class Dot, int MR, int NV, int MODE>
-void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b, typename Dot::acc* c,
-            int64_t ldc, const typename Dot::acc* alpha) {
+void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k,
+            const typename Dot::packed* b, typename Dot::acc* c, int64_t ldc,
+            const typename Dot::acc* alpha) {
   kernel_steps<Dot, MR, NV, MODE, false>(k, a, a_row, a_k, b, c, ldc, alpha, nullptr);
 }
 // Multiply a full tile and prefetch k / kTurn lines. a_k is 1.
 template <class T, int MODE>
-void kernel_asking(int64_t k, const typename T::packed* a, int64_t a_row, const typename T::packed* b, typename T::acc* c, int64_t ldc,
+void kernel_asking(int64_t k, const typename T::packed* a, int64_t a_row,
+                   const typename T::packed* b, typename T::acc* c, int64_t ldc,
                    const char* lines) {
   kernel_steps<typename T::Dot, kMR, kNV, MODE, true>(k, a, a_row, 1, b, c, ldc, nullptr, lines);
 }
 
 template <class T>
-using KernelFn = void (*)(int64_t, const typename T::packed*, int64_t, int64_t, const typename T::packed*, typename T::acc*, int64_t,
+using KernelFn = void (*)(int64_t, const typename T::packed*, int64_t, int64_t,
+                          const typename T::packed*, typename T::acc*, int64_t,
                           const typename T::acc*);
 
 #if defined(__AMX_BF16__)
 template <int MR, int NV, int MODE>
-__attribute__((noinline)) void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row, int64_t a_k, const uint32_t* b, float* c,
+__attribute__((noinline)) void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row,
+                                               int64_t a_k, const uint32_t* b, float* c,
                                                int64_t ldc, const float* alpha) {
   if constexpr (MR > kTile && MR < 2 * kTile) {
     kernel_on_tiles<kTile, NV, MODE>(k, a, a_row, a_k, b, c, ldc, alpha);
-    return kernel_on_tiles<MR - kTile, NV, MODE>(k, a + kTile * a_row, a_row, a_k, b, c + kTile * ldc, ldc, alpha + kTile);
+    return kernel_on_tiles<MR - kTile, NV, MODE>(k, a + kTile * a_row, a_row, a_k, b,
+                                                 c + kTile * ldc, ldc, alpha + kTile);
   }
   if (a_k == 1) {
     if constexpr (MODE == kScaleAdd)
       for (int r = 0; r < MR; r++)
-        for (int j = 0; j < 16 * NV && alpha[r] != 1; j += 16) store(c + r * ldc + j, load(c + r * ldc + j) * alpha[r]);
+        for (int j = 0; j < 16 * NV && alpha[r] != 1; j += 16)
+          store(c + r * ldc + j, load(c + r * ldc + j) * alpha[r]);
     if constexpr (MR == 2 * kTile) tile_pair_kernel<NV, MODE == kStore>(k, a, a_row, b, c, ldc);
     else tile_kernel<MR, NV, MODE == kStore>(k, a, a_row, b, c, ldc);
     return;
   }
   // Fall back to vectors: an AMX tile of A needs neighbors along k.
   constexpr int whole = MR / kMR * kMR;
-  for (int r = 0; r < whole; r += kMR) kernel<Bf16Dot, kMR, NV, MODE>(k, a + r * a_row, a_row, a_k, b, c + r * ldc, ldc, alpha + r);
-  if constexpr (MR > whole) kernel<Bf16Dot, MR - whole, NV, MODE>(k, a + whole * a_row, a_row, a_k, b, c + whole * ldc, ldc, alpha + whole);
+  for (int r = 0; r < whole; r += kMR)
+    kernel<Bf16Dot, kMR, NV, MODE>(k, a + r * a_row, a_row, a_k, b, c + r * ldc, ldc, alpha + r);
+  if constexpr (MR > whole)
+    kernel<Bf16Dot, MR - whole, NV, MODE>(k, a + whole * a_row, a_row, a_k, b, c + whole * ldc, ldc,
+                                          alpha + whole);
 }
 #endif
 

@@ -44,7 +44,8 @@ uint64_t saved_registers(bool osxsave) {
 std::vector<CpuFeature> detect() {
   const Registers one = cpuid(1, 0), seven = cpuid(7, 0), seven_one = cpuid(7, 1);
   const uint64_t saved = saved_registers(bit(one.ecx, 27));
-  const bool ymm = (saved & 0x6) == 0x6, zmm = (saved & 0xe6) == 0xe6, tile = (saved & 0x60000) == 0x60000;
+  const bool ymm = (saved & 0x6) == 0x6, zmm = (saved & 0xe6) == 0xe6,
+             tile = (saved & 0x60000) == 0x60000;
   return {
       {"avx2", ymm && bit(seven.ebx, 5)},
       {"fma", ymm && bit(one.ecx, 12)},
@@ -70,7 +71,8 @@ std::vector<CpuFeature> detect() { return {}; }
 bool have(std::initializer_list<const char*> names) {
   for (const char* name : names) {
     bool present = false;
-    for (const CpuFeature& feature : cpu_features()) present = present || (feature.present && feature.name == std::string(name));
+    for (const CpuFeature& feature : cpu_features())
+      present = present || (feature.present && feature.name == std::string(name));
     if (!present) return false;
   }
   return true;
@@ -91,7 +93,8 @@ bool have(std::initializer_list<const char*> names) {
 // One function per set the build may name: the features that its compiler flags enable.
 namespace requires_features {
 [[maybe_unused]] bool avx512_bf16() {
-  return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"});
+  return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl",
+               "avx512_bf16"});
 }
 [[maybe_unused]] bool amx_bf16() {
 #if defined(PT_TILES_IN_SOFTWARE)
@@ -100,7 +103,9 @@ namespace requires_features {
   return avx512_bf16() && have({"amx_tile", "amx_bf16"}) && tiles_permitted();
 #endif
 }
-[[maybe_unused]] bool avx512() { return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl"}); }
+[[maybe_unused]] bool avx512() {
+  return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl"});
+}
 [[maybe_unused]] bool avx2() { return have({"avx2", "fma", "f16c", "bmi2"}); }
 [[maybe_unused]] bool generic() { return true; }
 }  // namespace requires_features
@@ -119,8 +124,10 @@ Isa checked(const std::string& name, const std::string& source) {
     if (name == isa_name(isa)) return isa;
     available.push_back(isa);
   }
-  throw std::runtime_error(source + " is '" + name +
-                           "', an instruction set that this CPU lacks or that was not built; available: " + names(available));
+  throw std::runtime_error(
+      source + " is '" + name +
+      "', an instruction set that this CPU lacks or that was not built; available: " +
+      names(available));
 }
 
 Isa default_isa() {
@@ -173,7 +180,8 @@ Isa active_isa() {
 }
 
 void set_active_isa(const std::string& name) {
-  g_active.store(int(name.empty() ? default_isa() : checked(name, "the instruction set asked for")), std::memory_order_relaxed);
+  g_active.store(int(name.empty() ? default_isa() : checked(name, "the instruction set asked for")),
+                 std::memory_order_relaxed);
 }
 
 }  // namespace pt

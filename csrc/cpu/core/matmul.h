@@ -31,7 +31,8 @@ inline thread_local Arena epilogue_arena;  // each worker: scratch of one epilog
 template <class E>
 INLINE void fetch_rows(const E* first, int64_t columns, int64_t rows, int64_t n) {
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t j = 0; j < n; j += 64 / int64_t(sizeof(E))) __builtin_prefetch(first + r * columns + j, 0, 2);
+    for (int64_t j = 0; j < n; j += 64 / int64_t(sizeof(E)))
+      __builtin_prefetch(first + r * columns + j, 0, 2);
   asm volatile("");
 }
 
@@ -48,7 +49,8 @@ class Matmul {
  public:
   // Multiply M x K by K x N. SUM: add all products into one tile; otherwise each product has a
   // tile.
-  Matmul(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads) : M_(M), N_(N), K_(K), threads_(threads) {
+  Matmul(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads)
+      : M_(M), N_(N), K_(K), threads_(threads) {
     for (int i = 0; i < PRODUCTS; i++) p_[i] = products[i];
     transposed_ = transposing_pays();
     if (!transposed_) return;
@@ -63,9 +65,11 @@ class Matmul {
     const Steps by = steps();
     if (by.sliced) sums_arena.reset(sums_bytes(by));
     acc* sums[kTiles] = {};
-    for (int t = 0; by.sliced && t < kTiles; t++) sums[t] = sums_arena.take<acc>(sums_size(by.columns));
+    for (int t = 0; by.sliced && t < kTiles; t++)
+      sums[t] = sums_arena.take<acc>(sums_size(by.columns));
     for (int64_t n = 0; n < N_; n += by.columns)
-      for (int64_t k = 0; k < K_; k += by.depth) slice(n, min(by.columns, N_ - n), k, min(by.depth, K_ - k), sums, epilogue);
+      for (int64_t k = 0; k < K_; k += by.depth)
+        slice(n, min(by.columns, N_ - n), k, min(by.depth, K_ - k), sums, epilogue);
   }
 
   // Return the scratch of run().
@@ -78,9 +82,11 @@ class Matmul {
     for (int64_t cols : {min(by.columns, N_), (N_ - 1) % by.columns + 1})
       for (int64_t depth : {by.depth, (K_ - 1) % by.depth + 1}) {
         const Groups g = groups(cols, depth);
-        s.shared = max(s.shared, shared_bytes(g)), s.local = max(s.local, tile_bytes(g, min(kWide, cols)));
+        s.shared = max(s.shared, shared_bytes(g)),
+        s.local = max(s.local, tile_bytes(g, min(kWide, cols)));
         size_t& packed_a = g.of_threads ? s.packed_by_each : s.packed_for_all;
-        if (!g.in_place) packed_a = max(packed_a, packed_bytes(g.of_threads ? g.rows : M_, g.units));
+        if (!g.in_place)
+          packed_a = max(packed_a, packed_bytes(g.of_threads ? g.rows : M_, g.units));
       }
     return s;
   }
@@ -98,7 +104,9 @@ class Matmul {
     if (sliced) columns = min(columns, kSums / (M_ * kTiles));
     return {sliced, depth, round_up(clamp<int64_t>(columns, kWide, N_), kWide)};
   }
-  size_t sums_bytes(const Steps& by) const { return kTiles * Arena::bytes_for<acc>(sums_size(by.columns)); }
+  size_t sums_bytes(const Steps& by) const {
+    return kTiles * Arena::bytes_for<acc>(sums_size(by.columns));
+  }
 
   // Partition of a slice: groups of rows of A, and panels of B.
   struct Groups {
@@ -108,21 +116,36 @@ class Matmul {
     bool of_threads;    // a thread owns and packs a group
   };
   Groups groups(int64_t cols, int64_t depth) const {
-    const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), rows = group_rows(units, panels);
+    const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide),
+                  rows = group_rows(units, panels);
     const int64_t count = ceil_div(M_, rows);
-    return {units, panels, rows, count, in_place(p_[0].a) && depth % T::pack == 0, count > 1, count >= threads_ && count > 1};
+    return {units,
+            panels,
+            rows,
+            count,
+            in_place(p_[0].a) && depth % T::pack == 0,
+            count > 1,
+            count >= threads_ && count > 1};
   }
   static size_t shared_bytes(const Groups& g) {
-    return (g.share_panels ? PRODUCTS * Arena::bytes_for<packed>(g.panels * kWide * g.units) : 0) + Arena::bytes_for<int64_t>(g.count + 1);
+    return (g.share_panels ? PRODUCTS * Arena::bytes_for<packed>(g.panels * kWide * g.units) : 0) +
+           Arena::bytes_for<int64_t>(g.count + 1);
   }
-  size_t tile_bytes(const Groups& g, int64_t cols) const { return tile_bytes(g.share_panels, panel_width(cols), g.units); }
+  size_t tile_bytes(const Groups& g, int64_t cols) const {
+    return tile_bytes(g.share_panels, panel_width(cols), g.units);
+  }
   size_t tile_bytes(bool packed_b, int64_t w, int64_t units) const {
-    return kTiles * Arena::bytes_for<acc>(kTileRows<T> * kWide) + (transposed_ ? kTiles * Arena::bytes_for<acc>(kWide * kWide) : 0) +
+    return kTiles * Arena::bytes_for<acc>(kTileRows<T> * kWide) +
+           (transposed_ ? kTiles * Arena::bytes_for<acc>(kWide * kWide) : 0) +
            (packed_b ? 0 : PRODUCTS * Arena::bytes_for<packed>(w * units));
   }
   // Pad packed rows of A to a nearly odd number of cache lines.
-  static int64_t packed_row(int64_t units) { return round_up(units, T::width) + 64 / int64_t(sizeof(packed)); }
-  static size_t packed_bytes(int64_t rows, int64_t units) { return PRODUCTS * Arena::bytes_for<packed>(rows * packed_row(units)); }
+  static int64_t packed_row(int64_t units) {
+    return round_up(units, T::width) + 64 / int64_t(sizeof(packed));
+  }
+  static size_t packed_bytes(int64_t rows, int64_t units) {
+    return PRODUCTS * Arena::bytes_for<packed>(rows * packed_row(units));
+  }
 
   // Compare costs per element in eighths of a cycle: packing costs 1, transposing a tile element 2.
   // Transposing pays if packing B costs more than packing A and transposing tiles.
@@ -143,7 +166,8 @@ class Matmul {
 
   // Return true if an operand's rows can be read without packing.
   static bool in_place(const Operand<T>& a) {
-    return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k && a.stride % T::pack == 0;
+    return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k &&
+           a.stride % T::pack == 0;
   }
   static int64_t panel_width(int64_t cols) { return min(kWide, round_up(cols, T::width)); }
   static int64_t strip_width(int64_t cols) { return min(kStrip, round_up(cols, T::width)); }
@@ -151,9 +175,13 @@ class Matmul {
   // Return the rows of A per task: a group that fits the cache and leaves tasks for all threads.
   int64_t group_rows(int64_t units, int64_t panels) const {
     const int64_t granule = transposed_ ? 64 : kPart<T>;
-    const int64_t fit = kCachedBytes / (units * int64_t(sizeof(packed))), share = M_ * panels / (4 * threads_);
+    const int64_t fit = kCachedBytes / (units * int64_t(sizeof(packed))),
+                  share = M_ * panels / (4 * threads_);
     const int64_t rows = min(M_, max(min(fit, share) / granule * granule, granule));
-    return rows == M_ ? M_ : min(rows, round_up(ceil_div(M_, round_up(ceil_div(M_, rows), int64_t(threads_))), granule));
+    return rows == M_
+               ? M_
+               : min(rows, round_up(ceil_div(M_, round_up(ceil_div(M_, rows), int64_t(threads_))),
+                                    granule));
   }
 
   struct Slice {
@@ -166,9 +194,11 @@ class Matmul {
   };
 
   template <class Epilogue>
-  void slice(int64_t n0, int64_t cols, int64_t k0, int64_t depth, acc* const* sums, const Epilogue& epilogue) {
+  void slice(int64_t n0, int64_t cols, int64_t k0, int64_t depth, acc* const* sums,
+             const Epilogue& epilogue) {
     const Groups g = groups(cols, depth);
-    Slice s{n0, cols, k0, g.units, depth, packed_row(g.units), 0, kWide, sums[0] ? sums : nullptr, {}, {}};
+    Slice s{n0, cols, k0, g.units, depth, packed_row(g.units), 0, kWide, sums[0] ? sums : nullptr,
+            {}, {}};
     shared_arena.reset(shared_bytes(g));
     if (g.share_panels) pack_b(s, g.panels);
     if (g.of_threads) {
@@ -177,7 +207,8 @@ class Matmul {
       return for_each_task(threads_, threads_, [&](int64_t) { work(s, g, taken, epilogue); });
     }
     s.panel_step = threads_ * kWide;
-    if (!g.in_place) pack_a(s, M_, [&](int64_t n, const auto& f) { for_each_task(n, threads_, f); });
+    if (!g.in_place)
+      pack_a(s, M_, [&](int64_t n, const auto& f) { for_each_task(n, threads_, f); });
     for_each_task(g.panels * g.count, threads_, [&](int64_t task) {
       const FlushSubnormals flush;
       const int64_t panel = task % g.panels, m0 = task / g.panels * g.rows;
@@ -192,7 +223,9 @@ class Matmul {
   void work(Slice s, const Groups& groups, int64_t* taken, const Epilogue& epilogue) const {
     // Flush the many subnormals in gelu's tail: each costs a 100-cycle assist, in later gemms too.
     const FlushSubnormals flush;
-    const auto next = [](int64_t* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); };
+    const auto next = [](int64_t* counter) {
+      return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
+    };
     const auto multiply_group = [&](int64_t g) {
       if (__atomic_load_n(taken + g, __ATOMIC_RELAXED) >= groups.panels) return;
       s.a_first = g * groups.rows;
@@ -201,7 +234,8 @@ class Matmul {
         pack_a(s, end - s.a_first, [](int64_t n, const auto& f) {
           for (int64_t i = 0; i < n; i++) f(i);
         });
-      for (int64_t panel; (panel = next(taken + g)) < groups.panels;) tile_rows(s, panel, s.a_first, end, epilogue);
+      for (int64_t panel; (panel = next(taken + g)) < groups.panels;)
+        tile_rows(s, panel, s.a_first, end, epilogue);
     };
     for (int64_t g; (g = next(taken + groups.count)) < groups.count;) multiply_group(g);
     for (int64_t g = 0; g < groups.count; g++) multiply_group(g);
@@ -209,7 +243,8 @@ class Matmul {
 
   // Multiply rows [begin, end) of A by one panel and pass each tile to the epilogue.
   template <class Epilogue>
-  void tile_rows(const Slice& s, int64_t panel, int64_t begin, int64_t end, const Epilogue& epilogue) const {
+  void tile_rows(const Slice& s, int64_t panel, int64_t begin, int64_t end,
+                 const Epilogue& epilogue) const {
     const int64_t n = panel * kWide, cols = min(kWide, s.cols - n), w = panel_width(cols);
     local_arena.reset(tile_bytes(s.b[0], w, s.units));
     acc *own[kTiles], *turned[kTiles];
@@ -227,21 +262,28 @@ class Matmul {
     for (int64_t m0 = begin; m0 < end; m0 += kTileRows<T>) {
       const int64_t rows = min(kTileRows<T>, end - m0);
       acc* tiles[kTiles];
-      for (int t = 0; t < kTiles; t++) tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows<T>) + m0 * kWide : own[t];
+      for (int t = 0; t < kTiles; t++)
+        tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows<T>) + m0 * kWide : own[t];
       for (int i = 0; i < PRODUCTS; i++)
         for (int64_t u = 0; u < s.units; u += kDepth<T>) {
-          const bool last = last_slice && i + 1 == PRODUCTS && u + kDepth<T> >= s.units, done = last && !transposed_;
+          const bool last = last_slice && i + 1 == PRODUCTS && u + kDepth<T> >= s.units,
+                     done = last && !transposed_;
           const Mode mode = s.k0 || u || (SUM && i) ? kAdd : kStore;
           const bool first = m0 == begin;
           for (int64_t r = 0; r < rows; r += kPart<T>) {
             const int64_t part = min(kPart<T>, rows - r);
             const auto ahead = [&](int64_t row, int64_t count) {
-              const char* lines = kUnitStep<T> == 1 && first ? fetch_ahead(s, i, n, u, r + row, count, rows) : nullptr;
+              const char* lines = kUnitStep<T> == 1 && first
+                                      ? fetch_ahead(s, i, n, u, r + row, count, rows)
+                                      : nullptr;
               if (done) epilogue.fetch(m0 + r + row, count, s.n0 + n, cols);
-              else if (last) epilogue.fetch(s.n0 + n + row * cols / part, (row + count) * cols / part - row * cols / part, m0 + r, part);
+              else if (last)
+                epilogue.fetch(s.n0 + n + row * cols / part,
+                               (row + count) * cols / part - row * cols / part, m0 + r, part);
               return lines;
             };
-            multiply(p_[i].a, s, i, m0 + r, part, u, b[i], w, tiles[SUM ? 0 : i] + r * kWide, mode, ahead);
+            multiply(p_[i].a, s, i, m0 + r, part, u, b[i], w, tiles[SUM ? 0 : i] + r * kWide, mode,
+                     ahead);
             if (done) finish(tiles, r, m0 + r, part, s.n0 + n, cols, epilogue);
           }
         }
@@ -254,7 +296,8 @@ class Matmul {
   }
 
   template <class Epilogue>
-  static void finish(acc* const* tiles, int64_t row, int64_t m0, int64_t rows, int64_t n0, int64_t cols, const Epilogue& epilogue) {
+  static void finish(acc* const* tiles, int64_t row, int64_t m0, int64_t rows, int64_t n0,
+                     int64_t cols, const Epilogue& epilogue) {
     acc* at[kTiles];
     for (int t = 0; t < kTiles; t++) at[t] = tiles[t] + row * kWide;
     epilogue_arena.reset(epilogue.scratch_bytes());
@@ -268,24 +311,34 @@ class Matmul {
   // next panel. Unpacked B: prefetch that next panel, which will be packed. Return lines for the
   // micro-kernel to prefetch, one per loop iteration, if that covers them: 0.98 of the time of
   // prefetching all lines first.
-  INLINE const char* fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
+  INLINE const char* fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row,
+                                 int64_t count, int64_t rows) const {
     const int64_t next = n + s.panel_step, depth = min(kDepth<T>, s.units - u);
     if (s.b[0]) {
       const bool last = u + kDepth<T> >= s.units;
       if (last && next >= s.cols) return nullptr;
-      const packed* piece = s.b[product] + (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n));
+      const packed* piece =
+          s.b[product] +
+          (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n));
       constexpr int64_t all = kDepth<T> * kWide;
       const int64_t by_call = depth / kTurn<kMR> * (64 / int64_t(sizeof(packed)));
       if (kTurn<kMR> > 1 && rows / kMR * by_call >= all)
-        return row / kMR * by_call < all ? reinterpret_cast<const char*>(piece + row / kMR * by_call) : nullptr;
+        return row / kMR * by_call < all
+                   ? reinterpret_cast<const char*>(piece + row / kMR * by_call)
+                   : nullptr;
       const int64_t from = row * all / rows, to = (row + count) * all / rows;
       fetch_rows(piece + from, 0, 1, to - from);
     } else if (next < s.cols) {
       const Operand<T>& b = p_[product].b;
-      const int64_t k = s.k0 + u * T::pack, runs = b.along_k ? min(depth * T::pack, s.depth - u * T::pack) : min(kWide, s.cols - next);
+      const int64_t k = s.k0 + u * T::pack, runs = b.along_k
+                                                       ? min(depth * T::pack, s.depth - u * T::pack)
+                                                       : min(kWide, s.cols - next);
       const int64_t from = row * runs / rows, to = (row + count) * runs / rows;
-      if (b.along_k) fetch_rows(b.data + (k + from) * b.stride + s.n0 + next, b.stride, to - from, kWide);
-      else fetch_rows(b.data + (s.n0 + next + from) * b.stride + k, b.stride, to - from, depth * T::pack);
+      if (b.along_k)
+        fetch_rows(b.data + (k + from) * b.stride + s.n0 + next, b.stride, to - from, kWide);
+      else
+        fetch_rows(b.data + (s.n0 + next + from) * b.stride + k, b.stride, to - from,
+                   depth * T::pack);
     }
     return nullptr;
   }
@@ -294,11 +347,14 @@ class Matmul {
   // tiles is kWide for every panel width. ahead(row, count), with rows relative to m0, runs before
   // each group of rows and may return lines to prefetch.
   template <class Ahead>
-  INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows, int64_t u, const packed* b, int64_t w,
-                       acc* tile, Mode mode, const Ahead& ahead) const {
+  INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows,
+                       int64_t u, const packed* b, int64_t w, acc* tile, Mode mode,
+                       const Ahead& ahead) const {
     const packed* ready = s.a[product];
     const int64_t row = ready ? s.a_row : a.stride / T::pack, depth = min(kDepth<T>, s.units - u);
-    const packed* base = (ready ? ready - s.a_first * row : reinterpret_cast<const packed*>(a.data + s.k0)) + m0 * row + u;
+    const packed* base =
+        (ready ? ready - s.a_first * row : reinterpret_cast<const packed*>(a.data + s.k0)) +
+        m0 * row + u;
     for (int64_t j = 0; j < w; j += kStrip) {
       const int64_t width = min(kStrip, w - j);
       const packed* strip = b + j * s.units + u * width;
@@ -311,7 +367,8 @@ class Matmul {
             asking(depth, base + r * row, row, strip, tile + r * kWide + j, kWide, lines);
             continue;
           }
-        pick<T>(count, width, mode)(depth, base + r * row, row, 1, strip, tile + r * kWide + j, kWide, nullptr);
+        pick<T>(count, width, mode)(depth, base + r * row, row, 1, strip, tile + r * kWide + j,
+                                    kWide, nullptr);
       }
     }
   }
@@ -329,13 +386,18 @@ class Matmul {
 
   // Pack `depth` elements of k from k0, columns [n, n + cols), into a panel whose strips have
   // `units` packed elements, starting at u of each strip.
-  static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, packed* panel, int64_t units, int64_t u) {
+  static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth,
+                         packed* panel, int64_t units, int64_t u) {
     const uint8_t* live = b.live ? b.live + k0 : nullptr;
     for (int64_t j = 0; j < cols; j += kStrip, n += kStrip) {
       const int64_t count = min(kStrip, cols - j);
       packed* dst = panel + j * units + u * strip_width(count);
-      if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), count, 0, dst, live);
-      else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, count, depth, dst, nullptr, strip_width(count));
+      if (b.along_k)
+        pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), count,
+                     0, dst, live);
+      else
+        pack_transposed<T>(b.data + n * b.stride + k0, b.stride, count, depth, dst, nullptr,
+                           strip_width(count));
     }
   }
 
@@ -347,7 +409,8 @@ class Matmul {
     const int64_t parts = ceil_div(s.units, deep), groups = ceil_div(panels, wide);
     for_each_task(PRODUCTS * groups * parts, threads_, [&](int64_t task) {
       const int i = int(task / (groups * parts));
-      const int64_t u = task % parts * deep, k = u * T::pack, depth = min(deep * T::pack, s.depth - k);
+      const int64_t u = task % parts * deep, k = u * T::pack,
+                    depth = min(deep * T::pack, s.depth - k);
       const int64_t first = task / parts % groups * wide;
       for (int64_t panel = first; panel < min(panels, first + wide); panel++) {
         const int64_t n = panel * kWide, cols = min(kWide, s.cols - n);
@@ -358,16 +421,19 @@ class Matmul {
 
   // Pack columns [0, n) of `depth` rows as rows of packed elements: dst[column][row], in full
   // vectors.
-  static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth, packed* dst, int64_t row) {
+  static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth,
+                           packed* dst, int64_t row) {
     using uvec = typename T::uvec;
     typedef uvec any __attribute__((aligned(4)));
     const auto load = [&](int64_t k, int64_t c) {
-      return k < depth ? T::load_units(src + k * stride + c, min<int64_t>(T::width, n - c)) : uvec{};
+      return k < depth ? T::load_units(src + k * stride + c, min<int64_t>(T::width, n - c))
+                       : uvec{};
     };
     for (int64_t u = 0; u * T::pack < depth; u += T::width)
       for (int64_t c = 0; c < n; c += T::width) {
         typename T::vec r[T::width];
-        for (int i = 0; i < T::width * T::pack; i++) __builtin_prefetch(src + ((u + T::width) * T::pack + i) * stride + c);
+        for (int i = 0; i < T::width * T::pack; i++)
+          __builtin_prefetch(src + ((u + T::width) * T::pack + i) * stride + c);
         for (int i = 0; i < T::width; i++) {
           uvec row_unit = load((u + i) * T::pack, c);
           if constexpr (T::pack == 2) {
@@ -377,7 +443,8 @@ class Matmul {
           r[i] = (typename T::vec)row_unit;
         }
         transpose(r);
-        for (int64_t i = 0; i < min<int64_t>(T::width, n - c); i++) *reinterpret_cast<any*>(dst + (c + i) * row + u) = (uvec)r[i];
+        for (int64_t i = 0; i < min<int64_t>(T::width, n - c); i++)
+          *reinterpret_cast<any*>(dst + (c + i) * row + u) = (uvec)r[i];
       }
   }
 
@@ -393,8 +460,11 @@ class Matmul {
       const int64_t r = task % parts * kStep, m = s.a_first + r, count = min(kStep, rows - r);
       const Operand<T>& a = p_[i].a;
       packed* dst = s.a[i] + r * s.a_row;
-      if (a.along_k) return pack_columns(a.data + s.k0 * a.stride + m, a.stride, count, s.depth, dst, s.a_row);
-      for (int64_t j = 0; j < count; j++) copy_rows<T>(a.data + (m + j) * a.stride + s.k0, a.stride, 1, 1, s.depth, dst + j * s.a_row);
+      if (a.along_k)
+        return pack_columns(a.data + s.k0 * a.stride + m, a.stride, count, s.depth, dst, s.a_row);
+      for (int64_t j = 0; j < count; j++)
+        copy_rows<T>(a.data + (m + j) * a.stride + s.k0, a.stride, 1, 1, s.depth,
+                     dst + j * s.a_row);
     });
   }
 

@@ -40,7 +40,8 @@ class Bias {
  public:
   Bias(const void* bias, int64_t n0, int64_t n) {
     const auto* from = static_cast<const typename T::acc*>(bias) + (bias ? n0 : 0);
-    for (int64_t j = 0; j < kPanel<T>; j += T::width) v_[j / T::width] = bias ? VectorOf<T>::load(from + j, n - j) : typename T::vec{};
+    for (int64_t j = 0; j < kPanel<T>; j += T::width)
+      v_[j / T::width] = bias ? VectorOf<T>::load(from + j, n - j) : typename T::vec{};
   }
   INLINE typename T::vec at(int64_t j) const { return v_[j / T::width]; }
 
@@ -53,7 +54,8 @@ class Bias {
 template <class T>
 INLINE bool streams(const void* out, int64_t rows, int64_t columns) {
   const int64_t row = columns * int64_t(sizeof(typename T::elem));
-  return rows * row >= kStreamBytes && row % kVecBytes == 0 && reinterpret_cast<intptr_t>(out) % kVecBytes == 0;
+  return rows * row >= kStreamBytes && row % kVecBytes == 0 &&
+         reinterpret_cast<intptr_t>(out) % kVecBytes == 0;
 }
 
 // Store a finished tile, plus a bias, to a matrix.
@@ -69,7 +71,8 @@ class StoreEpilogue {
   void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
     if (!streaming_) fetch_rows(out_ + m0 * columns_ + n0, columns_, rows, n);
   }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena&) const {
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n,
+                  Arena&) const {
     const Bias<T> b(bias_, n0, n);
     for (int64_t r = 0; r < rows; r++) {
       acc* row = tiles[0] + r * ld;
@@ -95,23 +98,29 @@ struct AddEpilogue {
   bool first;
 
   size_t scratch_bytes() const { return 0; }
-  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const { fetch_rows(sums + m0 * columns + n0, columns, rows, n); }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena&) const {
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
+    fetch_rows(sums + m0 * columns + n0, columns, rows, n);
+  }
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n,
+                  Arena&) const {
     for (int64_t r = 0; r < rows; r++) {
       const acc* tile = tiles[0] + r * ld;
       acc* sum = sums + (m0 + r) * columns + n0;
       for (int64_t j = 0; j < n; j += T::width)
-        Vector::store(sum + j, n - j, first ? load(tile + j) : load(tile + j) + Vector::load(sum + j, n - j));
+        Vector::store(sum + j, n - j,
+                      first ? load(tile + j) : load(tile + j) + Vector::load(sum + j, n - j));
     }
   }
 };
 
 // Round sums of a contiguous (rows, columns) matrix to elem.
 template <class T>
-void round_rows(const typename T::acc* sums, int64_t rows, int64_t columns, int threads, typename T::elem* out) {
+void round_rows(const typename T::acc* sums, int64_t rows, int64_t columns, int threads,
+                typename T::elem* out) {
   for_each_task(rows, threads, [&](int64_t r) {
     for (int64_t j = 0; j < columns; j += T::width)
-      T::store(out + r * columns + j, columns - j, VectorOf<T>::load(sums + r * columns + j, columns - j));
+      T::store(out + r * columns + j, columns - j,
+               VectorOf<T>::load(sums + r * columns + j, columns - j));
   });
 }
 

@@ -24,9 +24,11 @@ inline void advise_huge_pages(void* p, size_t bytes) {
 // just zeroed each page in the caches.
 inline bool untouched(const void* p, size_t bytes) {
   constexpr uintptr_t step = 65536;  // multiple of every page size
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(p) + step - 1) / step * step, end = reinterpret_cast<uintptr_t>(p) + bytes;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(p) + step - 1) / step * step,
+                  end = reinterpret_cast<uintptr_t>(p) + bytes;
   if (first + 4 * step > end) return false;
-  for (const uintptr_t at : {first, first + (end - first) / 2 / step * step, (end - step) / step * step}) {
+  for (const uintptr_t at :
+       {first, first + (end - first) / 2 / step * step, (end - step) / step * step}) {
     unsigned char there = 1;
     if (mincore(reinterpret_cast<void*>(at), 1, &there) != 0 || there & 1) return false;
   }

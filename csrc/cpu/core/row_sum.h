@@ -37,9 +37,11 @@ INLINE void columns(int64_t n, const F& f, Sums&... sums) {
   constexpr bool later = !std::is_void_v<decltype(f(n, 0, all))>;
   int64_t j = 0;
   while (j + 4 * WIDTH <= n) {
-    for (const int64_t stop = j + kSumSteps * 4 * WIDTH; j + 4 * WIDTH <= n && j < stop; j += 4 * WIDTH) {
+    for (const int64_t stop = j + kSumSteps * 4 * WIDTH; j + 4 * WIDTH <= n && j < stop;
+         j += 4 * WIDTH) {
       if constexpr (later) {
-        const auto a = f(j, 0, all), b = f(j + WIDTH, 1, all), c = f(j + 2 * WIDTH, 2, all), d = f(j + 3 * WIDTH, 3, all);
+        const auto a = f(j, 0, all), b = f(j + WIDTH, 1, all), c = f(j + 2 * WIDTH, 2, all),
+                   d = f(j + 3 * WIDTH, 3, all);
         a(), b(), c(), d();
       } else {
         UNROLL for (int s = 0; s < 4; s++) f(j + s * WIDTH, s, all);

@@ -16,14 +16,16 @@ struct Scratch {
 
   // Grow to cover this step and the next one.
   void include(const Scratch& next) {
-    for (auto size : {&Scratch::setup, &Scratch::shared, &Scratch::own, &Scratch::sums, &Scratch::packed_for_all, &Scratch::local,
-                      &Scratch::packed_by_each, &Scratch::epilogue})
+    for (auto size :
+         {&Scratch::setup, &Scratch::shared, &Scratch::own, &Scratch::sums,
+          &Scratch::packed_for_all, &Scratch::local, &Scratch::packed_by_each, &Scratch::epilogue})
       this->*size = max(this->*size, next.*size);
   }
   // Return the bytes that the arenas of so many threads hold if every thread gets work.
   int64_t bytes(int threads) const {
     const auto held = [](size_t n) { return int64_t(Arena::held(n)); };
-    const int64_t caller = held(setup) + held(shared) + held(own) + held(sums) + held(max(packed_for_all, packed_by_each));
+    const int64_t caller = held(setup) + held(shared) + held(own) + held(sums) +
+                           held(max(packed_for_all, packed_by_each));
     return caller + threads * (held(local) + held(epilogue)) + (threads - 1) * held(packed_by_each);
   }
 };

@@ -35,7 +35,8 @@ INLINE void stream_fence() {
 // Stream half a vector.
 INLINE void stream_half(void* p, const void* half) {
 #if defined(__AVX512F__)
-  _mm256_stream_si256(static_cast<__m256i*>(p), _mm256_loadu_si256(static_cast<const __m256i*>(half)));
+  _mm256_stream_si256(static_cast<__m256i*>(p),
+                      _mm256_loadu_si256(static_cast<const __m256i*>(half)));
 #elif defined(__AVX__)
   _mm_stream_si128(static_cast<__m128i*>(p), _mm_loadu_si128(static_cast<const __m128i*>(half)));
 #else
@@ -47,8 +48,11 @@ INLINE void stream_half(void* p, const void* half) {
 template <class T>
 INLINE bool streamable(const RowsOut& t, int64_t columns) {
   constexpr int64_t bytes = T::width * int64_t(sizeof(typename T::elem));
-  const auto whole = [&](int64_t elements) { return elements * int64_t(sizeof(typename T::elem)) % bytes == 0; };
-  return reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && whole(t.outer) && whole(t.inner) && whole(columns);
+  const auto whole = [&](int64_t elements) {
+    return elements * int64_t(sizeof(typename T::elem)) % bytes == 0;
+  };
+  return reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && whole(t.outer) && whole(t.inner) &&
+         whole(columns);
 }
 
 // Store a vector, streaming if STREAM, and return it as T::load would read it back.
@@ -56,7 +60,8 @@ template <class T, bool STREAM, class Lanes>
 INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) {
   constexpr bool rounds = sizeof(typename T::elem) < sizeof(typename T::acc);
   if constexpr (!STREAM) {
-    if constexpr (std::is_same_v<typename T::elem, bf16> && !std::is_integral_v<Lanes>) return from_float_and_back(p, v);
+    if constexpr (std::is_same_v<typename T::elem, bf16> && !std::is_integral_v<Lanes>)
+      return from_float_and_back(p, v);
     T::store(p, lanes, v);
     if constexpr (rounds) return T::load(p, lanes);
   } else if constexpr (rounds) {
@@ -83,7 +88,8 @@ INLINE typename T::vec put_twice(typename T::elem* far, typename T::elem* near, 
 // Convert row[0, n), aligned and padded to full vectors, to out. streaming: out is aligned to
 // kVecBytes.
 template <class T>
-INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t n, bool streaming = false) {
+INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t n,
+                      bool streaming = false) {
   int64_t j = 0;
   if (streaming) {
     constexpr int64_t step = kVecBytes / int64_t(sizeof(typename T::elem));
@@ -92,7 +98,8 @@ INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t
       if constexpr (T::pack == 2) {
         stream(out + j, T::pair(load(row + j), load(row + j + T::width)));
       } else {
-        UNROLL for (int64_t i = 0; i < step; i += T::width) T::store(line + i, T::width, load(row + j + i));
+        UNROLL for (int64_t i = 0; i < step; i += T::width)
+            T::store(line + i, T::width, load(row + j + i));
         stream(out + j, *reinterpret_cast<const vi32*>(line));
       }
     }

@@ -27,7 +27,8 @@ class SoftwareTiles {
     release();
     if (config[0] == 0) return;  // palette 0: the initial state
     check(config[0] == 1, "the palette is neither 0 nor 1");
-    for (int i = 1; i < 16; i++) check(config[i] == 0, "a start row or a reserved byte of the configuration is not 0");
+    for (int i = 1; i < 16; i++)
+      check(config[i] == 0, "a start row or a reserved byte of the configuration is not 0");
     for (int t = 0; t < 16; t++) {
       const int bytes = config[16 + 2 * t] + 256 * config[17 + 2 * t], rows = config[48 + t];
       check(rows <= kMaxRows && bytes <= kMaxBytes && (rows == 0) == (bytes == 0),
@@ -43,7 +44,8 @@ class SoftwareTiles {
   // zero.
   void load(int t, const void* from, int64_t stride) {
     Tile& x = at(t);
-    for (int r = 0; r < x.rows; r++) memcpy(x.row[r], static_cast<const char*>(from) + r * stride, x.bytes);
+    for (int r = 0; r < x.rows; r++)
+      memcpy(x.row[r], static_cast<const char*>(from) + r * stride, x.bytes);
   }
   void store(int t, void* to, int64_t stride) {
     const Tile& x = at(t);
@@ -57,8 +59,10 @@ class SoftwareTiles {
   void dot_bf16(int c, int a, int b) {
     Tile &to = at(c), &left = at(a), &right = at(b);
     check(c != a && a != b && b != c, "tdpbf16ps wants three tiles");
-    check(to.bytes % 4 == 0 && left.bytes % 4 == 0 && right.bytes % 4 == 0, "tdpbf16ps wants rows of whole pairs");
-    check(to.rows == left.rows && left.bytes / 4 == right.rows && right.bytes == to.bytes, "the tiles of tdpbf16ps do not fit each other");
+    check(to.bytes % 4 == 0 && left.bytes % 4 == 0 && right.bytes % 4 == 0,
+          "tdpbf16ps wants rows of whole pairs");
+    check(to.rows == left.rows && left.bytes / 4 == right.rows && right.bytes == to.bytes,
+          "the tiles of tdpbf16ps do not fit each other");
     const unsigned saved = __builtin_ia32_stmxcsr();
     // MXCSR: flush results, subnormal operands are zero, no exceptions, round to nearest even.
     __builtin_ia32_ldmxcsr(0x9fc0);
@@ -78,7 +82,8 @@ class SoftwareTiles {
     abort();
   }
   Tile& at(int t) {
-    check(configured_ && t >= 0 && t < kTiles && tile_[t].rows > 0, "a tile is used that no configuration has");
+    check(configured_ && t >= 0 && t < kTiles && tile_[t].rows > 0,
+          "a tile is used that no configuration has");
     return tile_[t];
   }
 

@@ -35,28 +35,33 @@ INLINE void narrow(void* p, vi32 v) {
 // as memory operands.
 // shuffle bytes of a word; -1: zeros
 constexpr int word_bytes(int word) { return word < 0 ? 0x8080 : 0x100 + 0x202 * word; }
-constexpr int two_words(int low, int high) { return int(unsigned(word_bytes(low)) | unsigned(word_bytes(high)) << 16); }
+constexpr int two_words(int low, int high) {
+  return int(unsigned(word_bytes(low)) | unsigned(word_bytes(high)) << 16);
+}
 struct Bf16Constants {
   vi32 to_floats, to_words, tie, half, quiet, upper;
 };
 extern const Bf16Constants kBf16 __attribute__((weak));
-const Bf16Constants kBf16 = {{two_words(-1, 0), two_words(-1, 1), two_words(-1, 2), two_words(-1, 3), two_words(-1, 4), two_words(-1, 5),
-                              two_words(-1, 6), two_words(-1, 7)},
-                             {two_words(1, 3), two_words(5, 7), two_words(-1, -1), two_words(-1, -1), two_words(-1, -1), two_words(-1, -1),
-                              two_words(1, 3), two_words(5, 7)},
-                             vi32{} + 0x1ffff,
-                             vi32{} + 0x8000,
-                             vi32{} + 0x400000,
-                             vi32{} + -0x10000};
+const Bf16Constants kBf16 = {
+    {two_words(-1, 0), two_words(-1, 1), two_words(-1, 2), two_words(-1, 3), two_words(-1, 4),
+     two_words(-1, 5), two_words(-1, 6), two_words(-1, 7)},
+    {two_words(1, 3), two_words(5, 7), two_words(-1, -1), two_words(-1, -1), two_words(-1, -1),
+     two_words(-1, -1), two_words(1, 3), two_words(5, 7)},
+    vi32{} + 0x1ffff,
+    vi32{} + 0x8000,
+    vi32{} + 0x400000,
+    vi32{} + -0x10000};
 #endif
 
 INLINE vf to_float(const bf16* p) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i twice =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return (vf)_mm256_shuffle_epi8(twice, (__m256i)kBf16.to_floats);
 #elif defined(__SSE2__) && !defined(__AVX512F__)
   // Interleave with zeros in one instruction. GCC 12 widens and shifts in six.
-  return (vf)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return (vf)_mm_unpacklo_epi16(_mm_setzero_si128(),
+                                _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
   return (vf)(widen(p) << 16);
 #endif
@@ -82,7 +87,8 @@ INLINE vi32 round_bf16(vf v) {
 }
 INLINE void store_upper_halves(bf16* p, vi32 x) {
   const __m256i words = _mm256_shuffle_epi8((__m256i)x, (__m256i)kBf16.to_words);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words) | _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_castsi256_si128(words) | _mm256_extracti128_si256(words, 1));
 }
 #endif
 
@@ -109,9 +115,11 @@ INLINE vf from_float_and_back(bf16* p, vf v) {
 }
 INLINE void from_float(f16* p, vf v) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   const vi32 x = (vi32)v, a = x & 0x7fffffff;
   const vi32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
@@ -218,7 +226,9 @@ struct Bf16Dot {
   using vec = vf;
   using uvec = vi32;
   static INLINE uvec broadcast(const packed* p) { return (uvec)_mm512_set1_epi32(int(*p)); }
-  static INLINE vec dot(vec c, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+  static INLINE vec dot(vec c, uvec a, uvec b) {
+    return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+  }
 };
 struct Bf16Pair {
   using elem = bf16;
@@ -232,24 +242,35 @@ struct Bf16Pair {
   // exp_degree: exponentials are rounded to opnd anyway.
   static constexpr int pack = 2, width = 16, exp_degree = 4;
   static INLINE vec dot(vec c, uvec a, uvec b) { return Dot::dot(c, a, b); }
-  static INLINE __mmask32 mask32(int64_t n) { return n >= 32 ? ~__mmask32(0) : n <= 0 ? 0 : (__mmask32(1) << n) - 1; }
+  static INLINE __mmask32 mask32(int64_t n) {
+    return n >= 32 ? ~__mmask32(0) : n <= 0 ? 0 : (__mmask32(1) << n) - 1;
+  }
   // Masked loads are fast everywhere; masked stores are slow on Zen and serve only tails.
   static INLINE vec load(const elem* p, int64_t n = width) {
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_n<vec>(n), p)), 16);
+    return (vec)_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_n<vec>(n), p)), 16);
   }
   static INLINE void store(elem* p, int64_t n, vec v) {
     if (n >= width) from_float(p, v);
     else _mm256_mask_storeu_epi16(p, mask_n<vec>(n), (__m256i)_mm512_cvtneps_pbh((__m512)v));
   }
-  static INLINE uvec load_units(const elem* p, int64_t n) { return (uvec)_mm512_maskz_loadu_epi16(mask32(n), p); }
-  static INLINE uvec pair(vec lo, vec hi) { return (uvec)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo); }
-  static INLINE void store_pair(opnd* p, vec lo, vec hi) { _mm512_store_si512(p, (__m512i)pair(lo, hi)); }
+  static INLINE uvec load_units(const elem* p, int64_t n) {
+    return (uvec)_mm512_maskz_loadu_epi16(mask32(n), p);
+  }
+  static INLINE uvec pair(vec lo, vec hi) {
+    return (uvec)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
+  }
+  static INLINE void store_pair(opnd* p, vec lo, vec hi) {
+    _mm512_store_si512(p, (__m512i)pair(lo, hi));
+  }
 };
 // Interleave columns i of two bf16 rows into packed elements.
 INLINE void interleave(vi32 a, vi32 b, vi32* lo, vi32* hi) {
   alignas(64) static const uint16_t idx[2][32] = {
-      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
-      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+      {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
   *lo = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[0]), (__m512i)b);
   *hi = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[1]), (__m512i)b);
 }

@@ -178,7 +178,8 @@ INLINE V vabs(V x) {
 template <class V>
 INLINE V fma(V a, V b, V c) {
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  if constexpr (std::is_same_v<scalar_of<V>, float>)
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   else return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 #else
   return a * b + c;  // contracted by GCC's default, -ffp-contract=fast
@@ -204,7 +205,8 @@ INLINE mask mask_range(int64_t lo, int64_t hi) {
 template <class V>
 INLINE V select(mask m, V a, V b) {
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a);
+  if constexpr (std::is_same_v<scalar_of<V>, float>)
+    return (V)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a);
   else return (V)_mm512_mask_blend_pd(__mmask8(m), (__m512d)b, (__m512d)a);
 #else
   using I = ivec_of<V>;
@@ -247,7 +249,8 @@ INLINE void transpose(V* v) {
   V t[n] = {};
   UNROLL for (int step = 1; step < n; step *= 2) {
     UNROLL for (int i = 0; i < n / 2; i++) t[2 * i] = unpack_lo_(v[i], v[i + n / 2], lanes),
-                                                 t[2 * i + 1] = unpack_hi_(v[i], v[i + n / 2], lanes);
+                                                 t[2 * i + 1] =
+                                                     unpack_hi_(v[i], v[i + n / 2], lanes);
     UNROLL for (int i = 0; i < n; i++) v[i] = t[i];
   }
 }
@@ -287,7 +290,8 @@ INLINE V swap_(V a, int w, std::integer_sequence<int, I...>) {
 }
 template <class V, class Op>
 INLINE scalar_of<V> reduce(V v, Op op) {
-  UNROLL for (int w = kWidth<V> / 2; w > 0; w /= 2) v = op(v, swap_(v, w, std::make_integer_sequence<int, kWidth<V>>()));
+  UNROLL for (int w = kWidth<V> / 2; w > 0; w /= 2) v =
+      op(v, swap_(v, w, std::make_integer_sequence<int, kWidth<V>>()));
   return v[0];
 }
 constexpr auto op_add = [](auto a, auto b) { return a + b; };
@@ -303,7 +307,8 @@ struct Exp2Polynomial;
 #if defined(__AVX512F__)
 template <>
 struct Exp2Polynomial<float, 4> {
-  static constexpr float c[] = {0.013426683843135834f, 0.052242476493120193f, 0.241280198097229f, 0.6930448412895203f, 1.0f};
+  static constexpr float c[] = {0.013426683843135834f, 0.052242476493120193f, 0.241280198097229f,
+                                0.6930448412895203f, 1.0f};
 };
 template <>
 struct Exp2Polynomial<float, 5> {
@@ -313,7 +318,8 @@ struct Exp2Polynomial<float, 5> {
 #else
 template <>
 struct Exp2Polynomial<float, 4> {
-  static constexpr float c[] = {0.009582852944731712f, 0.055906426161527634f, 0.24024099111557007f, 0.6931241750717163f, 1.0f};
+  static constexpr float c[] = {0.009582852944731712f, 0.055906426161527634f, 0.24024099111557007f,
+                                0.6931241750717163f, 1.0f};
 };
 template <>
 struct Exp2Polynomial<float, 5> {
@@ -335,7 +341,8 @@ template <int DEGREE, int N, class V>
 INLINE void exp2_polynomial(const V (&f)[N], V (&p)[N]) {
   constexpr auto& c = Exp2Polynomial<scalar_of<V>, DEGREE>::c;
   UNROLL for (int i = 0; i < N; i++) p[i] = set1<V>(c[0]);
-  UNROLL for (int k = 1; k < int(sizeof(c) / sizeof(*c)); k++) UNROLL for (int i = 0; i < N; i++) p[i] = fma(p[i], f[i], set1<V>(c[k]));
+  UNROLL for (int k = 1; k < int(sizeof(c) / sizeof(*c)); k++) UNROLL for (int i = 0; i < N; i++)
+      p[i] = fma(p[i], f[i], set1<V>(c[k]));
 }
 
 // x = 2^x for N interleaved vectors: one vector is a chain of 50 cycles, and a core's window holds
@@ -348,7 +355,8 @@ INLINE void exp2_each(V (&x)[N]) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<A, float>) {
     // f = x - floor(x)
-    UNROLL for (int i = 0; i < N; i++) f[i] = (V)_mm512_reduce_ps((__m512)x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    UNROLL for (int i = 0; i < N; i++) f[i] =
+        (V)_mm512_reduce_ps((__m512)x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     exp2_polynomial<DEGREE>(f, p);
     // p 2^floor(x)
     UNROLL for (int i = 0; i < N; i++) x[i] = (V)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);

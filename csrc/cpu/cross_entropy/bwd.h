@@ -20,8 +20,11 @@ struct LogitGradient {
   typename T::elem* dz;  // (rows of the chunk, columns)
 
   size_t scratch_bytes() const { return 0; }
-  void fetch(int64_t m0, int64_t count, int64_t n0, int64_t n) const { fetch_rows(dz + m0 * columns + n0, columns, count, n); }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n, Arena&) const {
+  void fetch(int64_t m0, int64_t count, int64_t n0, int64_t n) const {
+    fetch_rows(dz + m0 * columns + n0, columns, count, n);
+  }
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n,
+                  Arena&) const {
     const int64_t c0 = first_class + n0;
     const Bias<T> bias(p.bias, c0, n);
     const acc even = acc(p.label_smoothing / double(p.classes)), rest = acc(1 - p.label_smoothing);
@@ -32,10 +35,12 @@ struct LogitGradient {
         for (int64_t j = 0; j < n; j += T::width) store(row + j, vec{});
       } else {
         const acc* split_lse = static_cast<const acc*>(f.split_lse);
-        const acc row_max = split_lse[at], log_sum = split_lse[p.rows + at], g = static_cast<const acc*>(f.upstream)[at];
+        const acc row_max = split_lse[at], log_sum = split_lse[p.rows + at],
+                  g = static_cast<const acc*>(f.upstream)[at];
         for (int64_t j = 0; j < n; j += T::width) {
           const vec z = load(row + j) + bias.at(j);
-          store(row + j, vec(exp_of(vec(z - set1<vec>(row_max) - set1<vec>(log_sum))) - set1<vec>(even)));
+          store(row + j,
+                vec(exp_of(vec(z - set1<vec>(row_max) - set1<vec>(log_sum))) - set1<vec>(even)));
         }
         if (c >= 0 && c < n) row[c] -= rest;
         for (int64_t j = 0; j < n; j += T::width) store(row + j, vec(load(row + j) * set1<vec>(g)));
@@ -47,7 +52,8 @@ struct LogitGradient {
 
 // Do the same with stored logits: pass their tiles, `rows` x `columns`, to the gemm's epilogue.
 template <class T>
-void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* product, int64_t rows, int64_t columns) {
+void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* product, int64_t rows,
+                     int64_t columns) {
   using acc = typename T::acc;
   const int64_t panels = ceil_div(columns, kPanel<T>), stride = epilogue.p.classes;
   for_each_task(panels * ceil_div(rows, kPart<T>), epilogue.p.threads, [&](int64_t task) {
@@ -58,7 +64,8 @@ void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* pr
     acc* tile = local_arena.take<acc>(kPart<T> * kPanel<T>);
     for (int64_t r = 0; r < count; r++)
       for (int64_t j = 0; j < width; j += T::width)
-        store(tile + r * kPanel<T> + j, VectorOf<T>::load(product + (m + r) * stride + n + j, width - j));
+        store(tile + r * kPanel<T> + j,
+              VectorOf<T>::load(product + (m + r) * stride + n + j, width - j));
     epilogue(&tile, kPanel<T>, m, count, n, width, local_arena);
   });
 }
@@ -66,8 +73,9 @@ void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* pr
 // Add the gradients of rows [first, first + count): dx of these rows, dweight and dbias, as
 // requested. dweight and dbias require all rows in one call.
 template <class T>
-void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBackward& f, const uint8_t* live, int64_t first, int64_t count,
-                             bool want_dx, bool want_rest) {
+void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBackward& f,
+                             const uint8_t* live, int64_t first, int64_t count, bool want_dx,
+                             bool want_rest) {
   using acc = typename T::acc;
   using elem = typename T::elem;
   const BackwardPlan<T> plan(p, count, want_dx, want_rest);
@@ -88,7 +96,8 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
       const int64_t rows = min(step, count - r), row = first + r;
       const LogitGradient<T> to_dz{p, f, row, c, n, dz};
       if (f.product) {
-        logit_gradients<T>(to_dz, static_cast<const acc*>(f.product) + row * p.classes + c, rows, n);
+        logit_gradients<T>(to_dz, static_cast<const acc*>(f.product) + row * p.classes + c, rows,
+                           n);
       } else {
         logits_product<T>(p, row, rows, c, n).run(to_dz);
       }
@@ -103,7 +112,8 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
         for (int64_t j = 0; j < n; j++) columns[j] = r ? columns[j] + column[j] : column[j];
       }
     }
-    if (want_rest && f.dweight && !plan.one_chunk) round_rows<T>(dweight, n, d, p.threads, elements<T>(f.dweight) + c * d);
+    if (want_rest && f.dweight && !plan.one_chunk)
+      round_rows<T>(dweight, n, d, p.threads, elements<T>(f.dweight) + c * d);
     if (want_rest && f.dbias)
       for (int64_t j = 0; j < n; j++) static_cast<acc*>(f.dbias)[c + j] = columns[j];
   }
@@ -122,7 +132,8 @@ void cross_entropy_backward(const CrossEntropyProblem& p, const CrossEntropyBack
   for (int64_t r = 0; r < p.rows; r++) live[r] = p.target[r] != p.ignore_index;
   const bool rest = f.dweight || f.dbias;
   const int64_t at_once = BackwardPlan<T>::rows_at_once(p);
-  if (p.rows <= at_once || !f.dx) return cross_entropy_gradients<T>(p, f, live, 0, p.rows, f.dx, rest);
+  if (p.rows <= at_once || !f.dx)
+    return cross_entropy_gradients<T>(p, f, live, 0, p.rows, f.dx, rest);
   for (int64_t first = 0; first < p.rows; first += at_once)
     cross_entropy_gradients<T>(p, f, live, first, min(at_once, p.rows - first), true, false);
   if (rest) cross_entropy_gradients<T>(p, f, live, 0, p.rows, false, true);

@@ -18,8 +18,10 @@ using pt::binding::Binding;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-pt::CrossEntropyProblem problem_of(pt::binding::IndexCopies& copies, const Tensor& x, const Tensor& weight, const Tensor& target,
-                                   const MaybeTensor& bias, int64_t ignore_index, double label_smoothing) {
+pt::CrossEntropyProblem problem_of(pt::binding::IndexCopies& copies, const Tensor& x,
+                                   const Tensor& weight, const Tensor& target,
+                                   const MaybeTensor& bias, int64_t ignore_index,
+                                   double label_smoothing) {
   pt::CrossEntropyProblem p{};
   const Binding binding(kOp, x);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must be matrices");
@@ -32,28 +34,33 @@ pt::CrossEntropyProblem problem_of(pt::binding::IndexCopies& copies, const Tenso
   p.target = copies.copy<int64_t>(binding.integers(target, "target", p.rows), p.rows);
   p.ignore_index = ignore_index, p.label_smoothing = label_smoothing;
   for (int64_t r = 0; r < p.rows; r++)
-    STD_TORCH_CHECK(p.target[r] == ignore_index || (p.target[r] >= 0 && p.target[r] < p.classes), kOp, ": target ", p.target[r],
-                    " is not between 0 and ", p.classes - 1);
+    STD_TORCH_CHECK(p.target[r] == ignore_index || (p.target[r] >= 0 && p.target[r] < p.classes),
+                    kOp, ": target ", p.target[r], " is not between 0 and ", p.classes - 1);
   p.threads = pt::pool_threads();
   return p;
 }
 
-void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor split_lse, MaybeTensor product,
-                              int64_t ignore_index, double label_smoothing) {
+void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss,
+                              Tensor split_lse, MaybeTensor product, int64_t ignore_index,
+                              double label_smoothing) {
   pt::binding::IndexCopies copies;
-  const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
+  const pt::CrossEntropyProblem p =
+      problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
   const Binding binding(kOp, x);
   void* kept = binding.vector(product, "product", p.rows * p.classes);
   if (kept) pt::advise_huge_pages(kept, product->numel() * product->element_size());
   PT_SELECT(cross_entropy_kernels)
-      .forward(p, {binding.vector(loss, "loss", p.rows), binding.vector(split_lse, "split_lse", 2 * p.rows), kept});
+      .forward(p, {binding.vector(loss, "loss", p.rows),
+                   binding.vector(split_lse, "split_lse", 2 * p.rows), kept});
 }
 
-void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor split_lse,
-                              MaybeTensor product, MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index,
-                              double label_smoothing) {
+void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target,
+                              MaybeTensor bias, Tensor split_lse, MaybeTensor product,
+                              MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias,
+                              int64_t ignore_index, double label_smoothing) {
   pt::binding::IndexCopies copies;
-  const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
+  const pt::CrossEntropyProblem p =
+      problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
   const Binding binding(kOp, x);
   pt::CrossEntropyBackward f;
   f.split_lse = binding.vector(split_lse, "split_lse", 2 * p.rows);
@@ -67,7 +74,8 @@ void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor t
 
 // Return the scratch bytes of forward and backward. Only the dtype of x is read. kept: forward
 // stores the logits for backward.
-int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int64_t classes, bool kept) {
+int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int64_t classes,
+                                     bool kept) {
   pt::check_sizes(kOp, {rows, depth, classes});
   pt::CrossEntropyProblem p{};
   p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
@@ -79,12 +87,16 @@ int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int6
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) loss, Tensor(b!) split_lse, "
+      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) "
+      "loss, Tensor(b!) split_lse, "
       "Tensor(c!)? product, int ignore_index, float label_smoothing) -> ()");
   m.def(
-      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor split_lse, "
-      "Tensor? product, Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, float label_smoothing) -> ()");
-  m.def("linear_cross_entropy_scratch(Tensor x, int rows, int depth, int classes, bool kept) -> int");
+      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? "
+      "bias, Tensor split_lse, "
+      "Tensor? product, Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, "
+      "float label_smoothing) -> ()");
+  m.def(
+      "linear_cross_entropy_scratch(Tensor x, int rows, int depth, int classes, bool kept) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("linear_cross_entropy_fwd", TORCH_BOX(&linear_cross_entropy_fwd));

@@ -23,26 +23,31 @@ constexpr int64_t kSumBytes = int64_t(8) << 20;  // float sums of dx for 16-bit 
 // Return the rows per chunk: enough to make packing the weights cheap, with little stored per
 // chunk.
 INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
-  return min(p.rows, clamp(kChunkElements / max<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
+  return min(p.rows,
+             clamp(kChunkElements / max<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
 }
 
 // Return the gemm x weight^T of rows [first, first + rows) and classes [c, c + n).
 template <class T>
-Matmul<T, 1, false> logits_product(const CrossEntropyProblem& p, int64_t first, int64_t rows, int64_t c, int64_t n) {
-  const Product<T> logits[1] = {
-      {rows_of<T>(elements<T>(p.x) + first * p.depth, p.depth, false), rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
+Matmul<T, 1, false> logits_product(const CrossEntropyProblem& p, int64_t first, int64_t rows,
+                                   int64_t c, int64_t n) {
+  const Product<T> logits[1] = {{rows_of<T>(elements<T>(p.x) + first * p.depth, p.depth, false),
+                                 rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
   return {logits, rows, n, p.depth, p.threads};
 }
 // Return the gemms dz weight, and dz^T x over live rows. dz: rows of n classes.
 template <class T>
-Matmul<T, 1, false> dx_product(const CrossEntropyProblem& p, const typename T::elem* dz, int64_t rows, int64_t c, int64_t n) {
-  const Product<T> by_class[1] = {{rows_of<T>(dz, n, false), rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, true)}};
+Matmul<T, 1, false> dx_product(const CrossEntropyProblem& p, const typename T::elem* dz,
+                               int64_t rows, int64_t c, int64_t n) {
+  const Product<T> by_class[1] = {
+      {rows_of<T>(dz, n, false), rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, true)}};
   return {by_class, rows, p.depth, n, p.threads};
 }
 template <class T>
-Matmul<T, 1, false> dweight_product(const CrossEntropyProblem& p, const typename T::elem* dz, const uint8_t* live, int64_t first,
-                                    int64_t rows, int64_t n) {
-  const Product<T> by_row[1] = {{rows_of<T>(dz, n, true), {elements<T>(p.x) + first * p.depth, p.depth, true, live + first}}};
+Matmul<T, 1, false> dweight_product(const CrossEntropyProblem& p, const typename T::elem* dz,
+                                    const uint8_t* live, int64_t first, int64_t rows, int64_t n) {
+  const Product<T> by_row[1] = {
+      {rows_of<T>(dz, n, true), {elements<T>(p.x) + first * p.depth, p.depth, true, live + first}}};
   return {by_row, n, p.depth, rows, p.threads};
 }
 
@@ -59,7 +64,8 @@ struct RowSums {
   int64_t size;
   acc *maximum, *sum, *logits;  // sums of exp(z - maximum) and of z; total or per panel
   static size_t bytes(int64_t size) { return 3 * Arena::bytes_for<acc>(size); }
-  RowSums(int64_t n, Arena& arena) : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
+  RowSums(int64_t n, Arena& arena)
+      : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
 };
 
 template <class T>
@@ -67,7 +73,8 @@ struct ForwardPlan {
   static constexpr int64_t kStep = kBlockPanels * kPanel<T>;  // classes between two merges
   static size_t arena_bytes(int64_t rows) {
     const int64_t size = round_up(rows, T::width);
-    return RowSums<T>::bytes(size) + RowSums<T>::bytes(kBlockPanels * size) + Arena::bytes_for<typename T::acc>(size);
+    return RowSums<T>::bytes(size) + RowSums<T>::bytes(kBlockPanels * size) +
+           Arena::bytes_for<typename T::acc>(size);
   }
 };
 
@@ -84,18 +91,22 @@ struct BackwardPlan {
   int64_t dx_sums, dweight_sums;  // numbers stored apart from the gradients
   size_t arena_bytes;
 
-  BackwardPlan(const CrossEntropyProblem& p, int64_t count, bool want_dx, bool want_rest) : step(min(count, chunk_rows(p))) {
+  BackwardPlan(const CrossEntropyProblem& p, int64_t count, bool want_dx, bool want_rest)
+      : step(min(count, chunk_rows(p))) {
     const int64_t fit = kBlockBytes / (max(step, p.depth) * int64_t(sizeof(elem)));
     block = min(max(fit / kPanel<T> * kPanel<T>, kLeastBlock), round_up(p.classes, kPanel<T>));
     one_chunk = count <= step;
-    dx_sums = want_dx && !kSumsInPlace ? count * p.depth : 0, dweight_sums = want_rest && !one_chunk ? block * p.depth : 0;
-    arena_bytes = Arena::bytes_for<elem>(step * block) + 2 * Arena::bytes_for<acc>(block) + (dx_sums ? Arena::bytes_for<acc>(dx_sums) : 0) +
+    dx_sums = want_dx && !kSumsInPlace ? count * p.depth : 0,
+    dweight_sums = want_rest && !one_chunk ? block * p.depth : 0;
+    arena_bytes = Arena::bytes_for<elem>(step * block) + 2 * Arena::bytes_for<acc>(block) +
+                  (dx_sums ? Arena::bytes_for<acc>(dx_sums) : 0) +
                   (dweight_sums ? Arena::bytes_for<acc>(dweight_sums) : 0);
   }
   // Return the rows with float sums of dx beside 16-bit gradients at a time. A second group of rows
   // costs another gemm of logits.
   static int64_t rows_at_once(const CrossEntropyProblem& p) {
-    return sizeof(elem) == 2 ? max(chunk_rows(p), kSumBytes / (p.depth * int64_t(sizeof(float)))) : p.rows;
+    return sizeof(elem) == 2 ? max(chunk_rows(p), kSumBytes / (p.depth * int64_t(sizeof(float))))
+                             : p.rows;
   }
 };
 
@@ -106,11 +117,16 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
   using Backward = BackwardPlan<T>;
   const uint8_t live = 1;  // masked rows change the form of a gemm
   Scratch s;
-  const auto edges = [](int64_t all, int64_t step, const auto& f) { f(min(all, step)), f((all - 1) % step + 1); };
-  const auto measure = [&](const auto& product) { s.include(product.scratch(StoreEpilogue<T>(nullptr, 0, 0))); };
+  const auto edges = [](int64_t all, int64_t step, const auto& f) {
+    f(min(all, step)), f((all - 1) % step + 1);
+  };
+  const auto measure = [&](const auto& product) {
+    s.include(product.scratch(StoreEpilogue<T>(nullptr, 0, 0)));
+  };
   edges(p.rows, chunk_rows(p), [&](int64_t rows) {
     s.own = max(s.own, ForwardPlan<T>::arena_bytes(rows));
-    edges(p.classes, ForwardPlan<T>::kStep, [&](int64_t n) { measure(logits_product<T>(p, 0, rows, 0, n)); });
+    edges(p.classes, ForwardPlan<T>::kStep,
+          [&](int64_t n) { measure(logits_product<T>(p, 0, rows, 0, n)); });
   });
   s.setup = Arena::bytes_for<uint8_t>(p.rows + 2 * T::pack);
   // Mirror the calls in cross_entropy_backward(): the last rows of a split may use larger blocks of
@@ -123,7 +139,9 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
         if (kept) s.local = max(s.local, kept_tile_bytes<T>());
         else measure(logits_product<T>(p, 0, rows, 0, n));
         if (want_dx) measure(dx_product<T>(p, nullptr, rows, 0, n));
-        if (want_rest) measure(dweight_product<T>(p, nullptr, &live, 0, rows, n)), s.include(ColumnSumsPlan<T>(rows, n).scratch);
+        if (want_rest)
+          measure(dweight_product<T>(p, nullptr, &live, 0, rows, n)),
+              s.include(ColumnSumsPlan<T>(rows, n).scratch);
       });
     });
   };

@@ -40,7 +40,8 @@ vf exp_minus_half_square(vf x) {
   constexpr float high = float(k), low = float(k - double(high));
   const vf square = x * x, rest = fma_by_name(x, x, -square);
   const vf z = square * set1<vf>(high);
-  const vf correction = fma_by_name(square, set1<vf>(high), -z) + fma(square, set1<vf>(low), rest * set1<vf>(high));
+  const vf correction =
+      fma_by_name(square, set1<vf>(high), -z) + fma(square, set1<vf>(low), rest * set1<vf>(high));
 #else  // double preserves the rounding error
   vf z, correction;
   for (int i = 0; i < kWidth<vf>; i++) {
@@ -69,9 +70,12 @@ template <bool HALF>
 INLINE ValueSlope<vf> gelu(vf x) {
   constexpr float P[] = {-0.0206235521f, 0.112436063f,  -0.228214651f, 0.191785926f, -0.0794246359f,
                          0.0961574379f,  0.0783894444f, 0.110235468f,  0.119571809f, 0.11968669f};
-  constexpr float R[] = {-0.0731040463f, 0.204289377f, -0.00389137212f, 0.13740705f, 0.11537759f, 0.119929418f};
-  const vf t = vmin(set1<vf>(20.f), vabs(x)), u = set1<vf>(1.f) / fma(set1<vf>(0.3f), t, set1<vf>(1.f));
-  const vf e = HALF ? exp2v<4>(vf(t * t * set1<vf>(float(-0.5 * kLog2e)))) : exp_minus_half_square(t);
+  constexpr float R[] = {-0.0731040463f, 0.204289377f, -0.00389137212f,
+                         0.13740705f,    0.11537759f,  0.119929418f};
+  const vf t = vmin(set1<vf>(20.f), vabs(x)),
+           u = set1<vf>(1.f) / fma(set1<vf>(0.3f), t, set1<vf>(1.f));
+  const vf e =
+      HALF ? exp2v<4>(vf(t * t * set1<vf>(float(-0.5 * kLog2e)))) : exp_minus_half_square(t);
   const vf q = e * ((HALF ? polynomial(R, u) : polynomial(P, u)) * u), cdf = x < 0 ? q : 1 - q;
   return {x * cdf, fma(x, e * set1<vf>(0.3989422804014327f), cdf)};
 }
@@ -97,8 +101,10 @@ template <class V>
 INLINE ValueSlope<V> gelu_tanh(V x) {
   using A = scalar_of<V>;
   const V c = vmin(set1<V>(40), vmax(set1<V>(-40), x)), square = c * c;
-  const V s = sigmoid(V(c * fma(set1<V>(A(2 * 0.79788456080286535588 * 0.044715)), square, set1<V>(A(2 * 0.79788456080286535588)))));
-  const V slope = fma(set1<V>(A(6 * 0.79788456080286535588 * 0.044715)), square, set1<V>(A(2 * 0.79788456080286535588)));
+  const V s = sigmoid(V(c * fma(set1<V>(A(2 * 0.79788456080286535588 * 0.044715)), square,
+                                set1<V>(A(2 * 0.79788456080286535588)))));
+  const V slope = fma(set1<V>(A(6 * 0.79788456080286535588 * 0.044715)), square,
+                      set1<V>(A(2 * 0.79788456080286535588)));
   return {x * s, fma(c * s, (1 - s) * slope, s)};
 }
 template <class V>

@@ -20,10 +20,12 @@ using pt::Tensor;
 
 constexpr const char* kOp = "feed_forward";
 
-pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
-                                  const MaybeTensor& seed, int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
+pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight,
+                                  const Tensor& w2, const MaybeTensor& seed, int64_t activation,
+                                  int64_t row_start, int64_t column_start, double dropout_p) {
   pt::FeedForwardProblem p{};
-  STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
+  STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2,
+                  "feed_forward: x, w1 and w2 must be matrices");
   const pt::binding::Binding binding(kOp, x);
   p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
   p.rows = x.size(0), p.in = x.size(1), p.hidden = w1.size(0), p.out = w2.size(0);
@@ -32,19 +34,23 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
   p.w1 = binding.matrix(w1, "w1", p.hidden, p.in);
   p.gate_weight = binding.matrix(gate_weight, "gate_weight", p.hidden, p.in);
   p.w2 = binding.matrix(w2, "w2", p.out, p.hidden);
-  STD_TORCH_CHECK(activation >= 0 && activation < int64_t(pt::kActivationNames.size()), "feed_forward: unknown activation ", activation);
+  STD_TORCH_CHECK(activation >= 0 && activation < int64_t(pt::kActivationNames.size()),
+                  "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
-  p.row_start = row_start, p.column_start = column_start, p.drop_threshold = pt::drop_threshold_of(dropout_p);
+  p.row_start = row_start, p.column_start = column_start,
+  p.drop_threshold = pt::drop_threshold_of(dropout_p);
   pt::check_start(kOp, row_start, "row_start"), pt::check_start(kOp, column_start, "column_start");
   if (p.drop_threshold) p.seed = pt::seed_of(kOp, seed);
   p.threads = pt::pool_threads();
   return p;
 }
 
-void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weight, MaybeTensor gate_bias, Tensor w2, MaybeTensor b2,
-                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation, int64_t row_start,
-                      int64_t column_start, double dropout_p) {
-  pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
+void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weight,
+                      MaybeTensor gate_bias, Tensor w2, MaybeTensor b2, MaybeTensor dropout_seed,
+                      MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation,
+                      int64_t row_start, int64_t column_start, double dropout_p) {
+  pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start,
+                                        column_start, dropout_p);
   const pt::binding::Binding binding(kOp, x);
   p.b1 = binding.vector(b1, "b1", p.hidden);
   p.gate_bias = binding.vector(gate_bias, "gate_bias", p.hidden);
@@ -53,7 +59,8 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   f.pre = binding.target(pre, "pre", p.rows, p.hidden);
   f.gate = binding.target(gate, "gate", p.rows, p.hidden);
   f.y = binding.target(out, "out", p.rows, p.out);
-  STD_TORCH_CHECK(p.gate_weight || (!p.gate_bias && !f.gate), kOp, ": gate and gate_bias need a gate_weight");
+  STD_TORCH_CHECK(p.gate_weight || (!p.gate_bias && !f.gate), kOp,
+                  ": gate and gate_bias need a gate_weight");
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
@@ -67,17 +74,21 @@ void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) 
   p.rows = x.size(0), p.hidden = x.size(1), p.out = weight.size(0);
   p.x = binding.matrix(x, "x", p.rows, p.hidden);
   const bool along_k = !weight.is_contiguous();
-  p.w2 = along_k ? binding.transposed(weight, "weight", p.out, p.hidden) : binding.matrix(weight, "weight", p.out, p.hidden);
+  p.w2 = along_k ? binding.transposed(weight, "weight", p.out, p.hidden)
+                 : binding.matrix(weight, "weight", p.out, p.hidden);
   p.b2 = binding.vector(bias, "bias", p.out);
   p.threads = pt::pool_threads();
   PT_SELECT(feed_forward_kernels).linear(p, along_k, binding.target(out, "out", p.rows, p.out));
 }
 
-void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,
-                      MaybeTensor dropout_seed, Tensor hidden, Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1,
-                      MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
-                      int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
-  const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
+void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2,
+                      Tensor pre, MaybeTensor gate, MaybeTensor dropout_seed, Tensor hidden,
+                      Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1,
+                      MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias,
+                      MaybeTensor dw2, MaybeTensor db2, int64_t activation, int64_t row_start,
+                      int64_t column_start, double dropout_p) {
+  const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation,
+                                              row_start, column_start, dropout_p);
   const pt::binding::Binding binding(kOp, x);
   pt::FeedForwardBackward f;
   f.dy = binding.matrix(d_out, "d_out", p.rows, p.out);
@@ -100,7 +111,8 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
 }
 
 // Return the scratch bytes of forward and backward. Only the dtype of x is read.
-int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden, int64_t out, bool gated) {
+int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden, int64_t out,
+                             bool gated) {
   pt::check_sizes(kOp, {rows, in, hidden, out});
   pt::FeedForwardProblem p{};
   p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
@@ -110,23 +122,32 @@ int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden,
   return PT_SELECT(feed_forward_kernels).scratch_bytes(p);
 }
 
-std::vector<std::string> feed_forward_activations() { return {pt::kActivationNames.begin(), pt::kActivationNames.end()}; }
+std::vector<std::string> feed_forward_activations() {
+  return {pt::kActivationNames.begin(), pt::kActivationNames.end()};
+}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      "feed_forward_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor? gate_weight, Tensor? gate_bias, Tensor w2, Tensor? b2, "
-      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int activation, int row_start, "
+      "feed_forward_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor? gate_weight, Tensor? gate_bias, "
+      "Tensor w2, Tensor? b2, "
+      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int activation, "
+      "int row_start, "
       "int column_start, float dropout_p) -> ()");
   m.def(
-      "feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, Tensor? gate_weight, Tensor w2, Tensor pre, Tensor? gate, "
-      "Tensor? dropout_seed, Tensor(a!) hidden, Tensor(b!) d_pre, Tensor(c!)? d_gate, Tensor(d!)? dx, Tensor(e!)? dw1, "
-      "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, Tensor(j!)? db2, int activation, int row_start, "
+      "feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, Tensor? gate_weight, Tensor w2, Tensor "
+      "pre, Tensor? gate, "
+      "Tensor? dropout_seed, Tensor(a!) hidden, Tensor(b!) d_pre, Tensor(c!)? d_gate, Tensor(d!)? "
+      "dx, Tensor(e!)? dw1, "
+      "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, "
+      "Tensor(j!)? db2, int activation, int row_start, "
       "int column_start, float dropout_p) -> ()");
   m.def("feed_forward_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("feed_forward_activations() -> str[]");  // in the order of their numbers
-  m.def("feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> int");
+  m.def(
+      "feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> "
+      "int");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("feed_forward_fwd", TORCH_BOX(&feed_forward_fwd));

@@ -20,12 +20,15 @@ class TileDropout {
   static size_t bytes() { return ColumnKeep::bytes(kPanel<T>); }
   TileDropout(const FeedForwardProblem& p, int64_t n0, Arena& arena)
       : active_(p.drop_threshold > 0), scale_(typename T::acc(keep_scale(p.drop_threshold))),
-        keep_(p.seed, p.drop_threshold, kTagFeedForward, p.column_start + n0, kPanel<T>, arena), row_start_(p.row_start) {}
+        keep_(p.seed, p.drop_threshold, kTagFeedForward, p.column_start + n0, kPanel<T>, arena),
+        row_start_(p.row_start) {}
   INLINE void apply(int64_t row, typename T::acc* values, int64_t n) {
     using vec = typename T::vec;
     if (!active_) return;
     keep_.row(uint64_t(row + row_start_));
-    update_row<T>(values, n, [&](int64_t j, vec v) { return select(keep_.at(j), V(v * set1<vec>(scale_)), vec{}); });
+    update_row<T>(values, n, [&](int64_t j, vec v) {
+      return select(keep_.at(j), V(v * set1<vec>(scale_)), vec{});
+    });
   }
 
  private:
@@ -53,7 +56,8 @@ struct HiddenEpilogue {
     for (void* kept : {f.pre, f.gate})
       if (kept) fetch_rows(elements<T>(kept) + at, p.hidden, rows, n);
   }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n,
+                  Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     const Bias<T> b1(p.b1, n0, n), bg(p.gate_bias, n0, n);
     with_activation<T>(p.activation, [&](auto act) {
@@ -84,22 +88,25 @@ struct HiddenEpilogue {
 constexpr int64_t kHiddenBytes = int64_t(32) << 20, kLeastHiddenRows = 2048;
 template <class T>
 int64_t hidden_rows(const FeedForwardProblem& p) {
-  return min(p.rows, max(kLeastHiddenRows, kHiddenBytes / (p.hidden * int64_t(sizeof(typename T::elem)))));
+  return min(p.rows,
+             max(kLeastHiddenRows, kHiddenBytes / (p.hidden * int64_t(sizeof(typename T::elem)))));
 }
 
 // Visit the gemms of rows [first, first + rows), each with its epilogue: visit(gemm, epilogue) runs
 // or measures it. h: hidden of these rows.
 template <class T, class Visit>
-void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, typename T::elem* h, int64_t first, int64_t rows,
-                      const Visit& visit) {
+void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, typename T::elem* h,
+                      int64_t first, int64_t rows, const Visit& visit) {
   const auto x = rows_of<T>(elements<T>(p.x) + first * p.in, p.in, false);
   const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
   if (p.gate_weight) {
     const Product<T> both[2] = {up, {x, rows_of<T>(p.gate_weight, p.in, false)}};
-    visit_product<T, 2>(both, rows, p.hidden, p.in, p.threads, HiddenEpilogue<T, true>{p, f, h, first}, visit);
+    visit_product<T, 2>(both, rows, p.hidden, p.in, p.threads,
+                        HiddenEpilogue<T, true>{p, f, h, first}, visit);
   } else {
     const Product<T> one[1] = {up};
-    visit_product<T, 1>(one, rows, p.hidden, p.in, p.threads, HiddenEpilogue<T, false>{p, f, h, first}, visit);
+    visit_product<T, 1>(one, rows, p.hidden, p.in, p.threads,
+                        HiddenEpilogue<T, false>{p, f, h, first}, visit);
   }
   if (!f.y) return;
   const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
@@ -110,9 +117,11 @@ void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, 
 // Run the last gemm alone, on x. along_k: w2 is (hidden, out).
 template <class T>
 void feed_forward_linear(const FeedForwardProblem& p, bool along_k, void* y) {
-  const Product<T> one[1] = {{rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, along_k ? p.out : p.hidden, along_k)}};
+  const Product<T> one[1] = {
+      {rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, along_k ? p.out : p.hidden, along_k)}};
   const StoreEpilogue<T> store(elements<T>(y), p.rows, p.out, p.b2);
-  if (FewRowsAlongK<T>::pays(one[0], p.rows)) FewRowsAlongK<T>(one[0], p.rows, p.out, p.hidden, p.threads).run(store);
+  if (FewRowsAlongK<T>::pays(one[0], p.rows))
+    FewRowsAlongK<T>(one[0], p.rows, p.out, p.hidden, p.threads).run(store);
   else visit_product<T, 1>(one, p.rows, p.out, p.hidden, p.threads, store, RunProduct());
 }
 
@@ -125,7 +134,8 @@ void feed_forward_forward(const FeedForwardProblem& p, const FeedForwardForward&
     hidden_arena.reset(Arena::bytes_for<elem>(step * p.hidden));
     h = hidden_arena.take<elem>(step * p.hidden);
   }
-  for (int64_t first = 0; first < p.rows; first += step) forward_products<T>(p, f, h, first, min(step, p.rows - first), RunProduct());
+  for (int64_t first = 0; first < p.rows; first += step)
+    forward_products<T>(p, f, h, first, min(step, p.rows - first), RunProduct());
 }
 
 }  // namespace PT_ISA

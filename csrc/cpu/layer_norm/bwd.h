@@ -60,7 +60,8 @@ struct NormBackwardRow {
     RowSum<vec> sum_x, sum_g, sum_gx;
     columns<X::width>(
         n,
-        [=, &sum_x, &sum_g, &sum_gx, w = static_cast<const acc*>(p.weight)](int64_t j, int slot, auto lanes) {
+        [=, &sum_x, &sum_g, &sum_gx, w = static_cast<const acc*>(p.weight)](int64_t j, int slot,
+                                                                            auto lanes) {
           const vec x = in_row(r.unshifted(R::load(r.h + j, lanes)), lanes);
           vec g = X::load(r.d_out + j, lanes);
           if (w) g = g * A::load(w + j, lanes);
@@ -78,31 +79,33 @@ struct NormBackwardRow {
 
   INLINE void write(const Row& r, const ColumnKeep& keep) const {
     // Prefetch ahead. A branch in the loop costs more than a second prefetch of a line.
-    const auto *h = r.h + ahead * f.h.inner, *residual = r.d_residual_out ? r.d_residual_out + ahead * f.d_residual_out.inner : h;
+    const auto *h = r.h + ahead * f.h.inner,
+               *residual = r.d_residual_out ? r.d_residual_out + ahead * f.d_residual_out.inner : h;
     const auto* d_out = r.d_out + ahead * f.d_out.inner;
-    columns<X::width>(p.columns, [=, &keep, w = static_cast<const acc*>(p.weight), dweight = dweight, dbias = dbias, scale = scale](
-                                     int64_t j, int slot, auto lanes) {
-      fetch<false>(h, j, slot);
-      fetch<false>(d_out, j, slot);
-      fetch<false>(residual, j, slot);
-      const vec x = r.unshifted(R::load(r.h + j, lanes)) - set1<vec>(r.shift);
-      const vec dy = X::load(r.d_out + j, lanes);
-      if constexpr (PARAMETERS) {
-        store(dweight + j, fma(dy, x, load(dweight + j)));
-        store(dbias + j, load(dbias + j) + dy);
-      }
-      const vec g = w ? dy * A::load(w + j, lanes) : dy;
-      vec dh = fma(g, set1<vec>(r.rstd), set1<vec>(-r.rstd * r.mean_g));
-      dh = fma(x, set1<vec>(-r.rstd * r.mean_gx), dh);
-      if (r.d_residual_out) dh = dh + R::load(r.d_residual_out + j, lanes);
-      const auto store = [=, &keep] {
-        if (r.dresidual) put<R, STREAM>(r.dresidual + j, lanes, dh);
-        const vec kept = DROP ? select(keep.at(j), dh * set1<vec>(scale), vec{}) : dh;
-        if (r.dx) put<X, STREAM>(r.dx + j, lanes, kept);
-      };
-      if constexpr (kLateStores<typename X::elem>) return store;
-      else store();
-    });
+    columns<X::width>(
+        p.columns, [=, &keep, w = static_cast<const acc*>(p.weight), dweight = dweight,
+                    dbias = dbias, scale = scale](int64_t j, int slot, auto lanes) {
+          fetch<false>(h, j, slot);
+          fetch<false>(d_out, j, slot);
+          fetch<false>(residual, j, slot);
+          const vec x = r.unshifted(R::load(r.h + j, lanes)) - set1<vec>(r.shift);
+          const vec dy = X::load(r.d_out + j, lanes);
+          if constexpr (PARAMETERS) {
+            store(dweight + j, fma(dy, x, load(dweight + j)));
+            store(dbias + j, load(dbias + j) + dy);
+          }
+          const vec g = w ? dy * A::load(w + j, lanes) : dy;
+          vec dh = fma(g, set1<vec>(r.rstd), set1<vec>(-r.rstd * r.mean_g));
+          dh = fma(x, set1<vec>(-r.rstd * r.mean_gx), dh);
+          if (r.d_residual_out) dh = dh + R::load(r.d_residual_out + j, lanes);
+          const auto store = [=, &keep] {
+            if (r.dresidual) put<R, STREAM>(r.dresidual + j, lanes, dh);
+            const vec kept = DROP ? select(keep.at(j), dh * set1<vec>(scale), vec{}) : dh;
+            if (r.dx) put<X, STREAM>(r.dx + j, lanes, kept);
+          };
+          if constexpr (kLateStores<typename X::elem>) return store;
+          else store();
+        });
   }
 };
 
@@ -111,7 +114,8 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   using acc = typename X::acc;
   const NormPlan<X, PARAMETERS> plan(p);
   if constexpr (!STREAM && kVecBytes > 16)
-    if (plan.template streams<X, R>(f.dx, f.dresidual)) return layer_norm_backward_rows<X, R, DROP, PARAMETERS, true>(p, f);
+    if (plan.template streams<X, R>(f.dx, f.dresidual))
+      return layer_norm_backward_rows<X, R, DROP, PARAMETERS, true>(p, f);
   const int64_t n = p.columns, padded = plan.padded, blocks = plan.blocks;
   acc *dweight = nullptr, *dbias = nullptr;
   if constexpr (PARAMETERS) {
@@ -122,12 +126,19 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   for_each_task(blocks, p.threads, [&](int64_t block) {
     local_arena.reset(plan.scratch.local);
     ColumnKeep keep(p.seed, p.drop_threshold, kTagAddNorm, 0, n, local_arena);
-    acc *dw = PARAMETERS ? dweight + block * padded : nullptr, *db = PARAMETERS ? dbias + block * padded : nullptr;
+    acc *dw = PARAMETERS ? dweight + block * padded : nullptr,
+        *db = PARAMETERS ? dbias + block * padded : nullptr;
     if constexpr (PARAMETERS)
       for (int64_t j = 0; j < padded; j++) dw[j] = db[j] = 0;
     const NormBackwardRow<X, R, DROP, PARAMETERS, STREAM> row{
-        p, f, dw, db, acc(keep_scale(p.drop_threshold)), rows_ahead(n * (sizeof(typename X::elem) + sizeof(typename R::elem)))};
-    for (int64_t i = block * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
+        p,
+        f,
+        dw,
+        db,
+        acc(keep_scale(p.drop_threshold)),
+        rows_ahead(n * (sizeof(typename X::elem) + sizeof(typename R::elem)))};
+    for (int64_t i = block * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end;
+         i++) {
       if constexpr (DROP) keep.row(i + p.row_start);
       row.write(row.look(i), keep);
     }
@@ -146,8 +157,10 @@ template <class X, class R>
 void layer_norm_backward(const NormProblem& p, const NormBackward& f) {
   const bool drop = p.drop_threshold > 0 && f.dx.data;
   if (f.dweight || f.dbias)
-    return drop ? layer_norm_backward_rows<X, R, true, true>(p, f) : layer_norm_backward_rows<X, R, false, true>(p, f);
-  return drop ? layer_norm_backward_rows<X, R, true, false>(p, f) : layer_norm_backward_rows<X, R, false, false>(p, f);
+    return drop ? layer_norm_backward_rows<X, R, true, true>(p, f)
+                : layer_norm_backward_rows<X, R, false, true>(p, f);
+  return drop ? layer_norm_backward_rows<X, R, true, false>(p, f)
+              : layer_norm_backward_rows<X, R, false, false>(p, f);
 }
 
 }  // namespace PT_ISA

@@ -94,8 +94,10 @@ struct NormForwardRow {
           square.add_product(slot, at, at);
         },
         sum, square);
-    const acc mean = p.rms ? 0 : sum.total() / acc(n), variance = square.total() / acc(n) - mean * mean;
-    return {mean, 0, variance, p.rms || (mean * mean <= kMost * variance && variance < kInfinity<acc>)};
+    const acc mean = p.rms ? 0 : sum.total() / acc(n),
+              variance = square.total() / acc(n) - mean * mean;
+    return {mean, 0, variance,
+            p.rms || (mean * mean <= kMost * variance && variance < kInfinity<acc>)};
   }
 
   // Run the second pass.
@@ -134,20 +136,26 @@ struct NormForwardRow {
     const acc rs = acc(1 / std::sqrt(double(m.variance) + p.eps));
     if (f.mean) static_cast<acc*>(f.mean)[i] = m.mu + m.lo;
     if (f.rstd) static_cast<acc*>(f.rstd)[i] = rs;
-    const vec to_unit = set1<vec>(rs), mean = set1<vec>(m.mu), shift = set1<vec>(-(CENTER ? m.lo : m.mu + m.lo) * rs);
+    const vec to_unit = set1<vec>(rs), mean = set1<vec>(m.mu),
+              shift = set1<vec>(-(CENTER ? m.lo : m.mu + m.lo) * rs);
     const auto each = [=, n = p.columns, h = h_of(o, q, cached)](const auto parameters) {
       columns<X::width>(n, [=](int64_t j, int slot, auto lanes) {
         fetch<false>(x, j, slot);
         if constexpr (ADD) fetch<false>(residual, j, slot);
         vec d = R::load(h + j, lanes);
         if constexpr (CENTER) d = d - mean;
-        const auto store = [=, y = parameters(fma(d, to_unit, shift), j, lanes)] { put<X, STREAM>(out + j, lanes, y); };
+        const auto store = [=, y = parameters(fma(d, to_unit, shift), j, lanes)] {
+          put<X, STREAM>(out + j, lanes, y);
+        };
         if constexpr (kLateStores<typename X::elem>) return store;
         else store();
       });
     };
     using A = Acc<X>;
-    if (w && b) each([=](vec y, int64_t j, auto lanes) { return fma(y, A::load(w + j, lanes), A::load(b + j, lanes)); });
+    if (w && b)
+      each([=](vec y, int64_t j, auto lanes) {
+        return fma(y, A::load(w + j, lanes), A::load(b + j, lanes));
+      });
     else if (w) each([=](vec y, int64_t j, auto lanes) { return y * A::load(w + j, lanes); });
     else if (b) each([=](vec y, int64_t j, auto lanes) { return y + A::load(b + j, lanes); });
     else each([](vec y, int64_t, auto) { return y; });
@@ -159,9 +167,11 @@ void layer_norm_forward_rows(const NormProblem& p, const NormForward& f) {
   using acc = typename X::acc;
   const NormPlan<X, false> plan(p);
   if constexpr (!STREAM && kVecBytes > 16)
-    if (plan.template streams<X, R>(f.out, f.residual_out)) return layer_norm_forward_rows<X, R, ADD, DROP, STORE, true>(p, f);
+    if (plan.template streams<X, R>(f.out, f.residual_out))
+      return layer_norm_forward_rows<X, R, ADD, DROP, STORE, true>(p, f);
   const NormForwardRow<X, R, ADD, DROP, STORE, STREAM> row{
-      p, f, acc(keep_scale(p.drop_threshold)), rows_ahead(p.columns * (sizeof(typename X::elem) + ADD * sizeof(typename R::elem)))};
+      p, f, acc(keep_scale(p.drop_threshold)),
+      rows_ahead(p.columns * (sizeof(typename X::elem) + ADD * sizeof(typename R::elem)))};
   for_each_task(plan.blocks, p.threads, [&](int64_t task) {
     local_arena.reset(plan.scratch.local);
     typename R::elem* cached[2] = {};
@@ -186,9 +196,11 @@ void layer_norm_forward(const NormProblem& p, const NormForward& f) {
   if constexpr (std::is_same_v<X, R>) {
     if (!f.residual_out.data) return layer_norm_forward_rows<X, X, false, false, false>(p, f);
     if (!f.residual.data)
-      return drop ? layer_norm_forward_rows<X, X, false, true, true>(p, f) : layer_norm_forward_rows<X, X, false, false, true>(p, f);
+      return drop ? layer_norm_forward_rows<X, X, false, true, true>(p, f)
+                  : layer_norm_forward_rows<X, X, false, false, true>(p, f);
   }
-  return drop ? layer_norm_forward_rows<X, R, true, true, true>(p, f) : layer_norm_forward_rows<X, R, true, false, true>(p, f);
+  return drop ? layer_norm_forward_rows<X, R, true, true, true>(p, f)
+              : layer_norm_forward_rows<X, R, true, false, true>(p, f);
 }
 
 }  // namespace PT_ISA

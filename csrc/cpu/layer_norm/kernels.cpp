@@ -32,12 +32,15 @@ void forward(const NormProblem& p, const NormForward& f) {
 }
 
 void backward(const NormProblem& p, const NormBackward& f) {
-  for_dtypes(f.d_out.dtype, f.h.dtype, [&](auto x, auto r) { layer_norm_backward<decltype(x), decltype(r)>(p, f); });
+  for_dtypes(f.d_out.dtype, f.h.dtype,
+             [&](auto x, auto r) { layer_norm_backward<decltype(x), decltype(r)>(p, f); });
 }
 
 int64_t scratch_bytes(const NormProblem& p, DType x) {
   int64_t bytes = 0;
-  for_dtypes(x, x, [&](auto traits, auto) { bytes = NormPlan<decltype(traits), true>(p).scratch.bytes(p.threads); });
+  for_dtypes(x, x, [&](auto traits, auto) {
+    bytes = NormPlan<decltype(traits), true>(p).scratch.bytes(p.threads);
+  });
   return bytes;
 }
 

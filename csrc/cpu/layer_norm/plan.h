@@ -30,7 +30,8 @@ struct NormPlan {
   int64_t per_block, blocks;
   Scratch scratch;
 
-  explicit NormPlan(const NormProblem& p) : rows(p.outer * p.inner), columns(p.columns), padded(round_up(p.columns, X::width)) {
+  explicit NormPlan(const NormProblem& p)
+      : rows(p.outer * p.inner), columns(p.columns), padded(round_up(p.columns, X::width)) {
     // Rows per task: enough to be worth a task, few enough to occupy every thread. Results do not
     // depend on it.
     per_block = max<int64_t>(1, 16384 / p.columns), blocks = ceil_div(rows, per_block);
@@ -40,7 +41,8 @@ struct NormPlan {
       // About 32 rows per block, at most 256 blocks, and at most about 32 MB of partial sums. The
       // number of blocks depends only on the shape. Equal upstream gradients round the same way in
       // every row: chains of 44 gave dbias an error of 5.2 eps, above the bound of 4.
-      blocks = clamp<int64_t>(ceil_div(rows, 32), 1, clamp<int64_t>((int64_t(1) << 22) / p.columns, 8, 256));
+      blocks = clamp<int64_t>(ceil_div(rows, 32), 1,
+                              clamp<int64_t>((int64_t(1) << 22) / p.columns, 8, 256));
       per_block = ceil_div(rows, blocks);
       scratch.shared = 2 * Arena::bytes_for<acc>(blocks * padded);
     }
@@ -50,9 +52,13 @@ struct NormPlan {
   // been touched before. Data may be null.
   template <class T, class U>
   bool streams(const RowsOut& one, const RowsOut& other) const {
-    const auto bytes = [&](const RowsOut& t) { return t.data ? rows * columns * size_of(t.dtype) : 0; };
-    return bytes(one) + bytes(other) >= kStreamedNorm && (!one.data || streamable<T>(one, columns)) &&
-           (!other.data || streamable<U>(other, columns)) && !untouched(one.data, bytes(one)) && !untouched(other.data, bytes(other));
+    const auto bytes = [&](const RowsOut& t) {
+      return t.data ? rows * columns * size_of(t.dtype) : 0;
+    };
+    return bytes(one) + bytes(other) >= kStreamedNorm &&
+           (!one.data || streamable<T>(one, columns)) &&
+           (!other.data || streamable<U>(other, columns)) && !untouched(one.data, bytes(one)) &&
+           !untouched(other.data, bytes(other));
   }
 };
 

@@ -24,7 +24,8 @@ void append_key(const RotaryProblem& p, const AppendKV& f, int64_t b, int64_t l,
   const auto* weight = static_cast<const typename X::acc*>(f.key.weight);
   for (int64_t h = 0; h < f.key.x.heads; h++)
     rotary_row<X, NORM>(p, weight, Angles<X>(p, b, l), row_of<X>(f.key.x, b, h, l),
-                        static_cast<elem*>(f.key_cache.data) + row + h * f.key_cache.strides.h, nullptr);
+                        static_cast<elem*>(f.key_cache.data) + row + h * f.key_cache.strides.h,
+                        nullptr);
 }
 
 template <class X>
@@ -43,8 +44,9 @@ void append_kv(const RotaryProblem& p, const AppendKV& f) {
       keep_key(p, f, b, l, key_row);
       const int64_t value_row = cache_row(f, f.value_cache.strides, b, position);
       for (int64_t h = 0; h < f.value.heads; h++)
-        std::memcpy(static_cast<elem*>(f.value_cache.data) + value_row + h * f.value_cache.strides.h, row_of<X>(f.value, b, h, l),
-                    f.value_dim * sizeof(elem));
+        std::memcpy(
+            static_cast<elem*>(f.value_cache.data) + value_row + h * f.value_cache.strides.h,
+            row_of<X>(f.value, b, h, l), f.value_dim * sizeof(elem));
     }
   });
 }

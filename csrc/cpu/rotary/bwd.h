@@ -18,7 +18,8 @@ struct RotaryBackwardPlan {
   int64_t padded, runs, per_run;
   Scratch scratch;
   RotaryBackwardPlan(const RotaryProblem& p, int64_t blocks, bool sums)
-      : padded(round_up(p.dim, X::width)), runs(sums ? clamp<int64_t>(blocks, 1, 256) : blocks), per_run(ceil_div(blocks, runs)) {
+      : padded(round_up(p.dim, X::width)), runs(sums ? clamp<int64_t>(blocks, 1, 256) : blocks),
+        per_run(ceil_div(blocks, runs)) {
     scratch.local = Arena::bytes_for<acc>(padded);
     if (sums) scratch.shared = Arena::bytes_for<acc>(runs * padded);
   }
@@ -27,9 +28,11 @@ struct RotaryBackwardPlan {
 // Process one row with a norm. dy: scratch for one row. dx and dweight, this run's sums, may be
 // null.
 template <class X>
-INLINE void rotary_norm_row_backward(const RotaryProblem& p, const typename X::acc* weight, const Angles<X>& angles,
-                                     const typename X::elem* d_out, const typename X::elem* x, typename X::acc rstd, typename X::acc* dy,
-                                     typename X::elem* dx, typename X::acc* dweight) {
+INLINE void rotary_norm_row_backward(const RotaryProblem& p, const typename X::acc* weight,
+                                     const Angles<X>& angles, const typename X::elem* d_out,
+                                     const typename X::elem* x, typename X::acc rstd,
+                                     typename X::acc* dy, typename X::elem* dx,
+                                     typename X::acc* dweight) {
   using A = Acc<X>;
   using vec = typename X::vec;
   turn_row<X, -1>(
@@ -48,7 +51,8 @@ INLINE void rotary_norm_row_backward(const RotaryProblem& p, const typename X::a
   if (!dx) return;
   const vec mean = set1<vec>(sum.total() / typename X::acc(p.dim));
   each_vector<X::width>(0, p.dim, [&](int64_t j, auto lanes) {
-    const vec g = A::load(dy + j, lanes) * (A::load(weight + j, lanes) + offset), xhat = X::load(x + j, lanes) * rs;
+    const vec g = A::load(dy + j, lanes) * (A::load(weight + j, lanes) + offset),
+              xhat = X::load(x + j, lanes) * rs;
     X::store(dx + j, lanes, rs * (g - xhat * mean));
   });
 }
@@ -67,21 +71,26 @@ void rotary_backward(const RotaryProblem& p, const RotaryBackward& f) {
   }
   for_each_task(plan.runs, p.threads, [&](int64_t run) {
     local_arena.reset(plan.scratch.local);
-    acc *dy = local_arena.take<acc>(plan.padded), *dweight = sums ? sums + run * plan.padded : nullptr;
+    acc *dy = local_arena.take<acc>(plan.padded),
+        *dweight = sums ? sums + run * plan.padded : nullptr;
     for (int64_t j = 0; dweight && j < plan.padded; j++) dweight[j] = 0;
-    for (int64_t task = run * plan.per_run, end = min(blocks.tasks, task + plan.per_run); task < end; task++) {
+    for (int64_t task = run * plan.per_run, end = min(blocks.tasks, task + plan.per_run);
+         task < end; task++) {
       const int64_t b = blocks.sequence(task);
-      rows_of_block(f.d_out.strides, f.d_out.heads, blocks.first(task), blocks.last(task), [&](int64_t h, int64_t l) {
-        const Angles<X> angles(p, b, l);
-        const auto* d_out = row_of<X>(f.d_out, b, h, l);
-        auto* dx = f.dx.data ? row_of<X>(f.dx, b, h, l) : nullptr;
-        if (weight)
-          return rotary_norm_row_backward<X>(p, weight, angles, d_out, row_of<X>(f.x, b, h, l), rstd[(b * f.x.heads + h) * p.length + l],
-                                             dy, dx, dweight);
-        turn_row<X, -1>(
-            p, angles, [&](int64_t j, auto lanes) { return X::load(d_out + j, lanes); },
-            [&](int64_t j, auto lanes, vec v) { X::store(dx + j, lanes, v); });
-      });
+      rows_of_block(f.d_out.strides, f.d_out.heads, blocks.first(task), blocks.last(task),
+                    [&](int64_t h, int64_t l) {
+                      const Angles<X> angles(p, b, l);
+                      const auto* d_out = row_of<X>(f.d_out, b, h, l);
+                      auto* dx = f.dx.data ? row_of<X>(f.dx, b, h, l) : nullptr;
+                      if (weight)
+                        return rotary_norm_row_backward<X>(
+                            p, weight, angles, d_out, row_of<X>(f.x, b, h, l),
+                            rstd[(b * f.x.heads + h) * p.length + l], dy, dx, dweight);
+                      turn_row<X, -1>(
+                          p, angles,
+                          [&](int64_t j, auto lanes) { return X::load(d_out + j, lanes); },
+                          [&](int64_t j, auto lanes, vec v) { X::store(dx + j, lanes, v); });
+                    });
     }
   });
   if (f.dweight) add_blocks(sums, plan.runs, plan.padded, 0, p.dim, static_cast<acc*>(f.dweight));

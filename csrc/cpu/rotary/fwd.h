@@ -15,11 +15,13 @@ namespace PT_ISA {
 
 template <class X>
 INLINE const typename X::elem* row_of(const Heads& t, int64_t b, int64_t h, int64_t l) {
-  return static_cast<const typename X::elem*>(t.data) + b * t.strides.b + h * t.strides.h + l * t.strides.l;
+  return static_cast<const typename X::elem*>(t.data) + b * t.strides.b + h * t.strides.h +
+         l * t.strides.l;
 }
 template <class X>
 INLINE typename X::elem* row_of(const HeadsOut& t, int64_t b, int64_t h, int64_t l) {
-  return static_cast<typename X::elem*>(t.data) + b * t.strides.b + h * t.strides.h + l * t.strides.l;
+  return static_cast<typename X::elem*>(t.data) + b * t.strides.b + h * t.strides.h +
+         l * t.strides.l;
 }
 
 // Call f(j, lanes) for each vector of columns [first, last).
@@ -41,7 +43,8 @@ template <class V, int FIRST>
 INLINE ivec_of<V> every_second_sign() {
   using word = typename Lanes<scalar_of<V>>::word;
   ivec_of<V> bits{};
-  UNROLL for (int i = FIRST; i < kWidth<V>; i += 2) bits[i] = word(uint64_t(1) << (8 * sizeof(word) - 1));
+  UNROLL for (int i = FIRST; i < kWidth<V>; i += 2) bits[i] =
+      word(uint64_t(1) << (8 * sizeof(word) - 1));
   return bits;
 }
 
@@ -57,7 +60,8 @@ struct Angles {
 // Call put(j, lanes, value) with the row from(j, lanes) rotated by the angles. SIGN = -1 rotates
 // back.
 template <class X, int SIGN, class From, class Put>
-INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From& from, const Put& put) {
+INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From& from,
+                     const Put& put) {
   using A = Acc<X>;
   using vec = typename X::vec;
   const auto *cos = angles.cos, *sin = angles.sin;
@@ -79,13 +83,15 @@ INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From
       put(j + half, lanes, SIGN > 0 ? y2 * c2 + y1 * s2 : y2 * c2 - y1 * s1);
     });
   }
-  each_vector<X::width>(p.turned, p.dim, [&](int64_t j, auto lanes) { put(j, lanes, from(j, lanes)); });
+  each_vector<X::width>(p.turned, p.dim,
+                        [&](int64_t j, auto lanes) { put(j, lanes, from(j, lanes)); });
 }
 
 // Process one row. Write 1 / rms unless rstd is null.
 template <class X, bool NORM>
-INLINE void rotary_row(const RotaryProblem& p, const typename X::acc* weight, const Angles<X>& angles, const typename X::elem* x,
-                       typename X::elem* out, typename X::acc* rstd) {
+INLINE void rotary_row(const RotaryProblem& p, const typename X::acc* weight,
+                       const Angles<X>& angles, const typename X::elem* x, typename X::elem* out,
+                       typename X::acc* rstd) {
   using acc = typename X::acc;
   using vec = typename X::vec;
   const auto put = [&](int64_t j, auto lanes, vec v) { X::store(out + j, lanes, v); };
@@ -103,7 +109,9 @@ INLINE void rotary_row(const RotaryProblem& p, const typename X::acc* weight, co
     const acc rs = 1 / std::sqrt(sum.total() / acc(p.dim) + acc(p.eps));
     if (rstd) *rstd = rs;
     const vec scale = set1<vec>(rs), offset = set1<vec>(acc(p.weight_offset));
-    const auto normed = [&](int64_t j, auto lanes) { return X::load(x + j, lanes) * scale * (Acc<X>::load(weight + j, lanes) + offset); };
+    const auto normed = [&](int64_t j, auto lanes) {
+      return X::load(x + j, lanes) * scale * (Acc<X>::load(weight + j, lanes) + offset);
+    };
     turn_row<X, 1>(p, angles, normed, put);
   }
 }
@@ -112,8 +120,8 @@ INLINE void rotary_row(const RotaryProblem& p, const typename X::acc* weight, co
 struct PositionBlocks {
   int64_t length, size, per_sequence, tasks;
   explicit PositionBlocks(const RotaryProblem& p)
-      : length(p.length), size(clamp<int64_t>(4096 / p.dim, 1, 64)), per_sequence(ceil_div(p.length, size)), tasks(p.batch * per_sequence) {
-  }
+      : length(p.length), size(clamp<int64_t>(4096 / p.dim, 1, 64)),
+        per_sequence(ceil_div(p.length, size)), tasks(p.batch * per_sequence) {}
   int64_t sequence(int64_t task) const { return task / per_sequence; }
   int64_t first(int64_t task) const { return task % per_sequence * size; }
   int64_t last(int64_t task) const { return min(length, first(task) + size); }
@@ -121,7 +129,8 @@ struct PositionBlocks {
 
 // Call f(h, l) for the rows of a block in memory order.
 template <class F>
-INLINE void rows_of_block(const Strides& s, int64_t heads, int64_t first, int64_t last, const F& f) {
+INLINE void rows_of_block(const Strides& s, int64_t heads, int64_t first, int64_t last,
+                          const F& f) {
   if (s.h < s.l) {
     for (int64_t l = first; l < last; l++)
       for (int64_t h = 0; h < heads; h++) f(h, l);
@@ -132,13 +141,15 @@ INLINE void rows_of_block(const Strides& s, int64_t heads, int64_t first, int64_
 }
 
 template <class X, bool NORM>
-void rotary_block(const RotaryProblem& p, const RotaryForward& f, int64_t b, int64_t first, int64_t last) {
+void rotary_block(const RotaryProblem& p, const RotaryForward& f, int64_t b, int64_t first,
+                  int64_t last) {
   using acc = typename X::acc;
   const auto* weight = static_cast<const acc*>(f.weight);
   auto* rstd = static_cast<acc*>(f.rstd);
   rows_of_block(f.x.strides, f.x.heads, first, last, [&](int64_t h, int64_t l) {
     acc* own = rstd ? rstd + (b * f.x.heads + h) * p.length + l : nullptr;
-    rotary_row<X, NORM>(p, weight, Angles<X>(p, b, l), row_of<X>(f.x, b, h, l), row_of<X>(f.out, b, h, l), own);
+    rotary_row<X, NORM>(p, weight, Angles<X>(p, b, l), row_of<X>(f.x, b, h, l),
+                        row_of<X>(f.out, b, h, l), own);
   });
 }
 
@@ -146,7 +157,9 @@ template <class X>
 void rotary_forward(const RotaryProblem& p, const RotaryForward& f) {
   const PositionBlocks blocks(p);
   const auto run = f.weight ? rotary_block<X, true> : rotary_block<X, false>;
-  for_each_task(blocks.tasks, p.threads, [&](int64_t task) { run(p, f, blocks.sequence(task), blocks.first(task), blocks.last(task)); });
+  for_each_task(blocks.tasks, p.threads, [&](int64_t task) {
+    run(p, f, blocks.sequence(task), blocks.first(task), blocks.last(task));
+  });
 }
 
 }  // namespace PT_ISA

@@ -16,14 +16,17 @@ Gpu current_gpu() { return {runs_sm90a(), multiprocessors()}; }
 void pack_key_padding(AttentionBinding& e, const Tensor& like, void* stream) {
   AttentionKeyPadding f = e.take_key_padding();
   if (!f.masks) return;
-  f.bits = e.words_like(like, "key_padding", int64_t(f.masks) * (KeyPadding::kHead + KeyPadding::words(f.num_keys, f.before)));
+  f.bits = e.words_like(
+      like, "key_padding",
+      int64_t(f.masks) * (KeyPadding::kHead + KeyPadding::words(f.num_keys, f.before)));
   attention_key_padding(f, stream);
   e.p.key_padding.data = f.bits;
 }
 
 // Build lists of the blocks of a dense boolean mask that have a visible pair, for kernels that
 // iterate over KV tiles (of_queries) or Q tiles (of_keys).
-void list_blocks(AttentionBinding& e, bool of_queries, bool of_keys, const Tensor& like, void* stream) {
+void list_blocks(AttentionBinding& e, bool of_queries, bool of_keys, const Tensor& like,
+                 void* stream) {
   AttentionMaskLists f = e.take_mask_lists();
   if (!f.masks || !(of_queries || of_keys)) return;
   f.states = e.words_like(like, "states of blocks", f.blocks());
@@ -39,32 +42,38 @@ void list_blocks(AttentionBinding& e, bool of_queries, bool of_keys, const Tenso
 
 // Pack bits per pair for the sm_90a kernels, by queries or by keys: of a dense boolean mask, and of
 // dropout.
-void pack_pair_bits(AttentionBinding& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
+void pack_pair_bits(AttentionBinding& e, bool by_queries, bool by_keys, bool dropout,
+                    const Tensor& like, void* stream) {
   AttentionProblem& p = e.p;
   if (!(by_queries || by_keys)) return;
   const auto make = [&](AttentionPairBits f, PairBits& bits, bool of_batch, bool of_head) {
     const auto room = [&](PairBits::Rows& rows, bool of_keys, const char* name) {
       const int64_t of_pairs = int64_t(f.rows(of_keys)) * f.words(of_keys);
       uint32_t* const words = e.words_like(like, name, f.size(of_keys));
-      rows = {words, of_batch ? of_pairs * f.heads : 0, of_head ? of_pairs : 0, f.rows(of_keys) > 1 ? f.words(of_keys) : 0};
+      rows = {words, of_batch ? of_pairs * f.heads : 0, of_head ? of_pairs : 0,
+              f.rows(of_keys) > 1 ? f.words(of_keys) : 0};
       return words;
     };
     if (by_queries) f.queries = room(bits.queries, false, "bits of queries");
     if (by_keys) f.keys = room(bits.keys, true, "bits of keys");
     attention_pair_bits(f, stream);
   };
-  AttentionPairBits f{{}, {}, p.sequences, p.heads, p.num_queries, p.num_keys, int(p.key_start % 32), nullptr, nullptr};
+  AttentionPairBits f{
+      {},      {},     p.sequences, p.heads, p.num_queries, p.num_keys, int(p.key_start % 32),
+      nullptr, nullptr};
   if (p.mask.data && p.mask.type == DenseType::boolean) {
     AttentionPairBits of_mask = f;
-    of_mask.mask = p.mask, of_mask.sequences = p.mask.batch ? p.sequences : 1, of_mask.heads = p.mask.head ? p.heads : 1;
+    of_mask.mask = p.mask, of_mask.sequences = p.mask.batch ? p.sequences : 1,
+    of_mask.heads = p.mask.head ? p.heads : 1;
     make(of_mask, p.mask_bits, p.mask.batch, p.mask.head);
   }
-  f.dropout = {p.seed, p.drop_threshold, p.batch_start, p.head_start, uint32_t(p.query_start), uint32_t(p.key_start / 32)};
+  f.dropout = {p.seed,       p.drop_threshold,        p.batch_start,
+               p.head_start, uint32_t(p.query_start), uint32_t(p.key_start / 32)};
   if (dropout && p.draws_once()) make(f, p.keep_bits, true, true);
 }
 
-void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device,
-                   int64_t stream_) {
+void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
+                   PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device, int64_t stream_) {
   AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -88,20 +97,24 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
 }
 
 // Compute the row stats of backward: delta, and row_max from lse.
-AttentionPreprocess preprocess(AttentionBinding& e, const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& out,
-                               const Tensor& lse, void* stream) {
+AttentionPreprocess preprocess(AttentionBinding& e, const Tensor& grad_out,
+                               const MaybeTensor& grad_lse, const Tensor& out, const Tensor& lse,
+                               void* stream) {
   AttentionPreprocess r{};
   r.p = e.p, r.at = e.per_query_strides();
-  r.out = e.rows_of(out, "out", false), r.d_out = e.rows_of(grad_out, "grad_out"), r.columns = int(out.size(out.dim() - 1));
+  r.out = e.rows_of(out, "out", false), r.d_out = e.rows_of(grad_out, "grad_out"),
+  r.columns = int(out.size(out.dim() - 1));
   r.lse = e.per_query<const float>(lse, "lse");
   r.d_lse = grad_lse ? e.per_query<const float>(*grad_lse, "grad_lse") : nullptr;
-  r.delta = e.floats_like(lse, "delta", lse.numel()), r.row_max = e.floats_like(lse, "row_max", lse.numel());
+  r.delta = e.floats_like(lse, "delta", lse.numel()),
+  r.row_max = e.floats_like(lse, "row_max", lse.numel());
   attention_backward_preprocess(r, stream);
   return r;
 }
 
 // Recompute log2 of each row's sum if lse lost it; row_max then holds the maximum alone.
-const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess& r, const Tensor& lse, void* stream) {
+const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess& r,
+                                 const Tensor& lse, void* stream) {
   AttentionForward f{};
   f.p = e.p, f.at = r.at, f.lse = const_cast<float*>(r.lse);
   f.row_max = r.row_max, f.log2_sum = e.floats_like(lse, "log2_sum", lse.numel());
@@ -110,10 +123,13 @@ const float* recompute_row_stats(AttentionBinding& e, const AttentionPreprocess&
 }
 
 // Compute the requested ones of d_query, d_key and d_value, and partial sums.
-void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& plan, const Tensor& lse, void* stream) {
+void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& plan,
+                const Tensor& lse, void* stream) {
   if (plan.is_fused()) {
-    g.dq_accum = plan.turns ? e.floats_like(lse, "dq_accum", plan.dq_accum) : e.zeros_like(lse, "dq_accum", plan.dq_accum);
-    attention_backward_fused(g, plan, plan.turns ? e.zero_words_like(lse, "turns", plan.turns) : nullptr, stream);
+    g.dq_accum = plan.turns ? e.floats_like(lse, "dq_accum", plan.dq_accum)
+                            : e.zeros_like(lse, "dq_accum", plan.dq_accum);
+    attention_backward_fused(
+        g, plan, plan.turns ? e.zero_words_like(lse, "turns", plan.turns) : nullptr, stream);
     return;
   }
   if (g.dq.data || g.slope_partials || g.diagonal_partials) {
@@ -127,29 +143,36 @@ void run_passes(AttentionBinding& e, AttentionBackward& g, const BackwardPlan& p
 }
 
 // Reduce the Q tiles' partial sums to the gradients of slopes and T5's table.
-void reduce_partials(AttentionBinding& e, const AttentionBackward& g, int tiles, const MaybeTensor& dslopes, const MaybeTensor& dtable,
+void reduce_partials(AttentionBinding& e, const AttentionBackward& g, int tiles,
+                     const MaybeTensor& dslopes, const MaybeTensor& dtable,
                      const MaybeTensor& bucket_ranges, void* stream) {
-  AttentionReducePartials sums{nullptr, nullptr, nullptr, e.p.sequences, e.p.heads, tiles, 1, 1, {}};
+  AttentionReducePartials sums{nullptr, nullptr, nullptr, e.p.sequences, e.p.heads, tiles,
+                               1,       1,       {}};
   if (dslopes) {
     sums.partials = g.slope_partials, sums.sums = e.floats<float>(dslopes, "dslopes", e.p.heads);
     attention_backward_reduce_partials(sums, stream);
   }
   if (dtable) {
-    STD_TORCH_CHECK(bucket_ranges->scalar_type() == ScalarType::Int && bucket_ranges->is_contiguous() &&
+    STD_TORCH_CHECK(bucket_ranges->scalar_type() == ScalarType::Int &&
+                        bucket_ranges->is_contiguous() &&
                         bucket_ranges->numel() * e.p.heads == 2 * dtable->numel(),
                     "attention: bucket_ranges must be contiguous int32, (buckets, 2)");
-    sums.ranges = static_cast<const int32_t*>(read_from(kAttention, *bucket_ranges, "bucket_ranges", e.reachable));
-    sums.partials = g.diagonal_partials, sums.sums = e.floats<float>(dtable, "dtable", dtable->numel());
+    sums.ranges = static_cast<const int32_t*>(
+        read_from(kAttention, *bucket_ranges, "bucket_ranges", e.reachable));
+    sums.partials = g.diagonal_partials,
+    sums.sums = e.floats<float>(dtable, "dtable", dtable->numel());
     sums.width = e.p.before + e.p.after + 1, sums.outputs = int(dtable->numel() / e.p.heads);
     attention_backward_reduce_partials(sums, stream);
   }
 }
 
-void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
-                   PT_ATTENTION_ARGUMENTS(PT_PARAMETER) MaybeTensor dq, MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask,
-                   MaybeTensor dbias, MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks, MaybeTensor bucket_ranges,
-                   bool deterministic, int64_t device, int64_t stream_) {
-  STD_TORCH_CHECK(!page_table && !key_scale, "attention: page_table and keys in eight bits have no gradients");
+void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value,
+                   Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) MaybeTensor dq,
+                   MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask, MaybeTensor dbias,
+                   MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks,
+                   MaybeTensor bucket_ranges, bool deterministic, int64_t device, int64_t stream_) {
+  STD_TORCH_CHECK(!page_table && !key_scale,
+                  "attention: page_table and keys in eight bits have no gradients");
   AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -162,9 +185,11 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   g.dq = e.result(dq, "dq", e.p.heads, e.rows_q(), e.p.head_dim);
   g.dk = e.result(dk, "dk", e.key_heads(), e.rows_k(), e.p.head_dim);
   g.dv = e.result(dv, "dv", e.key_heads(), e.rows_k(), e.p.value_dim);
-  STD_TORCH_CHECK((!dslopes || e.p.slopes) && (!dtable || (e.p.diagonals && bucket_ranges)), "attention: a gradient of nothing");
+  STD_TORCH_CHECK((!dslopes || e.p.slopes) && (!dtable || (e.p.diagonals && bucket_ranges)),
+                  "attention: a gradient of nothing");
   request.diagonals = dtable.has_value(), request.deterministic = deterministic;
-  request.dbias[0] = e.dense_gradient(dmask, "dmask", mask), request.dbias[1] = e.dense_gradient(dbias, "dbias", bias);
+  request.dbias[0] = e.dense_gradient(dmask, "dmask", mask),
+  request.dbias[1] = e.dense_gradient(dbias, "dbias", bias);
   for (AttentionDbias& f : request.dbias) f.b = g;
 
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
@@ -174,12 +199,15 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
   if (dsinks) {
     STD_TORCH_CHECK(e.p.sinks, "attention: a gradient of nothing");
-    attention_backward_dsinks({e.p, r.at, r.lse, r.d_lse, r.delta, r.row_max, g.log2_sum, e.floats<float>(dsinks, "dsinks", e.p.heads)},
+    attention_backward_dsinks({e.p, r.at, r.lse, r.d_lse, r.delta, r.row_max, g.log2_sum,
+                               e.floats<float>(dsinks, "dsinks", e.p.heads)},
                               stream);
   }
   const int64_t blocks = int64_t(e.p.sequences) * e.p.heads * plan.partial_tiles;
   if (dslopes) g.slope_partials = e.floats_like(lse, "partials of slopes", blocks);
-  if (dtable) g.diagonal_partials = e.zeros_like(lse, "partials of diagonals", blocks * (e.p.before + e.p.after + 1));
+  if (dtable)
+    g.diagonal_partials =
+        e.zeros_like(lse, "partials of diagonals", blocks * (e.p.before + e.p.after + 1));
   run_passes(e, g, plan, lse, stream);
   reduce_partials(e, g, plan.partial_tiles, dslopes, dtable, bucket_ranges, stream);
   for (int i = 0; i < 2; ++i) {
@@ -192,9 +220,11 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 // Return a call's plan with all gradients as JSON: per pass the reason why the sm_90a kernels do
 // not run it, or null; the number of float32 values in dq_accum; the minimum queries and keys of a
 // block of a block mask; and if a dense mask gets block lists.
-std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
+std::string attention_plan(Tensor query, Tensor key, Tensor value,
+                           PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
                            int64_t) {
-  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)}, AttentionBinding::Purpose::plan);
+  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)},
+                     AttentionBinding::Purpose::plan);
   const DeviceGuard guard(device);
   e.take_key_padding();
   AttentionForward f{};
@@ -214,8 +244,8 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
   std::string passes;
   const auto tell = [&](const char* pass, const Sm90Plan& sm90) {
-    passes +=
-        std::string(passes.empty() ? "\"" : ", \"") + pass + "\": " + (sm90.why_not ? "\"" + std::string(sm90.why_not) + "\"" : "null");
+    passes += std::string(passes.empty() ? "\"" : ", \"") + pass +
+              "\": " + (sm90.why_not ? "\"" + std::string(sm90.why_not) + "\"" : "null");
   };
   const PassPlan forward = plan_attention_forward(f, current_gpu());
   tell("forward", forward.sm90);
@@ -225,9 +255,10 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
   for (int i = 0; i < 2; ++i)
     if (request.dbias[i].data) tell(i == 0 ? "d_mask" : "d_bias", plan.dbias[i].sm90);
   const LeastBlock least = least_block(e.p.dtype, e.p.head_dim, e.p.value_dim);
-  return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) + ", \"least_block\": [" +
-         std::to_string(least.queries) + ", " + std::to_string(least.keys) +
-         "], \"lists_mask\": " + (e.take_mask_lists().masks && !forward.split.splits ? "true" : "false") +
+  return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) +
+         ", \"least_block\": [" + std::to_string(least.queries) + ", " +
+         std::to_string(least.keys) + "], \"lists_mask\": " +
+         (e.take_mask_lists().masks && !forward.split.splits ? "true" : "false") +
          ", \"splits\": " + std::to_string(forward.split.splits) +
          ", \"workspace\": " + std::to_string(forward.split.floats(e.p.value_dim)) + "}";
 }
@@ -237,12 +268,16 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
 #define PT_QUERY_KEY_VALUE "Tensor query, Tensor key, Tensor value, "
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(PT_EDGE_OP("attention_fwd(" PT_QUERY_KEY_VALUE
-                   "Tensor(a!) out, Tensor(b!) lse, " PT_ATTENTION_ARGUMENTS(PT_SCHEMA) "int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("attention_bwd(Tensor grad_out, Tensor? grad_lse, " PT_QUERY_KEY_VALUE "Tensor out, Tensor lse, " PT_ATTENTION_ARGUMENTS(
-      PT_SCHEMA) "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
-                 "Tensor(g!)? dtable, Tensor(h!)? dsinks, Tensor? bucket_ranges, bool deterministic, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP(
-      "attention_plan(" PT_QUERY_KEY_VALUE PT_ATTENTION_ARGUMENTS(PT_SCHEMA) "bool deterministic, int device, int stream) -> str"));
+                   "Tensor(a!) out, Tensor(b!) lse, " PT_ATTENTION_ARGUMENTS(
+                       PT_SCHEMA) "int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP("attention_bwd(Tensor grad_out, Tensor? grad_lse, " PT_QUERY_KEY_VALUE
+                   "Tensor out, Tensor lse, " PT_ATTENTION_ARGUMENTS(
+                       PT_SCHEMA) "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? "
+                                  "dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
+                                  "Tensor(g!)? dtable, Tensor(h!)? dsinks, Tensor? bucket_ranges, "
+                                  "bool deterministic, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP("attention_plan(" PT_QUERY_KEY_VALUE PT_ATTENTION_ARGUMENTS(
+      PT_SCHEMA) "bool deterministic, int device, int stream) -> str"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("attention_fwd"), TORCH_BOX(&attention_fwd));

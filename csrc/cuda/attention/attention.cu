@@ -34,46 +34,54 @@ void run_pass(const AttentionProblem& p, const PassPlan& plan, bool flagged, F s
 }  // namespace
 
 void attention_key_padding(const AttentionKeyPadding& f, void* stream) {
-  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(f.masks, 1, 1)), kMaskThreads, kMaskThreads / 32 * 16, stream,
-         AttentionMask{f, {}, {}});
+  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(f.masks, 1, 1)),
+         kMaskThreads, kMaskThreads / 32 * 16, stream, AttentionMask{f, {}, {}});
 }
 
 void attention_pair_bits(const AttentionPairBits& f, void* stream) {
   constexpr int kWarps = kMaskThreads / 32;
-  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (f.tiles() + kWarps - 1) / kWarps)), kMaskThreads, 0, stream,
+  launch(attention_mask_kernel<Kind<256, true>>,
+         dim3(attention_blocks(1, 1, (f.tiles() + kWarps - 1) / kWarps)), kMaskThreads, 0, stream,
          AttentionMask{{}, {}, f});
 }
 
 void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
   const int64_t lists = int64_t(f.masks) * f.lists();
-  const dim3 grid(attention_blocks(1, 1, f.offsets ? (lists + kMaskThreads - 1) / kMaskThreads : f.blocks()));
-  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads, f.offsets ? 0 : kMaskThreads / 32 * 4, stream,
-         AttentionMask{{}, f, {}});
+  const dim3 grid(
+      attention_blocks(1, 1, f.offsets ? (lists + kMaskThreads - 1) / kMaskThreads : f.blocks()));
+  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads,
+         f.offsets ? 0 : kMaskThreads / 32 * 4, stream, AttentionMask{{}, f, {}});
 }
 
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {
   if (plan.split.splits) {
     with_dtype(f.p, [&](auto t) {
-      if (f.p.in_eight_bits()) sm80_attention_split_eight_bits_as<decltype(t)>(f, plan.split, stream);
+      if (f.p.in_eight_bits())
+        sm80_attention_split_eight_bits_as<decltype(t)>(f, plan.split, stream);
       else sm80_attention_split_as<decltype(t)>(f, plan.split, stream);
     });
     if (!plan.split.merges()) return;
     const dim3 grid(attention_blocks(1, 1, plan.split.rows));
-    return launch(attention_fwd_merge_kernel<Kind<256, true>>, grid, kMergeThreads, kMergeThreads / 32 * 256 * 4, stream, f);
+    return launch(attention_fwd_merge_kernel<Kind<256, true>>, grid, kMergeThreads,
+                  kMergeThreads / 32 * 256 * 4, stream, f);
   }
   if (f.p.in_eight_bits()) {
-    with_dtype(f.p, [&](auto t) { sm80_attention_forward_eight_bits_as<decltype(t)>(f, plan.sm80, stream); });
+    with_dtype(f.p, [&](auto t) {
+      sm80_attention_forward_eight_bits_as<decltype(t)>(f, plan.sm80, stream);
+    });
     return;
   }
   run_pass(
-      f.p, plan, f.recompute.flags, [&](auto t) { sm90_attention_forward_as<decltype(t)>(f, plan.sm90, stream); },
+      f.p, plan, f.recompute.flags,
+      [&](auto t) { sm90_attention_forward_as<decltype(t)>(f, plan.sm90, stream); },
       [&](auto t) { sm80_attention_forward_as<decltype(t)>(f, plan.sm80, stream); });
 }
 
 void attention_backward_preprocess(const AttentionPreprocess& r, void* stream) {
   const int64_t rows = int64_t(r.p.sequences) * r.p.heads * r.p.num_queries;
-  launch(attention_bwd_preprocess_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (rows + kRowsOfABlock - 1) / kRowsOfABlock)), 128, 0,
-         stream, r);
+  launch(attention_bwd_preprocess_kernel<Kind<256, true>>,
+         dim3(attention_blocks(1, 1, (rows + kRowsOfABlock - 1) / kRowsOfABlock)), 128, 0, stream,
+         r);
 }
 
 void attention_backward_dq(const AttentionBackward& g, const PassPlan& plan, void* stream) {
@@ -81,17 +89,20 @@ void attention_backward_dq(const AttentionBackward& g, const PassPlan& plan, voi
   // Values of hidden rows do not reach the sums of dS.
   if (plan.on_sm90()) portable.slope_partials = portable.diagonal_partials = nullptr;
   run_pass(
-      g.p, plan, g.recompute.flags, [&](auto t) { sm90_attention_bwd_dq_as<decltype(t)>(g, plan.sm90, stream); },
+      g.p, plan, g.recompute.flags,
+      [&](auto t) { sm90_attention_bwd_dq_as<decltype(t)>(g, plan.sm90, stream); },
       [&](auto t) { sm80_attention_bwd_dq_as<decltype(t)>(portable, plan.sm80, stream); });
 }
 
 void attention_backward_dkdv(const AttentionBackward& g, const PassPlan& plan, void* stream) {
   run_pass(
-      g.p, plan, g.recompute.flags, [&](auto t) { sm90_attention_bwd_dkdv_as<decltype(t)>(g, plan.sm90, stream); },
+      g.p, plan, g.recompute.flags,
+      [&](auto t) { sm90_attention_bwd_dkdv_as<decltype(t)>(g, plan.sm90, stream); },
       [&](auto t) { sm80_attention_bwd_dkdv_as<decltype(t)>(g, plan.sm80, stream); });
 }
 
-void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns, void* stream) {
+void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns,
+                              void* stream) {
   AttentionBackward with_tiles = g;
   with_tiles.dq_accum_tiles = plan.dq_accum_tiles;
   sm90_attention_backward_fused(with_tiles, plan.fused, turns, stream);
@@ -99,20 +110,21 @@ void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& pl
 
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream) {
   run_pass(
-      f.b.p, plan, false, [&](auto t) { sm90_attention_bwd_dbias_as<decltype(t)>(f, plan.sm90, stream); },
+      f.b.p, plan, false,
+      [&](auto t) { sm90_attention_bwd_dbias_as<decltype(t)>(f, plan.sm90, stream); },
       [&](auto t) { sm80_attention_bwd_dbias_as<decltype(t)>(f, plan.sm80, stream); });
 }
 
 void attention_backward_dsinks(const AttentionDsinks& f, void* stream) {
   AttentionReducePartials sums{};
   sums.sinks = f;
-  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>, dim3(unsigned(f.p.heads)), kReduceThreads, kReduceThreads / 32 * 16, stream,
-         sums);
+  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>, dim3(unsigned(f.p.heads)),
+         kReduceThreads, kReduceThreads / 32 * 16, stream, sums);
 }
 
 void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream) {
-  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>, dim3(attention_blocks(1, f.heads, (f.outputs + 3) / 4)), kReduceThreads, 0,
-         stream, f);
+  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>,
+         dim3(attention_blocks(1, f.heads, (f.outputs + 3) / 4)), kReduceThreads, 0, stream, f);
 }
 
 }  // namespace pt::cuda

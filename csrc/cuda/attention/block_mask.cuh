@@ -25,14 +25,18 @@ template <bool Listed, int Streamed>
 class TileList {
  public:
   // For sequence b, head h and the rows from `row` on.
-  PT_DEVICE TileList(const BlockLists& lists, int b, int h, int row, Range gap = {0, 0}) : lists_(lists), gap_(gap) {
+  PT_DEVICE TileList(const BlockLists& lists, int b, int h, int row, Range gap = {0, 0})
+      : lists_(lists), gap_(gap) {
     if (!Listed || !lists.offsets) return;
-    const int32_t* const at = lists.offsets + b * lists.batch + h * lists.head + (row >> lists.row_bits) * lists.list;
-    entry_ = max(0, min(int(ptx::ld_global_u32(at)), lists.num_entries)), end_ = min(int(ptx::ld_global_u32(at + 1)), lists.num_entries);
+    const int32_t* const at =
+        lists.offsets + b * lists.batch + h * lists.head + (row >> lists.row_bits) * lists.list;
+    entry_ = max(0, min(int(ptx::ld_global_u32(at)), lists.num_entries)),
+    end_ = min(int(ptx::ld_global_u32(at + 1)), lists.num_entries);
   }
 
   // Resume at another list's entry() and end().
-  PT_DEVICE TileList(const BlockLists& lists, int entry, int end) : lists_(lists), entry_(entry), end_(end) {}
+  PT_DEVICE TileList(const BlockLists& lists, int entry, int end)
+      : lists_(lists), entry_(entry), end_(end) {}
   PT_DEVICE int entry() const { return entry_; }
   PT_DEVICE int end() const { return end_; }
 
@@ -57,7 +61,8 @@ class TileList {
   PT_DEVICE int place(const AttentionProblem& p) const {
     if (!Listed) return -1;
     if (!lists_.offsets) return p.mask.data ? 0 : -1;
-    return min(int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry_) + 1)), p.blocks.places - 1);
+    return min(int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry_) + 1)),
+               p.blocks.places - 1);
   }
 
  protected:
@@ -85,7 +90,8 @@ class TileList {
 
 // Return the pairs of `visible` outside the gap between the global keys and a query's window.
 template <int NB, class P>
-PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const P& at, uint32_t visible) {
+PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const P& at,
+                                uint32_t visible) {
   if (!p.global_keys) return visible;
   uint32_t outside = 0;
   each<NB>([&](int n, int r, uint32_t bit) {
@@ -100,9 +106,11 @@ PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, co
 template <bool Transposed, int NB>
 PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Place& at) {
   const int query_bits = mask.queries.row_bits, key_bits = mask.queries.column_bits;
-  const int i = (Transposed ? at.column : at.row) & ((1 << query_bits) - 1), j = (Transposed ? at.row : at.column) & ((1 << key_bits) - 1);
+  const int i = (Transposed ? at.column : at.row) & ((1 << query_bits) - 1),
+            j = (Transposed ? at.row : at.column) & ((1 << key_bits) - 1);
   const int to_next_query = key_bits - 5;  // in words, as a shift
-  const uint32_t* const first = mask.bits + (((int64_t(place) << query_bits) + i) << to_next_query) + j / 32;
+  const uint32_t* const first =
+      mask.bits + (((int64_t(place) << query_bits) + i) << to_next_query) + j / 32;
   uint32_t visible = 0;
   if constexpr (Transposed) {
     PT_UNROLL
@@ -118,9 +126,11 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
     for (int half = 0; half < 2; ++half) {
       PT_UNROLL
       for (int n = 0; n < NB; n += 4) {
-        const uint32_t word = ptx::ld_global_u32(first + ((8 * half) << to_next_query) + n / 4) >> j % 32;
+        const uint32_t word =
+            ptx::ld_global_u32(first + ((8 * half) << to_next_query) + n / 4) >> j % 32;
         PT_UNROLL
-        for (int m = n; m < min(n + 4, NB); ++m) visible |= (word >> 8 * (m - n) & 3) << (4 * m + 2 * half);
+        for (int m = n; m < min(n + 4, NB); ++m)
+          visible |= (word >> 8 * (m - n) & 3) << (4 * m + 2 * half);
       }
     }
   }
@@ -130,12 +140,14 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
 // Return a tile's visible mask: bounds and global keys (if `cut`), padding gaps (keys are columns),
 // and its block.
 template <class K, bool Transposed, int NB, class P>
-PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const P& at, const Range (&bounds)[2], bool cut,
-                                   int place) {
+PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const P& at,
+                                   const Range (&bounds)[2], bool cut, int place) {
   uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
   if (K::has_score_mod && !Transposed && cut) visible = outside_gaps<NB>(p, s, at, visible);
-  if (K::has_score_mod && !Transposed && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
-  if (K::has_blocks && p.blocks.bits && place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
+  if (K::has_score_mod && !Transposed && s.padding_gaps)
+    visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
+  if (K::has_blocks && p.blocks.bits && place >= 0)
+    visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
   return visible;
 }
 

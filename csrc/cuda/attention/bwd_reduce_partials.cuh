@@ -25,7 +25,8 @@ PT_DEVICE void sum_over_queries(const AttentionDsinks& f) {
         if (f.d_lse) sum += load_one(f.d_lse + at);
       } else {
         const float log2_sum = f.log2_sum ? load_one(f.log2_sum + at) : 0.0f;
-        const float weight = ptx::exp2(ptx::fma_rn(sink - load_one(f.row_max + at), kLog2e, -log2_sum));
+        const float weight =
+            ptx::exp2(ptx::fma_rn(sink - load_one(f.row_max + at), kLog2e, -log2_sum));
         sum = ptx::fma_rn(-weight, load_one(f.delta + at), sum);
       }
     }
@@ -37,16 +38,20 @@ PT_DEVICE void sum_over_queries(const AttentionDsinks& f) {
 
 // One warp per output.
 template <class K>
-__global__ void __launch_bounds__(kReduceThreads) attention_bwd_reduce_partials_kernel(const __grid_constant__ AttentionReducePartials f) {
+__global__ void __launch_bounds__(kReduceThreads)
+    attention_bwd_reduce_partials_kernel(const __grid_constant__ AttentionReducePartials f) {
   if (f.sinks.sums) return sum_over_queries(f.sinks);
   const int number = int(blockIdx.x) * 4 + int(threadIdx.x) / 32;
   if (number >= f.outputs * f.heads) return;
   const int u = number / f.heads, h = number % f.heads;
-  const auto bound = [&](int i) { return f.ranges ? int(ptx::ld_global_u32(f.ranges + 2 * u + i)) : i; };
+  const auto bound = [&](int i) {
+    return f.ranges ? int(ptx::ld_global_u32(f.ranges + 2 * u + i)) : i;
+  };
   const int lo = bound(0), hi = bound(1);
   float sum = 0.0f;
   for (int x = lane_id(); x < f.sequences * f.tiles; x += 32) {
-    const float* part = f.partials + ((int64_t(x / f.tiles) * f.heads + h) * f.tiles + x % f.tiles) * f.width;
+    const float* part =
+        f.partials + ((int64_t(x / f.tiles) * f.heads + h) * f.tiles + x % f.tiles) * f.width;
     for (int w = lo; w < hi; ++w) sum += load_one(part + w);
   }
   sum = LaneTeam(32).sum({sum, 0.0f}).a;

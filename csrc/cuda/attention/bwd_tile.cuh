@@ -20,7 +20,8 @@ struct RowStats {
   float row_max, log2_sum, delta;
 };
 PT_DEVICE RowStats read_row_stats(const AttentionBackward& g, int64_t at, bool here) {
-  return {here ? load_one(g.row_max + at) : infinity(), here && g.log2_sum ? load_one(g.log2_sum + at) : 0.0f,
+  return {here ? load_one(g.row_max + at) : infinity(),
+          here && g.log2_sum ? load_one(g.log2_sum + at) : 0.0f,
           here ? load_one(g.delta + at) : 0.0f};
 }
 
@@ -35,15 +36,19 @@ PT_DEVICE void store_far(float* sums, const AttentionProblem& p, float below, fl
 // unscaled. row_stats(n, r) returns the stats of an element's query; ask_mask() is as in ScoreMod.
 // Returns the visible mask.
 template <class K, bool Transposed, int NB, class A, class F>
-PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transposed>& score_mod, float (&x)[NB][4], float (&dp)[NB][4],
-                             float (&weights)[NB][4], const Place& at, uint32_t visible, bool cut, A ask_mask, F row_stats) {
+PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transposed>& score_mod,
+                             float (&x)[NB][4], float (&dp)[NB][4], float (&weights)[NB][4],
+                             const Place& at, uint32_t visible, bool cut, A ask_mask, F row_stats) {
   if constexpr (K::has_score_mod) {
     float slope[NB][4];
     visible = score_mod.apply(x, slope, at, visible, ask_mask);
-    const uint32_t keep_mask = p.drop_threshold ? score_mod.template keep_mask<NB>(at) : 0xffffffffu;
+    const uint32_t keep_mask =
+        p.drop_threshold ? score_mod.template keep_mask<NB>(at) : 0xffffffffu;
     each<NB>([&](int n, int r, uint32_t bit) {
       const RowStats row = row_stats(n, r);
-      const float w = visible & bit ? ptx::exp2(ptx::fma_rn(x[n][r] - row.row_max, kLog2e, -row.log2_sum)) : 0.0f;
+      const float w = visible & bit
+                          ? ptx::exp2(ptx::fma_rn(x[n][r] - row.row_max, kLog2e, -row.log2_sum))
+                          : 0.0f;
       const float down = keep_mask & bit ? dp[n][r] * p.keep_scale : 0.0f;
       const float ds = visible & bit ? w * (down - row.delta) : 0.0f;
       weights[n][r] = keep_mask & bit ? w : 0.0f;

@@ -53,7 +53,8 @@ struct SplitWeights {
 // x[n] += weight * values of splits first, first + kMergeWarps, ..., columns 128 n + 4 lane to + 3.
 constexpr int kMergeWarps = kMergeThreads / 32, kSplitsAtOnce = 8;
 template <int N>
-PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeights& weights, int first, int splits, int columns) {
+PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeights& weights,
+                          int first, int splits, int columns) {
   for (int group = first; group < splits; group += kMergeWarps * kSplitsAtOnce) {
     PT_UNROLL
     for (int n = 0; n < N; ++n) {
@@ -72,26 +73,35 @@ PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeig
       PT_UNROLL
       for (int i = 0; i < kSplitsAtOnce; ++i) {
         PT_UNROLL
-        for (int k = 0; k < 4; ++k) x[n][k] = weight[i] < 0.0f ? x[n][k] : ptx::fma_rn(ptx::bits_float(more[i].w[k]), weight[i], x[n][k]);
+        for (int k = 0; k < 4; ++k)
+          x[n][k] = weight[i] < 0.0f
+                        ? x[n][k]
+                        : ptx::fma_rn(ptx::bits_float(more[i].w[k]), weight[i], x[n][k]);
       }
     }
   }
 }
 
 template <class K>
-__global__ void __launch_bounds__(kMergeThreads, 1) attention_fwd_merge_kernel(const __grid_constant__ AttentionForward f) {
+__global__ void __launch_bounds__(kMergeThreads, 1)
+    attention_fwd_merge_kernel(const __grid_constant__ AttentionForward f) {
   constexpr int N = K::head_dim / 128;
   const AttentionProblem& p = f.p;
   const int64_t row = blockIdx.x;
   const int warp = int(threadIdx.x) / 32, splits = f.split.splits;
   const SplitWeights weights(f.split.stats + 2 * row * f.split.splits, splits);
   float x[N][4] = {};
-  add_splits(x, f.split.values + row * f.split.splits * p.value_dim, weights, warp, splits, p.value_dim);
-  const auto place = [&](int of_warp, int column) { return ptx::dynamic_smem() + (of_warp * K::head_dim + column) * 4; };
+  add_splits(x, f.split.values + row * f.split.splits * p.value_dim, weights, warp, splits,
+             p.value_dim);
+  const auto place = [&](int of_warp, int column) {
+    return ptx::dynamic_smem() + (of_warp * K::head_dim + column) * 4;
+  };
   PT_UNROLL
-  for (int n = 0; n < N; ++n) ptx::st_shared_v4_f32(place(warp, 128 * n + 4 * lane_id()), x[n][0], x[n][1], x[n][2], x[n][3]);
+  for (int n = 0; n < N; ++n)
+    ptx::st_shared_v4_f32(place(warp, 128 * n + 4 * lane_id()), x[n][0], x[n][1], x[n][2], x[n][3]);
 
-  const int of_group = p.group * p.num_queries, in_group = int(blockIdx.x % uint32_t(of_group)), i = in_group / p.group;
+  const int of_group = p.group * p.num_queries, in_group = int(blockIdx.x % uint32_t(of_group)),
+            i = in_group / p.group;
   const int group = int(blockIdx.x / uint32_t(of_group)), key_heads = p.heads / p.group;
   const int b = group / key_heads, h = group % key_heads * p.group + in_group % p.group;
   const Sequence s(p, b);
@@ -102,7 +112,8 @@ __global__ void __launch_bounds__(kMergeThreads, 1) attention_fwd_merge_kernel(c
   const int64_t index = s.row_q + i;
   if (threadIdx.x == 0) store_one(f.lse + row_stat_at(f.at, b, h, index), end.lse);
   with_type(p.dtype, [&](auto t) {
-    auto* const out = static_cast<decltype(t)*>(f.out.data) + b * f.out.stride.batch + h * f.out.stride.head + index * f.out.stride.row;
+    auto* const out = static_cast<decltype(t)*>(f.out.data) + b * f.out.stride.batch +
+                      h * f.out.stride.head + index * f.out.stride.row;
     for (int column = int(threadIdx.x); column < f.out.columns; column += kMergeThreads) {
       float sum = 0.0f;
       PT_UNROLL

@@ -19,7 +19,8 @@ void attention_backward_dkdv(const AttentionBackward& g, const PassPlan& plan, v
 // Compute d_query, d_key and d_value at once. Blocks add d_query to g.dq_accum, whose size is in
 // the plan: in the order given by `turns` (zeros, size in the plan), or in any order if `turns` is
 // null, and then g.dq_accum contains zeros.
-void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns, void* stream);
+void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns,
+                              void* stream);
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream);
 void attention_backward_dsinks(const AttentionDsinks& f, void* stream);
 void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream);

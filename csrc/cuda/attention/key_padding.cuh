@@ -49,7 +49,8 @@ PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
   const auto of_warp = [&](int warp, int i) { return int(ptx::ld_shared_u32(word_of(warp, i))); };
-  for (int warp = 1; warp < kMaskThreads / 32; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
+  for (int warp = 1; warp < kMaskThreads / 32; ++warp)
+    take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
   const int padding_gaps = max(end - first, 0) - visible;
   ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(padding_gaps), 0}});
 }

@@ -41,13 +41,15 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
   if (f.mask.vector_width == 16) {
     ptx::Words4 bytes[2];
     PT_UNROLL
-    for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c) ? ptx::ld_global_v4(query + key + 16 * c) : ptx::Words4{};
+    for (int c = 0; c < 2; ++c)
+      bytes[c] = there(key + 16 * c) ? ptx::ld_global_v4(query + key + 16 * c) : ptx::Words4{};
     return bits_of_bytes(bytes[0]) | bits_of_bytes(bytes[1]) << 16;
   }
   uint32_t visible = 0, bytes[32];
   PT_UNROLL
   // all loads in flight at once
-  for (int c = 0; c < 32; ++c) bytes[c] = there(key + c) ? ptx::ld_global_u8(query + (key + c) * f.mask.key) : 0;
+  for (int c = 0; c < 32; ++c)
+    bytes[c] = there(key + c) ? ptx::ld_global_u8(query + (key + c) * f.mask.key) : 0;
   PT_UNROLL
   for (int c = 0; c < 32; ++c) visible |= uint32_t(bytes[c] != 0) << c;
   return visible;
@@ -55,7 +57,8 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
 
 // Return the keep mask of query i of head h for a group of 32 keys. One Philox call decides two of
 // each eight (score_mod.cuh). 16-bit draws are compared in place, as the upper halves of words.
-PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i, uint32_t group, uint64_t seed) {
+PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i,
+                             uint32_t group, uint64_t seed) {
   const uint32_t threshold = f.threshold << 16, head = f.head_start + uint32_t(h);
   const uint32_t sequence = f.batch_start + uint32_t(b);
   uint32_t kept = 0;
@@ -84,19 +87,23 @@ PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
   if (here && f.dropout.threshold) {
     const uint64_t seed = ptx::ld_global_u64(f.dropout.seed);
     PT_UNROLL
-    for (int c = 0; c < 4; ++c) bits.w[c] = kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word + c), seed);
+    for (int c = 0; c < 4; ++c)
+      bits.w[c] = kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word + c), seed);
   } else if (here) {
-    const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch + h * f.mask.head + i * f.mask.query;
+    const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch +
+                                 h * f.mask.head + i * f.mask.query;
     PT_UNROLL
     for (int c = 0; c < 4; ++c) bits.w[c] = visible_keys(f, query, 32 * (word + c) - f.before);
   }
-  if (f.queries && i < f.rows(false)) ptx::st_global_v4(f.queries + (m * f.rows(false) + i) * f.words(false) + word, bits);
+  if (f.queries && i < f.rows(false))
+    ptx::st_global_v4(f.queries + (m * f.rows(false) + i) * f.words(false) + word, bits);
   if (!f.keys) return;
   PT_UNROLL
   for (int c = 0; c < 4; ++c) {
     const uint32_t column = transpose_bits(bits.w[c]);
     const int j = 32 * (word + c) - f.before + lane;
-    if (j >= 0 && j < f.rows(true)) ptx::st_global_u32(f.keys + (m * f.rows(true) + j) * f.words(true) + i0 / 32, column);
+    if (j >= 0 && j < f.rows(true))
+      ptx::st_global_u32(f.keys + (m * f.rows(true) + j) * f.words(true) + i0 / 32, column);
   }
 }
 

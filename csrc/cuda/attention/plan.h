@@ -48,17 +48,22 @@ struct BackwardPlan {
   bool walks_keys(const BackwardRequest& r) const {
     const AttentionBackward& g = r.g;
     const bool dq_wanted = !is_fused() && (g.dq.data || r.diagonals || g.p.slopes);
-    return g.p.split_lse() || (dq_wanted && !dq.on_sm90()) || (r.dbias[0].data && !dbias[0].on_sm90()) ||
-           (r.dbias[1].data && !dbias[1].on_sm90());
+    return g.p.split_lse() || (dq_wanted && !dq.on_sm90()) ||
+           (r.dbias[0].data && !dbias[0].on_sm90()) || (r.dbias[1].data && !dbias[1].on_sm90());
   }
   // Return true if sm_90a kernels read a dense mask by queries; the next function, by keys.
   bool asks_queries(const BackwardRequest& r) const {
     const AttentionBackward& g = r.g;
     const bool dq_wanted = !is_fused() && (g.dq.data || r.diagonals || g.p.slopes);
-    return (dq_wanted && dq.on_sm90()) || (r.dbias[0].data && dbias[0].on_sm90()) || (r.dbias[1].data && dbias[1].on_sm90());
+    return (dq_wanted && dq.on_sm90()) || (r.dbias[0].data && dbias[0].on_sm90()) ||
+           (r.dbias[1].data && dbias[1].on_sm90());
   }
-  bool asks_keys(const BackwardRequest& r) const { return !is_fused() && (r.g.dk.data || r.g.dv.data) && dkdv.on_sm90(); }
-  bool walks_queries(const BackwardRequest& r) const { return !is_fused() && (r.g.dk.data || r.g.dv.data) && !dkdv.on_sm90(); }
+  bool asks_keys(const BackwardRequest& r) const {
+    return !is_fused() && (r.g.dk.data || r.g.dv.data) && dkdv.on_sm90();
+  }
+  bool walks_queries(const BackwardRequest& r) const {
+    return !is_fused() && (r.g.dk.data || r.g.dv.data) && !dkdv.on_sm90();
+  }
 };
 
 // Return plan() if the GPU supports the sm_90a kernels.
@@ -66,19 +71,24 @@ template <class F>
 Sm90Plan on_sm90(const Gpu& gpu, F plan) {
   if (gpu.sm90a) return plan(gpu.multiprocessors);
   Sm90Plan none{};
-  none.why_not = "they need a GPU of compute capability 9.0, and PYTRANSFORMER_CUDA_PATH not portable";
+  none.why_not =
+      "they need a GPU of compute capability 9.0, and PYTRANSFORMER_CUDA_PATH not portable";
   return none;
 }
 
 inline PassPlan plan_attention_forward(const AttentionForward& f, const Gpu& gpu) {
-  PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_forward(f, n); }), plan_sm80(Pass::Forward, f.p, false), {}};
+  PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_forward(f, n); }),
+                plan_sm80(Pass::Forward, f.p, false),
+                {}};
   if (f.out.data) plan.split = plan_split(f.p);
   if (plan.split.splits) plan.sm90.why_not = "of so few queries the keys are split over blocks";
-  if (plan.on_sm90() && f.p.elementwise_mask()) plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};
+  if (plan.on_sm90() && f.p.elementwise_mask())
+    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};
   return plan;
 }
 
-inline PassPlan plan_backward_pass(const AttentionBackward& g, Pass pass, bool diagonals, const Gpu& gpu) {
+inline PassPlan plan_backward_pass(const AttentionBackward& g, Pass pass, bool diagonals,
+                                   const Gpu& gpu) {
   PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_backward(g, pass, n); }), {}, {}};
   // Values of hidden rows do not reach sums of dS: tiles are recomputed without sums by diagonals.
   plan.sm80 = plan_sm80(pass, g.p, diagonals && !plan.on_sm90());
@@ -89,7 +99,9 @@ inline PassPlan plan_backward_pass(const AttentionBackward& g, Pass pass, bool d
 }
 
 inline PassPlan plan_attention_dbias(const AttentionDbias& f, const Gpu& gpu) {
-  return {on_sm90(gpu, [&](int n) { return plan_sm90_dbias(f, n); }), plan_sm80(Pass::BwdDbias, f.b.p, false), {}};
+  return {on_sm90(gpu, [&](int n) { return plan_sm90_dbias(f, n); }),
+          plan_sm80(Pass::BwdDbias, f.b.p, false),
+          {}};
 }
 
 inline BackwardPlan plan_attention_backward(const BackwardRequest& request, const Gpu& gpu) {

@@ -50,7 +50,9 @@ struct KeyPadding {
   int64_t batch = 0;  // words between sequences; 0: one bitmap for all
 
   static constexpr int kHead = 4;  // words before the bits
-  static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
+  static constexpr int words(int num_keys, int before) {
+    return (before + num_keys + 127) / 128 * 4 + 8;
+  }
 };
 
 // One bit per pair for the sm_90a kernels: visible in a dense boolean mask, or kept by dropout. Per
@@ -125,7 +127,8 @@ struct AttentionProblem {
   bool causal, bottom_right;
   int left, right;  // window; may be kUnbounded
   int global_keys;  // number of leading keys that every window includes; 0: none
-  const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
+  const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys,
+      *query_segments, *key_segments;
   Dense mask, bias;
   KeyPadding key_padding;  // if set, there is no mask
   PairBits mask_bits, keep_bits;
@@ -149,19 +152,26 @@ struct AttentionProblem {
   constexpr bool hides_pairs() const { return bias.data || query_segments; }
   constexpr bool elementwise_mask() const { return mask.data || hides_pairs() || blocks.bits; }
   // Masks and biases may be so large that lse loses log2 of the sum.
-  constexpr bool split_lse() const { return (mask.data && mask.type != DenseType::boolean) || bias.data; }
+  constexpr bool split_lse() const {
+    return (mask.data && mask.type != DenseType::boolean) || bias.data;
+  }
   // Scores differ from scale * q.k; then, with dropout too, weights differ from exp(scores).
-  constexpr bool modifies_scores() const { return split_lse() || slopes || diagonals || softcap != 0 || !(scale > 0); }
+  constexpr bool modifies_scores() const {
+    return split_lse() || slopes || diagonals || softcap != 0 || !(scale > 0);
+  }
   constexpr bool has_score_mod() const { return modifies_scores() || drop_threshold; }
   // Return true if dropout bits are drawn once and stored for all passes: if they take at most 256
   // MB. Packed sequences are excluded, because the longest may be far longer than the rest.
   constexpr bool draws_once() const {
-    const int64_t of_head =
-        int64_t(num_queries) * PairBits::words(num_keys + int(key_start % 32)) + int64_t(num_keys) * PairBits::words(num_queries);
-    return drop_threshold && !cu_queries && int64_t(sequences) * heads * of_head * 4 <= int64_t(256) << 20;
+    const int64_t of_head = int64_t(num_queries) * PairBits::words(num_keys + int(key_start % 32)) +
+                            int64_t(num_keys) * PairBits::words(num_queries);
+    return drop_threshold && !cu_queries &&
+           int64_t(sequences) * heads * of_head * 4 <= int64_t(256) << 20;
   }
   // Only bounds (one key range per query) and padding gaps.
-  constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod() && !global_keys; }
+  constexpr bool bounds_only() const {
+    return !elementwise_mask() && !has_score_mod() && !global_keys;
+  }
 };
 
 enum class Pass { Forward, ForwardSplit, BwdDq, BwdDkdv, BwdDbias };
@@ -256,12 +266,16 @@ struct AttentionPairBits {
     const bool broadcast = !dropout.threshold && !(of_keys ? mask.key : mask.query);
     return broadcast ? 1 : of_keys ? num_keys : num_queries;
   }
-  constexpr int words(bool of_keys) const { return PairBits::words(of_keys ? num_queries : num_keys + before); }
+  constexpr int words(bool of_keys) const {
+    return PairBits::words(of_keys ? num_queries : num_keys + before);
+  }
   // per head: tiles of 32 queries, and of 128 keys
   constexpr int down() const { return words(true); }
   constexpr int across() const { return words(false) / 4; }
   constexpr int64_t tiles() const { return int64_t(sequences) * heads * down() * across(); }
-  constexpr int64_t size(bool of_keys) const { return int64_t(sequences) * heads * rows(of_keys) * words(of_keys) + PairBits::kSlack; }
+  constexpr int64_t size(bool of_keys) const {
+    return int64_t(sequences) * heads * rows(of_keys) * words(of_keys) + PairBits::kSlack;
+  }
 };
 
 // Input of the mask kernel: it packs KeyPadding if `padding` has a mask, PairBits if `bits` has

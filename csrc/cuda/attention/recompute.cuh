@@ -15,7 +15,8 @@ PT_DEVICE void flag_nonfinite(const Recompute& recompute, int64_t head, int row)
 
 // Return true if rows [first, end) of a head (b * heads + h) must be recomputed.
 PT_DEVICE bool is_flagged(const Recompute& recompute, int64_t head, int first, int end) {
-  for (int tile = max(first, 0) / recompute.rows; tile < recompute.tiles && tile * recompute.rows < end; ++tile)
+  for (int tile = max(first, 0) / recompute.rows;
+       tile < recompute.tiles && tile * recompute.rows < end; ++tile)
     if (ptx::ld_global_u32(recompute.flags + head * recompute.tiles + tile)) return true;
   return false;
 }
@@ -57,7 +58,8 @@ template <int N>
 PT_DEVICE bool not_finite(const float (&x)[N], const float (&factor)[2]) {
   float zero = 0.0f;
   PT_UNROLL
-  for (int i = 0; i < N; ++i) zero = ptx::fma_rn(factor[i / 2 % 2] == 0.0f ? 0.0f : x[i], 0.0f, zero);
+  for (int i = 0; i < N; ++i)
+    zero = ptx::fma_rn(factor[i / 2 % 2] == 0.0f ? 0.0f : x[i], 0.0f, zero);
   return zero != 0.0f;  // NaN
 }
 

@@ -40,7 +40,8 @@ struct Place {
 // Like Place, for the rows of a GroupTile, with `group` heads per query.
 struct GroupPlace : Place {
   int query[2];
-  PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group) : Place(first_row, first_column) {
+  PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group)
+      : Place(first_row, first_column) {
     query[0] = group.quotient(row), query[1] = group.quotient(row + 8);
   }
   PT_DEVICE int row_of(int r) const { return query[r / 2]; }
@@ -55,7 +56,8 @@ struct GroupPlace : Place {
 struct OneHead {
   int head;
   float slope;
-  PT_DEVICE OneHead(const AttentionProblem& p, int h, int) : head(h), slope(p.slopes ? load_one(p.slopes + h) : 0.0f) {}
+  PT_DEVICE OneHead(const AttentionProblem& p, int h, int)
+      : head(h), slope(p.slopes ? load_one(p.slopes + h) : 0.0f) {}
   PT_DEVICE int of(int) const { return head; }
   PT_DEVICE float slope_of(int) const { return slope; }
 };
@@ -88,7 +90,9 @@ PT_DEVICE void each(F f) {
 template <int NB>
 PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
   uint32_t visible = 0;
-  each<NB>([&](int n, int r, uint32_t bit) { visible |= bounds[r / 2].has(at.column_of(n, r)) ? bit : 0; });
+  each<NB>([&](int n, int r, uint32_t bit) {
+    visible |= bounds[r / 2].has(at.column_of(n, r)) ? bit : 0;
+  });
   return visible;
 }
 
@@ -126,10 +130,16 @@ PT_DEVICE float narrow_f64(uint64_t bits) {
 template <class F>
 PT_DEVICE void with_reader(const Dense& d, F f) {
   switch (d.type) {
-    case DenseType::f32: return f([&](int64_t at) { return load_one(static_cast<const float*>(d.data) + at); });
-    case DenseType::bf16: return f([&](int64_t at) { return load_one(static_cast<const ptx::bf16*>(d.data) + at); });
-    case DenseType::f16: return f([&](int64_t at) { return load_one(static_cast<const ptx::f16*>(d.data) + at); });
-    default: return f([&](int64_t at) { return narrow_f64(ptx::ld_global_u64(static_cast<const uint64_t*>(d.data) + at)); });
+    case DenseType::f32:
+      return f([&](int64_t at) { return load_one(static_cast<const float*>(d.data) + at); });
+    case DenseType::bf16:
+      return f([&](int64_t at) { return load_one(static_cast<const ptx::bf16*>(d.data) + at); });
+    case DenseType::f16:
+      return f([&](int64_t at) { return load_one(static_cast<const ptx::f16*>(d.data) + at); });
+    default:
+      return f([&](int64_t at) {
+        return narrow_f64(ptx::ld_global_u64(static_cast<const uint64_t*>(d.data) + at));
+      });
   }
 }
 
@@ -139,13 +149,15 @@ template <bool Transposed, bool ElementwiseMask = true, class Heads = OneHead>
 class ScoreMod {
  public:
   PT_DEVICE ScoreMod(const AttentionProblem& p, const Sequence& s, int b, int h, int row = 0)
-      : p_(p), s_(s), b_(b), heads_(p, h, row), seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
+      : p_(p), s_(s), b_(b), heads_(p, h, row),
+        seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
 
   // Turn s (= q.k) into scores in natural units, -inf if not visible; return the pairs of `visible`
   // that stay visible. With softcap, slope receives the derivative 1 - tanh^2. ask_mask() returns
   // if the mask may hide pairs; it is called at the read, because an earlier result cost registers.
   template <int NB, class P, class F>
-  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at, uint32_t visible, F ask_mask) const {
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at, uint32_t visible,
+                           F ask_mask) const {
     if (p_.softcap != 0.0f) {
       const float to_cap = p_.scale / p_.softcap;
       each<NB>([&](int n, int r, uint32_t) {
@@ -159,14 +171,19 @@ class ScoreMod {
     if (ElementwiseMask && p_.query_segments)
       each<NB>([&](int n, int r, uint32_t bit) {
         if (!(visible & bit)) return;
-        const int64_t q = load_i64(p_.query_segments + int64_t(b_) * p_.num_queries + query(at, n, r));
-        if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r))) visible &= ~bit;
+        const int64_t q =
+            load_i64(p_.query_segments + int64_t(b_) * p_.num_queries + query(at, n, r));
+        if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r)))
+          visible &= ~bit;
       });
     if (ElementwiseMask && p_.mask.data && ask_mask()) add(p_.mask, s, at, visible);
     if (ElementwiseMask && p_.bias.data) add(p_.bias, s, at, visible);
-    if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= heads_.slope_of(r) * distance(at, n, r); });
+    if (p_.slopes)
+      each<NB>([&](int n, int r, uint32_t) { s[n][r] -= heads_.slope_of(r) * distance(at, n, r); });
     if (p_.diagonals) {
-      const auto row = [&](int r) { return p_.diagonals + int64_t(heads_.of(r)) * (p_.before + p_.after + 1); };
+      const auto row = [&](int r) {
+        return p_.diagonals + int64_t(heads_.of(r)) * (p_.before + p_.after + 1);
+      };
       // A tile fully beyond the range of the table has one bias.
       const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
       const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
@@ -174,15 +191,19 @@ class ScoreMod {
         const float beyond = load_one(row(0) + cell(lowest));
         each<NB>([&](int n, int r, uint32_t) { s[n][r] += beyond; });
       } else {
-        each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row(r) + cell(relative(at, n, r))); });
+        each<NB>([&](int n, int r, uint32_t) {
+          s[n][r] += load_one(row(r) + cell(relative(at, n, r)));
+        });
       }
     }
-    each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = visible & bit ? s[n][r] : minus_infinity(); });
+    each<NB>(
+        [&](int n, int r, uint32_t bit) { s[n][r] = visible & bit ? s[n][r] : minus_infinity(); });
     return visible;
   }
 
   template <int NB, class P>
-  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at, uint32_t visible) const {
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at,
+                           uint32_t visible) const {
     return apply(s, slope, at, visible, [] { return true; });
   }
 
@@ -222,15 +243,20 @@ class ScoreMod {
       return float(d < 0 ? -d : d);
     } else {
       // Convert once per row, because conversions are slow. Exact to 2^24.
-      const float d = float(relative(at, 0, r / 2 * 2)) + float((8 * n + r % 2) * (Transposed ? -1 : 1));
+      const float d =
+          float(relative(at, 0, r / 2 * 2)) + float((8 * n + r % 2) * (Transposed ? -1 : 1));
       return d < 0 ? -d : d;
     }
   }
   // Return the index of T5's bias for j - i - offset.
-  PT_DEVICE int cell(int relative) const { return max(-p_.before, min(relative, p_.after)) + p_.before; }
+  PT_DEVICE int cell(int relative) const {
+    return max(-p_.before, min(relative, p_.after)) + p_.before;
+  }
 
  private:
-  PT_DEVICE const PairBits::Rows& keep_rows() const { return Transposed ? p_.keep_bits.keys : p_.keep_bits.queries; }
+  PT_DEVICE const PairBits::Rows& keep_rows() const {
+    return Transposed ? p_.keep_bits.keys : p_.keep_bits.queries;
+  }
 
   template <class P>
   static PT_DEVICE int query(const P& at, int n, int r) {
@@ -245,10 +271,13 @@ class ScoreMod {
   template <int NB, class P>
   PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const P& at, uint32_t& visible) const {
     const auto head = [&](int r) { return b_ * d.batch + heads_.of(r) * d.head; };
-    const auto index = [&](int n, int r) { return head(r) + query(at, n, r) * d.query + key(at, n, r) * d.key; };
+    const auto index = [&](int n, int r) {
+      return head(r) + query(at, n, r) * d.query + key(at, n, r) * d.key;
+    };
     if (d.type == DenseType::boolean) {
       each<NB>([&](int n, int r, uint32_t bit) {
-        if (visible & bit && !ptx::ld_global_u8(static_cast<const uint8_t*>(d.data) + index(n, r))) visible &= ~bit;
+        if (visible & bit && !ptx::ld_global_u8(static_cast<const uint8_t*>(d.data) + index(n, r)))
+          visible &= ~bit;
       });
       return;
     }
@@ -269,7 +298,9 @@ class ScoreMod {
     const uint32_t batch = p_.batch_start + uint32_t(b_);
     return philox(4 * (key / 32) + key % 8 / 2, uint32_t(p_.query_start + i), head, batch, seed_);
   }
-  PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
+  PT_DEVICE bool keeps(uint32_t word, int half) const {
+    return (word >> 16 * half & 0xffff) >= p_.drop_threshold;
+  }
 
   // One Philox call decides a lane's eight keys of each 32.
   template <int NB, class P>
@@ -284,7 +315,8 @@ class ScoreMod {
         PT_UNROLL
         for (int m = 0; m < 4; ++m) {
           PT_UNROLL
-          for (int e = 0; e < 2; ++e) bits |= keeps(d.w[m], e) ? 1u << (4 * (n + m) + 2 * half + e) : 0;
+          for (int e = 0; e < 2; ++e)
+            bits |= keeps(d.w[m], e) ? 1u << (4 * (n + m) + 2 * half + e) : 0;
         }
       }
     }
@@ -329,7 +361,8 @@ struct NoScoreMod {
 template <int NB>
 PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
   uint32_t columns = 0;
-  each<NB>([&](int n, int r, uint32_t bit) { columns |= visible & bit ? 1u << (2 * n + r % 2) : 0; });
+  each<NB>(
+      [&](int n, int r, uint32_t bit) { columns |= visible & bit ? 1u << (2 * n + r % 2) : 0; });
   for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
   return columns;
 }
@@ -338,7 +371,8 @@ PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
 template <class T>
 PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
   if constexpr (sizeof(T) == 2) {
-    if (out.pairs && column < out.columns) return ptx::st_global_u32(row + column, Element<T>::pack(x, y));
+    if (out.pairs && column < out.columns)
+      return ptx::st_global_u32(row + column, Element<T>::pack(x, y));
   }
   if (column < out.columns) store_one(row + column, x);
   if (column + 1 < out.columns) store_one(row + column + 1, y);
@@ -347,12 +381,13 @@ PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
 // Store the warp's 16 rows of a result times `factor[half]`, columns from 8 first on, to the
 // tensor's rows row_index[half], if not negative.
 template <class T, int DB>
-PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4], const float (&factor)[2], const int64_t (&row_index)[2],
-                          int first) {
+PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4],
+                          const float (&factor)[2], const int64_t (&row_index)[2], int first) {
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     if (row_index[half] < 0) continue;
-    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head + row_index[half] * out.stride.row;
+    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head +
+             row_index[half] * out.stride.row;
     PT_UNROLL
     for (int d = 0; d < DB; ++d) {
       const int column = 8 * (first + d) + 2 * (lane_id() % 4);

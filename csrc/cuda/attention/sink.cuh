@@ -47,13 +47,15 @@ struct RowEnd {
 };
 // From the row's maximum in natural units and its sum (0 without visible keys); rows past the last
 // query have no results.
-PT_DEVICE RowEnd end_row(const AttentionProblem& p, int h, bool is_query, float row_max, float sum) {
+PT_DEVICE RowEnd end_row(const AttentionProblem& p, int h, bool is_query, float row_max,
+                         float sum) {
   const float sink = sink_of(p, h);
   if (!is_query || sum == 0.0f) return {0.0f, infinity(), 0.0f, is_query ? sink : minus_infinity()};
   float scale = p.keep_scale;
   if (sink != minus_infinity()) scale *= add_sink(sink, row_max, sum);
   const float log2_sum = ptx::log2(sum);
-  return {ptx::div_rn(scale, sum), row_max, log2_sum, above_sink(ptx::fma_rn(log2_sum, kLn2, row_max), sink)};
+  return {ptx::div_rn(scale, sum), row_max, log2_sum,
+          above_sink(ptx::fma_rn(log2_sum, kLn2, row_max), sink)};
 }
 
 }  // namespace pt::cuda

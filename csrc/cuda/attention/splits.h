@@ -20,10 +20,13 @@ struct Divisor {
     while ((uint64_t(1) << shift) < by) ++shift;
     factor = uint32_t((((uint64_t(1) << shift) - by) << 32) / by + 1);
   }
-  constexpr int quotient(int n) const { return int((uint32_t(uint64_t(uint32_t(n)) * factor >> 32) + uint32_t(n)) >> shift); }
+  constexpr int quotient(int n) const {
+    return int((uint32_t(uint64_t(uint32_t(n)) * factor >> 32) + uint32_t(n)) >> shift);
+  }
 };
-static_assert(Divisor(1).quotient(0x7fffffff) == 0x7fffffff && Divisor(7).quotient(0x7fffffff) == 0x7fffffff / 7 &&
-              Divisor(7).quotient(48) == 6 && Divisor(64).quotient(127) == 1);
+static_assert(Divisor(1).quotient(0x7fffffff) == 0x7fffffff &&
+              Divisor(7).quotient(0x7fffffff) == 0x7fffffff / 7 && Divisor(7).quotient(48) == 6 &&
+              Divisor(64).quotient(127) == 1);
 
 // Numbering of a launch's blocks; row_tiles is 1 or 2.
 struct SplitGrid {
@@ -44,6 +47,7 @@ constexpr int most_splits(int tiles, int columns, int row_tiles) {
   const int of_split = kSplitKeys / columns * row_tiles, most = (tiles + of_split - 1) / of_split;
   return most < kMostSplits ? most : kMostSplits;
 }
-static_assert(tiles_of_split(512, 32, 1) == 8 && tiles_of_split(513, 32, 1) == 16 && most_splits(513, 32, 1) == 64);
+static_assert(tiles_of_split(512, 32, 1) == 8 && tiles_of_split(513, 32, 1) == 16 &&
+              most_splits(513, 32, 1) == 64);
 
 }  // namespace pt::cuda

@@ -18,13 +18,17 @@ struct QueryTile {
   Sequence s;
   Tiles range;
 
-  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int tile) : QueryTile(p, s, b, h, tile * Rows, Rows) {}
+  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int tile)
+      : QueryTile(p, s, b, h, tile * Rows, Rows) {}
 
   PT_DEVICE QueryTile(const AttentionProblem& p, const TilePlace& at)
-      : QueryTile(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
+      : QueryTile(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads,
+                  at.tile) {}
 
   static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads; }
-  static PT_DEVICE int tiles(const AttentionProblem& p) { return (p.num_queries + Rows - 1) / Rows; }
+  static PT_DEVICE int tiles(const AttentionProblem& p) {
+    return (p.num_queries + Rows - 1) / Rows;
+  }
   static PT_DEVICE int first_row(const AttentionProblem&, int tile) { return tile * Rows; }
   // Return work item n of all sequences, heads and tiles. With causality, tiles with the most keys
   // come first.
@@ -35,8 +39,12 @@ struct QueryTile {
 
   // Return the key range of query i, empty past the last query. With global keys it includes the
   // gap: see outside_gaps.
-  PT_DEVICE Range bounds(const AttentionProblem& p, int i) const { return i < s.num_q ? keys_of(p, i) : Range{0, 0}; }
-  PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const { return s.template keys_of<Global>(p, i); }
+  PT_DEVICE Range bounds(const AttentionProblem& p, int i) const {
+    return i < s.num_q ? keys_of(p, i) : Range{0, 0};
+  }
+  PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
+    return s.template keys_of<Global>(p, i);
+  }
   // Return the empty tiles between the global keys and the first window, rounded to groups of
   // `Stages`, so that the tiles before and after alternate stages.
   template <int Stages>
@@ -50,26 +58,33 @@ struct QueryTile {
 
   // Return true if pairs of tile t may be in a gap; tile t must be partial, because keys past the
   // range are not zeros.
-  PT_DEVICE bool may_have_gaps(const AttentionProblem& p, int t) const { return Global && p.global_keys && range.cut(t); }
+  PT_DEVICE bool may_have_gaps(const AttentionProblem& p, int t) const {
+    return Global && p.global_keys && range.cut(t);
+  }
 
   // Start to copy the queries' rows of a tensor of `columns`, and the rows of KV tile t; rows
   // without a visible pair become zeros.
   template <class T, int RowBytes>
   PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns) const {
-    copy_rows<Rows>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, i0, 0, s.num_q, columns, Products<T>::chunks(columns));
+    copy_rows<Rows>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, i0, 0, s.num_q, columns,
+                    Products<T>::chunks(columns));
   }
   template <class T, int RowBytes>
-  PT_DEVICE void copy_keys(SmemTile<RowBytes> to, const In& from, int columns, int t, int group) const {
-    copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end,
-                        columns, Products<T>::chunks(columns));
+  PT_DEVICE void copy_keys(SmemTile<RowBytes> to, const In& from, int columns, int t,
+                           int group) const {
+    copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row,
+                        origin + t * Streamed, range.start, range.end, columns,
+                        Products<T>::chunks(columns));
   }
   // Like copy_keys, for keys that may be paged (forward only).
   template <class T, int RowBytes>
-  PT_DEVICE void copy_any_keys(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
+  PT_DEVICE void copy_any_keys(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from,
+                               int columns, int t) const {
     if (!p.pages.table) return copy_keys<T>(to, from, columns, t, p.group);
     const T* const pool = static_cast<const T*>(from.data) + h / p.group * from.stride.head;
     const auto row = [&](int j) { return row_in_pages(p.pages, pool, from.stride, b, j); };
-    copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
+    copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns,
+                           Products<T>::chunks(columns));
   }
 
   // Return the scale of key j's row; 0 without visible pairs, where it is not read.
@@ -80,19 +95,25 @@ struct QueryTile {
 
  protected:
   template <class T>
-  PT_DEVICE const T* row_of_key(const AttentionProblem& p, const In& from, int key_head, int j) const {
+  PT_DEVICE const T* row_of_key(const AttentionProblem& p, const In& from, int key_head,
+                                int j) const {
     if (!p.pages.table) return head_of<T>(from, b, key_head, s.row_k) + j * from.stride.row;
-    return row_in_pages(p.pages, static_cast<const T*>(from.data) + key_head * from.stride.head, from.stride, b, j);
+    return row_in_pages(p.pages, static_cast<const T*>(from.data) + key_head * from.stride.head,
+                        from.stride, b, j);
   }
   // `queries` queries from i0 on.
-  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int i0, int queries)
+  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int i0,
+                      int queries)
       : b(b), h(h), i0(i0), origin(key_origin(p)), s(s),
-        range(min(queries, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
+        range(min(queries, s.num_q - i0), keys_of(p, i0),
+              window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
 
  private:
   // Like keys_of, from the start of the query's window: all queries see the keys after the last
   // query's start.
-  PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
+  PT_DEVICE Range window_of(const AttentionProblem& p, int i) const {
+    return {s.keys_of(p, i).lo, keys_of(p, i).hi};
+  }
 };
 
 // Position of a block in split KV: row tiles vary fastest, so blocks that read the same keys run
@@ -118,9 +139,12 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
   int r0, key_head;
   bool empty;  // the full split is empty
 
-  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitGrid& grid, const SplitPlace& at, int stream = 0, int streams = 1)
-      : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group, grid.group.quotient(at.tile * Rows),
-                grid.group.quotient(at.tile * Rows + Rows - 1) - grid.group.quotient(at.tile * Rows) + 1),
+  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitGrid& grid, const SplitPlace& at,
+                      int stream = 0, int streams = 1)
+      : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group,
+                grid.group.quotient(at.tile * Rows),
+                grid.group.quotient(at.tile * Rows + Rows - 1) -
+                    grid.group.quotient(at.tile * Rows) + 1),
         grid(grid), r0(at.tile * Rows), key_head(at.key_head) {
     Tiles& range = this->range;
     const int tiles = tiles_of_split(range.count(), Streamed, grid.row_tiles);
@@ -131,7 +155,9 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
     range.last = min(range.last, range.first + tiles / streams);
   }
 
-  PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, grid.group.quotient(row)); }
+  PT_DEVICE Range bounds(const AttentionProblem& p, int row) const {
+    return Queries::bounds(p, grid.group.quotient(row));
+  }
 
   // Copy with 128 threads.
   template <class T, int RowBytes>
@@ -142,21 +168,26 @@ struct GroupTile : QueryTile<Rows, Streamed, Global> {
       const int i = grid.group.quotient(r);
       return first + uint32_t(r - i * group) * from.stride.head + uint32_t(i) * from.stride.row;
     };
-    copy_rows_at<Rows, 128>(to, first, row, r0, 0, this->s.num_q * group, columns, Products<T>::chunks(columns));
+    copy_rows_at<Rows, 128>(to, first, row, r0, 0, this->s.num_q * group, columns,
+                            Products<T>::chunks(columns));
   }
 
   // Copy with one warp; with pages, each lane looks up the row of one key.
   template <class T, int RowBytes>
-  PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
+  PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from,
+                                   int columns, int t) const {
     static_assert(Streamed == 32);
     const Tiles& range = this->range;
-    const int first = this->origin + t * Streamed, lo = range.start - first, hi = range.end - first, used = Products<T>::chunks(columns);
+    const int first = this->origin + t * Streamed, lo = range.start - first, hi = range.end - first,
+              used = Products<T>::chunks(columns);
     if (!Global && !p.pages.table) {  // with score_mod the addresses spilled
       const T* const head = head_of<T>(from, this->b, key_head, this->s.row_k);
-      return copy_rows_by_warp(to, head + first * from.stride.row, from.stride.row, lo, hi, columns, used);
+      return copy_rows_by_warp(to, head + first * from.stride.row, from.stride.row, lo, hi, columns,
+                               used);
     }
     const bool there = lane_id() >= lo && lane_id() < hi;
-    const T* const row = there ? this->template row_of_key<T>(p, from, key_head, first + lane_id()) : static_cast<const T*>(from.data);
+    const T* const row = there ? this->template row_of_key<T>(p, from, key_head, first + lane_id())
+                               : static_cast<const T*>(from.data);
     copy_rows_of_lanes(to, row, lo, hi, columns, used);
   }
 };
@@ -173,17 +204,22 @@ struct KeyTile {
   Tiles range;
 
   PT_DEVICE KeyTile(const AttentionProblem& p, int b, int hk, int j0)
-      : b(b), hk(hk), j0(j0), s(p, b), range(tiles_seeing(p, max(j0, s.first_k), min(j0 + Rows, s.num_k))) {}
+      : b(b), hk(hk), j0(j0), s(p, b),
+        range(tiles_seeing(p, max(j0, s.first_k), min(j0 + Rows, s.num_k))) {}
 
   PT_DEVICE KeyTile(const AttentionProblem& p, const TilePlace& at)
       : KeyTile(p, at.head / heads(p), at.head % heads(p), key_origin(p) + at.tile * Rows) {}
 
   // Divisors are recomputed per tile: held across tiles, they spilled in the kernel with score_mod.
   static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads / ptx::opaque(p.group); }
-  static PT_DEVICE int tiles(const AttentionProblem& p) { return (ptx::opaque(p.num_keys) - key_origin(p) + Rows - 1) / Rows; }
+  static PT_DEVICE int tiles(const AttentionProblem& p) {
+    return (ptx::opaque(p.num_keys) - key_origin(p) + Rows - 1) / Rows;
+  }
   // Return a tile's first row as Recompute counts: from the tiles' start or, without score_mod,
   // from the first key.
-  static PT_DEVICE int first_row(const AttentionProblem& p, int tile) { return tile * Rows + (p.has_score_mod() ? 0 : key_origin(p)); }
+  static PT_DEVICE int first_row(const AttentionProblem& p, int tile) {
+    return tile * Rows + (p.has_score_mod() ? 0 : key_origin(p));
+  }
   static PT_DEVICE TilePlace place(const AttentionProblem& p, uint32_t n) {
     const int of_head = tiles(p);
     return {int(n) / of_head, int(n) % of_head};
@@ -191,7 +227,9 @@ struct KeyTile {
 
   // Return the query range of key j; empty if the key is absent or padding.
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
-    return j >= s.first_k && (!s.padding_gaps || j >= s.num_k || KeyPaddingBitmap(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
+    return j >= s.first_k && (!s.padding_gaps || j >= s.num_k || KeyPaddingBitmap(p, b).visible(j))
+               ? unhidden_bounds(p, j)
+               : Range{0, 0};
   }
   // Like bounds, without key padding: results of a hidden row stay in that row.
   PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
@@ -200,18 +238,21 @@ struct KeyTile {
 
   template <class T, int RowBytes>
   PT_DEVICE void copy_keys(SmemTile<RowBytes> to, const In& from, int columns) const {
-    copy_rows<Rows>(to, head_of<T>(from, b, hk, s.row_k), from.stride.row, j0, 0, s.num_k, columns, Products<T>::chunks(columns));
+    copy_rows<Rows>(to, head_of<T>(from, b, hk, s.row_k), from.stride.row, j0, 0, s.num_k, columns,
+                    Products<T>::chunks(columns));
   }
   template <class T, int RowBytes>
-  PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns, int t, int h, const Tiles& range) const {
-    copy_rows<Streamed>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, t * Streamed, range.start, range.end, columns,
-                        Products<T>::chunks(columns));
+  PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns, int t, int h,
+                              const Tiles& range) const {
+    copy_rows<Streamed>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, t * Streamed,
+                        range.start, range.end, columns, Products<T>::chunks(columns));
   }
 
  private:
   // Return the Q tiles in which some query sees one of the keys first .. end - 1.
   PT_DEVICE Tiles tiles_seeing(const AttentionProblem& p, int first, int end) const {
-    Range of_first = s.template queries_of<Global>(p, first), of_last = s.template queries_of<Global>(p, end - 1);
+    Range of_first = s.template queries_of<Global>(p, first),
+          of_last = s.template queries_of<Global>(p, end - 1);
     // global keys have the last query ends; the first key of a window has the first
     if (Global && first < p.global_keys) {
       of_last.hi = of_first.hi;

@@ -15,14 +15,17 @@ constexpr const char* kOp = "linear_cross_entropy";
 Product logits_of(const Tensor& x, const Tensor& weight, Reachable& reachable) {
   Product p{};
   p.dtype = dtype_of(x, "x"), p.rows = x.size(0), p.columns = weight.size(1);
-  STD_TORCH_CHECK(dtype_of(weight, "weight") == p.dtype, "cross entropy: weight must have the dtype of x");
+  STD_TORCH_CHECK(dtype_of(weight, "weight") == p.dtype,
+                  "cross entropy: weight must have the dtype of x");
   p.a[0] = matrix_of(x, "x", reachable), p.b[0] = matrix_of(weight, "weight", reachable);
-  STD_TORCH_CHECK(!p.a[0].transposed && p.b[0].transposed, "cross entropy: the rows of x and the columns of weight must be contiguous");
+  STD_TORCH_CHECK(!p.a[0].transposed && p.b[0].transposed,
+                  "cross entropy: the rows of x and the columns of weight must be contiguous");
   return p;
 }
 
 void check_numbers(const Tensor& t, const char* name, ScalarType type, int64_t count) {
-  STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type && t.numel() == count, "cross entropy: ", name, " must be ", count,
+  STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type && t.numel() == count,
+                  "cross entropy: ", name, " must be ", count,
                   " contiguous numbers, int64 if targets and else float32; got ", t.numel());
 }
 const float* floats_from(const Tensor& t, const char* name, int64_t count, Reachable& reachable) {
@@ -34,14 +37,18 @@ float* floats_to(const Tensor& t, const char* name, int64_t count, Reachable& re
   return static_cast<float*>(write_to(kOp, t, name, reachable));
 }
 
-Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, int64_t rows, Reachable& reachable) {
+Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, int64_t rows,
+                 Reachable& reachable) {
   check_numbers(target, "target", ScalarType::Long, rows);
-  return {static_cast<const int64_t*>(read_from(kOp, target, "target", reachable)), ignore_index, float(1 - smoothing), float(smoothing)};
+  return {static_cast<const int64_t*>(read_from(kOp, target, "target", reachable)), ignore_index,
+          float(1 - smoothing), float(smoothing)};
 }
 
 // partials, picked: scratch for the tiles' results.
-void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials, Tensor picked, Tensor loss,
-                       Tensor row_max, Tensor log_sum, int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
+void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials,
+                       Tensor picked, Tensor loss, Tensor row_max, Tensor log_sum,
+                       int64_t ignore_index, double label_smoothing, int64_t device,
+                       int64_t stream) {
   Reachable reachable;
   LogitPartials f{};
   f.product = logits_of(x, weight, reachable);
@@ -49,7 +56,8 @@ void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   f.bias = bias_of(bias, "bias", classes, reachable);
   f.labels = labels_of(target, ignore_index, label_smoothing, rows, reachable);
   const CrossEntropyPlan plan = plan_cross_entropy(rows, classes, label_smoothing > 0);
-  f.partials = floats_to(partials, "partials", plan.partials, reachable), f.picked = floats_to(picked, "picked", rows, reachable);
+  f.partials = floats_to(partials, "partials", plan.partials, reachable),
+  f.picked = floats_to(picked, "picked", rows, reachable);
   const LossProblem second{f.labels,
                            f.partials,
                            f.picked,
@@ -64,8 +72,9 @@ void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   sm90_loss(second, plan, reinterpret_cast<void*>(stream));
 }
 
-void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor row_max, Tensor log_sum, Tensor g,
-                       MaybeTensor d_logits, MaybeTensor bias_partials, int64_t ignore_index, double label_smoothing, int64_t device,
+void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor row_max,
+                       Tensor log_sum, Tensor g, MaybeTensor d_logits, MaybeTensor bias_partials,
+                       int64_t ignore_index, double label_smoothing, int64_t device,
                        int64_t stream) {
   Reachable reachable;
   DLogitsProblem f{};
@@ -78,23 +87,30 @@ void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   f.g = floats_from(g, "g", rows, reachable);
   f.d_logits = result_of(d_logits, "d_logits", f.product, reachable);
   if (bias_partials)
-    f.bias_partials = floats_to(*bias_partials, "bias_partials", (rows + kRowsOfAPart - 1) / kRowsOfAPart * classes, reachable);
+    f.bias_partials = floats_to(*bias_partials, "bias_partials",
+                                (rows + kRowsOfAPart - 1) / kRowsOfAPart * classes, reachable);
   const DeviceGuard guard(device);
   sm90_d_logits(f, planned(f.product), reinterpret_cast<void*>(stream));
 }
 
 // Return the number of partial results per row in forward.
-int64_t cross_entropy_partials(int64_t classes, bool smooth) { return plan_cross_entropy(1, classes, smooth).partials; }
+int64_t cross_entropy_partials(int64_t classes, bool smooth) {
+  return plan_cross_entropy(1, classes, smooth).partials;
+}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(PT_EDGE_OP(
-      "cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor(a!) partials, Tensor(b!) picked, "
-      "Tensor(c!) loss, Tensor(d!) row_max, Tensor(e!) log_sum, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP(
-      "cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor row_max, Tensor log_sum, "
-      "Tensor g, Tensor(a!)? d_logits, Tensor(b!)? bias_partials, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, "
+                 "Tensor(a!) partials, Tensor(b!) picked, "
+                 "Tensor(c!) loss, Tensor(d!) row_max, Tensor(e!) log_sum, int ignore_index, float "
+                 "label_smoothing, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor "
+                 "row_max, Tensor log_sum, "
+                 "Tensor g, Tensor(a!)? d_logits, Tensor(b!)? bias_partials, int ignore_index, "
+                 "float label_smoothing, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("cross_entropy_partials(int classes, bool smooth) -> int"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {

@@ -32,8 +32,9 @@ struct GivenRow {
 
 // Add the row to the thread's dweight and dbias sums; return mean(g) and mean(g xhat).
 template <class T, class S, int V, class Team>
-PT_DEVICE Sum2 sum_row(float (&dweight)[V][kVector], float (&dbias)[V][kVector], const GivenRow<T, S, V>& given,
-                       const SharedColumns& weight, Team& team, const MyColumns<Team>& mine, float per_column) {
+PT_DEVICE Sum2 sum_row(float (&dweight)[V][kVector], float (&dbias)[V][kVector],
+                       const GivenRow<T, S, V>& given, const SharedColumns& weight, Team& team,
+                       const MyColumns<Team>& mine, float per_column) {
   Sum2 sums{0.0f, 0.0f};
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
@@ -56,7 +57,8 @@ PT_DEVICE Sum2 sum_row(float (&dweight)[V][kVector], float (&dbias)[V][kVector],
 // One team per row, held in registers. If registers allow, the team loads its next row before this
 // row's reductions. d_out and dx have dtype T; h and the gradients of the residual stream have S.
 template <class T, class S, class K>
-__global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(const __grid_constant__ LayerNormBackward f) {
+__global__ void __launch_bounds__(K::backward.at_once)
+    layer_norm_bwd_kernel(const __grid_constant__ LayerNormBackward f) {
   constexpr int V = K::backward.vectors;
   constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for the next row
   const LayerNormProblem& p = f.p;
@@ -79,7 +81,8 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(con
     GivenRow<T, S, V> later;
     if (kAhead) later.load(f, next, mine);
     Raw<S> d_residual_out[V];
-    if (f.d_residual_out.data) load_row(d_residual_out, at.of<S>(f.d_residual_out), mine, at.here());
+    if (f.d_residual_out.data)
+      load_row(d_residual_out, at.of<S>(f.d_residual_out), mine, at.here());
 
     const Sum2 mean = sum_row(dweight, dbias, given, weight, team, mine, per_column);
     if (kAhead && V > 2) given.forget_widened();
@@ -91,7 +94,8 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(con
       float w[kVector], dh[kVector];
       weight.get(w, mine.column(v));
       PT_UNROLL
-      for (int i = 0; i < kVector; ++i) dh[i] = (given.d_out[v][i] * w[i] - mean_g - given.centered(v, i) * slope) * given.rstd;
+      for (int i = 0; i < kVector; ++i)
+        dh[i] = (given.d_out[v][i] * w[i] - mean_g - given.centered(v, i) * slope) * given.rstd;
       if (f.d_residual_out.data) {
         PT_UNROLL
         for (int i = 0; i < kVector; ++i) dh[i] += d_residual_out[v][i];
@@ -118,7 +122,8 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(con
 // One block per row, read twice, for any dtype, alignment and width. The block's sums are in
 // memory.
 template <class K>
-__global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel(const __grid_constant__ LayerNormBackward f) {
+__global__ void __launch_bounds__(K::backward.at_once)
+    layer_norm_bwd_any_kernel(const __grid_constant__ LayerNormBackward f) {
   const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);
@@ -164,11 +169,13 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel
       }
       if (f.dweight_partials) add_to_part(f.dweight_partials + part, g, column, p.columns, begins);
       if (f.d_residual_out.data) {
-        load_any(d_out, at.begin(f.d_residual_out), f.d_residual_out.dtype, column, p.columns, p.aligned);
+        load_any(d_out, at.begin(f.d_residual_out), f.d_residual_out.dtype, column, p.columns,
+                 p.aligned);
         PT_UNROLL
         for (int i = 0; i < kVector; ++i) dh[i] += d_out[i];
       }
-      if (f.dresidual.data) store_any(dh, at.begin(f.dresidual), f.dresidual.dtype, column, p.columns, p.aligned);
+      if (f.dresidual.data)
+        store_any(dh, at.begin(f.dresidual), f.dresidual.dtype, column, p.columns, p.aligned);
       if (p.drop_threshold) drop(dh, dropout.keep(row, column), dropout.scale());
       if (f.dx.data) store_any(dh, at.begin(f.dx), f.dx.dtype, column, p.columns, p.aligned);
     }
@@ -178,19 +185,24 @@ __global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel
 constexpr int kReduceWarps = 16;
 
 // 32 columns per block: warp w adds the blocks w, w + 16, ..., then the first warp adds the warps.
-__global__ void __launch_bounds__(32 * kReduceWarps) layer_norm_reduce_kernel(const __grid_constant__ LayerNormReduce r) {
+__global__ void __launch_bounds__(32 * kReduceWarps)
+    layer_norm_reduce_kernel(const __grid_constant__ LayerNormReduce r) {
   if (!r.sums[blockIdx.y]) return;
   const int warp = threadIdx.x / 32, column = blockIdx.x * 32 + threadIdx.x % 32;
   const uint32_t shared = ptx::dynamic_smem();
   float sum = 0.0f;
   if (column < r.columns)
-    for (int b = warp; b < r.blocks; b += kReduceWarps) sum += load_one(r.partials[blockIdx.y] + int64_t(b) * r.columns + column);
+    for (int b = warp; b < r.blocks; b += kReduceWarps)
+      sum += load_one(r.partials[blockIdx.y] + int64_t(b) * r.columns + column);
   ptx::st_shared_f32(shared + 4 * threadIdx.x, sum);
   ptx::syncthreads();
   if (warp != 0 || column >= r.columns) return;
   sum = 0.0f;
-  for (int w = 0; w < kReduceWarps; ++w) sum += ptx::ld_shared_f32(shared + 4 * (32 * w + threadIdx.x));
-  with_type(r.dtype[blockIdx.y], [&](auto t) { store_one(static_cast<decltype(t)*>(r.sums[blockIdx.y]) + column, sum); });
+  for (int w = 0; w < kReduceWarps; ++w)
+    sum += ptx::ld_shared_f32(shared + 4 * (32 * w + threadIdx.x));
+  with_type(r.dtype[blockIdx.y], [&](auto t) {
+    store_one(static_cast<decltype(t)*>(r.sums[blockIdx.y]) + column, sum);
+  });
 }
 
 }  // namespace pt::cuda

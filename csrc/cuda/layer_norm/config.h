@@ -20,7 +20,9 @@ struct LayerNormConfig {
   constexpr int max_columns() const { return max_columns(max_threads > 128 ? max_threads : 32); }
   constexpr int registers() const { return 65536 / at_once / 8 * 8; }  // registers per thread
   // Vectors of a row that the block divides among its threads.
-  constexpr int shared_vectors() const { return max_threads > 128 ? vectors : vectors * 32 / max_threads; }
+  constexpr int shared_vectors() const {
+    return max_threads > 128 ? vectors : vectors * 32 / max_threads;
+  }
 };
 
 struct LayerNormConfigs {
@@ -35,23 +37,30 @@ constexpr LayerNormConfigs kLayerNormBackward{{4, 128, 256}, {2, 512, 512}, {1, 
 constexpr int kSpare = 24;  // registers for addresses and counters
 static_assert(kLayerNormForward.lanes.registers() >= kLayerNormForward.lanes.vectors * 24 + kSpare);
 static_assert(kLayerNormForward.block.registers() >= kLayerNormForward.block.vectors * 24 + kSpare);
-static_assert(kLayerNormBackward.lanes.registers() >= kLayerNormBackward.lanes.vectors * 48 + kSpare);
-static_assert(kLayerNormBackward.block.registers() >= kLayerNormBackward.block.vectors * 40 + kSpare);
-static_assert(kLayerNormForward.lanes.max_columns() == 1024 && kLayerNormBackward.lanes.max_columns() == 1024);
-static_assert(kLayerNormForward.block.max_columns() == 12288 && kLayerNormBackward.block.max_columns() == 8192);
+static_assert(kLayerNormBackward.lanes.registers() >=
+              kLayerNormBackward.lanes.vectors * 48 + kSpare);
+static_assert(kLayerNormBackward.block.registers() >=
+              kLayerNormBackward.block.vectors * 40 + kSpare);
+static_assert(kLayerNormForward.lanes.max_columns() == 1024 &&
+              kLayerNormBackward.lanes.max_columns() == 1024);
+static_assert(kLayerNormForward.block.max_columns() == 12288 &&
+              kLayerNormBackward.block.max_columns() == 8192);
 
 // Tags: template arguments of a kernel, which its name shows.
 struct Lanes {
   static constexpr LayerNormKernel kernel = LayerNormKernel::Lanes;
-  static constexpr LayerNormConfig forward = kLayerNormForward.lanes, backward = kLayerNormBackward.lanes;
+  static constexpr LayerNormConfig forward = kLayerNormForward.lanes,
+                                   backward = kLayerNormBackward.lanes;
 };
 struct Block {
   static constexpr LayerNormKernel kernel = LayerNormKernel::Block;
-  static constexpr LayerNormConfig forward = kLayerNormForward.block, backward = kLayerNormBackward.block;
+  static constexpr LayerNormConfig forward = kLayerNormForward.block,
+                                   backward = kLayerNormBackward.block;
 };
 struct Any {
   static constexpr LayerNormKernel kernel = LayerNormKernel::Any;
-  static constexpr LayerNormConfig forward = kLayerNormForward.any, backward = kLayerNormBackward.any;
+  static constexpr LayerNormConfig forward = kLayerNormForward.any,
+                                   backward = kLayerNormBackward.any;
 };
 
 }  // namespace pt::cuda

@@ -12,8 +12,9 @@ namespace pt::cuda {
 // Compute a row's h from the loaded vectors. Store residual_out if requested; h is then rounded to
 // its dtype.
 template <class T, class S, int V, class Mine>
-PT_DEVICE void take_row(float (&h)[V][kVector], const Raw<T> (&x)[V], const Raw<S> (&residual)[V], const LayerNormForward& f,
-                        const ColumnDropout& dropout, const TeamRow& at, const Mine& mine) {
+PT_DEVICE void take_row(float (&h)[V][kVector], const Raw<T> (&x)[V], const Raw<S> (&residual)[V],
+                        const LayerNormForward& f, const ColumnDropout& dropout, const TeamRow& at,
+                        const Mine& mine) {
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     PT_UNROLL
@@ -48,7 +49,8 @@ struct RowMoments {
 
 // Subtract the mean from the row. Vectors past the thread's columns are and stay zero.
 template <int V, class Team>
-PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColumns<Team>& mine, bool rms, float eps) {
+PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColumns<Team>& mine,
+                                bool rms, float eps) {
   const float per_column = 1.0f / float(mine.columns);
   float sum = 0.0f;
   PT_UNROLL
@@ -71,7 +73,8 @@ PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColu
 // One team per row, held in registers. The team loads its next row before this row's reductions, so
 // an SM always has loads in flight. x and out have dtype T; residual and residual_out have S.
 template <class T, class S, class K>
-__global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(const __grid_constant__ LayerNormForward f) {
+__global__ void __launch_bounds__(K::forward.at_once)
+    layer_norm_fwd_kernel(const __grid_constant__ LayerNormForward f) {
   constexpr int V = K::forward.vectors;
   constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for the next row
   const LayerNormProblem& p = f.p;
@@ -87,7 +90,8 @@ __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(cons
   TeamRow next(p, team);
   if (kAhead) load(next);
   const int slots = V * kVector * team.size();
-  const SharedColumns weight(ptx::dynamic_smem() + team.smem_bytes(), slots), bias(weight.end(), slots);
+  const SharedColumns weight(ptx::dynamic_smem() + team.smem_bytes(), slots),
+      bias(weight.end(), slots);
   weight.fill<K::forward.shared_vectors()>(p.weight, p.columns, 1.0f);
   bias.fill<K::forward.shared_vectors()>(f.bias, p.columns, 0.0f);
   ptx::syncthreads();
@@ -106,7 +110,8 @@ __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(cons
       weight.get(w, mine.column(v));
       bias.get(b, mine.column(v));
       PT_UNROLL
-      for (int i = 0; i < kVector; ++i) h[v][i] = (h[v][i] * m.rstd - m.shift * m.rstd) * w[i] + b[i];
+      for (int i = 0; i < kVector; ++i)
+        h[v][i] = (h[v][i] * m.rstd - m.shift * m.rstd) * w[i] + b[i];
       Raw<T> out;
       out.set(h[v]);
       out.store_where(at.of<T>(f.out) + mine.column(v), at.here() && mine.has(v));
@@ -120,7 +125,8 @@ __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(cons
 
 // One block per row, read three times, for any dtype, alignment and width.
 template <class K>
-__global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_any_kernel(const __grid_constant__ LayerNormForward f) {
+__global__ void __launch_bounds__(K::forward.at_once)
+    layer_norm_fwd_any_kernel(const __grid_constant__ LayerNormForward f) {
   const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);
@@ -170,7 +176,8 @@ __global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_any_kernel(
       const int column = column_of(team, v);
       float weight[kVector], bias[kVector];
       load_any(h, stored, stored_dtype, column, p.columns, p.aligned);
-      if (p.weight.data) load_any(weight, p.weight.data, p.weight.dtype, column, p.columns, p.aligned);
+      if (p.weight.data)
+        load_any(weight, p.weight.data, p.weight.dtype, column, p.columns, p.aligned);
       if (f.bias.data) load_any(bias, f.bias.data, f.bias.dtype, column, p.columns, p.aligned);
       PT_UNROLL
       for (int i = 0; i < kVector; ++i) {

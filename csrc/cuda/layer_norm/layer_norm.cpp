@@ -16,15 +16,20 @@ constexpr const char* kOp = "layer_norm";
 // Fills in a problem from tensors. The tensors' alignment decides between the kernels.
 class Builder {
  public:
-  Builder(const Tensor& x, int64_t outer, int64_t columns) : outer_(outer), columns_(columns), aligned_(columns % kVectorColumns == 0) {
+  Builder(const Tensor& x, int64_t outer, int64_t columns)
+      : outer_(outer), columns_(columns), aligned_(columns % kVectorColumns == 0) {
     const int64_t n = x.numel();
-    STD_TORCH_CHECK(outer > 0 && columns > 0 && n > 0 && n % columns == 0 && n / columns % outer == 0, "layer_norm: ", n,
-                    " elements are not outer = ", outer, " times rows of ", columns, " columns");
-    STD_TORCH_CHECK(columns < int64_t(1) << 31, "layer_norm: ", columns, " columns, at most 2147483647 are possible");
+    STD_TORCH_CHECK(
+        outer > 0 && columns > 0 && n > 0 && n % columns == 0 && n / columns % outer == 0,
+        "layer_norm: ", n, " elements are not outer = ", outer, " times rows of ", columns,
+        " columns");
+    STD_TORCH_CHECK(columns < int64_t(1) << 31, "layer_norm: ", columns,
+                    " columns, at most 2147483647 are possible");
     inner_ = n / columns / outer;
   }
 
-  LayerNormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, int64_t row_start, double dropout_p, bool rms) {
+  LayerNormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, int64_t row_start,
+                           double dropout_p, bool rms) {
     LayerNormProblem p{};
     p.rows = rows(), p.inner = inner_, p.columns = columns();
     p.rms = rms;
@@ -32,7 +37,8 @@ class Builder {
     pt::check_start(kOp, row_start, "row_start");
     p.row_start = row_start, p.drop_threshold = drop_threshold_of(dropout_p);
     if (p.drop_threshold) {
-      STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer_norm: dropout needs an int64 seed");
+      STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long,
+                      "layer_norm: dropout needs an int64 seed");
       p.seed = static_cast<const uint64_t*>(read_from(kOp, *seed, "dropout_seed", reachable));
     }
     return p;
@@ -46,23 +52,28 @@ class Builder {
     if constexpr (std::is_same_v<R, Rows>) r.data = read_from(kOp, *t, name, reachable);
     else r.data = write_to(kOp, *t, name, reachable);
     if (t->is_contiguous()) {
-      STD_TORCH_CHECK(t->numel() == rows() * columns_, "layer_norm: ", name, " has ", t->numel(), " elements; wanted ", rows() * columns_);
+      STD_TORCH_CHECK(t->numel() == rows() * columns_, "layer_norm: ", name, " has ", t->numel(),
+                      " elements; wanted ", rows() * columns_);
       r.outer = inner_ * columns_, r.inner = columns_;
     } else {
-      STD_TORCH_CHECK(t->dim() == 3 && t->size(0) == outer_ && t->size(1) == inner_ && t->size(2) == columns_, "layer_norm: ", name,
-                      " must be contiguous or have the shape (outer, inner, columns)");
-      STD_TORCH_CHECK(t->stride(2) == 1 || columns_ == 1, "layer_norm: the columns of ", name, " must be contiguous");
+      STD_TORCH_CHECK(
+          t->dim() == 3 && t->size(0) == outer_ && t->size(1) == inner_ && t->size(2) == columns_,
+          "layer_norm: ", name, " must be contiguous or have the shape (outer, inner, columns)");
+      STD_TORCH_CHECK(t->stride(2) == 1 || columns_ == 1, "layer_norm: the columns of ", name,
+                      " must be contiguous");
       r.outer = t->stride(0), r.inner = t->stride(1);
     }
     const int per_piece = 16 / size_of(r.dtype);
-    const bool aligned = at_piece(r.data) && (outer_ == 1 || r.outer % per_piece == 0) && (inner_ == 1 || r.inner % per_piece == 0);
+    const bool aligned = at_piece(r.data) && (outer_ == 1 || r.outer % per_piece == 0) &&
+                         (inner_ == 1 || r.inner % per_piece == 0);
     aligned_ &= aligned;
     return r;
   }
 
   Columns columns_of(const MaybeTensor& t, const char* name) {
     if (!t) return {};
-    STD_TORCH_CHECK(t->numel() == columns() && t->is_contiguous(), "layer_norm: ", name, " must be contiguous, of ", columns(), " numbers");
+    STD_TORCH_CHECK(t->numel() == columns() && t->is_contiguous(), "layer_norm: ", name,
+                    " must be contiguous, of ", columns(), " numbers");
     const Columns c{read_from(kOp, *t, name, reachable), dtype_of(*t, name)};
     aligned_ &= at_piece(c.data);
     return c;
@@ -71,14 +82,17 @@ class Builder {
   // Return the address of (rows,) float32, or null.
   float* per_row(const MaybeTensor& t, const char* name) {
     if (!t) return nullptr;
-    STD_TORCH_CHECK(t->numel() == rows() && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "layer_norm: ", name,
-                    " must be contiguous, of ", rows(), " float32 numbers");
+    STD_TORCH_CHECK(
+        t->numel() == rows() && t->is_contiguous() && t->scalar_type() == ScalarType::Float,
+        "layer_norm: ", name, " must be contiguous, of ", rows(), " float32 numbers");
     return static_cast<float*>(write_to(kOp, *t, name, reachable));
   }
 
   int64_t rows() const { return outer_ * inner_; }
   int columns() const { return int(columns_); }
-  LayerNormShape shape(DType x, DType residual_out) const { return {rows(), columns(), x, residual_out, aligned_}; }
+  LayerNormShape shape(DType x, DType residual_out) const {
+    return {rows(), columns(), x, residual_out, aligned_};
+  }
 
   Reachable reachable;
 
@@ -89,9 +103,11 @@ class Builder {
   bool aligned_;
 };
 
-void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-                    MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, int64_t row_start, double eps,
-                    double dropout_p, bool rms, int64_t device, int64_t stream) {
+void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias,
+                    MaybeTensor dropout_seed, Tensor out, MaybeTensor residual_out,
+                    MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns,
+                    int64_t row_start, double eps, double dropout_p, bool rms, int64_t device,
+                    int64_t stream) {
   Builder b(x, outer, columns);
   LayerNormForward f{};
   f.p = b.problem(weight, dropout_seed, row_start, dropout_p, rms);
@@ -102,23 +118,28 @@ void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTen
   f.out = b.rows_of<RowsOut>(out, "out");
   f.residual_out = b.rows_of<RowsOut>(residual_out, "residual_out");
   STD_TORCH_CHECK(f.out.dtype == f.x.dtype, "layer_norm: out must have the dtype of x");
-  STD_TORCH_CHECK(f.residual_out.data || (!f.residual.data && !f.p.drop_threshold), "layer_norm: residual or dropout needs residual_out");
-  STD_TORCH_CHECK(!f.residual_out.data || f.residual_out.dtype == (f.residual.data ? f.residual : f.x).dtype,
-                  "layer_norm: residual_out must have the dtype of residual, or of x without a residual");
+  STD_TORCH_CHECK(f.residual_out.data || (!f.residual.data && !f.p.drop_threshold),
+                  "layer_norm: residual or dropout needs residual_out");
+  STD_TORCH_CHECK(
+      !f.residual_out.data || f.residual_out.dtype == (f.residual.data ? f.residual : f.x).dtype,
+      "layer_norm: residual_out must have the dtype of residual, or of x without a residual");
   f.mean = rms ? nullptr : b.per_row(mean, "mean");
   f.rstd = b.per_row(rstd, "rstd");
   STD_TORCH_CHECK(rms || f.mean, "layer_norm: mean is missing");
 
   const DeviceGuard guard(device);
-  const LayerNormShape shape = b.shape(f.x.dtype, f.residual_out.data ? f.residual_out.dtype : f.x.dtype);
+  const LayerNormShape shape =
+      b.shape(f.x.dtype, f.residual_out.data ? f.residual_out.dtype : f.x.dtype);
   const LayerNormPlan plan = plan_forward(shape, multiprocessors());
   f.p.aligned = shape.aligned, f.p.lanes = plan.lanes;
   layer_norm_forward(f, plan, reinterpret_cast<void*>(stream));
 }
 
-void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
-                    MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
-                    int64_t columns, int64_t row_start, double dropout_p, bool rms, int64_t device, int64_t stream) {
+void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight,
+                    MaybeTensor mean, Tensor rstd, MaybeTensor dropout_seed, MaybeTensor dx,
+                    MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
+                    int64_t columns, int64_t row_start, double dropout_p, bool rms, int64_t device,
+                    int64_t stream) {
   Builder b(d_out, outer, columns);
   LayerNormBackward f{};
   f.p = b.problem(weight, dropout_seed, row_start, dropout_p, rms);
@@ -130,8 +151,10 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
   f.dx = b.rows_of<RowsOut>(dx, "dx");
   f.dresidual = b.rows_of<RowsOut>(dresidual, "dresidual");
   STD_TORCH_CHECK(rms || f.mean, "layer_norm: mean is missing");
-  STD_TORCH_CHECK(!f.dx.data || f.dx.dtype == f.d_out.dtype, "layer_norm: dx must have the dtype of d_out");
-  STD_TORCH_CHECK((!f.dresidual.data || f.dresidual.dtype == f.h.dtype) && (!f.d_residual_out.data || f.d_residual_out.dtype == f.h.dtype),
+  STD_TORCH_CHECK(!f.dx.data || f.dx.dtype == f.d_out.dtype,
+                  "layer_norm: dx must have the dtype of d_out");
+  STD_TORCH_CHECK((!f.dresidual.data || f.dresidual.dtype == f.h.dtype) &&
+                      (!f.d_residual_out.data || f.d_residual_out.dtype == f.h.dtype),
                   "layer_norm: gradients of the residual stream must have its dtype");
 
   const DeviceGuard guard(device);
@@ -163,16 +186,20 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      PT_EDGE_OP("layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
-                 "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int columns, int row_start, float eps, float "
+      PT_EDGE_OP("layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? "
+                 "dropout_seed, Tensor(a!) out, "
+                 "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int "
+                 "columns, int row_start, float eps, float "
                  "dropout_p, bool "
                  "rms, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP(
-      "layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
-      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, int row_start, float "
-      "dropout_p, bool rms, "
-      "int device, "
-      "int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, "
+                 "Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
+                 "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, "
+                 "int outer, int columns, int row_start, float "
+                 "dropout_p, bool rms, "
+                 "int device, "
+                 "int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("layer_norm_fwd"), TORCH_BOX(&layer_norm_fwd));

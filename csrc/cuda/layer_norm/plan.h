@@ -29,16 +29,23 @@ struct LayerNormPlan {
 };
 
 // Return true if the pair of dtypes has a typed kernel; other pairs use the kernel for any dtype.
-inline bool has_typed_kernel(DType x, DType residual_out) { return x == residual_out || residual_out == DType::f32; }
-
-inline const LayerNormConfig& config_of(LayerNormKernel kernel, const LayerNormConfigs& configs) {
-  return kernel == LayerNormKernel::Lanes ? configs.lanes : kernel == LayerNormKernel::Block ? configs.block : configs.any;
+inline bool has_typed_kernel(DType x, DType residual_out) {
+  return x == residual_out || residual_out == DType::f32;
 }
 
-inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormConfigs& configs, bool backward, int multiprocessors) {
+inline const LayerNormConfig& config_of(LayerNormKernel kernel, const LayerNormConfigs& configs) {
+  return kernel == LayerNormKernel::Lanes   ? configs.lanes
+         : kernel == LayerNormKernel::Block ? configs.block
+                                            : configs.any;
+}
+
+inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormConfigs& configs,
+                                     bool backward, int multiprocessors) {
   const auto up = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
   const auto threads_for = [&](const LayerNormConfig& c) {
-    return int(std::clamp<int64_t>(up(s.columns, 32 * kVectorColumns * c.vectors) / (kVectorColumns * c.vectors), 32, c.max_threads));
+    return int(std::clamp<int64_t>(
+        up(s.columns, 32 * kVectorColumns * c.vectors) / (kVectorColumns * c.vectors), 32,
+        c.max_threads));
   };
   LayerNormPlan plan{};
   const bool typed = s.aligned && has_typed_kernel(s.x, s.residual_out);
@@ -48,20 +55,24 @@ inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormCon
     plan.lanes = s.columns <= 128 ? 8 : s.columns <= 256 ? 16 : 32;
     plan.threads = configs.lanes.max_threads;
   } else {
-    plan.kernel = typed && s.columns <= configs.block.max_columns() ? LayerNormKernel::Block : LayerNormKernel::Any;
+    plan.kernel = typed && s.columns <= configs.block.max_columns() ? LayerNormKernel::Block
+                                                                    : LayerNormKernel::Any;
     plan.threads = plan.lanes = threads_for(config_of(plan.kernel, configs));
     plan.smem_bytes = uint32_t(up(plan.threads / 32 * 8, 16)) * 2;  // the two buffers of BlockTeam
   }
   // Float32 weight and, forward, bias; or one row of partial sums per team at the end of backward.
   const LayerNormConfig& config = config_of(plan.kernel, configs);
-  const int rows_of_floats = plan.kernel == LayerNormKernel::Any ? 0 : backward ? plan.rows_per_block() : 2;
+  const int rows_of_floats = plan.kernel == LayerNormKernel::Any ? 0
+                             : backward                          ? plan.rows_per_block()
+                                                                 : 2;
   plan.smem_bytes += uint32_t(rows_of_floats * config.max_columns(plan.lanes)) * 4;
   // The grid is as large as fits on the GPU at once: each block loops over rows, loads the next
   // before this row's reductions, and writes partial sums. The kernel for any dtype loads nothing
   // ahead in forward, so it has one block per row, up to the grid's limit.
   const int64_t needed = (s.rows + plan.rows_per_block() - 1) / plan.rows_per_block();
   const int64_t at_once = int64_t(multiprocessors) * std::max(1, config.at_once / plan.threads);
-  plan.blocks = std::min<int64_t>(needed, plan.kernel == LayerNormKernel::Any && !backward ? int64_t(1) << 30 : at_once);
+  plan.blocks = std::min<int64_t>(
+      needed, plan.kernel == LayerNormKernel::Any && !backward ? int64_t(1) << 30 : at_once);
   return plan;
 }
 

@@ -19,7 +19,8 @@ using TeamOf = std::conditional_t<K::kernel == LayerNormKernel::Lanes, LaneTeam,
 struct RowAt {
   int64_t outer, inner;
 
-  PT_DEVICE RowAt(const LayerNormProblem& p, int64_t row) : outer(row / p.inner), inner(row - outer * p.inner) {}
+  PT_DEVICE RowAt(const LayerNormProblem& p, int64_t row)
+      : outer(row / p.inner), inner(row - outer * p.inner) {}
   template <class T>
   PT_DEVICE const T* of(const Rows& t) const {
     return static_cast<const T*>(t.data) + outer * t.outer + inner * t.inner;
@@ -30,7 +31,8 @@ struct RowAt {
   }
   // Return the row's address if the dtype is known only at run time.
   PT_DEVICE const void* begin(const Rows& t) const {
-    return static_cast<const uint8_t*>(t.data) + (outer * t.outer + inner * t.inner) * size_of(t.dtype);
+    return static_cast<const uint8_t*>(t.data) +
+           (outer * t.outer + inner * t.inner) * size_of(t.dtype);
   }
   PT_DEVICE void* begin(const RowsOut& t) const {
     return static_cast<uint8_t*>(t.data) + (outer * t.outer + inner * t.inner) * size_of(t.dtype);
@@ -44,8 +46,9 @@ class TeamRow : public RowAt {
  public:
   template <class Team>
   PT_DEVICE TeamRow(const LayerNormProblem& p, const Team& team)
-      : RowAt(p, int64_t(blockIdx.x) * team.teams() + team.team()), p_(p), first_(int64_t(blockIdx.x) * team.teams()),
-        step_(int64_t(gridDim.x) * team.teams()), by_(p, step_), team_(team.team()) {}
+      : RowAt(p, int64_t(blockIdx.x) * team.teams() + team.team()), p_(p),
+        first_(int64_t(blockIdx.x) * team.teams()), step_(int64_t(gridDim.x) * team.teams()),
+        by_(p, step_), team_(team.team()) {}
 
   PT_DEVICE int64_t row() const { return first_ + team_; }
   PT_DEVICE bool here() const { return row() < p_.rows; }  // false for a team past the last row
@@ -104,7 +107,9 @@ class SharedColumns {
       using T = decltype(t);
       Raw<T> raw[V];
       PT_UNROLL
-      for (int v = 0; v < V; ++v) raw[v].load_where(static_cast<const T*>(from.data) + column(v), from.data && column(v) < columns);
+      for (int v = 0; v < V; ++v)
+        raw[v].load_where(static_cast<const T*>(from.data) + column(v),
+                          from.data && column(v) < columns);
       PT_UNROLL
       for (int v = 0; v < V; ++v) {
         if (2 * column(v) >= int(half_)) continue;
@@ -117,9 +122,11 @@ class SharedColumns {
     });
   }
   PT_DEVICE void get(float (&v)[kVector], int column) const {
-    const ptx::Words4 low = ptx::ld_shared_v4(begin_ + 2 * column), high = ptx::ld_shared_v4(begin_ + half_ + 2 * column);
+    const ptx::Words4 low = ptx::ld_shared_v4(begin_ + 2 * column),
+                      high = ptx::ld_shared_v4(begin_ + half_ + 2 * column);
     PT_UNROLL
-    for (int i = 0; i < 4; ++i) v[i] = ptx::bits_float(low.w[i]), v[4 + i] = ptx::bits_float(high.w[i]);
+    for (int i = 0; i < 4; ++i)
+      v[i] = ptx::bits_float(low.w[i]), v[4 + i] = ptx::bits_float(high.w[i]);
   }
 
  private:
@@ -127,7 +134,8 @@ class SharedColumns {
 };
 
 PT_DEVICE ColumnDropout dropout_of(const LayerNormProblem& p) {
-  return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0, p.drop_threshold, kTagAddNorm, p.row_start};
+  return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0,
+          p.drop_threshold, kTagAddNorm, p.row_start};
 }
 
 // Return a mask with bit 8 v + i set if dropout keeps element i of the thread's vector v. The full
@@ -148,9 +156,13 @@ PT_DEVICE void drop(float (&v)[kVector], uint32_t keep, float scale) {
 }
 
 // Sum in pairs, which are independent of each other, unlike a chain of eight.
-PT_DEVICE float sum_of(const float (&v)[kVector]) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
+PT_DEVICE float sum_of(const float (&v)[kVector]) {
+  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
 
 // Return 1 / sqrt(variance + eps); a negative variance is a rounded zero.
-PT_DEVICE float rstd_of(float variance, float eps) { return ptx::div_rn(1.0f, ptx::sqrt_rn((variance < 0.0f ? 0.0f : variance) + eps)); }
+PT_DEVICE float rstd_of(float variance, float eps) {
+  return ptx::div_rn(1.0f, ptx::sqrt_rn((variance < 0.0f ? 0.0f : variance) + eps));
+}
 
 }  // namespace pt::cuda

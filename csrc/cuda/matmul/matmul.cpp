@@ -11,17 +11,20 @@ using namespace pt::cuda;
 Product product_of(const MaybeTensor (&operands)[4], Reachable& reachable) {
   static const char* const kNames[] = {"a", "b", "a2", "b2"};
   Product p{};
-  p.dtype = dtype_of(*operands[0], "a"), p.rows = operands[0]->size(0), p.columns = operands[1]->size(1);
+  p.dtype = dtype_of(*operands[0], "a"), p.rows = operands[0]->size(0),
+  p.columns = operands[1]->size(1);
   for (int i = 0; i < 4; ++i) {
     if (!operands[i]) continue;
-    STD_TORCH_CHECK(dtype_of(*operands[i], kNames[i]) == p.dtype, "products: ", kNames[i], " must have the dtype of a");
+    STD_TORCH_CHECK(dtype_of(*operands[i], kNames[i]) == p.dtype, "products: ", kNames[i],
+                    " must have the dtype of a");
     (i % 2 ? p.b : p.a)[i / 2] = matrix_of(*operands[i], kNames[i], reachable);
   }
   return p;
 }
 
 // out = a b (+ a2 b2) + bias.
-void matmul(Tensor a, Tensor b, MaybeTensor a2, MaybeTensor b2, MaybeTensor bias, Tensor out, int64_t device, int64_t stream) {
+void matmul(Tensor a, Tensor b, MaybeTensor a2, MaybeTensor b2, MaybeTensor bias, Tensor out,
+            int64_t device, int64_t stream) {
   Reachable reachable;
   LinearProblem l{product_of({a, b, a2, b2}, reachable), {}, {}};
   l.out = result_of(out, "out", l.product, reachable);
@@ -39,15 +42,20 @@ void matmul_sums(Tensor a, Tensor b, Tensor out, bool add, int64_t device, int64
   sm90_sums(s, planned(s.product), reinterpret_cast<void*>(stream));
 }
 
-bool matmul_use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) { return use_cublas(rows, columns, depth, ours); }
+bool matmul_use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) {
+  return use_cublas(rows, columns, depth, ours);
+}
 int64_t matmul_largest_side() { return kLargestSide; }
 int64_t matmul_rows_of_a_part() { return kRowsOfAPart; }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(PT_EDGE_OP("matmul(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? bias, Tensor(a!) out, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("matmul_sums(Tensor a, Tensor b, Tensor(a!) out, bool add, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("matmul(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? bias, Tensor(a!) out, "
+                 "int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP(
+      "matmul_sums(Tensor a, Tensor b, Tensor(a!) out, bool add, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("matmul_use_cublas(int rows, int columns, int depth, bool ours) -> bool"));
   m.def(PT_EDGE_OP("matmul_largest_side() -> int"));
   m.def(PT_EDGE_OP("matmul_rows_of_a_part() -> int"));

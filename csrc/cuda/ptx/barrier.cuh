@@ -35,11 +35,14 @@ PT_DEVICE uint32_t shfl_u32(uint32_t value, int lane PT_SITE) {
   return __shfl_sync(0xffffffffu, value, lane);
 #endif
 }
-PT_DEVICE float shfl(float value, int lane PT_SITE) { return bits_float(shfl_u32(float_bits(value), lane PT_HERE)); }
+PT_DEVICE float shfl(float value, int lane PT_SITE) {
+  return bits_float(shfl_u32(float_bits(value), lane PT_HERE));
+}
 template <class T>
 PT_DEVICE const T* shfl(const T* p, int lane PT_SITE) {
   const auto bits = uint64_t(uintptr_t(p));
-  const uint64_t low = shfl_u32(uint32_t(bits), lane PT_HERE), high = shfl_u32(uint32_t(bits >> 32), lane PT_HERE);
+  const uint64_t low = shfl_u32(uint32_t(bits), lane PT_HERE),
+                 high = shfl_u32(uint32_t(bits >> 32), lane PT_HERE);
   return reinterpret_cast<const T*>(uintptr_t(high << 32 | low));
 }
 // Mark a value that is equal in all lanes as warp-uniform. The compiler computes expressions of it
@@ -51,7 +54,9 @@ PT_DEVICE uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 #endif
 }
-PT_DEVICE float shfl_xor(float value, int lane_mask PT_SITE) { return bits_float(shfl_xor_u32(float_bits(value), lane_mask PT_HERE)); }
+PT_DEVICE float shfl_xor(float value, int lane_mask PT_SITE) {
+  return bits_float(shfl_xor_u32(float_bits(value), lane_mask PT_HERE));
+}
 
 // "Parallel Synchronization and Communication Instructions: bar", number 0, all threads of the
 // block.
@@ -83,7 +88,8 @@ PT_DEVICE void bar_arrive(int id, int threads PT_SITE) {
 // Mbarriers: 8 bytes of shared memory each.
 
 // Name a barrier in the emulator's messages; does nothing on a GPU.
-PT_DEVICE void mbarrier_name([[maybe_unused]] uint32_t bar, [[maybe_unused]] const char* name, [[maybe_unused]] int index) {
+PT_DEVICE void mbarrier_name([[maybe_unused]] uint32_t bar, [[maybe_unused]] const char* name,
+                             [[maybe_unused]] int index) {
 #if defined(PT_EMULATE)
   emu::name_barrier(bar, name, index);
 #endif
@@ -112,7 +118,8 @@ PT_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
   emu::mbarrier_arrive_expect_tx(bar, bytes, site);
 #else
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
 #endif
 }
 

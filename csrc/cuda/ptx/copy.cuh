@@ -14,7 +14,8 @@ PT_DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes PT_SITE
 #if defined(PT_EMULATE)
   emu::cp_async(dst, src, bytes, site);
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
 #endif
 }
 
@@ -61,7 +62,8 @@ PT_DEVICE void tma_load_2d(uint32_t dst, const TensorMap& map, uint32_t bar, int
       : "memory");
 #endif
 }
-PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z PT_SITE) {
+PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y,
+                           int z PT_SITE) {
 #if defined(PT_EMULATE)
   const int32_t coord[] = {x, y, z};
   emu::tma_load(dst, map, bar, 3, coord, site);
@@ -73,7 +75,8 @@ PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int
       : "memory");
 #endif
 }
-PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z, int w PT_SITE) {
+PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z,
+                           int w PT_SITE) {
 #if defined(PT_EMULATE)
   const int32_t coord[] = {x, y, z, w};
   emu::tma_load(dst, map, bar, 4, coord, site);
@@ -92,9 +95,11 @@ PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t
 #if defined(PT_EMULATE)
   emu::bulk_load(dst, src, bytes, bar, site);
 #else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
-               "r"(bar)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(dst),
+      "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
 #endif
 }
 
@@ -103,7 +108,9 @@ PT_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes PT_SITE) {
 #if defined(PT_EMULATE)
   emu::bulk_store(dst, src, bytes, site);
 #else
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
+               "r"(bytes)
+               : "memory");
 #endif
 }
 
@@ -113,7 +120,10 @@ PT_DEVICE void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes PT_S
 #if defined(PT_EMULATE)
   emu::bulk_reduce_add_f32(dst, src, bytes, site);
 #else
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+      "r"(src), "r"(bytes)
+      : "memory");
 #endif
 }
 

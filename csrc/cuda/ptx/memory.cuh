@@ -15,7 +15,9 @@ PT_DEVICE Words4 ld_global_once(const void* p PT_SITE) {
 #if defined(PT_EMULATE)
   emu::ld_global(p, v.w, 16, site);
 #else
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p));
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+      : "l"(p));
 #endif
   return v;
 }
@@ -27,9 +29,11 @@ PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted PT_SITE) {
 #if defined(PT_EMULATE)
   if (wanted) emu::ld_global(p, v.w, 16, site);
 #else
-  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(v.w[0]), "+r"(v.w[1]), "+r"(v.w[2]), "+r"(v.w[3])
-               : "l"(p), "r"(uint32_t(wanted)));
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted "
+      "ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(v.w[0]), "+r"(v.w[1]), "+r"(v.w[2]), "+r"(v.w[3])
+      : "l"(p), "r"(uint32_t(wanted)));
 #endif
   return v;
 }
@@ -40,7 +44,10 @@ PT_DEVICE Words4 ld_global_v4(const void* p PT_SITE) {
 #if defined(PT_EMULATE)
   emu::ld_global(p, v.w, 16, site);
 #else
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(p)
+               : "memory");
 #endif
   return v;
 }
@@ -88,7 +95,9 @@ PT_DEVICE void st_global_v4(void* p, const Words4& v PT_SITE) {
 #if defined(PT_EMULATE)
   emu::st_global(p, v.w, 16, site);
 #else
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]),
+               "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
 #endif
 }
 // Like st_global_v4 if `wanted`, by a predicate.
@@ -96,9 +105,11 @@ PT_DEVICE void st_global_v4_where(void* p, const Words4& v, bool wanted PT_SITE)
 #if defined(PT_EMULATE)
   if (wanted) emu::st_global(p, v.w, 16, site);
 #else
-  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(p),
-               "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "r"(uint32_t(wanted))
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.u32 [%0], {%1, %2, "
+      "%3, %4};\n}" ::"l"(p),
+      "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "r"(uint32_t(wanted))
+      : "memory");
 #endif
 }
 PT_DEVICE void st_global_u64(void* p, uint64_t v PT_SITE) {
@@ -138,7 +149,9 @@ PT_DEVICE void red_add_v4_f32(float* dst, float a, float b, float c, float d PT_
   const float value[] = {a, b, c, d};
   emu::red_add_f32(dst, value, 4, site);
 #else
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
 #endif
 }
 
@@ -148,7 +161,10 @@ PT_DEVICE uint32_t atomic_add_u32(uint32_t* p, uint32_t value PT_SITE) {
   return emu::atomic_add(p, value, false, site);
 #else
   uint32_t old;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(value)
+               : "memory");
   return old;
 #endif
 }
@@ -159,7 +175,9 @@ PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value PT_SITE) {
 #if defined(PT_EMULATE)
   emu::atomic_add(p, value, true, site);
 #else
-  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], %1;" ::"l"(p),
+               "r"(value)
+               : "memory");
 #endif
 }
 
@@ -199,7 +217,9 @@ PT_DEVICE void st_shared_v4_f32(uint32_t addr, float a, float b, float c, float 
   const float value[] = {a, b, c, d};
   emu::st_shared(addr, value, 16, site);
 #else
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
 #endif
 }
 
@@ -228,12 +248,19 @@ PT_DEVICE Words4 ld_shared_v4(uint32_t addr PT_SITE) {
 #if defined(PT_EMULATE)
   emu::ld_shared(addr, v.w, 16, site);
 #else
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(addr) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "r"(addr)
+               : "memory");
 #endif
   return v;
 }
 
-PT_DEVICE void st_shared_f32(uint32_t addr, float value PT_SITE) { st_shared_u32(addr, float_bits(value) PT_HERE); }
-PT_DEVICE float ld_shared_f32(uint32_t addr PT_SITE) { return bits_float(ld_shared_u32(addr PT_HERE)); }
+PT_DEVICE void st_shared_f32(uint32_t addr, float value PT_SITE) {
+  st_shared_u32(addr, float_bits(value) PT_HERE);
+}
+PT_DEVICE float ld_shared_f32(uint32_t addr PT_SITE) {
+  return bits_float(ld_shared_u32(addr PT_HERE));
+}
 
 }  // namespace pt::ptx

@@ -13,9 +13,10 @@ enum class SmemLayout : uint64_t { None = 0, Swizzle128 = 1, Swizzle64 = 2, Swiz
 // "Asynchronous Warpgroup Level Matrix Instructions: matrix descriptor format". In bytes:
 //   K-major,  Swizzle128: sbo = distance between groups of 8 rows; lbo is unused.
 //   MN-major, Swizzle128: sbo = distance between groups of 8 k; lbo = between 64-wide panels.
-PT_DEVICE constexpr uint64_t smem_descriptor(uint32_t addr, uint32_t lbo, uint32_t sbo, SmemLayout layout) {
-  return uint64_t((addr & 0x3ffff) >> 4) | uint64_t((lbo & 0x3ffff) >> 4) << 16 | uint64_t((sbo & 0x3ffff) >> 4) << 32 |
-         uint64_t(layout) << 62;
+PT_DEVICE constexpr uint64_t smem_descriptor(uint32_t addr, uint32_t lbo, uint32_t sbo,
+                                             SmemLayout layout) {
+  return uint64_t((addr & 0x3ffff) >> 4) | uint64_t((lbo & 0x3ffff) >> 4) << 16 |
+         uint64_t((sbo & 0x3ffff) >> 4) << 32 | uint64_t(layout) << 62;
 }
 
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.fence". Required before the first wgmma
@@ -72,19 +73,23 @@ PT_DEVICE void wgmma_wait(PT_ONLY_SITE) {
 
 template <class T, int N, bool TransB, bool TransA = false>
 inline void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate PT_SITE) {
-  emu::wgmma(N, std::is_same_v<T, f16>, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate, site);
+  emu::wgmma(N, std::is_same_v<T, f16>, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate,
+             site);
 }
 template <class T, int N, bool TransB>
-inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate PT_SITE) {
+inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b,
+                     bool accumulate PT_SITE) {
   emu::wgmma(N, std::is_same_v<T, f16>, d, a, 0, false, desc_b, TransB, accumulate, site);
 }
 
 #else
 
 template <class T, int N, bool TransB, bool TransA = false>
-PT_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) = delete;
+PT_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b,
+                        bool accumulate) = delete;
 template <class T, int N, bool TransB>
-PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) = delete;
+PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b,
+                        bool accumulate) = delete;
 
 // clang-format off
 #define PT_D8(i) "+f"(d[i]), "+f"(d[i+1]), "+f"(d[i+2]), "+f"(d[i+3]), \

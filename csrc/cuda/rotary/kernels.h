@@ -8,8 +8,10 @@
 
 namespace pt::cuda {
 
-void rotary_forward(const RotaryProblem& p, const RotaryForward& f, const RotaryPlan& plan, void* stream);
-void rotary_backward(const RotaryProblem& p, const RotaryBackward& f, const RotaryPlan& plan, void* stream);
+void rotary_forward(const RotaryProblem& p, const RotaryForward& f, const RotaryPlan& plan,
+                    void* stream);
+void rotary_backward(const RotaryProblem& p, const RotaryBackward& f, const RotaryPlan& plan,
+                     void* stream);
 void append_kv(const RotaryProblem& p, const AppendKV& f, const RotaryPlan& plan, void* stream);
 
 }  // namespace pt::cuda

@@ -19,9 +19,10 @@ void with_rows(DType dtype, const F& f) {
 }
 
 template <class Arguments>
-void launch_rotary(void (*kernel)(RotaryProblem, Arguments), const RotaryPlan& plan, void* stream, const RotaryProblem& p,
-                   const Arguments& arguments) {
-  launch(kernel, dim3(unsigned(plan.blocks)), kRotaryThreads, plan.smem_bytes, stream, p, arguments);
+void launch_rotary(void (*kernel)(RotaryProblem, Arguments), const RotaryPlan& plan, void* stream,
+                   const RotaryProblem& p, const Arguments& arguments) {
+  launch(kernel, dim3(unsigned(plan.blocks)), kRotaryThreads, plan.smem_bytes, stream, p,
+         arguments);
 }
 
 }  // namespace pt::cuda

@@ -36,7 +36,9 @@ struct RotaryPlan {
   int rows_per_block() const { return kRotaryThreads / lanes; }
 };
 
-constexpr int chunks_of(int64_t columns) { return int((columns + kChunkColumns - 1) / kChunkColumns); }
+constexpr int chunks_of(int64_t columns) {
+  return int((columns + kChunkColumns - 1) / kChunkColumns);
+}
 inline int lanes_of(int chunks) {
   int lanes = 4;
   while (lanes < chunks && lanes < 32) lanes *= 2;
@@ -47,7 +49,8 @@ inline int lanes_of(int chunks) {
 // partial sums.
 inline RotaryPlan plan_rotary(const RotaryShape& s, bool sums, int multiprocessors) {
   RotaryPlan plan{};
-  plan.pair_chunks = chunks_of(s.turned), plan.chunks = plan.pair_chunks + chunks_of(s.dim - s.turned);
+  plan.pair_chunks = chunks_of(s.turned),
+  plan.chunks = plan.pair_chunks + chunks_of(s.dim - s.turned);
   const bool vectors = s.dim % 8 == 0 && s.turned % (s.interleaved ? 8 : 16) == 0;
   plan.whole = s.aligned && vectors && plan.chunks <= 32;
   plan.lanes = plan.whole ? lanes_of(plan.chunks) : 32;

@@ -15,11 +15,14 @@ struct HeadAt {
 
   PT_DEVICE HeadAt(const RotaryProblem& p, int64_t heads, uint32_t row) {
     const uint32_t position = row / uint32_t(heads);
-    h = int(row - position * uint32_t(heads)), b = int(position / uint32_t(p.length)), l = int(position - uint32_t(b) * uint32_t(p.length));
+    h = int(row - position * uint32_t(heads)), b = int(position / uint32_t(p.length)),
+    l = int(position - uint32_t(b) * uint32_t(p.length));
   }
   PT_DEVICE int64_t in(const Strides& s) const { return b * s.b + h * s.h + l * s.l; }
   PT_DEVICE int64_t in(const AngleTable& t) const { return b * t.b + l * t.l; }
-  PT_DEVICE int64_t flat(const RotaryProblem& p, int64_t heads) const { return (b * heads + h) * p.length + l; }
+  PT_DEVICE int64_t flat(const RotaryProblem& p, int64_t heads) const {
+    return (b * heads + h) * p.length + l;
+  }
 };
 
 // The 16 columns of a chunk, as two vectors of eight. Values i of both are a pair or, interleaved,
@@ -53,8 +56,12 @@ struct Chunk {
 template <class T>
 struct WholeRows {
   static constexpr bool whole = true;
-  static PT_DEVICE const void* at(const void* data, DType, int64_t offset) { return static_cast<const T*>(data) + offset; }
-  static PT_DEVICE void* at(void* data, DType, int64_t offset) { return static_cast<T*>(data) + offset; }
+  static PT_DEVICE const void* at(const void* data, DType, int64_t offset) {
+    return static_cast<const T*>(data) + offset;
+  }
+  static PT_DEVICE void* at(void* data, DType, int64_t offset) {
+    return static_cast<T*>(data) + offset;
+  }
   static PT_DEVICE void load(float (&v)[kVector], const void* row, DType, int column, int) {
     Raw<T> raw;
     raw.template load<true>(static_cast<const T*>(row) + column);
@@ -80,18 +87,25 @@ struct AnyRows {
   static PT_DEVICE const void* at(const void* data, DType dtype, int64_t offset) {
     return static_cast<const uint8_t*>(data) + offset * size_of(dtype);
   }
-  static PT_DEVICE void* at(void* data, DType dtype, int64_t offset) { return static_cast<uint8_t*>(data) + offset * size_of(dtype); }
-  static PT_DEVICE void load(float (&v)[kVector], const void* row, DType dtype, int column, int end) {
+  static PT_DEVICE void* at(void* data, DType dtype, int64_t offset) {
+    return static_cast<uint8_t*>(data) + offset * size_of(dtype);
+  }
+  static PT_DEVICE void load(float (&v)[kVector], const void* row, DType dtype, int column,
+                             int end) {
     load_any(v, row, dtype, column, end, false);
   }
-  static PT_DEVICE void store(const float (&v)[kVector], void* row, DType dtype, int column, int end) {
+  static PT_DEVICE void store(const float (&v)[kVector], void* row, DType dtype, int column,
+                              int end) {
     store_any(v, row, dtype, column, end, false);
   }
   static PT_DEVICE void copy(const void* from, void* to, DType dtype, int column, int end) {
     for (int i = column; i < end && i < column + kVector; ++i) {
       if (size_of(dtype) == 4)
-        ptx::st_global_u32(static_cast<uint32_t*>(to) + i, ptx::ld_global_u32(static_cast<const uint32_t*>(from) + i));
-      else ptx::st_global_u16(static_cast<uint16_t*>(to) + i, ptx::ld_global_u16(static_cast<const uint16_t*>(from) + i));
+        ptx::st_global_u32(static_cast<uint32_t*>(to) + i,
+                           ptx::ld_global_u32(static_cast<const uint32_t*>(from) + i));
+      else
+        ptx::st_global_u16(static_cast<uint16_t*>(to) + i,
+                           ptx::ld_global_u16(static_cast<const uint16_t*>(from) + i));
     }
   }
 };
@@ -123,7 +137,8 @@ PT_DEVICE void store_chunk(const Numbers& v, void* row, DType dtype, const Chunk
 
 // Load a chunk of a table or a weight of any dtype, which many rows share.
 template <class K>
-PT_DEVICE void load_shared_chunk(Numbers& v, const void* data, DType dtype, int64_t offset, const Chunk& c) {
+PT_DEVICE void load_shared_chunk(Numbers& v, const void* data, DType dtype, int64_t offset,
+                                 const Chunk& c) {
   const void* row = AnyRows::at(data, dtype, offset);
   each_number([&](int s, int i) { v[s][i] = 0.0f; });
   PT_UNROLL
@@ -148,11 +163,13 @@ struct Angles {
     if (!c.turned) return;
     if (p.interleaved) {
       each_number([&](int s, int i) {
-        if (i % 2 == 0) turn_pair<Back>(y[s][i], y[s][i + 1], cos[s][i], cos[s][i + 1], sin[s][i], sin[s][i + 1]);
+        if (i % 2 == 0)
+          turn_pair<Back>(y[s][i], y[s][i + 1], cos[s][i], cos[s][i + 1], sin[s][i], sin[s][i + 1]);
       });
     } else {
       PT_UNROLL
-      for (int i = 0; i < kVector; ++i) turn_pair<Back>(y[0][i], y[1][i], cos[0][i], cos[1][i], sin[0][i], sin[1][i]);
+      for (int i = 0; i < kVector; ++i)
+        turn_pair<Back>(y[0][i], y[1][i], cos[0][i], cos[1][i], sin[0][i], sin[1][i]);
     }
   }
 
@@ -167,7 +184,8 @@ struct Angles {
 
 // Load weight + weight_offset of the chunk's columns.
 template <class K>
-PT_DEVICE void load_weight(Numbers& w, const RotaryProblem& p, const Columns& weight, const Chunk& c) {
+PT_DEVICE void load_weight(Numbers& w, const RotaryProblem& p, const Columns& weight,
+                           const Chunk& c) {
   load_shared_chunk<K>(w, weight.data, weight.dtype, 0, c);
   each_number([&](int s, int i) { w[s][i] += p.weight_offset; });
 }

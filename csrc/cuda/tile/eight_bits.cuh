@@ -12,7 +12,8 @@ namespace pt::cuda {
 // bits of 2^23 it is a float.
 PT_DEVICE void widen_int8(float (&v)[4], uint32_t word) {
   PT_UNROLL
-  for (int i = 0; i < 4; ++i) v[i] = ptx::bits_float(0x4b000000u | ((word ^ 0x80808080u) >> 8 * i & 0xff)) - 8388736.0f;
+  for (int i = 0; i < 4; ++i)
+    v[i] = ptx::bits_float(0x4b000000u | ((word ^ 0x80808080u) >> 8 * i & 0xff)) - 8388736.0f;
 }
 
 // Widen the four float8_e4m3fn of a word with integer operations, because sm_80 has no instruction
@@ -42,7 +43,8 @@ PT_DEVICE uint32_t to_e4m3(float x) {
 // value, and at least the smallest normal number. NaN for a row that is not finite.
 PT_DEVICE float scale_of_row(uint32_t largest, EightBits dtype) {
   if (largest >= 0x7f800000u) return ptx::bits_float(0x7fc00000u);
-  return fmaxf(ptx::div_rn(ptx::bits_float(largest), dtype == EightBits::e4m3 ? 448.0f : 127.0f), 0x1p-126f);
+  return fmaxf(ptx::div_rn(ptx::bits_float(largest), dtype == EightBits::e4m3 ? 448.0f : 127.0f),
+               0x1p-126f);
 }
 
 // Widen rows of Bytes eight-bit values in shared memory to rows of E. A thread widens the 16 bytes
@@ -72,8 +74,10 @@ PT_DEVICE void widen_rows(SmemTile<Bytes> from, SmemTile<RowBytes> to, int used,
       if constexpr (kPieces == 4) {
         ptx::st_shared_v4_f32(at, v[0][0], v[0][1], v[0][2], v[0][3]);
       } else {
-        ptx::st_shared_v4_f32(at, ptx::bits_float(Element<E>::pack(v[0][0], v[0][1])), ptx::bits_float(Element<E>::pack(v[0][2], v[0][3])),
-                              ptx::bits_float(Element<E>::pack(v[1][0], v[1][1])), ptx::bits_float(Element<E>::pack(v[1][2], v[1][3])));
+        ptx::st_shared_v4_f32(at, ptx::bits_float(Element<E>::pack(v[0][0], v[0][1])),
+                              ptx::bits_float(Element<E>::pack(v[0][2], v[0][3])),
+                              ptx::bits_float(Element<E>::pack(v[1][0], v[1][1])),
+                              ptx::bits_float(Element<E>::pack(v[1][2], v[1][3])));
       }
     }
   }

@@ -12,6 +12,8 @@ namespace pt::cuda {
 PT_DEVICE int lane_id() { return int(threadIdx.x) % 32; }
 
 PT_HOST_DEVICE constexpr int fragment_row(int lane, int i) { return lane / 4 + 8 * (i / 2 % 2); }
-PT_HOST_DEVICE constexpr int fragment_column(int lane, int i) { return 8 * (i / 4) + 2 * (lane % 4) + i % 2; }
+PT_HOST_DEVICE constexpr int fragment_column(int lane, int i) {
+  return 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+}
 
 }  // namespace pt::cuda

@@ -11,7 +11,8 @@ namespace pt::cuda {
 // Add the teams' sums of each column in order and write the block's sum. A thread's vector v starts
 // at column place(v), which is past the row's end if it has none. Every thread calls this.
 template <int V, class Place>
-PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], Place place, float* partials, int columns) {
+PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], Place place,
+                          float* partials, int columns) {
   const uint32_t shared = ptx::dynamic_smem();
   ptx::syncthreads();  // earlier uses of the memory are over
   PT_UNROLL
@@ -25,14 +26,16 @@ PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector],
   ptx::syncthreads();
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
     float sum = 0.0f;
-    for (int t = 0; t < team.teams(); ++t) sum += ptx::ld_shared_f32(shared + 4 * (t * columns + column));
+    for (int t = 0; t < team.teams(); ++t)
+      sum += ptx::ld_shared_f32(shared + 4 * (t * columns + column));
     ptx::st_global_u32(partials + int64_t(blockIdx.x) * columns + column, ptx::float_bits(sum));
   }
 }
 
 // The block's only team.
 template <int V, class Place>
-PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector], Place place, float* partials, int columns) {
+PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector], Place place,
+                          float* partials, int columns) {
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     const int column = place(v);
@@ -44,10 +47,12 @@ PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector]
 }
 
 // partials[column + i] += v[i], or = v[i] at the block's first row. Only this thread accesses them.
-PT_DEVICE void add_to_part(float* partials, const float (&v)[kVector], int column, int columns, bool first) {
+PT_DEVICE void add_to_part(float* partials, const float (&v)[kVector], int column, int columns,
+                           bool first) {
   PT_UNROLL
   for (int i = 0; i < kVector; ++i)
-    if (column + i < columns) store_one(partials + column + i, first ? v[i] : load_one(partials + column + i) + v[i]);
+    if (column + i < columns)
+      store_one(partials + column + i, first ? v[i] : load_one(partials + column + i) + v[i]);
 }
 
 }  // namespace pt::cuda

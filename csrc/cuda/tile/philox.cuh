@@ -30,8 +30,10 @@ class ColumnDropout {
  public:
   // threshold = rint(65536 p), 1 to 65536. The starts are offsets of every row and column;
   // column_start is a multiple of 32.
-  PT_DEVICE ColumnDropout(uint64_t seed, uint32_t threshold, uint32_t tag, int64_t row_start, uint32_t column_start = 0)
-      : seed_(seed), row_start_(row_start), threshold_(threshold), tag_(tag), column_start_(column_start) {}
+  PT_DEVICE ColumnDropout(uint64_t seed, uint32_t threshold, uint32_t tag, int64_t row_start,
+                          uint32_t column_start = 0)
+      : seed_(seed), row_start_(row_start), threshold_(threshold), tag_(tag),
+        column_start_(column_start) {}
 
   // Return a mask with bit i set if column + i is kept. Every lane of the warp calls it. The four
   // lanes of a quad (numbers equal but for the last two bits) hold the four eights of 32 columns of
@@ -50,7 +52,9 @@ class ColumnDropout {
     return kept(draws(row, column, threadIdx.x % 4));
   }
   // Return the factor of kept values.
-  PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
+  PT_DEVICE float scale() const {
+    return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f;
+  }
 
  private:
   PT_DEVICE Draws draws(int64_t row, uint32_t column, uint32_t lane) const {
@@ -62,7 +66,8 @@ class ColumnDropout {
     uint32_t bits = 0;
     PT_UNROLL
     for (int m = 0; m < 4; ++m)
-      bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= threshold_) << (2 * m + 1);
+      bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m |
+              uint32_t(d.w[m] >> 16 >= threshold_) << (2 * m + 1);
     return bits;
   }
 

@@ -61,7 +61,9 @@ struct BlockTeam {
   uint32_t buffer;
   int turn = 0;
   // Size of one buffer: full 16-byte pieces, the granularity of the emulator's checks.
-  static constexpr uint32_t buffer_bytes(int threads) { return (threads / 32 * sizeof(Sum2) + 15) / 16 * 16; }
+  static constexpr uint32_t buffer_bytes(int threads) {
+    return (threads / 32 * sizeof(Sum2) + 15) / 16 * 16;
+  }
 
   PT_DEVICE explicit BlockTeam(int) : buffer(ptx::dynamic_smem()) {}
   PT_DEVICE int size() const { return int(blockDim.x); }

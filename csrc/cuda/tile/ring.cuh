@@ -16,13 +16,15 @@ PT_DEVICE void mbarrier_wait(uint32_t bar, uint32_t parity PT_SITE) {
 template <int Stages, uint32_t Bytes>
 class Buffers {
  public:
-  static constexpr uint32_t kBytes = Bytes, kBufferBytes = Stages * kBytes, kBarrierBytes = Stages * 16;
+  static constexpr uint32_t kBytes = Bytes, kBufferBytes = Stages * kBytes,
+                            kBarrierBytes = Stages * 16;
 
   PT_DEVICE Buffers(uint32_t buffers, uint32_t barriers) : buffers_(buffers), barriers_(barriers) {}
 
   // One thread of the block calls this before a fence and a barrier. Per use, `writers` commits and
   // `readers` releases complete a phase.
-  PT_DEVICE void init(int writers, int readers, const char* name_full, const char* name_empty PT_SITE) const {
+  PT_DEVICE void init(int writers, int readers, const char* name_full,
+                      const char* name_empty PT_SITE) const {
     PT_UNROLL
     for (int s = 0; s < Stages; ++s) {
       ptx::mbarrier_init(full(s), uint32_t(writers) PT_HERE);
@@ -36,9 +38,13 @@ class Buffers {
   PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
 
   // Arrive at the full barrier; the first form also expects `bytes` of copies that signal full(n).
-  PT_DEVICE void producer_commit(int n, uint32_t bytes PT_SITE) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes PT_HERE); }
+  PT_DEVICE void producer_commit(int n, uint32_t bytes PT_SITE) const {
+    ptx::mbarrier_arrive_expect_tx(full(n), bytes PT_HERE);
+  }
   PT_DEVICE void producer_commit(int n PT_SITE) const { ptx::mbarrier_arrive(full(n) PT_HERE); }
-  PT_DEVICE void producer_acquire(int n PT_SITE) const { mbarrier_wait(empty(n), parity(n) ^ 1 PT_HERE); }
+  PT_DEVICE void producer_acquire(int n PT_SITE) const {
+    mbarrier_wait(empty(n), parity(n) ^ 1 PT_HERE);
+  }
   PT_DEVICE void consumer_wait(int n PT_SITE) const { mbarrier_wait(full(n), parity(n) PT_HERE); }
   PT_DEVICE void consumer_release(int n PT_SITE) const { ptx::mbarrier_arrive(empty(n) PT_HERE); }
 
@@ -59,11 +65,13 @@ class Ring : public Buffers<Stages, Panels * Rows * 128> {
  public:
   static constexpr int kRows = Rows;
   static constexpr uint32_t kPanelBytes = Rows * 128;
-  using Base::producer_commit, Base::producer_acquire, Base::Base, Base::buffer, Base::full, Base::kBytes;
+  using Base::producer_commit, Base::producer_acquire, Base::Base, Base::buffer, Base::full,
+      Base::kBytes;
 
   // Called by the producer thread, one of the writers: wait for the buffer, then load rows [row,
   // row + Rows) of a head.
-  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch PT_SITE) const {
+  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head,
+                      int batch PT_SITE) const {
     producer_acquire(n PT_HERE);
     producer_commit(n, kBytes PT_HERE);
     PT_UNROLL

@@ -39,12 +39,14 @@ struct Raw {
   PT_DEVICE void load(const T* p) {
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i)
-      piece[i] = Once ? ptx::ld_global_once(p + i * (16 / sizeof(T))) : ptx::ld_global_v4(p + i * (16 / sizeof(T)));
+      piece[i] = Once ? ptx::ld_global_once(p + i * (16 / sizeof(T)))
+                      : ptx::ld_global_v4(p + i * (16 / sizeof(T)));
   }
   // Load as load<true> if `wanted`, else zeros.
   PT_DEVICE void load_where(const T* p, bool wanted) {
     PT_UNROLL
-    for (int i = 0; i < kPieces; ++i) piece[i] = ptx::ld_global_once_where(p + i * (16 / sizeof(T)), wanted);
+    for (int i = 0; i < kPieces; ++i)
+      piece[i] = ptx::ld_global_once_where(p + i * (16 / sizeof(T)), wanted);
   }
   PT_DEVICE void store(T* p) const {
     PT_UNROLL
@@ -52,7 +54,8 @@ struct Raw {
   }
   PT_DEVICE void store_where(T* p, bool wanted) const {
     PT_UNROLL
-    for (int i = 0; i < kPieces; ++i) ptx::st_global_v4_where(p + i * (16 / sizeof(T)), piece[i], wanted);
+    for (int i = 0; i < kPieces; ++i)
+      ptx::st_global_v4_where(p + i * (16 / sizeof(T)), piece[i], wanted);
   }
   // Make the compiler widen the elements again from here on, instead of holding the widened values
   // in twice the registers.
@@ -124,7 +127,8 @@ PT_DEVICE void store_pair(T* p, float low, float high) {
 
 // Load elements [column, column + 8) of a row of `columns`; zeros past its end. `aligned`: the row
 // starts at a multiple of 16 bytes and `columns` is a multiple of 8; then loads have 16 bytes.
-PT_DEVICE void load_any(float (&v)[kVector], const void* row, DType dtype, int column, int columns, bool aligned) {
+PT_DEVICE void load_any(float (&v)[kVector], const void* row, DType dtype, int column, int columns,
+                        bool aligned) {
   with_type(dtype, [&](auto t) {
     using T = decltype(t);
     const T* p = static_cast<const T*>(row) + column;
@@ -140,7 +144,8 @@ PT_DEVICE void load_any(float (&v)[kVector], const void* row, DType dtype, int c
   });
 }
 // Round to `dtype` and store; writes nothing past the row's end.
-PT_DEVICE void store_any(const float (&v)[kVector], void* row, DType dtype, int column, int columns, bool aligned) {
+PT_DEVICE void store_any(const float (&v)[kVector], void* row, DType dtype, int column, int columns,
+                         bool aligned) {
   with_type(dtype, [&](auto t) {
     using T = decltype(t);
     T* p = static_cast<T*>(row) + column;

@@ -59,6 +59,8 @@ PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
   return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
 }
 // Return the descriptor moved by `bytes`, within the block's shared memory.
-PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return (descriptor >> 32 << 32) | (uint32_t(descriptor) + bytes / 16); }
+PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor >> 32 << 32) | (uint32_t(descriptor) + bytes / 16);
+}
 
 }  // namespace pt::cuda

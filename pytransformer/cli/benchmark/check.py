@@ -45,7 +45,10 @@ def upstream(problem: Problem, seed: int, on_device: bool = False) -> list[torch
     They are drawn on the CPU by default, or on the device.
     """
     generator = torch.Generator(problem.device if on_device else "cpu").manual_seed(seed)
-    drawn = (torch.randn(shape, generator=generator, device=generator.device) for shape in output_shapes(problem))
+    drawn = (
+        torch.randn(shape, generator=generator, device=generator.device)
+        for shape in output_shapes(problem)
+    )
     return [t.to(device=problem.device, dtype=problem.dtype) for t in drawn]
 
 
@@ -62,10 +65,14 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return every leaf's gradient; it has the outputs' dtype if that is wider (a loss)."""
     sent = [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
-    return torch.autograd.grad(outputs, list(problem.leaves.values()), sent, allow_unused=True, **keywords)
+    return torch.autograd.grad(
+        outputs, list(problem.leaves.values()), sent, allow_unused=True, **keywords
+    )
 
 
-def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | None) -> dict[str, torch.Tensor | None]:
+def compute(
+    problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | None
+) -> dict[str, torch.Tensor | None]:
     """Return outputs, written arguments and, given upstream `grads`, gradients, by name."""
     found: dict[str, torch.Tensor | None] = {}
     grads = None if problem.case.forward_only else grads
@@ -74,14 +81,29 @@ def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | No
         if grads is not None:
             found = dict(zip(problem.leaves, gradients(problem, outputs, grads), strict=True))
     op = OPS[problem.case.op]
-    return {**dict(zip(op.returned, (o.detach() for o in outputs), strict=True)), **found, **op.written(problem.named)}
+    return {
+        **dict(zip(op.returned, (o.detach() for o in outputs), strict=True)),
+        **found,
+        **op.written(problem.named),
+    }
 
 
-def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: oracle.Solution, *, peer: bool) -> Verdict:
+def judge(
+    problem: Problem,
+    found: Mapping[str, torch.Tensor | None],
+    solution: oracle.Solution,
+    *,
+    peer: bool,
+) -> Verdict:
     """Compare one implementation's tensors with the exact `solution`; see the module docstring."""
     if peer:  # a peer may return a loss in a narrower dtype than ours
-        found = {name: t if t is None else t.to(solution.results[name].dtype) for name, t in found.items()}
-    checks = bounds.check(solution, dict(found), problem.dtype, limits=kit_of(problem.case.op).limits)
+        found = {
+            name: t if t is None else t.to(solution.results[name].dtype)
+            for name, t in found.items()
+        }
+    checks = bounds.check(
+        solution, dict(found), problem.dtype, limits=kit_of(problem.case.op).limits
+    )
     errors, shares, wrong = {}, {}, []
     for check in checks:
         result = solution.results[check.name]
@@ -97,7 +119,9 @@ def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: 
         errors[check.name] = error
         shares[check.name] = (_share(error, allowed / scale), error, allowed / scale)
         if peer and not error <= allowed / scale:
-            wrong.append(f"{check.name} is off by {error:.2g} of its norm, allowed {allowed / scale:.2g}")
+            wrong.append(
+                f"{check.name} is off by {error:.2g} of its norm, allowed {allowed / scale:.2g}"
+            )
         elif not peer and not check.ok:
             wrong.append(str(check))
     _, error, bound = max(shares.values(), key=lambda share: share[0])

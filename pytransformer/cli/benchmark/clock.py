@@ -62,14 +62,21 @@ class Timing:
 
     def figures(self) -> dict[str, float | int]:
         """Return the fields of a results row."""
-        return {"median_ms": self.median_ms, "p20_ms": self.p20_ms, "p80_ms": self.p80_ms, "samples": self.samples}
+        return {
+            "median_ms": self.median_ms,
+            "p20_ms": self.p20_ms,
+            "p80_ms": self.p80_ms,
+            "samples": self.samples,
+        }
 
     def over(self, peer: Timing) -> list[float] | None:
         """Return [p20, median, p80] of our time over the peer's by round; None below three rounds.
 
         A slow round slows both, so these quantiles are closer together than those of the times.
         """
-        ratios = sorted(ours / peer.rounds[turn] for turn, ours in self.rounds.items() if turn in peer.rounds)
+        ratios = sorted(
+            ours / peer.rounds[turn] for turn, ours in self.rounds.items() if turn in peer.rounds
+        )
         return [quantile(ratios, q) for q in (0.2, 0.5, 0.8)] if len(ratios) >= 3 else None
 
 
@@ -100,7 +107,11 @@ def evicting_bytes() -> int:
     """Return a buffer size that evicts the largest cache of this machine's first core."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    found = [int(text[:-1]) * units[text[-1]] for path in sizes if (text := path.read_text().strip())[-1:] in units]
+    found = [
+        int(text[:-1]) * units[text[-1]]
+        for path in sizes
+        if (text := path.read_text().strip())[-1:] in units
+    ]
     return max([FLUSH_BYTES, *(size * 5 // 4 for size in found)])
 
 
@@ -109,7 +120,10 @@ class _CudaClock:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
     def sample(self, call: Callable[[], object], repeats: int) -> float:
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(repeats)
+        ]
         for start, end in pairs:
             self.flush.zero_()
             start.record()
@@ -153,9 +167,13 @@ def interleaved(
             seconds = warm[name] = _warmed_up(clock, contender.call)
         repeats[name] = max(1, round(SAMPLE_SECONDS / seconds))
         untimed[name] = int(settles and seconds < SLOW_SECONDS)
-        enough = SHORT_ROUNDS if seconds < SHORT_SECONDS else MIN_ROUNDS if seconds < SLOW_SECONDS else 1
+        enough = (
+            SHORT_ROUNDS if seconds < SHORT_SECONDS else MIN_ROUNDS if seconds < SLOW_SECONDS else 1
+        )
         least[name] = max(min_rounds, enough) if settles and patient else min_rounds
-        rounds = max(rounds, least[name], math.ceil(min_time / (seconds * (repeats[name] + untimed[name]))))
+        rounds = max(
+            rounds, least[name], math.ceil(min_time / (seconds * (repeats[name] + untimed[name])))
+        )
     for name, seconds in warm.items():
         if seconds > max(SLOW_SECONDS, HOPELESS * min(warm.values())):
             least[name] = 1
@@ -170,7 +188,9 @@ def interleaved(
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             for name in order if turn % 2 == 0 else reversed(order):
-                if spent[name] >= (min_time if len(samples[name]) >= least[name] else max(min_time, PATIENCE)):
+                if spent[name] >= (
+                    min_time if len(samples[name]) >= least[name] else max(min_time, PATIENCE)
+                ):
                     continue
                 with contenders[name].context():
                     for _ in range(untimed[name]):
@@ -199,7 +219,9 @@ def _warmed_up(clock: _CpuClock | _CudaClock, call: Callable[[], object]) -> flo
 
 def _summary(rounds: dict[int, float]) -> Timing:
     ordered = sorted(1e3 * s for s in rounds.values())
-    return Timing(quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), rounds)
+    return Timing(
+        quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), rounds
+    )
 
 
 def kernel_ms(contender: Contender, calls: int = 5) -> float:
@@ -231,4 +253,6 @@ def regimes(contender: Contender, seconds: float, device: str = "cpu") -> tuple[
         start = time.perf_counter()
         while time.perf_counter() - start < seconds or len(calls) < 2:
             calls.append(clock.sample(contender.call, 1))
-    return 1e3 * quantile(sorted(bursts), 0.5), 1e3 * quantile(sorted(calls[len(calls) // 2 :]), 0.5)
+    return 1e3 * quantile(sorted(bursts), 0.5), 1e3 * quantile(
+        sorted(calls[len(calls) // 2 :]), 0.5
+    )

@@ -20,7 +20,18 @@ from typing import Any
 import torch
 
 from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
-from pytransformer.cli.benchmark import clock, curves, limits, memory, peaks, plan, plots, report, results, suites
+from pytransformer.cli.benchmark import (
+    clock,
+    curves,
+    limits,
+    memory,
+    peaks,
+    plan,
+    plots,
+    report,
+    results,
+    suites,
+)
 from pytransformer.cli.benchmark.options import ISAS
 from pytransformer.cli.benchmark.options import add_arguments as add_arguments
 from pytransformer.cli.benchmark.runner import Options, Runner
@@ -43,13 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
         console.table(("op", "case", "shape", "tags"), rows)
         return OK
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why")
+        raise UsageError(
+            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why"
+        )
     if arguments.threads is not None:
         if arguments.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     if arguments.isa is not None and (held := held_to(arguments.isa)):
-        return subprocess.run([sys.executable, "-m", "pytransformer", *arguments.argv], env=os.environ | held).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "pytransformer", *arguments.argv], env=os.environ | held
+        ).returncode
     _suite_if_nothing_is_asked(arguments)
     steps = _steps(arguments, ops)
     folder = _folder(arguments.out)
@@ -83,7 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     _show(console, document)
     _write(console, document, folder, draw=arguments.plots and plots.why_not() is None)
     if not complete:
-        console.print(f"Interrupted: {len(runner.rows)} rows are in {folder}, the rest was not measured.")
+        console.print(
+            f"Interrupted: {len(runner.rows)} rows are in {folder}, the rest was not measured."
+        )
         return INTERRUPTED
     ours = [entry for entry in runner.not_run if entry["backend"] not in PEERS]
     return WRONG if any(entry["status"] in ("wrong", "failed") for entry in ours) else OK
@@ -93,7 +110,11 @@ def _peaks(arguments: argparse.Namespace, steps: list[plan.Step]) -> dict[str, o
     """Return the measured peaks for the roofline; None with --quick."""
     if arguments.quick or not arguments.peaks:
         return None
-    return peaks.measure(arguments.device, list(dict.fromkeys(step.dtype for step in steps)), min(0.15, arguments.min_time))
+    return peaks.measure(
+        arguments.device,
+        list(dict.fromkeys(step.dtype for step in steps)),
+        min(0.15, arguments.min_time),
+    )
 
 
 def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:
@@ -108,7 +129,11 @@ def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tupl
                     progress.step(step.title)
                     seconds = None
                     if options.budget is not None:
-                        seconds = max(0.0, options.budget - (time.monotonic() - start)) * weights[index] / sum(weights[index:])
+                        seconds = (
+                            max(0.0, options.budget - (time.monotonic() - start))
+                            * weights[index]
+                            / sum(weights[index:])
+                        )
                     runner.run(step, seconds)
                     progress.advance()
             except KeyboardInterrupt:
@@ -128,7 +153,14 @@ def held_to(isa: str) -> dict[str, str]:
 
 
 def _suite_if_nothing_is_asked(arguments: argparse.Namespace) -> None:
-    chosen = (arguments.case, arguments.dtype, arguments.shape, arguments.mode, arguments.quick, arguments.suite)
+    chosen = (
+        arguments.case,
+        arguments.dtype,
+        arguments.shape,
+        arguments.mode,
+        arguments.quick,
+        arguments.suite,
+    )
     if not any((*chosen, arguments.ops, arguments.sweep != [{}], arguments.size != "medium")):
         arguments.suite = "aims"
     if arguments.min_time is None:
@@ -157,15 +189,23 @@ def _steps(arguments: argparse.Namespace, ops: list[str]) -> list[plan.Step]:
         ]
         if fixed:
             suite = "--quick" if arguments.quick else "--suite"
-            raise UsageError(f"{suite} chooses its own cases, so it does not go with {', '.join(fixed)}")
+            raise UsageError(
+                f"{suite} chooses its own cases, so it does not go with {', '.join(fixed)}"
+            )
         if arguments.quick:
             return plan.quick(ops, modes)
-        return [step for step in suites.SUITES[arguments.suite]() if step.case.op in ops and step.mode in modes]
+        return [
+            step
+            for step in suites.SUITES[arguments.suite]()
+            if step.case.op in ops and step.mode in modes
+        ]
     dtypes = arguments.dtype or ["float32"]
     return [
         step
         for size in arguments.sweep
-        for step in plan.chosen(ops, arguments.case, arguments.size, arguments.shape | size, dtypes, modes)
+        for step in plan.chosen(
+            ops, arguments.case, arguments.size, arguments.shape | size, dtypes, modes
+        )
     ]
 
 
@@ -194,7 +234,9 @@ def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> Non
     if arguments.memory and (reason := memory.why_not()) is not None:
         console.print(reason)
     if not arguments.verify:
-        console.print("--no-verify: what follows was not checked, and fast wrong results are easy to come by")
+        console.print(
+            "--no-verify: what follows was not checked, and fast wrong results are easy to come by"
+        )
 
 
 def _show(console: Console, document: dict[str, Any]) -> None:
@@ -207,7 +249,9 @@ def _show(console: Console, document: dict[str, Any]) -> None:
         console.table(report.REGIME_COLUMNS, regimes, right=report.REGIME_COLUMNS[5:])
     if document["not_run"]:
         console.heading("Not timed, and why")
-        console.table(("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"]))
+        console.table(
+            ("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"])
+        )
     lines = report.summary(document["rows"])
     if lines:
         console.heading("Summary")
@@ -219,7 +263,9 @@ def _grouped(entries: list[dict[str, Any]]) -> list[list[str]]:
     """Return one line per op, backend and reason, with its cases; wrong results come first."""
     groups: dict[tuple[str, str, str], list[list[str]]] = {}
     for entry in sorted(entries, key=lambda e: results.STATUSES.index(e["status"]), reverse=True):
-        groups.setdefault((entry["op"], entry["backend"], report.verdict(entry)), []).append(report.refusal_row(entry))
+        groups.setdefault((entry["op"], entry["backend"], report.verdict(entry)), []).append(
+            report.refusal_row(entry)
+        )
 
     def several(words: list[str]) -> str:
         return ", ".join(dict.fromkeys(words))

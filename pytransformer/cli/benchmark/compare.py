@@ -107,7 +107,9 @@ def drift(old: dict[str, Any], new: dict[str, Any]) -> float | None:
     """
     before, after = (_by_key(document) for document in (old, new))
     times = [
-        after[key]["median_ms"] / row["median_ms"] for key, row in before.items() if row["backend"] in PEERS and key in after
+        after[key]["median_ms"] / row["median_ms"]
+        for key, row in before.items()
+        if row["backend"] in PEERS and key in after
     ]
     same = old["environment"]["device_name"] == new["environment"]["device_name"]
     return median_low(times) if same and times else None
@@ -125,7 +127,9 @@ def _yardsticks(
     return next(((before[k], after[k]) for k in line_ups if k in before and k in after), None)
 
 
-def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, pace: float | None, threshold: float) -> list[Change]:
+def _changed(
+    old: Row, new: Row, peers: tuple[Row, Row] | None, pace: float | None, threshold: float
+) -> list[Change]:
     whose = {TORCH: "PyTorch's", NAIVE: "naive code's"}[peers[0]["backend"]] if peers else ""
     of, unit = (f"of {whose} time", "") if peers else ("", " ms")
     (old_low, was, old_high), (new_low, now, new_high) = (
@@ -155,7 +159,10 @@ def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, pace: float | No
 
 def _judged(old: Row, new: Row, peers: tuple[Row, Row] | None) -> bool:
     """Return True if the rows support a comparison of speed."""
-    return old["backend"] != REFERENCE and min(r["samples"] for r in (old, new, *(peers or ()))) >= clock.MIN_ROUNDS
+    return (
+        old["backend"] != REFERENCE
+        and min(r["samples"] for r in (old, new, *(peers or ()))) >= clock.MIN_ROUNDS
+    )
 
 
 def _quantiles(row: Row, peer: Row | None) -> tuple[float, float, float]:
@@ -179,12 +186,19 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for row in document["rows"]:
             rows.setdefault(results.row_key(row), []).append(row)
     not_run = [entry for document in documents for entry in document["not_run"]]
-    return {**documents[-1], "rows": [_merged_row(members) for members in rows.values()], "not_run": not_run}
+    return {
+        **documents[-1],
+        "rows": [_merged_row(members) for members in rows.values()],
+        "not_run": not_run,
+    }
 
 
 def _merged_row(members: list[Row]) -> Row:
     row = {**members[-1], "median_ms": median(m["median_ms"] for m in members)}
-    row |= {"p20_ms": min(m["p20_ms"] for m in members), "p80_ms": max(m["p80_ms"] for m in members)}
+    row |= {
+        "p20_ms": min(m["p20_ms"] for m in members),
+        "p80_ms": max(m["p80_ms"] for m in members),
+    }
     row["samples"] = sum(m["samples"] for m in members)
     ratios = [m["time_over_torch"] for m in members if m.get("time_over_torch")]
     if ratios:
@@ -196,14 +210,23 @@ def _merged_row(members: list[Row]) -> Row:
 
 def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="pytransformer bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="pytransformer bench compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "old", type=Path, metavar="A.json", help="results.json of a run, or its folder, or a folder of such folders"
+        "old",
+        type=Path,
+        metavar="A.json",
+        help="results.json of a run, or its folder, or a folder of such folders",
     )
     parser.add_argument("new", type=Path, metavar="B.json", help="the same of a later run")
     parser.add_argument(
-        "--threshold", type=float, default=0.1, metavar="X", help="a change counts from this share on (default 0.1)"
+        "--threshold",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="a change counts from this share on (default 0.1)",
     )
     arguments = parser.parse_args(argv)
     if not arguments.threshold >= 0:
@@ -213,23 +236,33 @@ def run(argv: Sequence[str]) -> int:
     for name, document in (("A", old), ("B", new)):
         console.print(f"{name}: {report.environment_text(document['environment'])}")
     if old["environment"]["device_name"] != new["environment"]["device_name"]:
-        console.print("The two ran on different devices: only figures relative to PyTorch mean something.")
+        console.print(
+            "The two ran on different devices: only figures relative to PyTorch mean something."
+        )
     changes = compare(old, new, arguments.threshold)
     before, after = _by_key(old), _by_key(new)
     common = before.keys() & after.keys()
     console.print(
-        f"{len(common)} rows in both; {sum(c.worse for c in changes)} worse, {sum(not c.worse for c in changes)} better."
+        f"{len(common)} rows in both; {sum(c.worse for c in changes)} worse,"
+        f" {sum(not c.worse for c in changes)} better."
     )
     ours = [key for key in common if key[-1] not in (*PEERS, REFERENCE)]
     few = sum(not _judged(before[key], after[key], _yardsticks(before, after, key)) for key in ours)
     if few:
-        console.print(f"{few} of our {len(ours)} rows have fewer than {clock.MIN_ROUNDS} samples: their speed is not judged.")
+        console.print(
+            f"{few} of our {len(ours)} rows have fewer than {clock.MIN_ROUNDS} samples: their speed"
+            " is not judged."
+        )
     peers = {key[-1] for key in common} & set(PEERS) - {TORCH}
     if not peers:
-        console.print("No peer beside PyTorch in both runs: how far two runs differ when nothing changed, is not known.")
+        console.print(
+            "No peer beside PyTorch in both runs: how far two runs differ when nothing changed, is"
+            " not known."
+        )
     if (factor := noise(old, new)) > 1 + arguments.threshold:
         console.print(
-            f"Noise: peers, which did not change, differ by a factor of up to {report.figure(factor)}; what is less does not count."
+            "Noise: peers, which did not change, differ by a factor of up to"
+            f" {report.figure(factor)}; what is less does not count."
         )
     columns = ("change", "op", "case", "shape", "dtype", "mode", "backend", "new/old", "what")
     console.table(columns, [_line(c) for c in changes], right=("new/old",)) if changes else None
@@ -238,7 +271,14 @@ def run(argv: Sequence[str]) -> int:
 
 def _line(change: Change) -> list[str]:
     row = change.row
-    where = [row["op"], row["case"], report.shape_text(row["shape"]), report.SHORT[row["dtype"]], row["mode"], row["backend"]]
+    where = [
+        row["op"],
+        row["case"],
+        report.shape_text(row["shape"]),
+        report.SHORT[row["dtype"]],
+        row["mode"],
+        row["backend"],
+    ]
     return [change.kind, *where, report.figure(change.ratio), change.detail]
 
 

@@ -26,7 +26,14 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     for name, swept in sweeps(rows).items():
         for ending, groups in _figures(swept).items():
             x = f"{name.lower()}{ending}"
-            _panels(folder / f"speed_by_{x}.png", document, groups, name, "TFLOP/s", lambda row: row["tflops"])
+            _panels(
+                folder / f"speed_by_{x}.png",
+                document,
+                groups,
+                name,
+                "TFLOP/s",
+                lambda row: row["tflops"],
+            )
             drawn.append(f"speed_by_{x}.png")
             measured = [[row for row in group if row["peak_bytes"] is not None] for group in groups]
             if measured := [group for group in measured if len(group) > 1]:
@@ -52,12 +59,18 @@ def sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
     """
     cases: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        cases.setdefault((row["op"], row["case"], row["dtype"], row["mode"], row.get("cache", "warm")), []).append(row)
+        cases.setdefault(
+            (row["op"], row["case"], row["dtype"], row["mode"], row.get("cache", "warm")), []
+        ).append(row)
     found: dict[str, list[list[Row]]] = {}
     for members in cases.values():
-        varying = [name for name in members[0]["shape"] if len({row["shape"][name] for row in members}) > 1]
+        varying = [
+            name for name in members[0]["shape"] if len({row["shape"][name] for row in members}) > 1
+        ]
         names = [n for n in varying if n not in ("Lq", "Lk")]
-        if {"Lq", "Lk"} <= set(varying) and all(row["shape"]["Lq"] == row["shape"]["Lk"] for row in members):
+        if {"Lq", "Lk"} <= set(varying) and all(
+            row["shape"]["Lq"] == row["shape"]["Lk"] for row in members
+        ):
             names.append("L")
         else:
             names += [n for n in varying if n in ("Lq", "Lk")]
@@ -66,7 +79,11 @@ def sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
             for row in members:
                 alike.setdefault(_rest(row, name), []).append(row)
             min_points = 2 if len(names) == 1 else 3
-            groups = [group for group in alike.values() if len({_size(row, name) for row in group}) >= min_points]
+            groups = [
+                group
+                for group in alike.values()
+                if len({_size(row, name) for row in group}) >= min_points
+            ]
             if groups:
                 found.setdefault(name, []).extend(groups)
     return found
@@ -84,7 +101,9 @@ def _figures(groups: list[list[Row]]) -> dict[str, list[list[Row]]]:
     found: dict[str, list[list[Row]]] = {}
     for group in groups:
         first = group[0]
-        found.setdefault(f"_{SHORT[first['dtype']]}_{first['mode'].replace('+', '_')}", []).append(group)
+        found.setdefault(f"_{SHORT[first['dtype']]}_{first['mode'].replace('+', '_')}", []).append(
+            group
+        )
     return {ending: some[:MOST_PANELS] for ending, some in found.items()}
 
 
@@ -98,7 +117,14 @@ def _size(row: Row, name: str) -> int:
     return row["shape"]["Lk" if name == "L" else name]
 
 
-def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit: str, value: Callable[[Row], float]) -> None:
+def _panels(
+    path: Path,
+    document: Row,
+    groups: list[list[Row]],
+    name: str,
+    unit: str,
+    value: Callable[[Row], float],
+) -> None:
     columns = min(4 if len(groups) % 4 == 0 else 3, len(groups))
     lines = -(-len(groups) // columns)
     figure = figure_of(1.0 + 3.9 * columns, 1.2 + 3.1 * lines)
@@ -107,21 +133,31 @@ def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit:
         axis.set_visible(False)
     for axis, members in zip(axes, groups):
         for backend, (colour, mark) in STYLES.items():
-            line = sorted((row for row in members if row["backend"] == backend), key=lambda row: _size(row, name))
+            line = sorted(
+                (row for row in members if row["backend"] == backend),
+                key=lambda row: _size(row, name),
+            )
             if line:
                 axis.plot(
-                    [_size(row, name) for row in line], [value(row) for row in line], marker=mark, color=colour, label=backend,
+                    [_size(row, name) for row in line], [value(row) for row in line], marker=mark,
+                    color=colour, label=backend,
                     markersize=5, linewidth=1.5, markeredgecolor="white", markeredgewidth=0.4,
                 )  # fmt: skip
         first = members[0]
         rest = (
-            " ".join(f"{dim}={size}" for dim, size in _rest(first, name) if dim in ("B", "Hq", "D")) if _many(groups) else ""
+            " ".join(f"{dim}={size}" for dim, size in _rest(first, name) if dim in ("B", "Hq", "D"))
+            if _many(groups)
+            else ""
         )
-        axis.set_title(escape_plot(f"{first['case']} {SHORT[first['dtype']]} {first['mode']} {rest}".strip()), fontsize=9)
+        axis.set_title(
+            escape_plot(f"{first['case']} {SHORT[first['dtype']]} {first['mode']} {rest}".strip()),
+            fontsize=9,
+        )
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(
-            sorted({_size(row, name) for row in members}), [str(n) for n in sorted({_size(row, name) for row in members})]
+            sorted({_size(row, name) for row in members}),
+            [str(n) for n in sorted({_size(row, name) for row in members})],
         )
         axis.minorticks_off()
         axis.grid(color="0.88")
@@ -133,7 +169,10 @@ def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit:
     everyone: dict[str, Any] = {}
     for axis in axes[: len(groups)]:
         everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
-    title = f"{unit.split(',')[0].capitalize() if 'memory' in unit else unit} against {'length' if name == 'L' else name}"
+    title = (
+        f"{unit.split(',')[0].capitalize() if 'memory' in unit else unit} against"
+        f" {'length' if name == 'L' else name}"
+    )
     legend_and_title(figure, everyone, document, title)
     figure.savefig(path)
 
@@ -147,23 +186,43 @@ def _roofline(path: Path, document: Row) -> None:
     everyone: dict[str, Any] = {}
     for axis, dtype in zip(axes, dtypes):
         members = [row for row in rows if row["dtype"] == dtype and row["gbps"] > 0]
-        spots = [(1e3 * row["tflops"] / row["gbps"], row["tflops"], row["backend"]) for row in members]
+        spots = [
+            (1e3 * row["tflops"] / row["gbps"], row["tflops"], row["backend"]) for row in members
+        ]
         low, high = min(s[0] for s in spots) / 2, max(s[0] for s in spots) * 2
         roof, slope = peaks["tflops"][dtype], peaks["gbps"] * 1e-3
         corner = roof / slope
         xs = sorted({low, high, min(max(corner, low), high)})
-        axis.plot(xs, [min(roof, slope * x) for x in xs], color="0.2", linewidth=1.5, label="measured peak")
-        told = dict(fontsize=8, zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
+        axis.plot(
+            xs,
+            [min(roof, slope * x) for x in xs],
+            color="0.2",
+            linewidth=1.5,
+            label="measured peak",
+        )
+        told = dict(
+            fontsize=8, zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        )
         top = max([roof, *(s[1] for s in spots)])  # above every mark
-        axis.text(high, 1.35 * top, f"peak {roof * 1e3:.0f} GFLOP/s", ha="right", va="bottom", **told)
-        axis.text(low, 0.45 * slope * low, f"copy {peaks['gbps']:.0f} GB/s", ha="left", va="bottom", **told)
+        axis.text(
+            high, 1.35 * top, f"peak {roof * 1e3:.0f} GFLOP/s", ha="right", va="bottom", **told
+        )
+        axis.text(
+            low,
+            0.45 * slope * low,
+            f"copy {peaks['gbps']:.0f} GB/s",
+            ha="left",
+            va="bottom",
+            **told,
+        )
         axis.set_ylim(0.4 * min([slope * low, *(s[1] for s in spots)]), 2.2 * top)
         size = 36 if len(spots) < 60 else 16
         for backend, (colour, mark) in STYLES.items():
             mine = [s for s in spots if s[2] == backend]
             if mine:
                 axis.scatter(
-                    [s[0] for s in mine], [s[1] for s in mine], c=colour, marker=mark, s=size, label=backend,
+                    [s[0] for s in mine], [s[1] for s in mine], c=colour, marker=mark, s=size,
+                    label=backend,
                     edgecolors="white", linewidths=0.4, zorder=3, alpha=0.8,
                 )  # fmt: skip
         axis.set_xscale("log")
@@ -176,5 +235,7 @@ def _roofline(path: Path, document: Row) -> None:
         plain_ticks(axis.yaxis)
         everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
     axes[0].set_ylabel("TFLOP/s")
-    legend_and_title(figure, everyone, document, "Roofline: the peaks are measured (matrix product, copy)")
+    legend_and_title(
+        figure, everyone, document, "Roofline: the peaks are measured (matrix product, copy)"
+    )
     figure.savefig(path)

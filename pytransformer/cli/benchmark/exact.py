@@ -17,7 +17,11 @@ def rows_of(problem: Problem) -> torch.Tensor | None:
 
 def upstream_of(rows: torch.Tensor | None, grads: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return upstream gradients that are zero outside `rows`."""
-    return grads if rows is None else [torch.zeros_like(g).index_copy(-2, rows.to(g.device), g[..., rows, :]) for g in grads]
+    return (
+        grads
+        if rows is None
+        else [torch.zeros_like(g).index_copy(-2, rows.to(g.device), g[..., rows, :]) for g in grads]
+    )
 
 
 def excerpt(
@@ -26,7 +30,9 @@ def excerpt(
     """Return the part of the full results that corresponds to the exact ones of `rows`."""
     if rows is None:
         return found
-    picked = {name: t[..., rows, :] for name in ("out", "query") if (t := found.get(name)) is not None}
+    picked = {
+        name: t[..., rows, :] for name in ("out", "query") if (t := found.get(name)) is not None
+    }
     if (d_query := found.get("query")) is not None:
         # Gradients of other rows must be zero; add the remainder to a compared row.
         rest = d_query.index_fill(-2, rows.to(d_query.device), 0.0)
@@ -34,7 +40,9 @@ def excerpt(
     return {**found, **picked}
 
 
-def solve(problem: Problem, grads: list[torch.Tensor] | None, rows: torch.Tensor | None = None) -> oracle.Solution:
+def solve(
+    problem: Problem, grads: list[torch.Tensor] | None, rows: torch.Tensor | None = None
+) -> oracle.Solution:
     """Return float64 outputs and, given upstream `grads`, gradients with their bound terms.
 
     `rows` restricts the solution to some query rows.

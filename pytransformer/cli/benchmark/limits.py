@@ -33,21 +33,39 @@ LIMITS = ("product", "bandwidth", "call", "allocator", "kernel", "rest")
 NATIVE = "pytransformer_C"
 
 
-def of(row: Mapping[str, Any], peaks: Mapping[str, Any] | None) -> tuple[str, dict[str, float]] | None:
+def of(
+    row: Mapping[str, Any], peaks: Mapping[str, Any] | None
+) -> tuple[str, dict[str, float]] | None:
     """Return the limit's name and each LIMITS share of the row's time; None if unknown."""
-    if not peaks or row.get("floor_ms") is None or "copy_gbps" not in peaks or row["dtype"] not in peaks["tflops"]:
+    if (
+        not peaks
+        or row.get("floor_ms") is None
+        or "copy_gbps" not in peaks
+        or row["dtype"] not in peaks["tflops"]
+    ):
         return None
-    median, floor, alone = row["median_ms"], min(row["floor_ms"], row["median_ms"]), row.get("alone_ms")
+    median, floor, alone = (
+        row["median_ms"],
+        min(row["floor_ms"], row["median_ms"]),
+        row.get("alone_ms"),
+    )
     shares = {
         "product": row["tflops"] / peaks["tflops"][row["dtype"]],
-        "bandwidth": row["gbps"] / bandwidth(row["gbps"] * median * 1e6, peaks, row.get("cache") == "cold"),
+        "bandwidth": row["gbps"]
+        / bandwidth(row["gbps"] * median * 1e6, peaks, row.get("cache") == "cold"),
         "call": floor / median,
     }
     if alone is not None:
         shares["allocator"] = max(0.0, median - alone - floor) / median
     roof = max(shares["product"], shares["bandwidth"])
-    shares["rest" if alone is None else "kernel"] = max(0.0, 1 - roof - shares["call"] - shares.get("allocator", 0.0))
-    parts = {name: share for name, share in shares.items() if name not in ("product", "bandwidth") or share == roof}
+    shares["rest" if alone is None else "kernel"] = max(
+        0.0, 1 - roof - shares["call"] - shares.get("allocator", 0.0)
+    )
+    parts = {
+        name: share
+        for name, share in shares.items()
+        if name not in ("product", "bandwidth") or share == roof
+    }
     return max(parts, key=lambda name: parts[name]), shares
 
 
@@ -55,7 +73,11 @@ def bandwidth(traffic: float, peaks: Mapping[str, Any], cold: bool) -> float:
     """Return GB/s of the copy with the nearest traffic; out of cache, reads count if faster."""
     rates: Mapping[str, float] = peaks["copy_gbps"]
     largest = max(rates, key=int)
-    nearest = largest if cold else min(rates, key=lambda size: abs(math.log(int(size) / max(traffic, 1.0))))
+    nearest = (
+        largest
+        if cold
+        else min(rates, key=lambda size: abs(math.log(int(size) / max(traffic, 1.0))))
+    )
     return max(rates[nearest], peaks["read_gbps"]) if nearest == largest else rates[nearest]
 
 

@@ -53,7 +53,8 @@ class MemoryProbe:
         if why_not() is None:
             # The child inherits this process's sys.path, so that it imports the same copies.
             code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.benchmark.memory_helper import serve; serve()"
+                f"import sys; sys.path[:] = {sys.path!r}; from"
+                " pytransformer.cli.benchmark.memory_helper import serve; serve()"
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -34,7 +34,9 @@ def serve() -> None:
             text = pipe.read()
         _, status = os.waitpid(child, 0)
         if not text:
-            text = json.dumps({"error": f"the measured process died with signal {os.WTERMSIG(status)}"})
+            text = json.dumps(
+                {"error": f"the measured process died with signal {os.WTERMSIG(status)}"}
+            )
         os.write(answers, (text + "\n").encode())
 
 

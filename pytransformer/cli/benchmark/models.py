@@ -43,7 +43,9 @@ ALLOWED = 2.0  # times the error of eager code
 Parts = tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor, str]
 
 
-def _tokens(batch: int, length: int, words: int, *, min_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(
+    batch: int, length: int, words: int, *, min_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and mask; lengths spread evenly from `min_length` to `length`."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, words, (batch, length), generator=generator)
@@ -61,8 +63,16 @@ def bert(layers: int | None) -> Parts:
 
     config = BertConfig(num_hidden_layers=layers or 12)
     ids, mask = _tokens(8, 128, config.vocab_size, min_length=64)
-    labels = ids.masked_fill((torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) > 0.15) | (mask == 0), IGNORED)
-    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask}, labels, _text(8, 128, mask)
+    labels = ids.masked_fill(
+        (torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) > 0.15) | (mask == 0),
+        IGNORED,
+    )
+    return (
+        BertForMaskedLM(config),
+        {"input_ids": ids, "attention_mask": mask},
+        labels,
+        _text(8, 128, mask),
+    )
 
 
 def gpt2(layers: int | None) -> Parts:
@@ -71,7 +81,12 @@ def gpt2(layers: int | None) -> Parts:
     config = GPT2Config(n_layer=layers or 12)
     ids, mask = _tokens(4, 256, config.vocab_size, min_length=192)
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1)).masked_fill(mask == 0, IGNORED)
-    return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": mask}, labels, _text(4, 256, mask)
+    return (
+        GPT2LMHeadModel(config),
+        {"input_ids": ids, "attention_mask": mask},
+        labels,
+        _text(4, 256, mask),
+    )
 
 
 def t5(layers: int | None) -> Parts:
@@ -79,13 +94,29 @@ def t5(layers: int | None) -> Parts:
 
     n = layers or 12
     config = T5Config(
-        d_model=768, d_kv=64, d_ff=3072, num_layers=n, num_decoder_layers=n, num_heads=12, decoder_start_token_id=0
+        d_model=768,
+        d_kv=64,
+        d_ff=3072,
+        num_layers=n,
+        num_decoder_layers=n,
+        num_heads=12,
+        decoder_start_token_id=0,
     )
     ids, mask = _tokens(4, 256, config.vocab_size, min_length=128)
     target, real = _tokens(4, 64, config.vocab_size, min_length=32)
     labels = target.masked_fill(real == 0, IGNORED)
-    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": target, "decoder_attention_mask": real}
-    return T5ForConditionalGeneration(config), inputs, labels, _text(4, 256, mask) + ", 64 in the target"
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "decoder_input_ids": target,
+        "decoder_attention_mask": real,
+    }
+    return (
+        T5ForConditionalGeneration(config),
+        inputs,
+        labels,
+        _text(4, 256, mask) + ", 64 in the target",
+    )
 
 
 def vit(layers: int | None) -> Parts:
@@ -94,7 +125,12 @@ def vit(layers: int | None) -> Parts:
     config = ViTConfig(num_hidden_layers=layers or 12, num_labels=1000)
     images = torch.randn(4, 3, 224, 224, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(4)
-    return ViTForImageClassification(config), {"pixel_values": images}, labels, "4 images of 224 x 224"
+    return (
+        ViTForImageClassification(config),
+        {"pixel_values": images},
+        labels,
+        "4 images of 224 x 224",
+    )
 
 
 MODELS: dict[str, tuple[str, Callable[[int | None], Parts]]] = {
@@ -178,11 +214,15 @@ def measure(ask: Ask, seconds: float, with_memory: bool) -> list[dict[str, Any]]
         for variant in VARIANTS:
             timing = timings.get(variant)
             rows.append({
-                "model": ask.title, "batch": subject.batch, "dtype": ask.dtype, "mode": mode, "variant": variant,
-                **(timing.figures() if timing else dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "samples"))),
-                "speedup_sdpa": _speedup(timings, SDPA, timing), "speedup_eager": _speedup(timings, EAGER, timing),
+                "model": ask.title, "batch": subject.batch, "dtype": ask.dtype, "mode": mode,
+                "variant": variant,
+                **(timing.figures() if timing else dict.fromkeys(("median_ms", "p20_ms", "p80_ms",
+                    "samples"))),
+                "speedup_sdpa": _speedup(timings, SDPA, timing),
+                "speedup_eager": _speedup(timings, EAGER, timing),
                 "peak_bytes": peaks.get((str(ask), variant)) if mode == "training_step" else None,
-                **{f"{what}_error": error for what, error in errors[variant].items()}, "wrong": wrong.get(variant),
+                **{f"{what}_error": error for what, error in errors[variant].items()},
+                "wrong": wrong.get(variant),
             })  # fmt: skip
     return rows
 
@@ -196,11 +236,14 @@ def _results(subject: Subject, variant: str) -> tuple[torch.Tensor, torch.Tensor
 def _errors(exact: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> dict[str, float]:
     """Return the relative 2-norm of each error."""
     return {
-        what: ((a - e).norm() / e.norm()).item() for what, e, a in zip(("outputs", "gradients"), exact, found, strict=True)
+        what: ((a - e).norm() / e.norm()).item()
+        for what, e, a in zip(("outputs", "gradients"), exact, found, strict=True)
     }
 
 
-def _timings(subject: Subject, mode: str, variants: Sequence[str], seconds: float) -> dict[str, clock.Timing]:
+def _timings(
+    subject: Subject, mode: str, variants: Sequence[str], seconds: float
+) -> dict[str, clock.Timing]:
     training = mode == "training_step"
 
     def step() -> None:
@@ -217,7 +260,9 @@ def _timings(subject: Subject, mode: str, variants: Sequence[str], seconds: floa
     return timings
 
 
-def _speedup(timings: dict[str, clock.Timing], peer: str, timing: clock.Timing | None) -> float | None:
+def _speedup(
+    timings: dict[str, clock.Timing], peer: str, timing: clock.Timing | None
+) -> float | None:
     return timings[peer].median_ms / timing.median_ms if timing and peer in timings else None
 
 
@@ -233,16 +278,38 @@ def _peaks(ask: Ask) -> dict[tuple[str, str], int]:
 
 def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="pytransformer bench models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="pytransformer bench models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default all: {', '.join(MODELS)}")
-    parser.add_argument("--dtype", default="float32,bfloat16", metavar="NAME,...", help="default float32,bfloat16")
-    parser.add_argument("--layers", type=int, metavar="N", help="of the 12 layers, to save time; widths stay (default all)")
-    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of timing per variant and mode (default 4)")
     parser.add_argument(
-        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (default on)"
+        "models", nargs="*", metavar="MODEL", help=f"default all: {', '.join(MODELS)}"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default ./results/models-<date>)")
+    parser.add_argument(
+        "--dtype", default="float32,bfloat16", metavar="NAME,...", help="default float32,bfloat16"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="of the 12 layers, to save time; widths stay (default all)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=4.0,
+        metavar="S",
+        help="of timing per variant and mode (default 4)",
+    )
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure peak memory (default on)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default ./results/models-<date>)"
+    )
     arguments = parser.parse_args(argv)
     asks = _asks(arguments)
     console, rows = Console(), []
@@ -259,10 +326,14 @@ def run(argv: Sequence[str]) -> int:
     document = {"schema_version": SCHEMA_VERSION, "environment": where, "rows": rows}
     (folder / "models.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     table = report.markdown_table(COLUMNS, [_line(row) for row in rows], COLUMNS[4:])
-    (folder / "models.md").write_text(f"# Whole models\n\n{report.environment_text(where)}\n\n{table}\n", encoding="utf-8")
+    (folder / "models.md").write_text(
+        f"# Whole models\n\n{report.environment_text(where)}\n\n{table}\n", encoding="utf-8"
+    )
     console.print(f"Written to {folder}: models.json, models.md")
     for row in (r for r in rows if r["wrong"] and r["mode"] == MODES[0]):
-        console.print(f"WRONG, not timed: {row['model']} {row['dtype']} {row['variant']}: {row['wrong']}")
+        console.print(
+            f"WRONG, not timed: {row['model']} {row['dtype']} {row['variant']}: {row['wrong']}"
+        )
     return WRONG if any(row["wrong"] and row["variant"] == OURS for row in rows) else OK
 
 
@@ -285,8 +356,10 @@ def _line(row: dict[str, Any]) -> list[str]:
     figure, peak = report.figure, row["peak_bytes"]
     spread = "-" if row["p20_ms"] is None else f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}"
     return [
-        row["model"], report.SHORT[row["dtype"]], row["mode"], row["variant"], figure(row["median_ms"]), spread,
-        figure(row["speedup_sdpa"]), figure(row["speedup_eager"]), figure(None if peak is None else peak / 1e6),
+        row["model"], report.SHORT[row["dtype"]], row["mode"], row["variant"],
+        figure(row["median_ms"]), spread,
+        figure(row["speedup_sdpa"]), figure(row["speedup_eager"]),
+        figure(None if peak is None else peak / 1e6),
         figure(row["outputs_error"], 2), figure(row["gradients_error"], 2),
     ]  # fmt: skip
 
@@ -295,7 +368,9 @@ def _asks(arguments: argparse.Namespace) -> list[Ask]:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError('bench models needs transformers: pip install "pytransformer-kernels[hf]"') from error
+        raise UsageError(
+            'bench models needs transformers: pip install "pytransformer-kernels[hf]"'
+        ) from error
     assert transformers
     names, dtypes = arguments.models or list(MODELS), arguments.dtype.split(",")
     if unknown := [n for n in names if n not in MODELS]:
@@ -304,4 +379,8 @@ def _asks(arguments: argparse.Namespace) -> list[Ask]:
         raise UsageError(f"--dtype: {', '.join(unknown)} is not one of {', '.join(plan.DTYPES)}")
     if arguments.layers is not None and not 1 <= arguments.layers <= 12:
         raise UsageError(f"--layers must be from 1 to 12, got {arguments.layers}")
-    return [Ask(name, plan.dtype_name(plan.DTYPES[d]), arguments.layers) for name in names for d in dtypes]
+    return [
+        Ask(name, plan.dtype_name(plan.DTYPES[d]), arguments.layers)
+        for name in names
+        for d in dtypes
+    ]

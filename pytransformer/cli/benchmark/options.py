@@ -34,7 +34,10 @@ def _problems(parser: argparse.ArgumentParser) -> None:
         "--suite",
         choices=tuple(suites.SUITES),
         default=None,
-        help="a fixed list of problems; aims, under 15 minutes, is what runs when nothing is asked for",
+        help=(
+            "a fixed list of problems; aims, under 15 minutes, is what runs when nothing is"
+            " asked for"
+        ),
     )
     add(
         "--case",
@@ -49,13 +52,22 @@ def _problems(parser: argparse.ArgumentParser) -> None:
         default="medium",
         help="shape of the cases (default medium)",
     )
-    add("--shape", type=_shape, default={}, metavar="Lq=4096,...", help="change dimensions of the cases; L is Lq and Lk")
+    add(
+        "--shape",
+        type=_shape,
+        default={},
+        metavar="Lq=4096,...",
+        help="change dimensions of the cases; L is Lq and Lk",
+    )
     add(
         "--sweep",
         type=_sweep,
         default=[{}],
         metavar="L=512:4096",
-        help="several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory against it",
+        help=(
+            "several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory"
+            " against it"
+        ),
     )
     add(
         "--dtype",
@@ -83,8 +95,10 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
         type=_backends,
         default=None,
         metavar="NAME,...",
-        help="who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these), or also "
-        f"{', '.join(ON_REQUEST)}; all",
+        help=(
+            "who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these),"
+            f" or also {', '.join(ON_REQUEST)}; all"
+        ),
     )
     add(
         "--isa",
@@ -92,7 +106,12 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="hold both our kernels and PyTorch's libraries to an instruction set",
     )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the tensors are (default cpu)",
+    )
     add(
         "--threads",
         type=int,
@@ -117,7 +136,10 @@ def _measurement(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="also time calls after a rest, and S seconds of calls without one (default 0: not, but in a suite)",
+        help=(
+            "also time calls after a rest, and S seconds of calls without one (default 0: not, but"
+            " in a suite)"
+        ),
     )
     add(
         "--cache",
@@ -148,7 +170,12 @@ def _measurement(parser: argparse.ArgumentParser) -> None:
 def _output(parser: argparse.ArgumentParser) -> None:
     """Add the options for output files."""
     add = parser.add_argument
-    add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw plots (default on)")
+    add(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw plots (default on)",
+    )
     add(
         "--out",
         type=Path,
@@ -167,7 +194,9 @@ def _among(text: str, known: tuple[str, ...]) -> list[str]:
     words = _words(text)
     unknown = [word for word in words if word not in known]
     if unknown or not words:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(known)}"
+        )
     return words
 
 
@@ -203,12 +232,16 @@ def _sweep(text: str) -> list[dict[str, int]]:
         swept.append(_sized(text, name, str(size)))
         size *= 2
     if not swept:
-        raise argparse.ArgumentTypeError(f"{text!r} goes from {first} down to {last}; the first must be the smaller")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} goes from {first} down to {last}; the first must be the smaller"
+        )
     return swept
 
 
 def _sized(word: str, name: str, size: str) -> dict[str, int]:
     known = {name for found in plan.cases() for name in found.shape} | {"Dv", "L"}
     if name not in known or not size.isdecimal() or int(size) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not NAME=SIZE with a NAME out of {', '.join(sorted(known))}")
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is not NAME=SIZE with a NAME out of {', '.join(sorted(known))}"
+        )
     return dict.fromkeys(("Lq", "Lk") if name == "L" else (name,), int(size))

@@ -40,7 +40,11 @@ def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str,
         "gbps": memory,
         "read_gbps": _read(device, fastest, clock.evicting_bytes()),
         "warm_gbps": warm,
-        "copy_gbps": {**smaller, str(2 * WARM_BYTES): warm, str(2 * clock.evicting_bytes()): memory},
+        "copy_gbps": {
+            **smaller,
+            str(2 * WARM_BYTES): warm,
+            str(2 * clock.evicting_bytes()): memory,
+        },
     }
 
 
@@ -56,7 +60,11 @@ def _product(device: str, dtype: torch.dtype, fastest: Fastest) -> float:
         products: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b, out=out)}
         if device == "cpu":
             products["ours"] = partial(own_product, a, b, None)
-        asked = {who: call for who, call in products.items() if rates.get(who, best) * clock.HOPELESS >= best}
+        asked = {
+            who: call
+            for who, call in products.items()
+            if rates.get(who, best) * clock.HOPELESS >= best
+        }
         rates |= {who: 2 * n**3 / fastest(call) / 1e12 for who, call in asked.items()}
         best = max(best, *rates.values())
     return best
@@ -75,4 +83,9 @@ def _read(device: str, fastest: Fastest, size: int) -> float:
 
 def _fastest(device: str, seconds: float, call: Callable[[], object]) -> float:
     """Return the 20 % quantile of call seconds, which a busy machine disturbs least."""
-    return clock.interleaved({"": clock.Contender(call, nullcontext)}, min_time=seconds, device=device)[""].p20_ms * 1e-3
+    return (
+        clock.interleaved(
+            {"": clock.Contender(call, nullcontext)}, min_time=seconds, device=device
+        )[""].p20_ms
+        * 1e-3
+    )

@@ -22,7 +22,8 @@ from pytransformer.testing.kits import kits
 from pytransformer.testing.kits import ops as all_ops
 
 DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "float64": torch.float64,
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64,
     "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64,
 }  # fmt: skip
@@ -47,7 +48,11 @@ class Step:
     @property
     def weight(self) -> float:
         """Return the approximate cost in units of the smallest step, for time budgeting."""
-        return 1.0 + self.case.flops({"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[self.mode]) / 1e10 + self.sustained
+        return (
+            1.0
+            + self.case.flops({"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[self.mode]) / 1e10
+            + self.sustained
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -87,8 +92,15 @@ def chosen(
     known = {c.name for c in everything}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UsageError(f"--case: no case {', '.join(unknown)}; {', '.join(ops)} have {', '.join(sorted(known))}")
-    picked = [c for c in everything if (c.name in names if names else "core" in c.tags and APART not in c.tags)]
+        raise UsageError(
+            f"--case: no case {', '.join(unknown)}; {', '.join(ops)} have"
+            f" {', '.join(sorted(known))}"
+        )
+    picked = [
+        c
+        for c in everything
+        if (c.name in names if names else "core" in c.tags and APART not in c.tags)
+    ]
     steps = [
         Step(resized(c, shape), DTYPES[d], m)
         for c in picked
@@ -97,16 +109,22 @@ def chosen(
         if m == "fwd" or not c.forward_only
     ]
     if not steps and picked:
-        raise UsageError(f"--mode: {', '.join(c.name for c in picked)} take no gradient; the mode must be fwd")
+        raise UsageError(
+            f"--mode: {', '.join(c.name for c in picked)} take no gradient; the mode must be fwd"
+        )
     return steps
 
 
 def resized(found: Case, shape: dict[str, int]) -> Case:
     """Return the case at another shape; dimensions that it lacks are ignored."""
-    return found.resize(**{name: size for name, size in shape.items() if name in found.shape or name == "Dv"})
+    return found.resize(
+        **{name: size for name, size in shape.items() if name in found.shape or name == "Dv"}
+    )
 
 
 def tiny(found: Case) -> Case:
     """Return a tiny version of the problem, which loads the code before memory is measured."""
     limits = {"B": 1, "Lq": 16, "Lk": 16, "D": 32, "rows": 8, "d": 64, "hidden": 64, "classes": 64}
-    return found.resize(**{name: min(size, limits[name]) for name, size in found.shape.items() if name in limits})
+    return found.resize(
+        **{name: min(size, limits[name]) for name, size in found.shape.items() if name in limits}
+    )

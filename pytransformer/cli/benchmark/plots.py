@@ -95,7 +95,11 @@ def one_shape_each(rows: list[Row]) -> list[Row]:
         return len({row["backend"] for row in members}), math.prod(size for _, size in shape)
 
     kept = {key: max(of, key=lambda shape: weight(shape, of[shape])) for key, of in shapes.items()}
-    return [row for row in rows if tuple(row["shape"].items()) == kept[row["op"], row["case"], row["dtype"]]]
+    return [
+        row
+        for row in rows
+        if tuple(row["shape"].items()) == kept[row["op"], row["case"], row["dtype"]]
+    ]
 
 
 def figure_of(width: float, height: float) -> Any:
@@ -119,8 +123,15 @@ def _memory(row: Row) -> tuple[float, float, float]:
 
 def _label(row: Row) -> str:
     # A case named after its op ("layer_norm") needs no op beside it.
-    name = row["case"] if row["case"].startswith(row["op"].split("_varlen")[0]) else f"{row['op']}: {row['case']}"
-    return escape_plot(f"{name} {SHORT[row['dtype']]} ({shape_text(row['shape'])}){' cold' * (row.get('cache') == 'cold')}")
+    name = (
+        row["case"]
+        if row["case"].startswith(row["op"].split("_varlen")[0])
+        else f"{row['op']}: {row['case']}"
+    )
+    return escape_plot(
+        f"{name} {SHORT[row['dtype']]}"
+        f" ({shape_text(row['shape'])}){' cold' * (row.get('cache') == 'cold')}"
+    )
 
 
 def _by_case(
@@ -142,14 +153,17 @@ def _by_case(
             colour, mark = STYLES[backend]
             members = [row for row in rows if row["mode"] == mode and row["backend"] == backend]
             # Offset marks within a case's line, so that equal values do not hide each other.
-            ys = [place[_label(row)] + 0.55 * ((turn + 0.5) / len(backends) - 0.5) for row in members]
+            ys = [
+                place[_label(row)] + 0.55 * ((turn + 0.5) / len(backends) - 0.5) for row in members
+            ]
             triples = [value(row) for row in members]
             spread = [
                 [middle - low for middle, low, _ in triples],
                 [high - middle for middle, _, high in triples],
             ]
             axis.errorbar(
-                [t[0] for t in triples], ys, xerr=spread if members else None, fmt=mark, color=colour, markersize=5.5,
+                [t[0] for t in triples], ys, xerr=spread if members else None, fmt=mark,
+                color=colour, markersize=5.5,
                 elinewidth=1.4, label=backend, markeredgecolor="white", markeredgewidth=0.4,
             )  # fmt: skip
         axis.set_xscale("log")
@@ -169,18 +183,28 @@ def _by_case(
 
 def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
     # A row with a note was checked without dropout, so its error is no baseline.
-    torch_error = {_key(row): row["error"] for row in rows if row["backend"] == "torch" and not row["note"]}
+    torch_error = {
+        _key(row): row["error"] for row in rows if row["backend"] == "torch" and not row["note"]
+    }
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    backends = [name for name in STYLES if name != "torch" and any(row["backend"] == name for row in rows)]
+    backends = [
+        name for name in STYLES if name != "torch" and any(row["backend"] == name for row in rows)
+    ]
     figure = figure_of(2.0 + 4.5 * len(modes), 5.4)
     axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axis, mode in zip(axes, modes, strict=True):
         for backend in backends:
             colour, mark = STYLES[backend]
-            members = [r for r in rows if r["mode"] == mode and r["backend"] == backend and torch_error.get(_key(r))]
+            members = [
+                r
+                for r in rows
+                if r["mode"] == mode and r["backend"] == backend and torch_error.get(_key(r))
+            ]
             axis.scatter(
-                [r["speedup_torch"] for r in members], [r["error"] / torch_error[_key(r)] for r in members],
-                c=colour, marker=mark, s=40 if len(rows) < 120 else 18, label=backend, edgecolors="white", linewidths=0.4, zorder=3,
+                [r["speedup_torch"] for r in members],
+                [r["error"] / torch_error[_key(r)] for r in members],
+                c=colour, marker=mark, s=40 if len(rows) < 120 else 18, label=backend,
+                edgecolors="white", linewidths=0.4, zorder=3,
             )  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")
@@ -193,7 +217,12 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
         plain_ticks(axis.xaxis)
         plain_ticks(axis.yaxis)
     axes[0].set_ylabel("error against float64, times PyTorch's")
-    legend_and_title(figure, _legend_of(axes[0]), document, "Error against speed, one mark per case (low and right is good)")
+    legend_and_title(
+        figure,
+        _legend_of(axes[0]),
+        document,
+        "Error against speed, one mark per case (low and right is good)",
+    )
     figure.savefig(path)
 
 

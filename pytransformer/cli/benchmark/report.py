@@ -41,8 +41,10 @@ RIGHT = COLUMNS[5:-1]
 # Liger-Kernel's benchmark columns in its order, so that its tools read our results; the last holds
 # our version.
 LIGER_COLUMNS = (
-    "kernel_name", "kernel_provider", "kernel_operation_mode", "metric_name", "metric_unit", "x_name",
-    "x_label", "x_value", "y_value_50", "y_value_20", "y_value_80", "extra_benchmark_config_str", "gpu_name",
+    "kernel_name", "kernel_provider", "kernel_operation_mode", "metric_name", "metric_unit",
+    "x_name",
+    "x_label", "x_value", "y_value_50", "y_value_20", "y_value_80", "extra_benchmark_config_str",
+    "gpu_name",
     "timestamp", "liger_version",
 )  # fmt: skip
 _LIGER_MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "full"}
@@ -55,7 +57,9 @@ def shape_text(shape: Mapping[str, int]) -> str:
     heads = str(shape["Hq"]) if shape["Hq"] == shape["Hkv"] else f"{shape['Hq']}/{shape['Hkv']}"
     queries, keys = shape["Lq"], shape.get("Lk", shape["Lq"])
     lengths = str(queries) if queries == keys else f"{queries}x{keys}"
-    return f"B{shape['B']} H{heads} L{lengths} D{shape['D']}" + (f"/{shape['Dv']}" if "Dv" in shape else "")
+    return f"B{shape['B']} H{heads} L{lengths} D{shape['D']}" + (
+        f"/{shape['Dv']}" if "Dv" in shape else ""
+    )
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -98,7 +102,17 @@ def limit_text(row: Row) -> str:
 def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], list[list[str]]]:
     """Return (columns, rows) without the least important columns that exceed `width` characters."""
     left = list(COLUMNS)
-    for column in ("", "p20-p80", "saved MB", "GB/s", "/naive", "limit", "shape", "TFLOP/s", "x naive"):
+    for column in (
+        "",
+        "p20-p80",
+        "saved MB",
+        "GB/s",
+        "/naive",
+        "limit",
+        "shape",
+        "TFLOP/s",
+        "x naive",
+    ):
         if column:
             left.remove(column)
         places = [COLUMNS.index(name) for name in left]
@@ -113,7 +127,17 @@ def refusal_row(entry: Row) -> list[str]:
     return [entry["case"], SHORT[entry["dtype"]], entry["mode"], entry["backend"], verdict(entry)]
 
 
-REGIME_COLUMNS = ("case", "shape", "dtype", "mode", "backend", "ms", "burst ms", "sustained ms", "sustained/burst")
+REGIME_COLUMNS = (
+    "case",
+    "shape",
+    "dtype",
+    "mode",
+    "backend",
+    "ms",
+    "burst ms",
+    "sustained ms",
+    "sustained/burst",
+)
 
 
 def regime_rows(rows: Iterable[Row]) -> list[list[str]]:
@@ -175,7 +199,8 @@ def summary(rows: list[Row]) -> list[list[str]]:
             figure(geomean([r["speedup_torch"] for r in compared])) if compared else "-",
             f"{figure(worst['speedup_torch'])} ({worst['case']})" if worst else "-",
             figure(geomean(naive)) if naive else "-",
-            figure(max((r["bound_used"] for r in members if r["bound_used"] is not None), default=None), 2),
+            figure(max((r["bound_used"] for r in members if r["bound_used"] is not None),
+                default=None), 2),
         ])  # fmt: skip
     return lines
 
@@ -217,21 +242,27 @@ def csv_text(document: dict[str, Any]) -> str:
     for row in document["rows"]:
         shape = row["shape"]
         name = next(n for n in ("Lk", "Lq", "rows") if n in shape)
-        x = (*{"Lk": ("L", "key length"), "Lq": ("L", "length"), "rows": ("rows", "rows")}[name], shape[name])
+        x = (
+            *{"Lk": ("L", "key length"), "Lq": ("L", "length"), "rows": ("rows", "rows")}[name],
+            shape[name],
+        )
         config = json.dumps({"case": row["case"], "dtype": row["dtype"], **shape}, sort_keys=True)
         metrics = [("speed", "ms", row["median_ms"], row["p20_ms"], row["p80_ms"])]
         if row["peak_bytes"] is not None:
             metrics.append(("memory", "MB", *[row["peak_bytes"] / 1e6] * 3))
         for metric, unit, *values in metrics:
             cells = [
-                row["op"], row["backend"], _LIGER_MODES[row["mode"]], metric, unit, *x, *values, config,
+                row["op"], row["backend"], _LIGER_MODES[row["mode"]], metric, unit, *x, *values,
+                config,
                 where["device_name"], where["date"], f"pytransformer {where['pytransformer']}",
             ]  # fmt: skip
             writer.writerow([escape_csv(c) if isinstance(c, str) else c for c in cells])
     return out.getvalue()
 
 
-def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> str:
+def markdown_table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()
+) -> str:
     columns, right = list(columns), set(right)
     lines = [
         "| " + " | ".join(columns) + " |",
@@ -250,9 +281,15 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
     parts += ["## Summary", markdown_table(SUMMARY_COLUMNS, summary(rows), SUMMARY_COLUMNS[3:])]
     parts += [f"![{name}]({name})" for name in plots]
     for op, members in by_op(rows).items():
-        parts += [f"## {escape_markdown(op)}", markdown_table(COLUMNS, map(table_row, members), RIGHT)]
+        parts += [
+            f"## {escape_markdown(op)}",
+            markdown_table(COLUMNS, map(table_row, members), RIGHT),
+        ]
     if regimes := regime_rows(rows):
-        parts += ["## Burst and sustained", markdown_table(REGIME_COLUMNS, regimes, REGIME_COLUMNS[5:])]
+        parts += [
+            "## Burst and sustained",
+            markdown_table(REGIME_COLUMNS, regimes, REGIME_COLUMNS[5:]),
+        ]
     if kernels := kernel_rows(rows):
         parts += ["## Kernels alone", markdown_table(KERNEL_COLUMNS, kernels, KERNEL_COLUMNS[5:])]
     if document["not_run"]:
@@ -283,7 +320,8 @@ def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
         f"instruction set {where['isa']}" if where["isa"] else None,
         f"torch {where['torch']}",
         f"triton {where['triton']}" if where["triton"] else None,
-        f"pytransformer {where['pytransformer']}" + (f" at {where['commit']}" if where["commit"] else ""),
+        f"pytransformer {where['pytransformer']}"
+        + (f" at {where['commit']}" if where["commit"] else ""),
         f"Python {where['python']}",
         f"load {where['load']} at the start" if where["load"] is not None else None,
         where["date"],
@@ -296,5 +334,8 @@ def load(path: Path) -> dict[str, Any]:
     document = json.loads(path.read_text(encoding="utf-8"))
     problems = results.validate(document)
     if problems:
-        raise ValueError(f"{path} is not a results file of schema {results.SCHEMA_VERSION}: {'; '.join(problems[:5])}")
+        raise ValueError(
+            f"{path} is not a results file of schema {results.SCHEMA_VERSION}:"
+            f" {'; '.join(problems[:5])}"
+        )
     return document

@@ -114,7 +114,15 @@ STATUSES = ("skipped", "unsupported", "wrong", "failed")
 def step_key(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a line-up's key: op, case, shape, dtype, mode, device, cache state."""
     shape = " ".join(f"{name}={size}" for name, size in sorted(row["shape"].items()))
-    return row["op"], row["case"], shape, row["dtype"], row["mode"], row["device"], row.get("cache", "warm")
+    return (
+        row["op"],
+        row["case"],
+        shape,
+        row["dtype"],
+        row["mode"],
+        row["device"],
+        row.get("cache", "warm"),
+    )
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -147,7 +155,9 @@ def validate(document: Any) -> list[str]:
     return problems or _check_meaning(document)
 
 
-def _check(where: str, entry: Any, fields: Mapping[str, _Field], later: Mapping[str, _Field]) -> list[str]:
+def _check(
+    where: str, entry: Any, fields: Mapping[str, _Field], later: Mapping[str, _Field]
+) -> list[str]:
     if not isinstance(entry, dict):
         return [f"{where} is a {type(entry).__name__}, not an object"]
     known = {**fields, **{key: later[key] for key in later if key in entry}}
@@ -173,8 +183,17 @@ def _check_peaks(peaks: Any) -> list[str]:
     if not isinstance(peaks, dict):
         return ["peaks are not an object"]
     later = [peaks[key] for key in ("read_gbps", "warm_gbps") if key in peaks]
-    rates = [*peaks.get("tflops", {}).values(), *peaks.get("copy_gbps", {}).values(), peaks.get("gbps"), *later]
-    return [] if all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates) else ["peaks are not positive rates"]
+    rates = [
+        *peaks.get("tflops", {}).values(),
+        *peaks.get("copy_gbps", {}).values(),
+        peaks.get("gbps"),
+        *later,
+    ]
+    return (
+        []
+        if all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates)
+        else ["peaks are not positive rates"]
+    )
 
 
 def _check_meaning(document: dict[str, Any]) -> list[str]:
@@ -188,13 +207,24 @@ def _check_meaning(document: dict[str, Any]) -> list[str]:
             problems.append(f"{where}.mode is {row['mode']!r}, not one of {', '.join(MODES)}")
         if not 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]:
             problems.append(f"{where}: 0 < p20_ms <= median_ms <= p80_ms does not hold")
-        if "limit" in row and (limits.of(row, document.get("peaks")) or (None, None)) != (row["limit"], row["limit_shares"]):
-            problems.append(f"{where}.limit {row['limit']} with its shares is not what its times and the peaks say")
+        if "limit" in row and (limits.of(row, document.get("peaks")) or (None, None)) != (
+            row["limit"],
+            row["limit_shares"],
+        ):
+            problems.append(
+                f"{where}.limit {row['limit']} with its shares is not what its times and the"
+                " peaks say"
+            )
         if row["error"] is not None and not row["error"] <= row["error_bound"]:
-            problems.append(f"{where}.error {row['error']} is above its bound {row['error_bound']}: it may not be timed")
+            problems.append(
+                f"{where}.error {row['error']} is above its bound {row['error_bound']}: it may not"
+                " be timed"
+            )
     for index, entry in enumerate(document["not_run"]):
         if entry["status"] not in STATUSES:
-            problems.append(f"not_run[{index}].status is {entry['status']!r}, not one of {', '.join(STATUSES)}")
+            problems.append(
+                f"not_run[{index}].status is {entry['status']!r}, not one of {', '.join(STATUSES)}"
+            )
         if not entry["reason"].strip():
             problems.append(f"not_run[{index}].reason is blank: who does not take part says why")
     return problems
@@ -235,7 +265,11 @@ def pinning() -> str:
     """Return the cores that threads may use, and what binds each thread to a core."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     bound = [f"{name}={os.environ[name]}" for name in BINDERS if os.environ.get(name)]
-    where = f"cores {cores[0]}-{cores[-1]}" if cores and cores[-1] - cores[0] == len(cores) - 1 else f"cores {cores}"
+    where = (
+        f"cores {cores[0]}-{cores[-1]}"
+        if cores and cores[-1] - cores[0] == len(cores) - 1
+        else f"cores {cores}"
+    )
     return f"{where if cores else 'any core'}, {', '.join(bound) or 'threads not pinned'}"
 
 
@@ -246,11 +280,15 @@ def commit() -> str | None:
         return None
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        return head + (
+            "+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
     return done.stdout.strip()

@@ -12,7 +12,17 @@ import torch
 
 from pytransformer.cli.benchmark import check, clock, exact, limits, memory, plan
 from pytransformer.cli.benchmark.plan import Step
-from pytransformer.cli.providers import NAIVE, ON_REQUEST, PEERS, TORCH, Prepared, Problem, Provider, Unsupported, providers
+from pytransformer.cli.providers import (
+    NAIVE,
+    ON_REQUEST,
+    PEERS,
+    TORCH,
+    Prepared,
+    Problem,
+    Provider,
+    Unsupported,
+    providers,
+)
 
 SEED = 20
 REFERENCE, CPU = "reference", "cpu"
@@ -68,7 +78,9 @@ class Runner:
         start = time.monotonic()
         late = seconds is not None and seconds <= 0
         device, checked = self.options.device, self.options.verify
-        problem = Problem.make(step.case, step.dtype, device, seed=SEED, grad=step.mode != "fwd", on_device=not checked)
+        problem = Problem.make(
+            step.case, step.dtype, device, seed=SEED, grad=step.mode != "fwd", on_device=not checked
+        )
         entries = self._prepared(step, problem)
         if late:
             entries = self._without_reference(step, entries)
@@ -77,33 +89,67 @@ class Runner:
         if not entries:
             return
         contenders = {
-            e.provider.name: clock.Contender(work(problem, e.prepared, step.mode), e.prepared.context) for e in entries
+            e.provider.name: clock.Contender(
+                work(problem, e.prepared, step.mode), e.prepared.context
+            )
+            for e in entries
         }
         limited = self.options.limits and self.options.device == "cpu" and not late
-        alone = {ALONE + name: c for name in contenders if limited and (c := self._alone(step, name, contenders[name]))}
-        min_time, min_rounds, with_memory = self.options.min_time, self.options.min_rounds, self.options.memory
+        alone = {
+            ALONE + name: c
+            for name in contenders
+            if limited and (c := self._alone(step, name, contenders[name]))
+        }
+        min_time, min_rounds, with_memory = (
+            self.options.min_time,
+            self.options.min_rounds,
+            self.options.memory,
+        )
         if seconds is not None:
             # Late in the run every op still runs: long calls once each, without the memory probe.
             min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
-            left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
+            left = (
+                seconds
+                - (time.monotonic() - start)
+                - self._memory_seconds * len(entries) * self.options.memory
+            )
             min_time = min(min_time, max(0.0, left / (len(contenders) + len(alone))))
         cold = step.cold or self.options.cold
         patient = self.options.min_rounds >= clock.MIN_ROUNDS
         timings = clock.interleaved(
-            contenders | alone, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold, patient=patient
+            contenders | alone,
+            min_time=min_time,
+            min_rounds=min_rounds,
+            device=device,
+            cold=cold,
+            patient=patient,
         )
         long = 0.0 if late else step.sustained or self.options.sustained
-        regimes = {name: clock.regimes(contender, long, device) for name, contender in contenders.items()} if long else {}
-        kernels = {name: self._kernel_ms(step, name, contender) for name, contender in contenders.items()}
+        regimes = (
+            {name: clock.regimes(contender, long, device) for name, contender in contenders.items()}
+            if long
+            else {}
+        )
+        kernels = {
+            name: self._kernel_ms(step, name, contender) for name, contender in contenders.items()
+        }
         del contenders, alone
         floors = self._floors(step, entries) if limited else {}
         for entry in entries:
             name = entry.provider.name
             peak = self._peak(step, entry) if with_memory else None
             saved = saved_bytes(problem, entry.prepared) if problem.grad else None
-            row = self._row(step, entry, timings, entries) | {"peak_bytes": peak, "saved_bytes": saved}
-            row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None)))) | {"kernel_ms": kernels[name]}
-            row |= {"floor_ms": floors.get(name), "alone_ms": getattr(timings.get(ALONE + name), "median_ms", None)}
+            row = self._row(step, entry, timings, entries) | {
+                "peak_bytes": peak,
+                "saved_bytes": saved,
+            }
+            row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None)))) | {
+                "kernel_ms": kernels[name]
+            }
+            row |= {
+                "floor_ms": floors.get(name),
+                "alone_ms": getattr(timings.get(ALONE + name), "median_ms", None),
+            }
             row |= {"share": getattr(problem.named.get("attn_mask"), "share", None)}
             self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
 
@@ -118,14 +164,22 @@ class Runner:
 
     def _floors(self, step: Step, entries: list[_Entry]) -> dict[str, float]:
         """Return milliseconds of a call at a tiny shape, per implementation."""
-        problem = Problem.make(plan.tiny(step.case), step.dtype, self.options.device, seed=SEED, grad=step.mode != "fwd")
+        problem = Problem.make(
+            plan.tiny(step.case),
+            step.dtype,
+            self.options.device,
+            seed=SEED,
+            grad=step.mode != "fwd",
+        )
         contenders = {}
         for entry in entries:
             try:
                 prepared = entry.provider.prepare(problem)
             except Unsupported:
                 continue
-            contenders[entry.provider.name] = clock.Contender(work(problem, prepared, step.mode), prepared.context)
+            contenders[entry.provider.name] = clock.Contender(
+                work(problem, prepared, step.mode), prepared.context
+            )
         timings = clock.interleaved(contenders, min_time=0.0, min_rounds=FLOOR_ROUNDS)
         return {name: timing.p20_ms for name, timing in timings.items()}
 
@@ -147,7 +201,11 @@ class Runner:
         return entries
 
     def _takes_part(self, name: str) -> bool:
-        return name not in ON_REQUEST if self.options.backends is None else name in self.options.backends
+        return (
+            name not in ON_REQUEST
+            if self.options.backends is None
+            else name in self.options.backends
+        )
 
     def _without_reference(self, step: Step, entries: list[_Entry]) -> list[_Entry]:
         """Drop the slow reference if a fused backend supports the problem."""
@@ -166,9 +224,13 @@ class Runner:
                 if prepared.own_dropout:
                     checked = problem.without_dropout()
                     prepared = entry.provider.prepare(checked)
-                entry.verdict = self._judge(step, checked, prepared, peer=entry.provider.name in PEERS)
+                entry.verdict = self._judge(
+                    step, checked, prepared, peer=entry.provider.name in PEERS
+                )
             except Exception as error:  # report a crash of one implementation and go on
-                self._refuse(step, entry.provider.name, "failed", f"{type(error).__name__}: {error}")
+                self._refuse(
+                    step, entry.provider.name, "failed", f"{type(error).__name__}: {error}"
+                )
                 continue
             if entry.verdict.wrong is None:
                 right.append(entry)
@@ -176,10 +238,14 @@ class Runner:
                 self._refuse(step, entry.provider.name, "wrong", entry.verdict.wrong, entry.verdict)
         return right
 
-    def _judge(self, step: Step, problem: Problem, prepared: Prepared, *, peer: bool) -> check.Verdict:
+    def _judge(
+        self, step: Step, problem: Problem, prepared: Prepared, *, peer: bool
+    ) -> check.Verdict:
         rows = exact.rows_of(problem)
         grads = exact.upstream_of(rows, check.upstream(problem, SEED))
-        found = exact.excerpt(problem, rows, check.compute(problem, prepared, grads if problem.grad else None))
+        found = exact.excerpt(
+            problem, rows, check.compute(problem, prepared, grads if problem.grad else None)
+        )
         # The exact result is the slowest part and is shared by every implementation and mode.
         key = (step.case.name, tuple(step.case.shape.items()), step.dtype, problem.dropout)
         if key not in self._exact:
@@ -188,11 +254,21 @@ class Runner:
             self._exact[key] = exact.solve(problem, grads if self.backward else None, rows)
         return check.judge(problem, found, self._exact[key], peer=peer)
 
-    def _refuse(self, step: Step, backend: str, status: str, reason: str, verdict: check.Verdict | None = None) -> None:
+    def _refuse(
+        self,
+        step: Step,
+        backend: str,
+        status: str,
+        reason: str,
+        verdict: check.Verdict | None = None,
+    ) -> None:
         self.not_run.append({
-            "op": step.case.op, "backend": backend, "case": step.case.name, "shape": dict(step.case.shape),
-            "dtype": plan.dtype_name(step.dtype), "mode": step.mode, "status": status, "reason": _short(reason),
-            "error": verdict and _finite(verdict.error), "error_bound": verdict and _finite(verdict.bound),
+            "op": step.case.op, "backend": backend, "case": step.case.name,
+            "shape": dict(step.case.shape),
+            "dtype": plan.dtype_name(step.dtype), "mode": step.mode, "status": status,
+            "reason": _short(reason),
+            "error": verdict and _finite(verdict.error),
+            "error_bound": verdict and _finite(verdict.bound),
         })  # fmt: skip
 
     # ---- after the clock
@@ -211,21 +287,30 @@ class Runner:
             return None
         start = time.monotonic()
         try:
-            return self.probe.measure(memory_request(step, entry.provider.name, self.options.device))
+            return self.probe.measure(
+                memory_request(step, entry.provider.name, self.options.device)
+            )
         except memory.Unmeasured as reason:
             self._refuse(step, entry.provider.name, "failed", f"peak memory: {reason}")
             return None
         finally:
             self._memory_seconds += 0.2 * (time.monotonic() - start - self._memory_seconds)
 
-    def _row(self, step: Step, entry: _Entry, timings: Any, entries: list[_Entry]) -> dict[str, Any]:
+    def _row(
+        self, step: Step, entry: _Entry, timings: Any, entries: list[_Entry]
+    ) -> dict[str, Any]:
         name, timing, verdict = entry.provider.name, timings[entry.provider.name], entry.verdict
         seconds = timing.median_ms * 1e-3
         direction = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[step.mode]
         naive = next((e for e in entries if e.provider.name == NAIVE), None)
         ratio = None
         # Errors with and without dropout belong to different problems, so no ratio.
-        if verdict and naive and naive.verdict and naive.prepared.own_dropout == entry.prepared.own_dropout:
+        if (
+            verdict
+            and naive
+            and naive.verdict
+            and naive.prepared.own_dropout == entry.prepared.own_dropout
+        ):
             ratio = _ratio(verdict, naive.verdict)
         return {
             "op": step.case.op,
@@ -247,7 +332,11 @@ class Runner:
             "speedup_naive": _speedup(timings, NAIVE, timing),
             "speedup_torch": _speedup(timings, TORCH, timing),
             "time_over_torch": timing.over(timings[TORCH]) if TORCH in timings else None,
-            "note": "checked without dropout, its own mask being random" if entry.prepared.own_dropout else "",
+            "note": (
+                "checked without dropout, its own mask being random"
+                if entry.prepared.own_dropout
+                else ""
+            ),
         }
 
 
@@ -272,7 +361,11 @@ def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object
 
 def saved_bytes(problem: Problem, prepared: Prepared) -> int:
     """Return the bytes of activations: saved for backward and not inputs."""
-    given = {t.untyped_storage().data_ptr() for t in (*problem.named.values(), *problem.leaves.values()) if torch.is_tensor(t)}
+    given = {
+        t.untyped_storage().data_ptr()
+        for t in (*problem.named.values(), *problem.leaves.values())
+        if torch.is_tensor(t)
+    }
     kept: dict[int, torch.UntypedStorage] = {}  # holds references, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,7 +424,13 @@ def memory_calls(request: dict[str, Any]) -> tuple[Callable[[], object], Callabl
 
 
 def _memory_call(case: plan.Case, request: dict[str, Any]) -> Callable[[], object]:
-    problem = Problem.make(case, plan.DTYPES[request["dtype"]], request["device"], seed=SEED, grad=request["mode"] != "fwd")
+    problem = Problem.make(
+        case,
+        plan.DTYPES[request["dtype"]],
+        request["device"],
+        seed=SEED,
+        grad=request["mode"] != "fwd",
+    )
     provider = next(p for p in providers(case.op) if p.name == request["backend"])
     prepared = provider.prepare(problem)
     call = work(problem, prepared, request["mode"])

@@ -44,10 +44,14 @@ def _left_out(case: Case) -> dict[str, str]:
     found = {REFERENCE: "the oracle takes no part in suites; --backends reference times it"}
     pairs = shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] if "Lk" in shape else 0
     if pairs > MOST_PAIRS:
-        found["naive"] = f"{pairs / 1e6:.0f} million scores at once take too long for a suite; --shape times it"
+        found["naive"] = (
+            f"{pairs / 1e6:.0f} million scores at once take too long for a suite; --shape times it"
+        )
     if "pattern" in case.tags and shape["Lk"] > LONGEST_DENSE:
         found |= dict.fromkeys(
-            DENSE, f"a dense mask, in which it skips nothing: up to {LONGEST_DENSE} tokens in a suite; --shape times it"
+            DENSE,
+            f"a dense mask, in which it skips nothing: up to {LONGEST_DENSE} tokens in a suite;"
+            " --shape times it",
         )
     return found
 

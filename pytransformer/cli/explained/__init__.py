@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         file = family_file(family)
         if file and hasattr(file, "add_arguments"):
             ops = [op for op in OPS if SPECS[op].family == family]
-            file.add_arguments(parser.add_argument_group(" and ".join([", ".join(ops[:-1]), ops[-1]] if ops[1:] else ops)))
+            file.add_arguments(
+                parser.add_argument_group(
+                    " and ".join([", ".join(ops[:-1]), ops[-1]] if ops[1:] else ops)
+                )
+            )
 
 
 def call(arguments: argparse.Namespace) -> Arguments:
@@ -51,7 +55,12 @@ def call(arguments: argparse.Namespace) -> Arguments:
     dtype = DTYPES[arguments.dtype]
 
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device=arguments.device, requires_grad=arguments.grad and of.is_floating_point)
+        return torch.empty(
+            shape,
+            dtype=of,
+            device=arguments.device,
+            requires_grad=arguments.grad and of.is_floating_point,
+        )
 
     file = family_file(SPECS[arguments.op].family)
     if file:

@@ -18,8 +18,16 @@ SHAPES = {
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--kv-heads", type=int, default=None, metavar="N", help="heads of key and value (grouped queries)")
-    group.add_argument("--value-dim", type=int, default=None, metavar="N", help="last dimension of value, if not D")
+    group.add_argument(
+        "--kv-heads",
+        type=int,
+        default=None,
+        metavar="N",
+        help="heads of key and value (grouped queries)",
+    )
+    group.add_argument(
+        "--value-dim", type=int, default=None, metavar="N", help="last dimension of value, if not D"
+    )
     group.add_argument("--causal", choices=("top_left", "bottom_right"), default=None)
     group.add_argument(
         "--window",
@@ -28,7 +36,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="LEFT,RIGHT",
         help="a side left empty is unbounded: 128,",
     )
-    group.add_argument("--global-keys", type=int, default=0, metavar="N", help="the first keys, which every window has")
+    group.add_argument(
+        "--global-keys",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the first keys, which every window has",
+    )
     group.add_argument(
         "--mask",
         choices=("bool", "float", "padding"),
@@ -37,7 +51,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--bias", choices=("dense", "alibi", "t5"), default=None)
     group.add_argument("--lengths", action="store_true", help="with query_lengths and key_lengths")
-    group.add_argument("--segments", action="store_true", help="with query_segments and key_segments")
+    group.add_argument(
+        "--segments", action="store_true", help="with query_segments and key_segments"
+    )
     group.add_argument("--prefix", action="store_true", help="with prefix_lengths")
     group.add_argument("--softcap", type=float, default=None)
 
@@ -70,14 +86,20 @@ def call(arguments: argparse.Namespace, tensor: Tensor) -> Arguments:
             kwargs["bias"] = tensor(1, heads, lq, lk)
     packed = arguments.op == "attention_varlen"
     if packed:
-        refused = [f"--{name}" for name in ("mask", "lengths", "segments", "prefix") if getattr(arguments, name)]
+        refused = [
+            f"--{name}"
+            for name in ("mask", "lengths", "segments", "prefix")
+            if getattr(arguments, name)
+        ]
         if refused or arguments.bias == "dense":
             raise UsageError(
-                f"attention_varlen takes no {', '.join(refused) or 'dense bias'}: use --causal, --window, --bias alibi or t5"
+                f"attention_varlen takes no {', '.join(refused) or 'dense bias'}: use --causal,"
+                " --window, --bias alibi or t5"
             )
         starts = [torch.arange(batch + 1, device=device) * length for length in (lq, lk)]
         return (
-            tensor(batch * lq, heads, d), tensor(batch * lk, kv_heads, d), tensor(batch * lk, kv_heads, dv),
+            tensor(batch * lq, heads, d), tensor(batch * lk, kv_heads, d),
+            tensor(batch * lk, kv_heads, dv),
             *starts, lq, lk,
         ), kwargs  # fmt: skip
     match arguments.mask:
@@ -106,6 +128,8 @@ def call(arguments: argparse.Namespace, tensor: Tensor) -> Arguments:
 def _window(text: str) -> tuple[int | None, int | None]:
     sides = text.split(",")
     if len(sides) != 2 or not all(side.strip() == "" or side.strip().isdecimal() for side in sides):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT,RIGHT with each a number or empty, as 128,0 or 128,")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not LEFT,RIGHT with each a number or empty, as 128,0 or 128,"
+        )
     left, right = (int(side) if side.strip() else None for side in sides)
     return left, right

@@ -67,7 +67,15 @@ class Problem:
     seed: int
 
     @staticmethod
-    def make(case: Case, dtype: torch.dtype, device: str, *, seed: int, grad: bool, on_device: bool = False) -> Problem:
+    def make(
+        case: Case,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        seed: int,
+        grad: bool,
+        on_device: bool = False,
+    ) -> Problem:
         """Build a problem; numbers drawn ``on_device`` differ from the CPU's."""
         args, kwargs = case.make(device, dtype, seed, requires_grad=grad, on_device=on_device)
         return Problem(case, dtype, device, args, kwargs, grad, seed)
@@ -157,7 +165,11 @@ def compiled(naive: Callable[[Problem], Prepared]) -> Provider:
         prepared = naive(problem)
         # Each problem has its own code, and old code would count as recompilations.
         torch._dynamo.reset()
-        return dataclasses.replace(prepared, label=f"torch.compile: {prepared.label}", forward=torch.compile(prepared.forward))
+        return dataclasses.replace(
+            prepared,
+            label=f"torch.compile: {prepared.label}",
+            forward=torch.compile(prepared.forward),
+        )
 
     return Provider("compile", prepare)
 
@@ -189,4 +201,8 @@ def providers(op: str) -> tuple[Provider, ...]:
 def of_family(family: str, name: str, default: Any) -> Any:
     """Return the attribute of the family's file, or the default."""
     path = f"{__name__}.{family}"
-    return getattr(importlib.import_module(path), name, default) if importlib.util.find_spec(path) else default
+    return (
+        getattr(importlib.import_module(path), name, default)
+        if importlib.util.find_spec(path)
+        else default
+    )

@@ -52,7 +52,9 @@ class Terms:
     sinks: torch.Tensor | None = None
 
 
-def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]) -> Terms:
+def _terms(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]
+) -> Terms:
     from pytransformer.ops._core.registry import OPS
     from pytransformer.ops.masks import buckets_of
     from pytransformer.reference.attention import indices, visible_pairs
@@ -64,11 +66,17 @@ def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords
         relative = j - i - offset
         triangle = torch.equal(visible, (j <= i).expand_as(visible))
         distance = relative.abs().to(query.dtype)
-        buckets = None if a.table is None else buckets_of(relative, a.table.shape[0], a.bidirectional, a.max_distance)
+        buckets = (
+            None
+            if a.table is None
+            else buckets_of(relative, a.table.shape[0], a.bidirectional, a.max_distance)
+        )
         blind = not bool(visible.any(-1).all())
 
     def additive() -> torch.Tensor | None:
-        terms = [t.to(query.dtype) for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
+        terms = [
+            t.to(query.dtype) for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool
+        ]
         if a.slopes is not None:
             terms.append(-a.slopes.to(query.dtype)[:, None, None] * distance)
         if buckets is not None:
@@ -76,7 +84,9 @@ def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords
             terms.append(bias.movedim(-1, 0) if bias.dim() == 3 else bias.squeeze(1).movedim(-1, 1))
         return sum(terms[1:], terms[0]) if terms else None
 
-    return Terms(_smallest(visible), triangle, blind, additive, a.scale, a.softcap, a.dropout_p, a.sinks)
+    return Terms(
+        _smallest(visible), triangle, blind, additive, a.scale, a.softcap, a.dropout_p, a.sinks
+    )
 
 
 def _smallest(visible: torch.Tensor) -> torch.Tensor | None:
@@ -90,7 +100,9 @@ def _smallest(visible: torch.Tensor) -> torch.Tensor | None:
     return visible.contiguous()
 
 
-def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _naive(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+) -> torch.Tensor:
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -103,7 +115,9 @@ def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: T
     if terms.visible is not None:
         score = score.masked_fill(~terms.visible, -math.inf)
     if terms.sinks is not None:
-        score = torch.cat([score, terms.sinks.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)], -1)
+        score = torch.cat(
+            [score, terms.sinks.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)], -1
+        )
     weight = torch.softmax(score, dim=-1)
     if terms.sinks is not None:
         weight = weight[..., :-1]
@@ -114,7 +128,9 @@ def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: T
     return weight @ value
 
 
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+) -> torch.Tensor:
     if terms.sinks is not None:
         raise Unsupported("scaled_dot_product_attention has no sinks")
     mask = None if terms.triangle else terms.visible
@@ -143,7 +159,9 @@ def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], f
             return pool[table].transpose(1, 2).flatten(2, 3)
 
         of_pages = _terms(query, gathered(key), gathered(value), named)
-        return (lambda: (kernel(query, gathered(key), gathered(value), of_pages),)), of_pages.softcap
+        return (
+            lambda: (kernel(query, gathered(key), gathered(value), of_pages),)
+        ), of_pages.softcap
     if problem.case.op == "attention":
         terms = _terms(query, key, value, named)
         return (lambda: (kernel(query, key, value, terms),)), terms.softcap
@@ -154,12 +172,18 @@ def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], f
     def sequence(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
         return rows[start:end].transpose(0, 1)[None]
 
-    spans = [(q, k) for q, k in zip(pairwise(starts_q), pairwise(starts_k), strict=True) if q[1] > q[0]]
-    terms_of = [_terms(sequence(query, *q), sequence(key, *k), sequence(value, *k), named) for q, k in spans]
+    spans = [
+        (q, k) for q, k in zip(pairwise(starts_q), pairwise(starts_k), strict=True) if q[1] > q[0]
+    ]
+    terms_of = [
+        _terms(sequence(query, *q), sequence(key, *k), sequence(value, *k), named) for q, k in spans
+    ]
 
     def forward() -> Outputs:
         parts = [
-            kernel(sequence(query, *q), sequence(key, *k), sequence(value, *k), terms)[0].transpose(0, 1)
+            kernel(sequence(query, *q), sequence(key, *k), sequence(value, *k), terms)[0].transpose(
+                0, 1
+            )
             for (q, k), terms in zip(spans, terms_of, strict=True)
         ]
         return (torch.cat(parts),)
@@ -169,7 +193,9 @@ def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], f
 
 def prepare_naive(problem: Problem) -> Prepared:
     forward, _ = _forward(problem, _naive)
-    return Prepared("softmax(q k^T) v, in the inputs' dtype", forward, own_dropout=problem.dropout > 0)
+    return Prepared(
+        "softmax(q k^T) v, in the inputs' dtype", forward, own_dropout=problem.dropout > 0
+    )
 
 
 # PyTorch's order of preference; the first that supports the problem is pinned.
@@ -202,8 +228,14 @@ def _prepare_sdpa(problem: Problem, backends: Sequence[SDPBackend]) -> Prepared:
                 partial(_pinned, backend),
                 own_dropout=problem.dropout > 0,
             )
-    which = "no backend of scaled_dot_product_attention" if len(backends) > 1 else f"{backends[0].name.lower()}: it does not"
-    raise Unsupported(f"{which} computes this" if len(backends) > 1 else f"{which} compute this here")
+    which = (
+        "no backend of scaled_dot_product_attention"
+        if len(backends) > 1
+        else f"{backends[0].name.lower()}: it does not"
+    )
+    raise Unsupported(
+        f"{which} computes this" if len(backends) > 1 else f"{which} compute this here"
+    )
 
 
 def _prepare_pinned(backend: SDPBackend, problem: Problem) -> Prepared:
@@ -259,7 +291,11 @@ def _computes(problem: Problem, forward: Callable[[], Outputs], backend: SDPBack
             with _pinned(backend):
                 outputs = forward()
                 if problem.grad:
-                    torch.autograd.grad(outputs, list(problem.leaves.values()), [torch.zeros_like(o) for o in outputs])
+                    torch.autograd.grad(
+                        outputs,
+                        list(problem.leaves.values()),
+                        [torch.zeros_like(o) for o in outputs],
+                    )
         except RuntimeError as error:
             if "No available kernel" in str(error) or "not implemented" in str(error):
                 return False
@@ -280,7 +316,9 @@ _PINNED = tuple(
 
 def prepare_any_order(problem: Problem) -> Prepared:
     """Prepare "cuda" with deterministic=False, if that selects other backward kernels."""
-    prepared = prepare_ours("cuda", replace(problem, kwargs={**problem.kwargs, "deterministic": False}))
+    prepared = prepare_ours(
+        "cuda", replace(problem, kwargs={**problem.kwargs, "deterministic": False})
+    )
     return replace(prepared, label=f"{prepared.label}, deterministic=False")
 
 
@@ -317,24 +355,46 @@ QUICK = (
     Row("decode", {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 64}, _FP32),
     Row("varlen", _SHORT, _FP32),
 )
-_MASKED = ("key_padding", "window", "dropout", "bias", "t5_bias", "alibi", "segments", "bool_mask", "softcap")
+_MASKED = (
+    "key_padding",
+    "window",
+    "dropout",
+    "bias",
+    "t5_bias",
+    "alibi",
+    "segments",
+    "bool_mask",
+    "softcap",
+)
 _MASKS = _square(1024, 64, 2, 2)
 _SUSTAINED = _square(2048, 64, 2, 4)  # for burst and sustained speed
-_GRID = [_square(length, d, *size) for length in (512, 1024, 2048, 4096) for d in (64, 128) for size in ((1, 1), (2, 4))]
+_GRID = [
+    _square(length, d, *size)
+    for length in (512, 1024, 2048, 4096)
+    for d in (64, 128)
+    for size in ((1, 1), (2, 4))
+]
 SUITES = {
     "aims": (
         Row("full", _square(128, 64, 16, 8)),
         *(Row(name, _MASKS) for name in _MASKED),
         Row("gqa", {**_MASKS, "Hq": 8, "Hkv": 2}),
         Row("varlen", _square(512, 64, 4, 4)),
-        Row("decode", {"B": 1, "Hq": 32, "Hkv": 32, "Lq": 1, "Lk": 8192, "D": 128}, modes=("fwd",), cold=True),
+        Row(
+            "decode",
+            {"B": 1, "Hq": 32, "Hkv": 32, "Lq": 1, "Lk": 8192, "D": 128},
+            modes=("fwd",),
+            cold=True,
+        ),
         *(
             Row(name, shape, sustained=2.0 if name == "full" and shape == _SUSTAINED else 0.0)
             for shape in _GRID
             for name in ("full", "causal")
         ),
     ),
-    "patterns": tuple(Row(name, _square(1024 << n, 64, 1, 2)) for n in range(7) for name in PATTERNS),
+    "patterns": tuple(
+        Row(name, _square(1024 << n, 64, 1, 2)) for n in range(7) for name in PATTERNS
+    ),
     "isa": (
         Row("full", _square(1024, 64, 2, 4)),
         Row("causal", _square(1024, 64, 2, 4)),

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from pytransformer.cli.benchmark.rows import Row
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled
+from pytransformer.cli.providers import (
+    NAIVE,
+    TORCH,
+    Outputs,
+    Prepared,
+    Problem,
+    Provider,
+    Unsupported,
+    compiled,
+)
 
 
 def _keywords(problem: Problem) -> tuple[torch.Tensor | None, int, float, str]:
@@ -34,7 +43,13 @@ def prepare_naive(problem: Problem) -> Prepared:
             logits = logits + bias
         loss = torch.logsumexp(logits, -1) - logits.gather(1, index)[:, 0]
         loss = torch.where(valid, loss, 0.0)
-        return (loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / valid.sum(),)
+        return (
+            loss
+            if reduction == "none"
+            else loss.sum()
+            if reduction == "sum"
+            else loss.sum() / valid.sum(),
+        )
 
     return Prepared("logsumexp(z) - z[target], z = x @ w.t(), in the inputs' dtype", forward)
 
@@ -56,7 +71,13 @@ def prepare_torch(problem: Problem) -> Prepared:
     )
 
 
-PROVIDERS = {"linear_cross_entropy": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch), compiled(prepare_naive))}
+PROVIDERS = {
+    "linear_cross_entropy": (
+        Provider(NAIVE, prepare_naive),
+        Provider(TORCH, prepare_torch),
+        compiled(prepare_naive),
+    )
+}
 QUICK = (Row("linear_cross_entropy", {"rows": 256, "d": 256, "classes": 8192}, ("float32",)),)
 _LARGE = (Row("linear_cross_entropy", {"rows": 1024, "d": 512, "classes": 8192}),)
 SUITES = {"aims": _LARGE, "isa": _LARGE}

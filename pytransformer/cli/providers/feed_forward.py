@@ -28,7 +28,9 @@ def _naive_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 _NAIVE_ACTIVATIONS: dict[str, Activation] = {
     "relu": lambda x: torch.where(x > 0, x, 0.0),
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))),
+    "gelu_tanh": lambda x: (
+        0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    ),
     "silu": lambda x: x * torch.sigmoid(x),
 }
 _TORCH_ACTIVATIONS: dict[str, Activation] = {
@@ -39,7 +41,9 @@ _TORCH_ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def _prepare(problem: Problem, linear: Linear, activations: dict[str, Activation], label: str) -> Prepared:
+def _prepare(
+    problem: Problem, linear: Linear, activations: dict[str, Activation], label: str
+) -> Prepared:
     named, dropout = problem.named, problem.dropout
     act = activations[named.get("activation", "relu")]
     x, w1, b1, w2, b2 = (named[name] for name in ("x", "w1", "b1", "w2", "b2"))
@@ -47,7 +51,9 @@ def _prepare(problem: Problem, linear: Linear, activations: dict[str, Activation
 
     def network(x: torch.Tensor) -> torch.Tensor:
         hidden = linear(x, w1, b1)
-        hidden = act(hidden) if gate_weight is None else act(linear(x, gate_weight, gate_bias)) * hidden
+        hidden = (
+            act(hidden) if gate_weight is None else act(linear(x, gate_weight, gate_bias)) * hidden
+        )
         return linear(F.dropout(hidden, dropout) if dropout else hidden, w2, b2)
 
     def recomputing() -> Outputs:  # like ours, saves only x for backward
@@ -59,14 +65,22 @@ def _prepare(problem: Problem, linear: Linear, activations: dict[str, Activation
 
 
 def prepare_naive(problem: Problem) -> Prepared:
-    return _prepare(problem, _naive_linear, _NAIVE_ACTIVATIONS, "x @ w.t() + b and the activation written out")
+    return _prepare(
+        problem, _naive_linear, _NAIVE_ACTIVATIONS, "x @ w.t() + b and the activation written out"
+    )
 
 
 def prepare_torch(problem: Problem) -> Prepared:
     return _prepare(problem, F.linear, _TORCH_ACTIVATIONS, "F.linear, activation, F.linear")
 
 
-PROVIDERS = {"feed_forward": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch), compiled(prepare_naive))}
+PROVIDERS = {
+    "feed_forward": (
+        Provider(NAIVE, prepare_naive),
+        Provider(TORCH, prepare_torch),
+        compiled(prepare_naive),
+    )
+}
 QUICK = (Row("feed_forward_gelu", {"rows": 256, "d": 512, "hidden": 2048}),)
 _GELU = Row("feed_forward_gelu", {"rows": 1024, "d": 512, "hidden": 2048})
 SUITES = {

@@ -36,7 +36,9 @@ def prepare(problem: Problem) -> Prepared:
     if "page_table" in problem.kwargs:
         raise Unsupported("FlexAttention reads pages by a formula of its own")
     with torch.no_grad():
-        a = OPS["attention"].prepare(*problem.args, **{k: v for k, v in problem.kwargs.items() if k != "return_lse"})[0]
+        a = OPS["attention"].prepare(
+            *problem.args, **{k: v for k, v in problem.kwargs.items() if k != "return_lse"}
+        )[0]
     mask_mod, score_mod = _mask_mod(a, _pattern_mod(problem)), _score_mod(a)
     block_mask = None
     if mask_mod is not None:
@@ -44,7 +46,8 @@ def prepare(problem: Problem) -> Prepared:
         block_mask = create_block_mask(mask_mod, *shape, device=problem.device)
     torch._dynamo.reset()
     run = torch.compile(functools.partial(
-        flex_attention, score_mod=score_mod, block_mask=block_mask, scale=a.scale, enable_gqa=query.shape[1] != key.shape[1]
+        flex_attention, score_mod=score_mod, block_mask=block_mask, scale=a.scale,
+        enable_gqa=query.shape[1] != key.shape[1]
     ))  # fmt: skip
     return Prepared("compiled FlexAttention", lambda: (run(query, key, value),))
 
@@ -65,7 +68,10 @@ def _mask_mod(a: Any, pattern: Mod | None) -> Mod | None:
     device = a.query.device
     full_q = torch.full((a.query.shape[0],), a.query.shape[2], device=device)
     full_k = torch.full((a.query.shape[0],), a.key.shape[2], device=device)
-    valid_q, valid_k = full_q if lengths_q is None else lengths_q, full_k if lengths_k is None else lengths_k
+    valid_q, valid_k = (
+        full_q if lengths_q is None else lengths_q,
+        full_k if lengths_k is None else lengths_k,
+    )
     offset = valid_k - valid_q if a.causal == "bottom_right" else torch.zeros_like(full_q)
     terms: list[Mod] = [] if pattern is None else [pattern]
     if a.causal != "none":
@@ -99,7 +105,9 @@ def _score_mod(a: Any) -> Mod | None:
     if a.sinks is not None:
         raise Unsupported("flex_attention has no sinks but by its lse")
     if a.causal == "bottom_right" and (a.slopes is not None or a.table is not None):
-        raise Unsupported("this score_mod is written for biases by distance from the same index only")
+        raise Unsupported(
+            "this score_mod is written for biases by distance from the same index only"
+        )
     added: list[Mod] = []
     for term in (a.mask if a.mask is not None and a.mask.dtype != torch.bool else None, a.bias):
         if term is not None:

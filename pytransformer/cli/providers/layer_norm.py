@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from pytransformer.cli.benchmark.rows import Row
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled, installed
+from pytransformer.cli.providers import (
+    NAIVE,
+    TORCH,
+    Outputs,
+    Prepared,
+    Problem,
+    Provider,
+    Unsupported,
+    compiled,
+    installed,
+)
 
 
 def _naive_norm(
@@ -63,7 +73,12 @@ def prepare_liger(problem: Problem) -> Prepared:
         raise Unsupported("Liger-Kernel runs on GPUs only")
     functional = installed("liger-kernel", "liger_kernel.transformers.functional")
     named, op = problem.named, problem.case.op
-    x, weight, bias, eps = named["x"], named.get("weight"), named.get("bias"), named.get("eps", 1e-5)
+    x, weight, bias, eps = (
+        named["x"],
+        named.get("weight"),
+        named.get("bias"),
+        named.get("eps", 1e-5),
+    )
     rms = op == "rms_norm" or named.get("kind") == "rms"
     if problem.dropout or weight is None:
         raise Unsupported("Liger-Kernel's norms have a weight and no dropout")
@@ -71,14 +86,17 @@ def prepare_liger(problem: Problem) -> Prepared:
         if not rms:
             raise Unsupported("Liger-Kernel adds a residual before its RMS norm only")
         return Prepared(
-            "liger_fused_add_rms_norm", lambda: functional.liger_fused_add_rms_norm(x, named["residual"], weight, eps)
+            "liger_fused_add_rms_norm",
+            lambda: functional.liger_fused_add_rms_norm(x, named["residual"], weight, eps),
         )
     if rms:
         eps = torch.finfo(problem.dtype).eps if eps is None else eps
         return Prepared("liger_rms_norm", lambda: (functional.liger_rms_norm(x, weight, eps),))
     if bias is None:
         raise Unsupported("Liger-Kernel's layer norm has a bias")
-    return Prepared("liger_layer_norm", lambda: (functional.liger_layer_norm(x, weight, bias, eps),))
+    return Prepared(
+        "liger_layer_norm", lambda: (functional.liger_layer_norm(x, weight, bias, eps),)
+    )
 
 
 def prepare_quack(problem: Problem) -> Prepared:
@@ -90,7 +108,9 @@ def prepare_quack(problem: Problem) -> Prepared:
     if problem.case.op != "rms_norm":
         raise Unsupported("quack is compared on rms_norm only")
     eps = torch.finfo(problem.dtype).eps if named.get("eps") is None else named["eps"]
-    return Prepared("quack.rmsnorm", lambda: (quack.rmsnorm(named["x"], named.get("weight"), eps=eps),))
+    return Prepared(
+        "quack.rmsnorm", lambda: (quack.rmsnorm(named["x"], named.get("weight"), eps=eps),)
+    )
 
 
 PROVIDERS = dict.fromkeys(
@@ -104,9 +124,15 @@ PROVIDERS = dict.fromkeys(
     ),
 )
 _ROWS = {"rows": 4096, "d": 512}
-QUICK = (Row("layer_norm", _ROWS, ("float32",)), Row("rms_norm", _ROWS, ("float32",)), Row("add_norm", _ROWS))
+QUICK = (
+    Row("layer_norm", _ROWS, ("float32",)),
+    Row("rms_norm", _ROWS, ("float32",)),
+    Row("add_norm", _ROWS),
+)
 _LARGE = {"rows": 8192, "d": 1024}
 SUITES = {
-    "aims": tuple(Row(name, _LARGE) for name in ("layer_norm", "rms_norm", "add_norm", "add_norm_dropout")),
+    "aims": tuple(
+        Row(name, _LARGE) for name in ("layer_norm", "rms_norm", "add_norm", "add_norm_dropout")
+    ),
     "isa": (Row("add_norm", _LARGE),),
 }

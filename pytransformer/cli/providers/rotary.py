@@ -25,7 +25,9 @@ def _turn(x: torch.Tensor, tables: Tables, interleaved: bool) -> torch.Tensor:
     cos, sin = (t.unsqueeze(1) for t in tables)
     first = x[..., : cos.shape[-1]]
     turned = first * cos + _quarter(first, interleaved) * sin
-    return torch.cat((turned, x[..., cos.shape[-1] :]), -1) if cos.shape[-1] < x.shape[-1] else turned
+    return (
+        torch.cat((turned, x[..., cos.shape[-1] :]), -1) if cos.shape[-1] < x.shape[-1] else turned
+    )
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -47,7 +49,11 @@ def _tables(positions: torch.Tensor, turning: RotaryPositions, dtype: torch.dtyp
 def _naive_rotary(problem: Problem) -> Prepared:
     n: dict[str, Any] = problem.named
     x = n["x"]
-    turning = RotaryPositions(n.get("dims") or x.shape[-1], scaling=n.get("scaling"), interleaved=n.get("interleaved", False))
+    turning = RotaryPositions(
+        n.get("dims") or x.shape[-1],
+        scaling=n.get("scaling"),
+        interleaved=n.get("interleaved", False),
+    )
 
     def forward() -> tuple[torch.Tensor, ...]:
         tables = _tables(n["positions"], turning, x.dtype)
@@ -63,7 +69,10 @@ def _naive_append(problem: Problem) -> Prepared:
 
     def forward() -> tuple[torch.Tensor, ...]:
         tables = _tables(n["positions"], turning, query.dtype)
-        turned = [_turn(_norm(x, n.get(w), eps), tables, turning.interleaved) for x, w in ((query, "q_norm"), (key, "k_norm"))]
+        turned = [
+            _turn(_norm(x, n.get(w), eps), tables, turning.interleaved)
+            for x, w in ((query, "q_norm"), (key, "k_norm"))
+        ]
         batch, row = (n["positions"] >= 0).nonzero(as_tuple=True)
         place = n["positions"][batch, row]
         first = batch if cache.page_table is None else cache.page_table[batch, place // size].long()
@@ -84,5 +93,14 @@ PROVIDERS = {
 }
 _ROWS = {"B": 2, "Hq": 16, "Lq": 1024, "D": 128}
 _STEP = {"B": 8, "Hq": 32, "Hkv": 8, "Lq": 1, "D": 128}
-QUICK = (Row("rotary", {"B": 1, "Hq": 8, "Lq": 512, "D": 64}), Row("append_kv", _STEP, modes=("fwd",)))
-SUITES = {"aims": (Row("rotary", _ROWS), Row("rotary_norm", _ROWS), Row("append_kv", _STEP, modes=("fwd",)))}
+QUICK = (
+    Row("rotary", {"B": 1, "Hq": 8, "Lq": 512, "D": 64}),
+    Row("append_kv", _STEP, modes=("fwd",)),
+)
+SUITES = {
+    "aims": (
+        Row("rotary", _ROWS),
+        Row("rotary_norm", _ROWS),
+        Row("append_kv", _STEP, modes=("fwd",)),
+    )
+}

@@ -21,7 +21,9 @@ from types import ModuleType
 
 def names() -> list[str]:
     """Return the tasks in alphabetical order."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    )
 
 
 def module(name: str) -> ModuleType:

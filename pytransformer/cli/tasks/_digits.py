@@ -11,15 +11,23 @@ from .. import machine
 from ..training_run import Run
 
 
-def add_sizes(parser: argparse.ArgumentParser, *, steps: int, width: int, layers: int, batch: int, rate: float) -> None:
+def add_sizes(
+    parser: argparse.ArgumentParser, *, steps: int, width: int, layers: int, batch: int, rate: float
+) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=int, default=layers, help="default %(default)s")
-    model.add_argument("--width", type=int, default=width, help="d_model, a multiple of 4 (default %(default)s)")
+    model.add_argument(
+        "--width", type=int, default=width, help="d_model, a multiple of 4 (default %(default)s)"
+    )
     model.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
     how = parser.add_argument_group("training")
     how.add_argument("--steps", type=int, default=steps, help="of each model (default %(default)s)")
-    how.add_argument("--batch", type=int, default=batch, help="examples in a batch (default %(default)s)")
-    how.add_argument("--rate", type=float, default=rate, help="the highest learning rate (default %(default)s)")
+    how.add_argument(
+        "--batch", type=int, default=batch, help="examples in a batch (default %(default)s)"
+    )
+    how.add_argument(
+        "--rate", type=float, default=rate, help="the highest learning rate (default %(default)s)"
+    )
 
 
 def add_shift(parser: argparse.ArgumentParser, default: int) -> None:
@@ -44,7 +52,8 @@ def digits(run: Run) -> tuple[Any, Any]:
 
     found = load_digits()
     run.sources.append(
-        f"scikit-learn {machine.version_of('scikit-learn')}: handwritten digits of the UCI repository, CC BY 4.0"
+        f"scikit-learn {machine.version_of('scikit-learn')}: handwritten digits of the UCI"
+        " repository, CC BY 4.0"
     )
     return found
 
@@ -56,7 +65,9 @@ def schedule(run: Run, steps: int) -> Any:
 
 
 def on_device(run: Run, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: tensor.to(run.world.device) for name, tensor in batch.items()} for batch in batches]
+    return [
+        {name: tensor.to(run.world.device) for name, tensor in batch.items()} for batch in batches
+    ]
 
 
 def held_out_batch(run: Run, held_out: Any, collate: Any) -> list[dict[str, Any]]:
@@ -85,5 +96,12 @@ def classify(
     batch = held_out_batch(run, held_out, collates[1])
     batches = Batches(examples, run.arguments.batch, collates[0], seed=run.arguments.seed)
     steps = run.arguments.steps if steps is None else steps
-    run.fit(stage, model, batches, schedule(run, steps), steps, evaluate=lambda m: held_out_loss(m, batch) | also(m, batch[0]))
+    run.fit(
+        stage,
+        model,
+        batches,
+        schedule(run, steps),
+        steps,
+        evaluate=lambda m: held_out_loss(m, batch) | also(m, batch[0]),
+    )
     return held_out_loss(model, batch)["accuracy"]

@@ -58,13 +58,16 @@ def fine_tune(run: Run, model: BERT, question: Question, steps: int, pad_id: int
     """
     if min(len(question.held_out), len(question.train)) < FEWEST or question.num_labels < 2:
         run.say(
-            f"{question.head} is left out: {len(question.train)} examples to learn from, {len(question.held_out)} held out and "
-            f"{question.num_labels} labels; wanted {FEWEST}, {FEWEST} and 2 (a label and a tab before each text of a FILE)"
+            f"{question.head} is left out: {len(question.train)} examples to learn from,"
+            f" {len(question.held_out)} held out and {question.num_labels} labels; wanted {FEWEST},"
+            f" {FEWEST} and 2 (a label and a tab before each text of a FILE)"
         )
         return None
     a = run.arguments
     collate = _collate(pad_id, per_token=question.head == "tagging")
-    batches = Batches(question.train, a.batch, collate, lengths=[len(e.ids) for e in question.train], seed=a.seed)
+    batches = Batches(
+        question.train, a.batch, collate, lengths=[len(e.ids) for e in question.train], seed=a.seed
+    )
     checked = in_batches(question.held_out, a.batch, collate)
     run.seed(question.head)
     tuned = model.with_heads(question.head, num_labels=question.num_labels)
@@ -129,12 +132,17 @@ def classification(texts: Texts) -> Question:
     wanted = [t.label for t in texts.held_out]
 
     def baseline() -> float:
-        scores = label_scores([t.text for t in texts.train], [t.label for t in texts.train], [t.text for t in texts.held_out])
+        scores = label_scores(
+            [t.text for t in texts.train],
+            [t.label for t in texts.train],
+            [t.text for t in texts.held_out],
+        )
         return share_right([max(s, key=lambda label: s[label]) for s in scores], wanted)
 
     chance = share_right([majority([t.label for t in texts.train])] * len(wanted), wanted)
     return Question(
-        "classification", "a text's label, from [CLS]", examples(texts.train), examples(texts.held_out), len(classes),
+        "classification", "a text's label, from [CLS]", examples(texts.train),
+        examples(texts.held_out), len(classes),
         "bag of words, logistic regression", baseline, chance,
     )  # fmt: skip
 
@@ -181,16 +189,22 @@ def answers(run: Run, texts: Texts) -> Question:
             ids += [*read, tokenizer.end_id]
         return Example(ids, [0] * first + [1] * (len(ids) - first), ends)
 
-    train, held_out = (passages(part, random.Random(f"{seed} {n}")) for n, part in enumerate((texts.train, texts.held_out)))
+    train, held_out = (
+        passages(part, random.Random(f"{seed} {n}"))
+        for n, part in enumerate((texts.train, texts.held_out))
+    )
 
     def baseline() -> float:
         asked = [t.text for p in held_out for t in p.texts]
-        scores = iter(label_scores([t.text for t in texts.train], [t.label for t in texts.train], asked))
+        scores = iter(
+            label_scores([t.text for t in texts.train], [t.label for t in texts.train], asked)
+        )
         said = [[next(scores).get(p.asked, 0.0) for _ in p.texts] for p in held_out]
         return share_right([s.index(max(s)) for s in said], [p.answer for p in held_out])
 
     return Question(
-        "answer", f"start and end of the text with a label, of {PASSAGES}", [example(p) for p in train],
+        "answer", f"start and end of the text with a label, of {PASSAGES}",
+        [example(p) for p in train],
         [example(p) for p in held_out], len({p.asked for p in train}),
         "bag of words", baseline, 1 / PASSAGES,
     )  # fmt: skip
@@ -202,7 +216,13 @@ def answers(run: Run, texts: Texts) -> Question:
 def case_of(word: str) -> int:
     """Return the index in CASES; capitals need two or more letters, all uppercase."""
     letters = [c for c in word if c.isalpha()]
-    return 0 if not letters or not letters[0].isupper() else 2 if len(letters) > 1 and all(c.isupper() for c in letters) else 1
+    return (
+        0
+        if not letters or not letters[0].isupper()
+        else 2
+        if len(letters) > 1 and all(c.isupper() for c in letters)
+        else 1
+    )
 
 
 def _cased(text: str) -> Iterator[tuple[str, int, bool]]:
@@ -217,17 +237,24 @@ def tagging(texts: Texts) -> Question:
     def example(text: Labelled) -> Example:
         return _tagged(tokenizer, text.text)
 
-    known = MostFrequent((("" if first else word), case) for t in texts.train for word, case, first in _cased(t.text))
+    known = MostFrequent(
+        (("" if first else word), case) for t in texts.train for word, case, first in _cased(t.text)
+    )
 
     def baseline() -> float:
         held_out = [item for t in texts.held_out for item in _cased(t.text)]
-        return share_right([known("" if first else word) for word, _, first in held_out], [case for _, case, _ in held_out])
+        return share_right(
+            [known("" if first else word) for word, _, first in held_out],
+            [case for _, case, _ in held_out],
+        )
 
     held_out = [example(t) for t in texts.held_out]
     tags = [tag for e in held_out for tag in e.labels if tag != IGNORED]
     return Question(
-        "tagging", "case of a word read in lower case", [example(t) for t in texts.train], held_out, len(CASES),
-        "the word's most frequent case, the first word's too", baseline, share_right([majority(tags)] * len(tags), tags),
+        "tagging", "case of a word read in lower case", [example(t) for t in texts.train], held_out,
+        len(CASES),
+        "the word's most frequent case, the first word's too", baseline,
+        share_right([majority(tags)] * len(tags), tags),
     )  # fmt: skip
 
 

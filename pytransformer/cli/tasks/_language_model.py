@@ -26,14 +26,21 @@ def new_gpt(run: Run, vocabulary: int, **more: Any) -> GPT:
     run.seed("model")
     return GPT(
         GPTConfig(
-            vocab_size=vocabulary, d_model=a.width, num_layers=a.layers, num_heads=max(1, a.width // 32), max_length=LENGTH,
+            vocab_size=vocabulary, d_model=a.width, num_layers=a.layers,
+            num_heads=max(1, a.width // 32), max_length=LENGTH,
             dropout=a.dropout, attention_dropout=a.dropout, **more,
         )
     )  # fmt: skip
 
 
 def by_length(sequences: Sequence[list[int]], collate: Any, run: Run) -> Batches:
-    return Batches(sequences, run.arguments.batch, collate, lengths=[len(s) for s in sequences], seed=run.arguments.seed)
+    return Batches(
+        sequences,
+        run.arguments.batch,
+        collate,
+        lengths=[len(s) for s in sequences],
+        seed=run.arguments.seed,
+    )
 
 
 def next_token_figures(model: torch.nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
@@ -49,7 +56,9 @@ def next_token_figures(model: torch.nn.Module, batches: Sequence[Batch]) -> dict
     return {"validation_loss": loss / max(1, count), "accuracy": right / max(1, count)}
 
 
-def bigram_loss(train: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], vocabulary: int) -> float:
+def bigram_loss(
+    train: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], vocabulary: int
+) -> float:
     return Bigrams(train, vocabulary).loss(held_out)
 
 
@@ -61,7 +70,9 @@ class Choice(NamedTuple):
     answer: int
 
 
-def choices(prompts: Sequence[str], endings: Sequence[str], chance: random.Random, most: int = 200) -> list[Choice]:
+def choices(
+    prompts: Sequence[str], endings: Sequence[str], chance: random.Random, most: int = 200
+) -> list[Choice]:
     """Return each prompt's ending beside CHOICES - 1 others of similar length.
 
     Similar lengths keep the length from giving the answer away.
@@ -73,10 +84,14 @@ def choices(prompts: Sequence[str], endings: Sequence[str], chance: random.Rando
     made = []
     for index in chance.sample(range(len(prompts)), min(most, len(prompts))):
         near = sorted(order, key=lambda i: abs(place[i] - place[index]))
-        others = list(dict.fromkeys(endings[i] for i in near if endings[i] != endings[index]))[: 3 * (CHOICES - 1)]
+        others = list(dict.fromkeys(endings[i] for i in near if endings[i] != endings[index]))[
+            : 3 * (CHOICES - 1)
+        ]
         shown = chance.sample(others, CHOICES - 1)
         answer = chance.randrange(CHOICES)
-        made.append(Choice(prompts[index], [*shown[:answer], endings[index], *shown[answer:]], answer))
+        made.append(
+            Choice(prompts[index], [*shown[:answer], endings[index], *shown[answer:]], answer)
+        )
     return made
 
 
@@ -92,11 +107,20 @@ def log_likelihoods(
     model.eval()
     likelihoods = []
     for first in range(0, len(asked), batch_size):
-        part = [(p[-(LENGTH - len(e)) :] if len(p) + len(e) > LENGTH else p, e) for p, e in asked[first : first + batch_size]]
+        part = [
+            (p[-(LENGTH - len(e)) :] if len(p) + len(e) > LENGTH else p, e)
+            for p, e in asked[first : first + batch_size]
+        ]
         ids = [[*p, *e] for p, e in part]
         labels = pad([[*[IGNORED] * len(p), *e] for p, e in part], IGNORED).to(device)[:, 1:]
-        logits = model(pad(ids, pad_id).to(device), attention_mask(ids).to(device)).logits[:, :-1].float()
-        each = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+        logits = (
+            model(pad(ids, pad_id).to(device), attention_mask(ids).to(device))
+            .logits[:, :-1]
+            .float()
+        )
+        each = -torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
+        )
         likelihoods += (each.sum(1) / (labels != IGNORED).sum(1)).tolist()
     return likelihoods
 
@@ -104,7 +128,9 @@ def log_likelihoods(
 def chosen_right(likelihoods: Sequence[float], asked: Sequence[Choice]) -> float:
     """Return the share of choices whose likeliest ending is true; likelihoods are flattened."""
     rows = [likelihoods[i : i + CHOICES] for i in range(0, len(likelihoods), CHOICES)]
-    return sum(row.index(max(row)) == c.answer for row, c in zip(rows, asked, strict=True)) / max(1, len(asked))
+    return sum(row.index(max(row)) == c.answer for row, c in zip(rows, asked, strict=True)) / max(
+        1, len(asked)
+    )
 
 
 def by_letters_in_common(asked: Sequence[Choice]) -> float:
@@ -124,4 +150,7 @@ def by_letters_in_common(asked: Sequence[Choice]) -> float:
 
 def text_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return `<s> text </s>` of each text, truncated to the model's positions."""
-    return [[tokenizer.start_id, *ids[: LENGTH - 2], tokenizer.end_id] for ids in tokenizer.encode_all(texts)]
+    return [
+        [tokenizer.start_id, *ids[: LENGTH - 2], tokenizer.end_id]
+        for ids in tokenizer.encode_all(texts)
+    ]

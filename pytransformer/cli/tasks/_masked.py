@@ -36,8 +36,10 @@ def new_bert(run: Run, words: Words, heads: tuple[str, ...]) -> BERT:
     run.seed("model")
     return BERT(
         BERTConfig(
-            vocab_size=words.known, d_model=a.width, hidden=4 * a.width, num_layers=a.layers, num_heads=max(1, a.width // 32),
-            max_length=LENGTH, heads=heads, pooler="nsp" in heads, dropout=a.dropout, attention_dropout=a.dropout,
+            vocab_size=words.known, d_model=a.width, hidden=4 * a.width, num_layers=a.layers,
+            num_heads=max(1, a.width // 32),
+            max_length=LENGTH, heads=heads, pooler="nsp" in heads, dropout=a.dropout,
+            attention_dropout=a.dropout,
         )
     )  # fmt: skip
 
@@ -48,14 +50,25 @@ def span_pairs(run: Run, texts: Texts) -> tuple[list[Any], list[Any]]:
     tokenizer = texts.words.tokenizer
     for part, name in ((texts.train, "pairs"), (texts.held_out, "held-out pairs")):
         documents = [tokenizer.encode_all([h.lower() for h in halves(t.text)]) for t in part]
-        documents = [[ids[: LENGTH // 2 - 2] for ids in document] for document in documents if len(document) == 2]
+        documents = [
+            [ids[: LENGTH // 2 - 2] for ids in document]
+            for document in documents
+            if len(document) == 2
+        ]
         if len(documents) < FEWEST:
-            raise UsageError(f"{len(documents)} texts ({name}) have words enough to be cut in two; wanted {FEWEST}")
-        made.append(next_sentence_pairs(documents, tokenizer.start_id, tokenizer.end_id, run.seed(name)))
+            raise UsageError(
+                f"{len(documents)} texts ({name}) have words enough to be cut in two; wanted"
+                f" {FEWEST}"
+            )
+        made.append(
+            next_sentence_pairs(documents, tokenizer.start_id, tokenizer.end_id, run.seed(name))
+        )
     return made[0], made[1]
 
 
-def pre_train(run: Run, texts: Texts, heads: tuple[str, ...], mask: Callable[..., Any]) -> tuple[BERT, list[Any], list[Batch]]:
+def pre_train(
+    run: Run, texts: Texts, heads: tuple[str, ...], mask: Callable[..., Any]
+) -> tuple[BERT, list[Any], list[Batch]]:
     """Return the pre-trained model, the held-out data, and its batches.
 
     Without the head nsp, the model reads whole texts, one at a time.
@@ -79,7 +92,9 @@ def pre_train(run: Run, texts: Texts, heads: tuple[str, ...], mask: Callable[...
     checked = in_batches(held_out, a.batch, collate, a.seed)
 
     def evaluate(model: torch.nn.Module) -> dict[str, float]:
-        return {name: value for name, value in masked_figures(model, checked).items() if name != "asked"}
+        return {
+            name: value for name, value in masked_figures(model, checked).items() if name != "asked"
+        }
 
     model = new_bert(run, texts.words, heads)
     run.fit("pretrain", model, batches, rate(a.rate, a.steps), a.steps, evaluate=evaluate)
@@ -95,9 +110,15 @@ def masked_figures(model: torch.nn.Module, batches: list[Batch]) -> dict[str, fl
         right += int((out.logits[wanted].argmax(-1) == batch["labels"][wanted]).sum())
         loss, asked, count = loss + out.loss.item(), asked + int(wanted.sum()), count + 1
         if "next_sentence_label" in batch:
-            next_right += int((out.next_sentence_logits.argmax(-1) == batch["next_sentence_label"]).sum())
+            next_right += int(
+                (out.next_sentence_logits.argmax(-1) == batch["next_sentence_label"]).sum()
+            )
             pairs += len(batch["next_sentence_label"])
-    found = {"validation_loss": loss / max(1, count), "masked_accuracy": right / max(1, asked), "asked": float(asked)}
+    found = {
+        "validation_loss": loss / max(1, count),
+        "masked_accuracy": right / max(1, asked),
+        "asked": float(asked),
+    }
     return found | ({"next_accuracy": next_right / pairs} if pairs else {})
 
 
@@ -108,7 +129,9 @@ def by_neighbour(texts: Texts, batches: list[Batch]) -> float:
     right = asked = 0
     for batch in batches:
         for row, token in (batch["labels"] != IGNORED).nonzero().tolist():
-            right += follows(int(batch["input_ids"][row, token - 1])) == int(batch["labels"][row, token])
+            right += follows(int(batch["input_ids"][row, token - 1])) == int(
+                batch["labels"][row, token]
+            )
             asked += 1
     return right / max(1, asked)
 
@@ -131,6 +154,8 @@ def boundary_accuracy(model: BERT, batches: Sequence[Batch]) -> float:
     right = count = 0
     for batch, out in each_batch(model, batches):
         asked = batch["labels"] != IGNORED
-        said = head.output(head.predicted(out.last_hidden_state, asked, batch["span_bounds"])).argmax(-1)
+        said = head.output(
+            head.predicted(out.last_hidden_state, asked, batch["span_bounds"])
+        ).argmax(-1)
         right, count = right + int((said == batch["labels"][asked]).sum()), count + int(asked.sum())
     return right / max(1, count)

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...training import Pair, Tokenizer, Vocabulary, catalogue_pairs, read_pairs, split_pairs, warmup_cosine
+from ...training import (
+    Pair,
+    Tokenizer,
+    Vocabulary,
+    catalogue_pairs,
+    read_pairs,
+    split_pairs,
+    warmup_cosine,
+)
 from ...training.batching import Batch, Collate
 from ...training.cleaning import sentence_key
 from ...training.docstrings import docstring_pairs
@@ -38,24 +46,52 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     """Add --data for sentence pairs."""
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
+        "--data", required=True,
+        metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
         help="pairs of texts, two columns, a tab between them; or installed packages: translations of their gettext catalogues, or the "
         "text of their docstrings and its first line, which sums it up",
     )  # fmt: skip
-    data.add_argument("--held-out", type=Path, metavar="FILE", help="pairs to check with (default: one in 20 of --data)")
     data.add_argument(
-        "--from", dest="source", metavar="LANG", help="of gettext: as catalogues say, pt, de, pt_BR (default pt)"
+        "--held-out",
+        type=Path,
+        metavar="FILE",
+        help="pairs to check with (default: one in 20 of --data)",
     )
-    data.add_argument("--to", dest="target", metavar="LANG", help="of gettext (default en, the language of the messages)")
+    data.add_argument(
+        "--from",
+        dest="source",
+        metavar="LANG",
+        help="of gettext: as catalogues say, pt, de, pt_BR (default pt)",
+    )
+    data.add_argument(
+        "--to",
+        dest="target",
+        metavar="LANG",
+        help="of gettext (default en, the language of the messages)",
+    )
 
 
-def add_model(parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: int = 3, batch: int = 64) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: int = 3, batch: int = 64
+) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=int, default=layers, help="default %(default)s")
-    model.add_argument("--width", type=int, default=128, help="d_model, a multiple of 32 (default %(default)s)")
-    model.add_argument("--vocabulary", type=int, default=vocabulary, help="tokens at most (default %(default)s)")
-    model.add_argument("--dropout", type=float, default=0.1, metavar="P", help="of every kind (default %(default)s)")
-    model.add_argument("--batch", type=int, default=batch, help="examples in a batch (default %(default)s)")
+    model.add_argument(
+        "--width", type=int, default=128, help="d_model, a multiple of 32 (default %(default)s)"
+    )
+    model.add_argument(
+        "--vocabulary", type=int, default=vocabulary, help="tokens at most (default %(default)s)"
+    )
+    model.add_argument(
+        "--dropout",
+        type=float,
+        default=0.1,
+        metavar="P",
+        help="of every kind (default %(default)s)",
+    )
+    model.add_argument(
+        "--batch", type=int, default=batch, help="examples in a batch (default %(default)s)"
+    )
 
 
 def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **stages: int) -> None:
@@ -65,7 +101,13 @@ def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **sta
     """
     group = parser.add_argument_group("training")
     for name, steps in stages.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, default=steps, metavar="N", help="default %(default)s")
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=steps,
+            metavar="N",
+            help="default %(default)s",
+        )
     for name, rate in rates.items():
         group.add_argument(
             f"--{name.replace('_', '-')}",
@@ -83,7 +125,10 @@ def package_names(data: str, kind: str = "gettext") -> list[str] | None:
         return None
     packages = [name.strip() for name in names.split(",") if name.strip()]
     if not packages:
-        raise UsageError(f"--data {kind}: names no package; wanted {kind}:PACKAGE[,PACKAGE], such as {_SUCH_AS[kind]}")
+        raise UsageError(
+            f"--data {kind}: names no package; wanted {kind}:PACKAGE[,PACKAGE], such as"
+            f" {_SUCH_AS[kind]}"
+        )
     return packages
 
 
@@ -96,7 +141,8 @@ def texts_of(run: Run) -> tuple[list[Labelled], list[Labelled]]:
     train, held_out = split_texts(found.texts, run.arguments.seed)
     if len(held_out) < FEWEST:
         raise UsageError(
-            f"{data} has {len(found.texts)} texts, too few to hold {FEWEST} out of one in 20: wanted some 500 at least"
+            f"{data} has {len(found.texts)} texts, too few to hold {FEWEST} out of one in 20:"
+            " wanted some 500 at least"
         )
     run.say(f"{len(train)} texts to learn from and {len(held_out)} held out, from {data}")
     return train, held_out
@@ -106,20 +152,31 @@ def tell_source(run: Run, described: Sequence[str], left_out: dict[str, int]) ->
     run.sources += described
     for line in described:
         run.say(line)
-    run.say("left out: " + (", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "nothing"))
+    run.say(
+        "left out: "
+        + (
+            ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+            or "nothing"
+        )
+    )
 
 
 def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
     """Return (training, held-out) pairs of --data; print their source."""
     arguments = run.arguments
-    packages, documented, key = package_names(arguments.data), package_names(arguments.data, "docstrings"), None
+    packages, documented, key = (
+        package_names(arguments.data),
+        package_names(arguments.data, "docstrings"),
+        None,
+    )
     if packages is not None:
         corpus = catalogue_pairs(packages, arguments.source or "pt", arguments.target or "en")
         tell_source(run, corpus.packages, corpus.left_out)
         train, key = corpus.pairs, sentence_key
     elif arguments.source or arguments.target:
         raise UsageError(
-            "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file are what they are"
+            "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file"
+            " are what they are"
         )
     elif documented is not None:
         corpus = docstring_pairs(documented)
@@ -132,8 +189,14 @@ def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
     else:
         train, held_out = split_pairs(train, key=key)
         if not train or not held_out:
-            raise UsageError(f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with --held-out")
-    run.say(f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from {arguments.data}")
+            raise UsageError(
+                f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with"
+                " --held-out"
+            )
+    run.say(
+        f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from"
+        f" {arguments.data}"
+    )
     return train, held_out
 
 
@@ -151,8 +214,19 @@ class Words(NamedTuple):
 def words_of(texts: Sequence[str], size: int, special: Sequence[str] = ()) -> Words:
     """Train a tokenizer on the texts."""
     tokenizer = Tokenizer.train(texts, size, special=special)
-    ids = {tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id}
-    return Words(tokenizer, Vocabulary(len(tokenizer), tokenizer.mask_id, frozenset(ids | {tokenizer.id(s) for s in special})))
+    ids = {
+        tokenizer.pad_id,
+        tokenizer.unknown_id,
+        tokenizer.start_id,
+        tokenizer.end_id,
+        tokenizer.mask_id,
+    }
+    return Words(
+        tokenizer,
+        Vocabulary(
+            len(tokenizer), tokenizer.mask_id, frozenset(ids | {tokenizer.id(s) for s in special})
+        ),
+    )
 
 
 def rate(peak: float, steps: int) -> Schedule:

@@ -20,7 +20,14 @@ from ._text import add_steps, add_texts, texts_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_texts(parser)
-    add_steps(parser, {"rate": 1e-3, "fine_rate": 1e-3}, steps=2500, classify_steps=1500, answer_steps=2500, tag_steps=400)
+    add_steps(
+        parser,
+        {"rate": 1e-3, "fine_rate": 1e-3},
+        steps=2500,
+        classify_steps=1500,
+        answer_steps=2500,
+        tag_steps=400,
+    )
 
 
 def train(run: Run) -> int:
@@ -34,12 +41,16 @@ def train(run: Run) -> int:
     found = masked_figures(model, checked)
     asked = int(found["asked"])
     figures = [
-        Figure("masked tokens", found["masked_accuracy"], by_neighbour(texts, checked), "what most often follows the token before",
+        Figure("masked tokens", found["masked_accuracy"], by_neighbour(texts, checked),
+            "what most often follows the token before",
                1 / texts.words.known, asked),
-        Figure("next sentence or random", found["next_accuracy"], by_words_in_common(pairs), "a token in common", 0.5, len(pairs)),
+        Figure("next sentence or random", found["next_accuracy"], by_words_in_common(pairs),
+            "a token in common", 0.5, len(pairs)),
     ]  # fmt: skip
     steps = (a.classify_steps, a.answer_steps, a.tag_steps)
     for question, many in zip((classification(texts), answers(run, texts), tagging(texts)), steps):
         figure = fine_tune(run, model, question, many, texts.words.tokenizer.pad_id)
         figures += [figure] if figure else []
-    return run.report(figures, texts=[len(texts.train), len(texts.held_out)], vocabulary=texts.words.known)
+    return run.report(
+        figures, texts=[len(texts.train), len(texts.held_out)], vocabulary=texts.words.known
+    )

@@ -26,13 +26,20 @@ def train(run: Run) -> int:
     a = run.arguments
     learned, held_out = digits(run)
     shape = dict(
-        vocab_size=LEVELS + 1, d_model=a.width, num_layers=a.layers, num_heads=4, hidden=2 * a.width, dropout=a.dropout,
-        attention_dropout=0.0, max_length=SIDE * SIDE + 1, num_segments=1, heads=("classification",), num_labels=CLASSES,
+        vocab_size=LEVELS + 1, d_model=a.width, num_layers=a.layers, num_heads=4,
+        hidden=2 * a.width, dropout=a.dropout,
+        attention_dropout=0.0, max_length=SIDE * SIDE + 1, num_segments=1,
+        heads=("classification",), num_labels=CLASSES,
     )  # fmt: skip
     told = {}
-    for stage, made in (("fnet", lambda: FNet(FNetConfig(**shape))), ("bert", lambda: BERT(BERTConfig(**shape)))):
+    for stage, made in (
+        ("fnet", lambda: FNet(FNetConfig(**shape))),
+        ("bert", lambda: BERT(BERTConfig(**shape))),
+    ):
         run.seed(stage)
-        told[stage] = classify(run, stage, made(), learned, held_out, (level_collate(), level_collate()))
+        told[stage] = classify(
+            run, stage, made(), learned, held_out, (level_collate(), level_collate())
+        )
     linear = logistic_regression(learned, held_out)
     about = ("digits told right, read as 64 grey levels", told["fnet"])
     return run.report([

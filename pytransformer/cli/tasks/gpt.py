@@ -42,7 +42,10 @@ def train(run: Run) -> int:
     pairs, held_out = pairs_of(run)
     words = words_of([text for pair in pairs for text in pair], a.vocabulary, [DELIMITER])
     tokenizer = words.tokenizer
-    alone, checked = ([[tokenizer.start_id, *ids] for ids in encoded(tokenizer, part)] for part in (pairs, held_out))
+    alone, checked = (
+        [[tokenizer.start_id, *ids] for ids in encoded(tokenizer, part)]
+        for part in (pairs, held_out)
+    )
     learned = with_examples(alone, neighbours(pairs), random.Random(a.seed))
     collate = causal_collate(tokenizer.pad_id)
     batches = in_batches(sorted(checked, key=len), a.batch, collate)
@@ -51,11 +54,19 @@ def train(run: Run) -> int:
     def evaluate(model: Any) -> dict[str, float]:
         return next_token_figures(model, batches)
 
-    run.fit("gpt", model, by_length(learned, collate, run), rate(a.rate, a.steps), a.steps, evaluate=evaluate)
+    run.fit(
+        "gpt",
+        model,
+        by_length(learned, collate, run),
+        rate(a.rate, a.steps),
+        a.steps,
+        evaluate=evaluate,
+    )
     tokenizer.save(run.out / "tokenizer.json")
     figures = [
         Figure("next token, nats", next_token_figures(model, batches)["validation_loss"],
-               bigram_loss(alone, checked, words.known), "counts of two tokens in a row", _uniform(words.known),
+               bigram_loss(alone, checked, words.known), "counts of two tokens in a row",
+               _uniform(words.known),
                sum(len(s) - 1 for s in checked)),
     ]  # fmt: skip
     what = "translation" if package_names(a.data, "docstrings") is None else "summary"
@@ -95,7 +106,9 @@ def neighbours(pairs: Sequence[Any]) -> list[list[int]]:
     ]
 
 
-def with_examples(sequences: Sequence[list[int]], alike: Sequence[Sequence[int]], chance: random.Random) -> list[list[int]]:
+def with_examples(
+    sequences: Sequence[list[int]], alike: Sequence[Sequence[int]], chance: random.Random
+) -> list[list[int]]:
     """Return each sequence `<s> ...` once, after zero to four similar ones, most similar last.
 
     Prompts have the same form, so examples in a prompt are worth attending to (Shi et al.,
@@ -141,7 +154,13 @@ def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]
 
     sources = [pair.source for pair in held_out]
     return dict(
-        zip(sources, ([pairs[i] for i in found] for found in most_alike([p.source for p in pairs], sources, max(SHOTS))))
+        zip(
+            sources,
+            (
+                [pairs[i] for i in found]
+                for found in most_alike([p.source for p in pairs], sources, max(SHOTS))
+            ),
+        )
     )
 
 
@@ -157,20 +176,41 @@ def _answers(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) 
     wanted = [pair.target for pair in asked]
     figures = []
     try:
-        memory = translation_scores(from_memory(pairs, [pair.source for pair in asked]), wanted)["chrf"]
+        memory = translation_scores(from_memory(pairs, [pair.source for pair in asked]), wanted)[
+            "chrf"
+        ]
         for shots in SHOTS:
             said: list[str] = []
             for first in range(0, len(asked), 40):
-                prompts = [prompted.prompt(pair.source, shots) for pair in asked[first : first + 40]]
-                ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
+                prompts = [
+                    prompted.prompt(pair.source, shots) for pair in asked[first : first + 40]
+                ]
+                ids, mask = (
+                    pad(prompts, tokenizer.pad_id, left=True),
+                    attention_mask(prompts, left=True),
+                )
                 device = next(prompted.model.parameters()).device
-                made = generate(prompted.model, ids.to(device), mask.to(device), max_new_tokens=60, stop=(tokenizer.end_id,))
+                made = generate(
+                    prompted.model,
+                    ids.to(device),
+                    mask.to(device),
+                    max_new_tokens=60,
+                    stop=(tokenizer.end_id,),
+                )
                 said += [tokenizer.decode(tokens) for tokens in made.lists()]
             for pair, text in list(zip(asked, said))[: 3 if shots == 0 else 0]:
                 run.say(f"   {pair.source}\n     said    {text}\n     wanted  {pair.target}")
             chrf = translation_scores(said, wanted)["chrf"]
-            figures.append(Figure(f"{prompted.what}, {shots} examples before it, chrF", chrf, memory,
-                                  "the most similar training text's", None, len(asked)))  # fmt: skip
+            figures.append(
+                Figure(
+                    f"{prompted.what}, {shots} examples before it, chrF",
+                    chrf,
+                    memory,
+                    "the most similar training text's",
+                    None,
+                    len(asked),
+                )
+            )
     except ImportError as error:
         run.say(f"no chrF: {error}")
     return figures
@@ -182,27 +222,44 @@ def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
     Targets are scored with and without examples.
     """
     from ...training.labelled import halves
-    from ._language_model import CHOICES, by_letters_in_common, choices, chosen_right, log_likelihoods
+    from ._language_model import (
+        CHOICES,
+        by_letters_in_common,
+        choices,
+        chosen_right,
+        log_likelihoods,
+    )
 
     tokenizer, seed = prompted.tokenizer, prompted.run.arguments.seed
     asked = choices([p.source for p in held_out], [p.target for p in held_out], random.Random(seed))
     figures = []
     for shots in SHOTS if asked else ():
         prompts = [prompted.prompt(c.prompt, shots) for c in asked]
-        rows = [(p, [*tokenizer.encode(e)[:60], tokenizer.end_id]) for p, c in zip(prompts, asked) for e in c.endings]
+        rows = [
+            (p, [*tokenizer.encode(e)[:60], tokenizer.end_id])
+            for p, c in zip(prompts, asked)
+            for e in c.endings
+        ]
         right = chosen_right(log_likelihoods(prompted.model, rows, tokenizer.pad_id), asked)
-        figures.append(Figure(f"the {prompted.what} of {CHOICES}, {shots} examples before it", right, by_letters_in_common(asked),
+        figures.append(Figure(f"the {prompted.what} of {CHOICES}, {shots} examples before it",
+            right, by_letters_in_common(asked),
                               "most letters in common", 1 / CHOICES, len(asked)))  # fmt: skip
     cut = [parts for pair in held_out if len(parts := halves(pair.target, 6)) == 2]
     asked = choices([parts[0] for parts in cut], [parts[1] for parts in cut], random.Random(seed))
     if not asked:
-        prompted.run.say("no text to complete by choice: too few held-out targets of six words or more")
+        prompted.run.say(
+            "no text to complete by choice: too few held-out targets of six words or more"
+        )
         return figures
     # A text of the target language begins after a delimiter.
-    begun = [[tokenizer.start_id, tokenizer.id(DELIMITER), *tokenizer.encode(c.prompt)[:60]] for c in asked]
+    begun = [
+        [tokenizer.start_id, tokenizer.id(DELIMITER), *tokenizer.encode(c.prompt)[:60]]
+        for c in asked
+    ]
     rows = [(p, tokenizer.encode(e)[:60]) for p, c in zip(begun, asked) for e in c.endings]
     right = chosen_right(log_likelihoods(prompted.model, rows, tokenizer.pad_id), asked)
-    return [*figures, Figure(f"the second half of a text, of {CHOICES}", right, by_letters_in_common(asked),
+    return [*figures, Figure(f"the second half of a text, of {CHOICES}", right,
+        by_letters_in_common(asked),
                              "most letters in common", 1 / CHOICES, len(asked))]  # fmt: skip
 
 
@@ -218,8 +275,18 @@ def _complete(prompted: Prompted, held_out: Sequence[Any]) -> None:
     for pair in held_out[:3]:
         words = pair.target.split()
         begun = " ".join(words[: max(1, len(words) // 2)])
-        ids = torch.tensor([[tokenizer.start_id, tokenizer.id(DELIMITER), *tokenizer.encode(begun)[:60]]], device=device)
+        ids = torch.tensor(
+            [[tokenizer.start_id, tokenizer.id(DELIMITER), *tokenizer.encode(begun)[:60]]],
+            device=device,
+        )
         draw = torch.Generator(device).manual_seed(prompted.run.arguments.seed)
         for how in ways:
-            made = generate(prompted.model, ids, max_new_tokens=24, stop=(tokenizer.end_id,), generator=draw, **how)
+            made = generate(
+                prompted.model,
+                ids,
+                max_new_tokens=24,
+                stop=(tokenizer.end_id,),
+                generator=draw,
+                **how,
+            )
             prompted.run.say(f"   {begun} ... {tokenizer.decode(made.lists()[0])}")

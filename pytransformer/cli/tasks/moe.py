@@ -25,12 +25,24 @@ from ._text import add_steps, add_texts, texts_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_texts(parser)
     experts = parser.add_argument_group("experts")
-    experts.add_argument("--experts", type=int, default=8, help="of a mixture (default %(default)s)")
-    experts.add_argument("--choices", type=int, default=1, help="experts of a token (default %(default)s)")
     experts.add_argument(
-        "--capacity", type=float, default=1.25, help="an expert's room, of an equal share; 0: no bound (default %(default)s)"
+        "--experts", type=int, default=8, help="of a mixture (default %(default)s)"
     )
-    experts.add_argument("--balance", type=float, default=0.01, help="weight of the balance loss (default %(default)s)")
+    experts.add_argument(
+        "--choices", type=int, default=1, help="experts of a token (default %(default)s)"
+    )
+    experts.add_argument(
+        "--capacity",
+        type=float,
+        default=1.25,
+        help="an expert's room, of an equal share; 0: no bound (default %(default)s)",
+    )
+    experts.add_argument(
+        "--balance",
+        type=float,
+        default=0.01,
+        help="weight of the balance loss (default %(default)s)",
+    )
     add_steps(parser, {"rate": 2e-3}, steps=2500)
 
 
@@ -41,36 +53,56 @@ def train(run: Run) -> int:
 
     a = run.arguments
     if a.layers < 2:
-        raise UsageError(f"--layers must be at least 2, got {a.layers}: every second block has experts")
+        raise UsageError(
+            f"--layers must be at least 2, got {a.layers}: every second block has experts"
+        )
     texts, held_out = texts_of(run)
     words = words_of([t.text for t in texts], a.vocabulary)
-    learned, checked = (text_ids(words.tokenizer, [t.text for t in part]) for part in (texts, held_out))
+    learned, checked = (
+        text_ids(words.tokenizer, [t.text for t in part]) for part in (texts, held_out)
+    )
     collate = causal_collate(words.tokenizer.pad_id)
     batches = in_batches(sorted(checked, key=len), a.batch, collate)
-    options = {"num_experts": a.experts, "every": 2, "choices": a.choices, "capacity_factor": a.capacity or None,
+    options = {"num_experts": a.experts, "every": 2, "choices": a.choices,
+        "capacity_factor": a.capacity or None,
                "balance_weight": a.balance}  # fmt: skip
     found: dict[str, dict[str, float]] = {}
     sizes: dict[str, list[int]] = {}
     use: list[dict[str, Any]] = []
     # Invalid options fail here.
-    models = {"dense": new_gpt(run, words.known), "experts": new_gpt(run, words.known, experts=options)}
+    models = {
+        "dense": new_gpt(run, words.known),
+        "experts": new_gpt(run, words.known, experts=options),
+    }
     for name, model in models.items():
 
         def evaluate(model: Any, mixtures: bool = name == "experts") -> dict[str, float]:
             told = next_token_figures(model, batches)
             return told | _worst(expert_use(model, batches)) if mixtures else told
 
-        run.fit(name, model, by_length(learned, collate, run), rate(a.rate, a.steps), a.steps, evaluate=evaluate)
-        found[name], sizes[name] = next_token_figures(model, batches), [model.num_parameters(), active_parameters(model)]
+        run.fit(
+            name,
+            model,
+            by_length(learned, collate, run),
+            rate(a.rate, a.steps),
+            a.steps,
+            evaluate=evaluate,
+        )
+        found[name], sizes[name] = (
+            next_token_figures(model, batches),
+            [model.num_parameters(), active_parameters(model)],
+        )
         use = expert_use(model, batches)
     words.tokenizer.save(run.out / "tokenizer.json")
     _tell(run, sizes, use)
     count = sum(len(ids) - 1 for ids in checked)
     bigrams = bigram_loss(learned, checked, words.known)
     figures = [
-        Figure("next token, nats: the dense model", found["dense"]["validation_loss"], bigrams, "counts of two tokens in a row",
+        Figure("next token, nats: the dense model", found["dense"]["validation_loss"], bigrams,
+            "counts of two tokens in a row",
                math.log(words.known), count),
-        Figure("next token, nats: with experts", found["experts"]["validation_loss"], found["dense"]["validation_loss"],
+        Figure("next token, nats: with experts", found["experts"]["validation_loss"],
+            found["dense"]["validation_loss"],
                "the dense model", math.log(words.known), count),
     ]  # fmt: skip
     return run.report(figures, parameters=sizes, experts=use, vocabulary=words.known)
@@ -78,10 +110,16 @@ def train(run: Run) -> int:
 
 def _tell(run: Run, sizes: dict[str, list[int]], use: Sequence[dict[str, Any]]) -> None:
     for name, (total, active) in sizes.items():
-        run.say(f"{name}: {total / 1e6:.2f} million parameters, of which a token meets {active / 1e6:.2f}")
+        run.say(
+            f"{name}: {total / 1e6:.2f} million parameters, of which a token meets"
+            f" {active / 1e6:.2f}"
+        )
     for mixture in use:
         shares = " ".join(f"{100 * share:.1f}" for share in mixture["shares"])
-        run.say(f"{mixture['name']}: % of the choices to each expert {shares}; without room {100 * mixture['dropped']:.1f} %")
+        run.say(
+            f"{mixture['name']}: % of the choices to each expert {shares}; without room"
+            f" {100 * mixture['dropped']:.1f} %"
+        )
 
 
 def active_parameters(model: Any) -> int:
@@ -136,4 +174,7 @@ def expert_use(model: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _worst(use: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {"dropped": max(m["dropped"] for m in use), "largest share": max(max(m["shares"]) for m in use)}
+    return {
+        "dropped": max(m["dropped"] for m in use),
+        "largest share": max(max(m["shares"]) for m in use),
+    }

@@ -33,12 +33,27 @@ def train(run: Run) -> int:
     texts = uncased_words(*texts_of(run), a.vocabulary)
     model, _, checked = pre_train(run, texts, ("mlm", "boundary"), mask_spans)
     found = masked_figures(model, checked)
-    asked, chance, neighbour = int(found["asked"]), 1 / texts.words.known, by_neighbour(texts, checked)
+    asked, chance, neighbour = (
+        int(found["asked"]),
+        1 / texts.words.known,
+        by_neighbour(texts, checked),
+    )
     by = "what most often follows the token before"
     figures = [
         Figure("tokens of masked spans", found["masked_accuracy"], neighbour, by, chance, asked),
-        Figure("the same, from the spans' bounds alone", boundary_accuracy(model, checked), neighbour, by, chance, asked),
+        Figure(
+            "the same, from the spans' bounds alone",
+            boundary_accuracy(model, checked),
+            neighbour,
+            by,
+            chance,
+            asked,
+        ),
     ]
-    figure = fine_tune(run, model, answers(run, texts), a.answer_steps, texts.words.tokenizer.pad_id)
+    figure = fine_tune(
+        run, model, answers(run, texts), a.answer_steps, texts.words.tokenizer.pad_id
+    )
     figures += [figure] if figure else []
-    return run.report(figures, texts=[len(texts.train), len(texts.held_out)], vocabulary=texts.words.known)
+    return run.report(
+        figures, texts=[len(texts.train), len(texts.held_out)], vocabulary=texts.words.known
+    )

@@ -31,7 +31,10 @@ ASKED = 200  # held-out examples of each task
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pairs(parser)
     parser.add_argument(
-        "--temperature", type=float, default=2.0, help="1: tasks by their size; more: more alike (default %(default)s)"
+        "--temperature",
+        type=float,
+        default=2.0,
+        help="1: tasks by their size; more: more alike (default %(default)s)",
     )
     add_model(parser, vocabulary=6000, layers=2)
     # The authors' optimizer. Its steps are relative to each matrix's magnitude, and T5's embedding
@@ -61,29 +64,52 @@ def train(run: Run) -> int:
     a = run.arguments
     pairs, held_out = pairs_of(run)
     tasks = _tasks(run, pairs, held_out)
-    words = words_of([text for pair in pairs for text in pair] + [t.prefix for t in tasks], a.vocabulary, SENTINELS)
+    words = words_of(
+        [text for pair in pairs for text in pair] + [t.prefix for t in tasks],
+        a.vocabulary,
+        SENTINELS,
+    )
     tokenizer = words.tokenizer
     sentinels = [tokenizer.id(s) for s in SENTINELS]
-    learned, checked = ({t.prefix: _encoded(tokenizer, t.prefix, part) for t, part in zip(tasks, parts)}
-                        for parts in ([t.train for t in tasks], [t.held_out for t in tasks]))  # fmt: skip
+    learned, checked = (
+        {t.prefix: _encoded(tokenizer, t.prefix, part) for t, part in zip(tasks, parts)}
+        for parts in ([t.train for t in tasks], [t.held_out for t in tasks])
+    )
     rates = sampling_rates({name: len(part) for name, part in learned.items()}, a.temperature)
     for name, share in rates.items():
         run.say(f"   {100 * share:4.1f} % {name} {len(learned[name])} examples")
     examples = mixed(learned, a.temperature)
-    collate = text_to_text_collate(tokenizer.pad_id, tokenizer.start_id, tokenizer.end_id, sentinels)
-    batches = Batches(examples, a.batch, collate, lengths=[len(e.source) + len(e.target or []) for e in examples], seed=a.seed)
+    collate = text_to_text_collate(
+        tokenizer.pad_id, tokenizer.start_id, tokenizer.end_id, sentinels
+    )
+    batches = Batches(
+        examples,
+        a.batch,
+        collate,
+        lengths=[len(e.source) + len(e.target or []) for e in examples],
+        seed=a.seed,
+    )
     in_parts = {name: in_batches(part, a.batch, collate, a.seed) for name, part in checked.items()}
 
     def evaluate(model: Any) -> dict[str, float]:
         from ...training.objective import held_out_loss
 
         found = {name: held_out_loss(model, part) for name, part in in_parts.items()}
-        told = {f"{name.partition(':')[0]} accuracy": figures["accuracy"] for name, figures in found.items()}
-        return {"validation_loss": sum(f["validation_loss"] for f in found.values()) / len(found)} | told
+        told = {
+            f"{name.partition(':')[0]} accuracy": figures["accuracy"]
+            for name, figures in found.items()
+        }
+        return {
+            "validation_loss": sum(f["validation_loss"] for f in found.values()) / len(found)
+        } | told
 
     model = _new_t5(run, words)
-    optimizer = partial({"adafactor": torch.optim.Adafactor, "adamw": torch.optim.AdamW}[a.optimizer], lr=a.rate)
-    run.fit("t5", model, batches, rate(a.rate, a.steps), a.steps, evaluate=evaluate, optimizer=optimizer)
+    optimizer = partial(
+        {"adafactor": torch.optim.Adafactor, "adamw": torch.optim.AdamW}[a.optimizer], lr=a.rate
+    )
+    run.fit(
+        "t5", model, batches, rate(a.rate, a.steps), a.steps, evaluate=evaluate, optimizer=optimizer
+    )
     tokenizer.save(run.out / "tokenizer.json")
     figures = _figures(run, model, tokenizer, tasks)
     figures.append(_filled_in(model, tokenizer, tasks[-1], in_parts["fill in:"]))
@@ -97,8 +123,10 @@ def _new_t5(run: Run, words: Any) -> Any:
     run.seed("model")
     return T5(
         T5Config(
-            vocab_size=words.known, d_model=a.width, hidden=4 * a.width, num_layers=a.layers, num_heads=max(1, a.width // 32),
-            head_dim=32, dropout=a.dropout, pad_token_id=tokenizer.pad_id, start_token_id=tokenizer.start_id,
+            vocab_size=words.known, d_model=a.width, hidden=4 * a.width, num_layers=a.layers,
+            num_heads=max(1, a.width // 32),
+            head_dim=32, dropout=a.dropout, pad_token_id=tokenizer.pad_id,
+            start_token_id=tokenizer.start_id,
         )
     )  # fmt: skip
 
@@ -110,7 +138,9 @@ def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task
 
     a = run.arguments
     packages = package_names(a.data)
-    source, target = ("source", "target") if packages is None else (a.source or "pt", a.target or "en")
+    source, target = (
+        ("source", "target") if packages is None else (a.source or "pt", a.target or "en")
+    )
     documented = package_names(a.data, "docstrings") is not None
     texts, held_texts = [pair.target for pair in pairs], [pair.target for pair in held_out]
     first = "summarize:" if documented else f"translate {source} to {target}:"
@@ -118,11 +148,21 @@ def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task
     if packages is not None and len(packages) > 1:
         labelled = catalogue_texts(packages).texts
         apart = {sentence_key(text) for pair in held_out for text in pair}
-        learned, asked = split_texts([t for t in labelled if sentence_key(t.text) not in apart], a.seed)
-        tasks.append(Task("which program:", [(t.text, t.label) for t in learned], [(t.text, t.label) for t in asked]))
+        learned, asked = split_texts(
+            [t for t in labelled if sentence_key(t.text) not in apart], a.seed
+        )
+        tasks.append(
+            Task(
+                "which program:",
+                [(t.text, t.label) for t in learned],
+                [(t.text, t.label) for t in asked],
+            )
+        )
     else:
         run.say("no task of labels: wanted gettext: with two packages or more")
-    tasks.append(Task("restore case:", [(t.lower(), t) for t in texts], [(t.lower(), t) for t in held_texts]))
+    tasks.append(
+        Task("restore case:", [(t.lower(), t) for t in texts], [(t.lower(), t) for t in held_texts])
+    )
     return [*tasks, Task("fill in:", [(t, None) for t in texts], [(t, None) for t in held_texts])]
 
 
@@ -150,10 +190,14 @@ def _said(model: Any, tokenizer: Any, task: Task) -> tuple[list[str], list[str],
     asked = [(s, t) for s, t in task.held_out[::step][:ASKED] if t is not None]
     said: list[str] = []
     for first in range(0, len(asked), 50):
-        ids = [[*e.source, tokenizer.end_id] for e in _encoded(tokenizer, task.prefix, asked[first : first + 50])]
+        ids = [
+            [*e.source, tokenizer.end_id]
+            for e in _encoded(tokenizer, task.prefix, asked[first : first + 50])
+        ]
         device = next(model.parameters()).device
         made = generate(
-            model, pad(ids, tokenizer.pad_id).to(device), attention_mask(ids).to(device), max_new_tokens=LENGTH,
+            model, pad(ids, tokenizer.pad_id).to(device), attention_mask(ids).to(device),
+            max_new_tokens=LENGTH,
             stop=(tokenizer.end_id,), pad_token_id=tokenizer.pad_id,
         )  # fmt: skip
         said += [tokenizer.decode(tokens) for tokens in made.lists()]
@@ -167,58 +211,97 @@ def _figures(run: Run, model: Any, tokenizer: Any, tasks: Sequence[Task]) -> lis
         if task.prefix == "fill in:":
             continue
         read, said, wanted = _said(model, tokenizer, task)
-        judge = _answered if task is tasks[0] else _labelled if task.prefix.startswith("which") else _cased
+        judge = (
+            _answered
+            if task is tasks[0]
+            else _labelled
+            if task.prefix.startswith("which")
+            else _cased
+        )
         figures += judge(run, task, read, said, wanted)
         for text, answer in list(zip(read, said))[:2]:
             run.say(f"   {task.prefix} {text}\n     said    {answer[:120]}")
     return figures
 
 
-def _answered(run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]) -> list[Figure]:
+def _answered(
+    run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]
+) -> list[Figure]:
     from ...training import Pair, translation_scores
     from ...training.quality import from_memory
 
     try:
-        memory = translation_scores(from_memory([Pair(s, t or "") for s, t in task.train], read), wanted)
+        memory = translation_scores(
+            from_memory([Pair(s, t or "") for s, t in task.train], read), wanted
+        )
         scores = translation_scores(said, wanted)
     except ImportError as error:
         run.say(f"no chrF: {error}")
         return []
-    return [Figure(f"{task.prefix} chrF", scores["chrf"], memory["chrf"], "the most similar training text's", None, len(read))]
+    return [
+        Figure(
+            f"{task.prefix} chrF",
+            scores["chrf"],
+            memory["chrf"],
+            "the most similar training text's",
+            None,
+            len(read),
+        )
+    ]
 
 
-def _labelled(run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]) -> list[Figure]:
+def _labelled(
+    run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]
+) -> list[Figure]:
     from ...training.baselines import label_scores, majority, share_right
     from ._text import baseline_or_none
 
     texts, labels = [s for s, _ in task.train], [t or "" for _, t in task.train]
 
     def baseline() -> float:
-        return share_right([max(s, key=lambda label: s[label]) for s in label_scores(texts, labels, read)], wanted)
+        return share_right(
+            [max(s, key=lambda label: s[label]) for s in label_scores(texts, labels, read)], wanted
+        )
 
     chance = share_right([majority(labels)] * len(wanted), wanted)
-    return [Figure(f"{task.prefix} the very name", share_right(said, wanted), baseline_or_none(run, baseline),
+    return [Figure(f"{task.prefix} the very name", share_right(said, wanted),
+        baseline_or_none(run, baseline),
                    "bag of words, logistic regression", chance, len(read))]  # fmt: skip
 
 
-def _cased(run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]) -> list[Figure]:
+def _cased(
+    run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]
+) -> list[Figure]:
     from ...training.baselines import MostFrequent, share_right
 
     def known(text: str) -> list[tuple[str, str]]:
-        return [("" if i == 0 else word.lower(), _shape(word)) for i, word in enumerate(text.split())]
+        return [
+            ("" if i == 0 else word.lower(), _shape(word)) for i, word in enumerate(text.split())
+        ]
 
     shapes = MostFrequent(item for _, text in task.train for item in known(text or ""))
-    guessed = [" ".join(_shaped(w, shapes(key)) for w, (key, _) in zip(t.split(), known(t))) for t in read]
-    return [Figure(f"{task.prefix} the whole text right", share_right(said, wanted), share_right(guessed, wanted),
+    guessed = [
+        " ".join(_shaped(w, shapes(key)) for w, (key, _) in zip(t.split(), known(t))) for t in read
+    ]
+    return [Figure(f"{task.prefix} the whole text right", share_right(said, wanted),
+        share_right(guessed, wanted),
                    "each word's most frequent case", None, len(read))]  # fmt: skip
 
 
 def _shape(word: str) -> str:
-    return "upper" if len(word) > 1 and word.isupper() else "title" if word[:1].isupper() else "lower"
+    return (
+        "upper" if len(word) > 1 and word.isupper() else "title" if word[:1].isupper() else "lower"
+    )
 
 
 def _shaped(word: str, shape: str) -> str:
-    return word.upper() if shape == "upper" else word[:1].upper() + word[1:] if shape == "title" else word
+    return (
+        word.upper()
+        if shape == "upper"
+        else word[:1].upper() + word[1:]
+        if shape == "title"
+        else word
+    )
 
 
 def _filled_in(model: Any, tokenizer: Any, task: Task, batches: Sequence[Any]) -> Figure:
@@ -234,9 +317,23 @@ def _filled_in(model: Any, tokenizer: Any, task: Task, batches: Sequence[Any]) -
     passed = {IGNORED, tokenizer.end_id, *(tokenizer.id(s) for s in SENTINELS)}
     right = guessed = count = 0
     for batch, out in each_batch(model, batches):
-        rows = zip(batch["decoder_input_ids"].tolist(), batch["labels"].tolist(), out.logits.argmax(-1).tolist())
+        rows = zip(
+            batch["decoder_input_ids"].tolist(),
+            batch["labels"].tolist(),
+            out.logits.argmax(-1).tolist(),
+        )
         for before, wanted, said in (triple for row in rows for triple in zip(*row)):
             if wanted not in passed:
-                right, guessed, count = right + (said == wanted), guessed + (follows(before) == wanted), count + 1
-    return Figure("fill in: tokens of left-out spans", right / max(1, count), guessed / max(1, count),
-                  "what most often follows the token before", 1 / len(tokenizer), count)  # fmt: skip
+                right, guessed, count = (
+                    right + (said == wanted),
+                    guessed + (follows(before) == wanted),
+                    count + 1,
+                )
+    return Figure(
+        "fill in: tokens of left-out spans",
+        right / max(1, count),
+        guessed / max(1, count),
+        "what most often follows the token before",
+        1 / len(tokenizer),
+        count,
+    )

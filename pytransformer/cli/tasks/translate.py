@@ -32,14 +32,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset", choices=["notes-small", "notes"], default="notes-small",
         help="notes: heads as wide as the model, 4 layers, no label smoothing (default %(default)s)",
     )  # fmt: skip
-    model.add_argument("--layers", type=int, help="of encoder and decoder each (default 2; of notes 4)")
-    model.add_argument("--width", type=int, default=128, help="d_model, a multiple of 8 (default %(default)s)")
-    model.add_argument("--vocabulary", type=int, default=7000, help="tokens a language at most (default %(default)s)")
+    model.add_argument(
+        "--layers", type=int, help="of encoder and decoder each (default 2; of notes 4)"
+    )
+    model.add_argument(
+        "--width", type=int, default=128, help="d_model, a multiple of 8 (default %(default)s)"
+    )
+    model.add_argument(
+        "--vocabulary",
+        type=int,
+        default=7000,
+        help="tokens a language at most (default %(default)s)",
+    )
     how = parser.add_argument_group("training")
     how.add_argument("--steps", type=int, help="default 1500")
-    how.add_argument("--epochs", type=int, help="instead of --steps; each is told with loss and masked accuracy, and drawn")
+    how.add_argument(
+        "--epochs",
+        type=int,
+        help="instead of --steps; each is told with loss and masked accuracy, and drawn",
+    )
     how.add_argument("--batch", type=int, default=64, help="pairs in a batch (default %(default)s)")
-    how.add_argument("--warmup", type=int, default=300, help="steps until the highest learning rate (default %(default)s)")
+    how.add_argument(
+        "--warmup",
+        type=int,
+        default=300,
+        help="steps until the highest learning rate (default %(default)s)",
+    )
     how.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
 
 
@@ -54,22 +72,29 @@ def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[An
     a_step = arguments.batch * arguments.accumulate * processes
     if arguments.epochs is not None and (arguments.epochs < 1 or pairs < a_step):
         raise UsageError(
-            f"--epochs {arguments.epochs}: wanted at least 1, of as many pairs as a step has ({a_step}; got {pairs})"
+            f"--epochs {arguments.epochs}: wanted at least 1, of as many pairs as a step has"
+            f" ({a_step}; got {pairs})"
         )
     epoch = pairs // a_step if arguments.epochs else 0
-    steps = arguments.epochs * epoch if epoch else 1500 if arguments.steps is None else arguments.steps
+    steps = (
+        arguments.epochs * epoch if epoch else 1500 if arguments.steps is None else arguments.steps
+    )
     preset = Transformer.PRESETS[arguments.preset]
     layers = 2 if arguments.preset == "notes-small" else preset.num_encoder_layers
     if arguments.layers is not None:
         layers = arguments.layers
     plan = TranslationPlan(
-        preset=arguments.preset, layers=layers, d_model=arguments.width, vocabulary=arguments.vocabulary,
-        batch_size=arguments.batch, steps=steps, epochs=arguments.epochs or 0, warmup=arguments.warmup,
+        preset=arguments.preset, layers=layers, d_model=arguments.width,
+        vocabulary=arguments.vocabulary,
+        batch_size=arguments.batch, steps=steps, epochs=arguments.epochs or 0,
+        warmup=arguments.warmup,
         dropout=arguments.dropout, seed=arguments.seed,
     )  # fmt: skip
     recipe = Recipe(
-        steps=steps, accumulate=arguments.accumulate, autocast=torch.bfloat16 if arguments.bf16 else None,
-        log_every=min(100, steps), evaluate_every=0 if epoch else 500, epoch_steps=epoch, save_every=arguments.save_every,
+        steps=steps, accumulate=arguments.accumulate,
+        autocast=torch.bfloat16 if arguments.bf16 else None,
+        log_every=min(100, steps), evaluate_every=0 if epoch else 500, epoch_steps=epoch,
+        save_every=arguments.save_every,
         seed=arguments.seed,
     )  # fmt: skip
     return plan, recipe
@@ -82,10 +107,15 @@ def train(run: Run) -> int:
     train, held_out = pairs_of(run)
     plan, recipe = _plan(arguments, len(train), world.parts)
     translator = new_translator(train, plan)
-    trainer = translation_trainer(translator, train, held_out, plan, recipe, out=out, world=world, console=console)
+    trainer = translation_trainer(
+        translator, train, held_out, plan, recipe, out=out, world=world, console=console
+    )
     run.write_options()
     size = translator.model.num_parameters() / 1e6
-    say(f"{size:.2f} million parameters; {len(translator.source)} and {len(translator.target)} tokens; {recipe.steps} steps")
+    say(
+        f"{size:.2f} million parameters; {len(translator.source)} and {len(translator.target)}"
+        f" tokens; {recipe.steps} steps"
+    )
     if arguments.resume and trainer.resume():
         say(f"going on from step {trainer.step}")
     trainer.fit()
@@ -101,7 +131,14 @@ def train(run: Run) -> int:
     return OK
 
 
-def _report(translator: Any, pairs: tuple[list[Any], list[Any]], plan: Any, out: Path, started: float, say: Any) -> None:
+def _report(
+    translator: Any,
+    pairs: tuple[list[Any], list[Any]],
+    plan: Any,
+    out: Path,
+    started: float,
+    say: Any,
+) -> None:
     """Score held-out translations beside a memory of the training pairs; write report.json."""
     from ...training import translation_scores
     from ...training.quality import from_memory
@@ -112,19 +149,28 @@ def _report(translator: Any, pairs: tuple[list[Any], list[Any]], plan: Any, out:
     said = translate_all(translator, sources)
     exact = exactness(held_out, said)
     report: dict[str, Any] = {"exact": exact.right, "held_out": exact.total}
-    say(f"{exact.right} of {exact.total} held-out sentences translated word for word: {100 * exact.share:.1f} %")
+    say(
+        f"{exact.right} of {exact.total} held-out sentences translated word for word:"
+        f" {100 * exact.share:.1f} %"
+    )
     for wrong in exact.wrong[:_SHOWN]:
         say("   {}\n     said    {}\n     wanted  {}".format(*wrong))
     try:
         report |= translation_scores(said, wanted)
         remembered = translation_scores(from_memory(train, sources), wanted)
         report |= {f"memory_{name}": remembered[name] for name in ("bleu", "chrf")}
-        for who, name in (("this model", ""), ("the most similar training sentence's translation", "memory_")):
+        for who, name in (
+            ("this model", ""),
+            ("the most similar training sentence's translation", "memory_"),
+        ):
             say(f"BLEU {report[f'{name}bleu']:.1f}, chrF {report[f'{name}chrf']:.1f}: {who}")
     except ImportError as error:
         say(f"no BLEU and chrF: {error}")
     report["seconds"] = round(time.monotonic() - started, 1)
-    _files.write_text(out / "report.json", json.dumps({**report, "plan": dataclasses.asdict(plan)}, indent=2) + "\n")
+    _files.write_text(
+        out / "report.json",
+        json.dumps({**report, "plan": dataclasses.asdict(plan)}, indent=2) + "\n",
+    )
     say(f"{report['seconds']:.0f} s")
 
 
@@ -134,6 +180,8 @@ def _draw_losses(trainer: Any, out: Path, say: Any) -> None:
     try:
         plot_losses(trainer.metrics.rows, out / "loss.png", "Loss while training")
         if trainer.recipe.epoch_steps:
-            plot_epochs(trainer.metrics.rows, out / "epochs.png", "Loss and masked accuracy by epoch")
+            plot_epochs(
+                trainer.metrics.rows, out / "epochs.png", "Loss and masked accuracy by epoch"
+            )
     except ImportError as error:
         say(f"no plot of the losses: {error}")

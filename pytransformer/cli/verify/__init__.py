@@ -37,27 +37,45 @@ Line = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON object instead of text")
+    parser.add_argument(
+        "--json", action="store_true", help="print the results as one JSON object instead of text"
+    )
     parser.add_argument(
         "--backend",
         action="append",
         metavar="NAME",
-        help=f"this one alone; may be repeated ({', '.join(BACKENDS)}; default: all but the oracle)",
+        help=(
+            f"this one alone; may be repeated ({', '.join(BACKENDS)}; default: all but the oracle)"
+        ),
     )
-    parser.add_argument("--op", action="append", metavar="OP", help=f"this one alone; may be repeated ({', '.join(OPS)})")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), action="append", help="default: the CPU, and the GPU if there is one"
+        "--op",
+        action="append",
+        metavar="OP",
+        help=f"this one alone; may be repeated ({', '.join(OPS)})",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        action="append",
+        help="default: the CPU, and the GPU if there is one",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="N",
-        help="time for a device; what is not checked then is left to the next run (120 on an idle machine, more on a slow or busy one)",
+        help=(
+            "time for a device; what is not checked then is left to the next run (120 on an idle"
+            " machine, more on a slow or busy one)"
+        ),
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name, found, known in (("--op", arguments.op, list(OPS)), ("--backend", arguments.backend, list(BACKENDS))):
+    for name, found, known in (
+        ("--op", arguments.op, list(OPS)),
+        ("--backend", arguments.backend, list(BACKENDS)),
+    ):
         for word in found or ():
             if word not in known:
                 raise UsageError(f"{name}: got {word!r}; there are {', '.join(known)}")
@@ -68,7 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--device cuda: torch finds no GPU here")
     found = [
         examine(
-            d, arguments.op or list(OPS), arguments.backend or [b for b in BACKENDS if b != "reference"], arguments.seconds
+            d,
+            arguments.op or list(OPS),
+            arguments.backend or [b for b in BACKENDS if b != "reference"],
+            arguments.seconds,
         )
         for d in devices
     ]
@@ -81,7 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def bad(line: Line) -> bool:
-    return line["outcome"] not in (verification.RIGHT, verification.DECLINED, verification.UNCHECKED)
+    return line["outcome"] not in (
+        verification.RIGHT,
+        verification.DECLINED,
+        verification.UNCHECKED,
+    )
 
 
 def examine(kind: str, ops: list[str], backends: list[str], seconds: float | None) -> Line:
@@ -90,8 +115,13 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
     The results hold their path. If the time runs out, the next run continues: cases that passed or
     were declined stay checked.
     """
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    began, until = time.monotonic(), Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None))
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    began, until = (
+        time.monotonic(),
+        Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None)),
+    )
     all_jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
     kept, jobs = plan.continued(verification_file.load(device), all_jobs)
     checks = kept + [plan.checked(line) for line in _checked(kind, jobs, until)]
@@ -115,7 +145,12 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float | Non
 def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Line]:
     """Return the results; on a GPU, where compiling dominates, backends run in parallel."""
     apart = max(1, machine.usable_cores() // CORES_A_PROCESS) if kind == "cuda" else 1
-    parts = [(backend, own[i::apart]) for i in range(apart) for backend, own in jobs.items() if own[i::apart]]
+    parts = [
+        (backend, own[i::apart])
+        for i in range(apart)
+        for backend, own in jobs.items()
+        if own[i::apart]
+    ]
     lock, results, seconds = threading.Lock(), list[Line](), CHECKS_SHARE * whole.seconds
     with Console(sys.stderr).progress(sum(map(len, jobs.values())), seconds=seconds) as progress:
 
@@ -123,7 +158,10 @@ def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Li
             with lock:
                 progress.advance()
                 if progress.done % 20 == 0 or bad(line):
-                    progress.step(f"{line['backend']} {line['op']} {line['case']} {line['dtype']}: {line['outcome']}")
+                    progress.step(
+                        f"{line['backend']} {line['op']} {line['case']} {line['dtype']}:"
+                        f" {line['outcome']}"
+                    )
 
         def run_part(turn: int) -> list[Line]:
             backend, own = parts[turn]
@@ -142,7 +180,11 @@ def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Li
 def merged(before: Line | None, checks: list[Line], times: list[Line]) -> Line:
     """Return the new results plus the earlier ones of ops and backends that this run skipped."""
     ran = {(line["op"], line["backend"]) for line in checks}
-    kept = [line for line in (before or {}).get("checks", []) if (line["op"], line["backend"]) not in ran]
+    kept = [
+        line
+        for line in (before or {}).get("checks", [])
+        if (line["op"], line["backend"]) not in ran
+    ]
     complete = [c for c in (before or {}).get("complete", []) if (c[0], c[1]) not in ran]
     order = plan.order(times)
     return {
@@ -155,11 +197,14 @@ def merged(before: Line | None, checks: list[Line], times: list[Line]) -> Line:
 
 def show(console: Console, results: Line) -> None:
     key = results["key"]
-    console.heading(f"{key['device']}, torch {key['torch']}, Triton {key['triton'] or 'not installed'}")
+    console.heading(
+        f"{key['device']}, torch {key['torch']}, Triton {key['triton'] or 'not installed'}"
+    )
     rows: dict[tuple[str, str], dict[str, int]] = {}
     for line in results["checks"]:
         counts = rows.setdefault(
-            (line["op"], line["backend"]), dict.fromkeys(("right", "declined", "not checked", "wrong"), 0)
+            (line["op"], line["backend"]),
+            dict.fromkeys(("right", "declined", "not checked", "wrong"), 0),
         )
         counts["wrong" if bad(line) else line["outcome"]] += 1
     shown = [
@@ -173,11 +218,21 @@ def show(console: Console, results: Line) -> None:
         console.table(
             ("backend", "op", "case", "dtype", "outcome", "details"),
             [
-                (x["backend"], x["op"], x.get("case") or "", x["dtype"], x["outcome"].upper(), x.get("detail") or "")
+                (
+                    x["backend"],
+                    x["op"],
+                    x.get("case") or "",
+                    x["dtype"],
+                    x["outcome"].upper(),
+                    x.get("detail") or "",
+                )
                 for x in wrong
             ],
         )
     where = results["path"] or "nowhere: the cache directory cannot be written"
-    console.print(f"{len(results['checks'])} checks in {results['seconds']} s, {len(wrong)} not right. Kept in {where}")
+    console.print(
+        f"{len(results['checks'])} checks in {results['seconds']} s, {len(wrong)} not right. Kept"
+        f" in {where}"
+    )
     if left := sum(line["outcome"] == verification.UNCHECKED for line in results["checks"]):
         console.print(f"{left} not checked: run it again, which goes on from here")

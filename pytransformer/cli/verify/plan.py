@@ -44,7 +44,8 @@ def is_for(backend: str, kind: str) -> bool:
     if HOME.get(backend, kind) == kind:
         return True
     return kind == "cpu" and (
-        (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1") or (backend == "cuda" and cuda_library.emulating())
+        (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+        or (backend == "cuda" and cuda_library.emulating())
     )
 
 
@@ -58,10 +59,13 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
             size = size_of(case if last is None else sized(case, last))
             for dtype in DTYPES:
                 job = {
-                    "do": "check", "op": op, "backend": backend, "dtype": dtype, "device": kind, "case": case.name, "last": last,
+                    "do": "check", "op": op, "backend": backend, "dtype": dtype, "device": kind,
+                    "case": case.name, "last": last,
                     "size": size,
                 }  # fmt: skip
-                found.append(((last is not None, "core" not in case.tags, DTYPES.index(dtype), rank), job))
+                found.append(
+                    ((last is not None, "core" not in case.tags, DTYPES.index(dtype), rank), job)
+                )
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -86,17 +90,29 @@ def checked(line: Line) -> Line:
     return {name: line.get(name) for name in FIELDS}
 
 
-def continued(before: Line | None, jobs: dict[str, list[Line]]) -> tuple[list[Line], dict[str, list[Line]]]:
+def continued(
+    before: Line | None, jobs: dict[str, list[Line]]
+) -> tuple[list[Line], dict[str, list[Line]]]:
     """Return the results that stay valid and the remaining jobs of each backend.
 
     After an unfinished run, the remaining jobs are the unchecked and the failed ones; otherwise
     they are all jobs.
     """
     ours = {_name_of(job): backend for backend, own in jobs.items() for job in own}
-    known = {_name_of(line): line for line in (before or {}).get("checks", []) if "last" in line and _name_of(line) in ours}
+    known = {
+        _name_of(line): line
+        for line in (before or {}).get("checks", [])
+        if "last" in line and _name_of(line) in ours
+    }
     unfinished = {ours[name] for name, line in known.items() if line["outcome"] == UNCHECKED}
-    done = {name: line for name, line in known.items() if ours[name] in unfinished and line["outcome"] in (RIGHT, DECLINED)}
-    left = {backend: [job for job in own if _name_of(job) not in done] for backend, own in jobs.items()}
+    done = {
+        name: line
+        for name, line in known.items()
+        if ours[name] in unfinished and line["outcome"] in (RIGHT, DECLINED)
+    }
+    left = {
+        backend: [job for job in own if _name_of(job) not in done] for backend, own in jobs.items()
+    }
     return list(done.values()), left
 
 
@@ -114,15 +130,26 @@ def complete(found: Iterable[Line]) -> list[list[str]]:
 
 def timings(found: Iterable[Line], kind: str, ops: Iterable[str]) -> list[Line]:
     """Return a job for each core case and dtype in which two backends are right."""
-    right = {(line["op"], line["case"], line["dtype"], line["backend"]) for line in found if line["outcome"] == RIGHT}
+    right = {
+        (line["op"], line["case"], line["dtype"], line["backend"])
+        for line in found
+        if line["outcome"] == RIGHT
+    }
     jobs = []
     for dtype, op in itertools.product(TIMED, ops):
         for case in cases(op, "medium", {"core"}):
-            backends = [b for b in BACKENDS if b != "reference" and (op, case.name, dtype, b) in right]
+            backends = [
+                b for b in BACKENDS if b != "reference" and (op, case.name, dtype, b) in right
+            ]
             if len(backends) > 1:
-                shape = {k: v for k, v in SHAPES[kind].items() if k in case.shape and not _special(case, k)}
+                shape = {
+                    k: v
+                    for k, v in SHAPES[kind].items()
+                    if k in case.shape and not _special(case, k)
+                }
                 jobs.append({
-                    "do": "time", "op": op, "case": case.name, "dtype": dtype, "device": kind, "backends": backends, "shape": shape,
+                    "do": "time", "op": op, "case": case.name, "dtype": dtype, "device": kind,
+                    "backends": backends, "shape": shape,
                     "threads": torch.get_num_threads(),
                 })  # fmt: skip
     return jobs
@@ -147,7 +174,9 @@ def first_checks(op: str, last: int) -> list[Case]:
     The case with every feature at once comes first, then the core cases. The time limit decides how
     many of them run.
     """
-    chosen = [c for c in cases(op) if "self_check" in c.tags] + [c for c in cases(op) if "core" in c.tags]
+    chosen = [c for c in cases(op) if "self_check" in c.tags] + [
+        c for c in cases(op) if "core" in c.tags
+    ]
     return [sized(c, last) for c in {c.name: c for c in chosen}.values()]
 
 

@@ -36,7 +36,9 @@ def main() -> None:
     for job in json.loads(sys.stdin.readline()):
         line = _DO[job["do"]](job)
         if lost := _lost_context(job):
-            line |= {"no more": True} | ({"outcome": "crashed", "detail": lost} if line.get("outcome") == RIGHT else {})
+            line |= {"no more": True} | (
+                {"outcome": "crashed", "detail": lost} if line.get("outcome") == RIGHT else {}
+            )
         print(json.dumps(line), file=answers, flush=True)
         if lost:
             return
@@ -68,7 +70,10 @@ def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Li
         return line | {"outcome": DECLINED, "detail": str(reason)}
     except Exception as error:  # report any error as the result
         cause = error.__cause__ or error
-        return line | {"outcome": "failed", "detail": f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"}
+        return line | {
+            "outcome": "failed",
+            "detail": f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
+        }
     used = judged.bound_used
     return line | {
         "outcome": "wrong" if judged.wrong else RIGHT, "detail": (judged.wrong or "")[:300] or None,
@@ -117,10 +122,20 @@ def _time(job: Line) -> Line:
 
         contenders[backend] = clock.Contender(step, prepared.context)
     try:
-        times = clock.interleaved(contenders, min_time=MIN_TIME, min_rounds=MIN_ROUNDS, device=job["device"])
+        times = clock.interleaved(
+            contenders, min_time=MIN_TIME, min_rounds=MIN_ROUNDS, device=job["device"]
+        )
     except Exception as error:  # out of memory, for example: no times, no order
-        return job | {"outcome": "failed", "detail": f"{type(error).__name__}: {error}"[:300], "ms": {}}
-    return job | {"outcome": RIGHT, "detail": None, "ms": {name: t.median_ms for name, t in times.items()}}
+        return job | {
+            "outcome": "failed",
+            "detail": f"{type(error).__name__}: {error}"[:300],
+            "ms": {},
+        }
+    return job | {
+        "outcome": RIGHT,
+        "detail": None,
+        "ms": {name: t.median_ms for name, t in times.items()},
+    }
 
 
 _DO = {"check": _check, "first": _check_first, "time": _time}

@@ -14,7 +14,9 @@ def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def unpad_input(
-    hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    unused_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
     """Pack the rows of a (B, L, ...) batch that a (B, L) mask keeps.
 
@@ -26,7 +28,9 @@ def unpad_input(
         The packed rows (total, ...), their places in the flattened batch (total,), ``cu_seqlens``
         (B + 1,) int32, the longest sequence, and the used rows per sequence (B,) int32.
     """
-    keep = attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
+    keep = (
+        attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
+    )
     lengths = keep.sum(-1, dtype=torch.int32)
     indices = keep.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -35,6 +39,8 @@ def unpad_input(
     return select(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
 
-def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+def pad_input(
+    hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
+) -> torch.Tensor:
     """Return (batch, seqlen, ...) with the packed rows at their places and zeros elsewhere."""
     return spread(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

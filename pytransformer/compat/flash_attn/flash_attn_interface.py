@@ -38,7 +38,9 @@ def flash_attn_func(
         return_attn_probs: return (out, softmax_lse (B, H, Lq), None).
     """
     name = "flash_attn_func"
-    scores = lower_scores(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    scores = lower_scores(
+        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     return _result(attend(name, q, k, v, scores), return_attn_probs)
 
 
@@ -50,7 +52,9 @@ def flash_attn_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_func` of qkv (B, L, 3, H, D)."""
     name = "flash_attn_qkvpacked_func"
-    scores = lower_scores(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    scores = lower_scores(
+        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     q, k, v = qkv.unbind(2)
     return _result(attend(name, q, k, v, scores), return_attn_probs)
 
@@ -63,7 +67,9 @@ def flash_attn_kvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_func` of q (B, Lq, H, D) and kv (B, Lk, 2, Hkv, D)."""
     name = "flash_attn_kvpacked_func"
-    scores = lower_scores(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    scores = lower_scores(
+        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     k, v = kv.unbind(2)
     return _result(attend(name, q, k, v, scores), return_attn_probs)
 
@@ -83,9 +89,13 @@ def flash_attn_varlen_func(
         block_table: (B, pages): k and v are pools (num_pages, page_size, Hkv, D). No gradients.
     """
     name = "flash_attn_varlen_func"
-    scores = lower_scores(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    scores = lower_scores(
+        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return _result(attend_packed(name, q, k, v, offsets, longest, scores, block_table), return_attn_probs)
+    return _result(
+        attend_packed(name, q, k, v, offsets, longest, scores, block_table), return_attn_probs
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -96,7 +106,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of qkv (total, 3, H, D)."""
     name = "flash_attn_varlen_qkvpacked_func"
-    scores = lower_scores(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    scores = lower_scores(
+        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     offsets, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
     q, k, v = qkv.unbind(1)
     return _result(attend_packed(name, q, k, v, offsets, longest, scores), return_attn_probs)
@@ -111,7 +123,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of q (total_q, H, D) and kv (total_k, 2, Hkv, D)."""
     name = "flash_attn_varlen_kvpacked_func"
-    scores = lower_scores(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    scores = lower_scores(
+        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     k, v = kv.unbind(1)
     return _result(attend_packed(name, q, k, v, offsets, longest, scores), return_attn_probs)
@@ -142,25 +156,39 @@ def flash_attn_with_kvcache(
         num_splits: 0 or 1; the backend splits by the length of the sequence alone.
     """
     name = "flash_attn_with_kvcache"
-    scores = lower_scores(name, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, True)
+    scores = lower_scores(
+        name, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, True
+    )
     if num_splits != 1:  # 1 asks for results that do not depend on the batch, which ours never do
         refuse(name, "the backend chooses the splits", num_splits=(num_splits, 0))
-    _check_cache_arguments(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, k_cache, v_cache)):
-        raise ValueError(f"{name}: q, k, v and the cache have no gradients here; call it under torch.no_grad()")
-    table = cache_batch_idx[:, None] if cache_batch_idx is not None else block_table  # a page per sequence
+    _check_cache_arguments(
+        k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table
+    )
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, k_cache, v_cache)
+    ):
+        raise ValueError(
+            f"{name}: q, k, v and the cache have no gradients here; call it under torch.no_grad()"
+        )
+    table = (
+        cache_batch_idx[:, None] if cache_batch_idx is not None else block_table
+    )  # a page per sequence
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     used = capacity if cache_seqlens is None else cache_seqlens
     lengths = torch.full((q.shape[0],), used, device=q.device) if isinstance(used, int) else used
     if k is not None and v is not None:
         cache = KeyValues(k_cache.transpose(1, 2), v_cache.transpose(1, 2), table)
         turns_by_row = scores.causal or scores.window is not None
-        q = _append(q, k, v, cache, lengths, rotary_cos, rotary_sin, rotary_interleaved, turns_by_row)
+        q = _append(
+            q, k, v, cache, lengths, rotary_cos, rotary_sin, rotary_interleaved, turns_by_row
+        )
         lengths = lengths + k.shape[1]
     mask = None
     if cache_leftpad is not None:
         mask = (torch.arange(capacity, device=q.device) >= cache_leftpad[:, None])[:, None, None]
-    out, lse = attend(name, q, k_cache, v_cache, scores, key_lengths=lengths, page_table=table, attn_mask=mask)
+    out, lse = attend(
+        name, q, k_cache, v_cache, scores, key_lengths=lengths, page_table=table, attn_mask=mask
+    )
     return (out, lse) if return_softmax_lse else out
 
 
@@ -172,11 +200,16 @@ def _check_cache_arguments(
     name = "flash_attn_with_kvcache"
     for names, pair in (("k and v", (k, v)), ("rotary_cos and rotary_sin", (cos, sin))):
         if (pair[0] is None) != (pair[1] is None):
-            raise ValueError(f"{name}: {names} must both be tensors or both None, got one; give the other too")
+            raise ValueError(
+                f"{name}: {names} must both be tensors or both None, got one; give the other too"
+            )
     if k is None:
         refuse(name, "only a call with k and v turns the query", rotary_cos=(cos, None))
     elif cache_seqlens is None:
-        raise ValueError(f"{name}: cache_seqlens must be an int or a tensor beside k and v, got None; pass 0 to begin")
+        raise ValueError(
+            f"{name}: cache_seqlens must be an int or a tensor beside k and v, got None; pass 0 to"
+            " begin"
+        )
     if block_table is not None:
         refuse(name, "choose rows of block_table instead", cache_batch_idx=(cache_batch_idx, None))
 
@@ -194,13 +227,19 @@ def _append(
     def tables(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # One column per pair -> one per number: c0 c0 c1 c1 if interleaved, else c0 c1 c0 c1.
         pair = (cos[positions], sin[positions])  # type: ignore[index]
-        return tuple(t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in pair)
+        return tuple(
+            t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in pair
+        )
 
     if cos is None:
         append_kv(k, k, v, cache, rows(k))
         return q.transpose(1, 2)
     dims = 2 * cos.shape[-1]
     turn_k = tables(rows(k))
-    append_kv(k, k, v, cache, rows(k), rotary=(turn_k[0], turn_k[1]), dims=dims, interleaved=interleaved)
+    append_kv(
+        k, k, v, cache, rows(k), rotary=(turn_k[0], turn_k[1]), dims=dims, interleaved=interleaved
+    )
     turn_q = tables(rows(q) if turns_by_row else lengths[:, None].expand(-1, q.shape[2]))
-    return rotary(q, cos=turn_q[0], sin=turn_q[1], dims=dims, interleaved=interleaved).transpose(1, 2)
+    return rotary(q, cos=turn_q[0], sin=turn_q[1], dims=dims, interleaved=interleaved).transpose(
+        1, 2
+    )

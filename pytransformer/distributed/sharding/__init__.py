@@ -13,7 +13,13 @@ from .call import Rule, run_split
 from .ways import WHOLE as WHOLE
 from .ways import Way as Way
 
-RULES: dict[str, Rule] = {**attention.RULES, **cross_entropy.RULES, **feed_forward.RULES, **layer_norm.RULES, **rotary.RULES}
+RULES: dict[str, Rule] = {
+    **attention.RULES,
+    **cross_entropy.RULES,
+    **feed_forward.RULES,
+    **layer_norm.RULES,
+    **rotary.RULES,
+}
 # Ops with custom collectives.
 RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 
@@ -21,4 +27,8 @@ RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 def run(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
     """Run a call of the op with DTensors among its arguments."""
     own = RUNS.get(op.name)
-    return run_split(op, a, backend, strict, RULES[op.name](a)) if own is None else own(op, a, backend, strict)
+    return (
+        run_split(op, a, backend, strict, RULES[op.name](a))
+        if own is None
+        else own(op, a, backend, strict)
+    )

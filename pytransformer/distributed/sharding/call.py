@@ -21,12 +21,14 @@ from .ways import Start, Way, mesh_of, starts_of, ways_of
 
 Rule = Callable[[Any], Sequence[Way]]
 DROPOUT = (
-    "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute to Shard(0) or Replicate(), or "
-    "use no dropout"
+    "dropout goes by the number of the row, and the rows of a rank do not follow each other:"
+    " redistribute to Shard(0) or Replicate(), or use no dropout"
 )
 
 
-def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[Way]) -> tuple[torch.Tensor, ...]:
+def run_split(
+    op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[Way]
+) -> tuple[torch.Tensor, ...]:
     """Return the differentiable outputs of the op."""
     tensors = tensors_of(op, a)
     mesh = mesh_of(op.name, tensors)
@@ -39,13 +41,17 @@ def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[
         placed = [way.argument(name) for way in chosen], [way.gradient(name) for way in chosen]
         local[name] = to_local(t, mesh, *placed)
         if any(name in way.once for way in chosen):
-            first = all(mesh.get_local_rank(i) == 0 for i, way in enumerate(chosen) if name in way.once)
+            first = all(
+                mesh.get_local_rank(i) == 0 for i, way in enumerate(chosen) if name in way.once
+            )
             local[name] = OnFirst.apply(local[name], first)
     outputs = op(a._replace(**local), backend, strict)[: len(op.grad_names)]
     results = []
     for i, t in enumerate(outputs):
         shape = list(t.shape)
-        for dim, size in ((w.outputs[i], tensors[n].shape[d]) for w in chosen for n, d in w.arguments.items()):
+        for dim, size in (
+            (w.outputs[i], tensors[n].shape[d]) for w in chosen for n, d in w.arguments.items()
+        ):
             if dim is not None:
                 shape[dim] = size
         results.append(from_local(t, mesh, [way.output(i) for way in chosen], shape))
@@ -57,7 +63,10 @@ def tensors_of(op: Op, a: Any) -> dict[str, torch.Tensor]:
 
 
 def to_local(
-    t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], gradient: Sequence[Placement]
+    t: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    gradient: Sequence[Placement],
 ) -> torch.Tensor:
     """Return this rank's part under ``placements``; its gradient gets the ``gradient`` ones."""
     if not isinstance(t, DTensor):
@@ -69,7 +78,10 @@ def to_local(
 
 
 def from_local(
-    t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+    t: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
 ) -> DTensor:
     """Return the DTensor with this local part.
 
@@ -82,7 +94,9 @@ def from_local(
     # The memory order of the part.
     for dim in sorted(range(t.dim()), key=lambda d: (t.stride(d), -d)):
         stride[dim], step = step, step * shape[dim]
-    return DTensor.from_local(t, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    return DTensor.from_local(
+        t, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -117,7 +131,8 @@ class FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "second derivatives of calls with DTensors are not supported: differentiate without create_graph=True"
+                "second derivatives of calls with DTensors are not supported: differentiate without"
+                " create_graph=True"
             )
         return grad
 

@@ -47,8 +47,13 @@ def linear_cross_entropy(op: Op, a: Any, backend: str | None, strict: bool) -> t
     tensors = tensors_of(op, a)
     mesh = mesh_of(op.name, tensors)
     chosen = ways_of(op.name, tensors, mesh, ways(a))
-    arguments, gradients = ([getattr(way, kind) for way in chosen] for kind in ("argument", "gradient"))
-    local = {n: to_local(t, mesh, [f(n) for f in arguments], [f(n) for f in gradients]) for n, t in tensors.items()}
+    arguments, gradients = (
+        [getattr(way, kind) for way in chosen] for kind in ("argument", "gradient")
+    )
+    local = {
+        n: to_local(t, mesh, [f(n) for f in arguments], [f(n) for f in gradients])
+        for n, t in tensors.items()
+    }
     part = a._replace(**local, reduction="none")
     by_rows = [mesh.get_group(i) for i, way in enumerate(chosen) if "x" in way.arguments]
     valid = _valid(a._replace(target=part.target), by_rows)
@@ -56,7 +61,11 @@ def linear_cross_entropy(op: Op, a: Any, backend: str | None, strict: bool) -> t
     if by_classes:
         own = _own_classes(a.weight.shape[0], mesh, by_classes)
         losses = _Losses.apply(
-            part.x, part.weight, part.bias, part.target, _Part(op, a, own, mesh, by_classes, backend, strict)
+            part.x,
+            part.weight,
+            part.bias,
+            part.target,
+            _Part(op, a, own, mesh, by_classes, backend, strict),
         )
     else:
         losses = op(part, backend, strict)[0]
@@ -75,13 +84,20 @@ def _valid(a: Any, by_rows: Sequence[dist.ProcessGroup]) -> torch.Tensor:
             check_values(a)
         except ValueError as found:
             error = found
-    counts = torch.stack([(a.target != a.ignore_index).sum(), torch.tensor(int(error is not None), device=a.target.device)])
+    counts = torch.stack(
+        [
+            (a.target != a.ignore_index).sum(),
+            torch.tensor(int(error is not None), device=a.target.device),
+        ]
+    )
     for group in by_rows:
         dist.all_reduce(counts, group=group)
     if error is not None:
         raise error
     if looks_at_values(a.target.device) and bool(counts[1]):
-        raise ValueError("linear_cross_entropy: another rank's target is out of range: it says which")
+        raise ValueError(
+            "linear_cross_entropy: another rank's target is out of range: it says which"
+        )
     return counts[0]
 
 
@@ -101,7 +117,12 @@ def _reduced(
     """Return the arguments of :func:`from_local` for the reduction of this rank's losses."""
     splits = [way.arguments.get("x") for way in chosen]
     if a.reduction == "none":
-        return losses, mesh, [Replicate() if d is None else Shard(d) for d in splits], list(a.target.shape)
+        return (
+            losses,
+            mesh,
+            [Replicate() if d is None else Shard(d) for d in splits],
+            list(a.target.shape),
+        )
     total = losses.double().sum()
     total = (total / valid if a.reduction == "mean" else total).to(losses.dtype)
     return total, mesh, [Replicate() if d is None else Partial() for d in splits], []
@@ -124,7 +145,9 @@ class _Part:
         smoothing: float = self.a.label_smoothing
         return smoothing
 
-    def gathered(self, t: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def gathered(
+        self, t: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """Return the ranks' ``t`` merged in rank order, so it is bitwise equal on all ranks."""
         for place in self.places:
             shares = [torch.empty_like(t) for _ in range(self.mesh.size(place))]
@@ -132,7 +155,14 @@ class _Part:
             t = merge(torch.stack(shares))
         return t
 
-    def call(self, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any, smoothing: float) -> Any:
+    def call(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: Any,
+        smoothing: float,
+    ) -> Any:
         """Return the arguments of a call on this rank's classes."""
         return self.op.Arguments(x, weight, target, bias, IGNORED, smoothing, "none", False)
 
@@ -149,13 +179,23 @@ class _Losses(torch.autograd.Function):
     """The loss of each row, equal on every rank. The gradient of x is this rank's share."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, part: _Part) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        target: torch.Tensor,
+        part: _Part,
+    ) -> torch.Tensor:
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
         valid = target != part.a.ignore_index
         mine = valid & (target >= part.own.start) & (target < part.own.stop)
         place = torch.where(mine, target - part.own.start, 0)
         own = torch.stack(
-            [*_split_lse(part, x, weight, bias, valid, work), *_logits(part, x, weight, bias, mine, place, work)]
+            [
+                *_split_lse(part, x, weight, bias, valid, work),
+                *_logits(part, x, weight, bias, mine, place, work),
+            ]
         )
         row_max, log_sum, picked, *rest = part.gathered(own, _merged)
         ctx.save_for_backward(x, weight, bias, valid, mine, place, torch.stack([row_max, log_sum]))
@@ -171,17 +211,27 @@ class _Losses(torch.autograd.Function):
         return *_gradients(ctx.part, ctx.saved_tensors, grad.contiguous(), wanted), None, None
 
 
-def _split_lse(part: _Part, x: Any, weight: Any, bias: Any, valid: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+def _split_lse(
+    part: _Part, x: Any, weight: Any, bias: Any, valid: torch.Tensor, work: torch.dtype
+) -> torch.Tensor:
     """Return (2, rows): row_max and log_sum over this rank's classes."""
     if not len(weight):
         return torch.full((2, *valid.shape), -torch.inf, dtype=work, device=x.device)
     any_class = torch.where(valid, 0, IGNORED)
-    split_lse = part.op.run(part.call(x, weight, any_class, bias, 0.0), part.backend, part.strict)[1]
+    split_lse = part.op.run(part.call(x, weight, any_class, bias, 0.0), part.backend, part.strict)[
+        1
+    ]
     return torch.where(valid, split_lse, 0.0)
 
 
 def _logits(
-    part: _Part, x: Any, weight: Any, bias: Any, mine: torch.Tensor, place: torch.Tensor, work: torch.dtype
+    part: _Part,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mine: torch.Tensor,
+    place: torch.Tensor,
+    work: torch.dtype,
 ) -> list[torch.Tensor]:
     """Return the target's logit if this rank owns its class, else 0.
 
@@ -199,7 +249,9 @@ def _logits(
     return found
 
 
-def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor | None]:
+def _gradients(
+    part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]
+) -> list[torch.Tensor | None]:
     """Return the gradients of x (this rank's share), weight and bias.
 
     The raw op accepts the split lse of all ranks and one target per row. A row whose target belongs
@@ -210,7 +262,10 @@ def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) 
     x, weight, bias, valid, mine, place, split_lse = saved
     own, classes = weight.shape[0], part.a.weight.shape[0]
     if not own:
-        return [torch.zeros_like(t) if want and t is not None else None for t, want in zip((x, weight, bias), wanted)]
+        return [
+            torch.zeros_like(t) if want and t is not None else None
+            for t, want in zip((x, weight, bias), wanted)
+        ]
     wanted = [want and t is not None for t, want in zip((x, weight, bias), wanted)]
     s = part.smoothing * (own + 1) / classes
     target = torch.where(valid, torch.where(mine, place, own), IGNORED)
@@ -219,7 +274,9 @@ def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) 
     a = part.call(x, more, target, biases, s)
     if part.op.select(a, part.backend, part.strict).name not in BY_LSE:
         return _plain(part, saved, grad, wanted)
-    results = part.op.backward(grad, *a, split_lse, split_lse.new_empty(0), wanted, part.backend, part.strict)
+    results = part.op.backward(
+        grad, *a, split_lse, split_lse.new_empty(0), wanted, part.backend, part.strict
+    )
     d_x, d_weight, d_bias = (r if want else None for r, want in zip(results, wanted))
     d_weight, d_bias = (None if t is None else t[:own] for t in (d_weight, d_bias))
     if s:
@@ -236,7 +293,9 @@ def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) 
     return [d_x, d_weight, d_bias]
 
 
-def _plain(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor | None]:
+def _plain(
+    part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]
+) -> list[torch.Tensor | None]:
     """Return :func:`_gradients` for the reference, whose backward recomputes m and l.
 
     dz = g (exp(z - m - l) - (1 - s) [c = target] - s / V)
@@ -246,12 +305,20 @@ def _plain(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> l
     w = weight.to(split_lse.dtype)
     own = len(weight)
     z = F.linear(rows, w, None if bias is None else bias.to(split_lse.dtype))
-    dz = torch.exp(z - split_lse[0][..., None] - split_lse[1][..., None]) - part.smoothing / part.a.weight.shape[0]
-    dz = dz.scatter_add(-1, place[..., None], ((part.smoothing - 1.0) * mine.to(dz.dtype))[..., None])
+    dz = (
+        torch.exp(z - split_lse[0][..., None] - split_lse[1][..., None])
+        - part.smoothing / part.a.weight.shape[0]
+    )
+    dz = dz.scatter_add(
+        -1, place[..., None], ((part.smoothing - 1.0) * mine.to(dz.dtype))[..., None]
+    )
     dz = torch.where(valid[..., None], dz * grad[..., None], 0.0)
     flat, rows = dz.reshape(-1, own), rows.reshape(-1, x.shape[-1])
     makers = (lambda: dz @ w, lambda: flat.T @ rows, lambda: flat.sum(0))
-    return [make().to(t.dtype) if want else None for make, t, want in zip(makers, (x, weight, bias), wanted)]
+    return [
+        make().to(t.dtype) if want else None
+        for make, t, want in zip(makers, (x, weight, bias), wanted)
+    ]
 
 
 RULES: dict[str, Rule] = {"linear_cross_entropy": ways}

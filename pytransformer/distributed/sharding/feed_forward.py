@@ -19,7 +19,9 @@ HIDDEN = {"w1": 0, "b1": 0, "w2": 1, "gate_weight": 0, "gate_bias": 0}
 
 def feed_forward(a: Any) -> list[Way]:
     lead = a.x.dim() - 1
-    ways = [Way(f"dimension {d} of x", {"x": d}, (d,), **rows_from(a, d, lead)) for d in range(lead)]
+    ways = [
+        Way(f"dimension {d} of x", {"x": d}, (d,), **rows_from(a, d, lead)) for d in range(lead)
+    ]
     starts = {"column_start": Start("w1", 0)} if a.dropout_p else {}
     return [*ways, Way("hidden", named(HIDDEN, a), (None,), once=frozenset({"b2"}), starts=starts)]
 

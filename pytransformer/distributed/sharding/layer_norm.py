@@ -16,7 +16,10 @@ def norm(a: Any) -> list[Way]:
 def add_norm(a: Any) -> list[Way]:
     lead = a.x.dim() - a.dims
     rows = [(d, named({"x": d, "residual": d}, a)) for d in range(lead)]
-    return [Way(f"dimension {d} of x", arguments, (d, d), **rows_from(a, d, lead)) for d, arguments in rows]
+    return [
+        Way(f"dimension {d} of x", arguments, (d, d), **rows_from(a, d, lead))
+        for d, arguments in rows
+    ]
 
 
 RULES: dict[str, Rule] = {"layer_norm": norm, "rms_norm": norm, "add_norm": add_norm}

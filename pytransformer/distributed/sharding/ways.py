@@ -50,7 +50,13 @@ class Way:
     def gradient(self, name: str) -> Placement:
         """Return the placement of the gradient that each rank's computation produces."""
         whole = name in self.once or not self.arguments
-        return Shard(self.arguments[name]) if name in self.arguments else Replicate() if whole else Partial()
+        return (
+            Shard(self.arguments[name])
+            if name in self.arguments
+            else Replicate()
+            if whole
+            else Partial()
+        )
 
     def output(self, i: int) -> Placement:
         dim = self.outputs[i] if self.arguments else None
@@ -67,12 +73,15 @@ def mesh_of(op: str, tensors: Mapping[str, object]) -> DeviceMesh:
     for name, other in others:
         if other != mesh:
             raise ValueError(
-                f"{op}: {name} lies on {other}, {first} on {mesh}: distribute both over the same mesh, or hand over local tensors"
+                f"{op}: {name} lies on {other}, {first} on {mesh}: distribute both over the same"
+                " mesh, or hand over local tensors"
             )
     return mesh
 
 
-def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequence[Way]) -> list[Way]:
+def ways_of(
+    op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequence[Way]
+) -> list[Way]:
     """Return the split that the placements imply for each dimension of the mesh.
 
     Raises:
@@ -89,14 +98,16 @@ def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequ
             size = tensors[name].shape[way.arguments[name]]  # type: ignore[attr-defined]
             if size % shares[name]:
                 raise ValueError(
-                    f"{op}: split by {way.name}: {name} has {size}, which {shares[name]} ranks do not divide: use fewer ranks, or "
-                    "redistribute to Replicate()"
+                    f"{op}: split by {way.name}: {name} has {size}, which {shares[name]} ranks do"
+                    " not divide: use fewer ranks, or redistribute to Replicate()"
                 )
         chosen.append(way)
     return chosen
 
 
-def starts_of(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, chosen: Sequence[Way]) -> dict[str, int]:
+def starts_of(
+    tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, chosen: Sequence[Way]
+) -> dict[str, int]:
     """Return this rank's starts, by name.
 
     If several mesh dimensions split a dimension, they apply in order, as in Shard.
@@ -120,7 +131,10 @@ def _given(op: str, tensors: Mapping[str, object], place: int) -> dict[str, int]
         if type(placement) is Shard:
             given[name] = placement.dim
         elif not isinstance(placement, (Partial, Replicate)):
-            raise ValueError(f"{op}: {name} is placed as {placement}: redistribute it to Shard or Replicate first")
+            raise ValueError(
+                f"{op}: {name} is placed as {placement}: redistribute it to Shard or Replicate"
+                " first"
+            )
     return given
 
 
@@ -131,8 +145,10 @@ def _way(op: str, given: dict[str, int], ways: Sequence[Way]) -> Way:
         if given.items() <= way.arguments.items():
             return way
     told = ", ".join(f"{name} by dimension {dim}" for name, dim in given.items())
-    known = "; ".join(f"{w.name} ({', '.join(f'{n} {d}' for n, d in w.arguments.items())})" for w in ways)
+    known = "; ".join(
+        f"{w.name} ({', '.join(f'{n} {d}' for n, d in w.arguments.items())})" for w in ways
+    )
     raise ValueError(
-        f"{op}: cannot compute with {told} split. It can be split by {known or 'nothing'}: redistribute to one of these, or to "
-        "Replicate()"
+        f"{op}: cannot compute with {told} split. It can be split by {known or 'nothing'}:"
+        " redistribute to one of these, or to Replicate()"
     )

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import hugging_face_rules, long_rules, padding_rules, rotary_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # they fill RULES
+from . import (  # noqa: F401  # they fill RULES
+    hugging_face_rules,
+    long_rules,
+    padding_rules,
+    rotary_rules,
+    t5_rules,
+    timm_rules,
+    torch_rules,
+)
 from .rules import KINDS, ON_REQUEST, Converted, candidate, find_rule
 
 __all__ = ["Conversion", "convert", "revert"]
@@ -41,11 +49,16 @@ class Conversion:
         revert(self.model)
 
     def __str__(self) -> str:
-        lines = [f"converted {len(self.converted)} modules, left {len(self.skipped)} that looked like candidates"]
+        lines = [
+            f"converted {len(self.converted)} modules, left {len(self.skipped)} that looked like"
+            " candidates"
+        ]
         for title, rows in (("", self.converted), ("not converted: ", self.skipped)):
             for (of, what), count in Counter((of, what) for _, of, what in rows).items():
                 example = next(name for name, *rest in rows if rest == [of, what])
-                lines.append(f"  {title}{count} x {of} (as {example or 'the model itself'}): {what}")
+                lines.append(
+                    f"  {title}{count} x {of} (as {example or 'the model itself'}): {what}"
+                )
         return "\n".join(lines)
 
 
@@ -76,7 +89,10 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = tuple(kinds)
     if unknown := [k for k in wanted if k not in (*KINDS, *ON_REQUEST)]:
-        raise ValueError(f"convert: unknown kind {unknown[0]!r}; the kinds are {', '.join((*KINDS, *ON_REQUEST))}")
+        raise ValueError(
+            f"convert: unknown kind {unknown[0]!r}; the kinds are"
+            f" {', '.join((*KINDS, *ON_REQUEST))}"
+        )
     result = Conversion(model)
     for name, module in model.named_modules():
         if isinstance(module, Converted):

@@ -59,7 +59,9 @@ def digest(cls: type, method: str) -> str:
     if not all(digests):
         return ""
     called = sorted(f"{place.name} {of}" for place, of in zip(places[1:], digests[1:]))
-    return hashlib.sha256(f"{digests[0]} {called}".encode()).hexdigest()[:12] if called else digests[0]
+    return (
+        hashlib.sha256(f"{digests[0]} {called}".encode()).hexdigest()[:12] if called else digests[0]
+    )
 
 
 def is_own(cls: type, method: str) -> bool:
@@ -117,14 +119,22 @@ def _source(function: Callable[..., Any]) -> _Source:
         return _Source("", (), ())
     of_self, of_file = [], []
     for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+        if (
+            isinstance(part, ast.Attribute)
+            and isinstance(part.value, ast.Name)
+            and part.value.id == "self"
+        ):
             of_self.append(part.attr)
         if isinstance(part, ast.Name):
             of_file.append(part.id)
         for field in ("id", "arg"):
             if (name := getattr(part, field, None)) in RENAMED:
                 setattr(part, field, RENAMED[name])
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
+        if (
+            isinstance(part, ast.Call)
+            and isinstance(part.func, ast.Attribute)
+            and part.func.attr == "update"
+        ):
             # See rules.update_cache.
             part.keywords = [k for k in part.keywords if k.arg != "kwargs"]
     body = node.body[1:] if ast.get_docstring(node) else node.body

@@ -50,8 +50,10 @@ class ScaledNorm:
 
 _rule(
     Rule("norm", "rms_norm", ScaledNorm, special_weights, ("a44bf2f44ac6", "f5ab9e3de87c")),
-    llama="LlamaRMSNorm", mistral="MistralRMSNorm", qwen2="Qwen2RMSNorm", qwen3="Qwen3RMSNorm", phi3="Phi3RMSNorm",
-    mixtral="MixtralRMSNorm", qwen3_moe="Qwen3MoeRMSNorm", dots1="Dots1RMSNorm", t5="T5LayerNorm", mt5="MT5LayerNorm", umt5="UMT5LayerNorm",
+    llama="LlamaRMSNorm", mistral="MistralRMSNorm", qwen2="Qwen2RMSNorm", qwen3="Qwen3RMSNorm",
+    phi3="Phi3RMSNorm",
+    mixtral="MixtralRMSNorm", qwen3_moe="Qwen3MoeRMSNorm", dots1="Dots1RMSNorm", t5="T5LayerNorm",
+    mt5="MT5LayerNorm", umt5="UMT5LayerNorm",
 )  # fmt: skip
 
 
@@ -83,7 +85,9 @@ def _network(
                 return NotImplemented
             p = probability(self.dropout, self.training) if dropout else 0.0
             through = None if gate is None else getattr(self, gate)
-            return feed_forward(hidden_states, first, second, getattr(self, activation), gate=through, dropout=p)
+            return feed_forward(
+                hidden_states, first, second, getattr(self, activation), gate=through, dropout=p
+            )
 
     def condition(m: Any) -> str | None:
         reason = needs(getattr(m, activation), *[getattr(m, n) for n in names])
@@ -92,14 +96,17 @@ def _network(
     return FeedForward, condition
 
 
-def _network_rule(digest: str, *attributes: str, gate: str | None = None, dropout: bool = False, **models: str) -> None:
+def _network_rule(
+    digest: str, *attributes: str, gate: str | None = None, dropout: bool = False, **models: str
+) -> None:
     mixin, condition = _network(*attributes, gate=gate, dropout=dropout)
     _rule(Rule("feed_forward", "feed_forward", mixin, condition, (digest,)), **models)
 
 
 _network_rule(
     "5c180f599572", "up_proj", "down_proj", "act_fn", gate="gate_proj",
-    llama="LlamaMLP", mistral="MistralMLP", qwen2="Qwen2MLP", qwen3="Qwen3MLP", gemma="GemmaMLP", gemma2="Gemma2MLP",
+    llama="LlamaMLP", mistral="MistralMLP", qwen2="Qwen2MLP", qwen3="Qwen3MLP", gemma="GemmaMLP",
+    gemma2="Gemma2MLP",
     gemma3="Gemma3MLP",
 )  # fmt: skip
 _network_rule(
@@ -114,7 +121,14 @@ _network_rule(
     dinov2="Dinov2MLP",
 )
 _network_rule(
-    "aebbf1bda02d", "wi", "wo", "act", dropout=True, t5="T5DenseActDense", mt5="MT5DenseActDense", umt5="UMT5DenseActDense"
+    "aebbf1bda02d",
+    "wi",
+    "wo",
+    "act",
+    dropout=True,
+    t5="T5DenseActDense",
+    mt5="MT5DenseActDense",
+    umt5="UMT5DenseActDense",
 )
 _network_rule(
     "5af15851e1e6", "wi_1", "wo", "act", gate="wi_0", dropout=True,
@@ -143,14 +157,21 @@ RULES["transformers.activations.NewGELUActivation"] = Rule(
 
 class ResidualNorm:
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        return add_norm(self.dense(hidden_states), input_tensor, self.LayerNorm, probability(self.dropout, self.training))[0]
+        return add_norm(
+            self.dense(hidden_states),
+            input_tensor,
+            self.LayerNorm,
+            probability(self.dropout, self.training),
+        )[0]
 
 
 class FeedForwardChunk:
     def feed_forward_chunk(self: Any, attention_output: torch.Tensor) -> torch.Tensor:
         first, last = self.intermediate, self.output
         hidden = feed_forward(attention_output, first.dense, last.dense, first.intermediate_act_fn)
-        return add_norm(hidden, attention_output, last.LayerNorm, probability(last.dropout, self.training))[0]
+        return add_norm(
+            hidden, attention_output, last.LayerNorm, probability(last.dropout, self.training)
+        )[0]
 
 
 def _sublayers_changed(layer: Any) -> str | None:
@@ -163,7 +184,13 @@ def _sublayers_changed(layer: Any) -> str | None:
     return None
 
 
-_bert = dict(bert="Bert", roberta="Roberta", xlm_roberta="XLMRoberta", electra="Electra", camembert="Camembert")
+_bert = dict(
+    bert="Bert",
+    roberta="Roberta",
+    xlm_roberta="XLMRoberta",
+    electra="Electra",
+    camembert="Camembert",
+)
 bypass("727c5ce1df61", **{model: f"{name}Intermediate" for model, name in _bert.items()})
 _rule(
     Rule(
@@ -179,8 +206,10 @@ _rule(
     Rule(
         "block", "feed_forward and add_norm", FeedForwardChunk,
         lambda m: first_reason(
-            _sublayers_changed(m), needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense),
-            droppable(m.output.dropout), fusable_norm(m.output.LayerNorm), unhooked(m.intermediate, m.output),
+            _sublayers_changed(m),
+            needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense),
+            droppable(m.output.dropout), fusable_norm(m.output.LayerNorm),
+            unhooked(m.intermediate, m.output),
         ),
         ("ef0dc32604fb",), "feed_forward_chunk",
     ),
@@ -197,11 +226,15 @@ def _is_half(x: torch.Tensor) -> bool:
 
 
 class PostNormEncoderLayer:  # BART
-    def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> torch.Tensor:
         if _is_half(hidden_states):
             return NotImplemented
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
-        return _post_norm_network(self, _post_norm(self, attended, hidden_states, self.self_attn_layer_norm))
+        return _post_norm_network(
+            self, _post_norm(self, attended, hidden_states, self.self_attn_layer_norm)
+        )
 
 
 class PostNormDecoderLayer:  # BART
@@ -216,7 +249,9 @@ class PostNormDecoderLayer:  # BART
         **kwargs: Any,
     ) -> torch.Tensor:
         cache = {self.cache_keyword: past_key_values}
-        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **cache, **kwargs)
+        attended, _ = self.self_attn(
+            hidden_states, attention_mask=attention_mask, **cache, **kwargs
+        )
         hidden_states = _post_norm(self, attended, hidden_states, self.self_attn_layer_norm)
         if encoder_hidden_states is not None:
             attended, _ = self.encoder_attn(
@@ -235,12 +270,18 @@ def _post_norm(m: Any, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> to
 
 
 def _post_norm_network(m: Any, x: torch.Tensor) -> torch.Tensor:
-    inner = feed_forward(x, m.fc1, m.fc2, m.activation_fn, dropout=probability(m.activation_dropout, m.training))
+    inner = feed_forward(
+        x, m.fc1, m.fc2, m.activation_fn, dropout=probability(m.activation_dropout, m.training)
+    )
     return _post_norm(m, inner, x, m.final_layer_norm)
 
 
 def _bart_condition(m: Any) -> str | None:
-    norms = [m.self_attn_layer_norm, m.final_layer_norm, *([m.encoder_attn_layer_norm] if hasattr(m, "encoder_attn") else [])]
+    norms = [
+        m.self_attn_layer_norm,
+        m.final_layer_norm,
+        *([m.encoder_attn_layer_norm] if hasattr(m, "encoder_attn") else []),
+    ]
     dropouts = droppable(m.dropout, m.activation_dropout)
     return first_reason(needs(m.activation_fn, m.fc1, m.fc2), dropouts, fusable_norm(*norms))
 
@@ -257,12 +298,16 @@ _rule(
 
 
 class PreNormEncoderLayer:  # MBART, Whisper
-    def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> torch.Tensor:
         if _is_half(hidden_states):
             return NotImplemented
         p = probability(self.dropout, self.training)
         attended, _ = self.self_attn(
-            hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
+            hidden_states=self.self_attn_layer_norm(hidden_states),
+            attention_mask=attention_mask,
+            **kwargs,
         )
         normed, stream = add_norm(attended, hidden_states, self.final_layer_norm, p)
         inner = probability(self.activation_dropout, self.training)
@@ -277,7 +322,12 @@ _rule(
 
 
 def _pre_norm(
-    attention_norm: str, attention: str, network_norm: str, dropout: str | None = None, *, network: str = "mlp"
+    attention_norm: str,
+    attention: str,
+    network_norm: str,
+    dropout: str | None = None,
+    *,
+    network: str = "mlp",
 ) -> tuple[type, Callable[[Any], str | None]]:
     """Return mixin and condition of a pre-norm block with a fused add and second norm."""
 
@@ -292,7 +342,9 @@ def _pre_norm(
             normed, attend = getattr(self, attention_norm)(hidden_states), getattr(self, attention)
             # Pass the input as the original does, because a pre-hook receives positional arguments
             # only.
-            attended = (attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs))[0]
+            attended = (
+                attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs)
+            )[0]
             p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
             normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)
             out = getattr(self, network)(normed)
@@ -310,10 +362,26 @@ def _block_rule(digest: str, *attributes: str | None, **models: str) -> None:
     _rule(Rule("block", "add_norm", mixin, condition, (digest,)), **models)
 
 
-_block_rule("2a2f6daee326", "layernorm_before", "attention", "layernorm_after", "dropout", vit="ViTLayer", deit="DeiTLayer")
-_block_rule("c3ed0f996d89", "layer_norm1", "self_attn", "layer_norm2", clip="CLIPEncoderLayer", siglip="SiglipEncoderLayer")
+_block_rule(
+    "2a2f6daee326",
+    "layernorm_before",
+    "attention",
+    "layernorm_after",
+    "dropout",
+    vit="ViTLayer",
+    deit="DeiTLayer",
+)
+_block_rule(
+    "c3ed0f996d89",
+    "layer_norm1",
+    "self_attn",
+    "layer_norm2",
+    clip="CLIPEncoderLayer",
+    siglip="SiglipEncoderLayer",
+)
 _block_rule("432950109dec", "ln_1", "attn", "ln_2", gpt2="GPT2Block")
 _block_rule(
     "a02ed755fe70", "input_layernorm", "self_attn", "post_attention_layernorm",
-    llama="LlamaDecoderLayer", mistral="MistralDecoderLayer", qwen2="Qwen2DecoderLayer", qwen3="Qwen3DecoderLayer",
+    llama="LlamaDecoderLayer", mistral="MistralDecoderLayer", qwen2="Qwen2DecoderLayer",
+    qwen3="Qwen3DecoderLayer",
 )  # fmt: skip

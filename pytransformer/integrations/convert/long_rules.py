@@ -66,15 +66,22 @@ class WindowAndGlobal:
             return NotImplemented
         half = self.one_sided_attn_window_size
         p = self.dropout if self.training else 0.0
-        query, key, value = (_split(f(hidden_states), self.head_dim) for f in (self.query, self.key, self.value))
+        query, key, value = (
+            _split(f(hidden_states), self.head_dim) for f in (self.query, self.key, self.value)
+        )
         seen: MaskAndBias = {"window": (half, half), "scale": self.head_dim**-0.5}
         if is_global_attn:
             pattern = _window_and_columns(half, _columns(is_index_global_attn))
-            seen["window"], seen["attn_mask"] = None, pattern(hidden_states.shape[1], hidden_states.device)
+            seen["window"], seen["attn_mask"] = (
+                None,
+                pattern(hidden_states.shape[1], hidden_states.device),
+            )
         seen |= _hidden(is_index_masked, is_index_masked)
         out = _merge(attention(query, key, value, dropout_p=p, **seen))
         if is_global_attn:
-            out = _with_global_rows(self, out, hidden_states, is_index_global_attn, ~is_index_masked, p)
+            out = _with_global_rows(
+                self, out, hidden_states, is_index_global_attn, ~is_index_masked, p
+            )
         return (out,)
 
 
@@ -97,17 +104,25 @@ def _window_and_columns(half: int, columns: tuple[tuple[int, ...], ...]) -> Patt
         window = band(length, half, half, sizes, device)
         rows = torch.arange(down, device=device)[:, None] * across
         blocks = [
-            torch.cat([window, (rows + row.nonzero().flatten() // BLOCK).flatten()]).unique() + b * down * across
+            torch.cat([window, (rows + row.nonzero().flatten() // BLOCK).flatten()]).unique()
+            + b * down * across
             for b, row in enumerate(is_column)
         ]
         mod = lambda b, h, i, j: ((i - j).abs() <= half) | is_column[b, j]
-        return BlockMask(shape, evaluate(mod, shape, sizes, device, torch.cat(blocks), vectorized=True))
+        return BlockMask(
+            shape, evaluate(mod, shape, sizes, device, torch.cat(blocks), vectorized=True)
+        )
 
     return Pattern(make)
 
 
 def _with_global_rows(
-    m: Any, out: torch.Tensor, hidden: torch.Tensor, is_global: torch.Tensor, keep: torch.Tensor, p: float
+    m: Any,
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    is_global: torch.Tensor,
+    keep: torch.Tensor,
+    p: float,
 ) -> torch.Tensor:
     """Return ``out``, (B, L, H D), with the global tokens' rows from their projections."""
     many = is_global.sum(1)
@@ -115,21 +130,31 @@ def _with_global_rows(
     picked = hidden.new_zeros(*slots.shape, hidden.shape[-1])
     picked[slots] = hidden[is_global]
     query, key, value = (
-        _split(f(x), m.head_dim) for f, x in ((m.query_global, picked), (m.key_global, hidden), (m.value_global, hidden))
+        _split(f(x), m.head_dim)
+        for f, x in ((m.query_global, picked), (m.key_global, hidden), (m.value_global, hidden))
     )
     found = attention(
-        query, key, value, scale=m.head_dim**-0.5, dropout_p=p, attn_mask=keep[:, None, None, :], query_lengths=many
+        query,
+        key,
+        value,
+        scale=m.head_dim**-0.5,
+        dropout_p=p,
+        attn_mask=keep[:, None, None, :],
+        query_lengths=many,
     )
     return out.masked_scatter(is_global[..., None], _merge(found)[slots].to(out.dtype))
 
 
 _rule(
-    Rule("attention", "attention by a block mask, and of the global rows", WindowAndGlobal, digests=("5a7ffc6af498", "0afe43567d0f",)),
+    Rule("attention", "attention by a block mask, and of the global rows", WindowAndGlobal,
+        digests=("5a7ffc6af498", "0afe43567d0f",)),
     longformer="LongformerSelfAttention", led="LEDEncoderSelfAttention",
 )  # fmt: skip
 
 
-_PLANS: weakref.WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[Pattern, list[int]]]] = weakref.WeakKeyDictionary()
+_PLANS: weakref.WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[Pattern, list[int]]]] = (
+    weakref.WeakKeyDictionary()
+)
 _LENGTHS = 8  # maximum number of cached plans per module
 
 
@@ -150,9 +175,16 @@ class BlockSparse:
         pattern, again = plan(self, length)
 
         def repeated(t: torch.Tensor, dim: int) -> torch.Tensor:
-            return torch.cat([t, *(t.narrow(dim, size * block, size) for block in again)], dim) if again else t
+            return (
+                torch.cat([t, *(t.narrow(dim, size * block, size) for block in again)], dim)
+                if again
+                else t
+            )
 
-        query, key, value = (_split(f(hidden_states), self.attention_head_size) for f in (self.query, self.key, self.value))
+        query, key, value = (
+            _split(f(hidden_states), self.attention_head_size)
+            for f in (self.query, self.key, self.value)
+        )
         seen = _hidden(from_mask[:, 0, :, 0] == 0, repeated(to_mask[:, 0, 0] == 0, 1))
         seen["attn_mask"] = pattern(length, hidden_states.device)
         return _merge(attention(query, repeated(key, 2), repeated(value, 2), **seen)), None
@@ -170,7 +202,10 @@ def plan(m: Any, length: int) -> tuple[Pattern, list[int]]:
         seen = torch.stack([*(many >= 1).unbind(-1), *copies], -1)
         if len(kept) >= _LENGTHS:
             kept.clear()
-        found = kept[length, m.training] = _pattern_of_blocks(seen, m.block_size), [block for block, _ in again]
+        found = kept[length, m.training] = (
+            _pattern_of_blocks(seen, m.block_size),
+            [block for block, _ in again],
+        )
     return found
 
 
@@ -202,13 +237,16 @@ def _drawn(m: Any, length: int) -> Any:
     try:
         if length in (1024, 3072, 4096):
             rows = [
-                m._bigbird_block_rand_mask(m.max_seqlen, m.max_seqlen, size, size, blocks, last_idx=1024)[: length // size - 2]
+                m._bigbird_block_rand_mask(
+                    m.max_seqlen, m.max_seqlen, size, size, blocks, last_idx=1024
+                )[: length // size - 2]
                 for _ in range(heads)
             ]
         else:
             ends, many = m._get_rand_attn_plan(length, size, blocks)
             rows = m._bigbird_block_rand_mask_with_head(
-                from_seq_length=length, to_seq_length=length, from_block_size=size, to_block_size=size, num_heads=heads,
+                from_seq_length=length, to_seq_length=length, from_block_size=size,
+                to_block_size=size, num_heads=heads,
                 plan_from_length=ends, plan_num_rand_blocks=many,
             )  # fmt: skip
     finally:
@@ -250,13 +288,17 @@ class Full:
             key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         else:
             source = encoder_hidden_states if cross else hidden_states
-            key, value = (_split(f(source), self.attention_head_size) for f in (self.key, self.value))
+            key, value = (
+                _split(f(source), self.attention_head_size) for f in (self.key, self.value)
+            )
             if cache is not None:
                 key, value = update_cache(self, cache, key, value, kwargs)
         query = _split(self.query(hidden_states), self.attention_head_size)
         # A Mask if the model uses our attention interface, else additive.
         mask = encoder_attention_mask if cross else attention_mask
-        out, _ = _on_the_interface()(self, query, key, value, mask, dropout=probability(self.dropout, self.training))
+        out, _ = _on_the_interface()(
+            self, query, key, value, mask, dropout=probability(self.dropout, self.training)
+        )
         return out.flatten(2), None
 
 
@@ -279,7 +321,8 @@ class KeepsOurs:
 
 _rule(
     Rule(
-        "attention", "attention by a block mask", BlockSparse, digests=("be55e5acbb91", "5e31e63b4e9e"),
+        "attention", "attention by a block mask", BlockSparse,
+        digests=("be55e5acbb91", "5e31e63b4e9e"),
     ),
     big_bird="BigBirdBlockSparseAttention", bigbird_pegasus="BigBirdPegasusBlockSparseAttention",
 )  # fmt: skip
@@ -289,7 +332,8 @@ _rule(
 )  # fmt: skip
 _rule(
     Rule(
-        "attention", "ours when its type changes", KeepsOurs, digests=("082128cca62d", "3deb8888fe3a"), method="set_attention_type"
+        "attention", "ours when its type changes", KeepsOurs,
+        digests=("082128cca62d", "3deb8888fe3a"), method="set_attention_type"
     ),
     big_bird="BigBirdAttention", bigbird_pegasus="BigBirdPegasusEncoderAttention",
 )  # fmt: skip
@@ -321,10 +365,14 @@ class DecoderAttention:
                 if cross and updated is not None:
                     updated[layer] = True
         out = attention(
-            _split(self.q_proj(hidden_states), self.head_dim), key, value, scale=self.scaling, attn_mask=attention_mask,
+            _split(self.q_proj(hidden_states), self.head_dim), key, value, scale=self.scaling,
+            attn_mask=attention_mask,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.out_proj(_merge(out)), None, past_key_values
 
 
-_rule(Rule("attention", "attention", DecoderAttention, digests=("9a629bc60b41",)), led="LEDDecoderAttention")
+_rule(
+    Rule("attention", "attention", DecoderAttention, digests=("9a629bc60b41",)),
+    led="LEDDecoderAttention",
+)

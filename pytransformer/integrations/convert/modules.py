@@ -18,7 +18,12 @@ from .rules import find_rule, library, original_class
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 # Tensors that represent plain ones during tracing, and DTensor, for which the ops have rules.
-_KNOWN_SUBCLASSES = ("torch._subclasses", "torch.distributed.tensor", "torch.fx", "torch.nn.parameter")
+_KNOWN_SUBCLASSES = (
+    "torch._subclasses",
+    "torch.distributed.tensor",
+    "torch.fx",
+    "torch.nn.parameter",
+)
 # Digests of the forwards of bypassed modules without a rule, by module and class.
 _BYPASSED: dict[str, dict[str, str]] = {
     "transformers.activations": {
@@ -29,11 +34,17 @@ _BYPASSED: dict[str, dict[str, str]] = {
     "timm.layers.activations": {"GELU": "75ced0491999", "GELUTanh": "15f351500331"},
 }
 observed: set[nn.Module] = set()  # modules that only have explain's hooks, which change nothing
-_FUNCTIONS: dict[Any, ActivationName] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+_FUNCTIONS: dict[Any, ActivationName] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.gelu: "gelu",
+    F.silu: "silu",
+}
 # Classes by module. transformers' GELUActivation may compute erf in Python; the function is equal.
 _CLASSES: dict[str, dict[str, ActivationName]] = {
     "transformers.activations": {
-        "GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu",
+        "GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh",
+        "SiLUActivation": "silu",
     },
     "timm.layers.activations": {"GELU": "gelu", "GELUTanh": "gelu_tanh"},
 }  # fmt: skip
@@ -82,13 +93,22 @@ def _changed(cls: Any) -> str | None:
     The result is cached until the forward is replaced. torch.compile can trace access to a dict,
     but not the digest of a source.
     """
-    if cls not in _FORWARDS or not (torch.compiler.is_compiling() or _FORWARDS[cls][0] is cls.forward):
+    if cls not in _FORWARDS or not (
+        torch.compiler.is_compiling() or _FORWARDS[cls][0] is cls.forward
+    ):
         rule, known = find_rule(cls), _BYPASSED.get(cls.__module__, {}).get(cls.__name__)
         if rule is not None and rule.method == "forward":
             own = rule.checked(cls)
         else:
-            own = code.is_own(cls, "forward") if library(cls) == "torch" else code.digest(cls, "forward") == known
-        _FORWARDS[cls] = cls.forward, None if own else f"has a {cls.__name__} whose forward is not one we have checked"
+            own = (
+                code.is_own(cls, "forward")
+                if library(cls) == "torch"
+                else code.digest(cls, "forward") == known
+            )
+        _FORWARDS[cls] = (
+            cls.forward,
+            None if own else f"has a {cls.__name__} whose forward is not one we have checked",
+        )
     return _FORWARDS[cls][1]
 
 
@@ -101,7 +121,9 @@ def unhooked(*modules: nn.Module) -> str | None:
     if _has_any_global_hook():
         return "hooks for all modules are registered, which a fused op would not call"
     for m in modules:
-        hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        hooked = (
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        )
         if hooked and m not in observed:
             return f"has a {type(m).__name__} with hooks, which a fused op would not call"
         if "forward" in m.__dict__:
@@ -137,7 +159,10 @@ def droppable(*dropouts: Any) -> str | None:
 def needs(activation: Any, *linears: nn.Module) -> str | None:
     """Return why a feed-forward network's rule does not apply, or None."""
     if activation_name(activation) is None:
-        return f"its activation, {getattr(activation, '__name__', type(activation).__name__)}, is not one of ours"
+        return (
+            f"its activation, {getattr(activation, '__name__', type(activation).__name__)}, is not"
+            " one of ours"
+        )
     if isinstance(activation, nn.Module) and (reason := unhooked(activation)) is not None:
         return reason
     return unfusable(*linears)
@@ -171,7 +196,9 @@ def feed_forward(
     )
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(norm(r), r)`` with ``r = residual + dropout(x)``, for a :func:`fusable_norm`."""
     # torch returns the promoted dtype.
     if x.dtype != residual.dtype or x.dtype != norm.weight.dtype:

@@ -18,7 +18,12 @@ from .rules import Rule
 
 
 class PackedEncoder:
-    def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         others = ("encoder_hidden_states", "encoder_attention_mask", self.cache_keyword)
         if any(kwargs.get(name) is not None for name in others):
             return NotImplemented

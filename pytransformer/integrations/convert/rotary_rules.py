@@ -46,7 +46,8 @@ class Turned:
         """Return queries, keys and values, (B, H, L, D) each, before norm and rotation."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         query, key, value = (
-            projection(x).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).view(shape).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         return query, key, value
 
@@ -55,11 +56,18 @@ class Turned:
         return {}
 
     def turned_and_attended(
-        self: Any, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], mask: Any, cache: Any, kwargs: dict[str, Any]
+        self: Any,
+        x: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        mask: Any,
+        cache: Any,
+        kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = self.heads(x)
         by = [getattr(self, name) for name in self.norms] or [None, None]
-        query, key = (_turned(t, norm, tables, self.norm_offset) for t, norm in zip((query, key), by))
+        query, key = (
+            _turned(t, norm, tables, self.norm_offset) for t, norm in zip((query, key), by)
+        )
         if cache is not None:
             key, value = update_cache(self, cache, key, value, kwargs)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -68,7 +76,15 @@ class Turned:
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(
-            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **self.for_interface(), **kwargs
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=self.scaling,
+            **self.for_interface(),
+            **kwargs,
         )
         return getattr(self, self.projection_out)(out.reshape(*x.shape[:-1], -1)), weights
 
@@ -84,13 +100,23 @@ class RotaryAttention(Turned):  # Llama
     ) -> Any:
         if position_embeddings is None or not _tables_fit(*position_embeddings):
             return NotImplemented
-        return self.turned_and_attended(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+        return self.turned_and_attended(
+            hidden_states, position_embeddings, attention_mask, past_key_values, kwargs
+        )
 
 
 def _turned(
-    x: torch.Tensor, norm: Any, tables: tuple[torch.Tensor, torch.Tensor], offset: float, interleaved: bool = False
+    x: torch.Tensor,
+    norm: Any,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    offset: float,
+    interleaved: bool = False,
 ) -> torch.Tensor:
-    settings: dict[str, Any] = {} if norm is None else {"weight": norm.weight, "eps": _norm_eps(norm), "weight_offset": offset}
+    settings: dict[str, Any] = (
+        {}
+        if norm is None
+        else {"weight": norm.weight, "eps": _norm_eps(norm), "weight_offset": offset}
+    )
     cos, sin = tables
     return rotary(x, cos=cos, sin=sin, dims=cos.shape[-1], interleaved=interleaved, **settings)
 
@@ -136,11 +162,14 @@ class ProjectionByHead(Turned):
         return query, key, value
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, attention_mask: Any, layer_past: Any = None, position_embeddings: Any = None, **kwargs: Any
+        self: Any, hidden_states: torch.Tensor, attention_mask: Any, layer_past: Any = None,
+        position_embeddings: Any = None, **kwargs: Any
     ) -> Any:  # fmt: skip
         if position_embeddings is None or not _tables_fit(*position_embeddings):
             return NotImplemented
-        return self.turned_and_attended(hidden_states, position_embeddings, attention_mask, layer_past, kwargs)
+        return self.turned_and_attended(
+            hidden_states, position_embeddings, attention_mask, layer_past, kwargs
+        )
 
 
 class OwnAttention:  # GPT-J
@@ -163,7 +192,8 @@ class OwnAttention:  # GPT-J
             return NotImplemented
         shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
         query, key, value = (
-            projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(hidden_states).view(shape).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         rows = self.embed_positions.to(position_ids.device)[position_ids].to(key.dtype)
         sin, cos = (t.repeat_interleave(2, -1) for t in rows.chunk(2, -1))
@@ -171,7 +201,8 @@ class OwnAttention:  # GPT-J
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         out = attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=probability(self.attn_dropout, self.training),
+            query, key, value, attn_mask=attention_mask,
+            dropout_p=probability(self.attn_dropout, self.training),
             scale=1.0 / self.scale_attn,
         )  # fmt: skip
         return self.resid_dropout(self.out_proj(out.transpose(1, 2).flatten(2))), None
@@ -193,15 +224,35 @@ def _rotary_rule(mixin: type[Turned], digest_of_forward: str, **models: str) -> 
 
 _rotary_rule(
     RotaryAttention, "e0dc6709f77e",
-    llama="LlamaAttention", arcee="ArceeAttention", gemma="GemmaAttention", granite="GraniteAttention", granitemoe="GraniteMoeAttention",
-    granitemoeshared="GraniteMoeSharedAttention", qwen2_moe="Qwen2MoeAttention", phimoe="PhimoeAttention",
+    llama="LlamaAttention", arcee="ArceeAttention", gemma="GemmaAttention",
+    granite="GraniteAttention", granitemoe="GraniteMoeAttention",
+    granitemoeshared="GraniteMoeSharedAttention", qwen2_moe="Qwen2MoeAttention",
+    phimoe="PhimoeAttention",
 )  # fmt: skip
 _rotary_rule(
-    WindowOfConfig, "209ea151b52b", mistral="MistralAttention", mixtral="MixtralAttention", minimax="MiniMaxAttention"
+    WindowOfConfig,
+    "209ea151b52b",
+    mistral="MistralAttention",
+    mixtral="MixtralAttention",
+    minimax="MiniMaxAttention",
 )
-_rotary_rule(WindowOfLayer, "b276710247d4", qwen2="Qwen2Attention", cwm="CwmAttention", ministral="MinistralAttention")
-_rotary_rule(WindowAndSoftcap, "07623442ea6a", gemma2="Gemma2Attention", vaultgemma="VaultGemmaAttention")
-_rotary_rule(NormOfHeads, "78643a229057", qwen3="Qwen3Attention", qwen3_moe="Qwen3MoeAttention", dots1="Dots1Attention")
+_rotary_rule(
+    WindowOfLayer,
+    "b276710247d4",
+    qwen2="Qwen2Attention",
+    cwm="CwmAttention",
+    ministral="MinistralAttention",
+)
+_rotary_rule(
+    WindowAndSoftcap, "07623442ea6a", gemma2="Gemma2Attention", vaultgemma="VaultGemmaAttention"
+)
+_rotary_rule(
+    NormOfHeads,
+    "78643a229057",
+    qwen3="Qwen3Attention",
+    qwen3_moe="Qwen3MoeAttention",
+    dots1="Dots1Attention",
+)
 _rotary_rule(ShiftedNormOfHeads, "76d941e97a38", gemma3="Gemma3Attention")
 _rotary_rule(OneProjection, "0cc61163a452", phi3="Phi3Attention")
 _rotary_rule(ProjectionByHead, "c054fe870f72", gpt_neox="GPTNeoXAttention")

@@ -60,17 +60,25 @@ class Rule:
     def __post_init__(self) -> None:
         if hasattr(self.mixin, "forward") and self.method != "forward":
             raise TypeError(
-                f"{self.mixin.__name__} overrides forward, so the rule's method must be forward, got {self.method}"
+                f"{self.mixin.__name__} overrides forward, so the rule's method must be forward,"
+                f" got {self.method}"
             )
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         if not self.checked(type(module)):
-            return f"its {self.method}, or what that calls, is not one we have checked: changed, or of another {library(type(module))}"
+            return (
+                f"its {self.method}, or what that calls, is not one we have checked: changed, or of"
+                f" another {library(type(module))}"
+            )
         return why_replaced(module) or self.condition(module)
 
     def checked(self, cls: type) -> bool:
         """Return whether the class has the code that the rule was written for."""
-        return code.digest(cls, self.method) in self.digests if self.digests else code.is_own(cls, self.method)
+        return (
+            code.digest(cls, self.method) in self.digests
+            if self.digests
+            else code.is_own(cls, self.method)
+        )
 
     def subclass(self, original: type) -> type:
         return _subclass(self, original)
@@ -100,7 +108,9 @@ def why_replaced(module: torch.nn.Module) -> str | None:
 def _subclass(rule: Rule, original: type) -> type:
     names: dict[str, Any] = {"converted_from": original, "__module__": original.__module__}
     if hasattr(rule.mixin, rule.method):
-        parameters = [n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"]
+        parameters = [
+            n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"
+        ]
         names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"
         names[rule.method] = _guarded(rule, original, tuple(parameters), names["cache_keyword"])
     # Keep the name for printing and for code that checks class names.
@@ -112,13 +122,23 @@ def _subclass(rule: Rule, original: type) -> type:
     return cls
 
 
-def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyword: str) -> Callable[..., Any]:
+def _guarded(
+    rule: Rule, original: type, parameters: tuple[str, ...], cache_keyword: str
+) -> Callable[..., Any]:
     """Return the converted method: the mixin's if the condition holds, else the original's."""
     name, condition = rule.method, rule.condition
-    own, plain, bypassed = getattr(original, name), getattr(rule.mixin, name), code.reached(original, name)
+    own, plain, bypassed = (
+        getattr(original, name),
+        getattr(rule.mixin, name),
+        code.reached(original, name),
+    )
     accepted = inspect.signature(plain).parameters
     by_name = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    renamed = cache_keyword if cache_keyword != "past_key_values" and "past_key_values" in accepted else None
+    renamed = (
+        cache_keyword
+        if cache_keyword != "past_key_values" and "past_key_values" in accepted
+        else None
+    )
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         for owner, called, function in bypassed:
@@ -139,7 +159,9 @@ def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyw
     return functools.wraps(own)(method)
 
 
-def update_cache(module: Any, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+def update_cache(
+    module: Any, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> Any:
     """Return ``cache.update(...)`` with the call's keywords, for transformers >= 5.24."""
     more = {"kwargs": kwargs} if module.cache_keyword == "cache" else {}
     return cache.update(key, value, module.layer_idx, **more)
@@ -156,7 +178,12 @@ def find_rule(cls: type) -> Rule | None:
 
 
 # Words in class names of candidates for the report. Names never decide what is converted.
-_LOOKS_LIKE = {"layernorm": "norm", "rmsnorm": "norm", "mlp": "feed-forward network", "densere": "feed-forward network"}
+_LOOKS_LIKE = {
+    "layernorm": "norm",
+    "rmsnorm": "norm",
+    "mlp": "feed-forward network",
+    "densere": "feed-forward network",
+}
 
 
 def candidate(module: torch.nn.Module) -> str | None:
@@ -165,6 +192,11 @@ def candidate(module: torch.nn.Module) -> str | None:
     for word, what in _LOOKS_LIKE.items():
         if word in name:
             return f"looks like a {what}, but its class is not one that convert knows"
-    if name.endswith("attention") and hasattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb"):
-        return "its file turns queries and keys by position, but its class is not one that convert knows"
+    if name.endswith("attention") and hasattr(
+        sys.modules.get(type(module).__module__), "apply_rotary_pos_emb"
+    ):
+        return (
+            "its file turns queries and keys by position, but its class is not one that convert"
+            " knows"
+        )
     return None

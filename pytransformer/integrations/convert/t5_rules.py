@@ -24,11 +24,20 @@ class BiasTable:
     def compute_bias(
         self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> torch.Tensor:
-        by_lengths = isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
+        by_lengths = (
+            isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
+        )
         table = self.relative_attention_bias
-        if by_lengths and runs_on_ours(self) and type(table) is torch.nn.Embedding and unhooked(table) is None:
+        if (
+            by_lengths
+            and runs_on_ours(self)
+            and type(table) is torch.nn.Embedding
+            and unhooked(table) is None
+        ):
             return table.weight
-        return super().compute_bias(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)  # type: ignore[misc]
+        return super().compute_bias(
+            query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
+        )  # type: ignore[misc]
 
 
 class T5Attention(BiasTable):
@@ -71,11 +80,19 @@ def runs_on_ours(module: Any) -> bool:
 
 
 _TABLE = "attention with the table of biases inside the kernel"
-_rule(Rule("attention", _TABLE, T5Attention, digests=("0c2137f706ba",)), t5="T5Attention", mt5="MT5Attention")
+_rule(
+    Rule("attention", _TABLE, T5Attention, digests=("0c2137f706ba",)),
+    t5="T5Attention",
+    mt5="MT5Attention",
+)
 _rule(Rule("attention", _TABLE, UMT5Attention, digests=("b5ff1ff7e87b",)), umt5="UMT5Attention")
 
 
-for _digest, _name in (("c5410f88e524", "SelfAttention"), ("29d3f119425e", "CrossAttention"), ("5a18d27c0d1b", "FF")):
+for _digest, _name in (
+    ("c5410f88e524", "SelfAttention"),
+    ("29d3f119425e", "CrossAttention"),
+    ("5a18d27c0d1b", "FF"),
+):
     bypass(_digest, t5=f"T5Layer{_name}", mt5=f"MT5Layer{_name}")
 
 
@@ -123,14 +140,17 @@ class T5Block:
         return stream + last.dropout(last.DenseReluDense(normed)), position_bias, cross_bias
 
 
-def _add_norm(out: torch.Tensor, stream: torch.Tensor, sublayer: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_norm(
+    out: torch.Tensor, stream: torch.Tensor, sublayer: Any, norm: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return add_norm(out, stream, norm, probability(sublayer.dropout, sublayer.training))
 
 
 _rule(
     Rule(
         "block", "add_norm", T5Block, lambda m: first_reason(
-            unhooked(*m.layer), droppable(*[sub.dropout for sub in m.layer]), fusable_norm(*[sub.layer_norm for sub in m.layer[1:]])
+            unhooked(*m.layer), droppable(*[sub.dropout for sub in m.layer]),
+            fusable_norm(*[sub.layer_norm for sub in m.layer[1:]])
         ),
         ("0e84a344af41",),
     ),

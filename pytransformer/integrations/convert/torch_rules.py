@@ -69,7 +69,10 @@ def multi_head(
     heads = module.num_heads
     # [B, H, L, D] views in either layout
     order = (0, 2, 1, 3) if module.batch_first else (1, 2, 0, 3)
-    q, k, v = (t.unflatten(-1, (heads, module.head_dim)).permute(order) for t in _projections(module, *inputs))
+    q, k, v = (
+        t.unflatten(-1, (heads, module.head_dim)).permute(order)
+        for t in _projections(module, *inputs)
+    )
     mask, bias = _masks(None if is_causal else attn_mask, key_padding_mask, q)
     out = attention(
         q,
@@ -155,19 +158,43 @@ class _Layer:
     """
 
     def _network(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return feed_forward(x, self.linear1, self.linear2, self.activation, dropout=probability(self.dropout, self.training))
+        return feed_forward(
+            x,
+            self.linear1,
+            self.linear2,
+            self.activation,
+            dropout=probability(self.dropout, self.training),
+        )
 
     def _attend(
-        self: Any, module: nn.MultiheadAttention, x: torch.Tensor, memory: torch.Tensor, mask: Any, padding: Any, causal: bool
+        self: Any,
+        module: nn.MultiheadAttention,
+        x: torch.Tensor,
+        memory: torch.Tensor,
+        mask: Any,
+        padding: Any,
+        causal: bool,
     ) -> torch.Tensor:
         bypassed = (
-            original_class(module) is nn.MultiheadAttention and isinstance(module, Converted) and unhooked(module) is None
+            original_class(module) is nn.MultiheadAttention
+            and isinstance(module, Converted)
+            and unhooked(module) is None
         )
         if bypassed and not (causal and mask is None):  # torch.nn raises for it
             return multi_head(module, (x, memory, memory), mask, padding, causal)
-        return module(x, memory, memory, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=causal)[0]
+        return module(
+            x,
+            memory,
+            memory,
+            attn_mask=mask,
+            key_padding_mask=padding,
+            need_weights=False,
+            is_causal=causal,
+        )[0]
 
-    def _sublayers(self: Any, x: torch.Tensor, steps: list[tuple[Any, nn.LayerNorm, nn.Dropout]]) -> torch.Tensor:
+    def _sublayers(
+        self: Any, x: torch.Tensor, steps: list[tuple[Any, nn.LayerNorm, nn.Dropout]]
+    ) -> torch.Tensor:
         if not self.norm_first:
             for run, norm, dropout in steps:
                 x, _ = add_norm(run(x), x, norm, probability(dropout, self.training))
@@ -181,12 +208,17 @@ class _Layer:
 
 class EncoderLayer(_Layer):
     def forward(
-        self: Any, src: torch.Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
+        self: Any,
+        src: torch.Tensor,
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool = False,
     ) -> torch.Tensor:
         if not plain(src):
             return NotImplemented
         return self._sublayers(src, [
-            (lambda x: self._attend(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal), self.norm1, self.dropout1),
+            (lambda x: self._attend(self.self_attn, x, x, src_mask, src_key_padding_mask,
+                is_causal), self.norm1, self.dropout1),
             (self._network, self.norm2, self.dropout2),
         ])  # fmt: skip
 
@@ -206,8 +238,10 @@ class DecoderLayer(_Layer):
         if not plain(tgt, memory):
             return NotImplemented
         return self._sublayers(tgt, [
-            (lambda x: self._attend(self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, self.dropout1),
-            (lambda x: self._attend(self.multihead_attn, x, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
+            (lambda x: self._attend(self.self_attn, x, x, tgt_mask, tgt_key_padding_mask,
+                tgt_is_causal), self.norm1, self.dropout1),
+            (lambda x: self._attend(self.multihead_attn, x, memory, memory_mask,
+                memory_key_padding_mask, memory_is_causal),
              self.norm2, self.dropout2),
             (self._network, self.norm3, self.dropout3),
         ])  # fmt: skip
@@ -222,13 +256,19 @@ def _layer_condition(m: Any) -> str | None:
     norms, dropouts = [m.norm1, m.norm2], [m.dropout, m.dropout1, m.dropout2]
     if isinstance(m, nn.TransformerDecoderLayer):
         norms, dropouts = [*norms, m.norm3], [*dropouts, m.dropout3]
-    return first_reason(needs(m.activation, m.linear1, m.linear2), droppable(*dropouts), fusable_norm(*norms))
+    return first_reason(
+        needs(m.activation, m.linear1, m.linear2), droppable(*dropouts), fusable_norm(*norms)
+    )
 
 
 def _encoder_condition(m: nn.TransformerEncoder) -> str | None:
     first = m.layers[0]
     known = isinstance(first, Converted) or type(first) is nn.TransformerEncoderLayer
-    return None if known else f"its layers are {type(first).__name__}, not torch.nn.TransformerEncoderLayer"
+    return (
+        None
+        if known
+        else f"its layers are {type(first).__name__}, not torch.nn.TransformerEncoderLayer"
+    )
 
 
 RULES |= {
@@ -242,14 +282,24 @@ RULES |= {
         "attention",
         "attention",
         MultiheadAttention,
-        lambda m: first_reason(_attention_condition(m), _projection_condition(m), droppable(m.dropout)),
+        lambda m: first_reason(
+            _attention_condition(m), _projection_condition(m), droppable(m.dropout)
+        ),
     ),
-    nn.TransformerEncoderLayer: Rule("block", "feed_forward and add_norm", EncoderLayer, _layer_condition),
-    nn.TransformerDecoderLayer: Rule("block", "feed_forward and add_norm", DecoderLayer, _layer_condition),
+    nn.TransformerEncoderLayer: Rule(
+        "block", "feed_forward and add_norm", EncoderLayer, _layer_condition
+    ),
+    nn.TransformerDecoderLayer: Rule(
+        "block", "feed_forward and add_norm", DecoderLayer, _layer_condition
+    ),
     nn.TransformerEncoder: Rule("block", "padded batches stay padded", Encoder, _encoder_condition),
 }
 
 
 def _projection_condition(m: nn.MultiheadAttention) -> str | None:
     # nn.MultiheadAttention's projection class is a Linear whose forward it never calls.
-    return None if isinstance(m.out_proj, nn.Linear) and not m.out_proj._forward_hooks else unfusable(m.out_proj)
+    return (
+        None
+        if isinstance(m.out_proj, nn.Linear) and not m.out_proj._forward_hooks
+        else unfusable(m.out_proj)
+    )

@@ -61,37 +61,49 @@ def attention_forward(
         return _packed(query, key, value, attention_mask.offsets, dropout, scaling), None
     if attention_mask is None and is_causal and query.shape[2] > 1:
         raise ValueError(
-            f"pytransformer: {type(module).__name__} asks for is_causal=True without a mask, which eager code and sdpa read "
-            "differently; give the model an attention mask, or use attn_implementation='sdpa'"
+            f"pytransformer: {type(module).__name__} asks for is_causal=True without a mask, which"
+            " eager code and sdpa read differently; give the model an attention mask, or use"
+            " attn_implementation='sdpa'"
         )
     attention_mask = selected(module, attention_mask, query, key, kwargs)
-    mask, causal, window, lengths = _mask_terms(module, attention_mask, query.shape[2], key.shape[2])
+    mask, causal, window, lengths = _mask_terms(
+        module, attention_mask, query.shape[2], key.shape[2]
+    )
     batch = max(query.shape[0], key.shape[0], key=lambda n: n != 1)
     bounds = given_bounds(type(module).__name__, kwargs, batch, query.shape[2], key.shape[2])
     if bounds is None and isinstance(attention_mask, Mask) and mask is None:
         bounds = attention_mask.sequence_bounds()
-    query, key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value))
+    query, key, value = (
+        t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value)
+    )
     bias: torch.Tensor | RelativePositionBias | None = position_bias
     if position_bias is not None and position_bias.dim() == 2:
-        bias, causal = _table_bias(module, position_bias, causal, mask, query.shape[2], key.shape[2])
+        bias, causal = _table_bias(
+            module, position_bias, causal, mask, query.shape[2], key.shape[2]
+        )
     elif getattr(module, "position_bias_is_zero", False):
         bias = None
     sinks, sinks_by_query = sinks_of(kwargs)
     terms: MaskAndBias = {
-        "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "sinks": sinks, "softcap": kwargs.get("softcap"),
+        "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "sinks": sinks,
+        "softcap": kwargs.get("softcap"),
         "scale": scaling, "key_lengths": lengths if lengths is None or len(lengths) == batch else lengths.expand(batch),
     }  # fmt: skip
     only_output = sinks_by_query is None and not weights_wanted(kwargs)
     if bounds is not None:
         if only_output and bias is None and mask is None and lengths is None:
             scores: PackedOptions = {
-                "causal": causal, "window": window, "sinks": sinks, "softcap": kwargs.get("softcap"), "scale": scaling,
+                "causal": causal, "window": window, "sinks": sinks,
+                "softcap": kwargs.get("softcap"), "scale": scaling,
                 "dropout_p": dropout,
             }  # fmt: skip
             return _flattened(query, key, value, bounds, **scores), None
         terms["query_segments"] = terms["key_segments"] = numbers_of(bounds[0], batch)
     if only_output:
-        return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
+        return (
+            attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(),
+            None,
+        )
     out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
     weights = None
     if weights_wanted(kwargs):
@@ -105,7 +117,9 @@ def attention_forward(
 
 def _mask_terms(
     module: Any, mask: torch.Tensor | Mask | None, q_length: int, k_length: int
-) -> tuple[torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None, torch.Tensor | None]:
+) -> tuple[
+    torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None, torch.Tensor | None
+]:
     """Return attn_mask, causal, window and key_lengths of our op."""
     if not isinstance(mask, Mask):
         return mask, None, None, None
@@ -113,24 +127,38 @@ def _mask_terms(
     if lengths != (q_length, k_length):
         if lengths != (1, k_length):
             raise ValueError(
-                f"pytransformer: {type(module).__name__} of {described(mask.arguments.get('config'))} has {q_length} queries and "
-                f"{k_length} keys, and its mask is for {lengths[0]} and {lengths[1]}; use attn_implementation='eager' for this model"
+                f"pytransformer: {type(module).__name__} of"
+                f" {described(mask.arguments.get('config'))} has {q_length} queries and {k_length}"
+                f" keys, and its mask is for {lengths[0]} and {lengths[1]}; use"
+                " attn_implementation='eager' for this model"
             )
         if mask.causal is not None:
             # One row for all queries (BridgeTower); causality does not apply.
             return mask.as_dense(), None, None, None
     if mask.padding is None and mask.causal is None:
         return mask.dense, None, None, None
-    return mask.padding, mask.causal, None if mask.window is None else (mask.window - 1, None), mask.lengths
+    return (
+        mask.padding,
+        mask.causal,
+        None if mask.window is None else (mask.window - 1, None),
+        mask.lengths,
+    )
 
 
 def _packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, dropout: float, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
 ) -> torch.Tensor:
     """Return self-attention of each sequence, (1, H, total, D) to (1, total, H, Dv)."""
     longest = int(offsets.diff().max())
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return attention_varlen(q, k, v, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout)[None]
+    return attention_varlen(
+        q, k, v, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout
+    )[None]
 
 
 def _flattened(
@@ -153,7 +181,9 @@ def weights_wanted(kwargs: dict[str, Any]) -> bool:
     Some models (GPT-2) do not pass the request to attention, so transformers' list of outputs to
     collect counts too.
     """
-    return bool(kwargs.get("output_attentions")) or any(name.endswith("attentions") for name in collected())
+    return bool(kwargs.get("output_attentions")) or any(
+        name.endswith("attentions") for name in collected()
+    )
 
 
 def collected() -> tuple[str, ...]:
@@ -162,10 +192,17 @@ def collected() -> tuple[str, ...]:
 
 
 def _table_bias(
-    module: Any, table: torch.Tensor, causal: Alignment | None, mask: torch.Tensor | None, q_length: int, k_length: int
+    module: Any,
+    table: torch.Tensor,
+    causal: Alignment | None,
+    mask: torch.Tensor | None,
+    q_length: int,
+    k_length: int,
 ) -> tuple[RelativePositionBias | torch.Tensor, Alignment | None]:
     """Return T5's bias from its table, and the diagonal that aligns the last query and key."""
-    settings = dict(bidirectional=not module.is_decoder, max_distance=module.relative_attention_max_distance)
+    settings = dict(
+        bidirectional=not module.is_decoder, max_distance=module.relative_attention_max_distance
+    )
     if causal is None and mask is None and q_length == 1:
         causal = "bottom_right"  # a decoding step: hides nothing, but sets the query's position
     if q_length == k_length or causal == "bottom_right":

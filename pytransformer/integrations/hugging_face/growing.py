@@ -26,7 +26,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self._room: tuple[torch.Tensor, torch.Tensor] | None = None
         self._filled = 0  # rows written so far
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         new = (key_states, value_states)
         # Backward may need the returned tensors unchanged.
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -78,7 +80,9 @@ def growing_cache(config: Any) -> DynamicCache | EncoderDecoderCache:
     cross-attention's is written once.
     """
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     if getattr(config, "is_encoder_decoder", False):
         return EncoderDecoderCache(cache, DynamicCache())
     return cache

@@ -21,7 +21,17 @@ from transformers import GenerationConfig
 from . import packing
 from .mask import Mask
 
-HONOURED = frozenset({"softcap", "output_attentions", "s_aux", "sinks", "indices", "block_indices", *packing.KEYWORDS})
+HONOURED = frozenset(
+    {
+        "softcap",
+        "output_attentions",
+        "s_aux",
+        "sinks",
+        "indices",
+        "block_indices",
+        *packing.KEYWORDS,
+    }
+)
 
 HARMLESS = {
     "sliding_window": "the mask already has it",
@@ -34,19 +44,28 @@ HARMLESS = {
     "num_items_in_batch": "the loss reads it",
     "input_ids": "the embedding reads it (GLM-5-Next hands it on)",
     "logits_to_keep": "the head reads it (LLaVA-OneVision hands it on)",
-    "vision_feature_layer": "the model that gathers hidden states reads it (Molmo2's adapter hands it on)",
-    "grid_thw": "the convolutions of LFM3-VL's vision model read it; its attention gets one frame a call",
-    **dict.fromkeys(
-        vars(GenerationConfig()), "generate reads it (CTC models hand all its options on: Parakeet, LASR, Granite Speech 5)"
+    "vision_feature_layer": (
+        "the model that gathers hidden states reads it (Molmo2's adapter hands it on)"
     ),
-    "deterministic": "concerns flash attention's backward pass; ours is deterministic where it says so",
+    "grid_thw": (
+        "the convolutions of LFM3-VL's vision model read it; its attention gets one frame a call"
+    ),
+    **dict.fromkeys(
+        vars(GenerationConfig()),
+        "generate reads it (CTC models hand all its options on: Parakeet, LASR, Granite Speech 5)",
+    ),
+    "deterministic": (
+        "concerns flash attention's backward pass; ours is deterministic where it says so"
+    ),
 }
 
 REFUSED = {
     "cache": "a paged cache (run generate_batch within pytransformer.integrations.transformers.continuous_batching(model))",
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"), "offsets, which transformers names cu_seq_lens_q and cu_seq_lens_k"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"),
+        "offsets, which transformers names cu_seq_lens_q and cu_seq_lens_k"),
     **dict.fromkeys(
-        ("block_table", "block_mask", "score_mod", "mask_mod", "head_mask", "attention_bias", "attn_bias", "attn_mask", "alibi",
+        ("block_table", "block_mask", "score_mod", "mask_mod", "head_mask", "attention_bias",
+            "attn_bias", "attn_mask", "alibi",
          "alibi_slopes", "window_size", "learnable_sink", "logit_softcapping"),
         "which changes attention elsewhere",
     ),
@@ -66,7 +85,8 @@ def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
             continue
         what = f": {REFUSED[name]}" if name in REFUSED else ", which our attention does not know"
         raise ValueError(
-            f"pytransformer: {type(module).__name__} hands its attention the keyword {name!r}{what}; use attn_implementation='eager'"
+            f"pytransformer: {type(module).__name__} hands its attention the keyword"
+            f" {name!r}{what}; use attn_implementation='eager'"
         )
 
 
@@ -76,8 +96,13 @@ def eager_code_reads(cls: type, name: str) -> bool:
 
     The check covers the class, its bases, and ``eager_attention_forward`` in their files.
     """
-    classes = [base for base in cls.__mro__ if base not in (*torch.nn.Module.__mro__, Generic, Protocol)]
-    functions = [getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in classes]
+    classes = [
+        base for base in cls.__mro__ if base not in (*torch.nn.Module.__mro__, Generic, Protocol)
+    ]
+    functions = [
+        getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        for base in classes
+    ]
     try:
         sources = [inspect.getsource(part) for part in (*classes, *functions) if part is not None]
     except (OSError, TypeError):
@@ -86,7 +111,11 @@ def eager_code_reads(cls: type, name: str) -> bool:
 
 
 def selected(
-    module: Any, mask: torch.Tensor | Mask | None, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]
+    module: Any,
+    mask: torch.Tensor | Mask | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    kwargs: dict[str, Any],
 ) -> torch.Tensor | Mask | None:
     """Return the mask restricted to the keys that an indexer selects.
 
@@ -99,7 +128,9 @@ def selected(
     dense = mask.as_dense() if isinstance(mask, Mask) else mask
     q_length, k_length = query.shape[2], key.shape[2]
     if indices is not None:
-        kept = torch.zeros((indices.shape[0], q_length, k_length), dtype=torch.bool, device=query.device)
+        kept = torch.zeros(
+            (indices.shape[0], q_length, k_length), dtype=torch.bool, device=query.device
+        )
         kept = kept.scatter(-1, indices.long(), True)[:, None]
         if dense is None or dense.dtype == torch.bool:
             return kept if dense is None else dense & kept
@@ -108,7 +139,9 @@ def selected(
     if positions is None:
         positions = torch.arange(k_length - q_length, k_length, device=query.device)
     positions = positions.expand(query.shape[0], -1)
-    block_mask: torch.Tensor = module.indexer.build_block_mask(blocks, dense, k_length, query.dtype, query.device, positions)
+    block_mask: torch.Tensor = module.indexer.build_block_mask(
+        blocks, dense, k_length, query.dtype, query.device, positions
+    )
     return block_mask
 
 

@@ -48,23 +48,36 @@ def attention_mask(
         # A static cache increments it in place before the mask may become dense.
         q_offset = q_offset.clone()
     arguments = dict(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+        kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
     )  # fmt: skip
     if getattr(arguments.get("config"), "model_type", None) in EXTENDED:
         additive: torch.Tensor = masking.eager_mask(**arguments)
         return additive
     mask_function, segments = unpack_mask_function(mask_function)
-    if segments is not None and (attention_mask is not None or segments.shape != (batch_size, kv_length)):
+    if segments is not None and (
+        attention_mask is not None or segments.shape != (batch_size, kv_length)
+    ):
         mask_function, segments = arguments["mask_function"], None
     bidirectional = mask_function is masking.bidirectional_mask_function
     window = None if bidirectional else causal_window(mask_function)
-    recognised = bidirectional or window is not None or mask_function is masking.causal_mask_function
-    plain_padding = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.dtype == torch.bool)
+    recognised = (
+        bidirectional or window is not None or mask_function is masking.causal_mask_function
+    )
+    plain_padding = attention_mask is None or (
+        attention_mask.dim() == 2 and attention_mask.dtype == torch.bool
+    )
     there = kv_length if bidirectional else _keys_there(q_offset, kv_offset, q_length)
-    if not recognised or not plain_padding or (isinstance(there, int) and not 0 <= there <= kv_length):
+    if (
+        not recognised
+        or not plain_padding
+        or (isinstance(there, int) and not 0 <= there <= kv_length)
+    ):
         dense = dense_mask(
-            arguments, allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip
+            arguments,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         )
         # sdpa's None means causal from the first key if the model allows the skip; otherwise it
         # hides nothing.
@@ -118,7 +131,9 @@ def causal_window(mask_function: Callable[..., Any]) -> int | None:
     if getattr(parts[0], "__code__", None) is not _OVERLAY_CODE:
         return None
     window = parts[0].__closure__[0].cell_contents
-    return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
+    return (
+        window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
+    )
 
 
 def _keys_there(q_offset: int | torch.Tensor, kv_offset: int, q_length: int) -> int | torch.Tensor:
@@ -132,7 +147,9 @@ def _keys_there(q_offset: int | torch.Tensor, kv_offset: int, q_length: int) -> 
     return q_offset - kv_offset + q_length
 
 
-def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int, there: int | torch.Tensor) -> torch.Tensor | None:
+def _key_padding(
+    mask: torch.Tensor | None, kv_length: int, kv_offset: int, there: int | torch.Tensor
+) -> torch.Tensor | None:
     """Return the (B, 1, 1, kv_length) part of a (B, seen) padding mask; None if all visible.
 
     Keys beyond the mask are hidden.
@@ -145,6 +162,8 @@ def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int, ther
     mask = mask[:, kv_offset : kv_offset + kv_length]
     # Eager mode reads the mask once, which pays in every layer; in a trace it would break the
     # graph.
-    if not masking.is_tracing(mask) and bool((mask if isinstance(there, torch.Tensor) else mask[:, :there]).all()):
+    if not masking.is_tracing(mask) and bool(
+        (mask if isinstance(there, torch.Tensor) else mask[:, :there]).all()
+    ):
         return None
     return mask[:, None, None, :]

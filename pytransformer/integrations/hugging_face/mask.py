@@ -89,7 +89,11 @@ class Mask:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the mask on another device (for pipelines); other conversions return a tensor."""
         target = args[0] if args else kwargs.get("device")
-        if len(args) > 1 or not isinstance(target, (str, int, torch.device)) or kwargs.keys() - {"device", "non_blocking"}:
+        if (
+            len(args) > 1
+            or not isinstance(target, (str, int, torch.device))
+            or kwargs.keys() - {"device", "non_blocking"}
+        ):
             return self.touched().to(*args, **kwargs)
         there = dataclasses.replace(self, moved=torch.device(target), bounds=None)
         for name in ("padding", "lengths", "dense", "segments", "additive"):
@@ -106,7 +110,9 @@ class Mask:
     def as_dense(self) -> torch.Tensor:
         """Return transformers' (B, 1, Lq, Lk) bool mask, cached."""
         if self.dense is None:
-            dense = dense_mask(self.arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+            dense = dense_mask(
+                self.arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+            )
             assert dense is not None  # both skips are off
             self.dense = dense.to(self.device)
         return self.dense
@@ -133,16 +139,22 @@ class Mask:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         kwargs = kwargs or {}
-        for written in (args[0] if args and name.endswith("_") and not name.endswith("__") else None, kwargs.get("out")):
+        for written in (
+            args[0] if args and name.endswith("_") and not name.endswith("__") else None,
+            kwargs.get("out"),
+        ):
             if isinstance(written, Mask):
                 written.refuse_writing(name)
-        args, kwargs = tree_map(lambda x: x.touched() if isinstance(x, Mask) else x, (tuple(args), kwargs))
+        args, kwargs = tree_map(
+            lambda x: x.touched() if isinstance(x, Mask) else x, (tuple(args), kwargs)
+        )
         return func(*args, **kwargs)
 
     def refuse_writing(self, how: str) -> NoReturn:
         raise ValueError(
-            f"pytransformer: {described(self.arguments.get('config'))} writes into its attention mask ({how}), which our attention "
-            "would not see; use attn_implementation='eager' for this model"
+            f"pytransformer: {described(self.arguments.get('config'))} writes into its attention"
+            f" mask ({how}), which our attention would not see; use attn_implementation='eager' for"
+            " this model"
         )
 
 

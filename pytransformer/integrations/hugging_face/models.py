@@ -31,7 +31,10 @@ def watch(ours: Any) -> None:
 
     @functools.wraps(method)
     def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
-        if requested_attention is not None and ALL_ATTENTION_FUNCTIONS.get(requested_attention) is ours:
+        if (
+            requested_attention is not None
+            and ALL_ATTENTION_FUNCTIONS.get(requested_attention) is ours
+        ):
             check(self)
         return method(self, requested_attention, *args, **kwargs)
 
@@ -70,8 +73,9 @@ def check(model: Any) -> None:
     reason = why_not(type(model).__module__)
     if reason is not None:
         raise ValueError(
-            f"pytransformer: {described(model.config, type(model).__name__)} {reason}; use attn_implementation='eager', for this part "
-            "alone with a dict of its sub_configs, and pytransformer.integrations.convert(model), which tells what of it becomes ours"
+            f"pytransformer: {described(model.config, type(model).__name__)} {reason}; use"
+            " attn_implementation='eager', for this part alone with a dict of its sub_configs, and"
+            " pytransformer.integrations.convert(model), which tells what of it becomes ours"
         )
 
 
@@ -87,12 +91,19 @@ def why_not(module: str) -> str | None:
     except (OSError, TypeError):
         source = ""
     if _OWN_TABLE.search(source):
-        return "chooses among attention classes of its own, where only transformers' names are known"
+        return (
+            "chooses among attention classes of its own, where only transformers' names are known"
+        )
     if _ATTENTION_CLASS.search(source) and not _ASKS_THE_INTERFACE.search(source):
-        return "computes attention in code of its own and never asks transformers' attention interface"
+        return (
+            "computes attention in code of its own and never asks transformers' attention interface"
+        )
     return None
 
 
 def described(config: Any, name: str | None = None) -> str:
     """Return a model's description for messages, by class name (if given) and config."""
-    return f"{name or type(config).__name__.removesuffix('Config')} (model type {getattr(config, 'model_type', None)!r})"
+    return (
+        f"{name or type(config).__name__.removesuffix('Config')} (model type"
+        f" {getattr(config, 'model_type', None)!r})"
+    )

@@ -23,7 +23,11 @@ def _cells(function: Any) -> dict[str, Any]:
     """Return the closure variables of a function, by name."""
     code = getattr(function, "__code__", None)
     closure = getattr(function, "__closure__", None)
-    return {} if code is None or not closure else dict(zip(code.co_freevars, (c.cell_contents for c in closure)))
+    return (
+        {}
+        if code is None or not closure
+        else dict(zip(code.co_freevars, (c.cell_contents for c in closure)))
+    )
 
 
 def _codes() -> tuple[Any, Any, Any]:
@@ -36,12 +40,17 @@ def _codes() -> tuple[Any, Any, Any]:
     both = masking.and_masks(packed, masking.causal_mask_function)
     remap = getattr(masking, "remap_positions_for_packed_sequence", None)
     mapped = None if remap is None else remap(masking.causal_mask_function, positions)
-    known = [[type(v) for v in _cells(f).values()] for f in (packed, both)] == [[torch.Tensor], [tuple]]
+    known = [[type(v) for v in _cells(f).values()] for f in (packed, both)] == [
+        [torch.Tensor],
+        [tuple],
+    ]
     first, q, k = torch.tensor(0), torch.arange(3)[:, None], torch.arange(3)[None]
     expected = (numbers[0, q] == numbers[0, k]) & (k <= q)
     if not known or not torch.equal(both(first, first, q, k), expected):
         return None, None, None
-    if mapped is not None and not torch.equal(mapped(first, first, q, k), positions[0, k] <= positions[0, q]):
+    if mapped is not None and not torch.equal(
+        mapped(first, first, q, k), positions[0, k] <= positions[0, q]
+    ):
         mapped = None
     return both.__code__, packed.__code__, getattr(mapped, "__code__", None)
 
@@ -49,7 +58,9 @@ def _codes() -> tuple[Any, Any, Any]:
 _BOTH, _PACKED, _MAPPED = _codes()
 
 
-def unpack_mask_function(function: Callable[..., Any]) -> tuple[Callable[..., Any], torch.Tensor | None]:
+def unpack_mask_function(
+    function: Callable[..., Any],
+) -> tuple[Callable[..., Any], torch.Tensor | None]:
     """Split a mask function of a packed batch into the function per sequence and sequence numbers.
 
     Within a sequence, positions and indices differ by a constant, because transformers starts a new
@@ -58,7 +69,11 @@ def unpack_mask_function(function: Callable[..., Any]) -> tuple[Callable[..., An
     Returns:
         The function and (B, L) integers; the argument and None if the batch is not packed.
     """
-    if torch.compiler.is_compiling() or _BOTH is None or getattr(function, "__code__", None) is not _BOTH:
+    if (
+        torch.compiler.is_compiling()
+        or _BOTH is None
+        or getattr(function, "__code__", None) is not _BOTH
+    ):
         return function, None
     (parts,) = _cells(function).values()
     packed = [part for part in parts if getattr(part, "__code__", None) is _PACKED]
@@ -93,12 +108,15 @@ def given_bounds(
     if offsets is None and others is None:
         return None
     if offsets is None or others is None or not (offsets is others or torch.equal(offsets, others)):
-        raise ValueError(f"pytransformer: {name} must get equal cu_seq_lens_q and cu_seq_lens_k; pass both")
+        raise ValueError(
+            f"pytransformer: {name} must get equal cu_seq_lens_q and cu_seq_lens_k; pass both"
+        )
     total = int(offsets[-1])
     if q_length != k_length or total != batch * q_length:
         raise ValueError(
-            f"pytransformer: cu_seq_lens_q must end at the number of tokens, got {total} for {batch} x {q_length} "
-            f"queries and {k_length} keys in {name}; pack without padding and without a cache"
+            f"pytransformer: cu_seq_lens_q must end at the number of tokens, got {total} for"
+            f" {batch} x {q_length} queries and {k_length} keys in {name}; pack without padding and"
+            " without a cache"
         )
     return offsets.to(torch.int32), int(offsets.diff().max())
 
@@ -106,4 +124,6 @@ def given_bounds(
 def numbers_of(offsets: torch.Tensor, batch: int) -> torch.Tensor:
     """Return the (batch, L) sequence numbers of offsets over the flattened batch."""
     index = torch.arange(int(offsets[-1]), device=offsets.device)
-    return torch.searchsorted(offsets[1:].contiguous(), index, right=True, out_int32=True).view(batch, -1)
+    return torch.searchsorted(offsets[1:].contiguous(), index, right=True, out_int32=True).view(
+        batch, -1
+    )

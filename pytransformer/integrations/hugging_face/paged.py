@@ -20,7 +20,15 @@ from .keywords import refuse_unknown, sinks_of
 
 NAME = "pytransformer_flash_paged"
 OF_THE_BATCH = frozenset(
-    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "logits_indices"}
+    {
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "read_index",
+        "write_index",
+        "logits_indices",
+    }
     | {"logits_processor_args", "block_table"}
 )
 
@@ -62,21 +70,30 @@ def paged_attention_forward(
     paged = isinstance(cache, PagedAttentionCache)
     if not paged and not isinstance(kwargs.get("cu_seq_lens_k"), torch.Tensor):
         raise ValueError(
-            f"pytransformer: {name} was called without continuous batching's cache, under the name {NAME!r}, which is for generate_batch "
-            "alone; use attn_implementation='pytransformer'"
+            f"pytransformer: {name} was called without continuous batching's cache, under the name"
+            f" {NAME!r}, which is for generate_batch alone; use attn_implementation='pytransformer'"
         )
     if attention_mask is not None or kwargs.get("block_table") is not None:
         what = "a mask" if attention_mask is not None else "a block table"
         raise ValueError(
-            f"pytransformer: {name} got {what} in continuous batching, where lengths say it all; use 'paged|eager'"
+            f"pytransformer: {name} got {what} in continuous batching, where lengths say it all;"
+            " use 'paged|eager'"
         )
-    refuse_unknown(module, {name: what for name, what in kwargs.items() if name not in OF_THE_BATCH})
+    refuse_unknown(
+        module, {name: what for name, what in kwargs.items() if name not in OF_THE_BATCH}
+    )
     sinks, by_query = sinks_of(kwargs)
     if by_query is not None or dropout:
         raise ValueError(
-            f"pytransformer: {name} has sinks of each query, or dropout, in continuous batching; use 'paged|eager'"
+            f"pytransformer: {name} has sinks of each query, or dropout, in continuous batching;"
+            " use 'paged|eager'"
         )
-    terms: dict[str, Any] = {"causal": "bottom_right", "sinks": sinks, "softcap": softcap, "scale": scaling}
+    terms: dict[str, Any] = {
+        "causal": "bottom_right",
+        "sinks": sinks,
+        "softcap": softcap,
+        "scale": scaling,
+    }
     if sliding_window is not None:
         terms["window"] = (sliding_window - 1, None)
     if cache is not None and paged:
@@ -86,7 +103,9 @@ def paged_attention_forward(
         key, value = cache.update(key, value, module.layer_idx, kwargs)
     queries, keys = (kwargs[f"cu_seq_lens_{side}"].to(torch.int32) for side in "qk")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = attention_varlen(q, k, v, queries, keys, kwargs["max_length_q"], kwargs["max_length_k"], **terms)
+    out = attention_varlen(
+        q, k, v, queries, keys, kwargs["max_length_q"], kwargs["max_length_k"], **terms
+    )
     return out[None], None
 
 
@@ -116,7 +135,9 @@ def _attend_pages(
     return out.transpose(1, 2).transpose(0, 1).contiguous()
 
 
-def table_of(read: torch.Tensor, offsets: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def table_of(
+    read: torch.Tensor, offsets: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the page table (B, width) int64 and lengths (B,) from key indices.
 
     Request b's keys are ``read[offsets[b] : offsets[b + 1]]``, in page order, each page from its

@@ -26,4 +26,6 @@ def arguments_class(name: str, fields: Sequence[str], problem: type | None) -> A
     # Type stubs treat a named tuple with computed fields as any tuple. Its __new__ must stay,
     # because torch.compile supports no other.
     made = cast(type, namedtuple(name, fields))
-    return cast(ArgumentsClass, made if problem is None else type(name, (made, problem), {"__slots__": ()}))
+    return cast(
+        ArgumentsClass, made if problem is None else type(name, (made, problem), {"__slots__": ()})
+    )

@@ -98,7 +98,7 @@ def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
     ):
         return False
     # A generator would cost a call several microseconds.
-    for value in inputs:  # noqa: SIM110
+    for value in inputs:
         if isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor()):
             return False
     return True
@@ -112,7 +112,10 @@ def vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def element(i: int) -> Sequence[Any]:
-            return [x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x for x, d in zip(args, in_dims)]
+            return [
+                x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x
+                for x, d in zip(args, in_dims)
+            ]
 
         results = [raw(*element(i), **kwargs) for i in range(info.batch_size)]
         if not results:
@@ -144,14 +147,19 @@ def _backward_function(bwd: torch._ops.OpOverload, name: str) -> type[torch.auto
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            inputs = tuple(other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others))
+            inputs = tuple(
+                other if tensor is None else tensor
+                for tensor, other in zip(ctx.saved_tensors, ctx.others)
+            )
             return _second_order(name, inputs, cotangents)
 
     Backward.__name__ = f"{name}_backward_function"
     return Backward
 
 
-def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
+def make_functions(
+    op: Op,
+) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
     """Return the op's Function for transforms, its Function for eager calls, and its gradients.
 
     Transforms and torch.compile support the first Function. Eager calls that are :func:`unwatched`
@@ -169,15 +177,26 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
 
     Backward = _backward_function(bwd, name)
 
-    def remember(ctx: Any, tensors: Sequence[Any], others: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    def remember(
+        ctx: Any, tensors: Sequence[Any], others: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+    ) -> None:
         ctx.save_for_backward(*tensors, *[output[i] for i in saved_places])
         ctx.others = others
         ctx.blocks = None if torch.compiler.is_compiling() else open_blocks()
         ctx.mark_non_differentiable(*output[num_grads:])
         ctx.set_materialize_grads(False)
 
-    def gradients(grads: Any, remembered: Any, others: Any, wanted: list[bool], run: Any) -> Sequence[torch.Tensor | None]:
-        inputs = (*grads[:num_grads], *remembered[:num_tensors], *others[:-2], *remembered[num_tensors:], wanted, *others[-2:])
+    def gradients(
+        grads: Any, remembered: Any, others: Any, wanted: list[bool], run: Any
+    ) -> Sequence[torch.Tensor | None]:
+        inputs = (
+            *grads[:num_grads],
+            *remembered[:num_tensors],
+            *others[:-2],
+            *remembered[num_tensors:],
+            wanted,
+            *others[-2:],
+        )
         # Second derivatives need eager mode: torch.compile cannot trace a Function inside a
         # Function.
         once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
@@ -205,7 +224,9 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
             return fwd(*inputs)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        def setup_context(
+            ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+        ) -> None:
             remember(ctx, inputs[:num_tensors], inputs[num_tensors:], output)
 
         @staticmethod
@@ -227,7 +248,10 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
     # Without a gradient, torch.compile infers from the number of parameters that forward takes no
     # ctx.
     Forward.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
+        [
+            inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY)
+            for n in (*op.Arguments._fields, "backend", "strict")
+        ]
     )
     Forward.__name__ = Direct.__name__ = f"{name}_function"
     return Forward, Direct, gradients
@@ -245,7 +269,9 @@ def autograd_kernel(op: Op) -> Callable[..., tuple[torch.Tensor, ...]]:
     def kernel(*args: Any) -> tuple[torch.Tensor, ...]:
         if needs_gradient(*args[: op.num_tensors]):
             # The dispatcher drops trailing arguments that equal the schema's defaults.
-            outputs: tuple[torch.Tensor, ...] = function.apply(*args, *(None, False)[len(args) - num_args :])
+            outputs: tuple[torch.Tensor, ...] = function.apply(
+                *args, *(None, False)[len(args) - num_args :]
+            )
             return outputs
         with torch._C._AutoDispatchBelowAutograd():
             return fwd(*args)
@@ -268,7 +294,9 @@ def _second_order(
     if not asked:
         return tuple(result)
     # a mask may be bool
-    live = [i for i in op.positions if isinstance(args[i], torch.Tensor) and args[i].is_floating_point()]
+    live = [
+        i for i in op.positions if isinstance(args[i], torch.Tensor) and args[i].is_floating_point()
+    ]
     given = [i for i, g in enumerate(grads) if g is not None]
 
     def first_order(*primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -285,7 +313,11 @@ def _second_order(
 
 
 def reference_outputs(
-    op: Op, args: Sequence[Any], places: Sequence[int], tensors: Sequence[torch.Tensor], outputs: Sequence[int]
+    op: Op,
+    args: Sequence[Any],
+    places: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[int],
 ) -> tuple[torch.Tensor, ...]:
     """Return the chosen outputs of the reference, with ``tensors`` as arguments ``places``."""
     full = list(args)

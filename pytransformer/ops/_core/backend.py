@@ -66,7 +66,16 @@ def _telling(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+for _name in (
+    "__setitem__",
+    "__delitem__",
+    "__ior__",
+    "clear",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+):
     setattr(Backends, _name, _telling(_name))
 
 

@@ -61,11 +61,20 @@ def run_jobs(
     return results
 
 
-def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, until: Deadline) -> Iterator[Line]:
+def _one_process(
+    jobs: Sequence[Line], seconds: float, start_seconds: float, until: Deadline
+) -> Iterator[Line]:
     """Yield at least one result, until the jobs or the process end."""
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PREAMBLE}\nfrom {WORKER} import main; main()"],
+            [
+                sys.executable,
+                "-c",
+                (
+                    f"import sys; sys.path[:] = {sys.path!r}; {PREAMBLE}\nfrom {WORKER} import"
+                    " main; main()"
+                ),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -91,7 +100,11 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
             text = _answer(lines, Deadline(seconds), until)
             if text is None:
                 late, waited = not until.left(), f"{time.monotonic() - began:.3g} s"
-                yield _lost(job, "not checked", TIME_UP) if late else _lost(job, "hung", f"no answer in {waited}")
+                yield (
+                    _lost(job, "not checked", TIME_UP)
+                    if late
+                    else _lost(job, "hung", f"no answer in {waited}")
+                )
                 return
             if not text:
                 yield _lost(job, "crashed", _how_it_ended(process))
@@ -107,7 +120,9 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
         reader.join()
 
 
-def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float, until: Deadline) -> str | None:
+def _why_not_ready(
+    process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float, until: Deadline
+) -> str | None:
     """Wait for the worker's first line, printed after its imports; return an error or None."""
     text = _answer(lines, Deadline(seconds), until)
     if text is None:
@@ -135,7 +150,11 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
 
 def _how_it_ended(process: subprocess.Popen[str]) -> str:
     code = process.wait()
-    return f"the process ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
+    return (
+        f"the process ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"the process ended with code {code}"
+    )
 
 
 def _lost(job: Mapping[str, Any], outcome: str, detail: str) -> Line:

@@ -35,7 +35,12 @@ class Stopwatch:
     """Seconds since creation, each divided by the slowness measured at its end unless ``exact``."""
 
     def __init__(self, exact: bool = False) -> None:
-        self.exact, self._counted, self._until, self._lock = exact, 0.0, time.monotonic(), threading.Lock()
+        self.exact, self._counted, self._until, self._lock = (
+            exact,
+            0.0,
+            time.monotonic(),
+            threading.Lock(),
+        )
 
     def count(self, limit: float = math.inf) -> float:
         """Return the seconds.
@@ -45,7 +50,11 @@ class Stopwatch:
         with self._lock:
             now = time.monotonic()
             passed = now - self._until
-            if self.exact or self._counted >= limit or (passed < EVERY and self._counted + passed < limit):
+            if (
+                self.exact
+                or self._counted >= limit
+                or (passed < EVERY and self._counted + passed < limit)
+            ):
                 return self._counted + passed
             self._counted, self._until = self._counted + passed / slowness(), now
             return self._counted

@@ -48,7 +48,12 @@ TRITON_LAUNCH = "Triton Error [CUDA]: "
 CUDA_LAUNCH = ("a kernel could not be launched: ", "CUDA: ")  # csrc/cuda/launch.cuh, device.cu
 TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "the driver has no ")
 # Triton's steps before a launch. Its launcher is in triton.backends too, and prefixes its errors.
-TRITON_STEPS = ("triton.compiler", "triton.backends", "triton.runtime.build", "triton.runtime.driver")
+TRITON_STEPS = (
+    "triton.compiler",
+    "triton.backends",
+    "triton.runtime.build",
+    "triton.runtime.driver",
+)
 SHORT = 300
 DID_NOT_RUN = "did not run: "  # prefix of the reason when a backend was tried and failed
 BROKEN = (DID_NOT_RUN, native.LIBRARY, verification.PREFIX)
@@ -74,7 +79,9 @@ def step_down(op: str, backend: str, a: Any, error: Exception, *, forced: bool) 
     if why is None:
         raise error
     if forced:
-        raise BackendError(f"{op}: backend {backend!r} was forced but {DID_NOT_RUN}{why}") from error
+        raise BackendError(
+            f"{op}: backend {backend!r} was forced but {DID_NOT_RUN}{why}"
+        ) from error
     remember_failure(kind(op, backend, a), DID_NOT_RUN + why)
 
 
@@ -92,7 +99,10 @@ def unasked_reason(op: Op, backend: Backend, a: Any, *, ask: bool = True) -> str
     reason = backend.why_not(a)
     if reason is None and failures:
         reason = failure(op.name, backend.name, a)
-    if reason is None and (key := (op.name, backend.name, a[0].device, a[0].dtype)) not in verification.settled:
+    if (
+        reason is None
+        and (key := (op.name, backend.name, a[0].device, a[0].dtype)) not in verification.settled
+    ):
         reason = verification.why_not(op, backend.name, a, key, ask=ask)
     return reason
 
@@ -119,7 +129,9 @@ def refusal(backend: str, error: Exception) -> str | None:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
         return None  # AcceleratorError reports a failure after a kernel ran
     refused = _REFUSES.get(backend)
-    if isinstance(error, (NotLaunched, NotImplementedError)) or (refused is not None and refused(error)):
+    if isinstance(error, (NotLaunched, NotImplementedError)) or (
+        refused is not None and refused(error)
+    ):
         return f"{type(error).__name__}: {_shortened(str(error))}"
     return None
 
@@ -152,7 +164,10 @@ def _cuda(error: Exception) -> bool:
     first, *_ = str(error).splitlines() or [""]
     if not isinstance(error, RuntimeError) or first.startswith(TENSOR_MAPS):
         return isinstance(error, RuntimeError)
-    return any(first.startswith(start) and first.removeprefix(start).strip() in REFUSED for start in CUDA_LAUNCH)
+    return any(
+        first.startswith(start) and first.removeprefix(start).strip() in REFUSED
+        for start in CUDA_LAUNCH
+    )
 
 
 def _modules(error: Exception) -> Iterator[str]:

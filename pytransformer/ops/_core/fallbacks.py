@@ -74,7 +74,9 @@ def remember_failure(kind: tuple[Any, ...], why: str) -> None:
             del failures[next(iter(failures))]
 
 
-def record_fallback(op: str, why: str, *, instead: str, strict: bool = False, once: bool = False) -> None:
+def record_fallback(
+    op: str, why: str, *, instead: str, strict: bool = False, once: bool = False
+) -> None:
     """Record a fallback and warn once per call site, or with ``once`` at the first site only.
 
     Raises:
@@ -88,9 +90,13 @@ def record_fallback(op: str, why: str, *, instead: str, strict: bool = False, on
         if len(_fallbacks) > MAX_FALLBACKS:
             del _fallbacks[next(iter(_fallbacks))]
         record.count += 1
-        told = once and any(f.op == op and f.reason == why and f is not record for f in _fallbacks.values())
+        told = once and any(
+            f.op == op and f.reason == why and f is not record for f in _fallbacks.values()
+        )
     if record.count == 1 and not told:
-        warnings.warn(f"pytransformer.{op} at {site} runs on {instead}: {why}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"pytransformer.{op} at {site} runs on {instead}: {why}", RuntimeWarning, stacklevel=2
+        )
 
 
 def _call_site() -> str:

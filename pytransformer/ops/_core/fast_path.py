@@ -104,7 +104,9 @@ def why_not() -> str | None:
         verification.prepare_cpu()
         recording.Recorder.precision = staticmethod(module.precision)
         module.connect(tuple(_watchers), choice.tracing.open, _backward, facts)
-    globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
+    globals().update(
+        {name: _refuse if module is None else getattr(module, name) for name in ENTRIES}
+    )
     return reason
 
 
@@ -112,18 +114,28 @@ def refusal(info: dict[str, Any], package: Path = native.PACKAGE) -> str | None:
     """Return why the fast path in ``_build_info.json`` cannot be loaded here, or None."""
     if os.environ.get("PYTRANSFORMER_FAST_PATH") == "0":
         return "switched off by PYTRANSFORMER_FAST_PATH=0"
-    built = info.get("fast_path") or {"built": False, "reason": "this copy was never built (make build)"}
+    built = info.get("fast_path") or {
+        "built": False,
+        "reason": "this copy was never built (make build)",
+    }
     if not built["built"]:
         return f"not built: {built['reason']}"
     if built["module"] != MODULE:
         return f"built for another Python ({built['module']}): {native.OLDER}"
     here = (str(torch.__version__), str(torch.version.git_version))
     if (built["torch"], built["git_version"]) != here:
-        return f"built for torch {built['torch']} ({built['git_version'][:12]}), and this is {here[0]} ({here[1][:12]}): {native.OLDER}"
+        return (
+            f"built for torch {built['torch']} ({built['git_version'][:12]}), and this is {here[0]}"
+            f" ({here[1][:12]}): {native.OLDER}"
+        )
     if not (package / MODULE).is_file():
         return f"{MODULE} is missing: {native.OLDER}"
     csrc = native.sources(info, package)
-    if csrc and runpy.run_path(str(csrc / "interface.py"))["digest"](csrc, "fast_path") != built["sources"]:
+    if (
+        csrc
+        and runpy.run_path(str(csrc / "interface.py"))["digest"](csrc, "fast_path")
+        != built["sources"]
+    ):
         return f"built from other sources than this code: {native.OLDER}"
     return native.why_not("attention_fwd")
 
@@ -205,5 +217,7 @@ def _backward(
     The node is observed or differentiated again, or has no program.
     """
     target = OPS[op]
-    results = target.gradients(grads, (*tensors, *saved), (*others[:-2], backend, strict), list(wanted), target.backward)
+    results = target.gradients(
+        grads, (*tensors, *saved), (*others[:-2], backend, strict), list(wanted), target.backward
+    )
     return [result if want else None for result, want in zip(results, wanted)]

@@ -88,4 +88,8 @@ def why_not_nvidia() -> str | None:
 
     On ROCm they are AMD GPUs.
     """
-    return None if torch.version.hip is None else f"needs an NVIDIA GPU, and this torch is built for ROCm {torch.version.hip}"
+    return (
+        None
+        if torch.version.hip is None
+        else f"needs an NVIDIA GPU, and this torch is built for ROCm {torch.version.hip}"
+    )

@@ -110,7 +110,9 @@ def cell_of(op: Op, a: Any, direction: str) -> Cell:
 
 def distance(cell: Cell, row: Cell) -> float:
     """Return the dissimilarity of two cells of one op and direction."""
-    far = PER_DOUBLING * (2 * abs(math.log2(cell.size / row.size)) + abs(math.log2(cell.length / row.length)))
+    far = PER_DOUBLING * (
+        2 * abs(math.log2(cell.size / row.size)) + abs(math.log2(cell.length / row.length))
+    )
     if cell.kind != row.kind:
         alike = any(cell.kind in group and row.kind in group for group in GROUPS)
         stands_in = any(row.kind == group[0] for group in GROUPS)
@@ -131,12 +133,18 @@ def measured(arch: str, cell: Cell, family: str, deterministic: bool) -> list[En
         return []
     rows = table()[min(table(), key=lambda known: abs(_number_of(known) - _number_of(arch)))]
     rows = [row for row in rows if row.cell.direction == cell.direction]
-    rows = [row for row in rows if row.cell.op == cell.op] or [r for r in rows if r.cell.op == family]
+    rows = [row for row in rows if row.cell.op == cell.op] or [
+        r for r in rows if r.cell.op == family
+    ]
     if not rows:
         return []
     row = min(rows, key=lambda row: distance(cell, row.cell))
     scaled = cell.length / row.cell.length
-    return [e for e in row.order() if e[0] != "torch" or (not deterministic and row.times[e] * scaled >= HIDING_MS)]
+    return [
+        e
+        for e in row.order()
+        if e[0] != "torch" or (not deterministic and row.times[e] * scaled >= HIDING_MS)
+    ]
 
 
 def _number_of(arch: str) -> int:
@@ -170,7 +178,8 @@ def cpu_order(op: Op, device: str = "cpu") -> list[str]:
 
 @functools.lru_cache(1024)
 def _gpu_order(
-    op: str, family: str, backends: tuple[str, ...], device: torch.device, dtype: torch.dtype, size: int,
+    op: str, family: str, backends: tuple[str, ...], device: torch.device, dtype: torch.dtype,
+    size: int,
     cell: Cell, deterministic: bool, _mode: str, _version: int,
 ) -> list[Entry]:  # fmt: skip
     arch = arch_of(device)

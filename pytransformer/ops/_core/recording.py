@@ -86,8 +86,16 @@ def forward(
     can be recorded, and None if only this call cannot.
     """
     op = OPS[op_name]
-    named = given if isinstance(given, dict) else dict(zip(inspect.signature(op.prepare).parameters, given))
-    seed = op.Arguments._fields.index("dropout_seed") if "dropout_seed" in op.Arguments._fields else None
+    named = (
+        given
+        if isinstance(given, dict)
+        else dict(zip(inspect.signature(op.prepare).parameters, given))
+    )
+    seed = (
+        op.Arguments._fields.index("dropout_seed")
+        if "dropout_seed" in op.Arguments._fields
+        else None
+    )
     if seed is not None and named["dropout_p"] and named.get("dropout_seed") is None:
         named["dropout_seed"] = tensors[seed]  # otherwise Python would draw another seed
     try:
@@ -119,10 +127,17 @@ def backward(
         chosen = op.select(a, backend, strict, direction="bwd")
     except Exception:
         return None
-    return _recorded(chosen, a, (*grads, *tensors, *saved), lambda: chosen.backward(a, grads, saved, list(wanted)))
+    return _recorded(
+        chosen,
+        a,
+        (*grads, *tensors, *saved),
+        lambda: chosen.backward(a, grads, saved, list(wanted)),
+    )
 
 
-def _recorded(chosen: Backend, a: Any, inputs: tuple[Any, ...], run: Callable[[], Sequence[Any]]) -> Recorded | str | None:
+def _recorded(
+    chosen: Backend, a: Any, inputs: tuple[Any, ...], run: Callable[[], Sequence[Any]]
+) -> Recorded | str | None:
     if chosen.recorded is None:
         return f"the backend {chosen.name} is not recorded"
     if any(isinstance(t, torch.Tensor) and not t.numel() for t in a):
@@ -132,7 +147,12 @@ def _recorded(chosen: Backend, a: Any, inputs: tuple[Any, ...], run: Callable[[]
         return None  # the graph would contain unneeded work
     recorder = Recorder()
     try:
-        with _below_autograd(), torch.autocast(device.type, enabled=False), chosen.recorded(recorder), recorder:
+        with (
+            _below_autograd(),
+            torch.autocast(device.type, enabled=False),
+            chosen.recorded(recorder),
+            recorder,
+        ):
             results = tuple(run())
     except Exception as error:
         return f"error: {error!r}"  # Python repeats the call, and the error triggers the fallback
@@ -144,7 +164,10 @@ def _recorded(chosen: Backend, a: Any, inputs: tuple[Any, ...], run: Callable[[]
 def _below_autograd() -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    include, exclude = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
     return torch._C._ForceDispatchKeyGuard(include, exclude | keys)
 
 
@@ -154,7 +177,8 @@ def _alike(op: Op, a: Any, lowered: tuple[Any, ...], save: bool) -> bool:
     Without a backward, only Python sets ``save``.
     """
     return all(
-        (name == "save" and not save) or _same(mine, theirs) for name, mine, theirs in zip(op.Arguments._fields, a, lowered)
+        (name == "save" and not save) or _same(mine, theirs)
+        for name, mine, theirs in zip(op.Arguments._fields, a, lowered)
     )
 
 

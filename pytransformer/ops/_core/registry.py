@@ -108,7 +108,12 @@ class Op:
         returned: int = 1,
     ) -> None:
         self.family = family or name
-        self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
+        self.name, self.outputs, self.differentiable, self.saved = (
+            name,
+            tuple(outputs),
+            tuple(differentiable),
+            tuple(saved),
+        )
         self.returned = self.outputs[:returned]
         # For an op that writes into arguments, "Tensor(a!) name": returns the contents of these
         # arguments after a call of the public function, by name.
@@ -121,7 +126,9 @@ class Op:
         self.positions = tuple(names.index(n) for n in differentiable)
         is_tensor = [a.split()[0].startswith("Tensor") for a in arguments.split(",")]
         self.num_args, self.num_tensors = len(names), sum(is_tensor)
-        assert all(is_tensor[: self.num_tensors]), f"{name}: the tensors come first among the arguments"
+        assert all(is_tensor[: self.num_tensors]), (
+            f"{name}: the tensors come first among the arguments"
+        )
         self.empty_outputs = empty_outputs
         self._tensor_names = tuple(names[: self.num_tensors])
         self._fwd_name, self._bwd_name = f"{name}_fwd", f"{name}_bwd"
@@ -133,19 +140,25 @@ class Op:
         saved_args = "".join(f", Tensor {n}" for n in saved)
         tail = "str? backend=None, bool strict=False"
         self.fwd = self._define(
-            self._fwd_name, f"({arguments}, {tail}) -> {returns(outputs)}", self.run_forward, self._forward_fake
+            self._fwd_name,
+            f"({arguments}, {tail}) -> {returns(outputs)}",
+            self.run_forward,
+            self._forward_fake,
         )
         read = re.sub(r"\([a-z]!\)", "", arguments)
         self.bwd = self._define(
             self._bwd_name,
-            f"({grads}{read}{saved_args}, bool[] wanted, {tail}) -> {returns([f'd_{n}' for n in differentiable])}",
+            f"({grads}{read}{saved_args}, bool[] wanted, {tail}) ->"
+            f" {returns([f'd_{n}' for n in differentiable])}",
             self._backward_body,
             self._backward_fake,
         )
         if flops is not None:
             # Attention's backward recomputes the first product and has two for each of forward's:
             # 5/2.
-            self._count_flops(*(flops if isinstance(flops, tuple) else (flops, lambda a: flops(a) * 5 // 2)))
+            self._count_flops(
+                *(flops if isinstance(flops, tuple) else (flops, lambda a: flops(a) * 5 // 2))
+            )
         self.function, self.direct_function, self.gradients = make_functions(self)
         if self.positions:
             LIBRARY.impl(self._fwd_name, autograd_kernel(self), "Autograd")
@@ -159,7 +172,9 @@ class Op:
 
     # ---- registration
 
-    def _define(self, name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    def _define(
+        self, name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]
+    ) -> torch._ops.OpOverload:
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         register_fake(f"pytransformer::{name}", fake, lib=LIBRARY)
@@ -171,7 +186,9 @@ class Op:
         from torch.utils.flop_counter import register_flop_formula
 
         n, skip = self.num_args, len(self.grad_names)
-        register_flop_formula(self.fwd._overloadpacket, get_raw=True)(lambda *a, **_: flops(self.Arguments(*a[:n])))
+        register_flop_formula(self.fwd._overloadpacket, get_raw=True)(
+            lambda *a, **_: flops(self.Arguments(*a[:n]))
+        )
         register_flop_formula(self.bwd._overloadpacket, get_raw=True)(
             lambda *a, **_: backward(self.Arguments(*a[skip : skip + n]))
         )
@@ -197,7 +214,9 @@ class Op:
                 # Use the memory order and dtype that the fake kernel promised, in backward too.
                 return tuple(e.copy_(r) for e, r in zip(self.empty_outputs(a), forward(a)))
 
-        def backward(a: Any, grads: Any, saved: Any, wanted: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+        def backward(
+            a: Any, grads: Any, saved: Any, wanted: Sequence[bool]
+        ) -> Sequence[torch.Tensor | None]:
             places = [i for i, want in zip(self.positions, wanted) if want]
             given = [i for i, g in enumerate(grads) if g is not None]
             results: Sequence[torch.Tensor]
@@ -208,7 +227,9 @@ class Op:
                 pairs = [(o, grads[i]) for o, i in zip(outputs, given) if o.requires_grad]
                 results = [torch.zeros_like(t) for t in leaves]
                 if pairs:
-                    results = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True)
+                    results = torch.autograd.grad(
+                        [o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True
+                    )
             by_place = dict(zip(places, results))
             empty = zip(self.positions, self.empty_gradients(a, wanted))
             return [None if e is None else e.copy_(by_place[i]) for i, e in empty]
@@ -236,16 +257,24 @@ class Op:
     @backends.setter
     def backends(self, backends: Mapping[str, Backend]) -> None:
         # Store the same object again, because a caller that holds it may restore an entry.
-        self._backends = backends if isinstance(backends, Backends) else Backends(backends, self._tell_replaced)
+        self._backends = (
+            backends if isinstance(backends, Backends) else Backends(backends, self._tell_replaced)
+        )
         self._tell_replaced()
 
     def _tell_replaced(self) -> None:
         others = [name for name in replaced if name != self.name]
-        replaced[:] = others if [*self._backends.items()] == [*self._declared.items()] else [*others, self.name]
+        replaced[:] = (
+            others
+            if [*self._backends.items()] == [*self._declared.items()]
+            else [*others, self.name]
+        )
 
     # ---- bodies of the raw ops
 
-    def run(self, a: Any, backend: str | None = None, strict: bool = False, save: bool = True) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, a: Any, backend: str | None = None, strict: bool = False, save: bool = True
+    ) -> tuple[torch.Tensor, ...]:
         """Run the forward raw op; ``save=False`` may omit outputs that only backward needs."""
         check_storage(self.name, self._tensor_names, a)
         chosen = self.select(a, backend, strict)
@@ -258,7 +287,9 @@ class Op:
                 return chosen.infer(a)
             return tuple(chosen.forward(a))
         except Exception as error:
-            step_down(self.name, chosen.name, a, error, forced=bool(backend or forced_backend(self.name)))
+            step_down(
+                self.name, chosen.name, a, error, forced=bool(backend or forced_backend(self.name))
+            )
         return self.run(a, backend, strict, save)
 
     def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -269,14 +300,24 @@ class Op:
     def run_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
         """Run the body of the backward raw op; gradients that are not needed are None."""
         grads, a, saved, wanted, rest = self._split_backward(args)
-        for names, tensors in ((self.grad_names, grads), (self._tensor_names, a), (self.saved, saved)):
+        for names, tensors in (
+            (self.grad_names, grads),
+            (self._tensor_names, a),
+            (self.saved, saved),
+        ):
             check_storage(self.name, names, tensors)
         chosen = self.select(a, *rest, direction="bwd")
         record(self._bwd_name, chosen.name)
         try:
             return chosen.backward(a, grads, saved, wanted)
         except Exception as error:
-            step_down(self.name, chosen.name, a, error, forced=bool(any(rest[:1]) or forced_backend(self.name)))
+            step_down(
+                self.name,
+                chosen.name,
+                a,
+                error,
+                forced=bool(any(rest[:1]) or forced_backend(self.name)),
+            )
         return self.run_backward(*args)
 
     def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
@@ -308,12 +349,16 @@ class Op:
         """Return uninitialized gradients, each in its argument's dtype and memory order."""
         return [empty_in_order(a[i]) if want else None for i, want in zip(self.positions, wanted)]
 
-    def _filled(self, like: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    def _filled(
+        self, like: torch.Tensor, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
         return tuple(like.new_empty(0) if g is None else g for g in grads)
 
     # ---- choice
 
-    def select(self, a: Any, backend: str | None = None, strict: bool = False, *, direction: str = "fwd") -> Backend:
+    def select(
+        self, a: Any, backend: str | None = None, strict: bool = False, *, direction: str = "fwd"
+    ) -> Backend:
         """Return the backend that computes this problem.
 
         Raises BackendError if a forced backend does not support it.
@@ -322,7 +367,9 @@ class Op:
         if forced is not None:
             reason = self.reason(forced, a)
             if reason is not None:
-                raise BackendError(f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}")
+                raise BackendError(
+                    f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}"
+                )
             return self.backends[forced]
         device, reasons = a[0].device.type, dict[str, str]()
         for name, kernel in ordered(self, a, direction):
@@ -331,7 +378,9 @@ class Op:
                 reason = unasked_reason(self, candidate, a)
                 if reason is None:
                     if reasons and is_broken(why := joined(reasons)):
-                        record_fallback(self.name, why, instead=f"the backend {name}", strict=strict, once=True)
+                        record_fallback(
+                            self.name, why, instead=f"the backend {name}", strict=strict, once=True
+                        )
                     return candidate
                 reasons[name] = reason
         if "reference" not in self.backends:
@@ -340,7 +389,9 @@ class Op:
             why = joined(reasons)
             if getattr(_thread, "fused", False):
                 raise NotLaunched(why)
-            record_fallback(self.name, why, instead="the reference", strict=strict, once=is_broken(why))
+            record_fallback(
+                self.name, why, instead="the reference", strict=strict, once=is_broken(why)
+            )
         return self.backends["reference"]
 
     def fused(self, a: Any) -> tuple[torch.Tensor, ...]:
@@ -377,7 +428,9 @@ class Op:
 
     # ---- calls
 
-    def __call__(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, a: Any, backend: str | None = None, strict: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Run the op, with gradients if needed.
 
         The call uses an autograd Function only if something needs a gradient or a transform is
@@ -386,8 +439,9 @@ class Op:
         if torch.compiler.is_compiling():
             if compiling_a_derivative():
                 raise NotImplementedError(
-                    f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this "
-                    "op: without fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
+                    f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be"
+                    " traced into one graph with this op: without fullgraph=True they run eagerly;"
+                    " or compile inside them, torch.func.grad(torch.compile(f))"
                 )
             # An exported graph contains raw ops, whose Autograd kernels make it trainable.
             raw = torch.compiler.is_exporting() or not self.positions
@@ -422,6 +476,9 @@ def autograd_inside() -> Iterator[None]:
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    include, exclude = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
     with torch._C._ForceDispatchKeyGuard(include, exclude - keys), torch.enable_grad():
         yield

@@ -131,5 +131,7 @@ def _by_frames(blocks: Sequence[Block[T]], suspendable: Sequence[Block[T]]) -> l
     running.sort(key=lambda entry: (entry[1], entry[0].order))
     innermost = next((b for b, _ in reversed(running) if b.suspendable), None)
     inside = {b for b, _ in running}
-    around = [b for b in known if b not in inside and (innermost is None or b.order < innermost.order)]
+    around = [
+        b for b in known if b not in inside and (innermost is None or b.order < innermost.order)
+    ]
     return [*sorted(around, key=lambda b: b.order), *(b for b, _ in running)]

@@ -26,7 +26,9 @@ _UNWRAPPED = {
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
 }
 _TensorOrNone = TypeVar("_TensorOrNone", torch.Tensor, torch.Tensor | None)
-_INSTEAD = {"nested": "scaled_dot_product_attention takes nested tensors, attention_varlen packed sequences"}
+_INSTEAD = {
+    "nested": "scaled_dot_product_attention takes nested tensors, attention_varlen packed sequences"
+}
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -34,7 +36,9 @@ def shape_of(t: torch.Tensor) -> str:
     return "(" + ", ".join(str(n) for n in t.shape) + ")"
 
 
-def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: int | None = None) -> None:
+def check_tensor(
+    op: str, name: str, t: Any, *, floating: bool = False, ndim: int | None = None
+) -> None:
     """Raise unless t is a dense tensor, of a supported floating dtype and of ndim dimensions.
 
     The dtype is checked if ``floating``. A wrong ndim raises ValueError, everything else TypeError.
@@ -48,13 +52,18 @@ def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: in
         )
     if (layout := unusual_layout(t)) is not None:
         raise TypeError(
-            f"{op}: {name} must be a dense tensor, got a {layout} one; {_INSTEAD.get(layout, 'to_dense() makes one')}"
+            f"{op}: {name} must be a dense tensor, got a {layout} one;"
+            f" {_INSTEAD.get(layout, 'to_dense() makes one')}"
         )
     check_storage(op, (name,), (t,))
     if floating and t.dtype not in FLOATING:
-        raise TypeError(f"{op}: {name} must be float32, bfloat16, float16 or float64, got {t.dtype}")
+        raise TypeError(
+            f"{op}: {name} must be float32, bfloat16, float16 or float64, got {t.dtype}"
+        )
     if ndim is not None and t.dim() != ndim:
-        raise ValueError(f"{op}: {name} must have {ndim} dimensions, got {t.dim()} with shape {shape_of(t)}")
+        raise ValueError(
+            f"{op}: {name} must have {ndim} dimensions, got {t.dim()} with shape {shape_of(t)}"
+        )
 
 
 def is_freed(t: torch.Tensor) -> bool:
@@ -77,8 +86,8 @@ def check_storage(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
     for name, t in zip(names, values):
         if t is not None and is_freed(t):
             raise RuntimeError(
-                f"{op}: {name} has no storage: it was freed (FSDP2 reshard, or untyped_storage().resize_(0)); keep it "
-                "allocated until backward has run"
+                f"{op}: {name} has no storage: it was freed (FSDP2 reshard, or"
+                " untyped_storage().resize_(0)); keep it allocated until backward has run"
             )
 
 
@@ -96,7 +105,8 @@ def has_own_meaning(t: torch.Tensor) -> bool:
             return False
     function = type(t).__torch_function__
     usual = function == torch._C._disabled_torch_function_impl or (
-        getattr(function, "__func__", None) is getattr(torch.Tensor.__torch_function__, "__func__", None)
+        getattr(function, "__func__", None)
+        is getattr(torch.Tensor.__torch_function__, "__func__", None)
     )
     return not usual
 
@@ -105,7 +115,9 @@ def _class_name(t: torch.Tensor) -> str:
     return f"{type(t).__module__}.{type(t).__qualname__}"
 
 
-def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor | None, *, dtype: bool = False) -> None:
+def check_same(
+    op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor | None, *, dtype: bool = False
+) -> None:
     """Raise ValueError unless t is on a's device, and with ``dtype`` TypeError unless dtypes match.
 
     None passes.
@@ -113,7 +125,9 @@ def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor 
     if t is None:
         return
     if t.device != a.device:
-        raise ValueError(f"{op}: {name} is on {t.device} but {first} is on {a.device}; move one of them")
+        raise ValueError(
+            f"{op}: {name} is on {t.device} but {first} is on {a.device}; move one of them"
+        )
     if dtype and t.dtype != a.dtype:
         raise TypeError(f"{op}: {name} is {t.dtype} but {first} is {a.dtype}; cast one of them")
 
@@ -131,7 +145,11 @@ def unusual_layout(t: torch.Tensor) -> str | None:
     """Return the layout of a tensor that is not dense (nested, sparse_coo, …), else None."""
     if t.is_nested:
         return "nested"
-    return None if t.layout is torch.strided else str(t.layout).removeprefix("torch.").removeprefix("_")
+    return (
+        None
+        if t.layout is torch.strided
+        else str(t.layout).removeprefix("torch.").removeprefix("_")
+    )
 
 
 def alike(*tensors: Any) -> bool:
@@ -144,7 +162,13 @@ def alike(*tensors: Any) -> bool:
         return False
     dtype, device, strided = first.dtype, first.device, torch.strided
     for t in tensors:
-        if type(t) not in _TENSORS or t.dtype != dtype or t.device != device or t.layout is not strided or t.is_nested:
+        if (
+            type(t) not in _TENSORS
+            or t.dtype != dtype
+            or t.device != device
+            or t.layout is not strided
+            or t.is_nested
+        ):
             return False
     return dtype in FLOATING
 
@@ -155,11 +179,15 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     NumPy scalars and 0-dimensional tensors are numbers, except tensors that require a gradient,
     which scalar arguments do not have.
     """
-    if type(value) is float and (0.0 < value < math.inf or (not positive and -math.inf < value < math.inf)):
+    if type(value) is float and (
+        0.0 < value < math.inf or (not positive and -math.inf < value < math.inf)
+    ):
         return value
     if isinstance(value, torch.Tensor) and _is_scalar(value):
         value = value.item()
-    if isinstance(value, (torch.Tensor, bool)) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+    if isinstance(value, (torch.Tensor, bool)) or not isinstance(
+        value, (numbers.Real, torch.SymFloat, torch.SymInt)
+    ):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{op}: {name} must be finite, got {value}")
@@ -211,10 +239,14 @@ def check_unused(op: str, reason: str, **given: tuple[Any, Any]) -> None:
 
 def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(
+            f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        )
 
 
-def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
+def dropout_arguments(
+    op: str, p: Any, seed: Any, device: torch.device
+) -> tuple[float, torch.Tensor | None]:
     """Return p and the seed as a 0-dimensional int64 tensor on the device.
 
     None draws a seed with a torch op on the tensors' device, so torch.manual_seed, CUDA graphs and
@@ -232,13 +264,19 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
     if isinstance(seed, torch.Tensor):
         check_tensor(op, "dropout_seed", seed)
         if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise ValueError(f"{op}: dropout_seed must be one int64, got {seed.dtype} of shape {shape_of(seed)}")
+            raise ValueError(
+                f"{op}: dropout_seed must be one int64, got {seed.dtype} of shape {shape_of(seed)}"
+            )
         if seed.device != device:
-            raise ValueError(f"{op}: dropout_seed is on {seed.device} but the input is on {device}; move it")
+            raise ValueError(
+                f"{op}: dropout_seed is on {seed.device} but the input is on {device}; move it"
+            )
         return p, seed.reshape(())
     given, seed = seed, as_integer(seed)
     if seed is None:
-        raise TypeError(f"{op}: dropout_seed must be an int or an int64 tensor, got {type(given).__name__}")
+        raise TypeError(
+            f"{op}: dropout_seed must be an int or an int64 tensor, got {type(given).__name__}"
+        )
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{op}: dropout_seed must fit in 64 bits, got {seed}")
     # A copy from the host would synchronize, and a CUDA graph cannot capture one.
@@ -251,7 +289,9 @@ def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNo
     float64 tensors, as in torch, and 8-bit tensors are unchanged.
     """
     kind = device.type
-    if (kind != "cpu" and not torch.amp.is_autocast_available(kind)) or not torch.is_autocast_enabled(kind):
+    if (
+        kind != "cpu" and not torch.amp.is_autocast_available(kind)
+    ) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     kept = (torch.float64, torch.float8_e4m3fn)
@@ -264,7 +304,9 @@ def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNo
     return tuple(map(cast, tensors))
 
 
-def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty_in_order(
+    like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return an uninitialized dense tensor with like's memory order, last dimension innermost.
 
     The default shape is like's. A (B, H, L, D) view of (B, L, H, D) memory gives another such view,
@@ -278,7 +320,9 @@ def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype
     strides = like.stride()
     order = sorted(range(like.dim() - 1), key=lambda d: -strides[d] if strides[d] else -math.inf)
     order.append(like.dim() - 1)
-    return torch.empty_permuted(like.shape if shape is None else shape, order, dtype=dtype or like.dtype, device=like.device)
+    return torch.empty_permuted(
+        like.shape if shape is None else shape, order, dtype=dtype or like.dtype, device=like.device
+    )
 
 
 def last_contiguous(t: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,10 @@ def why_not(op: Op, backend: str, a: Any, key: Key, *, ask: bool = True) -> str 
     if not guarded:
         return None
     if how == "strict":
-        return f"{PREFIX}no result shows that it is right here, and PYTRANSFORMER_VERIFY is strict; run pytransformer verify"
+        return (
+            f"{PREFIX}no result shows that it is right here, and PYTRANSFORMER_VERIFY is strict;"
+            " run pytransformer verify"
+        )
     return _check_first(op, backend, a, size) if ask else None
 
 
@@ -152,7 +155,10 @@ def _check_first(op: Op, backend: str, a: Any, size: int) -> str | None:
                     _run_check(op, backend, a, size, left)
         _seconds[0] += time.monotonic() - start
         if known() == UNKNOWN:
-            why = f"{PREFIX}{UNCHECKED} here within {CHECK_SECONDS:g} s; pytransformer verify checks it"
+            why = (
+                f"{PREFIX}{UNCHECKED} here within {CHECK_SECONDS:g} s; pytransformer verify"
+                " checks it"
+            )
             _devices[device].setdefault(name, Result()).wrong[size] = why
         version[0] += 1
         return known()
@@ -162,13 +168,14 @@ def _run_check(op: Op, backend: str, a: Any, size: int, seconds: float) -> None:
     device, dtype = a[0].device, str(a[0].dtype)[6:]
     job = {
         "do": "first", "op": op.name, "backend": backend, "dtype": dtype, "device": device.type,
-        "index": device.index, "size": size, "last": number(a[0].shape[-1]), "seconds": CASES_SECONDS,
+        "index": device.index, "size": size, "last": number(a[0].shape[-1]),
+        "seconds": CASES_SECONDS,
     }  # fmt: skip
     if not _seconds[0]:
         print(
-            f"pytransformer: checking {op.name} on the backend {backend} in a child process, once per "
-            f"machine and at most {CHECK_SECONDS:g} s; `pytransformer verify` checks every backend, "
-            "PYTRANSFORMER_VERIFY=off checks none",
+            f"pytransformer: checking {op.name} on the backend {backend} in a child process, once"
+            f" per machine and at most {CHECK_SECONDS:g} s; `pytransformer verify` checks every"
+            " backend, PYTRANSFORMER_VERIFY=off checks none",
             file=sys.stderr,
         )
     until = Deadline(seconds, Stopwatch(exact=True))
@@ -200,7 +207,9 @@ def results(device: torch.device) -> Results:
 def _reread(device: torch.device) -> None:
     content = verification_file.load(device) or {"checks": []}
     # Preserve the results of this process: without a cache directory no file has them.
-    merged = _devices.get(device) or {name: Result(complete=True) for name in verified.names(device)}
+    merged = _devices.get(device) or {
+        name: Result(complete=True) for name in verified.names(device)
+    }
     _devices[device] = _add(merged, content["checks"], content.get("complete", ()))
     for name, order in content.get("order", {}).items():
         measured_order[name, device.type] = tuple(order)
@@ -208,7 +217,9 @@ def _reread(device: torch.device) -> None:
     _watch()
 
 
-def _add(merged: Results, lines: Iterable[Mapping[str, Any]], complete: Iterable[Any] = ()) -> Results:
+def _add(
+    merged: Results, lines: Iterable[Mapping[str, Any]], complete: Iterable[Any] = ()
+) -> Results:
     for line in lines:
         result = merged.setdefault((line["op"], line["backend"], line["dtype"]), Result())
         if line["outcome"] == RIGHT:
@@ -231,7 +242,11 @@ def _watch() -> None:
         for (op, backend, _), result in by_name.items()
         if backend == "cpu" and result.wrong
     ]
-    first = [op for (op, kind), order in measured_order.items() if kind == "cpu" and order[:1] != ("cpu",)]
+    first = [
+        op
+        for (op, kind), order in measured_order.items()
+        if kind == "cpu" and order[:1] != ("cpu",)
+    ]
     watched[:] = [*excluded, *first]
 
 

@@ -56,14 +56,17 @@ def key(device: torch.device) -> dict[str, str]:
     """Return the dependencies of a result: device, driver, compiling libraries and our build."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
-        name = "{} (sm_{}{})".format(torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index))
+        name = "{} (sm_{}{})".format(
+            torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index)
+        )
         # CPU builds of torch do not have this function.
         driver = str(getattr(torch._C, "_cuda_getDriverVersion", int)())
     else:
         name, driver = cpu_name(), os.environ.get("PYTRANSFORMER_CPU_ISA", "")
     sources, binaries = _build()
     return {
-        "device": name, "driver": driver, "torch": str(torch.__version__), "triton": triton_version(),
+        "device": name, "driver": driver, "torch": str(torch.__version__),
+        "triton": triton_version(),
         "sources": sources, "binaries": binaries, "version": __version__,
     }  # fmt: skip
 
@@ -190,18 +193,26 @@ def check(content: dict[str, Any]) -> None:
     expect(isinstance(lines, list) and len(lines) <= MAX_LINES, "checks must be a list")
     for line in lines or ():
         expect(isinstance(line, dict), "a check must be an object")
-        expect(all(is_text(line.get(name)) for name in TEXTS), f"a check must have {TEXTS} as texts")
+        expect(
+            all(is_text(line.get(name)) for name in TEXTS), f"a check must have {TEXTS} as texts"
+        )
         expect(type(line.get("size")) is int, "the size of a check must be an integer")
         for name in ("case", "detail"):
-            expect(line.get(name) is None or is_text(line[name]), f"{name} of a check must be a text")
+            expect(
+                line.get(name) is None or is_text(line[name]), f"{name} of a check must be a text"
+            )
         used = line.get("bound_used")
         finite = isinstance(used, (int, float)) and math.isfinite(used)
         expect(used is None or finite, "bound_used of a check must be a number")
         last = line.get("last")
-        expect(last is None or is_text(last) or type(last) is int, "last must be an integer or a text")
+        expect(
+            last is None or is_text(last) or type(last) is int, "last must be an integer or a text"
+        )
     complete, order = content.get("complete", []), content.get("order", {})
     good = isinstance(complete, list) and len(complete) <= MAX_LINES
-    good = good and all(isinstance(c, list) and len(c) == 3 and all(map(is_text, c)) for c in complete)
+    good = good and all(
+        isinstance(c, list) and len(c) == 3 and all(map(is_text, c)) for c in complete
+    )
     expect(good, "complete must be a list of (op, backend, dtype)")
     good = isinstance(order, dict) and all(
         is_text(op) and isinstance(names, list) and len(names) <= 16 and all(map(is_text, names))
@@ -243,7 +254,9 @@ def _acquire(descriptor: int, until: float) -> bool:
         time.sleep(0.05)
 
 
-def update(device: torch.device, change: Callable[[dict[str, Any] | None], dict[str, Any]]) -> Path | None:
+def update(
+    device: torch.device, change: Callable[[dict[str, Any] | None], dict[str, Any]]
+) -> Path | None:
     """Replace the contents by ``change`` of them, one writer at a time; return the file.
 
     Returns None if the directory is not writable.

@@ -67,5 +67,7 @@ def digest(root: Path, places: list[Path]) -> str:
     hashed = hashlib.sha256()
     files = [f for place in places for f in ([place] if place.is_file() else place.rglob("*"))]
     for path in sorted(f for f in files if f.is_file() and f.suffix != ".pyc"):
-        hashed.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        hashed.update(
+            path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
     return hashed.hexdigest()[:16]

@@ -133,7 +133,11 @@ class AttentionProblem:
     @property
     def empty(self) -> bool:
         """True without queries or keys; out is 0, and lse is -inf or the sink."""
-        return self.query.numel() == 0 or self.key.numel() == 0 or 0 in (self.num_queries, self.num_keys)
+        return (
+            self.query.numel() == 0
+            or self.key.numel() == 0
+            or 0 in (self.num_queries, self.num_keys)
+        )
 
     @property
     def ragged(self) -> bool:
@@ -151,12 +155,23 @@ class AttentionProblem:
     def bounded(self) -> bool:
         """True if bounds hide pairs or sequences may differ in length; masks do not count."""
         lengths = (self.query_lengths, self.key_lengths, self.cu_seqlens_q)
-        return self.causal != "none" or self.left >= 0 or self.right >= 0 or any(t is not None for t in lengths)
+        return (
+            self.causal != "none"
+            or self.left >= 0
+            or self.right >= 0
+            or any(t is not None for t in lengths)
+        )
 
     @property
     def lengths(self) -> tuple[torch.Tensor | None, ...]:
         """Lengths and segments, in the order of every raw op."""
-        return self.query_lengths, self.key_lengths, self.prefix_lengths, self.query_segments, self.key_segments
+        return (
+            self.query_lengths,
+            self.key_lengths,
+            self.prefix_lengths,
+            self.query_segments,
+            self.key_segments,
+        )
 
     @property
     def key_padding(self) -> torch.Tensor | None:
@@ -176,7 +191,9 @@ class AttentionProblem:
     @property
     def kind(self) -> str:
         """Return the kind of call, for the table of measured preferences."""
-        dense = [t for t in (self.bias, self.mask_by_pair) if t is not None and t.dtype != torch.bool]
+        dense = [
+            t for t in (self.bias, self.mask_by_pair) if t is not None and t.dtype != torch.bool
+        ]
         signs = (
             ("pages", self.page_table is not None),
             ("one query", not self.packed and self.num_queries == 1),
@@ -209,14 +226,21 @@ class AttentionProblem:
         if self.mask is None or not self.lists_mask(how):
             return 0
         down, across = (-(-n // how.block) for n in (self.num_queries, self.num_keys))
-        return 4 * math.prod(compact(self.mask).shape[:2]) * (5 * down * across + 2 * (down + across))
+        return (
+            4 * math.prod(compact(self.mask).shape[:2]) * (5 * down * across + 2 * (down + across))
+        )
 
     def lists_note(self, how: Listing) -> str | None:
         """Return the share of a dense mask's blocks that run, for ``explain``; reads the mask."""
         if self.mask is None or self.mask.is_meta or not self.lists_mask(how):
             return None
-        visible, total = visible_blocks(compact(self.mask).expand(-1, -1, self.num_queries, self.num_keys), how.block)
-        return f"{visible / total:.1%} of the {total:,} blocks of {how.block} x {how.block} pairs run, listed by a pass over the mask"
+        visible, total = visible_blocks(
+            compact(self.mask).expand(-1, -1, self.num_queries, self.num_keys), how.block
+        )
+        return (
+            f"{visible / total:.1%} of the {total:,} blocks of {how.block} x {how.block} pairs run,"
+            " listed by a pass over the mask"
+        )
 
     def _blocks_of(self, size: int) -> int:
         return -(-self.num_queries // size) * -(-self.num_keys // size)
@@ -224,7 +248,13 @@ class AttentionProblem:
     @property
     def blocks(self) -> Blocks | None:
         """The block mask."""
-        lists = self.block_offsets, self.block_entries, self.key_block_offsets, self.key_block_entries, self.block_bits
+        lists = (
+            self.block_offsets,
+            self.block_entries,
+            self.key_block_offsets,
+            self.key_block_entries,
+            self.block_bits,
+        )
         found = [t for t in lists if t is not None]
         return Blocks(*found) if found else None
 
@@ -242,12 +272,21 @@ class AttentionProblem:
     @property
     def has_score_mod(self) -> bool:
         """True with softcap, ALiBi, T5 or dropout; dense masks and biases do not count."""
-        return bool(self.slopes is not None or self.table is not None or self.softcap or self.dropout_p)
+        return bool(
+            self.slopes is not None or self.table is not None or self.softcap or self.dropout_p
+        )
 
     @property
     def by_pair(self) -> int:
         """Number of terms that cost work per (query, key) pair."""
-        tensors = (self.mask_by_pair, self.block_bits, self.bias, self.slopes, self.table, self.query_segments)
+        tensors = (
+            self.mask_by_pair,
+            self.block_bits,
+            self.bias,
+            self.slopes,
+            self.table,
+            self.query_segments,
+        )
         return sum(t is not None for t in tensors) + bool(self.softcap) + bool(self.dropout_p)
 
     @property
@@ -292,7 +331,10 @@ class PaddedAttention(AttentionProblem):
         Only these entries are read.
         """
         assert self.page_table is not None and self.key_lengths is not None
-        first_keys = torch.arange(self.page_table.shape[1], device=self.page_table.device) * self.key.shape[2]
+        first_keys = (
+            torch.arange(self.page_table.shape[1], device=self.page_table.device)
+            * self.key.shape[2]
+        )
         return first_keys + self.key_start < self.key_lengths[:, None]
 
 
@@ -306,7 +348,9 @@ class PackedAttention(AttentionProblem):
     packed = True
     block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = None
     page_table = key_scale = value_scale = None
-    mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = None
+    mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = (
+        None
+    )
     query_start = key_start = 0
 
     if TYPE_CHECKING:

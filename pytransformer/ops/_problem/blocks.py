@@ -13,7 +13,13 @@ import torch
 
 SIZES = (32, 64, 128, 256, 512)  # queries or keys of a block
 # The raw op's arguments that carry the fields of Blocks, in their order.
-BLOCK_TENSORS = ("block_offsets", "block_entries", "key_block_offsets", "key_block_entries", "block_bits")
+BLOCK_TENSORS = (
+    "block_offsets",
+    "block_entries",
+    "key_block_offsets",
+    "key_block_entries",
+    "block_bits",
+)
 FULL = -1  # replaces the bits index of a block with all pairs visible
 
 
@@ -55,7 +61,9 @@ class Blocks(NamedTuple):
     def note(self) -> str:
         rows, keys = self.block_size
         partial = f"{self.bits.shape[0]:,} of them read pair by pair"
-        return f"{self.share:.1%} of the {self.total:,} blocks of {rows} x {keys} pairs run, {partial}"
+        return (
+            f"{self.share:.1%} of the {self.total:,} blocks of {rows} x {keys} pairs run, {partial}"
+        )
 
 
 def entry_rows(offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,12 +80,18 @@ def visible_blocks(mask: torch.Tensor, size: int) -> tuple[int, int]:
     for rows in mask.split(size, dim=2):
         keys = torch.nn.functional.pad(rows.any(2), (0, pad))
         visible += int(keys.unflatten(-1, (-1, size)).any(-1).sum())
-    return visible, mask.shape[0] * mask.shape[1] * -(-mask.shape[2] // size) * -(-mask.shape[3] // size)
+    return visible, mask.shape[0] * mask.shape[1] * -(-mask.shape[2] // size) * -(
+        -mask.shape[3] // size
+    )
 
 
 def unpack_bits(words: torch.Tensor) -> torch.Tensor:
     """Return bool (..., 32 n) of int32 (..., n)."""
-    return ((words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1).bool().flatten(-2)
+    return (
+        ((words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1)
+        .bool()
+        .flatten(-2)
+    )
 
 
 def pack_bits(pairs: torch.Tensor) -> torch.Tensor:
@@ -88,7 +102,11 @@ def pack_bits(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def visible_block_pairs(
-    offsets: torch.Tensor, entries: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor, num_keys: int
+    offsets: torch.Tensor,
+    entries: torch.Tensor,
+    bits: torch.Tensor,
+    rows: torch.Tensor,
+    num_keys: int,
 ) -> torch.Tensor:
     """Return bool (B, H, len(rows), num_keys), the visible pairs of the queries ``rows``.
 
@@ -97,7 +115,9 @@ def visible_block_pairs(
     batch, heads, queries = offsets.shape
     size, width = bits.shape[1], 32 * bits.shape[2]
     columns = -(-num_keys // width)
-    state = torch.full((batch * heads * (queries - 1), columns), FULL - 1, dtype=torch.int64, device=offsets.device)
+    state = torch.full(
+        (batch * heads * (queries - 1), columns), FULL - 1, dtype=torch.int64, device=offsets.device
+    )
     place, entry = entry_rows(offsets)
     state[place, entries[entry, 0].long()] = entries[entry, 1].long()
     # (B, H, rows, columns)
@@ -114,14 +134,23 @@ def check_blocks(b: Blocks, shape: tuple[int, int, int, int]) -> None:
     """Raise ValueError for any tensor from which a kernel would compute an invalid address."""
     for name, t in b._asdict().items():
         if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
-            raise ValueError(f"BlockMask: {name} must be an int32 tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+            raise ValueError(
+                f"BlockMask: {name} must be an int32 tensor, got"
+                f" {getattr(t, 'dtype', type(t).__name__)}"
+            )
         if t.device != b.offsets.device:
             raise ValueError(f"BlockMask: {name} is on {t.device}, offsets on {b.offsets.device}")
     if b.bits.dim() != 3:
-        raise ValueError(f"BlockMask: bits must be (partial blocks, queries, keys / 32), got {tuple(b.bits.shape)}")
+        raise ValueError(
+            "BlockMask: bits must be (partial blocks, queries, keys / 32), got"
+            f" {tuple(b.bits.shape)}"
+        )
     rows, keys = b.block_size
     if rows not in SIZES or keys not in SIZES:
-        raise ValueError(f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got {b.block_size}")
+        raise ValueError(
+            f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got"
+            f" {b.block_size}"
+        )
     down, across = -(-shape[2] // rows), -(-shape[3] // keys)
     for names, offsets, entries, n, columns in (
         (("offsets", "entries"), b.offsets, b.entries, down, across),
@@ -129,29 +158,48 @@ def check_blocks(b: Blocks, shape: tuple[int, int, int, int]) -> None:
     ):
         _check_lists(names, offsets, entries, (*shape[:2], n + 1), columns, b.bits.shape[0])
     if b.entries.shape != b.key_entries.shape:
-        raise ValueError(f"BlockMask: {b.entries.shape[0]} entries, but {b.key_entries.shape[0]} in the transpose")
+        raise ValueError(
+            f"BlockMask: {b.entries.shape[0]} entries, but {b.key_entries.shape[0]} in the"
+            " transpose"
+        )
 
 
 def _check_lists(
-    names: tuple[str, str], offsets: torch.Tensor, entries: torch.Tensor, shape: tuple[int, ...], columns: int, places: int
+    names: tuple[str, str],
+    offsets: torch.Tensor,
+    entries: torch.Tensor,
+    shape: tuple[int, ...],
+    columns: int,
+    places: int,
 ) -> None:
     """Raise ValueError unless offsets and entries are valid and ascend."""
     if tuple(offsets.shape) != shape:
-        raise ValueError(f"BlockMask: {names[0]} must have shape {shape}, got {tuple(offsets.shape)}")
+        raise ValueError(
+            f"BlockMask: {names[0]} must have shape {shape}, got {tuple(offsets.shape)}"
+        )
     if entries.dim() != 2 or entries.shape[1] != 2:
         raise ValueError(f"BlockMask: {names[1]} must be (entries, 2), got {tuple(entries.shape)}")
     if offsets.numel() and (
-        bool((offsets.diff(dim=-1) < 0).any()) or int(offsets.min()) < 0 or int(offsets.max()) > len(entries)
+        bool((offsets.diff(dim=-1) < 0).any())
+        or int(offsets.min()) < 0
+        or int(offsets.max()) > len(entries)
     ):
-        raise ValueError(f"BlockMask: {names[0]} must rise from 0 to at most {len(entries)}, the number of entries")
+        raise ValueError(
+            f"BlockMask: {names[0]} must rise from 0 to at most {len(entries)}, the number of"
+            " entries"
+        )
     if not len(entries):
         return
     low, high = entries.amin(0).tolist(), entries.amax(0).tolist()
     if low[0] < 0 or high[0] >= columns:
-        raise ValueError(f"BlockMask: {names[1]} names block {low[0] if low[0] < 0 else high[0]}; there are {columns}")
+        raise ValueError(
+            f"BlockMask: {names[1]} names block {low[0] if low[0] < 0 else high[0]}; there are"
+            f" {columns}"
+        )
     if low[1] < FULL or high[1] >= places:
         raise ValueError(
-            f"BlockMask: {names[1]} names bits {low[1] if low[1] < FULL else high[1]}; there are {places} partial blocks"
+            f"BlockMask: {names[1]} names bits {low[1] if low[1] < FULL else high[1]}; there are"
+            f" {places} partial blocks"
         )
     rows, entry = entry_rows(offsets)
     found = entries[entry, 0]

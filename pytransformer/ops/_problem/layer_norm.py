@@ -159,7 +159,9 @@ def any_dtype(x: torch.Tensor) -> None:
 
 
 def lowered_forward(
-    op: Op, run: Callable[[NormForward], None], vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype
+    op: Op,
+    run: Callable[[NormForward], None],
+    vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype,
 ) -> Callable[[Any], tuple[torch.Tensor, ...]]:
     """Return a backend's forward from the function that launches its kernel.
 
@@ -177,7 +179,8 @@ def lowered_forward(
         targets = (grid.target(out), grid.target(residual_out))
         run(
             NormForward(
-                grid, grid.rows(a.x), grid.rows(residual), _vector(a.weight, dtype), _vector(bias, dtype), seed, *targets,
+                grid, grid.rows(a.x), grid.rows(residual), _vector(a.weight, dtype),
+                _vector(bias, dtype), seed, *targets,
                 None if rms else mean, rstd, start, a.eps, p, rms,
             )
         )  # fmt: skip
@@ -189,7 +192,9 @@ def lowered_forward(
 
 
 def lowered_backward(
-    op: Op, run: Callable[[NormBackward], None], vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype
+    op: Op,
+    run: Callable[[NormBackward], None],
+    vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype,
 ) -> Callable[..., list[torch.Tensor | None]]:
     """Return a backend's backward from the function that launches its kernel.
 
@@ -198,7 +203,10 @@ def lowered_backward(
     spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         results = op.empty_gradients(a, wanted)
         if a.x.numel() == 0:
@@ -213,8 +221,10 @@ def lowered_backward(
         sums = (_sums(d_weight, dtype), _sums(d_bias, dtype))
         run(
             NormBackward(
-                grid, grid.rows(d_out), grid.rows(d_residual_out), grid.rows(h), _vector(a.weight, dtype),
-                None if rms else _vector(mean, None), rstd.contiguous(), seed, *rows, *sums, start, p, rms,
+                grid, grid.rows(d_out), grid.rows(d_residual_out), grid.rows(h),
+                _vector(a.weight, dtype),
+                None if rms else _vector(mean, None), rstd.contiguous(), seed, *rows, *sums, start,
+                p, rms,
             )
         )  # fmt: skip
         for target, result in zip((*rows, *sums), (dx, d_residual, d_weight, d_bias)):

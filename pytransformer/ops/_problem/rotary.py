@@ -32,9 +32,14 @@ def check_positions(a: Any) -> None:
         return
     highest = int(a.positions.max())
     if highest >= limit:
-        room = f"{limit} keys a sequence" if pages is None else f"{pages.shape[1]} pages of {size} keys a sequence"
+        room = (
+            f"{limit} keys a sequence"
+            if pages is None
+            else f"{pages.shape[1]} pages of {size} keys a sequence"
+        )
         raise ValueError(
-            f"append_kv: positions holds {highest}, and the cache has room for {room}; make it longer, or write none by -1"
+            f"append_kv: positions holds {highest}, and the cache has room for {room}; make it"
+            " longer, or write none by -1"
         )
     if pages is None or not pages.numel():
         return
@@ -42,5 +47,6 @@ def check_positions(a: Any) -> None:
     outside = asked[(asked < 0) | (asked >= a.key_cache.shape[0])]
     if outside.numel():
         raise ValueError(
-            f"append_kv: page_table names page {int(outside[0])} for a position that is written, and the pool has {a.key_cache.shape[0]}"
+            f"append_kv: page_table names page {int(outside[0])} for a position that is written,"
+            f" and the pool has {a.key_cache.shape[0]}"
         )

@@ -59,7 +59,9 @@ def _lengths(name: str) -> Callable[[Draw], torch.Tensor]:
 
 def _segments(name: str) -> Callable[[Draw], torch.Tensor]:
     """Return four documents of about equal size; equal lengths give equal boundaries."""
-    return lambda d: (torch.arange(d[name], device=d.device) * 4 // max(d[name], 1)).repeat(d["B"], 1)
+    return lambda d: (torch.arange(d[name], device=d.device) * 4 // max(d[name], 1)).repeat(
+        d["B"], 1
+    )
 
 
 def _random_mask(d: Draw) -> torch.Tensor:
@@ -77,7 +79,8 @@ def _blocks(d: Draw) -> Any:
 
     size = 128 if d["Lq"] >= 512 else 32
     return BlockMask.from_function(
-        lambda b, h, i, j: ((j // size + h) % 3 != 1) & (j <= i) & (i - j < 4 * size), None, d["Hq"], d["Lq"], d["Lk"],
+        lambda b, h, i, j: ((j // size + h) % 3 != 1) & (j <= i) & (i - j < 4 * size), None,
+        d["Hq"], d["Lq"], d["Lk"],
         block_size=size, device=d.device,
     )  # fmt: skip
 
@@ -97,7 +100,8 @@ def _pages(d: Draw) -> dict[str, Any]:
     pools = in_pages(named["key"], named["value"], lengths, d["page_size"], hostile=False)
     key, value = pools.tensors
     return {
-        **named, "key": key, "value": value, "page_table": pools.table, "key_lengths": lengths, "causal": "bottom_right"
+        **named, "key": key, "value": value, "page_table": pools.table, "key_lengths": lengths,
+        "causal": "bottom_right"
     }  # fmt: skip
 
 
@@ -183,9 +187,21 @@ PADDED: dict[str, tuple[Builder, str, Share]] = {
         "padding",
         _padded_share("Lq", "Lk"),
     ),
-    "left_padding": (_attention(attn_mask=_left_padding, causal="top_left"), "padding mask causal", _half),
-    "window": (_attention(causal="top_left", window=(WINDOW, 0)), "core window causal", _window_share),
-    "global_keys": (_attention(causal="top_left", window=(WINDOW, 0), global_keys=4), "window causal", _window_share),
+    "left_padding": (
+        _attention(attn_mask=_left_padding, causal="top_left"),
+        "padding mask causal",
+        _half,
+    ),
+    "window": (
+        _attention(causal="top_left", window=(WINDOW, 0)),
+        "core window causal",
+        _window_share,
+    ),
+    "global_keys": (
+        _attention(causal="top_left", window=(WINDOW, 0), global_keys=4),
+        "window causal",
+        _window_share,
+    ),
     "segments": (
         _attention(query_segments=_segments("Lq"), key_segments=_segments("Lk")),
         "segments",
@@ -203,7 +219,11 @@ PADDED: dict[str, tuple[Builder, str, Share]] = {
         "bias bias_grad causal",
         _half,
     ),
-    "sinks": (_attention(sinks=_dense("Hq"), causal="top_left", window=(WINDOW, 0)), "sinks window causal", _window_share),
+    "sinks": (
+        _attention(sinks=_dense("Hq"), causal="top_left", window=(WINDOW, 0)),
+        "sinks window causal",
+        _window_share,
+    ),
     "softcap": (_attention(softcap=20.0, causal="top_left"), "softcap causal", _half),
     "dropout": (_attention(dropout_p=0.1, dropout_seed=1234), "core dropout", _all),
     "everything": (
@@ -231,14 +251,22 @@ VARLEN: dict[str, tuple[Builder, str, Share]] = {
         "varlen causal bias bias_grad",
         _packed_half,
     ),
-    "varlen_sinks": (_varlen(causal="bottom_right", sinks=_dense("Hq")), "varlen causal sinks", _packed_half),
+    "varlen_sinks": (
+        _varlen(causal="bottom_right", sinks=_dense("Hq")),
+        "varlen causal sinks",
+        _packed_half,
+    ),
     "varlen_t5": (_varlen(bias=_t5(True)), "varlen bias bias_grad self_check", _packed_share),
 }
 
 
 def _pattern(pattern: Pattern) -> tuple[Builder, str, Share]:
     """Return a pattern's builder, dims with Lq = Lk, and share of running blocks."""
-    return _attention(attn_mask=lambda d: pattern.make(d["Lk"], d.device)), "apart pattern", lambda s: pattern.share(s["Lk"])
+    return (
+        _attention(attn_mask=lambda d: pattern.make(d["Lk"], d.device)),
+        "apart pattern",
+        lambda s: pattern.share(s["Lk"]),
+    )
 
 
 DIMS = "B Hq Hkv Lq Lk D"
@@ -254,7 +282,13 @@ def _work(share: Share, s: Mapping[str, int]) -> Work:
 
 
 def _shaped(
-    size: Mapping[str, int], name: str, build: Builder, tags: str, share: Share = _all, op: str = "attention", **other: int
+    size: Mapping[str, int],
+    name: str,
+    build: Builder,
+    tags: str,
+    share: Share = _all,
+    op: str = "attention",
+    **other: int,
 ) -> Case:
     found = made(name, op, DIMS, size, build, tags, partial(_work, share))
     return replace(found, shape={**found.shape, **other})
@@ -265,12 +299,37 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
     for name, (build, tags, share) in {**PADDED, **patterns}.items():
         yield _shaped(size, name, build, tags, share)
     longer, wider = 2 * size["Lk"] + 1, size["D"] // 2 * 3
-    yield _shaped(size, "gqa", _attention(causal="top_left"), "core gqa causal", _half, Hkv=max(1, size["Hq"] // 4))
-    yield _shaped(size, "cross", _attention(key_lengths=_lengths("Lk")), "padding cross", _padded_share("Lk"), Lk=longer)
-    yield _shaped(size, "decode", _attention(causal="bottom_right"), "core decode", Lq=1, Lk=4 * size["Lk"])
+    yield _shaped(
+        size,
+        "gqa",
+        _attention(causal="top_left"),
+        "core gqa causal",
+        _half,
+        Hkv=max(1, size["Hq"] // 4),
+    )
+    yield _shaped(
+        size,
+        "cross",
+        _attention(key_lengths=_lengths("Lk")),
+        "padding cross",
+        _padded_share("Lk"),
+        Lk=longer,
+    )
+    yield _shaped(
+        size, "decode", _attention(causal="bottom_right"), "core decode", Lq=1, Lk=4 * size["Lk"]
+    )
     yield _shaped(size, "value_dim", _attention(), "value_dim", Dv=wider)
     for name, lq, lk in (("pages", size["Lq"], size["Lk"]), ("decode_pages", 1, 4 * size["Lk"])):
-        yield _shaped(size, name, _pages, "apart forward_only padding", _padded_share("Lk"), Lq=lq, Lk=lk, page_size=16)
+        yield _shaped(
+            size,
+            name,
+            _pages,
+            "apart forward_only padding",
+            _padded_share("Lk"),
+            Lq=lq,
+            Lk=lk,
+            page_size=16,
+        )
     for name, (build, tags, share) in VARLEN.items():
         yield _shaped(size, name, build, tags, share, op="attention_varlen")
 
@@ -307,7 +366,9 @@ KIT = Kit(
             ),
         ),
     ),
-    mutants=Mutants(("attention",), FAULTS, BACKWARD_FAULTS, applies=lambda problem: not problem.packed),
+    mutants=Mutants(
+        ("attention",), FAULTS, BACKWARD_FAULTS, applies=lambda problem: not problem.packed
+    ),
     calibration=calibrate_attention.CALIBRATION,
     rows_of=exact_attention.rows_of,
     solve_rows=exact_attention.some_rows,

@@ -42,7 +42,10 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
 
 
 def _work(s: Mapping[str, int]) -> Work:
-    flops, inputs = 2.0 * s["rows"] * s["d"] * s["classes"], s["rows"] * s["d"] + s["classes"] * s["d"]
+    flops, inputs = (
+        2.0 * s["rows"] * s["d"] * s["classes"],
+        s["rows"] * s["d"] + s["classes"] * s["d"],
+    )
     return Work((flops, 2.0 * flops), (inputs, 2 * inputs))
 
 
@@ -54,7 +57,10 @@ def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[T
     """
     draw = torch.Generator().manual_seed(0)
     integers = lambda *shape: torch.randint(-2, 3, shape, generator=draw)
-    x, weight = integers(40, 16).to(dtype).requires_grad_(), (integers(300, 16) / 4).to(dtype).requires_grad_()
+    x, weight = (
+        integers(40, 16).to(dtype).requires_grad_(),
+        (integers(300, 16) / 4).to(dtype).requires_grad_(),
+    )
     bias = torch.full((300,), offset).requires_grad_()
     target = torch.randint(0, 300, (40,), generator=draw)
     loss = linear_cross_entropy(x, weight, target, bias=bias, backend=backend, strict=True)
@@ -62,9 +68,17 @@ def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[T
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
-    tensors = {name: named[name] for name in ("x", "weight", "target", "bias") if named.get(name) is not None}
+    tensors = {
+        name: named[name]
+        for name in ("x", "weight", "target", "bias")
+        if named.get(name) is not None
+    }
     tensors |= dict(zip(("grad_out",), grads or []))
-    keywords = {name: named[name] for name in ("ignore_index", "label_smoothing", "reduction") if name in named}
+    keywords = {
+        name: named[name]
+        for name in ("ignore_index", "label_smoothing", "reduction")
+        if name in named
+    }
     drawn = fuzz_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
     return exact(fuzz_cross_entropy.solve(drawn))
 
@@ -81,7 +95,13 @@ def _ours(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor], backend: str) 
     import pytransformer as pt
 
     return pt.linear_cross_entropy(
-        t["x"], t["weight"], t["target"], bias=t.get("bias"), **p.keywords, backend=backend, strict=True
+        t["x"],
+        t["weight"],
+        t["target"],
+        bias=t.get("bias"),
+        **p.keywords,
+        backend=backend,
+        strict=True,
     )
 
 

@@ -68,14 +68,22 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
 
 
 def _work(products: int, s: Mapping[str, int]) -> Work:
-    flops, weights = 2.0 * s["rows"] * s["d"] * s["hidden"] * products, s["d"] * s["hidden"] * products
-    return Work((flops, 2.0 * flops), (2 * s["rows"] * s["d"] + weights, 3 * s["rows"] * s["d"] + 2 * weights))
+    flops, weights = (
+        2.0 * s["rows"] * s["d"] * s["hidden"] * products,
+        s["d"] * s["hidden"] * products,
+    )
+    return Work(
+        (flops, 2.0 * flops),
+        (2 * s["rows"] * s["d"] + weights, 3 * s["rows"] * s["d"] + 2 * weights),
+    )
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
     tensors = {name: named[name] for name in TENSORS if named.get(name) is not None}
     tensors |= dict(zip(("grad_out",), grads or []))
-    keywords = {name: named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in named}
+    keywords = {
+        name: named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in named
+    }
     drawn = fuzz_feed_forward.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
     return exact(fuzz_feed_forward.solve(drawn))
 
@@ -83,7 +91,11 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
 def _plain(p: fuzz_feed_forward.Problem, t: Mapping[str, Tensor]) -> Tensor:
     act = ACTIVATIONS[p.keywords["activation"]]
     hidden = F.linear(t["x"], t["w1"], t.get("b1"))
-    hidden = act(F.linear(t["x"], t["gate_weight"], t.get("gate_bias"))) * hidden if "gate_weight" in t else act(hidden)
+    hidden = (
+        act(F.linear(t["x"], t["gate_weight"], t.get("gate_bias"))) * hidden
+        if "gate_weight" in t
+        else act(hidden)
+    )
     return F.linear(hidden, t["w2"], t.get("b2"))
 
 
@@ -92,7 +104,15 @@ def _ours(p: fuzz_feed_forward.Problem, t: Mapping[str, Tensor], backend: str) -
 
     gate: dict[str, Any] = {name: t.get(name) for name in ("gate_weight", "gate_bias")}
     return pt.feed_forward(
-        t["x"], t["w1"], t.get("b1"), t["w2"], t.get("b2"), **gate, **p.keywords, backend=backend, strict=True
+        t["x"],
+        t["w1"],
+        t.get("b1"),
+        t["w2"],
+        t.get("b2"),
+        **gate,
+        **p.keywords,
+        backend=backend,
+        strict=True,
     )
 
 
@@ -105,7 +125,17 @@ KIT = Kit(
         fuzz_feed_forward.examine,
         features=(
             *fuzz_feed_forward.ACTIVATIONS,
-            *("b1", "b2", "gate_weight", "gate_bias", "dropout_p", "recompute", "strided", "positive", "large"),
+            *(
+                "b1",
+                "b2",
+                "gate_weight",
+                "gate_bias",
+                "dropout_p",
+                "recompute",
+                "strided",
+                "positive",
+                "large",
+            ),
         ),
     ),
     mutants=Mutants(("feed_forward",), FAULTS, BACKWARD_FAULTS),

@@ -81,23 +81,35 @@ def constant_rows_off_their_bias(backend: str, columns: int) -> list[str]:
             x = torch.full((3, columns), value, dtype=dtype)
             expected = bias.to(dtype).expand_as(x)
             plain = layer_norm(x, columns, torch.ones(columns), bias, backend=backend, strict=True)
-            added, _ = add_norm(x, torch.zeros_like(x), torch.ones(columns), bias, backend=backend, strict=True)
+            added, _ = add_norm(
+                x, torch.zeros_like(x), torch.ones(columns), bias, backend=backend, strict=True
+            )
             wrong += [
-                f"{dtype}, {value}, {op}" for op, y in (("plain", plain), ("added", added)) if not torch.equal(y, expected)
+                f"{dtype}, {value}, {op}"
+                for op, y in (("plain", plain), ("added", added))
+                if not torch.equal(y, expected)
             ]
     return wrong
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
-    tensors = {name: named[name] for name in ("x", "residual", "weight", "bias") if named.get(name) is not None}
+    tensors = {
+        name: named[name]
+        for name in ("x", "residual", "weight", "bias")
+        if named.get(name) is not None
+    }
     tensors |= dict(zip(("grad_out", "grad_residual_out"), grads or []))
-    keywords: dict[str, Any] = {name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named}
+    keywords: dict[str, Any] = {
+        name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named
+    }
     drawn = fuzz_layer_norm.Problem(op, named["x"].dtype, 1, "zero_mean", tensors, {}, keywords, [])
     stored = None
     if op == ADD_NORM:
         # The norm's input is the stored sum, rounded once.
         kept = fuzz_layer_norm.keep_factor(drawn)
-        stored = (named["x"].double() * kept + named["residual"].double()).to(named["residual"].dtype)
+        stored = (named["x"].double() * kept + named["residual"].double()).to(
+            named["residual"].dtype
+        )
     return exact(fuzz_layer_norm.solve(drawn, stored))
 
 

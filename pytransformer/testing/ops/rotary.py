@@ -19,7 +19,9 @@ from ..mutants_rotary import BACKWARD_FAULTS, FAULTS
 LLAMA = ("llama3", 8.0, 32)  # matches the cases' short lengths
 
 
-def _rotary(norm: bool = False, part: int = 1, scaling: tuple[Any, ...] | None = None, **fixed: Any) -> Builder:
+def _rotary(
+    norm: bool = False, part: int = 1, scaling: tuple[Any, ...] | None = None, **fixed: Any
+) -> Builder:
     def build(d: Draw) -> dict[str, Any]:
         import pytransformer as pt
 
@@ -52,14 +54,20 @@ def _append(page_size: int | None = None, norm: bool = False) -> Builder:
         first, rows, table = batch, 2 * length, None
         if page_size is not None:
             first, rows = batch * -(-2 * length // page_size), page_size
-            table = torch.randperm(first, generator=d.generator).view(batch, -1).to(d.device, torch.int32)
+            table = (
+                torch.randperm(first, generator=d.generator)
+                .view(batch, -1)
+                .to(d.device, torch.int32)
+            )
         keys, values = (
-            torch.full((first, heads, rows, dim), fuzz_rotary.FILL, dtype=d.dtype, device=d.device) for _ in range(2)
+            torch.full((first, heads, rows, dim), fuzz_rotary.FILL, dtype=d.dtype, device=d.device)
+            for _ in range(2)
         )
         norms = {n: 1 + d.normal(dim, scale=0.1) for n in ("q_norm", "k_norm")} if norm else {}
         cache = pt.KeyValues(keys, values, table)
         return {
-            "query": query, "key": key, "value": value, "cache": cache, "positions": positions.to(d.device),
+            "query": query, "key": key, "value": value, "cache": cache,
+            "positions": positions.to(d.device),
             "rotary": pt.RotaryPositions(dim), **norms,
         }  # fmt: skip
 
@@ -80,7 +88,9 @@ CASES: dict[str, tuple[str, Builder, str]] = {
 
 def _cases(size: Mapping[str, int]) -> Iterator[Case]:
     for name, (op, build, tags) in CASES.items():
-        yield made(name, op, "B Hq Hkv Lq D", size, build, tags, _appended if op == APPEND else _turned)
+        yield made(
+            name, op, "B Hq Hkv Lq D", size, build, tags, _appended if op == APPEND else _turned
+        )
 
 
 def _turned(s: Mapping[str, int]) -> Work:
@@ -96,7 +106,11 @@ def _appended(s: Mapping[str, int]) -> Work:
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
     tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
-    keywords = {n: named[n] for n in ("eps", "weight_offset", "dims", "base", "interleaved", "scaling") if n in named}
+    keywords = {
+        n: named[n]
+        for n in ("eps", "weight_offset", "dims", "base", "interleaved", "scaling")
+        if n in named
+    }
     if op == APPEND:
         turning = named["rotary"]
         keywords |= {"base": turning.base, "dims": turning.dims, "interleaved": turning.interleaved}
@@ -107,7 +121,11 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
     elif grads:
         tensors["grad_out"] = grads[0]
     first = tensors["x" if op == "rotary" else "query"]
-    return exact(fuzz_rotary.solve(fuzz_rotary.Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])))
+    return exact(
+        fuzz_rotary.solve(
+            fuzz_rotary.Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])
+        )
+    )
 
 
 def _problem(seed: int, case: int) -> fuzz_rotary.Problem | None:
@@ -115,7 +133,9 @@ def _problem(seed: int, case: int) -> fuzz_rotary.Problem | None:
     p = fuzz_rotary.draw(seed, case)
     if p.op == APPEND or not p.wanted or not p.tensors["x"].numel():
         return None
-    p.tensors = {n: t.to(p.dtype) if n in ("x", "weight", "grad_out") else t for n, t in p.tensors.items()}
+    p.tensors = {
+        n: t.to(p.dtype) if n in ("x", "weight", "grad_out") else t for n, t in p.tensors.items()
+    }
     return p
 
 
@@ -135,7 +155,9 @@ def _plain(p: fuzz_rotary.Problem, t: Mapping[str, Tensor]) -> Tensor:
 
 
 def _ours(p: fuzz_rotary.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
-    return fuzz_rotary.call(p, {n: v if n in p.wanted else v.detach() for n, v in t.items()}, backend)["out"]
+    return fuzz_rotary.call(
+        p, {n: v if n in p.wanted else v.detach() for n, v in t.items()}, backend
+    )["out"]
 
 
 KIT = Kit(
@@ -145,11 +167,26 @@ KIT = Kit(
     fuzzer=Fuzzer(
         fuzz_rotary.draw,
         fuzz_rotary.examine,
-        features=("weight", "partial", "interleaved", "tables", "base", "grad_out", "strided", "weight_offset", "mixed"),
+        features=(
+            "weight",
+            "partial",
+            "interleaved",
+            "tables",
+            "base",
+            "grad_out",
+            "strided",
+            "weight_offset",
+            "mixed",
+        ),
         rare=(*fuzz_rotary.KINDS, "frequencies", "none", "padding", "pages", "scaling"),
     ),
     mutants=Mutants(fuzz_rotary.KINDS, FAULTS, BACKWARD_FAULTS),
     calibration=plain_calibration(
-        _problem, lambda p: exact(fuzz_rotary.solve(p)), _plain, _ours, ("out", "x", "weight"), fuzz_rotary.LIMITS
+        _problem,
+        lambda p: exact(fuzz_rotary.solve(p)),
+        _plain,
+        _ours,
+        ("out", "x", "weight"),
+        fuzz_rotary.LIMITS,
     ),
 )

@@ -17,15 +17,28 @@ from .subjects import model_types
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=sweep_package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", metavar="type", help="model types, as in config.json (default: all)")
+    parser = argparse.ArgumentParser(
+        description=sweep_package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "types", nargs="*", metavar="type", help="model types, as in config.json (default: all)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="model types at a time (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, as they come")
-    parser.add_argument("--resume", action="store_true", help="leave out the model types whose rows FILE has already")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows there, as they come"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out the model types whose rows FILE has already",
+    )
     parser.add_argument(
         "--write",
         action="store_true",
-        help=f"put them into {report.RESULTS.name}, and write {report.DOC.name} and its table in docs",
+        help=(
+            f"put them into {report.RESULTS.name}, and write {report.DOC.name} and its table in"
+            " docs"
+        ),
     )
     arguments = parser.parse_args()
     known = model_types()
@@ -44,7 +57,10 @@ def main() -> int:
             if arguments.json:
                 put(arguments.json, json.dumps(report.clean(rows), indent=1, ensure_ascii=False))
             progress.advance()
-            progress.step(f"{model_type}: {', '.join(row['verdict'] for row in found.values()) or 'a part of others'}")
+            progress.step(
+                f"{model_type}:"
+                f" {', '.join(row['verdict'] for row in found.values()) or 'a part of others'}"
+            )
     if arguments.write:
         import transformers
 
@@ -55,7 +71,10 @@ def main() -> int:
         page = report.COMPATIBILITY
         page.write_text(report.with_table(page.read_text(), report.load()["rows"]))
     console = Console()
-    console.table(("class", "verdict", "differs"), [(name, row["verdict"], told(row)) for name, row in rows.items()])
+    console.table(
+        ("class", "verdict", "differs"),
+        [(name, row["verdict"], told(row)) for name, row in rows.items()],
+    )
     console.print(", ".join(f"{verdict} {count}" for verdict, count in report.counts(rows).items()))
     return 1 if report.counts(rows)["wrong"] else 0
 

@@ -17,7 +17,12 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.hugging_face import conditioned_limit, distance, flat, model_distance_limit
+from pytransformer.testing.hugging_face import (
+    conditioned_limit,
+    distance,
+    flat,
+    model_distance_limit,
+)
 
 from . import inputs as make
 from .inputs import Inputs
@@ -72,7 +77,9 @@ def real(tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
             return tensor[mask.bool()]
         # A class token before or after: real under both readings.
         if tensor.shape[:2] == (mask.shape[0], mask.shape[1] + 1):
-            before, after = (torch.nn.functional.pad(mask, pad, value=1).bool() for pad in ((1, 0), (0, 1)))
+            before, after = (
+                torch.nn.functional.pad(mask, pad, value=1).bool() for pad in ((1, 0), (0, 1))
+            )
             return tensor[before & after]
         if tensor.shape[0] == mask.numel():
             return tensor[mask.flatten().bool()]
@@ -85,7 +92,10 @@ def loss(outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
     for output in outputs.values():
         if output.requires_grad and output.numel():
             weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-            parts.append((torch.where(output.isfinite(), output, 0.0) * weights).sum() / output.numel() ** 0.5)
+            parts.append(
+                (torch.where(output.isfinite(), output, 0.0) * weights).sum()
+                / output.numel() ** 0.5
+            )
     return torch.stack(parts).sum() if parts else None
 
 
@@ -105,7 +115,9 @@ def run(model: Any, inputs: Inputs, by_itself: frozenset[Any] = BY_ITSELF) -> Ou
     found.outputs = {name: t.detach() for name, t in outputs.items()}
     found.grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     found.ours = sum(op.startswith("attention") and op.endswith("fwd") for op, _ in ran)
-    found.reference = sum(op.startswith("attention") and backend == "reference" for op, backend in ran)
+    found.reference = sum(
+        op.startswith("attention") and backend == "reference" for op, backend in ran
+    )
     found.left = tuple(sorted(seen))
     return found
 
@@ -118,7 +130,8 @@ def generated(model: Any, inputs: Inputs) -> Outcome:
     with trace() as ran, watch() as seen, torch.no_grad():
         try:
             made = model.generate(
-                **prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, num_beams=1,
+                **prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+                num_beams=1,
                 return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
             found.outputs = {str(i): t for i, t in enumerate(made.logits)}
@@ -136,7 +149,11 @@ def off(ours: Outcome, theirs: Outcome) -> dict[str, float]:
     """Return relative 2-norm differences of outputs and gradients; infinite for missing ones."""
     if ours.outputs.keys() != theirs.outputs.keys() or ours.grads.keys() != theirs.grads.keys():
         return {"outputs": float("inf")}
-    apart = {"outputs": max((difference(ours.outputs[n], t) for n, t in theirs.outputs.items()), default=0.0)}
+    apart = {
+        "outputs": max(
+            (difference(ours.outputs[n], t) for n, t in theirs.outputs.items()), default=0.0
+        )
+    }
     if theirs.grads:
         apart["gradients"] = difference(flat(ours.grads), flat(theirs.grads))
     return apart
@@ -172,7 +189,10 @@ def within(apart: dict[str, float], noise: Noise = dict) -> bool:
     if max(apart.values()) > conditioned_limit(torch.float32, float("inf")):
         return False
     own = noise()
-    return all(value < conditioned_limit(torch.float32, own.get(what, 0.0)) for what, value in apart.items())
+    return all(
+        value < conditioned_limit(torch.float32, own.get(what, 0.0))
+        for what, value in apart.items()
+    )
 
 
 def sentence(error: Exception) -> str:
@@ -181,14 +201,23 @@ def sentence(error: Exception) -> str:
 
 def is_refusal(error: Exception) -> bool:
     """Return True if the error names its owner and the reason."""
-    return isinstance(error, (ValueError, TypeError, NotImplementedError, RuntimeError)) and OURS in sentence(error)[:40]
+    return (
+        isinstance(error, (ValueError, TypeError, NotImplementedError, RuntimeError))
+        and OURS in sentence(error)[:40]
+    )
 
 
 def failed(error: Exception) -> str:
-    return f"refused: {sentence(error)}" if is_refusal(error) else f"fails: {type(error).__name__}: {sentence(error)[:160]}"
+    return (
+        f"refused: {sentence(error)}"
+        if is_refusal(error)
+        else f"fails: {type(error).__name__}: {sentence(error)[:160]}"
+    )
 
 
-def judge(ours: Outcome, eager: Outcome, sdpa: Callable[[], Outcome], noise: Noise, padded: bool) -> str:
+def judge(
+    ours: Outcome, eager: Outcome, sdpa: Callable[[], Outcome], noise: Noise, padded: bool
+) -> str:
     """Return the cell of one comparison; run sdpa only if needed.
 
     sdpa may be right and eager code wrong if `padded` (a query without visible keys gives zeros in
@@ -203,9 +232,15 @@ def judge(ours: Outcome, eager: Outcome, sdpa: Callable[[], Outcome], noise: Noi
     apart = off(ours, eager)
     if within(apart, noise):
         return SAME
-    excused = padded or not all(t.isfinite().all() for t in (*eager.outputs.values(), *eager.grads.values()))
+    excused = padded or not all(
+        t.isfinite().all() for t in (*eager.outputs.values(), *eager.grads.values())
+    )
     other = sdpa() if excused else eager
-    if other.error is None and not within(off(other, eager), noise) and within(off(ours, mended(other, ours, eager)), noise):
+    if (
+        other.error is None
+        and not within(off(other, eager), noise)
+        and within(off(ours, mended(other, ours, eager)), noise)
+    ):
         return AS_SDPA
     return "differs: " + ", ".join(f"{what} by {value:.1e}" for what, value in apart.items())
 
@@ -228,21 +263,31 @@ def inputs_for(eager: Any) -> tuple[dict[str, Inputs], dict[str, Outcome]]:
             given, outcomes = {"none": plain}, {"none": outcome}
             for side in ("left", "right"):
                 padded = next(
-                    (c for c in make.candidates(eager, side) if c.keys() - MASKS == plain.keys() - MASKS and shapes(c, plain)),
+                    (
+                        c
+                        for c in make.candidates(eager, side)
+                        if c.keys() - MASKS == plain.keys() - MASKS and shapes(c, plain)
+                    ),
                     None,
                 )
                 if padded is not None and padded.keys() != plain.keys():
                     given[side], outcomes[side] = padded, run(eager, padded)
             return given, outcomes
         error = error or outcome.error
-    raise NotBuilt(f"no inputs found: {type(error).__name__}: {sentence(error)[:200]}" if error else "no inputs found")
+    raise NotBuilt(
+        f"no inputs found: {type(error).__name__}: {sentence(error)[:200]}"
+        if error
+        else "no inputs found"
+    )
 
 
 MASKS = {"attention_mask", "decoder_attention_mask"}
 
 
 def shapes(a: Inputs, b: Inputs) -> bool:
-    return all(getattr(a[n], "shape", None) == getattr(b[n], "shape", None) for n in b if n not in MASKS)
+    return all(
+        getattr(a[n], "shape", None) == getattr(b[n], "shape", None) for n in b if n not in MASKS
+    )
 
 
 class Trial:
@@ -265,27 +310,43 @@ class Trial:
         self.noise = functools.cache(self._noise)
 
     def _by_sdpa(self, side: str) -> Outcome:
-        return Outcome(error=self.sdpa_error) if self.sdpa is None else run(self.sdpa, self.inputs[side])
+        return (
+            Outcome(error=self.sdpa_error)
+            if self.sdpa is None
+            else run(self.sdpa, self.inputs[side])
+        )
 
     def _noise(self, side: str) -> dict[str, float]:
         """Return eager code's change if each weight changes by one rounding."""
         moved, generator = self.subject.build("eager"), make.generator()
         with torch.no_grad():
             for p in {id(p): p for p in moved.parameters()}.values():
-                p.mul_(1 + torch.finfo(torch.float32).eps * torch.randn(p.shape, generator=generator))
+                p.mul_(
+                    1 + torch.finfo(torch.float32).eps * torch.randn(p.shape, generator=generator)
+                )
         return off(run(moved, self.inputs[side]), self.theirs[side])
 
     def cell(self, model: Any, side: str) -> str:
         ours = run(model, self.inputs[side])
         self.ran.append(ours)
-        return judge(ours, self.theirs[side], lambda: self.by_sdpa(side), lambda: self.noise(side), side != "none")
+        return judge(
+            ours,
+            self.theirs[side],
+            lambda: self.by_sdpa(side),
+            lambda: self.noise(side),
+            side != "none",
+        )
 
     def tokens(self, side: str) -> str:
         """Compare the logits of greedy steps, with the forward pass's limit."""
         prompt, ours = self.inputs[side], generated(self.ours, self.inputs[side])
         self.ran.append(ours)
-        sdpa = lambda: Outcome(error=self.sdpa_error) if self.sdpa is None else generated(self.sdpa, prompt)
-        return judge(ours, generated(self.eager, prompt), sdpa, lambda: self.noise(side), side != "none")
+        sdpa = lambda: (
+            Outcome(error=self.sdpa_error) if self.sdpa is None else generated(self.sdpa, prompt)
+        )
+        return judge(
+            ours, generated(self.eager, prompt), sdpa, lambda: self.noise(side), side != "none"
+        )
 
     def converted(self, side: str) -> tuple[int, str]:
         """Return the number of converted modules, and the cell of the converted model."""
@@ -311,7 +372,8 @@ def row(subject: Subject) -> dict[str, Any]:
     except NotBuilt as problem:
         if trial.refusal is None:
             raise
-        return {"verdict": verdict({"build": failed(trial.refusal)}, [], []), "cells": {"build": failed(trial.refusal)},
+        return {"verdict": verdict({"build": failed(trial.refusal)}, [], []),
+            "cells": {"build": failed(trial.refusal)},
                 "reason": str(problem)}  # fmt: skip
     cells: Cells = {}
     if trial.refusal is None:
@@ -323,9 +385,10 @@ def row(subject: Subject) -> dict[str, Any]:
     count, after = trial.converted("right" if "right" in trial.inputs else "none")
     if after != NOTHING:
         cells["convert"] = after
-    by_itself = [name for outcome in (trial.ran or trial.theirs.values()) for name in outcome.left]
+    by_itself = [name for outcome in trial.ran or trial.theirs.values() for name in outcome.left]
     found = {
-        "verdict": verdict(cells, trial.ran, by_itself), "inputs": sorted(trial.inputs["none"]), "cells": cells, "converted": count,
+        "verdict": verdict(cells, trial.ran, by_itself), "inputs": sorted(trial.inputs["none"]),
+        "cells": cells, "converted": count,
         "left": sorted(set(by_itself)), "reference": sum(o.reference for o in trial.ran),
         "sdpa": {side: said for side in trial.inputs if (said := compared(trial, side)) != SAME},
     }  # fmt: skip
@@ -350,7 +413,11 @@ def compared(trial: Trial, side: str) -> str:
             else f"{type(sdpa.error).__name__}: {said[:80]}"
         )
     apart = {} if eager.error is not None else off(sdpa, eager)
-    return SAME if within(apart, lambda: trial.noise(side)) else f"differs by {max(apart.values()):.1e}"
+    return (
+        SAME
+        if within(apart, lambda: trial.noise(side))
+        else f"differs by {max(apart.values()):.1e}"
+    )
 
 
 def verdict(cells: Cells, ran: list[Outcome], by_itself: list[str]) -> str:
@@ -359,7 +426,9 @@ def verdict(cells: Cells, ran: list[Outcome], by_itself: list[str]) -> str:
         return "wrong"
     if "build" in cells and any(outcome.ours for outcome in ran) and not by_itself:
         return "ours by convert"
-    if "build" in cells or all(cell.startswith("refused") for name, cell in cells.items() if name != "convert"):
+    if "build" in cells or all(
+        cell.startswith("refused") for name, cell in cells.items() if name != "convert"
+    ):
         return "refused"
     if not any(outcome.ours for outcome in ran):
         return "not on the interface" if by_itself else "no attention"
@@ -371,7 +440,12 @@ def rows(model_type: str) -> dict[str, dict[str, Any]]:
     try:
         found = subjects(model_type)
     except Exception as error:
-        return {model_type: {"verdict": "not built", "reason": f"{type(error).__name__}: {sentence(error)[:200]}"}}
+        return {
+            model_type: {
+                "verdict": "not built",
+                "reason": f"{type(error).__name__}: {sentence(error)[:200]}",
+            }
+        }
     made = {}
     for subject in found:
         try:
@@ -379,5 +453,8 @@ def rows(model_type: str) -> dict[str, dict[str, Any]]:
         except NotBuilt as problem:
             made[subject.name] = {"verdict": "not built", "reason": str(problem)}
         except Exception as error:
-            made[subject.name] = {"verdict": "not built", "reason": f"{type(error).__name__}: {sentence(error)[:200]}"}
+            made[subject.name] = {
+                "verdict": "not built",
+                "reason": f"{type(error).__name__}: {sentence(error)[:200]}",
+            }
     return made

@@ -89,7 +89,10 @@ def numbers(name: str, default: list[int]) -> list[int]:
 def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
     """Return a tiny `config_class`, nested configs included; `default` has a real model's sizes."""
     model_type = config_class.model_type
-    corrected = {name: value() if callable(value) else value for name, value in FIELDS.get(model_type, {}).items()}
+    corrected = {
+        name: value() if callable(value) else value
+        for name, value in FIELDS.get(model_type, {}).items()
+    }
     made = corrected.pop("default", {})
     if default is None:
         default = config_class(**made)
@@ -105,11 +108,17 @@ def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
             given[name] = numbers(name, list(value))
         elif (small := size(name, value)) is not value:
             given[name] = small
-    if given.get("num_key_value_heads") and read(default, "num_key_value_heads") == read(default, "num_attention_heads"):
+    if given.get("num_key_value_heads") and read(default, "num_key_value_heads") == read(
+        default, "num_attention_heads"
+    ):
         given["num_key_value_heads"] = given["num_attention_heads"]
     if (rope := read(default, "rope_parameters")) is not None:
-        given["rope_parameters"] = rotary(rope, "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()))
-    given |= {name: value for name, value in layers(default).items() if name in fields(config_class)}
+        given["rope_parameters"] = rotary(
+            rope, "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ())
+        )
+    given |= {
+        name: value for name, value in layers(default).items() if name in fields(config_class)
+    }
     return config_class(**given | corrected | more)
 
 

@@ -26,10 +26,19 @@ def parameters(model: Any) -> dict[str, inspect.Parameter]:
 
 def search(config: Any, *names: str) -> Any:
     """Return the first value of these names in the config or in a nested one."""
-    parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None)]
+    parts = [
+        config,
+        *(
+            getattr(config, name)
+            for name in config.sub_configs
+            if getattr(config, name, None) is not None
+        ),
+    ]
     for name in names:
         for part in parts:
-            if isinstance(value := vars(part).get(name), (int, list, tuple)) and not isinstance(value, bool):
+            if isinstance(value := vars(part).get(name), (int, list, tuple)) and not isinstance(
+                value, bool
+            ):
                 return value
     return None
 
@@ -39,7 +48,9 @@ def width(config: Any) -> int:
     return found if isinstance(found, int) else WIDTH
 
 
-def text(padding: str, length: int = LENGTH, padded: tuple[int, ...] = (0, 4, 7)) -> tuple[torch.Tensor, torch.Tensor]:
+def text(
+    padding: str, length: int = LENGTH, padded: tuple[int, ...] = (0, 4, 7)
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and their mask; ``padding`` is "left", "right" or "none"."""
     ids = torch.randint(*TEXT_IDS, (BATCH, length), generator=generator())
     mask = torch.ones_like(ids)
@@ -67,25 +78,49 @@ def patches(names: Any, config: Any) -> Iterator[Inputs]:
 
     The layouts are those that occur in models.
     """
-    patch, channels = search(config, "patch_size") or PATCH, search(config, "in_channels", "in_chans", "num_channels") or 3
+    patch, channels = (
+        search(config, "patch_size") or PATCH,
+        search(config, "in_channels", "in_chans", "num_channels") or 3,
+    )
     count, whole = BATCH * GRID**2, "image_grid_thw" in names
     features = channels * (search(config, "temporal_patch_size") or 1) * patch**2
     name = next((n for n in ("pixel_values", "hidden_states") if n in names), "hidden_states")
-    beside: Inputs = {"image_grid_thw" if whole else "grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}
+    beside: Inputs = {
+        "image_grid_thw" if whole else "grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)
+    }
     if "merge_sizes" in names:
         beside["merge_sizes"] = torch.full((BATCH,), MERGE)
     pictures = (channels, patch, patch)
-    for shape in ((count, features), (count, *pictures), (1, count, *pictures), (count, 2 * features)):
+    for shape in (
+        (count, features),
+        (count, *pictures),
+        (1, count, *pictures),
+        (count, 2 * features),
+    ):
         yield {name: torch.randn(shape, generator=generator()), **beside}
 
 
 def videos(config: Any) -> torch.Tensor:
     frames = search(config, "num_frames", "frames_per_clip", "tubelet_size") or 4
-    return images(config)[:, None].repeat(1, frames, 1, 1, 1) + torch.arange(frames)[None, :, None, None, None]
+    return (
+        images(config)[:, None].repeat(1, frames, 1, 1, 1)
+        + torch.arange(frames)[None, :, None, None, None]
+    )
 
 
 def spectrograms(config: Any) -> Iterator[torch.Tensor]:
-    mel = search(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", "n_mels", "feat_dim") or 80
+    mel = (
+        search(
+            config,
+            "num_mel_bins",
+            "feature_size",
+            "input_feat_per_channel",
+            "input_dim",
+            "n_mels",
+            "feat_dim",
+        )
+        or 80
+    )
     frames = 2 * (search(config, "max_source_positions") or 32)
     yield torch.randn(BATCH, mel, frames, generator=generator())
     yield torch.randn(BATCH, frames, mel, generator=generator())
@@ -133,17 +168,23 @@ def other_parts(model: Any) -> Iterator[Inputs]:
         if name in names:
             for features in spectrograms(config):
                 for frames in features.shape[1:] if f"{name}_mask" in names else ():
-                    yield {name: features, f"{name}_mask": torch.ones(BATCH, frames, dtype=torch.long)}
+                    yield {
+                        name: features,
+                        f"{name}_mask": torch.ones(BATCH, frames, dtype=torch.long),
+                    }
                 yield {name: features}
             yield {name: torch.randn(BATCH, 1600, generator=generator())}
             yield {name: torch.randn(BATCH, 1, 1600, generator=generator())}
     if "past_values" in names:
         yield {
             "past_values": torch.randn(
-                BATCH, search(config, "context_length", "prediction_length") or 64, generator=generator()
+                BATCH,
+                search(config, "context_length", "prediction_length") or 64,
+                generator=generator(),
             )
         }
-        yield {"past_values": torch.randn(BATCH, search(config, "context_length") or 64, search(config, "num_input_channels") or 1,
+        yield {"past_values": torch.randn(BATCH, search(config, "context_length") or 64,
+            search(config, "num_input_channels") or 1,
                                           generator=generator())}  # fmt: skip
     for name in ("hidden_states", "inputs_embeds"):
         if name in names and "input_ids" not in names:
@@ -176,7 +217,12 @@ def with_placeholders(model: Any, words: Inputs, part: Inputs) -> Inputs | None:
     """Return `words` with one image token per feature of `part`, or None if unsupported."""
     token = search(model.config, "image_token_id", "image_token_index")
     features_of = getattr(model, "get_image_features", None)
-    if token is None or features_of is None or "input_ids" not in words or "pixel_values" not in part:
+    if (
+        token is None
+        or features_of is None
+        or "input_ids" not in words
+        or "pixel_values" not in part
+    ):
         return None
     with torch.no_grad():
         try:
@@ -184,7 +230,9 @@ def with_placeholders(model: Any, words: Inputs, part: Inputs) -> Inputs | None:
         except Exception:  # whatever is missing, the next candidate does without it
             return None
     found = getattr(found, "pooler_output", found)
-    found = torch.cat([f.flatten(0, -2) for f in found]) if isinstance(found, (list, tuple)) else found
+    found = (
+        torch.cat([f.flatten(0, -2) for f in found]) if isinstance(found, (list, tuple)) else found
+    )
     if not isinstance(found, torch.Tensor) or found.numel() // found.shape[-1] % BATCH:
         return None
     count = found.numel() // found.shape[-1] // BATCH
@@ -194,5 +242,7 @@ def with_placeholders(model: Any, words: Inputs, part: Inputs) -> Inputs | None:
         if name in parameters(model):
             put[name] = (ids == token).long()
     if "attention_mask" in words:
-        put["attention_mask"] = torch.cat([torch.ones(BATCH, count, dtype=torch.long), words["attention_mask"]], 1)
+        put["attention_mask"] = torch.cat(
+            [torch.ones(BATCH, count, dtype=torch.long), words["attention_mask"]], 1
+        )
     return put

@@ -19,29 +19,45 @@ OLDER = RESULTS.with_name("architectures-older.json")  # for the oldest supporte
 VERDICTS = {
     "ours": "every attention runs on our op and agrees with eager code",
     "ours in part": "the same, but the classes named compute attention themselves",
-    "ours by convert": "`attn_implementation` is refused; after `convert` every attention runs on our op and agrees",
+    "ours by convert": (
+        "`attn_implementation` is refused; after `convert` every attention runs on our op and"
+        " agrees"
+    ),
     "refused": "an error names the reason and the alternative",
-    "not on the interface": "the model ignores `attn_implementation`; results agree, after `convert` too",
+    "not on the interface": (
+        "the model ignores `attn_implementation`; results agree, after `convert` too"
+    ),
     "no attention": "the model has no attention; `convert` works or matches nothing",
     "wrong": "our result differs, or an unexpected error occurs",
     "not built": "a tiny config fails in eager code itself",
 }
-COLUMNS = {"none": "no mask", "left": "left", "right": "right", "tokens": "tokens", "convert": "convert"}
+COLUMNS = {
+    "none": "no mask",
+    "left": "left",
+    "right": "right",
+    "tokens": "tokens",
+    "convert": "convert",
+}
 Rows = dict[str, dict[str, Any]]
 START = "<!-- compatibility: start, written by pytransformer.testing.sweep --write -->"
 END = "<!-- compatibility: end -->"
 # The model types of docs/compatibility.md, in its order.
 FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox",
-    "gpt_oss", "deepseek_v3", "opt", "falcon", "bloom", "mamba", "bert", "roberta", "albert", "distilbert",
-    "electra", "modernbert", "deberta-v2", "longformer", "big_bird", "xlnet", "t5", "bart", "marian",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2",
+    "gpt_neox",
+    "gpt_oss", "deepseek_v3", "opt", "falcon", "bloom", "mamba", "bert", "roberta", "albert",
+    "distilbert",
+    "electra", "modernbert", "deberta-v2", "longformer", "big_bird", "xlnet", "t5", "bart",
+    "marian",
     "whisper", "wav2vec2", "vit", "swin", "clip", "siglip", "llava",
 )  # fmt: skip
 
 
 def clean(rows: Rows) -> Rows:
     """Remove machine names and object addresses."""
-    text = re.sub(r"0x[0-9a-f]+|(?<=\W)/(?:\w[\w.+-]*/)+\w[\w.+-]*", "…", json.dumps(rows, ensure_ascii=False))
+    text = re.sub(
+        r"0x[0-9a-f]+|(?<=\W)/(?:\w[\w.+-]*/)+\w[\w.+-]*", "…", json.dumps(rows, ensure_ascii=False)
+    )
     return json.loads(text)
 
 
@@ -61,7 +77,9 @@ def number(version: str) -> tuple[int, ...]:
 
 def kinds(row: dict[str, Any]) -> dict[str, str]:
     """Return verdict and cells without the figures, which differ by machine."""
-    return {"verdict": row["verdict"]} | {name: cell.partition(":")[0] for name, cell in row.get("cells", {}).items()}
+    return {"verdict": row["verdict"]} | {
+        name: cell.partition(":")[0] for name, cell in row.get("cells", {}).items()
+    }
 
 
 def save(rows: Rows, path: Path) -> None:
@@ -70,7 +88,10 @@ def save(rows: Rows, path: Path) -> None:
     import transformers
 
     head = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    lines = [f"  {json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}" for name, row in sorted(clean(rows).items())]
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}"
+        for name, row in sorted(clean(rows).items())
+    ]
     path.write_text(json.dumps(head)[:-1] + ', "rows": {\n' + ",\n".join(lines) + "\n}}\n")
 
 
@@ -100,14 +121,25 @@ def sdpa(row: dict[str, Any]) -> str:
     """Return sdpa's worst cell against eager code."""
     said = list(row.get("sdpa", {}).values())
     other = next((s for s in said if not s.startswith("differs")), None)
-    return escape_markdown(other) if other else max(said, key=lambda s: float(s.split()[-1]), default="same")
+    return (
+        escape_markdown(other)
+        if other
+        else max(said, key=lambda s: float(s.split()[-1]), default="same")
+    )
 
 
 def line(name: str, row: dict[str, Any], notes: Notes) -> str:
     cells = row.get("cells", {})
     build = cells.get("build")
-    told = [short(build if build and key != "convert" else cells.get(key, "–"), notes) for key in COLUMNS]
-    left = ", ".join(row.get("left", ())) if row["verdict"] in ("ours in part", "not on the interface") else ""
+    told = [
+        short(build if build and key != "convert" else cells.get(key, "–"), notes)
+        for key in COLUMNS
+    ]
+    left = (
+        ", ".join(row.get("left", ()))
+        if row["verdict"] in ("ours in part", "not on the interface")
+        else ""
+    )
     return f"| {name} | {row['verdict']} | " + " | ".join(told) + f" | {sdpa(row)} | {left} |"
 
 
@@ -118,7 +150,9 @@ def differences(rows: Rows, older: Rows) -> list[str]:
         pair = (kinds(rows[name]), kinds(older[name]))
         if pair[0] != pair[1] and "not built" not in (pair[0]["verdict"], pair[1]["verdict"]):
             words = [[f"{k}: {p[k]}" for k in p if p[k] != o.get(k)] for p, o in (pair, pair[::-1])]
-            told.append(f"| {name} | {' | '.join(escape_markdown(', '.join(w)) or '–' for w in words)} |")
+            told.append(
+                f"| {name} | {' | '.join(escape_markdown(', '.join(w)) or '–' for w in words)} |"
+            )
     return sorted(told)
 
 
@@ -127,29 +161,45 @@ def page(results: dict[str, Any], older: dict[str, Any]) -> str:
     built = {name: row for name, row in rows.items() if row["verdict"] != "not built"}
     notes = Notes()
     table = [line(name, row, notes) for name, row in built.items()]
-    reasons = [f"| {name} | {escape_markdown(row['reason'])} |" for name, row in rows.items() if name not in built]
+    reasons = [
+        f"| {name} | {escape_markdown(row['reason'])} |"
+        for name, row in rows.items()
+        if name not in built
+    ]
     old = counts(older["rows"])
-    verdicts = [f"| {verdict} | {count} | {old[verdict]} | {VERDICTS[verdict]} |" for verdict, count in counts(rows).items()]
+    verdicts = [
+        f"| {verdict} | {count} | {old[verdict]} | {VERDICTS[verdict]} |"
+        for verdict, count in counts(rows).items()
+    ]
     versions = (results["transformers"], older["transformers"])
     return "\n".join([
         "# Architectures of transformers, one by one", "",
         "<!-- generated by python -m pytransformer.testing.sweep --write: do not edit -->", "",
-        f"Each model type of transformers {results['transformers']}, with a tiny config and random weights, built with "
+        f"Each model type of transformers {results['transformers']}, with a tiny config and random "
+        f"weights, built with "
         '`attn_implementation="pytransformer"` as `from_pretrained` sets it, against its own eager code in float32 on the CPU '
-        f"(torch {results['torch']}). One class of each type; encoders that can be decoders also as such. Compared are all floating "
-        "outputs at real positions and the gradients of all parameters: without a mask, padded left, padded right; the logits of five "
-        "greedy steps where the class generates, and the model after `convert`. The limit is the one of the other tests, 32 eps in the "
-        "relative 2-norm, times the model's own condition number. [Drop-in](../../docs/drop-in.md) tells what the words mean in "
+        f"(torch {results['torch']}). One class of each type; encoders that can be decoders also "
+        f"as such. Compared are all floating "
+        "outputs at real positions and the gradients of all parameters: without a mask, padded "
+        "left, padded right; the logits of five "
+        "greedy steps where the class generates, and the model after `convert`. The limit is the "
+        "one of the other tests, 32 eps in the "
+        "relative 2-norm, times the model's own condition number. [Drop-in](../../docs/drop-in.md) "
+        "tells what the words mean in "
         "use; timm and "
         "diffusers have [their own page](../../docs/other-libraries.md).", "",
-        f"| verdict | {versions[0]} | {versions[1]} | meaning |", "|---|---|---|---|", *verdicts, "",
+        f"| verdict | {versions[0]} | {versions[1]} | meaning |", "|---|---|---|---|", *verdicts,
+        "",
         f"The tables below are those of {versions[0]}; what {versions[1]}, the oldest that we take, does otherwise stands after them.", "",
         '"as sdpa" in a cell: eager code and sdpa differ there (queries that see nothing are zeros in one and a mean in the other; eager '
-        "outputs of Nemotron ASR are NaN), and ours agrees with sdpa. It counts with padding or where eager code is not finite, and "
-        "nowhere else: what sdpa does wrong (5.17's drops Gemma 2's softcap) is wrong. Where sdpa's gradients are not finite and ours are, "
+        "outputs of Nemotron ASR are NaN), and ours agrees with sdpa. It counts with padding or "
+        "where eager code is not finite, and "
+        "nowhere else: what sdpa does wrong (5.17's drops Gemma 2's softcap) is wrong. Where "
+        "sdpa's gradients are not finite and ours are, "
         "ours agrees with eager code. The column sdpa says "
         "how transformers' own sdpa does against eager code: the same, by how much it differs, or that transformers refuses it.", "",
-        table_of(("class", "verdict", *COLUMNS.values(), "sdpa", "attention of its own"), table), "",
+        table_of(("class", "verdict", *COLUMNS.values(), "sdpa", "attention of its own"), table),
+        "",
         *(f"({i}) {escape_markdown(sentence)}\n" for i, sentence in enumerate(notes.sentences, 1)),
         f"## What {versions[1]} does otherwise", "",
         table_of(("class", *versions), differences(rows, older["rows"])), "",
@@ -171,7 +221,9 @@ def compatibility(rows: Rows) -> str:
         if name.partition("/")[0] == family and not name.endswith(", decoder")
     ]
     heads = ("model", "`activate()`", '`attn_implementation="pytransformer"`', "`convert()`")
-    totals = [f"| {verdict} | {count} | {VERDICTS[verdict]} |" for verdict, count in counts(rows).items()]
+    totals = [
+        f"| {verdict} | {count} | {VERDICTS[verdict]} |" for verdict, count in counts(rows).items()
+    ]
     return "\n\n".join(
         (
             table_of(heads, lines),
@@ -189,8 +241,18 @@ def compatible(name: str, row: dict[str, Any]) -> str:
     else:
         has_sdpa = not any(found.startswith("refused") for found in row.get("sdpa", {}).values())
         accepted = {"ours": "yes", "ours in part": f"yes, except {left}"}
-        converted = "yes" if row["verdict"] == "ours by convert" else f"yes, except {left}" if left else "yes"
-        cells = ("yes" if has_sdpa else "no sdpa", accepted.get(row["verdict"], "refused"), converted)
+        converted = (
+            "yes"
+            if row["verdict"] == "ours by convert"
+            else f"yes, except {left}"
+            if left
+            else "yes"
+        )
+        cells = (
+            "yes" if has_sdpa else "no sdpa",
+            accepted.get(row["verdict"], "refused"),
+            converted,
+        )
     return f"| {name.partition('/')[2]} | " + " | ".join(cells) + " |"
 
 

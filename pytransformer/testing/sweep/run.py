@@ -50,7 +50,9 @@ def prepare() -> None:
 
 def start(model_type: str, rows: Callable[[str], Rows]) -> Child:
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=child, args=(model_type, rows, there), daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=child, args=(model_type, rows, there), daemon=True
+    )
     process.start()
     there.close()
     return Child(model_type, process, here)
@@ -72,7 +74,9 @@ def finish(running: Child) -> Rows:
     return {running.model_type: {"verdict": "not built", "reason": reason}}
 
 
-def sweep(model_types: Sequence[str], jobs: int = 1, rows: Callable[[str], Rows] | None = None) -> Iterator[tuple[str, Rows]]:
+def sweep(
+    model_types: Sequence[str], jobs: int = 1, rows: Callable[[str], Rows] | None = None
+) -> Iterator[tuple[str, Rows]]:
     """Yield (model type, its rows) in order, `jobs` at a time.
 
     `rows` replaces the rows of transformers' model types.

@@ -18,8 +18,10 @@ from .corrections import CLASSES
 
 # Heads that generate come first, then those that read every hidden state.
 MAPPINGS = (
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM",
-    "MODEL_FOR_MASKED_LM", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_TEXT_TO_WAVEFORM", "MODEL_FOR_PRETRAINING", "MODEL_FOR_CTC",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+    "MODEL_FOR_MULTIMODAL_LM",
+    "MODEL_FOR_MASKED_LM", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_TEXT_TO_WAVEFORM",
+    "MODEL_FOR_PRETRAINING", "MODEL_FOR_CTC",
     "MODEL",
 )  # fmt: skip
 GAIN, SMALL, NOISE = 3.0, 0.05, 0.1
@@ -35,7 +37,9 @@ class Subject:
 
     @property
     def name(self) -> str:
-        return f"{self.config.model_type}/{self.model_class.__name__}" + (", decoder" if is_decoder(self) else "")
+        return f"{self.config.model_type}/{self.model_class.__name__}" + (
+            ", decoder" if is_decoder(self) else ""
+        )
 
     def parameters(self) -> int:
         """Return the parameter count without building; an unshrunk config has billions."""
@@ -50,7 +54,9 @@ class Subject:
         """
         torch.manual_seed(7)
         with nan_where_uninitialised():
-            model = self.model_class._from_config(copy.deepcopy(self.config), attn_implementation=implementation)
+            model = self.model_class._from_config(
+                copy.deepcopy(self.config), attn_implementation=implementation
+            )
         return stirred(model)
 
 
@@ -74,7 +80,10 @@ def stirred(model: Any) -> Any:
 @contextmanager
 def nan_where_uninitialised() -> Iterator[None]:
     """Fill memory from torch.empty with NaN."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     # With fill_uninitialized_memory, which is on by default.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -84,7 +93,10 @@ def nan_where_uninitialised() -> Iterator[None]:
 
 
 def is_decoder(subject: Subject) -> bool:
-    return getattr(subject.config, "is_decoder", False) is True and not subject.config.is_encoder_decoder
+    return (
+        getattr(subject.config, "is_decoder", False) is True
+        and not subject.config.is_encoder_decoder
+    )
 
 
 def model_types() -> list[str]:
@@ -108,10 +120,17 @@ def classes_of(config_class: Any) -> list[Any]:
     for class_ in public_classes(config_class):
         if class_.config_class is config_class and not inspect.isabstract(class_):
             found.append(class_)
-    names = [getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").get(config_class.model_type) for mapping in MAPPINGS]
+    names = [
+        getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").get(config_class.model_type)
+        for mapping in MAPPINGS
+    ]
     names.insert(0, CLASSES.get(config_class.model_type))
-    order = [name for given in names for name in (given if isinstance(given, (list, tuple)) else [given])]
-    return sorted(found, key=lambda c: order.index(c.__name__) if c.__name__ in order else len(order))
+    order = [
+        name for given in names for name in (given if isinstance(given, (list, tuple)) else [given])
+    ]
+    return sorted(
+        found, key=lambda c: order.index(c.__name__) if c.__name__ in order else len(order)
+    )
 
 
 def public_classes(config_class: Any) -> Iterator[Any]:
@@ -121,7 +140,11 @@ def public_classes(config_class: Any) -> Iterator[Any]:
     module = importlib.import_module(f"{folder}.{file.replace('configuration_', 'modeling_')}")
     for name in getattr(module, "__all__", ()):
         class_ = getattr(module, name)
-        if isinstance(class_, type) and issubclass(class_, PreTrainedModel) and not name.endswith("PreTrainedModel"):
+        if (
+            isinstance(class_, type)
+            and issubclass(class_, PreTrainedModel)
+            and not name.endswith("PreTrainedModel")
+        ):
             yield class_
 
 
@@ -133,6 +156,10 @@ def subjects(model_type: str) -> list[Subject]:
         return []
     found = [Subject(classes[0], tiny(config_class))]
     causal = [c for c in classes if c.__name__.endswith(("ForCausalLM", "LMHeadModel"))]
-    if causal and getattr(found[0].config, "is_decoder", None) is False and not found[0].config.is_encoder_decoder:
+    if (
+        causal
+        and getattr(found[0].config, "is_decoder", None) is False
+        and not found[0].config.is_encoder_decoder
+    ):
         found.append(Subject(causal[0], tiny(config_class, is_decoder=True)))
     return found

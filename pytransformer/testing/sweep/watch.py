@@ -31,9 +31,18 @@ def watch(functions: frozenset[Any] = BY_ITSELF) -> Iterator[set[str]]:
     seen: set[str] = set()
 
     class Mode(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if function in functions:
-                name = next((type(m).__name__ for m in reversed(stack) if not isinstance(m, torch.nn.Softmax)), "")
+                name = next(
+                    (
+                        type(m).__name__
+                        for m in reversed(stack)
+                        if not isinstance(m, torch.nn.Softmax)
+                    ),
+                    "",
+                )
                 if ATTENTION.search(name):
                     seen.add(name)
             return function(*args, **(kwargs or {}))

@@ -26,10 +26,11 @@ struct Solution {
   Numbers loss, lse, dx, dweight, dbias;
 };
 
-Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tensor& bias, const std::vector<int64_t>& target,
-               const Tensor& upstream) {
+Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tensor& bias,
+               const std::vector<int64_t>& target, const Tensor& upstream) {
   const int64_t d = c.depth;
-  Solution s{Numbers(c.rows), Numbers(c.rows), Numbers(c.rows * d), Numbers(c.classes * d), Numbers(c.classes)};
+  Solution s{Numbers(c.rows), Numbers(c.rows), Numbers(c.rows * d), Numbers(c.classes * d),
+             Numbers(c.classes)};
   Numbers z(c.classes);
   for (int64_t r = 0; r < c.rows; r++) {
     double most = -INFINITY, sum = 0, mean = 0;
@@ -43,9 +44,12 @@ Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tenso
     if (target[r] < 0) continue;
     s.loss[r] = s.lse[r] - (1 - c.smoothing) * z[target[r]] - c.smoothing * mean;
     for (int64_t k = 0; k < c.classes; k++) {
-      const double dz = upstream[r] * (std::exp(z[k] - s.lse[r]) - (1 - c.smoothing) * (k == target[r]) - c.smoothing / c.classes);
+      const double dz =
+          upstream[r] * (std::exp(z[k] - s.lse[r]) - (1 - c.smoothing) * (k == target[r]) -
+                         c.smoothing / c.classes);
       s.dbias[k] += dz;
-      for (int64_t u = 0; u < d; u++) s.dx[r * d + u] += dz * weight[k * d + u], s.dweight[k * d + u] += dz * x[r * d + u];
+      for (int64_t u = 0; u < d; u++)
+        s.dx[r * d + u] += dz * weight[k * d + u], s.dweight[k * d + u] += dz * x[r * d + u];
     }
   }
   return s;
@@ -54,19 +58,21 @@ Solution solve(const Case& c, const Tensor& x, const Tensor& weight, const Tenso
 void run(const Case& c, Judge& judge) {
   Normal normal;
   const DType work = work_type(c.dtype);
-  Tensor x = normal(c.dtype, c.rows * c.depth), weight = normal(c.dtype, c.classes * c.depth), bias = normal(work, c.classes),
-         upstream = normal(work, c.rows);
-  Tensor loss(work, c.rows), lse(work, c.rows), product(work, c.rows * c.classes), dx(c.dtype, c.rows * c.depth),
-      dweight(c.dtype, c.classes * c.depth), dbias(work, c.classes);
+  Tensor x = normal(c.dtype, c.rows * c.depth), weight = normal(c.dtype, c.classes * c.depth),
+         bias = normal(work, c.classes), upstream = normal(work, c.rows);
+  Tensor loss(work, c.rows), lse(work, c.rows), product(work, c.rows * c.classes),
+      dx(c.dtype, c.rows * c.depth), dweight(c.dtype, c.classes * c.depth), dbias(work, c.classes);
   std::vector<int64_t> target(c.rows);
   for (int64_t r = 0; r < c.rows; r++) target[r] = r % 5 == 3 ? -100 : r * 37 % c.classes;
   pt::CrossEntropyProblem p{};
-  p.dtype = c.dtype, p.rows = c.rows, p.depth = c.depth, p.classes = c.classes, p.x = x.data(), p.weight = weight.data();
-  p.bias = c.bias ? bias.data() : nullptr, p.target = target.data(), p.ignore_index = -100, p.label_smoothing = c.smoothing, p.threads = 3;
+  p.dtype = c.dtype, p.rows = c.rows, p.depth = c.depth, p.classes = c.classes, p.x = x.data(),
+  p.weight = weight.data();
+  p.bias = c.bias ? bias.data() : nullptr, p.target = target.data(), p.ignore_index = -100,
+  p.label_smoothing = c.smoothing, p.threads = 3;
   void* kept = c.keeps_product ? product.data() : nullptr;
   pt::PT_ISA::cross_entropy_kernels.forward(p, {loss.data(), lse.data(), kept});
-  pt::PT_ISA::cross_entropy_kernels.backward(
-      p, {lse.data(), upstream.data(), kept, dx.data(), dweight.data(), c.bias ? dbias.data() : nullptr});
+  pt::PT_ISA::cross_entropy_kernels.backward(p, {lse.data(), upstream.data(), kept, dx.data(),
+                                                 dweight.data(), c.bias ? dbias.data() : nullptr});
   const Solution s = solve(c, x, weight, bias, target, upstream);
   judge.output("loss", loss, s.loss), judge.output("lse", lse, s.lse);
   judge.gradient("dx", dx, s.dx, c.dtype), judge.gradient("dweight", dweight, s.dweight, c.dtype);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feed-forward network's kernel layer, without torch, against double loops: see test_standalone.py.
+// The feed-forward network's kernel layer, without torch, against double loops: see
+// test_standalone.py.
 #include "standalone.h"
 
 #include "cpu/feed_forward/problem.h"
@@ -38,7 +39,8 @@ ValueSlope activate(Activation a, double x) {
     }
     case Activation::gelu_tanh: {
       const double k = std::sqrt(2 / pi), t = std::tanh(k * (x + 0.044715 * x * x * x));
-      return {0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)};
+      return {0.5 * x * (1 + t),
+              0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)};
     }
     default: {
       const double s = 1 / (1 + std::exp(-x));
@@ -48,7 +50,8 @@ ValueSlope activate(Activation a, double x) {
 }
 
 // (rows, n) = x (rows, k) times weight (n, k) transposed, plus a row
-Numbers linear(const Numbers& x, const Numbers& weight, const Numbers& bias, int64_t rows, int64_t k, int64_t n) {
+Numbers linear(const Numbers& x, const Numbers& weight, const Numbers& bias, int64_t rows,
+               int64_t k, int64_t n) {
   Numbers y(rows * n);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < n; j++) {
@@ -67,7 +70,8 @@ Numbers outer(const Numbers& a, const Numbers& b, int64_t rows, int64_t m, int64
   return y;
 }
 // a (rows, k) times b (k, n), added to y
-void add_product(const Numbers& a, const Numbers& b, int64_t rows, int64_t k, int64_t n, Numbers* y) {
+void add_product(const Numbers& a, const Numbers& b, int64_t rows, int64_t k, int64_t n,
+                 Numbers* y) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t u = 0; u < k; u++)
       for (int64_t j = 0; j < n; j++) (*y)[i * n + j] += a[i * k + u] * b[u * n + j];
@@ -82,41 +86,54 @@ void run(const Case& c, Judge& judge) {
   Normal normal;
   const DType work = work_type(c.dtype);
   const int64_t units = c.rows * c.hidden;
-  Tensor x = normal(c.dtype, c.rows * c.in), w1 = normal(c.dtype, c.hidden * c.in), gate_weight = normal(c.dtype, c.hidden * c.in),
-         w2 = normal(c.dtype, c.out * c.hidden), b1 = normal(work, c.hidden), b2 = normal(work, c.out),
+  Tensor x = normal(c.dtype, c.rows * c.in), w1 = normal(c.dtype, c.hidden * c.in),
+         gate_weight = normal(c.dtype, c.hidden * c.in), w2 = normal(c.dtype, c.out * c.hidden),
+         b1 = normal(work, c.hidden), b2 = normal(work, c.out),
          dy = normal(c.dtype, c.rows * c.out);
-  Tensor pre(c.dtype, units), gate(c.dtype, units), y(c.dtype, c.rows * c.out), h(c.dtype, units), dpre(c.dtype, units),
-      dgate(c.dtype, units), dx(c.dtype, c.rows * c.in), dw1(c.dtype, c.hidden * c.in), dgate_weight(c.dtype, c.hidden * c.in),
+  Tensor pre(c.dtype, units), gate(c.dtype, units), y(c.dtype, c.rows * c.out), h(c.dtype, units),
+      dpre(c.dtype, units), dgate(c.dtype, units), dx(c.dtype, c.rows * c.in),
+      dw1(c.dtype, c.hidden * c.in), dgate_weight(c.dtype, c.hidden * c.in),
       dw2(c.dtype, c.out * c.hidden), db1(work, c.hidden), db2(work, c.out);
   pt::FeedForwardProblem p{};
-  p.dtype = c.dtype, p.rows = c.rows, p.in = c.in, p.hidden = c.hidden, p.out = c.out, p.activation = c.activation, p.threads = 3;
-  p.x = x.data(), p.w1 = w1.data(), p.w2 = w2.data(), p.b1 = b1.data(), p.b2 = b2.data(), p.seed = 77, p.drop_threshold = c.drop_threshold;
+  p.dtype = c.dtype, p.rows = c.rows, p.in = c.in, p.hidden = c.hidden, p.out = c.out,
+  p.activation = c.activation, p.threads = 3;
+  p.x = x.data(), p.w1 = w1.data(), p.w2 = w2.data(), p.b1 = b1.data(), p.b2 = b2.data(),
+  p.seed = 77, p.drop_threshold = c.drop_threshold;
   if (c.gated) p.gate_weight = gate_weight.data();
   pt::FeedForwardForward f{pre.data(), c.gated ? gate.data() : nullptr, y.data()};
   pt::PT_ISA::feed_forward_kernels.forward(p, f);
   pt::FeedForwardBackward b{};
-  b.dy = dy.data(), b.pre = f.pre, b.gate = f.gate, b.h = h.data(), b.dpre = dpre.data(), b.dgate = c.gated ? dgate.data() : nullptr;
-  b.dx = dx.data(), b.dw1 = dw1.data(), b.dgate_weight = c.gated ? dgate_weight.data() : nullptr, b.dw2 = dw2.data();
+  b.dy = dy.data(), b.pre = f.pre, b.gate = f.gate, b.h = h.data(), b.dpre = dpre.data(),
+  b.dgate = c.gated ? dgate.data() : nullptr;
+  b.dx = dx.data(), b.dw1 = dw1.data(), b.dgate_weight = c.gated ? dgate_weight.data() : nullptr,
+  b.dw2 = dw2.data();
   b.db1 = db1.data(), b.db2 = db2.data();
   pt::PT_ISA::feed_forward_kernels.backward(p, b);
 
   judge.output("pre", pre, linear(x.values, w1.values, b1.values, c.rows, c.in, c.hidden));
-  if (c.gated) judge.output("gate", gate, linear(x.values, gate_weight.values, {}, c.rows, c.in, c.hidden));
-  Numbers hidden(units), d_hidden(units), d_pre(units), d_gate(units);  // from pre and gate as they are stored, which backward reads
+  if (c.gated)
+    judge.output("gate", gate, linear(x.values, gate_weight.values, {}, c.rows, c.in, c.hidden));
+  Numbers hidden(units), d_hidden(units), d_pre(units),
+      d_gate(units);  // from pre and gate as they are stored, which backward reads
   add_product(dy.values, w2.values, c.rows, c.out, c.hidden, &d_hidden);
   for (int64_t i = 0; i < units; i++) {
-    const double keep = dropout_scale(p.seed, c.drop_threshold, i % c.hidden, uint32_t(i / c.hidden), 0, 0x80000002);
+    const double keep = dropout_scale(p.seed, c.drop_threshold, i % c.hidden,
+                                      uint32_t(i / c.hidden), 0, 0x80000002);
     const ValueSlope a = activate(c.activation, c.gated ? gate[i] : pre[i]);
     hidden[i] = keep * a.value * (c.gated ? pre[i] : 1);
-    d_pre[i] = keep * d_hidden[i] * (c.gated ? a.value : a.slope), d_gate[i] = keep * d_hidden[i] * a.slope * pre[i];
+    d_pre[i] = keep * d_hidden[i] * (c.gated ? a.value : a.slope),
+    d_gate[i] = keep * d_hidden[i] * a.slope * pre[i];
   }
   Numbers d_x(c.rows * c.in);
   add_product(d_pre, w1.values, c.rows, c.hidden, c.in, &d_x);
   if (c.gated) add_product(d_gate, gate_weight.values, c.rows, c.hidden, c.in, &d_x);
   judge.output("y", y, linear(hidden, w2.values, b2.values, c.rows, c.hidden, c.out));
-  judge.gradient("dx", dx, d_x, c.dtype), judge.gradient("dw1", dw1, outer(d_pre, x.values, c.rows, c.hidden, c.in), c.dtype);
+  judge.gradient("dx", dx, d_x, c.dtype),
+      judge.gradient("dw1", dw1, outer(d_pre, x.values, c.rows, c.hidden, c.in), c.dtype);
   judge.gradient("dw2", dw2, outer(dy.values, hidden, c.rows, c.out, c.hidden), c.dtype);
-  if (c.gated) judge.gradient("dgate_weight", dgate_weight, outer(d_gate, x.values, c.rows, c.hidden, c.in), c.dtype);
+  if (c.gated)
+    judge.gradient("dgate_weight", dgate_weight, outer(d_gate, x.values, c.rows, c.hidden, c.in),
+                   c.dtype);
   judge.gradient("db1", db1, column_sums(d_pre, c.rows, c.hidden), c.dtype),
       judge.gradient("db2", db2, column_sums(dy.values, c.rows, c.out), c.dtype);
 }

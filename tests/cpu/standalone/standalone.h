@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs of this folder share: tensors that double loops read beside the kernels, the random numbers of dropout written as the
-// specification has them, and the judge. Nothing here is taken from the kernels.
+// What the programs of this folder share: tensors that double loops read beside the kernels, the
+// random numbers of dropout written as the specification has them, and the judge. Nothing here is
+// taken from the kernels.
 #pragma once
 
 #include <cmath>
@@ -89,7 +90,8 @@ class Tensor {
     }
     const int exponent = half >> 10 & 31, fraction = half & 1023;
     if (exponent == 31) return fraction ? NAN : (half >> 15 ? -INFINITY : INFINITY);
-    const double size = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    const double size =
+        exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
     return half >> 15 ? -size : size;
   }
   pt::DType dtype_;
@@ -110,14 +112,18 @@ class Normal {
   std::normal_distribution<double> normal_;
 };
 
-// What a number of column (or key) j is multiplied by: Philox-4x32-7 with the column's group as counter word 0.
-inline double dropout_scale(uint64_t seed, uint32_t threshold, int64_t j, uint32_t word1, uint32_t word2, uint32_t word3) {
+// What a number of column (or key) j is multiplied by: Philox-4x32-7 with the column's group as
+// counter word 0.
+inline double dropout_scale(uint64_t seed, uint32_t threshold, int64_t j, uint32_t word1,
+                            uint32_t word2, uint32_t word3) {
   if (threshold == 0) return 1;
   const int64_t group = 4 * (j / 32) + j % 8 / 2, slot = 2 * (j % 32 / 8) + j % 2;
-  uint32_t c[4] = {uint32_t(group), word1, word2, word3}, k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  uint32_t c[4] = {uint32_t(group), word1, word2, word3},
+           k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
   for (int round = 0; round < 7; round++) {
     const uint64_t a = uint64_t(0xD2511F53) * c[0], b = uint64_t(0xCD9E8D57) * c[2];
-    const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
+    const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b),
+                              uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
     std::memcpy(c, next, sizeof c);
     k[0] += 0x9E3779B9, k[1] += 0xBB67AE85;
   }
@@ -125,38 +131,49 @@ inline double dropout_scale(uint64_t seed, uint32_t threshold, int64_t j, uint32
   return bits < threshold ? 0 : 65536.0 / (65536.0 - threshold);
 }
 
-// Compares tensors and prints one line a case. In the norm, an output may be off by one rounding of a 16-bit dtype, a gradient by two, and
-// what is summed in float or double by 16 of its own; any element by eight times that.
+// Compares tensors and prints one line a case. In the norm, an output may be off by one rounding of
+// a 16-bit dtype, a gradient by two, and what is summed in float or double by 16 of its own; any
+// element by eight times that.
 class Judge {
  public:
   void start(const char* name) { name_ = name, share_ = 0, wrong_.clear(), compared_ = 0; }
-  void output(const char* what, Tensor& got, const Numbers& want) { compare(what, got, want, got.dtype(), 1); }
+  void output(const char* what, Tensor& got, const Numbers& want) {
+    compare(what, got, want, got.dtype(), 1);
+  }
   // Of a problem of this dtype: what is kept in float is a sum of what was rounded to it.
-  void gradient(const char* what, Tensor& got, const Numbers& want, pt::DType dtype) { compare(what, got, want, dtype, 2); }
+  void gradient(const char* what, Tensor& got, const Numbers& want, pt::DType dtype) {
+    compare(what, got, want, dtype, 2);
+  }
   void finish() {
-    std::printf("%s: %s, %d tensors, %.2f of what is allowed%s\n", name_, wrong_.empty() ? "ok" : "WRONG:", compared_, share_,
-                wrong_.c_str());
+    std::printf("%s: %s, %d tensors, %.2f of what is allowed%s\n", name_,
+                wrong_.empty() ? "ok" : "WRONG:", compared_, share_, wrong_.c_str());
     failed_ |= !wrong_.empty() || compared_ == 0;
   }
   int exit_code() const { return failed_; }
 
  private:
-  void compare(const char* what, Tensor& got, const Numbers& want, pt::DType precision, double roundings) {
+  void compare(const char* what, Tensor& got, const Numbers& want, pt::DType precision,
+               double roundings) {
     const Numbers& found = got.read();
-    const double allowed = unit_roundoff(precision) * (pt::size_of(precision) == 2 ? roundings : 16);
+    const double allowed =
+        unit_roundoff(precision) * (pt::size_of(precision) == 2 ? roundings : 16);
     double error = 0, size = 0, worst = 0;
     for (size_t i = 0; i < want.size(); i++) {
       const bool same = found[i] == want[i];  // infinities
-      error += same ? 0 : (found[i] - want[i]) * (found[i] - want[i]), size += same && std::isinf(want[i]) ? 0 : want[i] * want[i];
+      error += same ? 0 : (found[i] - want[i]) * (found[i] - want[i]),
+          size += same && std::isinf(want[i]) ? 0 : want[i] * want[i];
     }
     const double mean = std::sqrt(size / want.size());
     for (size_t i = 0; i < want.size(); i++)
-      if (found[i] != want[i]) worst = std::max(worst, std::fabs(found[i] - want[i]) / (8 * allowed * (std::fabs(want[i]) + mean)));
+      if (found[i] != want[i])
+        worst = std::max(
+            worst, std::fabs(found[i] - want[i]) / (8 * allowed * (std::fabs(want[i]) + mean)));
     const double share = std::max(worst, std::sqrt(error) / (allowed * std::sqrt(size)));
     compared_++;
     if (error > 0) share_ = std::max(share_, share);
     if (error > 0 && !(share <= 1)) wrong_ += std::string(" ") + what;
-    if (std::isnan(error) || found.size() != want.size()) wrong_ += std::string(" ") + what + " (not a number)";
+    if (std::isnan(error) || found.size() != want.size())
+      wrong_ += std::string(" ") + what + " (not a number)";
   }
   const char* name_ = "";
   std::string wrong_;

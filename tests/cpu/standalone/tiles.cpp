@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The micro-kernel of bfloat16 on tiles, without torch: see test_standalone.py. On a processor without AMX it is built with the tiles of
-// tiles_in_software.h, whose own arithmetic is judged first, against scalars and bit by bit.
+// The micro-kernel of bfloat16 on tiles, without torch: see test_standalone.py. On a processor
+// without AMX it is built with the tiles of tiles_in_software.h, whose own arithmetic is judged
+// first, against scalars and bit by bit.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,10 +17,13 @@ using Words = std::vector<uint32_t>;
 struct Random {
   std::mt19937 engine{5};
   uint32_t below(uint32_t n) { return engine() % n; }
-  // A bfloat16 in the upper half, of exponents [least, least + span); now and then 0, a subnormal, an infinity or a NaN.
+  // A bfloat16 in the upper half, of exponents [least, least + span); now and then 0, a subnormal,
+  // an infinity or a NaN.
   uint32_t extreme(uint32_t least, uint32_t span) {
     const uint32_t special[] = {0, 0x8000, 0x0001, 0x807f, 0x7f80, 0xff80, 0x7fc1, 0x0080};
-    return (below(40) == 0 ? special[below(8)] : below(2) << 15 | (least + below(span)) << 7 | below(128)) << 16;
+    return (below(40) == 0 ? special[below(8)]
+                           : below(2) << 15 | (least + below(span)) << 7 | below(128))
+           << 16;
   }
   float tame() { return float(int(below(257)) - 128) / 64; }  // 0 included; a bfloat16
 };
@@ -78,7 +82,8 @@ bool instructions() {
     const auto number = [&] { return tiny ? random.extreme(60, 6) : random.extreme(55, 140); };
     for (uint32_t& x : a) x = number() >> 16 | number();
     for (uint32_t& x : b) x = number() >> 16 | number();
-    for (float& x : c) x = as_float(random.extreme(tiny ? 0 : 55, tiny ? 3 : 140) | random.below(1 << 16));
+    for (float& x : c)
+      x = as_float(random.extreme(tiny ? 0 : 55, tiny ? 3 : 140) | random.below(1 << 16));
     std::vector<float> got = c;
     const unsigned saved = __builtin_ia32_stmxcsr(), up = saved | 0x4000;
     const TileConfig config = config_of(rows, columns, units);
@@ -94,7 +99,8 @@ bool instructions() {
     dot(rows, columns, units, a, b, c);
     for (size_t i = 0; i < c.size(); i++) wrong += !same(got[i], c[i]);
   }
-  std::printf("tdpbf16ps in software: %s, 400 shapes, %d numbers off\n", wrong ? "WRONG" : "ok", wrong);
+  std::printf("tdpbf16ps in software: %s, 400 shapes, %d numbers off\n", wrong ? "WRONG" : "ok",
+              wrong);
   return wrong == 0;
 }
 
@@ -113,11 +119,14 @@ bool ends(const F& f) {
 }
 bool faults() {
   alignas(64) static uint8_t memory[1024] = {};
-  const auto with = [](const TileConfig& config, const auto& f) { return ends([&] { _tile_loadconfig(&config), f(); }); };
+  const auto with = [](const TileConfig& config, const auto& f) {
+    return ends([&] { _tile_loadconfig(&config), f(); });
+  };
   const auto multiply = [] { _tile_dpbf16ps(0, 1, 2); };
   TileConfig large, palette;
   large.rows[3] = 17, palette.palette = 2;
-  TileConfig longer = config_of(16, 16, 16), narrow = config_of(16, 16, 16), high = config_of(16, 16, 16);
+  TileConfig longer = config_of(16, 16, 16), narrow = config_of(16, 16, 16),
+             high = config_of(16, 16, 16);
   longer.rows[2] = 15, narrow.bytes_per_row[0] = 60, high.rows[1] = 15;
   const bool found[] = {ends([] { _tile_release(), _tile_zero(0); }),
                         with(config_of(16, 16, 16), [] { _tile_loadd(3, memory, 64); }),
@@ -130,19 +139,24 @@ bool faults() {
                         !with(config_of(16, 16, 16), multiply)};
   int missed = 0;
   for (bool one : found) missed += !one;
-  std::printf("faults of tiles in software: %s, %d cases, %d missed\n", missed ? "WRONG" : "ok", int(sizeof found), missed);
+  std::printf("faults of tiles in software: %s, %d cases, %d missed\n", missed ? "WRONG" : "ok",
+              int(sizeof found), missed);
   return missed == 0;
 }
 #endif
 
-// The micro-kernel of `rows` x `columns`, against sums in double. What it must not read is NaN, what it must not write keeps its mark.
+// The micro-kernel of `rows` x `columns`, against sums in double. What it must not read is NaN,
+// what it must not write keeps its mark.
 int micro_kernel(Random& random, int rows, int columns, int units, Mode mode, bool along_rows) {
   constexpr float kMark = 12345;
-  const int64_t a_row = along_rows ? units + random.below(3) : 1, a_k = along_rows ? 1 : rows + 3, ldc = 64;
+  const int64_t a_row = along_rows ? units + random.below(3) : 1, a_k = along_rows ? 1 : rows + 3,
+                ldc = 64;
   Words a((along_rows ? rows : units) * (along_rows ? a_row : a_k) + 64, 0x7fc07fc0);
   for (int r = 0; r < rows; r++)
     for (int k = 0; k < units; k++) a[r * a_row + k * a_k] = pair(random.tame(), random.tame());
-  const auto aligned = [](auto* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64 / 4; };
+  const auto aligned = [](auto* p) {
+    return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64 / 4;
+  };
   Words b_memory(units * columns + 16);
   std::vector<float> c_memory((kRows<Bf16> + 1) * ldc + 16, kMark), alpha(kRows<Bf16>);
   uint32_t* const b = aligned(b_memory.data());
@@ -161,10 +175,15 @@ int micro_kernel(Random& random, int rows, int columns, int units, Mode mode, bo
         wrong += got != kMark;
         continue;
       }
-      double sum = mode == kStore ? 0 : mode == kAdd ? was : double(alpha[r]) * was, size = std::fabs(sum);
+      double sum = mode == kStore ? 0
+                   : mode == kAdd ? was
+                                  : double(alpha[r]) * was,
+             size = std::fabs(sum);
       for (int k = 0; k < units; k++)
         for (int half = 0; half < 2; half++) {
-          const auto number = [&](uint32_t x) { return double(as_float(half ? x & 0xffff0000 : x << 16)); };
+          const auto number = [&](uint32_t x) {
+            return double(as_float(half ? x & 0xffff0000 : x << 16));
+          };
           const double product = number(a[r * a_row + k * a_k]) * number(b[k * columns + j]);
           sum += product, size += std::fabs(product);
         }
@@ -181,8 +200,10 @@ bool micro_kernels() {
     for (int columns = 16; columns <= 64; columns += 16)
       for (int units : {1, 7, 15, 16, 17, 31, 32, 40, 64})
         for (Mode mode : {kStore, kAdd, kScaleAdd})
-          for (bool along_rows : {true, false}) wrong += micro_kernel(random, rows, columns, units, mode, along_rows), cases++;
-  std::printf("micro-kernels of bfloat16: %s, %d cases, %d numbers off\n", wrong ? "WRONG" : "ok", cases, wrong);
+          for (bool along_rows : {true, false})
+            wrong += micro_kernel(random, rows, columns, units, mode, along_rows), cases++;
+  std::printf("micro-kernels of bfloat16: %s, %d cases, %d numbers off\n", wrong ? "WRONG" : "ok",
+              cases, wrong);
   return wrong == 0;
 }
 

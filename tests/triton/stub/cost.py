@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of calls on the backend triton, by the stub driver: what a call costs before the GPU starts.
+"""Host time of calls on the backend triton, by the stub driver: what a call costs before the GPU
+starts.
 
     PYTHONPATH=tests/triton/stub python tests/triton/stub/cost.py
 
-Triton's own JIT and launcher, CPU tensors in a GPU's place, bfloat16, one thread; the least of 15 rounds of processor time. A real
-driver's launch and PyTorch's allocator on a GPU come on top. "cold": every call worked out anew; "python": by kernels/_launch.py, without
+Triton's own JIT and launcher, CPU tensors in a GPU's place, bfloat16, one thread; the least of 15
+rounds of processor time. A real
+driver's launch and PyTorch's allocator on a GPU come on top. "cold": every call worked out anew;
+"python": by kernels/_launch.py, without
 the C++ fast path; last, as called.
 """
 
@@ -38,25 +41,46 @@ def normal(*shape: int) -> torch.Tensor:
 def problems() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]]:
     qkv = [normal(2, 4, 64, 64) for _ in range(3)]
     few, many = normal(1, 4, 1, 64), [normal(1, 4, 1024, 64) for _ in range(2)]
-    mask, x, w = torch.rand(64, 64) > 0.3, [normal(4, 64) for _ in range(2)], [normal(64) for _ in range(2)]
+    mask, x, w = (
+        torch.rand(64, 64) > 0.3,
+        [normal(4, 64) for _ in range(2)],
+        [normal(64) for _ in range(2)],
+    )
     wide, target = [normal(64, 64) for _ in range(2)], torch.randint(0, 64, (4,))
     table, slopes = (torch.randn(*shape, requires_grad=True) for shape in ((32, 4), (4,)))
     return {
-        "attention, causal": (lambda q, k, v: pt.attention(q, k, v, causal="top_left", backend="triton"), qkv),
-        "attention, bool mask": (lambda q, k, v: pt.attention(q, k, v, attn_mask=mask, backend="triton"), qkv),
-        "decode, split keys": (lambda q, k, v: pt.attention(q, k, v, causal="bottom_right", backend="triton"), [few, *many]),
+        "attention, causal": (
+            lambda q, k, v: pt.attention(q, k, v, causal="top_left", backend="triton"),
+            qkv,
+        ),
+        "attention, bool mask": (
+            lambda q, k, v: pt.attention(q, k, v, attn_mask=mask, backend="triton"),
+            qkv,
+        ),
+        "decode, split keys": (
+            lambda q, k, v: pt.attention(q, k, v, causal="bottom_right", backend="triton"),
+            [few, *many],
+        ),
         "T5 bias": (
-            lambda q, k, v, t: pt.attention(q, k, v, bias=pt.RelativePositionBias(t), backend="triton"),
+            lambda q, k, v, t: pt.attention(
+                q, k, v, bias=pt.RelativePositionBias(t), backend="triton"
+            ),
             [*qkv, table],
         ),
-        "ALiBi": (lambda q, k, v, s: pt.attention(q, k, v, bias=pt.AlibiBias(s), backend="triton"), [*qkv, slopes]),
+        "ALiBi": (
+            lambda q, k, v, s: pt.attention(q, k, v, bias=pt.AlibiBias(s), backend="triton"),
+            [*qkv, slopes],
+        ),
         "layer_norm": (lambda x, w, b: pt.layer_norm(x, 64, w, b, backend="triton"), [x[0], *w]),
         "add_norm": (lambda x, r, w, b: pt.add_norm(x, r, w, b, backend="triton")[0], [*x, *w]),
         "feed_forward": (
             lambda x, a, b, c: pt.feed_forward(x, a, b, c, None, backend="triton"),
             [x[0], wide[0], w[0], wide[1]],
         ),
-        "linear_cross_entropy": (lambda x, w: pt.linear_cross_entropy(x, w, target, backend="triton"), [x[0], wide[0]]),
+        "linear_cross_entropy": (
+            lambda x, w: pt.linear_cross_entropy(x, w, target, backend="triton"),
+            [x[0], wide[0]],
+        ),
     }
 
 
@@ -77,7 +101,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Gpu(90, Path(folder))
         checked = Lowered.run
-        print(f"{'µs':24}" + "".join(f"{f'{way} {what}':>16}" for what in ("fwd", "both") for way in WAYS))
+        print(
+            f"{'µs':24}"
+            + "".join(f"{f'{way} {what}':>16}" for what in ("fwd", "both") for way in WAYS)
+        )
         for name, (call, leaves) in problems().items():
 
             def forward(call: Any = call, leaves: Any = leaves) -> None:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of a GPU but the GPU: Triton's own JIT and launcher, with a stub in the driver's place.
+"""Everything of a GPU but the GPU: Triton's own JIT and launcher, with a stub in the driver's
+place.
 
-CPU tensors stand in for a GPU's, so results are whatever lay in memory. A launch is bound, specialised and lowered to Triton's IR as it
-would be there, then launched by Triton's compiled launcher, and every parameter that arrives in the stub is compared with the
+CPU tensors stand in for a GPU's, so results are whatever lay in memory. A launch is bound,
+specialised and lowered to Triton's IR as it
+would be there, then launched by Triton's compiled launcher, and every parameter that arrives in the
+stub is compared with the
 argument that was meant. TRITON_INTERPRET must not be set: tests run this in processes of their own.
 """
 
@@ -33,7 +36,8 @@ from pytransformer.ops._backends.triton import rotary as triton_rotary
 SOURCE = Path(__file__).with_name("driver.c")
 BYTES = {"i1": 1, "i8": 1, "i32": 4, "f32": 4, "i64": 8}
 NOTHING_SPECIAL = types.SimpleNamespace(
-    num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+    num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+    profile_scratch_align=1,
     launch_cooperative_grid=False, launch_pdl=False, tensordesc_meta=None,
 )  # fmt: skip
 
@@ -45,7 +49,16 @@ class Stub:
         library = folder / "libcuda.so.1"
         compiler = os.environ.get("CC", "cc").split()
         subprocess.run(
-            [*compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(SOURCE), "-o", str(library)], check=True
+            [
+                *compiler,
+                "-shared",
+                "-fPIC",
+                "-Wl,-soname,libcuda.so.1",
+                str(SOURCE),
+                "-o",
+                str(library),
+            ],
+            check=True,
         )
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
         self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -78,7 +91,8 @@ class Driver:
 
 
 class Gpu:
-    """Within ``pretended``, what the ops' Triton backends do on CPU tensors, and what was wrong with it."""
+    """Within ``pretended``, what the ops' Triton backends do on CPU tensors, and what was wrong
+    with it."""
 
     def __init__(self, capability: int, folder: Path) -> None:
         self.stub = Stub(folder)
@@ -88,7 +102,11 @@ class Gpu:
         triton.runtime.driver.set_active(Driver(capability))
         problem.capability = lambda device: capability // 10 * 10
         availability._unavailable = lambda device, name: None  # type: ignore[assignment]
-        for backend in (gpu_attention, gpu_cross_entropy, triton_rotary):  # as on a GPU, where nothing waits for it
+        for backend in (
+            gpu_attention,
+            gpu_cross_entropy,
+            triton_rotary,
+        ):  # as on a GPU, where nothing waits for it
             backend.looks_at_values = lambda device: False  # type: ignore[attr-defined]
         caches = triton.JITFunction.create_binder
 
@@ -109,26 +127,40 @@ class Gpu:
         module = src.make_ir(target, parsed, generators, backend.get_module_map(), context)
         self.variants[src.fn.fn.__name__] += 1
         if not parsed.enable_fp_fusion:
-            self.wrong.append(f"{src.fn.fn.__name__}: without fused multiply-add, as 3.9 compiles unless told otherwise")
+            self.wrong.append(
+                f"{src.fn.fn.__name__}: without fused multiply-add, as 3.9 compiles unless told"
+                " otherwise"
+            )
         return Lowered(self, src, str(module), parsed.num_warps)
 
     def check(self, kernel: Lowered, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Every parameter that arrived is the argument that was meant."""
         self.launches += 1
         name = kernel.fn.fn.__name__
-        meant = [x for p, a in zip(kernel.fn.params, arguments) if not p.is_constexpr for x in _leaves(a)]
+        meant = [
+            x for p, a in zip(kernel.fn.params, arguments) if not p.is_constexpr for x in _leaves(a)
+        ]
         if len(meant) != len(kernel.parameters):
-            self.wrong.append(f"{name}: {len(meant)} arguments for {len(kernel.parameters)} parameters")
+            self.wrong.append(
+                f"{name}: {len(meant)} arguments for {len(kernel.parameters)} parameters"
+            )
             return
         for place, (kind, x) in enumerate(zip(kernel.parameters, meant)):
             if self.stub.values[place] != _bits(kind, x):
-                self.wrong.append(f"{name}: parameter {place}, {kind}: {self.stub.values[place]:#x} arrived for {x!r:.80}")
+                self.wrong.append(
+                    f"{name}: parameter {place}, {kind}: {self.stub.values[place]:#x} arrived for"
+                    f" {x!r:.80}"
+                )
         if tuple(self.stub.grid) != grid or self.stub.number("threads").value != 32 * kernel.warps:
-            self.wrong.append(f"{name}: grid {tuple(self.stub.grid)} of {self.stub.number('threads').value} threads arrived")
+            self.wrong.append(
+                f"{name}: grid {tuple(self.stub.grid)} of {self.stub.number('threads').value}"
+                " threads arrived"
+            )
 
 
 class Lowered:
-    """In place of a compiled kernel: Triton's launcher for it, with a function that the stub knows how to call."""
+    """In place of a compiled kernel: Triton's launcher for it, with a function that the stub knows
+    how to call."""
 
     function = 3
 
@@ -150,7 +182,10 @@ class Lowered:
         )
 
     def run(self, *launch: Any) -> None:
-        stub, arguments = self.gpu.stub, launch[9:]  # after the grid, stream, function, two metadata and two hooks
+        stub, arguments = (
+            self.gpu.stub,
+            launch[9:],
+        )  # after the grid, stream, function, two metadata and two hooks
         stub.number("count").value = len(self.parameters)
         for place, kind in enumerate(self.parameters):
             stub.sizes[place] = BYTES.get(kind, 8)

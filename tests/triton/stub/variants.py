@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often sizes would compile a kernel again: the keys of Triton's own cache over runs with many sizes, without compiling.
+"""How often sizes would compile a kernel again: the keys of Triton's own cache over runs with many
+sizes, without compiling.
 
-Prints, for each run and kernel, [keys, keys without sizes], where the second counts what a launch asks to be compiled for: its constants,
+Prints, for each run and kernel, [keys, keys without sizes], where the second counts what a launch
+asks to be compiled for: its constants,
 options and which arguments are absent. See gpu.py for what stands in for a GPU.
 """
 
@@ -90,8 +92,15 @@ def append() -> None:
     """The step before attention: caches and tables that grow, batches and pieces of many sizes."""
     for pages in range(1, 257):
         batch, tokens, pool = (1, 2, 3, 8, 16)[pages % 5], (1, 2, 7, 64)[pages % 4], 256 + 7 * pages
-        q, k, tables = empty(batch, 8, tokens, 64), empty(batch, 2, tokens, 64), empty(batch, tokens, 64)
-        positions, table = torch.zeros(batch, tokens, dtype=torch.int64), torch.zeros(batch, pages, dtype=torch.int32)
+        q, k, tables = (
+            empty(batch, 8, tokens, 64),
+            empty(batch, 2, tokens, 64),
+            empty(batch, tokens, 64),
+        )
+        positions, table = (
+            torch.zeros(batch, tokens, dtype=torch.int64),
+            torch.zeros(batch, pages, dtype=torch.int32),
+        )
         caches = (
             KeyValues(empty(batch, 2, tokens + pages, 64), empty(batch, 2, tokens + pages, 64)),
             KeyValues(empty(pool, 2, 16, 64), empty(pool, 2, 16, 64), table),
@@ -102,11 +111,21 @@ def append() -> None:
 
 
 def window() -> None:
-    """A window and global keys of every size, forward and backward; and decoding, with a bound that grows with the cache."""
+    """A window and global keys of every size, forward and backward; and decoding, with a bound that
+    grows with the cache."""
     for number in range(1, 300, 3):
         q, k = empty(1, 4, 200, 16), empty(1, 2, 2048, 16)
         call("attention", q, q, q, window=(number, 16), global_keys=number)
-        call("attention", q[:, :, :1], k, k, window=(1000, 0), global_keys=number, causal="bottom_right", backward=False)
+        call(
+            "attention",
+            q[:, :, :1],
+            k,
+            k,
+            window=(1000, 0),
+            global_keys=number,
+            causal="bottom_right",
+            backward=False,
+        )
 
 
 def train() -> None:
@@ -119,16 +138,27 @@ def train() -> None:
 def train_with_bias() -> None:
     for length in range(33, 513, 5):
         q = empty(2, 4, length, 16)
-        call("attention", q, q, q, bias=empty(1, 4, length, length), key_lengths=torch.ones(2, dtype=torch.int64))
+        call(
+            "attention",
+            q,
+            q,
+            q,
+            bias=empty(1, 4, length, length),
+            key_lengths=torch.ones(2, dtype=torch.int64),
+        )
 
 
 def blocks() -> None:
     """Masks with no, one and many entries and partial blocks, of one head or of each."""
     for length in range(33, 513, 5):
         q, half = empty(2, 4, length, 16), length // 2
-        mask = BlockMask.sliding_window(length, (half, half) if length % 3 else (length, length), block_size=32)
+        mask = BlockMask.sliding_window(
+            length, (half, half) if length % 3 else (length, length), block_size=32
+        )
         if length % 4 == 0:
-            mask &= BlockMask.from_dense(torch.zeros(2, 4, length, length, dtype=torch.bool), block_size=32)
+            mask &= BlockMask.from_dense(
+                torch.zeros(2, 4, length, length, dtype=torch.bool), block_size=32
+            )
         call("attention", q, q, q, attn_mask=mask)
 
 
@@ -147,7 +177,17 @@ def rows() -> None:
         call("linear_cross_entropy", x, weight, torch.zeros(length, dtype=torch.int64), bias=vector)
 
 
-RUNS: tuple[Callable[[], None], ...] = (decode, decode_pages, append, window, train, train_with_bias, blocks, packed, rows)
+RUNS: tuple[Callable[[], None], ...] = (
+    decode,
+    decode_pages,
+    append,
+    window,
+    train,
+    train_with_bias,
+    blocks,
+    packed,
+    rows,
+)
 
 
 def main() -> int:
@@ -159,7 +199,9 @@ def main() -> int:
             seen.clear()
             with _lang.observed(observe):
                 run()
-            found[run.__name__] = {name: [len(keys), len(features)] for name, (keys, features) in seen.items()}
+            found[run.__name__] = {
+                name: [len(keys), len(features)] for name, (keys, features) in seen.items()
+            }
     print(json.dumps(found))
     return 0
 

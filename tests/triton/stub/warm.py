@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm calls launch what cold ones launch: every call worked out anew, then as kernels/_launch.py keeps it, then by the C++ fast path.
+"""Warm calls launch what cold ones launch: every call worked out anew, then as kernels/_launch.py
+keeps it, then by the C++ fast path.
 
-python tests/triton/stub/warm.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op
+python tests/triton/stub/warm.py --arch 90 --cases 2 --random 20      every second case, 20 random
+                                                                      problems an op
 
-What arrives in the stub is compared: kernels, grids, numbers, and addresses, an input's by its number and other memory by the order in
-which it first appears in its direction; only within each launch where something was worked out, since tensors that are freed on the way
-make room for others. Calls of all problems follow each other in one process, so one that is taken for another is found too.
+What arrives in the stub is compared: kernels, grids, numbers, and addresses, an input's by its
+number and other memory by the order in
+which it first appears in its direction; only within each launch where something was worked out,
+since tensors that are freed on the way
+make room for others. Calls of all problems follow each other in one process, so one that is taken
+for another is found too.
 """
 
 from __future__ import annotations
@@ -61,7 +66,10 @@ class Watch:
         def checked(kernel: Lowered, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             check(kernel, grid, arguments)
             values = tuple(gpu.stub.values[: len(kernel.parameters)])
-            name = f"{kernel.fn.fn.__name__}, compiled {self.compiled.setdefault(kernel, len(self.compiled))}"
+            name = (
+                f"{kernel.fn.fn.__name__}, compiled"
+                f" {self.compiled.setdefault(kernel, len(self.compiled))}"
+            )
             self.arrived.append((name, grid, tuple(zip(kernel.parameters, values))))
 
         gpu.check = checked  # type: ignore[method-assign]
@@ -80,7 +88,9 @@ class Watch:
         """Sees the call; whether all of it was launched again."""
         self.arrived, self.noted.found, self.in_python = [], [], 0
         call()
-        return bool(self.noted.found) and all(isinstance(found, _launch.Replay) for found in self.noted.found)
+        return bool(self.noted.found) and all(
+            isinstance(found, _launch.Replay) for found in self.noted.found
+        )
 
     def told(self, inputs: list[torch.Tensor], whole: bool) -> Arrived:
         """What arrived, with names for addresses: of the whole call, or of each launch."""
@@ -88,7 +98,11 @@ class Watch:
         names = dict(given)
 
         def value(kind: str, bits: int) -> Any:
-            return names.setdefault(bits, f"memory {len(names)}") if kind.startswith("!tt.ptr") else bits
+            return (
+                names.setdefault(bits, f"memory {len(names)}")
+                if kind.startswith("!tt.ptr")
+                else bits
+            )
 
         lines: Arrived = []
         for name, grid, parameters in self.arrived:
@@ -108,19 +122,25 @@ def named(case: Any, dtype: torch.dtype) -> tuple[Callable[[], None], list[torch
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
     found = leaves(case.op, args, kwargs)
     kwargs |= {"dropout_seed": torch.tensor(5)} if kwargs.get("dropout_p") else {}
-    return lambda: differentiated(getattr(pt, case.op)(*args, **kwargs, backend="triton"), found.values()), [*found.values()]
+    return lambda: differentiated(
+        getattr(pt, case.op)(*args, **kwargs, backend="triton"), found.values()
+    ), [*found.values()]
 
 
 def neighbours() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
     """Calls that differ in one thing that decides."""
 
-    def attention(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    def attention(
+        name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> Any:
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
         inputs = [inputs[0]] * 3 if q is k else inputs
         given = [*inputs, *(t for t in options.values() if isinstance(t, torch.Tensor))]
         return (
             name,
-            lambda: differentiated(pt.attention(*inputs, backend="triton", **options), inputs[: 1 if q is k else 3]),
+            lambda: differentiated(
+                pt.attention(*inputs, backend="triton", **options), inputs[: 1 if q is k else 3]
+            ),
             given,
         )
 
@@ -139,12 +159,17 @@ def neighbours() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]
     yield attention("another scale", q, k, v, scale=0.25)
     yield attention("causal", q, k, v, causal="top_left")
     yield attention("causal to the end", q, k, v, causal="bottom_right")
-    for name, mask in (("a mask", ones(40, 40)), ("a mask of rows", ones(1, 40)), ("a bool mask", ones(40, 40).bool())):
+    for name, mask in (
+        ("a mask", ones(40, 40)),
+        ("a mask of rows", ones(1, 40)),
+        ("a bool mask", ones(40, 40).bool()),
+    ):
         yield attention(name, q, k, v, attn_mask=mask)
 
 
 def steps() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
-    """What a layer does in a step of decoding, where the tables of cos and sin are made once for all layers."""
+    """What a layer does in a step of decoding, where the tables of cos and sin are made once for
+    all layers."""
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16)
@@ -161,13 +186,20 @@ def steps() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
         cache = pt.KeyValues(drawn(first, 2, rows, 32), drawn(first, 2, rows, 32), table)
 
         def append(cache: pt.KeyValues = cache) -> None:
-            pt.append_kv(q, k, v, cache, positions, rotary=(cos, sin), k_norm=weight, backend="triton")
+            pt.append_kv(
+                q, k, v, cache, positions, rotary=(cos, sin), k_norm=weight, backend="triton"
+            )
 
-        yield name, append, [q, k, v, *(t for t in cache if t is not None), positions, cos, sin, weight]
+        yield (
+            name,
+            append,
+            [q, k, v, *(t for t in cache if t is not None), positions, cos, sin, weight],
+        )
 
 
 def known() -> tuple[int, int]:
-    """How many kinds of calls are launched again as they were, and how many are worked out each time."""
+    """How many kinds of calls are launched again as they were, and how many are worked out each
+    time."""
     entries = [*_launch._known.values()]
     return sum(isinstance(entry, _launch.Replay) for entry in entries), entries.count(_launch.NEVER)
 
@@ -182,7 +214,9 @@ def check(watch: Watch, call: Callable[[], None], inputs: list[torch.Tensor]) ->
         got = watch.told(inputs, whole)
         if got != expected[whole]:
             pairs = [pair for pair in zip(expected[whole], got) if pair[0] != pair[1]]
-            raise AssertionError(f"{time}: {len(got)} launches for {len(expected[whole])}: {pairs[:1]}")
+            raise AssertionError(
+                f"{time}: {len(got)} launches for {len(expected[whole])}: {pairs[:1]}"
+            )
 
     with _launch.cold():
         watch.of(call)
@@ -202,20 +236,31 @@ def main() -> int:
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--cases", type=int, default=1, help="each case in so many; 0: none")
     parser.add_argument("--random", type=int, default=0, help="problems of each op")
-    parser.add_argument("--dtypes", type=int, default=1, help="how many of bfloat16, float16, float32")
+    parser.add_argument(
+        "--dtypes", type=int, default=1, help="how many of bfloat16, float16, float32"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    todo = [(name, lambda call=call, i=inputs: differentiated(call(), i), [*inputs]) for name, call, inputs in smallest()]
+    todo = [
+        (name, lambda call=call, i=inputs: differentiated(call(), i), [*inputs])
+        for name, call, inputs in smallest()
+    ]
     todo += [*neighbours(), *steps()]
-    for case in [c for c in cases() if c.op not in FUSED][:: options.cases] if options.cases else ():
+    for case in (
+        [c for c in cases() if c.op not in FUSED][:: options.cases] if options.cases else ()
+    ):
         todo += [(f"{case.op} {case.name} {d}", *named(case, d)) for d in DTYPES[: options.dtypes]]
     for op in DRAWN:
-        todo += [(f"{op} {SEED} {n}", lambda op=op, n=n: run_random(op, n), []) for n in range(options.random)]
+        todo += [
+            (f"{op} {SEED} {n}", lambda op=op, n=n: run_random(op, n), [])
+            for n in range(options.random)
+        ]
     with tempfile.TemporaryDirectory() as folder:
         gpu = Gpu(options.arch, Path(folder))
         watch, failures = Watch(gpu), 0
-        # The fuzzers poison memory, which is then no longer the op's own: what is kept and what the fast path does is asked of the others.
+        # The fuzzers poison memory, which is then no longer the op's own: what is kept and what the
+        # fast path does is asked of the others.
         done: list[bool] = []  # whether by the fast path
         counts = (0, 0)
         for name, call, inputs in todo:
@@ -223,7 +268,9 @@ def main() -> int:
                 paths = check(watch, call, inputs)
                 counts = known() if inputs else counts
                 # The fast path leaves calls with block masks to Python, and does not have every op.
-                counted = bool(inputs) and "block" not in name and not name.startswith(WITHOUT_FAST_PATH)
+                counted = (
+                    bool(inputs) and "block" not in name and not name.startswith(WITHOUT_FAST_PATH)
+                )
                 done += [paths] if counted else []
                 if counted and not paths:
                     print(f"{name}: not by the fast path")
@@ -233,10 +280,12 @@ def main() -> int:
         programs, reasons = fast_path.programs()
         kept, never = counts
         print(
-            f"{len(todo)} calls, {gpu.launches} launches, {failures} wrong; but for random ones {kept} kept, {never} worked out each time"
+            f"{len(todo)} calls, {gpu.launches} launches, {failures} wrong; but for random ones"
+            f" {kept} kept, {never} worked out each time"
         )
         print(
-            f"{sum(done)} of {len(done)} named calls by the fast path, {programs} programs, not recorded: {dict(Counter(reasons))}"
+            f"{sum(done)} of {len(done)} named calls by the fast path, {programs} programs, not"
+            f" recorded: {dict(Counter(reasons))}"
         )
         print(*gpu.wrong[:20], sep="\n")
         few = kept < 4 * never or (fast_path.why_not() is None and 10 * sum(done) < 9 * len(done))

@@ -9,19 +9,24 @@
 namespace pt::cuda {
 
 template <class T, class K>
-__global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, sizeof(T), K::has_score_mod).threads(), 1)
+__global__ void __launch_bounds__(
+    attention_tile(Pass::BwdDbias, K::head_dim, sizeof(T), K::has_score_mod).threads(), 1)
     attention_bwd_dbias_kernel(const __grid_constant__ AttentionDbias f) {
-  constexpr AttentionTile kTile = attention_tile(Pass::BwdDbias, K::head_dim, sizeof(T), K::has_score_mod);
-  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8, kStride = BN + kDiagonalPad;
+  constexpr AttentionTile kTile =
+      attention_tile(Pass::BwdDbias, K::head_dim, sizeof(T), K::has_score_mod);
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns,
+                NB = BN / 8, kStride = BN + kDiagonalPad;
   using M = Products<T>;
   const AttentionBackward& g = f.b;
   const AttentionProblem& p = g.p;
 
-  const int origin = key_origin(p), key_tiles = (p.num_keys - origin + BN - 1) / BN, query_tiles = (p.num_queries + BM - 1) / BM;
+  const int origin = key_origin(p), key_tiles = (p.num_keys - origin + BN - 1) / BN,
+            query_tiles = (p.num_queries + BM - 1) / BM;
   const DbiasPart part(f, query_tiles, key_tiles, int(blockIdx.x));
   const auto& mine = part.of;
 
-  const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow}, k{d_out.base + BM * kRow}, v{k.base + BN * kRow};
+  const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow}, k{d_out.base + BM * kRow},
+      v{k.base + BN * kRow};
   const int own = 16 * (int(threadIdx.x) / 32);
   float sum[NB][4];
   clear(sum);
@@ -62,9 +67,11 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
           uint32_t visible = outside_gaps<NB>(p, s, at, within<NB>(at, bounds));
           if (s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
           const int place = tiles.place(p);
-          if (p.blocks.bits && place >= 0) visible &= visible_in_block<false, NB>(p.blocks, place, at);
+          if (p.blocks.bits && place >= 0)
+            visible &= visible_in_block<false, NB>(p.blocks, place, at);
           gradients<K, false>(
-              p, score_mod, x, dp, weights, at, visible, true, [&] { return place >= 0; }, [&](int, int r) { return row_stats[r / 2]; });
+              p, score_mod, x, dp, weights, at, visible, true, [&] { return place >= 0; },
+              [&](int, int r) { return row_stats[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }
       }
@@ -75,17 +82,23 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
   const uint32_t tile = ptx::dynamic_smem();
   ptx::syncthreads();
   const Place at(own, 0);
-  each<NB>([&](int n, int r, uint32_t) { ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), sum[n][r]); });
+  each<NB>([&](int n, int r, uint32_t) {
+    ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), sum[n][r]);
+  });
   ptx::syncthreads();
   const bool one_row = f.sizes[2] == 1, one_column = f.sizes[3] == 1;
   const int rows = one_row ? 1 : BM, columns = one_column ? 1 : BN;
   for (int x = int(threadIdx.x); x < rows * columns; x += int(blockDim.x)) {
-    const int r = x / columns, c = x % columns, i = mine[2].lo * BM + r, j = one_column ? 0 : origin + mine[3].lo * BN + c;
+    const int r = x / columns, c = x % columns, i = mine[2].lo * BM + r,
+              j = one_column ? 0 : origin + mine[3].lo * BN + c;
     if (i >= p.num_queries || j < 0 || j >= p.num_keys) continue;
     float total = 0.0f;
     for (int y = r; y < (one_row ? BM : r + 1); ++y)
-      for (int z = c; z < (one_column ? BN : c + 1); ++z) total += ptx::ld_shared_f32(tile + 4 * (y * kStride + z));
-    with_type(f.dtype, [&](auto t) { store_one(static_cast<decltype(t)*>(f.data) + part.at(f, i, j), total); });
+      for (int z = c; z < (one_column ? BN : c + 1); ++z)
+        total += ptx::ld_shared_f32(tile + 4 * (y * kStride + z));
+    with_type(f.dtype, [&](auto t) {
+      store_one(static_cast<decltype(t)*>(f.data) + part.at(f, i, j), total);
+    });
   }
 }
 

@@ -13,10 +13,12 @@
 namespace pt::cuda {
 
 template <class T, class K>
-constexpr AttentionTile kBwdDkdvTile = attention_tile(Pass::BwdDkdv, K::head_dim, sizeof(T), K::has_score_mod);
+constexpr AttentionTile kBwdDkdvTile =
+    attention_tile(Pass::BwdDkdv, K::head_dim, sizeof(T), K::has_score_mod);
 
 template <class T, class K>
-using BwdDkdvWork = KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns, K::has_score_mod>;
+using BwdDkdvWork =
+    KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns, K::has_score_mod>;
 
 // Iterates over the Q tiles that see a KV tile, for each query head of the group in order. The
 // current step, the next one and the range are in shared memory, because registers are short.
@@ -29,7 +31,8 @@ class GroupSteps {
   };
   using List = TileList<Listed, Streamed>;
 
-  PT_DEVICE GroupSteps(const AttentionProblem& p, const Work& w, uint32_t at) : p_(p), w_(w), at_(at) {
+  PT_DEVICE GroupSteps(const AttentionProblem& p, const Work& w, uint32_t at)
+      : p_(p), w_(w), at_(at) {
     const Tiles& r = w.range;
     store(2, {r.first, r.whole, r.whole_end, r.last}), store(3, {r.start, r.end, 0, 0});
   }
@@ -37,7 +40,8 @@ class GroupSteps {
   PT_DEVICE Tiles range() const {
     const ptx::Words4 tiles = ptx::ld_shared_v4(at_ + 32), rows = ptx::ld_shared_v4(at_ + 48);
     Tiles r;
-    r.first = int(tiles.w[0]), r.whole = int(tiles.w[1]), r.whole_end = int(tiles.w[2]), r.last = int(tiles.w[3]);
+    r.first = int(tiles.w[0]), r.whole = int(tiles.w[1]), r.whole_end = int(tiles.w[2]),
+    r.last = int(tiles.w[3]);
     r.start = int(rows.w[0]), r.end = int(rows.w[1]);
     return r;
   }
@@ -82,14 +86,16 @@ class GroupSteps {
 template <class T, class K>
 PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdvWork<T, K>& w) {
   constexpr AttentionTile kTile = kBwdDkdvTile<T, K>;
-  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns,
+                NB = BN / 8;
   constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow + 3 * 4 * BN;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
   const Sequence& s = w.s;
   const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
   const uint32_t streamed = v.base + BM * kRow;
-  const GroupSteps<BwdDkdvWork<T, K>, K::has_score_mod, BN> steps(p, w, streamed + kTile.stages * kStage);
+  const GroupSteps<BwdDkdvWork<T, K>, K::has_score_mod, BN> steps(p, w,
+                                                                  streamed + kTile.stages * kStage);
   const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (n % kTile.stages) * kStage}; };
   const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
   // row_max, log2_sum, delta: BN words each
@@ -108,14 +114,16 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
     ptx::cp_async_commit();
     for (int c = int(threadIdx.x); c < BN; c += int(blockDim.x)) {
       const int i = t * BN + c;
-      const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, s.row_q + i), i >= range.start && i < range.end);
+      const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, s.row_q + i),
+                                          i >= range.start && i < range.end);
       ptx::st_shared_f32(row_stats_of(n) + 4 * c, row.row_max);
       ptx::st_shared_f32(row_stats_of(n) + 4 * (BN + c), row.log2_sum);
       ptx::st_shared_f32(row_stats_of(n) + 4 * (2 * BN + c), row.delta);
     }
   };
 
-  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits),
+            part = warp % kTile.splits * DB;
   const Place rows_at(w.j0 + own, 0);
   const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
   float dk[DB][4], dv[DB][4];
@@ -141,11 +149,13 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
     const ScoreMod<true> score_mod(p, s, w.b, w.hk * p.group + step.head);
     const auto ask_mask = [&] { return steps.place(steps.step(n)) >= 0; };
     const uint32_t row_stats = row_stats_of(n) + 4 * 2 * (lane_id() % 4);
-    visible = gradients<K, true>(p, score_mod, x, dp, weights, at, visible, cut, ask_mask, [&](int c, int r) {
-      const uint32_t word = row_stats + 4 * (8 * c + r % 2);
-      return RowStats{ptx::ld_shared_f32(word), K::has_score_mod ? ptx::ld_shared_f32(word + 4 * BN) : 0.0f,
-                      ptx::ld_shared_f32(word + 8 * BN)};
-    });
+    visible = gradients<K, true>(
+        p, score_mod, x, dp, weights, at, visible, cut, ask_mask, [&](int c, int r) {
+          const uint32_t word = row_stats + 4 * (8 * c + r % 2);
+          return RowStats{ptx::ld_shared_f32(word),
+                          K::has_score_mod ? ptx::ld_shared_f32(word + 4 * BN) : 0.0f,
+                          ptx::ld_shared_f32(word + 8 * BN)};
+        });
     const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
     M::product(dv, weights, do_tile(n), part, p.value_dim, columns);
     M::product(dk, x, q_tile(n), part, p.head_dim, columns);
@@ -170,8 +180,10 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
 }
 
 template <class T, class K>
-__global__ void __launch_bounds__(kBwdDkdvTile<T, K>.threads(), 1) attention_bwd_dkdv_kernel(const __grid_constant__ AttentionBackward g) {
-  recompute_tiles<BwdDkdvWork<T, K>, K>(g.p, g.recompute, [&](const auto& w) { attention_bwd_dkdv_tile<T, K>(g, w); });
+__global__ void __launch_bounds__(kBwdDkdvTile<T, K>.threads(), 1)
+    attention_bwd_dkdv_kernel(const __grid_constant__ AttentionBackward g) {
+  recompute_tiles<BwdDkdvWork<T, K>, K>(
+      g.p, g.recompute, [&](const auto& w) { attention_bwd_dkdv_tile<T, K>(g, w); });
 }
 
 }  // namespace pt::cuda

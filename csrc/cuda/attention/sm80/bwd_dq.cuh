@@ -23,14 +23,17 @@ struct DiagonalSums {
   template <int NB>
   PT_DEVICE void put(const float (&ds)[NB][4], int row) const {
     const Place at(row, 0);
-    each<NB>([&](int n, int r, uint32_t) { ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), ds[n][r]); });
+    each<NB>([&](int n, int r, uint32_t) {
+      ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), ds[n][r]);
+    });
   }
   // `first`: j - i - offset of the tile's first element.
   PT_DEVICE void add(int first, const AttentionProblem& p) {
     for (int c = int(threadIdx.x); c < BM + BN - 1; c += int(blockDim.x)) {
       const int d = c - (BM - 1);
       float sum = 0.0f;
-      for (int r = max(0, -d); r < min(BM, BN - d); ++r) sum += ptx::ld_shared_f32(tile + 4 * (r * kStride + r + d));
+      for (int r = max(0, -d); r < min(BM, BN - d); ++r)
+        sum += ptx::ld_shared_f32(tile + 4 * (r * kStride + r + d));
       if (first + d <= -p.before) below += sum;
       else if (first + d >= p.after) above += sum;
       else store_one(sums + first + d + p.before, load_one(sums + first + d + p.before) + sum);
@@ -43,14 +46,16 @@ struct DiagonalSums {
 };
 
 template <class T, class K>
-constexpr AttentionTile kBwdDqTile = attention_tile(Pass::BwdDq, K::head_dim, sizeof(T), K::has_score_mod);
+constexpr AttentionTile kBwdDqTile =
+    attention_tile(Pass::BwdDq, K::head_dim, sizeof(T), K::has_score_mod);
 template <class T, class K>
 using BwdDqWork = QueryTile<kBwdDqTile<T, K>.rows(), kBwdDqTile<T, K>.columns, K::has_score_mod>;
 
 template <class T, class K>
 PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork<T, K>& w) {
   constexpr AttentionTile kTile = kBwdDqTile<T, K>;
-  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns,
+                NB = BN / 8;
   constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
@@ -60,7 +65,8 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow};
   const uint32_t streamed = d_out.base + BM * kRow;
   DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
-  const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
+  const int64_t block =
+      (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
   if (g.diagonal_partials) diagonals.sums = g.diagonal_partials + block * (p.before + p.after + 1);
   // Even and odd tiles alternate stages: block lists contain pairs of them.
   const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + t % kTile.stages * kStage}; };
@@ -71,7 +77,8 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     ptx::cp_async_commit();
   };
 
-  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits),
+            part = warp % kTile.splits * DB;
   const Place rows_at(w.i0 + own, 0);
   Range bounds[2];
   RowStats row_stats[2];
@@ -80,13 +87,16 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     const int i = rows_at.row_of(2 * half);
     row_stats[half] = read_row_stats(g, row_stat_at(g.at, w.b, w.h, s.row_q + i), i < s.num_q);
     bounds[half] =
-        row_stats[half].row_max < infinity() || row_stats[half].row_max != row_stats[half].row_max ? w.keys_of(p, i) : Range{0, 0};
+        row_stats[half].row_max < infinity() || row_stats[half].row_max != row_stats[half].row_max
+            ? w.keys_of(p, i)
+            : Range{0, 0};
   }
   const ScoreMod<false> score_mod(p, s, w.b, w.h);
   float dq[DB][4], slope_sum = 0.0f;
   clear(dq);
 
-  TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0, w.template gap<kTile.stages>(p));
+  TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0,
+                                       w.template gap<kTile.stages>(p));
   int t = tiles.first(range);
   if (t < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
@@ -105,16 +115,21 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     const Place at(w.i0 + own, w.origin + t * BN);
     // Rows past the last query also add to sums of dS, so full tiles may have hidden pairs too.
     const int place = tiles.place(p);
-    const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t));
-    const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);
+    const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0 ||
+                                                  w.may_have_gaps(p, t));
+    const bool cut = elementwise ||
+                     (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) ||
+                     range.cut(t);
     uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, cut, place);
     visible = gradients<K, false>(
-        p, score_mod, x, dp, weights, at, visible, cut, [&] { return place >= 0; }, [&](int, int r) { return row_stats[r / 2]; });
+        p, score_mod, x, dp, weights, at, visible, cut, [&] { return place >= 0; },
+        [&](int, int r) { return row_stats[r / 2]; });
     const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
     M::product(dq, x, k_tile(t), part, p.head_dim, columns);
 
     if (K::has_score_mod && g.slope_partials && part == 0)
-      each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * score_mod.distance(at, n, r); });
+      each<NB>(
+          [&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * score_mod.distance(at, n, r); });
     if (K::has_score_mod && g.diagonal_partials) {
       if (part == 0) diagonals.put(dp, own);
       ptx::syncthreads();
@@ -149,8 +164,10 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
 }
 
 template <class T, class K>
-__global__ void __launch_bounds__(kBwdDqTile<T, K>.threads(), 1) attention_bwd_dq_kernel(const __grid_constant__ AttentionBackward g) {
-  recompute_tiles<BwdDqWork<T, K>, K>(g.p, g.recompute, [&](const auto& w) { attention_bwd_dq_tile<T, K>(g, w); });
+__global__ void __launch_bounds__(kBwdDqTile<T, K>.threads(), 1)
+    attention_bwd_dq_kernel(const __grid_constant__ AttentionBackward g) {
+  recompute_tiles<BwdDqWork<T, K>, K>(g.p, g.recompute,
+                                      [&](const auto& w) { attention_bwd_dq_tile<T, K>(g, w); });
 }
 
 }  // namespace pt::cuda

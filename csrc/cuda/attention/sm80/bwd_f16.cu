@@ -4,7 +4,8 @@
 namespace pt::cuda {
 
 template void sm80_attention_bwd_dq_as<ptx::f16>(const AttentionBackward&, const Sm80Plan&, void*);
-template void sm80_attention_bwd_dkdv_as<ptx::f16>(const AttentionBackward&, const Sm80Plan&, void*);
+template void sm80_attention_bwd_dkdv_as<ptx::f16>(const AttentionBackward&, const Sm80Plan&,
+                                                   void*);
 template void sm80_attention_bwd_dbias_as<ptx::f16>(const AttentionDbias&, const Sm80Plan&, void*);
 
 }  // namespace pt::cuda

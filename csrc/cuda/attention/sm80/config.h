@@ -19,7 +19,8 @@ struct AttentionTile {
 // bytes: of an element. Kernels with score_mod have fewer registers left, so they compute fewer
 // scores at a time or fewer accumulator columns per warp. Eight-bit rows occupy shared memory
 // twice, so wide float32 heads have fewer queries.
-constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool has_score_mod, bool eight_bits = false) {
+constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool has_score_mod,
+                                       bool eight_bits = false) {
   switch (pass) {
     case Pass::Forward:
       if (bytes == 4 && eight_bits) return {head_dim, 1, 4, 32, 1};
@@ -48,21 +49,27 @@ constexpr int row_bytes(const AttentionTile& t, int bytes) { return t.head_dim *
 // Padding words after each row of a dS tile in shared memory, so rows start in different banks.
 constexpr int kDiagonalPad = 4;
 constexpr int kGroupStepsBytes = 64;  // of GroupSteps in bwd_dkdv.cuh
-constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t.columns + kDiagonalPad) * 4; }
+constexpr int gradient_tile_bytes(const AttentionTile& t) {
+  return t.rows() * (t.columns + kDiagonalPad) * 4;
+}
 
 // eight-bit rows before widening, and scales
 constexpr int staged_bytes(const AttentionTile& t) { return t.columns * (t.head_dim + 4); }
 
-constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals, bool eight_bits = false) {
+constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals,
+                             bool eight_bits = false) {
   const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
     case Pass::Forward:
     // Q; K, V
-    case Pass::ForwardSplit: return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);
+    case Pass::ForwardSplit:
+      return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);
     // Q, dO; K, V; dS
-    case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);
+    case Pass::BwdDq:
+      return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);
     // K, V; Q, dO, row stats
-    case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;
+    case Pass::BwdDkdv:
+      return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;
     default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS reuses their space
   }
 }
@@ -93,18 +100,24 @@ struct EightBitSplitKind : SplitKind<HeadDim, true> {
 
 constexpr int kSmemOfEveryGpu = 99 * 1024;  // shared memory per block on sm_86, sm_89 and sm_120
 constexpr bool attention_fits(int head_dim, int bytes) {
-  constexpr Pass kPasses[] = {Pass::Forward, Pass::ForwardSplit, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias};
+  constexpr Pass kPasses[] = {Pass::Forward, Pass::ForwardSplit, Pass::BwdDq, Pass::BwdDkdv,
+                              Pass::BwdDbias};
   for (Pass pass : kPasses) {
     const AttentionTile t = attention_tile(pass, head_dim, bytes, pass != Pass::Forward);
     if (attention_smem(pass, t, bytes, true) > kSmemOfEveryGpu) return false;
     // 32: dropout
-    if (t.threads() < 32 || t.threads() > 256 || t.columns % 16 || (pass != Pass::BwdDkdv && t.columns % 32)) return false;
+    if (t.threads() < 32 || t.threads() > 256 || t.columns % 16 ||
+        (pass != Pass::BwdDkdv && t.columns % 32))
+      return false;
   }
   for (Pass pass : {Pass::Forward, Pass::ForwardSplit})
-    if (attention_smem(pass, attention_tile(pass, head_dim, bytes, true, true), bytes, false, true) > kSmemOfEveryGpu) return false;
+    if (attention_smem(pass, attention_tile(pass, head_dim, bytes, true, true), bytes, false,
+                       true) > kSmemOfEveryGpu)
+      return false;
   const AttentionTile dense = attention_tile(Pass::BwdDbias, head_dim, bytes, true);
   return gradient_tile_bytes(dense) <= 2 * dense.rows() * row_bytes(dense, bytes);
 }
-static_assert(attention_fits(64, 2) && attention_fits(128, 2) && attention_fits(256, 2) && attention_fits(64, 4) && attention_fits(256, 4));
+static_assert(attention_fits(64, 2) && attention_fits(128, 2) && attention_fits(256, 2) &&
+              attention_fits(64, 4) && attention_fits(256, 4));
 
 }  // namespace pt::cuda

@@ -23,7 +23,8 @@ constexpr float kLargeLse = 1024.0f;
 
 // Write lse and 0 as row stats if no lse of the block's rows is large. Returns true if the block is
 // done.
-PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s, int b, int h, int first, int rows) {
+PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s, int b, int h,
+                                   int first, int rows) {
   float large = 0.0f;
   const int i = first + int(threadIdx.x);
   const bool here = int(threadIdx.x) < rows && i < s.num_q;
@@ -42,9 +43,11 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
 }
 
 template <class T, class K>
-constexpr AttentionTile kForwardTile = attention_tile(K::forward, K::head_dim, sizeof(T), K::has_score_mod, K::eight_bits);
+constexpr AttentionTile kForwardTile =
+    attention_tile(K::forward, K::head_dim, sizeof(T), K::has_score_mod, K::eight_bits);
 template <class T, class K>
-using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
+using ForwardWork =
+    QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
 
 // A warp's running state of its rows: maxima (of q.k in bounds-only kernels), sums, and
 // unnormalized outputs in 8 DB columns from 8 part on.
@@ -67,10 +70,14 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
 
   PT_DEVICE WarpRows()
       : Sums(int(threadIdx.x) / 32 % kSplits * DB),
-        own(kForwardTile<T, K>.row_warps == 1 ? 0 : int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
+        own(kForwardTile<T, K>.row_warps == 1
+                ? 0
+                : int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
 
   // Return the maximum in natural units.
-  PT_DEVICE float maximum(int half, float scale) const { return K::has_score_mod ? m[half] : m[half] * scale; }
+  PT_DEVICE float maximum(int half, float scale) const {
+    return K::has_score_mod ? m[half] : m[half] * scale;
+  }
 
   // Update the online softmax with one tile's scores, and turn them into weights.
   template <int NB>
@@ -79,7 +86,8 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
     for (int half = 0; half < 2; ++half) {
       float row_max = m[half];
       PT_UNROLL
-      for (int n = 0; n < NB; ++n) row_max = fmaxf(row_max, fmaxf(x[n][2 * half], x[n][2 * half + 1]));
+      for (int n = 0; n < NB; ++n)
+        row_max = fmaxf(row_max, fmaxf(x[n][2 * half], x[n][2 * half + 1]));
       row_max = max_of_quad(row_max);
       const float safe = row_max == minus_infinity() ? 0.0f : row_max;
       const float alpha = ptx::exp2((m[half] - safe) * scale_log2);
@@ -92,7 +100,9 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
           float& weight = x[n][2 * half + e];
           // Folding the scale saves one instruction; with biases as large as finfo.max, subtract
           // first.
-          weight = ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2 : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
+          weight =
+              ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2
+                                         : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
           l[half] += weight;
         }
       }
@@ -105,7 +115,8 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
 // Iterate over a range's tiles: score(x, is first) once a tile's keys are in shared memory,
 // take_in(x, t) once its values are.
 template <int NB, class Keys, class List, class Q, class F, class G>
-PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {
+PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score,
+                             G take_in) {
   const int first = tiles.first(range);
   if (first >= range.last) return;
   copy_queries();
@@ -123,7 +134,8 @@ PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy
 // Like go_over_tiles, for a warp's stream with WarpKeyTiles; it may have no tile. One loop with one
 // copy of each step's code: with few keys, most of a call's time is instruction fetch.
 template <int NB, class Keys, class List, class Q, class F, class G>
-PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {
+PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range, Q copy_queries,
+                              F score, G take_in) {
   float x[NB][4];
   PT_NO_UNROLL
   for (int n = 0, t = tiles.first(range);; ++n) {
@@ -148,27 +160,32 @@ PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range,
 // Process the KV tiles of w.range. rows_at: the positions of the warp's rows; bounds: their key
 // ranges.
 template <class T, class K, class Work, class P, class S>
-PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at, const Range (&bounds)[2], const S& score_mod,
-                      WarpRows<T, K>& rows) {
+PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at,
+                      const Range (&bounds)[2], const S& score_mod, WarpRows<T, K>& rows) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
-  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns,
+                NB = BN / 8;
   constexpr bool kStreams = kTile.streams > 1;
   // Hold the fragments of Q in registers.
-  constexpr bool kKeepQ = sizeof(T) == 2 && !kStreams && K::head_dim <= (K::has_score_mod ? 64 : 128);
+  constexpr bool kKeepQ =
+      sizeof(T) == 2 && !kStreams && K::head_dim <= (K::has_score_mod ? 64 : 128);
   using M = Products<T>;
   const AttentionProblem& p = f.p;
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()};
-  using OneStream = std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>>;
-  std::conditional_t<kStreams, WarpKeyTiles<T, K, Work, BN>, OneStream> keys(f, w, q.base + BM * kRow);
+  using OneStream =
+      std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>>;
+  std::conditional_t<kStreams, WarpKeyTiles<T, K, Work, BN>, OneStream> keys(f, w,
+                                                                             q.base + BM * kRow);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
   // multiplies scores for exp2
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;
 
   const BlockLists none;
-  TileList<K::has_score_mod, BN> tiles(K::has_blocks ? p.blocks.queries : none, w.b, w.h, w.i0, w.template gap<1>(p));
+  TileList<K::has_score_mod, BN> tiles(K::has_blocks ? p.blocks.queries : none, w.b, w.h, w.i0,
+                                       w.template gap<1>(p));
   const auto score = [&](float (&x)[NB][4], [[maybe_unused]] bool first) {
     if constexpr (kKeepQ) {
       clear(x);
@@ -196,13 +213,17 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
     if constexpr (K::has_score_mod) {
       float unused[NB][4];
       const int place = tiles.place(p);
-      const bool elementwise = p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t);
-      visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
+      const bool elementwise =
+          p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t);
+      visible =
+          visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
       visible = score_mod.apply(x, unused, at, visible, [&] { return place >= 0; });
       if (elementwise) columns = columns_visible_to_warp<NB>(visible);
     } else if (range.cut(t)) {
       visible = within<NB>(at, bounds);
-      each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = visible & bit ? x[n][r] : minus_infinity(); });
+      each<NB>([&](int n, int r, uint32_t bit) {
+        x[n][r] = visible & bit ? x[n][r] : minus_infinity();
+      });
     }
 
     rows.add(x, scale_log2, p.drop_threshold);
@@ -225,7 +246,9 @@ template <class T, class K>
 PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T, K>& w) {
   const AttentionProblem& p = f.p;
   const Sequence& s = w.s;
-  if (K::has_score_mod && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, kForwardTile<T, K>.rows())) return;
+  if (K::has_score_mod && !f.out.data &&
+      statistics_from_lse(f, s, w.b, w.h, w.i0, kForwardTile<T, K>.rows()))
+    return;
 
   WarpRows<T, K> rows;
   const Place rows_at(w.i0 + rows.own, 0);
@@ -238,7 +261,8 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int i = rows_at.row_of(2 * half);
-    const RowEnd end = end_row(p, w.h, i < s.num_q, rows.maximum(half, p.scale), sum_of_quad(rows.l[half]));
+    const RowEnd end =
+        end_row(p, w.h, i < s.num_q, rows.maximum(half, p.scale), sum_of_quad(rows.l[half]));
     factor[half] = end.factor;
     index[half] = i < written ? s.row_q + i : -1;
     if (lane_id() % 4 != 0 || rows.part != 0 || index[half] < 0) continue;
@@ -250,12 +274,15 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
       store_one(f.lse + stat, end.lse);
     }
   }
-  if (!K::has_score_mod || f.out.data) store_rows<T>(f.out, w.b, w.h, rows.o, factor, index, rows.part);
+  if (!K::has_score_mod || f.out.data)
+    store_rows<T>(f.out, w.b, w.h, rows.o, factor, index, rows.part);
 }
 
 template <class T, class K>
-__global__ void __launch_bounds__(kForwardTile<T, K>.threads(), 1) attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
-  recompute_tiles<ForwardWork<T, K>, K>(f.p, f.recompute, [&](const auto& w) { attention_fwd_tile<T, K>(f, w); });
+__global__ void __launch_bounds__(kForwardTile<T, K>.threads(), 1)
+    attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
+  recompute_tiles<ForwardWork<T, K>, K>(f.p, f.recompute,
+                                        [&](const auto& w) { attention_fwd_tile<T, K>(f, w); });
 }
 
 }  // namespace pt::cuda

@@ -13,7 +13,8 @@
 namespace pt::cuda {
 
 PT_DEVICE ptx::Words4 as_words(const float (&x)[4]) {
-  return {{ptx::float_bits(x[0]), ptx::float_bits(x[1]), ptx::float_bits(x[2]), ptx::float_bits(x[3])}};
+  return {
+      {ptx::float_bits(x[0]), ptx::float_bits(x[1]), ptx::float_bits(x[2]), ptx::float_bits(x[3])}};
 }
 PT_DEVICE void load_shared(float (&x)[4], uint32_t from) {
   const ptx::Words4 words = ptx::ld_shared_v4(from);
@@ -32,7 +33,8 @@ struct RowTarget {
 
   // Write the row's maximum and sum, or its lse, by one of the threads that hold a part of the row.
   template <class Work>
-  PT_DEVICE RowTarget(const AttentionForward& f, const Work& w, const SplitPlace& at, int row, float row_max, float sum, bool leader)
+  PT_DEVICE RowTarget(const AttentionForward& f, const Work& w, const SplitPlace& at, int row,
+                      float row_max, float sum, bool leader)
       : f(f) {
     const AttentionProblem& p = f.p;
     const int of_group = p.group * p.num_queries;
@@ -53,7 +55,8 @@ struct RowTarget {
     if (!left) {
       PT_UNROLL
       for (int i = 0; i < N; i += 2)
-        store_two(f.out, out, column + i, factor == 0.0f ? 0.0f : x[i] * factor, factor == 0.0f ? 0.0f : x[i + 1] * factor);
+        store_two(f.out, out, column + i, factor == 0.0f ? 0.0f : x[i] * factor,
+                  factor == 0.0f ? 0.0f : x[i + 1] * factor);
     } else if (column < f.p.value_dim) {
       if constexpr (N == 4) ptx::st_global_v4(left + column, as_words(x));
       else store_pair(left + column, x[0], x[1]);
@@ -62,7 +65,8 @@ struct RowTarget {
 
  private:
   template <class Work>
-  PT_DEVICE void end(const Work& w, const SplitPlace& at, int row, float row_max, float sum, bool leader) {
+  PT_DEVICE void end(const Work& w, const SplitPlace& at, int row, float row_max, float sum,
+                     bool leader) {
     const AttentionProblem& p = f.p;
     const int i = w.grid.group.quotient(row), h = at.key_head * p.group + row - i * p.group;
     if (i >= (p.cu_queries ? w.s.num_q : p.num_queries)) return;
@@ -70,13 +74,15 @@ struct RowTarget {
     const int64_t index = w.s.row_q + i;
     factor = end.factor;
     if (leader) store_one(f.lse + row_stat_at(f.at, at.b, h, index), end.lse);
-    out = static_cast<T*>(f.out.data) + at.b * f.out.stride.batch + h * f.out.stride.head + index * f.out.stride.row;
+    out = static_cast<T*>(f.out.data) + at.b * f.out.stride.batch + h * f.out.stride.head +
+          index * f.out.stride.row;
   }
 };
 
 // Store the rows of warps that share the rows' columns.
 template <class T, class K, class Work>
-PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRows<T, K>& rows, const SplitPlace& at) {
+PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRows<T, K>& rows,
+                          const SplitPlace& at) {
   // held across the loop, its parts spilled
   const auto thread = uint32_t(ptx::opaque(int(threadIdx.x))), lane = thread % 32;
   const int part = int(thread / 32 % rows.kSplits) * rows.DB;
@@ -84,10 +90,13 @@ PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRo
   for (int half = 0; half < 2; ++half) {
     const bool leader = lane % 4 == 0 && part == 0;
     const int row = at.tile * kForwardTile<T, K>.rows() + rows.own + int(lane / 4) + 8 * half;
-    const RowTarget<T> target(f, w, at, row, rows.maximum(half, f.p.scale), sum_of_quad(rows.l[half]), leader);
+    const RowTarget<T> target(f, w, at, row, rows.maximum(half, f.p.scale),
+                              sum_of_quad(rows.l[half]), leader);
     if (target.none()) continue;
     PT_UNROLL
-    for (int d = 0; d < rows.DB; ++d) target.store(8 * (part + d) + 2 * int(lane % 4), {rows.o[d][2 * half], rows.o[d][2 * half + 1]});
+    for (int d = 0; d < rows.DB; ++d)
+      target.store(8 * (part + d) + 2 * int(lane % 4),
+                   {rows.o[d][2 * half], rows.o[d][2 * half + 1]});
   }
 }
 
@@ -97,7 +106,8 @@ PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRo
 template <class T, class K>
 struct LeftRow {
   static constexpr AttentionTile kTile = kForwardTile<T, K>;
-  static constexpr int kStreams = kTile.streams, kRow = row_bytes(kTile, sizeof(T)), kTiles = 2 * kTile.columns * kRow;
+  static constexpr int kStreams = kTile.streams, kRow = row_bytes(kTile, sizeof(T)),
+                       kTiles = 2 * kTile.columns * kRow;
   static constexpr int kPitch = (K::head_dim + 8) * 4;
   static_assert(kTile.rows() * kPitch <= kTiles && K::head_dim <= 128);
 
@@ -116,10 +126,12 @@ struct LeftRow {
     for (int half = 0; half < 2; ++half) {
       const int row = quad + 8 * half;
       if (row >= rows()) continue;
-      if (lane == 0) ptx::st_shared_v2_f32(place(warp, row, K::head_dim), mine.maximum(half, scale), sums[half]);
+      if (lane == 0)
+        ptx::st_shared_v2_f32(place(warp, row, K::head_dim), mine.maximum(half, scale), sums[half]);
       PT_UNROLL
       for (int d = 0; d < mine.DB; ++d)
-        ptx::st_shared_v2_f32(place(warp, row, 8 * d + 2 * lane), mine.o[d][2 * half], mine.o[d][2 * half + 1]);
+        ptx::st_shared_v2_f32(place(warp, row, 8 * d + 2 * lane), mine.o[d][2 * half],
+                              mine.o[d][2 * half + 1]);
     }
     ptx::syncthreads();
   }
@@ -191,21 +203,25 @@ constexpr int kSplitBlocks = sizeof(T) == 4 || K::eight_bits ? 2
 
 template <class T, class K>
 __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)
-    attention_fwd_split_kernel(const __grid_constant__ AttentionForward f, const __grid_constant__ SplitGrid grid) {
+    attention_fwd_split_kernel(const __grid_constant__ AttentionForward f,
+                               const __grid_constant__ SplitGrid grid) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   static_assert(kSplitKeys / kTile.columns % kTile.streams == 0 && kTile.threads() == 128);
   const AttentionProblem& p = f.p;
   // Recomputed for the partials: held across the loop with score_mod, its values spilled.
-  const auto place_of_block = [&] { return SplitPlace(grid, K::has_score_mod ? ptx::opaque(int(blockIdx.x)) : int(blockIdx.x)); };
-  const GroupTile<kTile.rows(), kTile.columns, K::has_score_mod> w(p, grid, place_of_block(), int(threadIdx.x) / 32 % kTile.streams,
-                                                                   kTile.streams);
+  const auto place_of_block = [&] {
+    return SplitPlace(grid, K::has_score_mod ? ptx::opaque(int(blockIdx.x)) : int(blockIdx.x));
+  };
+  const GroupTile<kTile.rows(), kTile.columns, K::has_score_mod> w(
+      p, grid, place_of_block(), int(threadIdx.x) / 32 % kTile.streams, kTile.streams);
   const auto attended = [&] {
     WarpRows<T, K> rows;
     if (w.empty) return rows;
     const int first_row = w.r0 + rows.own;
     const GroupPlace rows_at(first_row, 0, grid.group);
     const Range bounds[2] = {w.bounds(p, rows_at.row), w.bounds(p, rows_at.row + 8)};
-    using Terms = std::conditional_t<K::has_score_mod, ScoreMod<false, true, HeadsOfGroup>, NoScoreMod>;
+    using Terms =
+        std::conditional_t<K::has_score_mod, ScoreMod<false, true, HeadsOfGroup>, NoScoreMod>;
     attend<T, K>(f, w, rows_at, bounds, Terms(p, w.s, w.b, w.h, first_row), rows);
     return rows;
   };

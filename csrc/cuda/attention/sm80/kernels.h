@@ -14,9 +14,11 @@ template <class T>
 void sm80_attention_split_as(const AttentionForward& f, const SplitPlan& plan, void* stream);
 // For eight-bit keys and values: fwd_eight_bits_bf16.cu and so on.
 template <class T>
-void sm80_attention_forward_eight_bits_as(const AttentionForward& f, const Sm80Plan& plan, void* stream);
+void sm80_attention_forward_eight_bits_as(const AttentionForward& f, const Sm80Plan& plan,
+                                          void* stream);
 template <class T>
-void sm80_attention_split_eight_bits_as(const AttentionForward& f, const SplitPlan& plan, void* stream);
+void sm80_attention_split_eight_bits_as(const AttentionForward& f, const SplitPlan& plan,
+                                        void* stream);
 template <class T>
 void sm80_attention_bwd_dq_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream);
 template <class T>

@@ -26,7 +26,8 @@ struct TilesOfQuerysDtype {
   const Work& w;
   SmemTile<kRow> k, v;
 
-  PT_DEVICE TilesOfQuerysDtype(const AttentionForward& f, const Work& w, uint32_t base) : f(f), w(w), k{base}, v{base + Columns * kRow} {}
+  PT_DEVICE TilesOfQuerysDtype(const AttentionForward& f, const Work& w, uint32_t base)
+      : f(f), w(w), k{base}, v{base + Columns * kRow} {}
 
   template <int NB>
   PT_DEVICE void scale_scores(float (&)[NB][4]) const {}
@@ -34,7 +35,8 @@ struct TilesOfQuerysDtype {
   PT_DEVICE void scale_weights(float (&)[NB][4], uint32_t) const {}
 
   template <int DB, int NB>
-  PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first, uint32_t columns) const {
+  PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first,
+                            uint32_t columns) const {
     const int all = f.p.value_dim;
     // One call without a check per 16 columns: 100 instructions instead of 190.
     if (K::forward == Pass::ForwardSplit && !K::has_score_mod && all == K::head_dim)
@@ -89,7 +91,8 @@ struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   PT_DEVICE void copy(bool values, int t) const {
     if (t >= w.range.last) return;
     const AttentionProblem& p = f.p;
-    w.template copy_keys_by_warp<T>(p, values ? v : k, values ? p.v : p.k, values ? p.value_dim : p.head_dim, t);
+    w.template copy_keys_by_warp<T>(p, values ? v : k, values ? p.v : p.k,
+                                    values ? p.value_dim : p.head_dim, t);
   }
   // Wait for all copy groups but the last; with_queries: every warp has copied a part of them.
   PT_DEVICE void await(bool with_queries) const {
@@ -116,7 +119,8 @@ struct EightBitKeyTiles {
   float key_scale = 0.0f, value_scale = 0.0f;  // in flight: scales of this thread's row
 
   PT_DEVICE EightBitKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
-      : f(f), w(w), k{base}, v{k.base + Columns * kRow}, staged_k{v.base + Columns * kRow}, staged_v{staged_k.base + Columns * K::head_dim},
+      : f(f), w(w), k{base}, v{k.base + Columns * kRow}, staged_k{v.base + Columns * kRow},
+        staged_v{staged_k.base + Columns * K::head_dim},
         key_scales(staged_v.base + Columns * K::head_dim), value_scales(key_scales + 4 * Columns) {}
 
   PT_DEVICE void begin(int first) {
@@ -148,10 +152,13 @@ struct EightBitKeyTiles {
   }
 
   template <int DB, int NB>
-  PT_DEVICE void add_values(float (&o)[DB][4], float (&x)[NB][4], int first, uint32_t columns) const {
+  PT_DEVICE void add_values(float (&o)[DB][4], float (&x)[NB][4], int first,
+                            uint32_t columns) const {
     Products<V>::product(o, x, v, first, f.p.value_dim, columns);
     if (std::is_same_v<T, V>) return;
-    each<NB>([&](int n, int r, uint32_t) { x[n][r] -= ptx::bits_float(ptx::pack_bf16(0.0f, x[n][r]) & 0xffff0000u); });
+    each<NB>([&](int n, int r, uint32_t) {
+      x[n][r] -= ptx::bits_float(ptx::pack_bf16(0.0f, x[n][r]) & 0xffff0000u);
+    });
     Products<V>::product(o, x, v, first, f.p.value_dim, columns);
   }
 
@@ -160,18 +167,23 @@ struct EightBitKeyTiles {
 
   // Start the copy of a tile's rows and load their scales; commits a copy group even without a
   // tile.
-  PT_DEVICE void copy(SmemTile<K::head_dim> to, float& scale, const In& rows, const In& scales, int columns, int t) const {
+  PT_DEVICE void copy(SmemTile<K::head_dim> to, float& scale, const In& rows, const In& scales,
+                      int columns, int t) const {
     if (t < w.range.last) {
       w.template copy_any_keys<uint8_t>(f.p, to, rows, columns, t);
-      if (const int row = int(threadIdx.x); row < Columns) scale = w.scale_of(f.p, scales, w.origin + t * Columns + row);
+      if (const int row = int(threadIdx.x); row < Columns)
+        scale = w.scale_of(f.p, scales, w.origin + t * Columns + row);
     }
     ptx::cp_async_commit();
   }
   template <class E>
-  PT_DEVICE void widen(SmemTile<K::head_dim> from, SmemTile<kRow> to, uint32_t scales, float scale, int columns) const {
+  PT_DEVICE void widen(SmemTile<K::head_dim> from, SmemTile<kRow> to, uint32_t scales, float scale,
+                       int columns) const {
     ptx::cp_async_wait<1>();  // all but the other operand's, which started later
-    widen_rows<E, Columns>(from, to, Products<uint8_t>::chunks(columns), f.p.eight_bits == EightBits::e4m3);
-    if (const int row = int(threadIdx.x); row < Columns) ptx::st_shared_f32(scales + 4 * row, scale);
+    widen_rows<E, Columns>(from, to, Products<uint8_t>::chunks(columns),
+                           f.p.eight_bits == EightBits::e4m3);
+    if (const int row = int(threadIdx.x); row < Columns)
+      ptx::st_shared_f32(scales + 4 * row, scale);
   }
   template <int NB>
   PT_DEVICE static void times_scales(float (&x)[NB][4], uint32_t scales, uint32_t visible) {
@@ -180,7 +192,8 @@ struct EightBitKeyTiles {
       float two[2];
       ptx::ld_shared_v2_f32(scales + 4 * (8 * n + 2 * (lane_id() % 4)), two[0], two[1]);
       PT_UNROLL
-      for (int r = 0; r < 4; ++r) x[n][r] = visible >> (4 * n + r) & 1 ? x[n][r] * two[r % 2] : 0.0f;
+      for (int r = 0; r < 4; ++r)
+        x[n][r] = visible >> (4 * n + r) & 1 ? x[n][r] * two[r % 2] : 0.0f;
     }
   }
 };

@@ -14,9 +14,11 @@ namespace pt::cuda {
 // Return the smallest class with room for both head sizes. f32 has two classes, but one in split KV
 // and with eight bits; bwd_dbias has one. With eight bits a class of 64 would add a kernel for each
 // of four: small heads use class 128.
-inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim, bool eight_bits = false) {
+inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim,
+                      bool eight_bits = false) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
-  if (pass == Pass::BwdDbias || (dtype == DType::f32 && (pass == Pass::ForwardSplit || eight_bits))) return 256;
+  if (pass == Pass::BwdDbias || (dtype == DType::f32 && (pass == Pass::ForwardSplit || eight_bits)))
+    return 256;
   if (eight_bits) return widest <= 128 ? 128 : 256;
   if (dtype == DType::f32) return widest <= 64 ? 64 : 256;
   return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
@@ -29,20 +31,26 @@ struct Sm80Plan {
   int smem_bytes;
 };
 
-inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only, bool diagonals, bool eight_bits = false) {
+inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only,
+                          bool diagonals, bool eight_bits = false) {
   Sm80Plan plan{};
   plan.head_class = sm80_class(pass, dtype, head_dim, value_dim, eight_bits);
   // Bounds-only kernels: in forward for 16 bits; in backward for bf16, where they save registers.
   const bool forward = pass == Pass::Forward || pass == Pass::ForwardSplit;
-  const int widest_bounds_only = pass == Pass::Forward ? 256 : forward || pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
-  const bool has_bounds_only = plan.head_class <= widest_bounds_only && (forward ? dtype != DType::f32 : dtype == DType::bf16);
+  const int widest_bounds_only = pass == Pass::Forward            ? 256
+                                 : forward || pass == Pass::BwdDq ? 128
+                                 : pass == Pass::BwdDkdv          ? 64
+                                                                  : 0;
+  const bool has_bounds_only = plan.head_class <= widest_bounds_only &&
+                               (forward ? dtype != DType::f32 : dtype == DType::bf16);
   plan.has_score_mod = !bounds_only || !has_bounds_only || eight_bits;
   plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.has_score_mod, eight_bits);
   plan.smem_bytes = attention_smem(pass, plan.tile, size_of(dtype), diagonals, eight_bits);
   return plan;
 }
 inline Sm80Plan plan_sm80(Pass pass, const AttentionProblem& p, bool diagonals) {
-  return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals, p.in_eight_bits());
+  return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data,
+                   diagonals, p.in_eight_bits());
 }
 
 // Return true if keys are split over blocks: if the queries of the heads that share a key head fill
@@ -69,7 +77,8 @@ inline SplitPlan plan_split(const AttentionProblem& p) {
   const AttentionTile& tile = plan.kernel.tile;
   const int before = int(p.key_start % 32);
   plan.row_tiles = (p.group * p.num_queries + tile.rows() - 1) / tile.rows();
-  plan.splits = most_splits((before + p.num_keys + tile.columns - 1) / tile.columns, tile.columns, plan.row_tiles);
+  plan.splits = most_splits((before + p.num_keys + tile.columns - 1) / tile.columns, tile.columns,
+                            plan.row_tiles);
   plan.rows = int64_t(p.sequences) * p.heads * p.num_queries;
   return plan;
 }
@@ -88,7 +97,8 @@ inline LeastBlock least_block(DType dtype, int head_dim, int value_dim) {
   for (Pass pass : {Pass::Forward, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias}) {
     const AttentionTile t = plan_sm80(pass, dtype, head_dim, value_dim, false, false).tile;
     const bool by_keys = pass == Pass::BwdDkdv;
-    int &of_rows = by_keys ? least.keys : least.queries, &of_columns = by_keys ? least.queries : least.keys;
+    int &of_rows = by_keys ? least.keys : least.queries,
+        &of_columns = by_keys ? least.queries : least.keys;
     if (of_rows < t.rows()) of_rows = t.rows();
     if (of_columns < t.columns * t.stages) of_columns = t.columns * t.stages;
   }
@@ -99,7 +109,8 @@ inline LeastBlock least_block(DType dtype, int head_dim, int value_dim) {
 inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles) {
   const int64_t blocks = sequences * heads * tiles;
   if (blocks >= int64_t(1) << 31)
-    throw std::runtime_error("attention: " + std::to_string(blocks) + " blocks, at most 2^31 - 1 are possible");
+    throw std::runtime_error("attention: " + std::to_string(blocks) +
+                             " blocks, at most 2^31 - 1 are possible");
   return unsigned(blocks);
 }
 
@@ -109,6 +120,8 @@ inline unsigned recompute_blocks(const Recompute& recompute, unsigned all, int m
   return recompute.flags && all > few ? few : all;
 }
 
-inline int64_t tiles_of(int64_t rows, const AttentionTile& t) { return (rows + t.rows() - 1) / t.rows(); }
+inline int64_t tiles_of(int64_t rows, const AttentionTile& t) {
+  return (rows + t.rows() - 1) / t.rows();
+}
 
 }  // namespace pt::cuda

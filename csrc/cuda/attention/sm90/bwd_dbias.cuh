@@ -20,7 +20,8 @@ struct Sm90Dbias : Sm90Operands {
 template <class T, class K>
 struct Sm90BwdDbiasBlock {
   static constexpr Sm90Tile kTile = sm90_bwd_dbias_tile(K::head_dim);
-  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed, kSpan = kSm90DbiasSpan;
+  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed,
+                       kSpan = kSm90DbiasSpan;
   static constexpr int kConsumers = kTile.consumers;
   using RingOwn = Ring<sm90_bwd_dbias_own_stages(D), BM, kTile.panels()>;
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
@@ -47,7 +48,8 @@ struct Sm90BwdDbiasBlock {
 
   PT_DEVICE DbiasPart part(int n) const {
     const AttentionProblem& p = problem();
-    return DbiasPart(args.f, (p.num_queries + BM - 1) / BM, (p.num_keys - key_origin(p) + kSpan * BN - 1) / (kSpan * BN), n);
+    return DbiasPart(args.f, (p.num_queries + BM - 1) / BM,
+                     (p.num_keys - key_origin(p) + kSpan * BN - 1) / (kSpan * BN), n);
   }
 
   // Call f(w, tiles) for the part's queries in each sequence and head that it sums over, with the
@@ -58,7 +60,8 @@ struct Sm90BwdDbiasBlock {
     for (int b = part.of[0].lo; b < part.of[0].hi; ++b)
       for (int h = part.of[1].lo; h < part.of[1].hi; ++h) {
         const Work w(p, TilePlace{b * p.heads + h, part.of[2].lo});
-        const Range tiles{max(w.range.first, kSpan * part.of[3].lo), min(w.range.last, kSpan * part.of[3].hi)};
+        const Range tiles{max(w.range.first, kSpan * part.of[3].lo),
+                          min(w.range.last, kSpan * part.of[3].hi)};
         if (!tiles.empty()) f(w, tiles);
       }
   }
@@ -91,7 +94,8 @@ struct Sm90BwdDbiasBlock {
         PT_UNROLL
         for (int r = 0; r < 2; ++r) {
           const int i = w.i0 + own_row(r);
-          row_stats[r] = read_row_stats(args.f.b, row_stat_at(args.f.b.at, w.b, w.h, i), i < w.s.num_q);
+          row_stats[r] =
+              read_row_stats(args.f.b, row_stat_at(args.f.b.at, w.b, w.h, i), i < w.s.num_q);
         }
         q.consumer_wait(tile_iter);
         d_out.consumer_wait(tile_iter);
@@ -119,10 +123,13 @@ struct Sm90BwdDbiasBlock {
   }
 
   // Recompute descriptors: held across iterations, those of all steps would use too many registers.
-  static PT_DEVICE RingOwn own(const RingOwn& ring) { return RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0); }
+  static PT_DEVICE RingOwn own(const RingOwn& ring) {
+    return RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0);
+  }
 
   // sum += dS of the keys from `first` on.
-  PT_DEVICE void add(const Work& w, const RowStats (&row_stats)[2], int first, int tile_iter, int stream_iter, float (&sum)[BN / 2]) const {
+  PT_DEVICE void add(const Work& w, const RowStats (&row_stats)[2], int first, int tile_iter,
+                     int stream_iter, float (&sum)[BN / 2]) const {
     const AttentionProblem& p = problem();
     float s[BN / 2], dp[BN / 2];
     k.consumer_wait(stream_iter);
@@ -144,8 +151,9 @@ struct Sm90BwdDbiasBlock {
     });
     found.hide(s);
     // Weights, and -1 for hidden pairs.
-    each_element(
-        s, 0, [&](float& x, int r, int) { x = x == minus_infinity() ? -1.0f : weight_of(x, row_stats[r].row_max, row_stats[r].log2_sum); });
+    each_element(s, 0, [&](float& x, int r, int) {
+      x = x == minus_infinity() ? -1.0f : weight_of(x, row_stats[r].row_max, row_stats[r].log2_sum);
+    });
     ptx::wgmma_wait<0>();
     consumer_release_warpgroup(v, stream_iter);
     if (p.drop_threshold) {
@@ -153,7 +161,8 @@ struct Sm90BwdDbiasBlock {
       for (int i = 0; i < BN / 2; ++i) dp[i] = keep_mask.has(i) ? dp[i] * p.keep_scale : 0.0f;
     }
     PT_UNROLL
-    for (int i = 0; i < BN / 2; ++i) sum[i] += s[i] < 0.0f ? 0.0f : s[i] * (dp[i] - row_stats[i / 2 % 2].delta);
+    for (int i = 0; i < BN / 2; ++i)
+      sum[i] += s[i] < 0.0f ? 0.0f : s[i] * (dp[i] - row_stats[i / 2 % 2].delta);
   }
 
   PT_DEVICE void store(int n, const Sums& sums) const {
@@ -185,12 +194,18 @@ struct Sm90BwdDbiasBlock {
 
   static PT_DEVICE void run(const Sm90Dbias& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    constexpr uint32_t kKeysAt = 2 * RingOwn::kBufferBytes, kValuesAt = kKeysAt + RingKeys::kBufferBytes;
-    constexpr uint32_t kBarriers = kValuesAt + RingValues::kBufferBytes, kStreamBarriers = kBarriers + 2 * RingOwn::kBarrierBytes;
-    static_assert(kSm90Slack + kStreamBarriers + RingKeys::kBarrierBytes + RingValues::kBarrierBytes == sm90_bwd_dbias_smem(kTile));
+    constexpr uint32_t kKeysAt = 2 * RingOwn::kBufferBytes,
+                       kValuesAt = kKeysAt + RingKeys::kBufferBytes;
+    constexpr uint32_t kBarriers = kValuesAt + RingValues::kBufferBytes,
+                       kStreamBarriers = kBarriers + 2 * RingOwn::kBarrierBytes;
+    static_assert(kSm90Slack + kStreamBarriers + RingKeys::kBarrierBytes +
+                      RingValues::kBarrierBytes ==
+                  sm90_bwd_dbias_smem(kTile));
     const Sm90BwdDbiasBlock block{
-        args, RingOwn(base, base + kBarriers), RingOwn(base + RingOwn::kBufferBytes, base + kBarriers + RingOwn::kBarrierBytes),
-        RingKeys(base + kKeysAt, base + kStreamBarriers), RingValues(base + kValuesAt, base + kStreamBarriers + RingKeys::kBarrierBytes)};
+        args, RingOwn(base, base + kBarriers),
+        RingOwn(base + RingOwn::kBufferBytes, base + kBarriers + RingOwn::kBarrierBytes),
+        RingKeys(base + kKeysAt, base + kStreamBarriers),
+        RingValues(base + kValuesAt, base + kStreamBarriers + RingKeys::kBarrierBytes)};
     run_block(block);
   }
 };

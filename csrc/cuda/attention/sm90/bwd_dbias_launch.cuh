@@ -13,8 +13,8 @@ template <class T>
 void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream) {
   const Sm90Dbias args = {map_operands(f.b, plan.tile.rows(), plan.tile.streamed), f, plan.order};
   const auto run = [&](auto kind) {
-    launch(sm90_attention_bwd_dbias_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream,
-           args);
+    launch(sm90_attention_bwd_dbias_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)),
+           plan.tile.threads(), plan.smem_bytes, stream, args);
   };
   if (plan.head_class == 64) run(Hopper<64, true, true>{});
   else if (plan.head_class == 128) run(Hopper<128, true, true>{});

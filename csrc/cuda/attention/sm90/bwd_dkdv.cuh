@@ -16,12 +16,15 @@ template <class T, class K>
 struct Sm90BwdDkdvBlock {
   static constexpr Sm90Tile kTile = K::bwd_dkdv_tile;
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
-  static constexpr int kConsumers = kTile.consumers, kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 * BN;
+  static constexpr int kConsumers = kTile.consumers,
+                       kRowStatsBytes =
+                           sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 * BN;
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
   using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
-  using MaskLoader = std::conditional_t<K::elementwise_mask, BackwardMaskLoader<K, true>, NoBackwardMaskLoader>;
+  using MaskLoader =
+      std::conditional_t<K::elementwise_mask, BackwardMaskLoader<K, true>, NoBackwardMaskLoader>;
 
   const Sm90Backward& args;
   RingOwn k, v;
@@ -36,14 +39,18 @@ struct Sm90BwdDkdvBlock {
     using Base = KeyTile<BM, BN>;
     using Base::hk, Base::j0, Base::s, Base::range;
 
-    PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
+    PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n)
+        : Work(p, order, place_of(order, n)) {}
     // own_bounds: the query range of the lane's row r, without padding, because results of hidden
     // rows stay in them. rows_to_keep: queries that see some key of the sequence, or that TMA loads
     // as zeros. whole(): queries that see all 64 keys of this consumer.
-    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::unhidden_bounds(p, j0 + key_row(r)); }
+    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const {
+      return Base::unhidden_bounds(p, j0 + key_row(r));
+    }
     PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const {
       const Range visible{s.queries_of(p, s.first_k).lo, s.queries_of(p, s.num_k - 1).hi};
-      return range_to_keep(visible, p.cu_queries ? s.row_q + visible.hi == p.total_queries : visible.hi == p.num_queries);
+      return range_to_keep(visible, p.cu_queries ? s.row_q + visible.hi == p.total_queries
+                                                 : visible.hi == p.num_queries);
     }
     PT_DEVICE Range whole(const AttentionProblem& p) const {
       const int first = j0 + key_row(0) / 64 * 64;
@@ -51,7 +58,9 @@ struct Sm90BwdDkdvBlock {
     }
     // Return the first tile per head: the last one, or one of the last K::spread, chosen by the
     // block. Iteration is downwards and wraps from the first tile to the last.
-    PT_DEVICE int begin() const { return range.last - 1 - j0 / BM % min(max(range.count(), 1), K::spread); }
+    PT_DEVICE int begin() const {
+      return range.last - 1 - j0 / BM % min(max(range.count(), 1), K::spread);
+    }
     PT_DEVICE int next(int t) const { return t == range.first ? range.last - 1 : t - 1; }
     // Call f(query head, tile) for each iteration.
     template <class F>
@@ -61,11 +70,14 @@ struct Sm90BwdDkdvBlock {
         for (int left = range.count(); left > 0; --left, t = next(t)) f(h, t);
     }
 
-    static PT_DEVICE int first_key(const AttentionProblem& p) { return K::has_score_mod ? key_origin(p) : 0; }
+    static PT_DEVICE int first_key(const AttentionProblem& p) {
+      return K::has_score_mod ? key_origin(p) : 0;
+    }
 
    private:
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, const TilePlace& at)
-        : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
+        : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group),
+               first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
   };
 
   // Return the lane's row r of the tile; with split, consumers share the 64 rows.
@@ -80,7 +92,9 @@ struct Sm90BwdDkdvBlock {
     d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
   }
 
-  PT_DEVICE int block_number() const { return K::in_order ? int(ptx::ld_shared_u32(ticket)) : int(blockIdx.x); }
+  PT_DEVICE int block_number() const {
+    return K::in_order ? int(ptx::ld_shared_u32(ticket)) : int(blockIdx.x);
+  }
 
   PT_DEVICE void produce() const {
     if (threadIdx.x == 0) load_tiles();
@@ -95,7 +109,9 @@ struct Sm90BwdDkdvBlock {
     for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, ptx::opaque(n));
       const auto bounds = [&](int j) { return w.unhidden_bounds(p, j); };
-      w.for_each_stream_iter(p, [&](int h, int t) { mask_loader.produce(q, p, w.b, h, w.j0, t * BN, stream_iter++, bounds); });
+      w.for_each_stream_iter(p, [&](int h, int t) {
+        mask_loader.produce(q, p, w.b, h, w.j0, t * BN, stream_iter++, bounds);
+      });
     });
   }
 
@@ -129,12 +145,16 @@ struct Sm90BwdDkdvBlock {
         PT_UNROLL
         for (int c = lane_id(); c < BN; c += 32) {
           const int i = t * BN + c;
-          const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
-          ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * c, K::has_score_mod ? row.row_max : in_base_2<T>(row.row_max));
+          const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, w.s.row_q + i),
+                                              i >= w.range.start && i < w.range.end);
+          ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * c,
+                             K::has_score_mod ? row.row_max : in_base_2<T>(row.row_max));
           const float delta = -row.delta;
-          ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (BN + c), K::has_score_mod ? delta * kWeightUnit<T> : delta);
+          ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (BN + c),
+                             K::has_score_mod ? delta * kWeightUnit<T> : delta);
           if constexpr (K::has_score_mod && K::elementwise_mask)
-            ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (2 * BN + c), row.log2_sum - float(kWeightBits<T>));
+            ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (2 * BN + c),
+                               row.log2_sum - float(kWeightBits<T>));
         }
         ptx::syncwarp();
         if (lane_id() == 0) q.producer_commit(stream_iter);
@@ -146,7 +166,9 @@ struct Sm90BwdDkdvBlock {
     return row_stats + uint32_t(stream_iter % (kTile.stages + K::more_queries) * kRowStatsBytes);
   }
 
-  PT_DEVICE uint32_t own_row_stats(int stream_iter) const { return row_stats_of(stream_iter) + 4 * 2 * (lane_id() % 4); }
+  PT_DEVICE uint32_t own_row_stats(int stream_iter) const {
+    return row_stats_of(stream_iter) + 4 * 2 * (lane_id() % 4);
+  }
 
   // Call f(x[i], stat) with the stat of each element's query, from `at` on; a lane has two queries
   // per n-block.
@@ -162,9 +184,11 @@ struct Sm90BwdDkdvBlock {
   }
 
   // Apply dropout to dP and subtract delta. Without dropout, dP's accumulators start at -delta.
-  PT_DEVICE void take_dropout(float (&dp)[BN / 2], const Pairs<BN / 2>& keep_mask, int stream_iter) const {
+  PT_DEVICE void take_dropout(float (&dp)[BN / 2], const Pairs<BN / 2>& keep_mask,
+                              int stream_iter) const {
     drop(dp, keep_mask, args.g.p.keep_scale);
-    each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x += delta; });
+    each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN,
+                  [](float& x, float delta) { x += delta; });
   }
 
   PT_DEVICE void consume() const {
@@ -184,7 +208,8 @@ struct Sm90BwdDkdvBlock {
 
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group;
-      for (int stream_iters = w.range.count() * p.group; stream_iters > 0; --stream_iters, ++stream_iter) {
+      for (int stream_iters = w.range.count() * p.group; stream_iters > 0;
+           --stream_iters, ++stream_iter) {
         if ((K::has_score_mod || K::drops_by_bits) && t == first) ++h;
         t = t == first ? last - 1 : t - 1;
         if (clear) {
@@ -199,12 +224,14 @@ struct Sm90BwdDkdvBlock {
           if (!cut) return;
           const Work fresh = once_more();
           const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
-          each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
+          each_element(x, t * BN,
+                       [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         };
         // Recompute descriptors of the stationary operands per iteration: held, they would use 32
         // registers.
         const auto own = [&](const RingOwn& ring) {
-          return K::elementwise_mask ? RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring;
+          return K::elementwise_mask ? RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0)
+                                     : ring;
         };
         float s[BN / 2], dp[BN / 2];
         uint32_t weights[BN / 16][4], ds[BN / 16][4];
@@ -225,15 +252,18 @@ struct Sm90BwdDkdvBlock {
         if constexpr (K::has_score_mod) {
           const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
           const Place at = place_again(w.j0, t * BN);
-          const uint32_t row_stats_at = row_stats_of(stream_iter) + 4 * uint32_t(at.column - t * BN);
+          const uint32_t row_stats_at =
+              row_stats_of(stream_iter) + 4 * uint32_t(at.column - t * BN);
           std::conditional_t<K::elementwise_mask, VisiblePairs<BN>, Pairs<BN / 2>> visible;
           Pairs<BN / 2> keep_mask;
           if constexpr (K::elementwise_mask) {
             visible = mask_loader.visible(stream_iter);
           } else if (cut) {
             const Work fresh = once_more();
-            const Range bounds[2] = {fresh.unhidden_bounds(p, at.row_of(0)), fresh.unhidden_bounds(p, at.row_of(2))};
-            visible = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return within<kPiece>(place, bounds); });
+            const Range bounds[2] = {fresh.unhidden_bounds(p, at.row_of(0)),
+                                     fresh.unhidden_bounds(p, at.row_of(2))};
+            visible = Pairs<BN / 2>::template of<kPiece>(
+                at, [&](const Place& place) { return within<kPiece>(place, bounds); });
           }
           if (p.drop_threshold) keep_mask = kept_pairs<BN / 2, kPiece>(score_mod, at);
           ptx::wgmma_wait<1>();
@@ -247,9 +277,11 @@ struct Sm90BwdDkdvBlock {
               ptx::ld_shared_v2_f32(row_stats_at + 32 * (c + n), row_max[0], row_max[1]);
               if constexpr (K::elementwise_mask) {
                 float log2_sum[2];
-                ptx::ld_shared_v2_f32(row_stats_at + 8 * BN + 32 * (c + n), log2_sum[0], log2_sum[1]);
+                ptx::ld_shared_v2_f32(row_stats_at + 8 * BN + 32 * (c + n), log2_sum[0],
+                                      log2_sum[1]);
                 PT_UNROLL
-                for (int r = 0; r < 4; ++r) x[n][r] = weight_of(x[n][r], row_max[r % 2], log2_sum[r % 2]);
+                for (int r = 0; r < 4; ++r)
+                  x[n][r] = weight_of(x[n][r], row_max[r % 2], log2_sum[r % 2]);
               } else {
                 PT_UNROLL
                 for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], row_max[r % 2]);
@@ -257,26 +289,34 @@ struct Sm90BwdDkdvBlock {
             }
             if (hides) {
               const auto bits = visible.opaque();
-              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+              each<kPiece>([&](int n, int r, uint32_t) {
+                x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f;
+              });
             }
             // Pack P times softcap's derivative, the factor of dS, and P after dropout.
-            if (p.softcap != 0.0f) each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
+            if (p.softcap != 0.0f)
+              each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
             else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
             pack_piece<T>(ds[c / kPiece], slope);
-            if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = keep_mask.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            if (p.drop_threshold)
+              each<kPiece>([&](int n, int r, uint32_t) {
+                x[n][r] = keep_mask.has(4 * (c + n) + r) ? x[n][r] : 0.0f;
+              });
             pack_piece<T>(weights[c / kPiece], x);
           });
           ptx::wgmma_wait<0>();
           if (p.drop_threshold) drop(dp, keep_mask, p.keep_scale);
-          each_row_stat(dp, row_stats_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
+          each_row_stat(dp, row_stats_at + 4 * BN,
+                        [](float& x, float delta) { x = less_delta<T>(x, -delta); });
           if (hides) keep_visible(dp, visible.opaque());
           pack_gradients<T>(ds, ds, dp);
         } else {
           [[maybe_unused]] VisiblePairs<BN> visible;
           if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
           ptx::wgmma_wait<1>();
-          each_row_stat(s, own_row_stats(stream_iter),
-                        [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
+          each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) {
+            x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max));
+          });
           if constexpr (!K::elementwise_mask) {
             hide(s);
           } else {
@@ -285,7 +325,9 @@ struct Sm90BwdDkdvBlock {
           pack_recomputed<T>(weights, s);
           // Read the keep mask only here, where the scores' registers are free.
           Pairs<BN / 2> keep_mask;
-          if (drops) keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h), place_again(w.j0, t * BN));
+          if (drops)
+            keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h),
+                                                place_again(w.j0, t * BN));
           ptx::wgmma_wait<0>();
           if (drops) take_dropout(dp, keep_mask, stream_iter);
           // Without this mask, dP of hidden pairs meets weights of zero; if not finite, it would
@@ -295,7 +337,8 @@ struct Sm90BwdDkdvBlock {
           } else {
             hide(dp);
           }
-          if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
+          if constexpr (kWeightBits<T> != 0)
+            each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
           pack_gradients<T>(ds, weights, dp);
           if (drops) drop_packed(weights, keep_mask);
         }
@@ -315,7 +358,8 @@ struct Sm90BwdDkdvBlock {
   }
 
   // Recompute the sequence's properties: held across the loop, they would use registers.
-  PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2], bool keys = true, bool values = true) const {
+  PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2], bool keys = true,
+                        bool values = true) const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
     const Work w(p, args.order, ptx::opaque(n));
@@ -331,16 +375,20 @@ struct Sm90BwdDkdvBlock {
       index[r] = (!K::has_score_mod || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
     if constexpr (K::elementwise_mask) {
-      if ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor)))
-        flag_nonfinite(g.recompute, int64_t(w.b) * (p.heads / p.group) + w.hk, w.j0 - Work::first_key(p));
+      if ((keys && g.dk.data && not_finite(dk, dk_factor)) ||
+          (values && g.dv.data && not_finite(dv, dv_factor)))
+        flag_nonfinite(g.recompute, int64_t(w.b) * (p.heads / p.group) + w.hk,
+                       w.j0 - Work::first_key(p));
     }
     if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
     if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
   }
 
-  static constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kRowStatsAt = 2 * kOwn + 2 * kStream;
+  static constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes,
+                            kRowStatsAt = 2 * kOwn + 2 * kStream;
   static constexpr uint32_t kBarriers = kRowStatsAt + kTile.stages * kRowStatsBytes;
-  static constexpr uint32_t kEnd = kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes);
+  static constexpr uint32_t kEnd =
+      kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes);
 
   static PT_DEVICE Sm90BwdDkdvBlock at(const Sm90Backward& args, uint32_t base) {
     const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
@@ -354,7 +402,8 @@ struct Sm90BwdDkdvBlock {
   }
 
   static PT_DEVICE void run(const Sm90Backward& args) {
-    static_assert(kSm90Slack + kEnd + MaskLoader::kBytes == sm90_bwd_dkdv_smem(kTile, K::has_score_mod, K::elementwise_mask));
+    static_assert(kSm90Slack + kEnd + MaskLoader::kBytes ==
+                  sm90_bwd_dkdv_smem(kTile, K::has_score_mod, K::elementwise_mask));
     run_block(at(args, align_to_atom(ptx::dynamic_smem())));
   }
 };

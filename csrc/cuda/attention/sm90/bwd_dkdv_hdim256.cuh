@@ -18,7 +18,8 @@ namespace pt::cuda {
 template <class T, class K>
 struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
   using Dkdv = Sm90BwdDkdvBlock<T, K>;
-  using Dkdv::args, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::mask_loader, Dkdv::own_row_stats, Dkdv::each_row_stat;
+  using Dkdv::args, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::mask_loader, Dkdv::own_row_stats,
+      Dkdv::each_row_stat;
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers, Dkdv::kPersists;
   using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream;
   static constexpr int kSteps = BN / 16;  // operands of an iteration's weights
@@ -26,7 +27,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
   // reuses a buffer, the other has released the previous Q, which it does after it reads the
   // buffer.
   using Exchange = Buffers<kTile.stages, BM * BN * 2>;
-  static_assert(kConsumers == 2 && BM == 64 && !(K::has_score_mod && K::elementwise_mask) && 8 * kPiece == 16);
+  static_assert(kConsumers == 2 && BM == 64 && !(K::has_score_mod && K::elementwise_mask) &&
+                8 * kPiece == 16);
 
   Exchange exchange;
 
@@ -49,12 +51,13 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
 
   // Return the address of operand i of this thread, or of its counterpart in the other consumer.
   PT_DEVICE uint32_t place(int stream_iter, int i) const {
-    return exchange.buffer(stream_iter) + uint32_t(i * 128 + ptx::opaque(int(threadIdx.x)) % 128) * 16;
+    return exchange.buffer(stream_iter) +
+           uint32_t(i * 128 + ptx::opaque(int(threadIdx.x)) % 128) * 16;
   }
 
   PT_DEVICE void store(int stream_iter, int i, const uint32_t (&w)[4]) const {
-    ptx::st_shared_v4_f32(place(stream_iter, i), ptx::bits_float(w[0]), ptx::bits_float(w[1]), ptx::bits_float(w[2]),
-                          ptx::bits_float(w[3]));
+    ptx::st_shared_v4_f32(place(stream_iter, i), ptx::bits_float(w[0]), ptx::bits_float(w[1]),
+                          ptx::bits_float(w[2]), ptx::bits_float(w[3]));
   }
   PT_DEVICE void producer_commit(int stream_iter) const {
     ptx::syncwarp();
@@ -75,7 +78,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     for (int i = 0; i < kSteps; ++i) {
       const ptx::Words4 weights = ptx::ld_shared_v4(place(stream_iter, i));
       PT_UNROLL
-      for (int e = 0; e < 8; ++e) x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (e % 2))});
+      for (int e = 0; e < 8; ++e)
+        x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (e % 2))});
     }
   }
 
@@ -84,7 +88,9 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     Pairs<BN / 2> visible, keep_mask;
   };
   // Return the position of the lane's first element in the Q tile from i0 on.
-  static PT_DEVICE Place at(const Work& w, int i0) { return place_again(w.j0 - consumer() * 64, i0); }
+  static PT_DEVICE Place at(const Work& w, int i0) {
+    return place_again(w.j0 - consumer() * 64, i0);
+  }
   template <class F>
   PT_DEVICE Bits decide(const Work& w, int h, int i0, bool cut, F once_more) const {
     const AttentionProblem& p = args.g.p;
@@ -92,8 +98,10 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     Bits bits;
     if (cut) {
       const Work fresh = once_more();
-      const Range bounds[2] = {fresh.unhidden_bounds(p, first.row_of(0)), fresh.unhidden_bounds(p, first.row_of(2))};
-      bits.visible = Pairs<BN / 2>::template of<kPiece>(first, [&](const Place& place) { return within<kPiece>(place, bounds); });
+      const Range bounds[2] = {fresh.unhidden_bounds(p, first.row_of(0)),
+                               fresh.unhidden_bounds(p, first.row_of(2))};
+      bits.visible = Pairs<BN / 2>::template of<kPiece>(
+          first, [&](const Place& place) { return within<kPiece>(place, bounds); });
     }
     if (p.drop_threshold) {
       const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
@@ -104,7 +112,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
 
   // Turn x (scores) into P after dropout. Send P times softcap's derivative, the factor of dS, to
   // the other consumer.
-  PT_DEVICE void weigh_score_mod(const Work& w, int h, int i0, int stream_iter, float (&x)[BN / 2], const Bits& bits, bool cut) const {
+  PT_DEVICE void weigh_score_mod(const Work& w, int h, int i0, int stream_iter, float (&x)[BN / 2],
+                                 const Bits& bits, bool cut) const {
     const AttentionProblem& p = args.g.p;
     const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
     in_pieces<kPiece>(x, at(w, i0), [&](float (&s)[kPiece][4], const Place& place, int c) {
@@ -118,22 +127,32 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         PT_UNROLL
         for (int r = 0; r < 4; ++r) s[n][r] = weight_of<T>(s[n][r], row_max[r % 2]);
       }
-      if (cut) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.visible.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
-      each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r]; });
+      if (cut)
+        each<kPiece>([&](int n, int r, uint32_t) {
+          s[n][r] = bits.visible.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
+        });
+      each<kPiece>([&](int n, int r, uint32_t) {
+        slope[n][r] = p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r];
+      });
       pack_piece<T>(words, slope);
       store(stream_iter, c / kPiece, words);
-      if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.keep_mask.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
+      if (p.drop_threshold)
+        each<kPiece>([&](int n, int r, uint32_t) {
+          s[n][r] = bits.keep_mask.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
+        });
     });
   }
 
   // Turn x (dP) into dS.
-  PT_DEVICE void differentiate_score_mod(int stream_iter, float (&x)[BN / 2], const Bits& bits, bool cut) const {
+  PT_DEVICE void differentiate_score_mod(int stream_iter, float (&x)[BN / 2], const Bits& bits,
+                                         bool cut) const {
     const AttentionProblem& p = args.g.p;
     if (p.drop_threshold) {
       PT_UNROLL
       for (int i = 0; i < BN / 2; ++i) x[i] = bits.keep_mask.has(i) ? x[i] * p.keep_scale : 0.0f;
     }
-    each_row_stat(x, own_row_stats(stream_iter) + 4 * BN, [](float& e, float delta) { e = less_delta<T>(e, -delta); });
+    each_row_stat(x, own_row_stats(stream_iter) + 4 * BN,
+                  [](float& e, float delta) { e = less_delta<T>(e, -delta); });
     if (cut) keep_visible(x, bits.visible);
     multiply_received(stream_iter, x);
   }
@@ -169,7 +188,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         left.consumer_wait(stream_iter);
         // Recompute descriptors: held across iterations, those of all steps would use too many
         // registers.
-        multiply_rows<T, D>(x, RingOwn(uint32_t(ptx::opaque(int(own.buffer(0)))), 0), 0, left, stream_iter, false);
+        multiply_rows<T, D>(x, RingOwn(uint32_t(ptx::opaque(int(own.buffer(0)))), 0), 0, left,
+                            stream_iter, false);
       };
       // Compute P, or dS with P from the other consumer.
       const auto weigh = [&] {
@@ -180,7 +200,8 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
             right.consumer_wait(stream_iter);
             differentiate_score_mod(stream_iter, x, decide(w, h, t * BN, cut, once_more), cut);
           } else {
-            weigh_score_mod(w, h, t * BN, stream_iter, x, decide(w, h, t * BN, cut, once_more), cut);
+            weigh_score_mod(w, h, t * BN, stream_iter, x, decide(w, h, t * BN, cut, once_more),
+                            cut);
             consumer_release(left, stream_iter);
             producer_commit(stream_iter);
           }
@@ -189,18 +210,21 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
         if constexpr (OfKeys) {
           consumer_release(left, stream_iter);
           right.consumer_wait(stream_iter);
-          each_row_stat(x, own_row_stats(stream_iter) + 4 * BN, [](float& e, float delta) { e = (e + delta) * kWeightUnit<T>; });
+          each_row_stat(x, own_row_stats(stream_iter) + 4 * BN,
+                        [](float& e, float delta) { e = (e + delta) * kWeightUnit<T>; });
           multiply_received(stream_iter, x);
         } else {
-          each_row_stat(x, own_row_stats(stream_iter),
-                        [&](float& e, float row_max) { e = ptx::exp2(ptx::fma_rn(e, scale_log2, -row_max)); });
+          each_row_stat(x, own_row_stats(stream_iter), [&](float& e, float row_max) {
+            e = ptx::exp2(ptx::fma_rn(e, scale_log2, -row_max));
+          });
         }
         if constexpr (K::elementwise_mask) {
           keep_visible(x, mask_loader.visible(stream_iter).opaque());  // bits include bounds
         } else if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work fresh = once_more();
           const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
-          each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
+          each_element(x, t * BN,
+                       [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         }
         if constexpr (!OfKeys) {
           consumer_release(left, stream_iter);
@@ -253,18 +277,22 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
 
   static PT_DEVICE void run(const Sm90Backward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    constexpr uint32_t kExchangeAt = Dkdv::kEnd + Dkdv::MaskLoader::kBytes, kBarriers = kExchangeAt + Exchange::kBufferBytes;
-    static_assert(kSm90Slack + kBarriers + Exchange::kBarrierBytes == sm90_bwd_dkdv_smem(kTile, K::has_score_mod, K::elementwise_mask));
-    run_block(Sm90BwdDkdvHdim256Block{Dkdv::at(args, base), Exchange(base + kExchangeAt, base + kBarriers)});
+    constexpr uint32_t kExchangeAt = Dkdv::kEnd + Dkdv::MaskLoader::kBytes,
+                       kBarriers = kExchangeAt + Exchange::kBufferBytes;
+    static_assert(kSm90Slack + kBarriers + Exchange::kBarrierBytes ==
+                  sm90_bwd_dkdv_smem(kTile, K::has_score_mod, K::elementwise_mask));
+    run_block(Sm90BwdDkdvHdim256Block{Dkdv::at(args, base),
+                                      Exchange(base + kExchangeAt, base + kBarriers)});
   }
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, K::elementwise_mask).threads(), 1)
+__global__ void __launch_bounds__(
+    sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, K::elementwise_mask).threads(), 1)
     sm90_attention_bwd_dkdv_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
 #if PT_SM90A
-  std::conditional_t<sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, K::elementwise_mask).split, Sm90BwdDkdvHdim256Block<T, K>,
-                     Sm90BwdDkdvBlock<T, K>>::run(args);
+  std::conditional_t<sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, K::elementwise_mask).split,
+                     Sm90BwdDkdvHdim256Block<T, K>, Sm90BwdDkdvBlock<T, K>>::run(args);
 #endif
 }
 

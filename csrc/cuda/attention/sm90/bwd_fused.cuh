@@ -27,9 +27,11 @@ struct Sm90Fused : Sm90Backward {
 
 // Return the index of a Q tile over all heads.
 template <int D>
-PT_DEVICE int64_t number_of_tile(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
+PT_DEVICE int64_t number_of_tile(const AttentionBackward& g, const Sequence& s, int b, int h,
+                                 int tile) {
   constexpr int kRows = sm90_fused_tile(D).streamed;
-  const int64_t first = g.p.cu_queries ? h * g.dq_accum_tiles + s.row_q / kRows + b : (int64_t(b) * g.p.heads + h) * g.dq_accum_tiles;
+  const int64_t first = g.p.cu_queries ? h * g.dq_accum_tiles + s.row_q / kRows + b
+                                       : (int64_t(b) * g.p.heads + h) * g.dq_accum_tiles;
   return first + tile;
 }
 // Return the address of a tile's sums. A tile has pieces of 64 queries in register order of 128
@@ -42,9 +44,11 @@ PT_DEVICE float* dq_accum(const AttentionBackward& g, int64_t number) {
 template <class T, class K>
 struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   using Dkdv = Sm90BwdDkdvBlock<T, K>;
-  using Dkdv::args, Dkdv::block_number, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats, Dkdv::each_row_stat;
+  using Dkdv::args, Dkdv::block_number, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats,
+      Dkdv::each_row_stat;
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers;
-  using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream, typename Dkdv::RingQueries;
+  using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream,
+      typename Dkdv::RingQueries;
   static constexpr int kPart = 64 * 64;            // elements of d_query per consumer and tile
   static constexpr int kStored = 4;                // named barrier: dS is stored
   static constexpr bool kUnderProducts = D == 64;  // registers allow d_query's part during dP
@@ -58,7 +62,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   uint32_t* turns;
 
   PT_DEVICE RingPart part_of(int consumer) const {
-    return {partials + consumer * RingPart::kBufferBytes, part_barriers + consumer * RingPart::kBarrierBytes};
+    return {partials + consumer * RingPart::kBufferBytes,
+            part_barriers + consumer * RingPart::kBarrierBytes};
   }
 
   PT_DEVICE void begin() const {
@@ -105,21 +110,28 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   // Per-thread notes in shared memory, because registers are scarce: the query ranges of the lane's
   // two keys, the rows to keep, the queries that see all keys of the consumer, the range of tiles,
   // the number of iterations, and a zero.
-  PT_DEVICE uint32_t notes_of_thread() const { return notes + uint32_t(ptx::opaque(int(threadIdx.x)) - 128) * kNotes; }
+  PT_DEVICE uint32_t notes_of_thread() const {
+    return notes + uint32_t(ptx::opaque(int(threadIdx.x)) - 128) * kNotes;
+  }
   PT_DEVICE void note_bounds(const Work& w) const {
     const AttentionProblem& p = args.g.p;
-    const Range own[2] = {w.bounds(p, w.j0 + own_row(0)), w.bounds(p, w.j0 + own_row(1))}, keep = w.rows_to_keep(p);
+    const Range own[2] = {w.bounds(p, w.j0 + own_row(0)), w.bounds(p, w.j0 + own_row(1))},
+                keep = w.rows_to_keep(p);
     const auto note = [](int x) { return ptx::bits_float(uint32_t(x)); };
-    ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo), note(own[1].hi));
+    ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo),
+                          note(own[1].hi));
     // Absent or hidden keys would have weights too, and dS K adds them up.
     const int first = w.j0 + consumer() * 64;
     const bool there = first >= w.s.first_k && first + 64 <= w.s.num_k;
     const Range whole = there && !w.s.padding_gaps ? w.whole(p) : Range{0, 0};
-    ptx::st_shared_v4_f32(notes_of_thread() + 16, note(keep.lo), note(keep.hi), note(whole.lo), note(whole.hi));
-    ptx::st_shared_v4_f32(notes_of_thread() + 32, note(w.range.first), note(w.range.last), note(w.range.count() * p.group), 0.0f);
+    ptx::st_shared_v4_f32(notes_of_thread() + 16, note(keep.lo), note(keep.hi), note(whole.lo),
+                          note(whole.hi));
+    ptx::st_shared_v4_f32(notes_of_thread() + 32, note(w.range.first), note(w.range.last),
+                          note(w.range.count() * p.group), 0.0f);
   }
   PT_DEVICE Range noted(int i) const {
-    return {int(ptx::ld_shared_u32(notes_of_thread() + 8 * i)), int(ptx::ld_shared_u32(notes_of_thread() + 8 * i + 4))};
+    return {int(ptx::ld_shared_u32(notes_of_thread() + 8 * i)),
+            int(ptx::ld_shared_u32(notes_of_thread() + 8 * i + 4))};
   }
 
   // Store this consumer's rows of dS. The swizzle is an exclusive or, so moving by two chunks is an
@@ -129,7 +141,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
     const uint32_t at = gradients.buffer(stream_iter) + swizzle128(row, chunk);
     PT_UNROLL
-    for (int i = 0; i < BN / 16; ++i) ptx::stmatrix_x4((at ^ i % 4 * 32) + i / 4 * RingGradients::kPanelBytes, ds[i]);
+    for (int i = 0; i < BN / 16; ++i)
+      ptx::stmatrix_x4((at ^ i % 4 * 32) + i / 4 * RingGradients::kPanelBytes, ds[i]);
     ptx::fence_proxy_async();
   }
 
@@ -139,12 +152,15 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void multiply_part(float (&x)[kPart / 128], int stream_iter, const RingOwn& k) const {
     static_assert(conforms(product_of_tiles(64, true, true)));
     ptx::bar_sync(kStored, 128 * kConsumers);
-    const uint64_t a = swizzled(ptx::uniform(gradients.buffer(stream_iter) + (D == 64 ? consumer() * RingGradients::kPanelBytes : 0)));
-    const uint64_t b = swizzled(ptx::uniform(k.buffer(0) + (D == 64 ? 0 : consumer() * RingOwn::kPanelBytes)));
+    const uint64_t a = swizzled(ptx::uniform(
+        gradients.buffer(stream_iter) + (D == 64 ? consumer() * RingGradients::kPanelBytes : 0)));
+    const uint64_t b =
+        swizzled(ptx::uniform(k.buffer(0) + (D == 64 ? 0 : consumer() * RingOwn::kPanelBytes)));
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < BM / 16; ++i)
-      ptx::wgmma_ss<T, 64, true, true>(x, further(a, i * 2 * kSwizzleAtom), further(b, i * 2 * kSwizzleAtom), i > 0);
+      ptx::wgmma_ss<T, 64, true, true>(x, further(a, i * 2 * kSwizzleAtom),
+                                       further(b, i * 2 * kSwizzleAtom), i > 0);
     ptx::wgmma_commit();
   }
 
@@ -154,7 +170,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     const RingPart part = part_of(thread / 128);
     PT_UNROLL
     for (int j = 0; j < kPart / 512; ++j)
-      ptx::st_shared_v4_f32(part.buffer(stream_iter) + (j * 128 + thread % 128) * 16, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+      ptx::st_shared_v4_f32(part.buffer(stream_iter) + (j * 128 + thread % 128) * 16, x[4 * j],
+                            x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
     ptx::fence_proxy_async();
     ptx::syncwarp();
     if (lane_id() == 0) part.producer_commit(stream_iter);
@@ -180,7 +197,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
     const auto take = [&](auto cut, auto first) {
       // Recompute descriptors: held across iterations, those of all steps of K and V would use too
       // many registers.
-      const RingOwn own_k(uint32_t(ptx::opaque(int(k.buffer(0)))), 0), own_v(uint32_t(ptx::opaque(int(v.buffer(0)))), 0);
+      const RingOwn own_k(uint32_t(ptx::opaque(int(k.buffer(0)))), 0),
+          own_v(uint32_t(ptx::opaque(int(v.buffer(0)))), 0);
       if (cut) {
         // Full tiles have no such rows, for either consumer.
         clear_rows<kConsumers>(q, stream_iter, t * BN, noted(2));
@@ -190,12 +208,16 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       multiply_rows<T, D>(s, own_k, 0, q, stream_iter, false);
       if (!first) multiply_part(part, stream_iter - 1, own_k);
       ptx::wgmma_wait<first ? 0 : 1>();
-      each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
+      each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) {
+        x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max));
+      });
       if (cut) {
         PT_UNROLL
         for (int row = 0; row < 2; ++row) {
           const Range bounds = noted(row);
-          each_element(s, t * BN, [&](float& e, int r, int column) { e = r != row || bounds.has(column) ? e : 0.0f; });
+          each_element(s, t * BN, [&](float& e, int r, int column) {
+            e = r != row || bounds.has(column) ? e : 0.0f;
+          });
         }
       }
       // Compute dS from a copy of P, because no other code may use P while it is an operand.
@@ -214,7 +236,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       multiply_weights<T>(dv, weights, d_out, stream_iter);
       if (!first && kUnderProducts) hand_over(stream_iter - 1, part);
       ptx::wgmma_wait<1>();
-      each_row_stat(s, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
+      each_row_stat(s, own_row_stats(stream_iter) + 4 * BN,
+                    [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
       // A zero unknown to the compiler, which would otherwise widen P to float32 early and use
       // registers.
       const int zero = noted(5).hi;
@@ -261,11 +284,15 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
 
   static PT_DEVICE void run(const Sm90Fused& args) {
     constexpr uint32_t kOwn = RingOwn::kBufferBytes, kOutAt = 2 * kOwn + RingQueries::kBufferBytes;
-    constexpr uint32_t kGradientsAt = kOutAt + RingStream::kBufferBytes, kPartsAt = kGradientsAt + RingGradients::kBufferBytes;
-    constexpr uint32_t kNotesAt = kPartsAt + kConsumers * RingPart::kBufferBytes, kRowStatsAt = kNotesAt + kSm90Notes;
-    constexpr uint32_t kBarriersAt = kRowStatsAt + (kTile.stages + K::more_queries) * Dkdv::kRowStatsBytes,
+    constexpr uint32_t kGradientsAt = kOutAt + RingStream::kBufferBytes,
+                       kPartsAt = kGradientsAt + RingGradients::kBufferBytes;
+    constexpr uint32_t kNotesAt = kPartsAt + kConsumers * RingPart::kBufferBytes,
+                       kRowStatsAt = kNotesAt + kSm90Notes;
+    constexpr uint32_t kBarriersAt =
+                           kRowStatsAt + (kTile.stages + K::more_queries) * Dkdv::kRowStatsBytes,
                        kOwnBars = RingOwn::kBarrierBytes;
-    constexpr uint32_t kPartBars = 2 * kOwnBars + RingQueries::kBarrierBytes + RingStream::kBarrierBytes;
+    constexpr uint32_t kPartBars =
+        2 * kOwnBars + RingQueries::kBarrierBytes + RingStream::kBarrierBytes;
     constexpr uint32_t kTicketAt = kBarriersAt + kPartBars + kConsumers * RingPart::kBarrierBytes;
     static_assert(kSm90Slack + kTicketAt + kSm90TicketBytes == sm90_fused_smem(kTile));
     const uint32_t base = align_to_atom(ptx::dynamic_smem()), bars = base + kBarriersAt;
@@ -277,7 +304,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
                     base + kRowStatsAt,
                     typename Dkdv::MaskLoader(0),
                     base + kTicketAt};
-    run_block(Sm90FusedBlock{dkdv, RingGradients(base + kGradientsAt, 0), base + kPartsAt, bars + kPartBars, base + kNotesAt, args.turns});
+    run_block(Sm90FusedBlock{dkdv, RingGradients(base + kGradientsAt, 0), base + kPartsAt,
+                             bars + kPartBars, base + kNotesAt, args.turns});
   }
 };
 
@@ -292,10 +320,12 @@ __global__ void __launch_bounds__(sm90_fused_tile(K::head_dim).threads(), 1)
 // Convert the sums to d_query: rounded, scaled, zero for queries without visible keys. 64 queries
 // per block.
 template <class T, int D>
-__global__ void __launch_bounds__(128) sm90_convert_dq_kernel(const __grid_constant__ AttentionBackward g) {
+__global__ void __launch_bounds__(128)
+    sm90_convert_dq_kernel(const __grid_constant__ AttentionBackward g) {
   constexpr int kRows = 64, kTile = sm90_fused_tile(D).streamed;
   const AttentionProblem& p = g.p;
-  const int blocks = (p.num_queries + kRows - 1) / kRows, i0 = int(blockIdx.x) % blocks * kRows, bh = int(blockIdx.x) / blocks;
+  const int blocks = (p.num_queries + kRows - 1) / kRows, i0 = int(blockIdx.x) % blocks * kRows,
+            bh = int(blockIdx.x) / blocks;
   const int b = bh / p.heads, h = bh % p.heads;
   const Sequence s(p, b);
   const int written = p.cu_queries ? s.num_q : p.num_queries;

@@ -16,7 +16,8 @@ template <class F>
 void with_backward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto columns) {
     constexpr int D = decltype(columns)::value;
-    if (plan.elementwise_mask) plan.has_score_mod ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
+    if (plan.elementwise_mask)
+      plan.has_score_mod ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
     else plan.has_score_mod ? run(Hopper<D, true, false>{}) : run(Hopper<D, false, false>{});
   };
   if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
@@ -29,8 +30,8 @@ template <class T>
 void sm90_attention_bwd_dq_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const Sm90Backward args = {map_operands(g, plan.tile.rows(), plan.tile.streamed), g, plan.order};
   with_backward_kind(plan, [&](auto kind) {
-    launch(sm90_attention_bwd_dq_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream,
-           args);
+    launch(sm90_attention_bwd_dq_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)),
+           plan.tile.threads(), plan.smem_bytes, stream, args);
   });
 }
 
@@ -38,8 +39,8 @@ template <class T>
 void sm90_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const Sm90Backward args = {map_operands(g, plan.tile.streamed, plan.tile.rows()), g, plan.order};
   with_backward_kind(plan, [&](auto kind) {
-    launch(sm90_attention_bwd_dkdv_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream,
-           args);
+    launch(sm90_attention_bwd_dkdv_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)),
+           plan.tile.threads(), plan.smem_bytes, stream, args);
   });
 }
 

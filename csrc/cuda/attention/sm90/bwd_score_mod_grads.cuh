@@ -25,15 +25,18 @@ class Sm90ScoreModGrads {
   static constexpr Sm90Tile kTile = sm90_bwd_dq_tile(HeadDim, true, ElementwiseMask);
   static constexpr int N = kTile.streamed, kPitch = sm90_sum_pitch(kTile), kRows = kSm90SumRows;
   static constexpr uint32_t kBytes = sm90_sums_bytes(kTile) / kTile.consumers;
-  static constexpr int kPartRows = attention_tile(Pass::BwdDq, HeadDim, 2, true).rows(), kPartials = 64 / kPartRows;
+  static constexpr int kPartRows = attention_tile(Pass::BwdDq, HeadDim, 2, true).rows(),
+                       kPartials = 64 / kPartRows;
   static_assert(kPitch % 32 == 8 && kPartials * kPartRows == 64);
 
  public:
-  PT_DEVICE explicit Sm90ScoreModGrads(uint32_t buffers) : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
+  PT_DEVICE explicit Sm90ScoreModGrads(uint32_t buffers)
+      : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
 
   // Add dS of a KV tile, with zeros for hidden pairs. `first`: j - i - offset of its first element.
   template <class Work>
-  PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w, int first) {
+  PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w,
+                     int first) {
     if (!here(g, w)) return;
     if (g.slope_partials) {
       const float from = float(first + 2 * (lane_id() % 4) - own_row(0) % 64);
@@ -43,7 +46,9 @@ class Sm90ScoreModGrads {
         slope_ -= ds[i] * (d < 0 ? -d : d);
       }
     }
-    if (g.diagonal_partials) add_diagonals(g.p, ds, first, g.diagonal_partials + part(g.p, w) * (g.p.before + g.p.after + 1));
+    if (g.diagonal_partials)
+      add_diagonals(g.p, ds, first,
+                    g.diagonal_partials + part(g.p, w) * (g.p.before + g.p.after + 1));
   }
 
   template <class Work>
@@ -63,10 +68,12 @@ class Sm90ScoreModGrads {
     const int64_t at = part(g.p, w);
     if (g.slope_partials) {
       store_one(g.slope_partials + at, sums[2]);
-      for (int n = 1; n < kPartials && w.i0 + consumer() * 64 + n * kPartRows < g.p.num_queries; ++n)
+      for (int n = 1; n < kPartials && w.i0 + consumer() * 64 + n * kPartRows < g.p.num_queries;
+           ++n)
         store_one(g.slope_partials + at + n, 0.0f);
     }
-    if (g.diagonal_partials) store_far(g.diagonal_partials + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
+    if (g.diagonal_partials)
+      store_far(g.diagonal_partials + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
   }
 
  private:
@@ -86,7 +93,8 @@ class Sm90ScoreModGrads {
     return (int64_t(w.b) * p.heads + w.h) * partials + (w.i0 / 64 + consumer()) * kPartials;
   }
 
-  PT_DEVICE void add_diagonals(const AttentionProblem& p, const float (&ds)[N / 2], int first, float* sums) {
+  PT_DEVICE void add_diagonals(const AttentionProblem& p, const float (&ds)[N / 2], int first,
+                               float* sums) {
     const bool below = first + N - 1 <= -p.before;
     if (below || first - 63 >= p.after) {
       float sum = 0.0f;
@@ -97,12 +105,14 @@ class Sm90ScoreModGrads {
       return;
     }
     sync();  // the previous tile has been read
-    const uint32_t own = buffer_ + 4 * ((warp() * 8 + lane_id() / 4) * kPitch + 2 * (lane_id() % 4));
+    const uint32_t own =
+        buffer_ + 4 * ((warp() * 8 + lane_id() / 4) * kPitch + 2 * (lane_id() % 4));
     PT_UNROLL
     for (int c = 0; c <= N / 8; ++c) {
       float pair[2];
       PT_UNROLL
-      for (int e = 0; e < 2; ++e) pair[e] = (c > 0 ? ds[4 * c - 4 + e] : 0.0f) + (c < N / 8 ? ds[4 * c + 2 + e] : 0.0f);
+      for (int e = 0; e < 2; ++e)
+        pair[e] = (c > 0 ? ds[4 * c - 4 + e] : 0.0f) + (c < N / 8 ? ds[4 * c + 2 + e] : 0.0f);
       ptx::st_shared_v2_f32(own + 32 * c, pair[0], pair[1]);
     }
     sync();

@@ -53,15 +53,19 @@ PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& given)
   const Pairs<8 * S> keep_mask = given.packed_until_here();
   PT_UNROLL
   for (int i = 0; i < 4 * S; ++i)
-    weights[i / 4][i % 4] &= (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);
+    weights[i / 4][i % 4] &=
+        (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);
 }
 // Return the weight of a score of a row with this maximum.
 template <class T>
 PT_DEVICE float weight_of(float score, float row_max) {
-  return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - row_max, kLog2e, float(kWeightBits<T>)) : (score - row_max) * kLog2e);
+  return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - row_max, kLog2e, float(kWeightBits<T>))
+                                  : (score - row_max) * kLog2e);
 }
 // Like above, with log2 of the sum, minus kWeightBits.
-PT_DEVICE float weight_of(float score, float row_max, float log2_sum) { return ptx::exp2(ptx::fma_rn(score - row_max, kLog2e, -log2_sum)); }
+PT_DEVICE float weight_of(float score, float row_max, float log2_sum) {
+  return ptx::exp2(ptx::fma_rn(score - row_max, kLog2e, -log2_sum));
+}
 
 // Pack P of 64 rows, computed as exp2 of a difference from lse. For scores beyond 10^7 lse is so
 // coarse that P may exceed 1; 2^14 P must not become an infinity in float16, because it would turn
@@ -82,11 +86,13 @@ PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R
 // Pack dS = P * (dP - delta) of 64 rows; dp is dP - delta. P is the rounded operand: in float32 it
 // would use as many more registers as S and dP do. ds may alias weights.
 template <class T, int R>
-PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights)[R / 8][4], const float (&dp)[R]) {
+PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights)[R / 8][4],
+                              const float (&dp)[R]) {
   PT_UNROLL
   for (int i = 0; i < R / 2; ++i) {
     const uint32_t w = weights[i / 4][i % 4];
-    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
+    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i],
+                                        ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
   }
 }
 
@@ -104,7 +110,8 @@ PT_DEVICE Place place_again(int row, int column) {
 template <class T>
 PT_DEVICE void pack_piece(uint32_t (&operand)[4], const float (&x)[kPiece][4]) {
   PT_UNROLL
-  for (int i = 0; i < 4; ++i) operand[i] = Element<T>::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+  for (int i = 0; i < 4; ++i)
+    operand[i] = Element<T>::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
 }
 
 }  // namespace pt::cuda

@@ -86,9 +86,12 @@ struct Sm90ForwardBlock {
 
   // KV tiles of a Q tile, which lies within one block of a block mask.
   using List = TileListBack<BN>;
-  PT_DEVICE List tiles_of(const Work& w) const { return List(args.f.p.blocks.queries, w.b, w.h, w.i0); }
+  PT_DEVICE List tiles_of(const Work& w) const {
+    return List(args.f.p.blocks.queries, w.b, w.h, w.i0);
+  }
   PT_DEVICE bool sees_keys(const Work& w) const {
-    if constexpr (K::elementwise_mask) return w.range.count() > 0 && tiles_of(w).last(w.range) >= w.range.first;
+    if constexpr (K::elementwise_mask)
+      return w.range.count() > 0 && tiles_of(w).last(w.range) >= w.range.first;
     else return w.range.count() > 0;
   }
 
@@ -116,7 +119,8 @@ struct Sm90ForwardBlock {
     for (int r = 0; r < 2; ++r) {
       float row_max = rows.max[r];
       PT_UNROLL
-      for (int j = 0; j < BN / 8; ++j) row_max = fmaxf(row_max, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      for (int j = 0; j < BN / 8; ++j)
+        row_max = fmaxf(row_max, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       row_max = max_of_quad(row_max);
       const float safe = row_max == minus_infinity() ? 0.0f : row_max;
       rows.alpha[r] = ptx::exp2((rows.max[r] - safe) * scale_log2);
@@ -129,7 +133,8 @@ struct Sm90ForwardBlock {
           float& x = s[4 * j + 2 * r + e];
           // Folding the scale saves one instruction; with biases as large as finfo.max, subtract
           // first.
-          x = ptx::exp2(K::has_score_mod ? (x - safe) * scale_log2 : ptx::fma_rn(x, scale_log2, -safe * scale_log2));
+          x = ptx::exp2(K::has_score_mod ? (x - safe) * scale_log2
+                                         : ptx::fma_rn(x, scale_log2, -safe * scale_log2));
           sum += x;
         }
       }
@@ -161,15 +166,19 @@ struct Sm90ForwardBlock {
       const RowEnd end = end_row(p, w.h, i < w.s.num_q, row_max, sum_of_quad(rows.sum[r]));
       factor[r] = end.factor;
       index[r] = i < written ? w.s.row_q + i : -1;
-      if (lane_id() % 4 == 0 && index[r] >= 0) store_one(f.lse + row_stat_at(f.at, w.b, w.h, index[r]), end.lse);
+      if (lane_id() % 4 == 0 && index[r] >= 0)
+        store_one(f.lse + row_stat_at(f.at, w.b, w.h, index[r]), end.lse);
     }
-    if (K::elementwise_mask && not_finite(o, factor)) flag_nonfinite(f.recompute, int64_t(w.b) * p.heads + w.h, w.i0);
+    if (K::elementwise_mask && not_finite(o, factor))
+      flag_nonfinite(f.recompute, int64_t(w.b) * p.heads + w.h, w.i0);
     store_wide<T>(f.out, w.b, w.h, o, factor, index);
   }
 
   // Recompute descriptors with wide heads: held across iterations, those of all steps would use too
   // many registers.
-  static PT_DEVICE RingQ own(const RingQ& ring) { return D > 128 ? RingQ(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring; }
+  static PT_DEVICE RingQ own(const RingQ& ring) {
+    return D > 128 ? RingQ(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring;
+  }
 
   // Advance a consumer to the tile of stream_iter n, by its note.
   PT_DEVICE void go_to(int n, const Work& w, int& first, int& place, bool& more) const {
@@ -201,19 +210,24 @@ struct Sm90ForwardBlock {
       float s[BN / 2], o[D / 2];
       uint32_t weights[BN / 16][4];
       Rows rows;
-      [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader> mask_loader(p);
+      [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader>
+          mask_loader(p);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
       // Padding gaps: their keys are looked up where needed. The mask loader has them as bits.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
-      const auto key_padding_bitmap = [&] { return KeyPaddingBitmap(p, place_of(args.order, ptx::opaque(n)).head / p.heads); };
+      const auto key_padding_bitmap = [&] {
+        return KeyPaddingBitmap(p, place_of(args.order, ptx::opaque(n)).head / p.heads);
+      };
       const auto clear = [&](int first) {
-        if (padding_gaps) clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
+        if (padding_gaps)
+          clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
         else clear_rows<kConsumers>(v, stream_iter, first, keep);
       };
       [[maybe_unused]] Pairs<BN / 2> kept;
       const auto load_mask = [&](int first, int place) {
-        if (K::drops_by_bits && score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
+        if (K::drops_by_bits && score_mod.has_keep_bits())
+          kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
         if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Turn scores into weights; `first` is the tile's first key.
@@ -229,7 +243,9 @@ struct Sm90ForwardBlock {
         } else if (first < whole.lo || first + BN > whole.hi) {
           const auto hide_invisible = [&](const Work& of) {
             const Range bounds[2] = {of.own_bounds(p, 0), of.own_bounds(p, 1)};
-            each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
+            each_element(s, first, [&](float& x, int r, int column) {
+              x = bounds[r].has(column) ? x : minus_infinity();
+            });
           };
           // Registers are scarce: with score_mod the bounds are recomputed.
           if constexpr (K::has_score_mod) hide_invisible(Work(p, args.order, ptx::opaque(n)));
@@ -239,7 +255,8 @@ struct Sm90ForwardBlock {
         softmax(s, rows, scale_log2);
       };
       const auto pack = [&](int first) {
-        if (K::drops_by_bits && score_mod.has_keep_bits()) keep_visible(s, kept.packed_until_here());
+        if (K::drops_by_bits && score_mod.has_keep_bits())
+          keep_visible(s, kept.packed_until_here());
         if (K::has_score_mod && p.drop_threshold) drop_drawn(s, score_mod, row(), first);
         pack_weights<T>(weights, s);
       };
@@ -293,13 +310,16 @@ struct Sm90ForwardBlock {
 
   static PT_DEVICE void run(const Sm90Forward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes, kBarriers = kValues + RingKv::kBufferBytes;
+    constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes,
+                       kBarriers = kValues + RingKv::kBufferBytes;
     constexpr uint32_t kNotes = kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes;
-    static_assert(kSm90Slack + kNotes + Notes::kBufferBytes + Notes::kBarrierBytes == sm90_forward_smem(kTile));
+    static_assert(kSm90Slack + kNotes + Notes::kBufferBytes + Notes::kBarrierBytes ==
+                  sm90_forward_smem(kTile));
     const uint32_t bars = base + kBarriers;
-    const Sm90ForwardBlock block{args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
-                                 RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes),
-                                 Notes(base + kNotes, base + kNotes + Notes::kBufferBytes)};
+    const Sm90ForwardBlock block{
+        args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
+        RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes),
+        Notes(base + kNotes, base + kNotes + Notes::kBufferBytes)};
     run_block(block);
   }
 };

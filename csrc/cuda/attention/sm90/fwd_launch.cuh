@@ -15,9 +15,11 @@ void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream)
   constexpr Sm90Tile kTile = K::forward_tile;
   const AttentionProblem& p = f.p;
   const int rows = kTile.rows();
-  const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, rows), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
+  const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, rows),
+                         map_rows(p, p.k, true, p.head_dim, kTile.streamed),
                          map_rows(p, p.v, true, p.value_dim, kTile.streamed), f, plan.order};
-  launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), plan.smem_bytes, stream, args);
+  launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(),
+         plan.smem_bytes, stream, args);
 }
 
 // Call run(kind) for the plan's kernel.
@@ -25,7 +27,8 @@ template <class F>
 void with_forward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto head_dim) {
     constexpr int D = decltype(head_dim)::value;
-    if (plan.has_score_mod) plan.elementwise_mask ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
+    if (plan.has_score_mod)
+      plan.elementwise_mask ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
     else plan.elementwise_mask ? run(Hopper<D, false, true>{}) : run(Hopper<D, false>{});
   };
   if (plan.tile.consumers == 3) run(ThreeConsumers{});

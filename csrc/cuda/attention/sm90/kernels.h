@@ -26,6 +26,7 @@ template <class T>
 void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream);
 
 // turns: zeros, or null.
-void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, uint32_t* turns, void* stream);
+void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan,
+                                   uint32_t* turns, void* stream);
 
 }  // namespace pt::cuda

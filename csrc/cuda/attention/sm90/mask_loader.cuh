@@ -31,7 +31,10 @@ class MaskLoader {
   static constexpr int kPiece = kEarly ? 4 : 2;  // n-blocks per call of add()
   uint32_t visible[2];
 
-  PT_DEVICE explicit MaskLoader(const AttentionProblem& p) : p_(p), paired_(paired(p.mask) ? 1 : paired(p.bias) ? 2 : 0) {}
+  PT_DEVICE explicit MaskLoader(const AttentionProblem& p)
+      : p_(p), paired_(paired(p.mask)   ? 1
+                       : paired(p.bias) ? 2
+                                        : 0) {}
 
   // Load for the keys from `first` on. `adds`: floating-point masks and biases too; place: index of
   // the tile's bits, as in TileList. Work: QueryWork.
@@ -60,11 +63,15 @@ class MaskLoader {
       const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
       if (d.type == DenseType::f32) {
         if ((c > 0 || !kEarly) && c % (kRawWords / 4) == 0) load_pairs(w, d, column, c);
-        add_each(x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kRawWords]); });
+        add_each(
+            x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kRawWords]); });
       } else {
         if ((c > 0 || !kEarly) && c % (kRawWords / 2) == 0) load_pairs(w, d, column, c);
-        const auto pair = [&](int n, int r) { return uint16_t(raw_[(2 * (c + n) + r / 2) % kRawWords] >> 16 * (r % 2)); };
-        if (d.type == DenseType::bf16) add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
+        const auto pair = [&](int n, int r) {
+          return uint16_t(raw_[(2 * (c + n) + r / 2) % kRawWords] >> 16 * (r % 2));
+        };
+        if (d.type == DenseType::bf16)
+          add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
         else add_each(x, [&](int n, int r) { return ptx::widen(ptx::f16{pair(n, r)}); });
       }
     }
@@ -74,7 +81,8 @@ class MaskLoader {
       if (!d.data || d.type == DenseType::boolean || which == paired_) continue;
       with_reader(d, [&](auto read) {
         add_each(x, [&](int n, int r) {
-          return read(head(w, d) + int64_t(query(w, r / 2)) * d.query + clamped(column + 8 * (c + n) + r % 2) * d.key);
+          return read(head(w, d) + int64_t(query(w, r / 2)) * d.query +
+                      clamped(column + 8 * (c + n) + r % 2) * d.key);
         });
       });
     }
@@ -82,12 +90,14 @@ class MaskLoader {
 
   PT_DEVICE void hide(float (&s)[BN / 2]) const {
     PT_UNROLL
-    for (int i = 0; i < BN / 2; ++i) s[i] = visible[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 ? s[i] : minus_infinity();
+    for (int i = 0; i < BN / 2; ++i)
+      s[i] = visible[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 ? s[i] : minus_infinity();
   }
 
  private:
   static PT_DEVICE bool paired(const Dense& d) {
-    return d.data && d.vector_width > 1 && (d.type == DenseType::f32 || d.type == DenseType::bf16 || d.type == DenseType::f16);
+    return d.data && d.vector_width > 1 &&
+           (d.type == DenseType::f32 || d.type == DenseType::bf16 || d.type == DenseType::f16);
   }
   template <class Work>
   static PT_DEVICE int64_t head(const Work& w, const Dense& d) {
@@ -122,20 +132,28 @@ class MaskLoader {
       if (d.type == DenseType::f32) {
         PT_UNROLL
         for (int n = 0; n < kRawWords / 4; ++n) {
-          const uint64_t pair = there(column + 8 * (c + n)) ? ptx::ld_global_u64(static_cast<const float*>(d.data) + at + 8 * n) : 0;
+          const uint64_t pair =
+              there(column + 8 * (c + n))
+                  ? ptx::ld_global_u64(static_cast<const float*>(d.data) + at + 8 * n)
+                  : 0;
           raw_[4 * n + 2 * r] = uint32_t(pair), raw_[4 * n + 2 * r + 1] = uint32_t(pair >> 32);
         }
       } else {
         PT_UNROLL
         for (int n = 0; n < kRawWords / 2; ++n)
-          raw_[2 * n + r] = there(column + 8 * (c + n)) ? ptx::ld_global_u32(static_cast<const uint16_t*>(d.data) + at + 8 * n) : 0;
+          raw_[2 * n + r] =
+              there(column + 8 * (c + n))
+                  ? ptx::ld_global_u32(static_cast<const uint16_t*>(d.data) + at + 8 * n)
+                  : 0;
       }
     }
   }
 
   // Select a lane's bits of a word's 32 keys, from its first column on: bit 8 n + e becomes 2 n +
   // e.
-  static PT_DEVICE uint32_t own_bits(uint32_t word) { return (word & 0x03030303u) * 0x01041040u >> 24; }
+  static PT_DEVICE uint32_t own_bits(uint32_t word) {
+    return (word & 0x03030303u) * 0x01041040u >> 24;
+  }
 
   // Hide keys by the words of a boolean mask.
   template <class Work>
@@ -143,7 +161,8 @@ class MaskLoader {
     uint32_t words[2][BN / 32];
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const uint32_t* const row = words_of(p_.mask_bits.queries, w.b, w.h, query(w, r)) + (first - w.origin) / 32;
+      const uint32_t* const row =
+          words_of(p_.mask_bits.queries, w.b, w.h, query(w, r)) + (first - w.origin) / 32;
       if constexpr (BN == 128) {
         const ptx::Words4 four = ptx::ld_global_v4(row);
         PT_UNROLL
@@ -157,7 +176,8 @@ class MaskLoader {
     for (int r = 0; r < 2; ++r) {
       uint32_t shown = 0;
       PT_UNROLL
-      for (int c = 0; c < BN / 32; ++c) shown |= own_bits(words[r][c] >> lane_id() % 4 * 2) << 8 * c;
+      for (int c = 0; c < BN / 32; ++c)
+        shown |= own_bits(words[r][c] >> lane_id() % 4 * 2) << 8 * c;
       visible[r] &= shown;
     }
   }
@@ -179,11 +199,13 @@ class MaskLoader {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = query(w, r) & ((1 << lists.row_bits) - 1);
-      const uint32_t* const words =
-          p_.blocks.bits + (((int64_t(place) << lists.row_bits) + i) << to_next_query) + (first & ((1 << lists.column_bits) - 1)) / 32;
+      const uint32_t* const words = p_.blocks.bits +
+                                    (((int64_t(place) << lists.row_bits) + i) << to_next_query) +
+                                    (first & ((1 << lists.column_bits) - 1)) / 32;
       uint32_t shown = 0;
       PT_UNROLL
-      for (int c = 0; c < BN / 32; ++c) shown |= own_bits(ptx::ld_global_u32(words + c) >> lane_id() % 4 * 2) << 8 * c;
+      for (int c = 0; c < BN / 32; ++c)
+        shown |= own_bits(ptx::ld_global_u32(words + c) >> lane_id() % 4 * 2) << 8 * c;
       visible[r] &= shown;
     }
   }
@@ -192,14 +214,16 @@ class MaskLoader {
   PT_DEVICE void hide_segments(const Work& w, int column) {
     int64_t own[2];
     PT_UNROLL
-    for (int r = 0; r < 2; ++r) own[r] = load_i64(p_.query_segments + int64_t(w.b) * p_.num_queries + query(w, r));
+    for (int r = 0; r < 2; ++r)
+      own[r] = load_i64(p_.query_segments + int64_t(w.b) * p_.num_queries + query(w, r));
     const int64_t* const keys = p_.key_segments + int64_t(w.b) * p_.num_keys;
     if (int64_t one; one_segment<BN>(keys, column - 2 * (lane_id() % 4), p_.num_keys, one)) {
       PT_UNROLL
       for (int r = 0; r < 2; ++r) visible[r] = own[r] == one ? visible[r] : 0;
       return;
     }
-    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); }, [&](int64_t segment, int r) { return segment == own[r]; });
+    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); },
+              [&](int64_t segment, int r) { return segment == own[r]; });
   }
 
   // Keep the pairs with show(key(k), r), where k counts from the lane's first column. A loop, so

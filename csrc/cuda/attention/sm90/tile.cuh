@@ -48,7 +48,8 @@ PT_DEVICE Range range_to_keep(Range visible, bool end) {
 // Return the keys to keep: those that some query of the sequence sees.
 PT_DEVICE Range keys_to_keep(const AttentionProblem& p, const Sequence& s) {
   const Range visible{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
-  return range_to_keep(visible, p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys);
+  return range_to_keep(visible,
+                       p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys);
 }
 
 // A Q tile from the consumers' view; KV tiles are visited from last to first.
@@ -58,10 +59,13 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   using Base::i0, Base::s;
 
   using Base::Base;
-  PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : Base(p, place_of(order, n)) {}
+  PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n)
+      : Base(p, place_of(order, n)) {}
   // own_bounds: the key range of the lane's row r. rows_to_keep: keys that some query of the
   // sequence sees, or that TMA loads as zeros. whole(): keys that all 64 rows of this consumer see.
-  PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
+  PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const {
+    return Base::bounds(p, i0 + own_row(r));
+  }
   PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const { return keys_to_keep(p, s); }
   // Empty if keys in between are hidden, marked by a range that starts at kUnbounded.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
@@ -100,15 +104,18 @@ PT_DEVICE uint32_t uniform(uint32_t address) {
 // x (+)= A B^T. A is this consumer's 64 rows of a tile, or a full tile of 64 rows; B is a tile of N
 // rows. Both are K-major: a step of 16 columns is 32 bytes within the swizzle's rows.
 template <class T, int D, class RingA, class RingB, int R>
-PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
+PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring,
+                             int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
-  const uint64_t a = swizzled(uniform<D>(a_ring.buffer(a_use) + (RingA::kRows > 64 ? consumer() * 64 * kSwizzleRow : 0))),
+  const uint64_t a = swizzled(uniform<D>(a_ring.buffer(a_use) +
+                                         (RingA::kRows > 64 ? consumer() * 64 * kSwizzleRow : 0))),
                  b = swizzled(uniform<D>(b_ring.buffer(b_use)));
   ptx::wgmma_fence();
   PT_UNROLL
   for (int i = 0; i < D / 16; ++i) {
     const uint32_t step = i % 4 * 32;
-    ptx::wgmma_ss<T, 2 * R, false>(x, further(a, i / 4 * RingA::kPanelBytes + step), further(b, i / 4 * RingB::kPanelBytes + step),
+    ptx::wgmma_ss<T, 2 * R, false>(x, further(a, i / 4 * RingA::kPanelBytes + step),
+                                   further(b, i / 4 * RingB::kPanelBytes + step),
                                    accumulate || i > 0);
   }
   ptx::wgmma_commit();
@@ -116,12 +123,14 @@ PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, cons
 
 // x += W B; W is in registers, B is an N-major tile: a step of 16 rows is two groups of eight.
 template <class T, class RingB, int R, int S>
-PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
+PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring,
+                                int b_use) {
   static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
   ptx::wgmma_fence();
   const uint64_t b = swizzled(uniform<2 * R>(b_ring.buffer(b_use)), RingB::kPanelBytes);
   PT_UNROLL
-  for (int i = 0; i < S; ++i) ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], further(b, i * 2 * kSwizzleAtom), true);
+  for (int i = 0; i < S; ++i)
+    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], further(b, i * 2 * kSwizzleAtom), true);
   ptx::wgmma_commit();
 }
 
@@ -167,7 +176,8 @@ PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys,
     const int key = first + 2 * c + 2 * (lane_id() % 4);
     const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
     PT_UNROLL
-    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i) x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
+    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i)
+      x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
   }
 }
 
@@ -178,7 +188,8 @@ PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
   ring.consumer_wait(use);
   for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
-    if (!keep(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+    if (!keep(first + x / 8 % R::kRows))
+      ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
   ptx::fence_proxy_async();
   ptx::bar_sync(kClearBarrier, 128 * Consumers);
 }
@@ -190,8 +201,10 @@ PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) 
 }
 // Clear rows outside `keep`, and padding keys.
 template <int Consumers, class R>
-PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep, const KeyPaddingBitmap& keys) {
-  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row) && keys.visible(row); });
+PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep,
+                                 const KeyPaddingBitmap& keys) {
+  clear_rows_but<Consumers>(ring, use, first,
+                            [&](int row) { return keep.has(row) && keys.visible(row); });
 }
 
 // One bit per element of x[R].
@@ -216,7 +229,8 @@ struct Pairs {
     PT_UNROLL
     for (int w = 0; w < (R + 31) / 32; ++w) {
       PT_NO_UNROLL  // few registers are free during a gemm
-      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N) all.words[w] |= f(at.after(2 * n)) << n % 32;
+      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N)
+        all.words[w] |= f(at.after(2 * n)) << n % 32;
     }
     return all;
   }
@@ -227,14 +241,16 @@ template <int R, class S>
 PT_DEVICE Pairs<R> read_kept_pairs(const S& score_mod, const Place& at) {
   Pairs<R> kept;
   PT_UNROLL
-  for (int c = 0; c < 2 * R; c += 32) kept.words[c / 64] |= score_mod.template keep_bits<2 * R % 32 == 0>(at, c) << c / 2 % 32;
+  for (int c = 0; c < 2 * R; c += 32)
+    kept.words[c / 64] |= score_mod.template keep_bits<2 * R % 32 == 0>(at, c) << c / 2 % 32;
   return kept;
 }
 // Like read_kept_pairs, or drawn 8 N columns at a time without precomputed bits.
 template <int R, int N, class S>
 PT_DEVICE Pairs<R> kept_pairs(const S& score_mod, const Place& at) {
   if (score_mod.has_keep_bits()) return read_kept_pairs<R>(score_mod, at);
-  return Pairs<R>::template of<N>(at, [&](const Place& place) { return score_mod.template keep_mask<N>(place); });
+  return Pairs<R>::template of<N>(
+      at, [&](const Place& place) { return score_mod.template keep_mask<N>(place); });
 }
 
 // Set hidden elements to 0.
@@ -247,10 +263,12 @@ PT_DEVICE void keep_visible(float (&x)[R], const Visible& visible) {
 // Store the lane's two rows of a result times `factor`, 16 bytes at a time, to the tensor's rows
 // row_index, if not negative. Every lane of the warp calls it.
 template <class T, int R>
-PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], const float (&factor)[2], const int64_t (&row_index)[2]) {
+PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R],
+                          const float (&factor)[2], const int64_t (&row_index)[2]) {
   PT_UNROLL
   for (int r = 0; r < 2; ++r) {
-    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head + row_index[r] * out.stride.row;
+    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head +
+             row_index[r] * out.stride.row;
     PT_UNROLL
     for (int d = 0; d < R / 4; d += 4) {
       uint32_t words[4];
@@ -262,7 +280,8 @@ PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], con
       }
       transpose_quad(words);
       const int column = 8 * (d + lane_id() % 4);
-      if (row_index[r] >= 0 && column < out.columns) ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
+      if (row_index[r] >= 0 && column < out.columns)
+        ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
     }
   }
 }

@@ -21,7 +21,8 @@ class TileListBack : public TileList<true, Streamed> {
 
  public:
   // For sequence b, head h and the rows from `row` on.
-  PT_DEVICE TileListBack(const BlockLists& lists, int b, int h, int row) : Base(lists, b, h, row), first_(entry_) {}
+  PT_DEVICE TileListBack(const BlockLists& lists, int b, int h, int row)
+      : Base(lists, b, h, row), first_(entry_) {}
 
   // Return the range's last tile; less than range.first if the list has none.
   PT_DEVICE int last(const Tiles& range) {
@@ -42,7 +43,9 @@ class TileListBack : public TileList<true, Streamed> {
 
  private:
   // Advance to the previous entry and return its last tile.
-  PT_DEVICE int previous_block() { return --entry_ >= first_ ? (block(entry_) + 1) * tiles_of_block() - 1 : -1; }
+  PT_DEVICE int previous_block() {
+    return --entry_ >= first_ ? (block(entry_) + 1) * tiles_of_block() - 1 : -1;
+  }
 
   int first_;
 };

@@ -8,8 +8,10 @@ namespace pt::cuda {
 void sm90_d_logits(const DLogitsProblem& f, const MatmulPlan& plan, void* stream) {
   const int64_t classes = f.product.columns;
   const float share = f.labels.on_each / float(classes);
-  const DLogits epilogue{{f.bias}, f.labels, f.row_max, f.log_sum, f.g, f.d_logits, f.bias_partials, share};
-  with_half(f.product.dtype, [&](auto t) { launch_matmul<decltype(t), NT>(f.product, epilogue, plan, stream); });
+  const DLogits epilogue{{f.bias}, f.labels,   f.row_max,       f.log_sum,
+                         f.g,      f.d_logits, f.bias_partials, share};
+  with_half(f.product.dtype,
+            [&](auto t) { launch_matmul<decltype(t), NT>(f.product, epilogue, plan, stream); });
 }
 
 }  // namespace pt::cuda

@@ -9,7 +9,8 @@ namespace pt::cuda {
 
 // An epilogue (matmul.cuh).
 struct DLogits {
-  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes + 4 * RowStats::kBytes;
+  static constexpr uint32_t kScratch =
+      TileBias<1>::kBytes + BiasSums::kBytes + 4 * RowStats::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
   Labels labels;
@@ -27,12 +28,14 @@ struct DLogits {
   PT_DEVICE Row row_of(const MatmulPlace& place, int r) const {
     if (place.own(r) >= place.rows) return {false, 0.0f, 0.0f, 0.0f, -1};
     const int target = int(numbers(place, 0).get(r));
-    return {target >= 0, ptx::bits_float(numbers(place, 1).get(r)), ptx::bits_float(numbers(place, 2).get(r)),
-            ptx::bits_float(numbers(place, 3).get(r)), target - place.column - 2 * (lane_id() % 4)};
+    return {target >= 0, ptx::bits_float(numbers(place, 1).get(r)),
+            ptx::bits_float(numbers(place, 2).get(r)), ptx::bits_float(numbers(place, 3).get(r)),
+            target - place.column - 2 * (lane_id() % 4)};
   }
   // Row stats in shared memory: the target (-1 without gradient), row_max, log_sum, g.
   static PT_DEVICE RowStats numbers(const MatmulPlace& place, int which) {
-    return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes + uint32_t(which) * RowStats::kBytes};
+    return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes +
+            uint32_t(which) * RowStats::kBytes};
   }
 
   PT_DEVICE void begin(const MatmulPlace& place) const {

@@ -8,12 +8,14 @@ namespace pt::cuda {
 void sm90_logit_partials(const LogitPartials& f, const MatmulPlan& plan, void* stream) {
   const int64_t tiles = (f.product.columns + kClassTile - 1) / kClassTile;
   with_half(f.product.dtype, [&](auto t) {
-    launch_matmul<decltype(t), NT>(f.product, RowPartials{{f.bias}, f.labels, f.partials, f.picked, tiles}, plan, stream);
+    launch_matmul<decltype(t), NT>(
+        f.product, RowPartials{{f.bias}, f.labels, f.partials, f.picked, tiles}, plan, stream);
   });
 }
 
 void sm90_loss(const LossProblem& f, const CrossEntropyPlan& plan, void* stream) {
-  launch(cross_entropy_loss_kernel, dim3(unsigned(plan.blocks)), 32 * kLossWarps, plan.smem_bytes, stream, f);
+  launch(cross_entropy_loss_kernel, dim3(unsigned(plan.blocks)), 32 * kLossWarps, plan.smem_bytes,
+         stream, f);
 }
 
 }  // namespace pt::cuda

@@ -13,7 +13,9 @@ struct Exponentials {
   float row_max, sum;
 
   // Return the value to subtract before exponentials: 0 if every logit is -inf.
-  static PT_DEVICE float safe(float row_max) { return row_max == minus_infinity() ? 0.0f : row_max; }
+  static PT_DEVICE float safe(float row_max) {
+    return row_max == minus_infinity() ? 0.0f : row_max;
+  }
   PT_DEVICE void add(const Exponentials& b) {
     const float larger = fmaxf(row_max, b.row_max), base = safe(larger);
     const float alpha = ptx::exp2((row_max - base) * kLog2e);
@@ -43,7 +45,9 @@ struct RowPartials {
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
     uint32_t target = 0;
-    RowStats::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
+    RowStats::each(place, [&](int, int64_t row) {
+      target = uint32_t(clamped(target_of(labels, row), place.columns));
+    });
     if (bias[0].data) TileBias<1>::bring(bias, place);  // language models seldom have one
     else sync_consumer();                               // the previous targets were read
     RowStats::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
@@ -77,7 +81,9 @@ struct RowPartials {
   }
 
  private:
-  static PT_DEVICE RowStats targets(const MatmulPlace& place) { return {place.scratch + TileBias<1>::kBytes}; }
+  static PT_DEVICE RowStats targets(const MatmulPlace& place) {
+    return {place.scratch + TileBias<1>::kBytes};
+  }
   // Column of the lane's element i, relative to its first column.
   static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
 
@@ -125,12 +131,15 @@ struct RowPartials {
 };
 
 // 32 rows per block: warp w merges the tiles w, w + 8, ..., then the first warp merges the warps.
-__global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(const __grid_constant__ LossProblem f) {
+__global__ void __launch_bounds__(32 * kLossWarps)
+    cross_entropy_loss_kernel(const __grid_constant__ LossProblem f) {
   const int warp = int(threadIdx.x) / 32;
   const int64_t row = int64_t(blockIdx.x) * 32 + lane_id();
   const bool here = row < f.rows, smooth = f.labels.on_each > 0.0f;
   const uint32_t shared = ptx::dynamic_smem();
-  const auto at = [&](int kind, int of) { return shared + 4 * uint32_t((kind * kLossWarps + of) * 32 + lane_id()); };
+  const auto at = [&](int kind, int of) {
+    return shared + 4 * uint32_t((kind * kLossWarps + of) * 32 + lane_id());
+  };
   Exponentials all{minus_infinity(), 0.0f};
   float total = 0.0f;
   if (here) {

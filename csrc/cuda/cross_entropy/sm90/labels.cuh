@@ -8,10 +8,14 @@
 
 namespace pt::cuda {
 
-PT_DEVICE int64_t target_of(const Labels& labels, int64_t row) { return int64_t(ptx::ld_global_u64(labels.target + row)); }
+PT_DEVICE int64_t target_of(const Labels& labels, int64_t row) {
+  return int64_t(ptx::ld_global_u64(labels.target + row));
+}
 
 // Clamp to an existing class. The caller checks values; the clamp only keeps addresses in the row.
-PT_DEVICE int64_t clamped(int64_t target, int64_t classes) { return target < 0 ? 0 : target < classes ? target : classes - 1; }
+PT_DEVICE int64_t clamped(int64_t target, int64_t classes) {
+  return target < 0 ? 0 : target < classes ? target : classes - 1;
+}
 
 // One value per row of a consumer, 64 in all, in its scratch. Loaded during a tile's first gemms,
 // so the epilogue does not wait for global memory.

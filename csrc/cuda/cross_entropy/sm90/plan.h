@@ -19,7 +19,8 @@ struct CrossEntropyPlan {
 
 inline CrossEntropyPlan plan_cross_entropy(int64_t rows, int64_t classes, bool smooth) {
   const int64_t tiles = (classes + kClassTile - 1) / kClassTile;
-  return {tiles, (smooth ? 3 : 2) * tiles * rows, (rows + 31) / 32, 3 * kLossWarps * 32 * sizeof(float)};
+  return {tiles, (smooth ? 3 : 2) * tiles * rows, (rows + 31) / 32,
+          3 * kLossWarps * 32 * sizeof(float)};
 }
 
 }  // namespace pt::cuda

@@ -36,9 +36,11 @@ PT_DEVICE ValueSlope activate(float x) {
     // x Phi(x) with the tail Q(t) = exp(-t^2 / 2) u P(u), u = 1 / (1 + 0.3 t). P is a fit of Mills'
     // ratio on [0, 14] with relative error 8.3e-6 (csrc/cpu/feed_forward/activations.h has a
     // float32 fit).
-    constexpr float kP[] = {-0.0771019757f, 0.216050282f, -0.016962748f, 0.144204095f, 0.113740027f, 0.120074406f};
+    constexpr float kP[] = {-0.0771019757f, 0.216050282f, -0.016962748f,
+                            0.144204095f,   0.113740027f, 0.120074406f};
     constexpr float kHalfLog2e = 0.7213475204444817f, kDensity = 0.3989422804014327f;
-    const float t = x < 0.0f ? -x : x, e = ptx::exp2(-kHalfLog2e * x * x), u = ptx::rcp(ptx::fma_rn(0.3f, t, 1.0f));
+    const float t = x < 0.0f ? -x : x, e = ptx::exp2(-kHalfLog2e * x * x),
+                u = ptx::rcp(ptx::fma_rn(0.3f, t, 1.0f));
     float p = kP[0];
     PT_UNROLL
     for (int i = 1; i < 6; ++i) p = ptx::fma_rn(p, u, kP[i]);

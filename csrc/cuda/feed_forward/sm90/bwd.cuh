@@ -25,10 +25,12 @@ struct DHidden {
   PT_DEVICE void begin(const MatmulPlace&) const {}
 
   template <class T, int R>
-  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels& panels) const {
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R],
+                        const MatmulPanels& panels) const {
     const StripDropout dropout(drop);
     const BiasSums b1{place.scratch}, gate_bias{place.scratch + BiasSums::kBytes};
-    const StripRows<T> d_pre_rows(d_pre, place), d_gate_rows(d_gate, place), hidden_rows(hidden, place);
+    const StripRows<T> d_pre_rows(d_pre, place), d_gate_rows(d_gate, place),
+        hidden_rows(hidden, place);
     sync_consumer();  // the previous half's sums have been read
     PT_UNROLL
     for (int panel = 0; panel < R / 32; ++panel) {

@@ -11,8 +11,8 @@ namespace pt::cuda {
 class StripDropout {
  public:
   PT_DEVICE explicit StripDropout(const HiddenDropout& drop)
-      : drops_(drop.threshold > 0),
-        columns_(drops_ ? seed_of(drop) : 0, drop.threshold, kTagFeedForward, drop.row_start, drop.column_start) {}
+      : drops_(drop.threshold > 0), columns_(drops_ ? seed_of(drop) : 0, drop.threshold,
+                                             kTagFeedForward, drop.row_start, drop.column_start) {}
 
   // Apply to the lane's eight columns of a strip in its row r: dropped values become 0 (NaN too),
   // kept values are scaled.
@@ -27,7 +27,9 @@ class StripDropout {
   }
 
  private:
-  static PT_DEVICE uint64_t seed_of(const HiddenDropout& drop) { return ptx::ld_global_u64(drop.seed); }
+  static PT_DEVICE uint64_t seed_of(const HiddenDropout& drop) {
+    return ptx::ld_global_u64(drop.seed);
+  }
 
   bool drops_;
   ColumnDropout columns_;

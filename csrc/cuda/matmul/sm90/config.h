@@ -35,7 +35,8 @@ constexpr uint32_t kMatmulSlack = 1024;  // padding for a start at a multiple of
 
 // scratch: an epilogue's bytes per consumer.
 constexpr uint32_t matmul_smem(const MatmulTile& t, uint32_t scratch) {
-  return kMatmulSlack + uint32_t(t.stages) * (t.stage_bytes() + 16) + uint32_t(t.consumers) * scratch;
+  return kMatmulSlack + uint32_t(t.stages) * (t.stage_bytes() + 16) +
+         uint32_t(t.consumers) * scratch;
 }
 
 constexpr uint32_t kMatmulMaxScratch = 8192;  // per consumer
@@ -43,9 +44,10 @@ constexpr bool matmul_fits(const MatmulTile& t) {
   constexpr uint32_t kMaxSmem = 232448;  // per block
   constexpr int kSpare = 64;             // for addresses and an epilogue of 32 columns at a time
   const int launched = 65536 / t.threads() / 8 * 8 * (t.consumers + 1);
-  return matmul_smem(t, kMatmulMaxScratch) <= kMaxSmem && t.sums() + kSpare <= t.consumer_registers &&
-         t.producer_registers + t.consumers * t.consumer_registers <= launched && t.step == kPanelColumns &&
-         t.columns == 2 * kHalfColumns && t.lead <= t.stages;
+  return matmul_smem(t, kMatmulMaxScratch) <= kMaxSmem &&
+         t.sums() + kSpare <= t.consumer_registers &&
+         t.producer_registers + t.consumers * t.consumer_registers <= launched &&
+         t.step == kPanelColumns && t.columns == 2 * kHalfColumns && t.lead <= t.stages;
 }
 static_assert(matmul_fits(kMatmulTile));
 

@@ -11,7 +11,9 @@ constexpr int kStripColumns = 32;
 
 // Index of a lane's accumulator for column 8 (c / 2) + 2 (lane % 4) + c % 2 of a strip in its row
 // r.
-PT_HOST_DEVICE constexpr int sum_at(int strip, int r, int c) { return 16 * strip + c / 2 * 4 + 2 * r + c % 2; }
+PT_HOST_DEVICE constexpr int sum_at(int strip, int r, int c) {
+  return 16 * strip + c / 2 * 4 + 2 * r + c % 2;
+}
 
 // A tile's biases (or zeros) of each product, per half, in a consumer's scratch from the tile's
 // first gemms on.
@@ -32,11 +34,14 @@ class TileBias {
         const auto* p = static_cast<const decltype(t)*>(bias.data);
         PT_UNROLL
         for (int h = 0; h < 2; ++h)
-          if (const int64_t column = place.column + h * kColumns + mine % kColumns; column < place.columns) v[h] = load_one(p + column);
+          if (const int64_t column = place.column + h * kColumns + mine % kColumns;
+              column < place.columns)
+            v[h] = load_one(p + column);
       });
     sync_consumer();  // the previous tile's biases have been read
     PT_UNROLL
-    for (int h = 0; h < 2; ++h) ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
+    for (int h = 0; h < 2; ++h)
+      ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
   }
 
   // Every thread of the consumer calls this.
@@ -50,7 +55,8 @@ class TileBias {
   PT_DEVICE void load(float (&v)[8], int product, int strip) const {
     const int column = product * kColumns + strip * kStripColumns + 2 * (lane_id() % 4);
     PT_UNROLL
-    for (int c = 0; c < 4; ++c) ptx::ld_shared_v2_f32(at_ + 4 * uint32_t(column + 8 * c), v[2 * c], v[2 * c + 1]);
+    for (int c = 0; c < 4; ++c)
+      ptx::ld_shared_v2_f32(at_ + 4 * uint32_t(column + 8 * c), v[2 * c], v[2 * c + 1]);
   }
 
  private:
@@ -66,12 +72,15 @@ class StripRows {
     const int64_t column = place.column + 8 * (lane_id() % 4), left = place.columns - column;
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      at_[r] = reinterpret_cast<uintptr_t>(out.data) + (place.own(r) * out.stride + column) * sizeof(T);
+      at_[r] =
+          reinterpret_cast<uintptr_t>(out.data) + (place.own(r) * out.stride + column) * sizeof(T);
       left_[r] = place.own(r) >= place.rows ? 0 : left < kHalfColumns ? int(left) : kHalfColumns;
     }
   }
   PT_DEVICE bool has(int strip, int r) const { return strip * kStripColumns < left_[r]; }
-  PT_DEVICE T* at(int strip, int r) const { return reinterpret_cast<T*>(at_[r]) + strip * kStripColumns; }
+  PT_DEVICE T* at(int strip, int r) const {
+    return reinterpret_cast<T*>(at_[r]) + strip * kStripColumns;
+  }
 
   // Round and store the lane's eight columns of a strip in its row r. Every lane of the warp calls
   // it.
@@ -154,7 +163,8 @@ struct Sums {
       if (add) {
         const ptx::Words4 before = ptx::ld_global_v4(to + 4 * half);
         PT_UNROLL
-        for (int i = 0; i < 4; ++i) v.w[i] = ptx::float_bits(ptx::bits_float(before.w[i]) + ptx::bits_float(v.w[i]));
+        for (int i = 0; i < 4; ++i)
+          v.w[i] = ptx::float_bits(ptx::bits_float(before.w[i]) + ptx::bits_float(v.w[i]));
       }
       ptx::st_global_v4(to + 4 * half, v);
     }

@@ -87,7 +87,8 @@ struct MatmulPanels {
     PanelReader readers[Count];
     ring.consumer_wait(use);
     PT_UNROLL
-    for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(consumer() * 64 * kSwizzleRow);
+    for (int i = 0; i < Count; ++i)
+      readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(consumer() * 64 * kSwizzleRow);
     f(readers);
     ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next
     consumer_release_warp(ring, use);
@@ -102,7 +103,8 @@ struct Sm90Matmul {
   static constexpr int kHalfSums = kHalfColumns / 2, kConsumers = 128 * kTile.consumers;  // threads
   // bytes of half of B per stage
   static constexpr uint32_t kHalfBytes = uint32_t(kHalfColumns * kTile.step * 2);
-  static_assert(E::kScratch <= kMatmulMaxScratch && E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
+  static_assert(E::kScratch <= kMatmulMaxScratch &&
+                E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
 
   const MatmulArgs<E>& args;
   MatmulRing ring;
@@ -120,7 +122,8 @@ struct Sm90Matmul {
   // Return the number of panels per matrix of the epilogue.
   PT_DEVICE int panels(int column) const {
     const int64_t left = args.columns - column, wide = args.halves * kHalf;
-    return E::kPanels > 0 ? int(((left < wide ? left : wide) + kPanelColumns - 1) / kPanelColumns) : 0;
+    return E::kPanels > 0 ? int(((left < wide ? left : wide) + kPanelColumns - 1) / kPanelColumns)
+                          : 0;
   }
 
   PT_DEVICE void begin() const {
@@ -138,9 +141,11 @@ struct Sm90Matmul {
     int use = 0;
     for_each_tile([&](int row, int column) {
       for (int pair = 0; pair < 2; ++pair)
-        for (int s = 0; s < args.steps[pair]; ++s) load_step(use++, pair, s * kTile.step, row, column);
+        for (int s = 0; s < args.steps[pair]; ++s)
+          load_step(use++, pair, s * kTile.step, row, column);
       if constexpr (E::kPanels > 0)
-        for (int p = 0; p < panels(column); ++p) load_panels(use++, row, column + p * kPanelColumns);
+        for (int p = 0; p < panels(column); ++p)
+          load_panels(use++, row, column + p * kPanelColumns);
     });
   }
 
@@ -151,7 +156,9 @@ struct Sm90Matmul {
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
     // boxes per half of B
     constexpr int kPartials = K::b_by_k ? kHalf / kPanelColumns : K::products;
-    const auto inside = [](int first, int64_t size) { return first < size ? first : int(size - 1) / kPanelColumns * kPanelColumns; };
+    const auto inside = [](int first, int64_t size) {
+      return first < size ? first : int(size - 1) / kPanelColumns * kPanelColumns;
+    };
     ring.producer_acquire(use);
     ring.producer_commit(use, kTile.a_bytes() + uint32_t(args.halves) * kHalfBytes);
     if constexpr (K::a_by_k) {
@@ -199,14 +206,17 @@ struct Sm90Matmul {
     for_each_tile([&](int row, int column) {
       const auto place = [&](int h) {
         const uint32_t own = scratch + uint32_t(consumer()) * E::kScratch;
-        return MatmulPlace{row + consumer() * 64, column + h * kHalf, args.rows, args.columns, h, own};
+        return MatmulPlace{
+            row + consumer() * 64, column + h * kHalf, args.rows, args.columns, h, own};
       };
       float x[Halves * kHalfSums];
       make_sums(x, use, [&] { args.epilogue.begin(place(0)); });
       PT_UNROLL
       for (int h = 0; h < Halves; ++h) {
         if (h > 0 && column + kHalf >= args.columns) continue;
-        args.epilogue.template finish<T>(place(h), reinterpret_cast<float (&)[kHalfSums]>(x[h * kHalfSums]), MatmulPanels{ring, use});
+        args.epilogue.template finish<T>(place(h),
+                                         reinterpret_cast<float (&)[kHalfSums]>(x[h * kHalfSums]),
+                                         MatmulPanels{ring, use});
       }
     });
   }
@@ -237,22 +247,26 @@ struct Sm90Matmul {
   PT_DEVICE void multiply(float (&x)[N], int use, bool accumulate) const {
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
     constexpr uint32_t kInside = 32, kGroups = 2 * kSwizzleAtom;
-    const uint32_t a = ring.buffer(use) + uint32_t(consumer() * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
+    const uint32_t a = ring.buffer(use) + uint32_t(consumer() * 64 * kSwizzleRow),
+                   b = ring.buffer(use) + kTile.a_bytes();
     static_assert(conforms(product_of_tiles(2 * N, K::a_by_k, K::b_by_k, kPanel)));
     // a consumer's rows start at one offset in both layouts of A
     static_assert(kPanel == 64 * kSwizzleRow);
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < kTile.step / 16; ++i)
-      ptx::wgmma_ss<T, 2 * N, K::b_by_k, K::a_by_k>(x, swizzled(a + i * (K::a_by_k ? kGroups : kInside), kPanel),
-                                                    swizzled(b + i * (K::b_by_k ? kGroups : kInside), kPanel), accumulate || i > 0);
+      ptx::wgmma_ss<T, 2 * N, K::b_by_k, K::a_by_k>(
+          x, swizzled(a + i * (K::a_by_k ? kGroups : kInside), kPanel),
+          swizzled(b + i * (K::b_by_k ? kGroups : kInside), kPanel), accumulate || i > 0);
     ptx::wgmma_commit();
   }
 
   static PT_DEVICE void run(const MatmulArgs<E>& args) {
-    const uint32_t base = align_to_atom(ptx::dynamic_smem()), scratch = base + MatmulRing::kBufferBytes;
+    const uint32_t base = align_to_atom(ptx::dynamic_smem()),
+                   scratch = base + MatmulRing::kBufferBytes;
     const uint32_t barriers = scratch + uint32_t(kTile.consumers) * E::kScratch;
-    static_assert(kMatmulSlack + MatmulRing::kBufferBytes + kTile.consumers * E::kScratch + MatmulRing::kBarrierBytes ==
+    static_assert(kMatmulSlack + MatmulRing::kBufferBytes + kTile.consumers * E::kScratch +
+                      MatmulRing::kBarrierBytes ==
                   matmul_smem(kTile, E::kScratch));
     run_block(Sm90Matmul{args, MatmulRing(base, barriers), scratch});
   }

@@ -27,9 +27,12 @@ constexpr TileAt tile_at(const TileGrid& grid, int n) {
   return {first + rest % height, rest / height};
 }
 constexpr bool makes_each_tile_once(const TileGrid& grid) {
-  return each_once(grid.tiles(), [&](int n) { return tile_at(grid, n).row * grid.across + tile_at(grid, n).column; });
+  return each_once(grid.tiles(), [&](int n) {
+    return tile_at(grid, n).row * grid.across + tile_at(grid, n).column;
+  });
 }
-static_assert(makes_each_tile_once({5, 3, 2}) && makes_each_tile_once({4, 3, 16}) && makes_each_tile_once({1, 7, 1}));
+static_assert(makes_each_tile_once({5, 3, 2}) && makes_each_tile_once({4, 3, 16}) &&
+              makes_each_tile_once({1, 7, 1}));
 
 struct MatmulPlan {
   const char* why_not;  // null: supported
@@ -46,11 +49,15 @@ constexpr int kGroupedRows = 2048;
 // leave SMs idle in the last of one or two waves. A narrow tile takes 5/8 of a wide one's time,
 // because it has half the gemm and reads a quarter more per column.
 constexpr bool narrow_is_faster(int64_t wide, int64_t narrow, int multiprocessors) {
-  const auto rounds = [&](int64_t tiles) { return (tiles + multiprocessors - 1) / multiprocessors; };
+  const auto rounds = [&](int64_t tiles) {
+    return (tiles + multiprocessors - 1) / multiprocessors;
+  };
   return 5 * rounds(narrow) < 8 * rounds(wide);
 }
-static_assert(narrow_is_faster(66, 132, 132) && !narrow_is_faster(67, 134, 132) && !narrow_is_faster(132, 264, 132));
-static_assert(narrow_is_faster(133, 266, 132) && narrow_is_faster(198, 396, 132) && !narrow_is_faster(199, 398, 132));
+static_assert(narrow_is_faster(66, 132, 132) && !narrow_is_faster(67, 134, 132) &&
+              !narrow_is_faster(132, 264, 132));
+static_assert(narrow_is_faster(133, 266, 132) && narrow_is_faster(198, 396, 132) &&
+              !narrow_is_faster(199, 398, 132));
 static_assert(narrow_is_faster(500, 500, 132) && !narrow_is_faster(300, 600, 132));
 
 // of a matrix: TMA has 32-bit coordinates
@@ -63,16 +70,21 @@ inline const char* matmul_why_not(const Product& p) {
     const Matrix &a = p.a[p.gated ? 0 : i], &b = p.b[i];
     if (!a.data != !b.data) return "an operand is missing";
     if (!a.data) continue;
-    if (a.height() != p.rows || b.width() != p.columns || a.width() != b.height()) return "the operands do not go together";
-    if (a.transposed != p.a[0].transposed || b.transposed != p.b[0].transposed) return "the operands of the two products lie differently";
+    if (a.height() != p.rows || b.width() != p.columns || a.width() != b.height())
+      return "the operands do not go together";
+    if (a.transposed != p.a[0].transposed || b.transposed != p.b[0].transposed)
+      return "the operands of the two products lie differently";
     for (const Matrix* m : {&a, &b}) {
       if (m->rows > kLargestSide || m->columns > kLargestSide) return "a side of 2^31 or more";
-      if (reinterpret_cast<uintptr_t>(m->data) % 16 || m->stride % 8 || (m->rows > 1 && m->stride < 1))
+      if (reinterpret_cast<uintptr_t>(m->data) % 16 || m->stride % 8 ||
+          (m->rows > 1 && m->stride < 1))
         return "rows of an operand do not begin at multiples of 16 bytes";
     }
   }
-  if (p.a[0].transposed && p.b[0].transposed) return "both operands have their sums' index in memory last";
-  if (p.gated && (p.a[0].transposed || !p.b[0].transposed || !p.b[1].data)) return "a gated product is of rows with rows";
+  if (p.a[0].transposed && p.b[0].transposed)
+    return "both operands have their sums' index in memory last";
+  if (p.gated && (p.a[0].transposed || !p.b[0].transposed || !p.b[1].data))
+    return "a gated product is of rows with rows";
   return nullptr;
 }
 
@@ -81,7 +93,8 @@ inline MatmulPlan plan_matmul(const Product& p, int multiprocessors) {
   if (plan.why_not) return plan;
   constexpr int kRows = kMatmulTile.rows(), kGroup = kGroupedRows / kRows;
   const int half = kHalfColumns / (p.gated ? 2 : 1);
-  const int64_t down = (p.rows + kRows - 1) / kRows, halves = (p.columns + half - 1) / half, wide = (halves + 1) / 2;
+  const int64_t down = (p.rows + kRows - 1) / kRows, halves = (p.columns + half - 1) / half,
+                wide = (halves + 1) / 2;
   if (down * wide >= int64_t(1) << 31) {
     plan.why_not = "more than 2^31 tiles";
     return plan;
@@ -98,7 +111,8 @@ inline MatmulPlan plan_matmul(const Product& p, int multiprocessors) {
 // overrides it.
 constexpr bool kPlainGemmsAreOurs = false;
 inline bool use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) {
-  const bool fills = rows >= kMatmulTile.rows() && columns >= kMatmulTile.columns && depth >= kMatmulTile.step;
+  const bool fills =
+      rows >= kMatmulTile.rows() && columns >= kMatmulTile.columns && depth >= kMatmulTile.step;
   return !ours && !(kPlainGemmsAreOurs && fills);
 }
 

@@ -12,9 +12,11 @@ PT_DEVICE float sum_over_rows(const float (&v)[8]) {
   const bool upper = lane_id() & 16, middle = lane_id() & 8, odd = lane_id() & 4;
   float four[4], two[2];
   PT_UNROLL
-  for (int i = 0; i < 4; ++i) four[i] = (upper ? v[4 + i] : v[i]) + ptx::shfl_xor(upper ? v[i] : v[4 + i], 16);
+  for (int i = 0; i < 4; ++i)
+    four[i] = (upper ? v[4 + i] : v[i]) + ptx::shfl_xor(upper ? v[i] : v[4 + i], 16);
   PT_UNROLL
-  for (int i = 0; i < 2; ++i) two[i] = (middle ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
+  for (int i = 0; i < 2; ++i)
+    two[i] = (middle ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
   return (odd ? two[1] : two[0]) + ptx::shfl_xor(odd ? two[0] : two[1], 4);
 }
 
@@ -25,8 +27,10 @@ struct BiasSums {
   uint32_t at;
 
   PT_DEVICE void put(int strip, const float (&v)[8]) const {
-    const int k = lane_id() / 4, column = strip * kStripColumns + 8 * (k / 2) + 2 * (lane_id() % 4) + k % 2;
-    ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column), sum_over_rows(v));
+    const int k = lane_id() / 4,
+              column = strip * kStripColumns + 8 * (k / 2) + 2 * (lane_id() % 4) + k % 2;
+    ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column),
+                       sum_over_rows(v));
   }
   // Called after a barrier of the consumer.
   PT_DEVICE void store(float* partials, const MatmulPlace& place) const {
@@ -36,7 +40,8 @@ struct BiasSums {
     if (place.column + column >= place.columns) return;
     float sum = 0.0f;
     PT_UNROLL
-    for (int warp = 0; warp < 4; ++warp) sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
+    for (int warp = 0; warp < 4; ++warp)
+      sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
     store_one(partials + place.row / kRowsOfAPart * place.columns + place.column + column, sum);
   }
 };

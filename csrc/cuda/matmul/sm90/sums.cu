@@ -5,6 +5,8 @@
 
 namespace pt::cuda {
 
-void sm90_sums(const SumsProblem& s, const MatmulPlan& plan, void* stream) { launch_plain(s.product, Sums{s.out, s.add}, plan, stream); }
+void sm90_sums(const SumsProblem& s, const MatmulPlan& plan, void* stream) {
+  launch_plain(s.product, Sums{s.out, s.add}, plan, stream);
+}
 
 }  // namespace pt::cuda

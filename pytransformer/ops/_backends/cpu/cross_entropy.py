@@ -30,7 +30,12 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         loss, split_lse, product = op.empty_outputs(a)
         losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
-            *_operands(a), losses.view(-1), split_lse.view(-1), _kept(product), a.ignore_index, a.label_smoothing
+            *_operands(a),
+            losses.view(-1),
+            split_lse.view(-1),
+            _kept(product),
+            a.ignore_index,
+            a.label_smoothing,
         )
         if a.reduction != "none":
             total = losses.double().sum()
@@ -38,7 +43,10 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         return loss, split_lse, product
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
     ) -> Sequence[Any]:
         if a.x.numel() == 0 or grads[0] is None:
             return op.backends["reference"].backward(a, grads, saved, wanted)
@@ -54,7 +62,9 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
             elif name == "bias":
                 targets[name] = torch.empty(t.shape, dtype=split_lse.dtype)
             else:
-                targets[name] = (t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)).view(-1, t.shape[-1])
+                targets[name] = (
+                    t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
+                ).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.linear_cross_entropy_bwd(
             upstream,
             *_operands(a),
@@ -75,7 +85,9 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         if a.x.numel() == 0:
             return 0
         rows, (classes, depth) = a.target.numel(), a.weight.shape
-        held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(a.x, rows, depth, classes, keeps(a))
+        held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(
+            a.x, rows, depth, classes, keeps(a)
+        )
         return held + rows * (8 if a.x.dtype == torch.float64 else 4)
 
     return Backend("cpu", forward, backward, why_not, extra_bytes)
@@ -89,7 +101,12 @@ def _operands(a: Any) -> tuple[torch.Tensor | None, ...]:
     """Return x, weight, target and bias as the kernels expect them."""
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     bias = None if a.bias is None else a.bias.to(work).contiguous()
-    return a.x.reshape(-1, a.x.shape[-1]).contiguous(), a.weight.contiguous(), a.target.reshape(-1).contiguous(), bias
+    return (
+        a.x.reshape(-1, a.x.shape[-1]).contiguous(),
+        a.weight.contiguous(),
+        a.target.reshape(-1).contiguous(),
+        bias,
+    )
 
 
 def _valid(a: Any) -> torch.Tensor:

@@ -36,12 +36,17 @@ def backend(op: Op) -> Backend:
         out, pre, gate = op.empty_outputs(a)
         rows = math.prod(a.x.shape[:-1])
         result = _as_matrix(out)
-        kept: tuple[torch.Tensor | None, torch.Tensor | None] = _matrices(a, pre, gate) if a.save else (None, None)
+        kept: tuple[torch.Tensor | None, torch.Tensor | None] = (
+            _matrices(a, pre, gate) if a.save else (None, None)
+        )
         _run_forward(a, *kept, result.view(rows, -1))
         return (out if result.data_ptr() == out.data_ptr() else out.copy_(result)), pre, gate
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
     ) -> Sequence[Any]:
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
@@ -66,9 +71,11 @@ def backend(op: Op) -> Backend:
             else:
                 targets[name] = _as_matrix(t).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.feed_forward_bwd(
-            _matrix(grad.to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(), _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
+            _matrix(grad.to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(),
+            _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
             a.dropout_seed, h, d_pre, d_gate,
-            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), _activation(a.activation),
+            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")),
+            _activation(a.activation),
             a.row_start, a.column_start, a.dropout_p,
         )  # fmt: skip
         for name, t in results.items():
@@ -88,12 +95,16 @@ def _activation(name: str) -> int:
 
 def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
     torch.ops.pytransformer_C.feed_forward_fwd(
-        _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight), _vector(a.gate_bias, a.x), a.w2.contiguous(),
-        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.row_start, a.column_start, a.dropout_p,
+        _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight),
+        _vector(a.gate_bias, a.x), a.w2.contiguous(),
+        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.row_start,
+        a.column_start, a.dropout_p,
     )  # fmt: skip
 
 
-def linear_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_of_few_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Return ``x weightᵀ + bias`` of a few rows, without gradient.
 
     x is (..., k) and weight (n, k), of one dtype; weight or its transpose is contiguous. Without
@@ -115,7 +126,10 @@ def _scratch(count: int, rows: int, columns: int, dtype: torch.dtype) -> list[to
     held = getattr(_held, "bytes", None)
     if held is None or held.numel() < count * size:
         held = _held.bytes = torch.empty(count * size, dtype=torch.uint8)
-    return [held[i * size :][: rows * columns * dtype.itemsize].view(dtype).view(rows, columns) for i in range(count)]
+    return [
+        held[i * size :][: rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
+        for i in range(count)
+    ]
 
 
 def _empty(a: Any) -> bool:
@@ -123,7 +137,9 @@ def _empty(a: Any) -> bool:
     return a.x.numel() == 0 or a.w1.numel() == 0 or a.w2.numel() == 0
 
 
-def _matrices(a: Any, pre: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _matrices(
+    a: Any, pre: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     pre = pre.view(-1, pre.shape[-1])
     return pre, None if a.gate_weight is None else gate.view(pre.shape)
 
@@ -142,7 +158,11 @@ def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if t is None else t.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+    return (
+        None
+        if t is None
+        else t.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+    )
 
 
 def _extra_bytes(a: Any) -> int:
@@ -151,5 +171,7 @@ def _extra_bytes(a: Any) -> int:
         return 0
     rows, columns = math.prod(a.x.shape[:-1]), a.x.shape[-1]
     hidden, out, gated = a.w1.shape[0], a.w2.shape[0], a.gate_weight is not None
-    held = torch.ops.pytransformer_C.feed_forward_scratch.default(a.x, rows, columns, hidden, out, gated)
+    held = torch.ops.pytransformer_C.feed_forward_scratch.default(
+        a.x, rows, columns, hidden, out, gated
+    )
     return held + (3 if gated else 2) * rows * hidden * a.x.element_size()

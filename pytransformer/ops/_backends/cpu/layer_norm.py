@@ -17,7 +17,14 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import empty_in_order
-from ..._problem.layer_norm import NORM_SPECS, NormBackward, NormForward, lowered_backward, lowered_forward, ready
+from ..._problem.layer_norm import (
+    NORM_SPECS,
+    NormBackward,
+    NormForward,
+    lowered_backward,
+    lowered_forward,
+    ready,
+)
 
 
 def backend(op: Op) -> Backend:
@@ -30,7 +37,9 @@ def backend(op: Op) -> Backend:
         if (reason := native.why_not("layer_norm_fwd")) is not None:
             return reason
         residual = None if plain else a.residual
-        if residual is not None and (residual.dtype == torch.float64) != (a.x.dtype == torch.float64):
+        if residual is not None and (residual.dtype == torch.float64) != (
+            a.x.dtype == torch.float64
+        ):
             return f"x and residual both float64 or neither, got {a.x.dtype} and {residual.dtype}"
         return None
 
@@ -41,26 +50,57 @@ def backend(op: Op) -> Backend:
         x, (residual, bias, seed, start, p, rms) = a.x, spec.optional(a)
         plain_stream = plain or (residual is not None and residual.is_contiguous())
         work = work_dtype(x)
-        if not (plain_stream and x.is_contiguous() and ready(a.weight, work) and ready(bias, work) and x.numel()):
+        if not (
+            plain_stream
+            and x.is_contiguous()
+            and ready(a.weight, work)
+            and ready(bias, work)
+            and x.numel()
+        ):
             return forward(a)[: 1 if plain else 2]
         out, stream = empty_in_order(x), None if plain else empty_in_order(residual)
         columns = x.shape[-1] if a.dims == 1 else math.prod(x.shape[-a.dims :])
-        raw("layer_norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, start, a.eps, p, rms)
+        raw("layer_norm_fwd")(
+            x,
+            residual,
+            a.weight,
+            bias,
+            seed,
+            out,
+            stream,
+            None,
+            None,
+            1,
+            columns,
+            start,
+            a.eps,
+            p,
+            rms,
+        )
         return (out,) if stream is None else (out, stream)
 
-    return Backend("cpu", forward, lowered_backward(op, _launch_backward, work_dtype), why_not, _extra_bytes, infer)
+    return Backend(
+        "cpu",
+        forward,
+        lowered_backward(op, _launch_backward, work_dtype),
+        why_not,
+        _extra_bytes,
+        infer,
+    )
 
 
 def _launch_forward(f: NormForward) -> None:
     raw("layer_norm_fwd")(
-        f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd, f.grid.outer, f.grid.columns,
+        f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd,
+        f.grid.outer, f.grid.columns,
         f.row_start, f.eps, f.dropout_p, f.rms,
     )  # fmt: skip
 
 
 def _launch_backward(f: NormBackward) -> None:
     raw("layer_norm_bwd")(
-        f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd, f.seed, f.dx, f.d_residual, f.d_weight, f.d_bias, f.grid.outer,
+        f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd, f.seed, f.dx, f.d_residual,
+        f.d_weight, f.d_bias, f.grid.outer,
         f.grid.columns, f.row_start, f.dropout_p, f.rms,
     )  # fmt: skip
 
@@ -77,4 +117,8 @@ def work_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _extra_bytes(a: Any) -> int:
     """Return the kernels' scratch bytes: a row per thread and backward's partial sums."""
-    return raw("layer_norm_scratch")(a.x, math.prod(a.x.shape[a.x.dim() - a.dims :])) if a.x.numel() else 0
+    return (
+        raw("layer_norm_scratch")(a.x, math.prod(a.x.shape[a.x.dim() - a.dims :]))
+        if a.x.numel()
+        else 0
+    )

@@ -42,7 +42,10 @@ def backend(op: Op) -> Backend:
         return forward(a, save=False)[:1]
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
         results = op.empty_gradients(a, wanted)
         (d_out,) = grads
@@ -55,14 +58,17 @@ def backend(op: Op) -> Backend:
         cos, sin, weight = (plain(t, work) for t in (a.cos, a.sin, a.weight))
         sums = None if d_weight is None else d_weight.new_empty(d_weight.shape, dtype=work)
         torch.ops.pytransformer_C.rotary_bwd.default(
-            rows(d_out.to(a.x.dtype)), rows(a.x), cos, sin, weight, None if weight is None else saved[0].contiguous(), d_x, sums,
+            rows(d_out.to(a.x.dtype)), rows(a.x), cos, sin, weight,
+            None if weight is None else saved[0].contiguous(), d_x, sums,
             a.interleaved, a.weight_offset,
         )  # fmt: skip
         if d_weight is not None and sums is not None:
             d_weight.copy_(sums)
         return results
 
-    return Backend("cpu", forward, backward, lambda a: _why_not("rotary_fwd", a.x, "x"), _extra_bytes, infer)
+    return Backend(
+        "cpu", forward, backward, lambda a: _why_not("rotary_fwd", a.x, "x"), _extra_bytes, infer
+    )
 
 
 def append_backend(op: Op) -> Backend:
@@ -79,8 +85,11 @@ def append_backend(op: Op) -> Backend:
             return outputs
         work = work_dtype(a.query)
         torch.ops.pytransformer_C.append_kv.default(
-            rows(a.query), rows(a.key), rows(a.value), a.key_cache, a.value_cache, plain(a.page_table, torch.int64),
-            plain(a.positions, torch.int64), *(plain(t, work) for t in (a.cos, a.sin, a.q_norm, a.k_norm)), outputs[0], a.interleaved,
+            rows(a.query), rows(a.key), rows(a.value), a.key_cache, a.value_cache,
+            plain(a.page_table, torch.int64),
+            plain(a.positions, torch.int64),
+            *(plain(t, work) for t in (a.cos, a.sin, a.q_norm, a.k_norm)), outputs[0],
+            a.interleaved,
             a.eps, a.weight_offset,
         )  # fmt: skip
         return outputs

@@ -24,7 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # low limits, so that tests run with and without lists
 LISTING_EMULATED = Listing(block=LISTING.block, min_blocks=2, min_pairs=1)
 MADE_BY = {  # pass -> the gradients that it computes
-    "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query", "bwd_dkdv": "d_key and d_value",
+    "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query",
+    "bwd_dkdv": "d_key and d_value",
 }  # fmt: skip
 
 
@@ -39,11 +40,16 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         return out, lse
 
     def backward(
-        a: AttentionProblem, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+        a: AttentionProblem,
+        grads: Sequence[torch.Tensor | None],
+        saved: Any,
+        wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         if a.page_table is not None or a.key_scale is not None:
             raise ValueError(
-                f"attention: {'keys in eight bits have' if a.page_table is None else 'page_table has'} no gradients"
+                "attention:"
+                f" {'keys in eight bits have' if a.page_table is None else 'page_table has'} no"
+                " gradients"
             )
         out, lse = saved
         grad_out, grad_lse = grads
@@ -58,12 +64,18 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             for n, r in by_name.items()
             if n in ("slopes", "table", "sinks")
         }
-        sums |= {n: r if r.dtype in DTYPES else r.float() for n, r in by_name.items() if n in ("mask", "bias")}
+        sums |= {
+            n: r if r.dtype in DTYPES else r.float()
+            for n, r in by_name.items()
+            if n in ("mask", "bias")
+        }
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
         ranges = None if "table" not in sums else _bucket_ranges(*a.buckets, a.query.device)
         cuda_library.call(
-            "attention_bwd", a.query.device, whole_rows(grad_out), None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
-            last_contiguous(out), lse.contiguous(), *_shared(a), *map(by_name.get, ("query", "key", "value")),
+            "attention_bwd", a.query.device, whole_rows(grad_out),
+            None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
+            last_contiguous(out), lse.contiguous(), *_shared(a),
+            *map(by_name.get, ("query", "key", "value")),
             *map(sums.get, ("mask", "bias", "slopes", "table", "sinks")), ranges, a.deterministic,
         )  # fmt: skip
         for name, total in sums.items():
@@ -71,7 +83,9 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
                 by_name[name].copy_(total)
         return results
 
-    return Backend("cuda", forward, backward, why_not, _extra_bytes, note=_note, recorded=cuda_library.recorded)
+    return Backend(
+        "cuda", forward, backward, why_not, _extra_bytes, note=_note, recorded=cuda_library.recorded
+    )
 
 
 def why_not(a: AttentionProblem) -> str | None:
@@ -79,7 +93,10 @@ def why_not(a: AttentionProblem) -> str | None:
     if (reason := cuda_library.why_not("attention_fwd", a.query.device)) is not None:
         return reason
     if a.query.dtype not in DTYPES:
-        return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
+        return (
+            f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the"
+            " backend reference has it"
+        )
     return why_not_sizes(a) or _why_not_blocks(a)
 
 
@@ -96,8 +113,14 @@ def _why_not_blocks(a: AttentionProblem) -> str | None:
     least, size = plan["least_block"] if plan else (0, 0), a.blocks.block_size
     if size[0] >= least[0] and size[1] >= least[1]:
         return None
-    wanted = f"{least[0]} x {least[1]} pairs or more for {str(a.query.dtype).removeprefix('torch.')} of this head size"
-    return f"block masks whose blocks have {wanted}, got {size[0]} x {size[1]}: make the mask with a block_size of 128"
+    wanted = (
+        f"{least[0]} x {least[1]} pairs or more for {str(a.query.dtype).removeprefix('torch.')} of"
+        " this head size"
+    )
+    return (
+        f"block masks whose blocks have {wanted}, got {size[0]} x {size[1]}: make the mask with a"
+        " block_size of 128"
+    )
 
 
 def _note(a: AttentionProblem) -> str | None:
@@ -106,13 +129,24 @@ def _note(a: AttentionProblem) -> str | None:
     The text assumes that all tensors have gradients.
     """
     plan = _plan(a)
-    share = a.blocks.note if a.blocks else a.lists_note(_listing()) if plan and plan["lists_mask"] else None
+    share = (
+        a.blocks.note
+        if a.blocks
+        else a.lists_note(_listing())
+        if plan and plan["lists_mask"]
+        else None
+    )
     mask = f"attn_mask: {share}" if share else None
     if plan is None or not cuda_library.runs_sm90a(a.query.device):
-        split = f"cuda: keys split over up to {plan['splits']} blocks" if plan and plan["splits"] > 1 else None
+        split = (
+            f"cuda: keys split over up to {plan['splits']} blocks"
+            if plan and plan["splits"] > 1
+            else None
+        )
         return "; ".join(part for part in (split, mask) if part) or None
     told = [
-        f"{MADE_BY.get(name, name)} by the {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
+        f"{MADE_BY.get(name, name)} by the"
+        f" {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
         for name, reason in plan["passes"].items()
     ]
     return "; ".join(["cuda: " + "; ".join(told), *([mask] if mask else [])])
@@ -131,7 +165,9 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
-    told = cuda_library.call("attention_plan", a.query.device, a.query, a.key, a.value, *_shared(a), a.deterministic)
+    told = cuda_library.call(
+        "attention_plan", a.query.device, a.query, a.key, a.value, *_shared(a), a.deterministic
+    )
     return json.loads(told)
 
 
@@ -144,7 +180,12 @@ def whole_rows(t: torch.Tensor, multiple: int = 1) -> torch.Tensor:
     per, columns = 16 // t.element_size(), t.shape[-1]
     strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
     whole = max(per, multiple)
-    if columns % whole == 0 and strided and (t.stride(-1) == 1 or columns == 1) and t.data_ptr() % 16 == 0:
+    if (
+        columns % whole == 0
+        and strided
+        and (t.stride(-1) == 1 or columns == 1)
+        and t.data_ptr() % 16 == 0
+    ):
         return t
     padded = t.new_zeros((*t.shape[:-1], -(-columns // whole) * whole))
     padded[..., :columns] = t
@@ -173,9 +214,11 @@ def _shared(a: AttentionProblem) -> list[Any]:
     return [
         a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, *blocks, a.page_table, a.key_scale, a.value_scale, a.dropout_seed, a.lists_mask(_listing()), before, a.align,
+        a.cu_seqlens_k, *blocks, a.page_table, a.key_scale, a.value_scale, a.dropout_seed,
+        a.lists_mask(_listing()), before, a.align,
         a.left, a.right, a.global_keys,
-        a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale, a.softcap, a.dropout_p,
+        a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale,
+        a.softcap, a.dropout_p,
     ]  # fmt: skip
 
 
@@ -184,11 +227,15 @@ def _listing() -> Listing:
 
 
 @functools.lru_cache(maxsize=64)
-def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> torch.Tensor:
+def _bucket_ranges(
+    buckets: int, bidirectional: bool, max_distance: int, device: torch.device
+) -> torch.Tensor:
     """Return (buckets, 2) int32, the half-open range of bucket_row's diagonals of each bucket."""
     row, _, _ = bucket_row(buckets, bidirectional, max_distance, 0, torch.device("cpu"))
     places = [(row == u).nonzero().flatten().tolist() for u in range(buckets)]
-    return torch.tensor([(p[0], p[-1] + 1) if p else (0, 0) for p in places], dtype=torch.int32, device=device)
+    return torch.tensor(
+        [(p[0], p[-1] + 1) if p else (0, 0) for p in places], dtype=torch.int32, device=device
+    )
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
@@ -198,7 +245,9 @@ def _extra_bytes(a: AttentionProblem) -> int:
     row and dq_accum, and the lists of a dense mask's blocks.
     """
     least = _columns_of_a_piece(a)
-    copied = (t for t in (a.query, a.key, a.value) if t.shape[-1] % max(least, 16 // t.element_size()))
+    copied = (
+        t for t in (a.query, a.key, a.value) if t.shape[-1] % max(least, 16 // t.element_size())
+    )
     copies = sum(t.numel() * t.element_size() for t in copied)
     plan = _plan(a)
     lists = a.lists_bytes(_listing()) if plan and plan["lists_mask"] else 0

@@ -41,13 +41,19 @@ PARTIALS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """Return the backend of linear_cross_entropy."""
     kernels = gpu.Kernels(_forward, _backward)
-    ours = gpu.backend("cuda", op, lambda: kernels, check_values, why_not, _extra_bytes, cuda_library.recorded)
+    ours = gpu.backend(
+        "cuda", op, lambda: kernels, check_values, why_not, _extra_bytes, cuda_library.recorded
+    )
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         return op.backends["reference"].forward(a) if a.x.numel() == 0 else ours.forward(a)
 
     def backward(a: Any, *given: Any) -> Any:
-        return op.backends["reference"].backward(a, *given) if a.x.numel() == 0 else ours.backward(a, *given)
+        return (
+            op.backends["reference"].backward(a, *given)
+            if a.x.numel() == 0
+            else ours.backward(a, *given)
+        )
 
     return dataclasses.replace(ours, forward=forward, backward=backward)
 
@@ -60,11 +66,15 @@ def why_not(a: Any) -> str | None:
 def _forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
     (x, weight, bias), rows = _operands(a), len(a.x)
     step = min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
-    partials, picked = torch.empty(step * _partials(a), device=a.x.device), torch.empty(step, device=a.x.device)
+    partials, picked = (
+        torch.empty(step * _partials(a), device=a.x.device),
+        torch.empty(step, device=a.x.device),
+    )
     for part in chunks(rows, step):
         n = len(losses[part])
         cuda_library.call(
-            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], partials[: n * _partials(a)], picked[:n],
+            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part],
+            partials[: n * _partials(a)], picked[:n],
             losses[part], *split_lse[:, part], a.ignore_index, a.label_smoothing,
         )  # fmt: skip
 
@@ -85,7 +95,9 @@ def _backward(
         g = g if scale is None else g * scale
         unscale = 1.0 if scale is None else 1 / scale
         d_logits = None if dx is None and d_weight is None else alloc_padded(x[:step], classes)
-        bias_partials = None if d_bias is None else torch.empty(bias_parts(step), classes, device=device)
+        bias_partials = (
+            None if d_bias is None else torch.empty(bias_parts(step), classes, device=device)
+        )
         width = -(-d // WIDTH) * WIDTH
         dx_part = None if dx is None else torch.empty(step, width, device=device)
         total = d_weight if d_weight is None or d == width else d_weight.new_empty(classes, width)
@@ -95,7 +107,8 @@ def _backward(
             to = None if d_logits is None else d_logits[:n]
             sums = None if bias_partials is None else bias_partials[: bias_parts(n)]
             cuda_library.call(
-                "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], *split_lse[:, part], g[part], to,
+                "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part],
+                *split_lse[:, part], g[part], to,
                 sums,
                 a.ignore_index, a.label_smoothing,
             )  # fmt: skip
@@ -106,7 +119,9 @@ def _backward(
                 assert to is not None and dx_part is not None
                 _gemm(to[:, :classes], weight, dx_part[:n])
                 product = dx_part[:n, :d]
-                dx[part] = torch.where(valid[part], product if scale is None else product * unscale, 0.0)
+                dx[part] = torch.where(
+                    valid[part], product if scale is None else product * unscale, 0.0
+                )
             if d_weight is not None:
                 assert to is not None and total is not None
                 # an ignored row may hold NaN
@@ -152,7 +167,9 @@ def _partials(a: Any) -> int:
 
 def _rows(max_bytes: int, emulated: int, bytes_of_a_row: int) -> int:
     """Return the rows per chunk, a multiple of 128, the height of a GEMM tile."""
-    return max((emulated if cuda_library.emulating() else max_bytes) // bytes_of_a_row // 128, 1) * 128
+    return (
+        max((emulated if cuda_library.emulating() else max_bytes) // bytes_of_a_row // 128, 1) * 128
+    )
 
 
 def _chunk_rows(classes: int) -> int:
@@ -166,7 +183,13 @@ def _extra_bytes(a: Any) -> int:
     in float32 and x, and dweight in float32, twice if its rows are padded.
     """
     rows, (classes, d) = a.target.numel(), a.weight.shape
-    forward = 4 * _partials(a) * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
+    forward = (
+        4
+        * _partials(a)
+        * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
+    )
     chunk = min(rows, _chunk_rows(classes))
-    backward = chunk * (2 * classes + classes // 16 + 6 * d) + 4 * classes * d * (1 if d % WIDTH == 0 else 2)
+    backward = chunk * (2 * classes + classes // 16 + 6 * d) + 4 * classes * d * (
+        1 if d % WIDTH == 0 else 2
+    )
     return max(forward, backward) + 16 * rows  # losses, split lse and g of all rows

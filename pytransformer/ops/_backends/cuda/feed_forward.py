@@ -27,18 +27,25 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Return why the kernels do not support the problem, or None."""
-    return cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape) or gpu.why_not_columns(a)
+    return cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape) or gpu.why_not_columns(
+        a
+    )
 
 
 def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
     x = operand(matrix(a.x))
     hidden = alloc_padded(x, a.w1.shape[0])
-    with result(pre if a.save else None) as pre_to, result(gate if a.save and gate.numel() else None) as gate_to:
+    with (
+        result(pre if a.save else None) as pre_to,
+        result(gate if a.save and gate.numel() else None) as gate_to,
+    ):
         _first_gemms(a, x, hidden, pre_to, gate_to)
     gemm(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), out, bias=a.b2)
 
 
-def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def _backward(
+    a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> None:
     d_out = operand(d_out)
     if "b2" in wanted:
         wanted["b2"].copy_(d_out.sum(0, dtype=torch.float32))
@@ -63,8 +70,10 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
         n: torch.empty(height, columns, device=x.device) for n in ("b1", "gate_bias") if n in wanted
     }
     cuda_library.call(
-        "hidden_bwd", x.device, d_out, operand(matrix(a.w2)), pre, gate, a.dropout_seed, d_pre, d_gate, hidden,
-        partials.get("b1"), partials.get("gate_bias"), _activation(a), a.row_start, a.column_start, a.dropout_p,
+        "hidden_bwd", x.device, d_out, operand(matrix(a.w2)), pre, gate, a.dropout_seed, d_pre,
+        d_gate, hidden,
+        partials.get("b1"), partials.get("gate_bias"), _activation(a), a.row_start, a.column_start,
+        a.dropout_p,
     )  # fmt: skip
     for name, part in partials.items():
         wanted[name].copy_(part.sum(0))
@@ -83,12 +92,17 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
 
 
 def _first_gemms(
-    a: Any, x: torch.Tensor, hidden: torch.Tensor | None, pre: torch.Tensor | None, gate: torch.Tensor | None
+    a: Any,
+    x: torch.Tensor,
+    hidden: torch.Tensor | None,
+    pre: torch.Tensor | None,
+    gate: torch.Tensor | None,
 ) -> None:
     """Write hidden, pre and gate, if not None."""
     w1, gate_weight = (w if w is None else operand(matrix(w)).t() for w in (a.w1, a.gate_weight))
     cuda_library.call(
-        "hidden_fwd", x.device, x, w1, gate_weight, padded_bias(a.b1), padded_bias(a.gate_bias), a.dropout_seed, hidden, pre, gate,
+        "hidden_fwd", x.device, x, w1, gate_weight, padded_bias(a.b1), padded_bias(a.gate_bias),
+        a.dropout_seed, hidden, pre, gate,
         _activation(a), a.row_start, a.column_start, a.dropout_p,
     )  # fmt: skip
 

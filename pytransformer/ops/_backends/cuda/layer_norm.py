@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from ..._core.registry import Backend, Op
-from ..._problem.layer_norm import NORM_SPECS, NormBackward, NormForward, lowered_backward, lowered_forward
+from ..._problem.layer_norm import (
+    NORM_SPECS,
+    NormBackward,
+    NormForward,
+    lowered_backward,
+    lowered_forward,
+)
 from . import library as cuda_library
 
 MOST_COLUMNS = 2**31 - 1
@@ -31,26 +37,32 @@ def backend(op: Op) -> Backend:
         residual, bias, *_ = optional(a)
         for name, t in (("x", a.x), ("residual", residual), ("weight", a.weight), ("bias", bias)):
             if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                return f"float32, bfloat16 or float16, got {name} in {str(t.dtype).removeprefix('torch.')}; the backend reference has it"
+                return (
+                    f"float32, bfloat16 or float16, got {name} in"
+                    f" {str(t.dtype).removeprefix('torch.')}; the backend reference has it"
+                )
         if (columns := math.prod(a.x.shape[a.x.dim() - a.dims :])) > MOST_COLUMNS:
             return f"rows of at most {MOST_COLUMNS:,} numbers, got {columns:,}"
         return None
 
-    return Backend("cuda", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward), why_not, _extra_bytes,
+    return Backend("cuda", lowered_forward(op, _launch_forward),
+        lowered_backward(op, _launch_backward), why_not, _extra_bytes,
         recorded=cuda_library.recorded,
     )  # fmt: skip
 
 
 def _launch_forward(f: NormForward) -> None:
     cuda_library.call(
-        "layer_norm_fwd", f.x.device, f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd, f.grid.outer,
+        "layer_norm_fwd", f.x.device, f.x, f.residual, f.weight, f.bias, f.seed, f.out,
+        f.residual_out, f.mean, f.rstd, f.grid.outer,
         f.grid.columns, f.row_start, f.eps, f.dropout_p, f.rms,
     )  # fmt: skip
 
 
 def _launch_backward(f: NormBackward) -> None:
     cuda_library.call(
-        "layer_norm_bwd", f.h.device, f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd, f.seed, f.dx, f.d_residual,
+        "layer_norm_bwd", f.h.device, f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd,
+        f.seed, f.dx, f.d_residual,
         f.d_weight, f.d_bias, f.grid.outer, f.grid.columns, f.row_start, f.dropout_p, f.rms,
     )  # fmt: skip
 

@@ -35,7 +35,10 @@ def why_not(op: str, device: torch.device) -> str | None:
     """Return why the raw op cannot run with tensors of this device, or None."""
     if emulating():
         if device.type != "cpu":
-            return f"{WRONG_DEVICE}CPU tensors while PYTRANSFORMER_EMULATE is set, and x is on {device}"
+            return (
+                f"{WRONG_DEVICE}CPU tensors while PYTRANSFORMER_EMULATE is set, and x is on"
+                f" {device}"
+            )
         return _why_not_emulated(os.environ["PYTRANSFORMER_EMULATE"], op)
     if device.type != "cuda":
         return f"{WRONG_DEVICE}CUDA devices, and x is on {device}"
@@ -103,14 +106,21 @@ def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str
     here = "{}.{}".format(*capability)
     if capability < OLDEST:
         return f"needs a GPU of compute capability 8.0 or later, and this one has {here}"
-    built = [(int(m[1]), int(m[2]), bool(m[3])) for m in (re.fullmatch(r"sm_(\d+)(\d)([af]?)", a) for a in archs) if m]
+    built = [
+        (int(m[1]), int(m[2]), bool(m[3]))
+        for m in (re.fullmatch(r"sm_(\d+)(\d)([af]?)", a) for a in archs)
+        if m
+    ]
     for major, minor, exact in built:
-        if (major, minor) == capability or (not exact and major == capability[0] and minor <= capability[1]):
+        if (major, minor) == capability or (
+            not exact and major == capability[0] and minor <= capability[1]
+        ):
             return None
     if any(not exact and (major, minor) <= capability for major, minor, exact in built):
         return None  # from PTX
     return (
-        f"the CUDA library was built for {', '.join(archs) or 'no architecture'}, and this GPU has compute capability {here}"
+        f"the CUDA library was built for {', '.join(archs) or 'no architecture'}, and this GPU has"
+        f" compute capability {here}"
     )
 
 
@@ -120,7 +130,11 @@ def runs_sm90a(device: torch.device) -> bool:
     if emulating():
         return path == "sm90"
     built = (native.build_info() or {}).get("cuda", {}).get("archs", ())
-    return path != "portable" and "sm_90a" in built and torch.cuda.get_device_capability(device) == (9, 0)
+    return (
+        path != "portable"
+        and "sm_90a" in built
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 @contextlib.contextmanager
@@ -140,7 +154,9 @@ def ask(op: str, *arguments: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _ask(emulated: bool, op: str, *arguments: Any) -> Any:
-    return getattr(torch.ops.pytransformer_C, f"{'emulated' if emulated else 'cuda'}_{op}")(*arguments)
+    return getattr(torch.ops.pytransformer_C, f"{'emulated' if emulated else 'cuda'}_{op}")(
+        *arguments
+    )
 
 
 def call(op: str, device: torch.device, *arguments: Any) -> Any:
@@ -148,4 +164,6 @@ def call(op: str, device: torch.device, *arguments: Any) -> Any:
     if emulating():
         return getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return getattr(torch.ops.pytransformer_C, f"cuda_{op}")(*arguments, index, torch._C._cuda_getCurrentRawStream(index))
+    return getattr(torch.ops.pytransformer_C, f"cuda_{op}")(
+        *arguments, index, torch._C._cuda_getCurrentRawStream(index)
+    )

@@ -25,17 +25,31 @@ def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
         return reason
     if x.dtype not in DTYPES:
         dtype = str(x.dtype).removeprefix("torch.")
-        return f"bfloat16 or float16, got {dtype}; the backends triton and reference have float32, and reference float64"
+        return (
+            f"bfloat16 or float16, got {dtype}; the backends triton and reference have float32, and"
+            " reference float64"
+        )
     if not cuda_library.runs_sm90a(x.device):
-        return "a GPU of compute capability 9.0 and kernels built for it (sm_90a), not PYTRANSFORMER_CUDA_PATH=portable"
-    if (largest := max(x.numel() // max(1, x.shape[-1]), *sides)) > (most := cuda_library.ask("matmul_largest_side")):
+        return (
+            "a GPU of compute capability 9.0 and kernels built for it (sm_90a), not"
+            " PYTRANSFORMER_CUDA_PATH=portable"
+        )
+    if (largest := max(x.numel() // max(1, x.shape[-1]), *sides)) > (
+        most := cuda_library.ask("matmul_largest_side")
+    ):
         return f"sides of at most {most:,}, got {largest:,}"
     return None
 
 
 def use_cublas(rows: int, columns: int, depth: int) -> bool:
     """Return true if cuBLAS computes a plain GEMM, by csrc/cuda/matmul/sm90/plan.h."""
-    return cuda_library.ask("matmul_use_cublas", rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
+    return cuda_library.ask(
+        "matmul_use_cublas",
+        rows,
+        columns,
+        depth,
+        os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90",
+    )
 
 
 def bias_parts(rows: int) -> int:

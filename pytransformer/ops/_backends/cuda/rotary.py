@@ -28,16 +28,37 @@ def backend(op: Op) -> Backend:
 
     def forward(a: Any, x: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor | None) -> None:
         cuda_library.call(
-            "rotary_fwd", x.device, x, *_tables(a), flat(a.weight), out, rstd, a.interleaved, a.eps, a.weight_offset
+            "rotary_fwd",
+            x.device,
+            x,
+            *_tables(a),
+            flat(a.weight),
+            out,
+            rstd,
+            a.interleaved,
+            a.eps,
+            a.weight_offset,
         )
 
-    def backward(a: Any, d_out: torch.Tensor, x: torch.Tensor, *results: torch.Tensor | None) -> None:
+    def backward(
+        a: Any, d_out: torch.Tensor, x: torch.Tensor, *results: torch.Tensor | None
+    ) -> None:
         cuda_library.call(
-            "rotary_bwd", x.device, d_out, x, *_tables(a), flat(a.weight), *results, a.interleaved, a.weight_offset
+            "rotary_bwd",
+            x.device,
+            d_out,
+            x,
+            *_tables(a),
+            flat(a.weight),
+            *results,
+            a.interleaved,
+            a.weight_offset,
         )
 
     def why_not(a: Any) -> str | None:
-        return _why_not("rotary_fwd", x=a.x, weight=a.weight) or gpu.too_large(MOST_COLUMNS, MOST_ROWS, x=a.x)
+        return _why_not("rotary_fwd", x=a.x, weight=a.weight) or gpu.too_large(
+            MOST_COLUMNS, MOST_ROWS, x=a.x
+        )
 
     def extra_bytes(a: Any) -> int:
         """Return the bytes of backward's partials of the weight's gradient."""
@@ -49,17 +70,28 @@ def backend(op: Op) -> Backend:
 def append_backend(op: Op) -> Backend:
     """Return the backend of append_kv."""
 
-    def append(a: Any, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+    def append(
+        a: Any, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
         cuda_library.call(
-            "append_kv", out.device, *rows, a.key_cache, a.value_cache, flat(a.page_table), a.key_scale, a.value_scale,
-            a.positions.contiguous(), *_tables(a), flat(a.q_norm), flat(a.k_norm), out, a.interleaved, a.eps, a.weight_offset,
+            "append_kv", out.device, *rows, a.key_cache, a.value_cache, flat(a.page_table),
+            a.key_scale, a.value_scale,
+            a.positions.contiguous(), *_tables(a), flat(a.q_norm), flat(a.k_norm), out,
+            a.interleaved, a.eps, a.weight_offset,
         )  # fmt: skip
 
     def why_not(a: Any) -> str | None:
         return (
             _why_not("append_kv", query=a.query, q_norm=a.q_norm, k_norm=a.k_norm)
             or gpu.too_much_room(a, MOST_ROWS)
-            or gpu.too_large(MOST_COLUMNS, MOST_ROWS, query=a.query, key=a.key, value=a.value, key_cache=a.key_cache)
+            or gpu.too_large(
+                MOST_COLUMNS,
+                MOST_ROWS,
+                query=a.query,
+                key=a.key,
+                value=a.value,
+                key_cache=a.key_cache,
+            )
         )
 
     return gpu.append_backend("cuda", op, append, why_not)
@@ -72,7 +104,10 @@ def _why_not(raw: str, **tensors: torch.Tensor | None) -> str | None:
         return reason
     for name, t in tensors.items():
         if t is not None and t.dtype not in DTYPES:
-            return f"float32, bfloat16 or float16, got {name} in {str(t.dtype).removeprefix('torch.')}; the backend reference has it"
+            return (
+                f"float32, bfloat16 or float16, got {name} in"
+                f" {str(t.dtype).removeprefix('torch.')}; the backend reference has it"
+            )
     return None
 
 

@@ -44,7 +44,9 @@ def gradients(
     return results, by_name
 
 
-def no_pairs(op: Op, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def no_pairs(
+    op: Op, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the results of a problem without queries or without keys: out is 0, lse the sink."""
     if a.sinks is not None and lse.numel():
         lse.copy_(op.reference(a)[1])
@@ -54,7 +56,10 @@ def no_pairs(op: Op, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) 
 
 
 def no_pairs_gradients(
-    a: AttentionProblem, by_name: dict[str, torch.Tensor], lse: torch.Tensor, grad_lse: torch.Tensor | None
+    a: AttentionProblem,
+    by_name: dict[str, torch.Tensor],
+    lse: torch.Tensor,
+    grad_lse: torch.Tensor | None,
 ) -> None:
     """Write the gradients of :func:`no_pairs`: zeros, except for the sinks' gradient from lse."""
     for result in by_name.values():

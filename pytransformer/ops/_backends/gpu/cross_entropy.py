@@ -58,7 +58,10 @@ def backend(
         return loss, split_lse, product
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         with as_written(a.x.device):
             results = op.empty_gradients(a, wanted)

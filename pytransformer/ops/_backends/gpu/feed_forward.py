@@ -30,7 +30,9 @@ def backend(
     name: str,
     op: Op,
     run_forward: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None],
-    run_backward: Callable[[Any, torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]], None],
+    run_backward: Callable[
+        [Any, torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]], None
+    ],
     why_not: Callable[[Any], str | None],
     recorded: Recorded,
 ) -> Backend:
@@ -52,13 +54,17 @@ def backend(
             _copy_back(to, out)
         return out, pre, gate
 
-    def backward(a: Any, grads: Tensors, saved: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Tensors:
+    def backward(
+        a: Any, grads: Tensors, saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> Tensors:
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
         (grad,) = grads
         assert grad is not None  # the gradient of the only output, always present
         results = op.empty_gradients(a, wanted)
-        targets = by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
+        targets = by_name = {
+            name: r for name, r in zip(op.differentiable, results) if r is not None
+        }
         with as_written(a.x.device):
             if "x" in by_name:
                 targets = by_name | {"x": _target(by_name["x"])}

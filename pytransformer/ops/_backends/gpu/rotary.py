@@ -43,7 +43,10 @@ def backend(
         return out, rstd
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+        a: Any,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
         results = op.empty_gradients(a, wanted)
         (d_out,) = grads
@@ -52,9 +55,15 @@ def backend(
         d_x, d_weight = results
         if d_x is None and (a.weight is None or d_weight is None):
             return results
-        sums = None if d_weight is None or d_weight.is_contiguous() else d_weight.new_empty(d_weight.shape)
+        sums = (
+            None
+            if d_weight is None or d_weight.is_contiguous()
+            else d_weight.new_empty(d_weight.shape)
+        )
         rstd = None if a.weight is None else saved[0].contiguous()
-        launch[1](a, rows(d_out.to(a.x.dtype)), rows(a.x), rstd, d_x, d_weight if sums is None else sums)
+        launch[1](
+            a, rows(d_out.to(a.x.dtype)), rows(a.x), rstd, d_x, d_weight if sums is None else sums
+        )
         if d_weight is not None and sums is not None:
             d_weight.copy_(sums)
         return results
@@ -62,7 +71,9 @@ def backend(
     return Backend(name, forward, backward, why_not, extra_bytes, recorded=recorded)
 
 
-def append_backend(name: str, op: Op, launch: Append, why_not: Reason, recorded: Recorded | None = None) -> Backend:
+def append_backend(
+    name: str, op: Op, launch: Append, why_not: Reason, recorded: Recorded | None = None
+) -> Backend:
     """Return the backend of append_kv."""
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:

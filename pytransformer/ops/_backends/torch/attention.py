@@ -71,8 +71,10 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
             for n, rows, keys in _sequences(a):
                 places = (rows, keys, keys)
                 _differentiate(
-                    n, _padded(grad_out, rows), None if grad_lse is None else grad_lse[:, rows][None], _padded(out, rows),
-                    lse[:, rows][None], [None if r is None else _padded(r, p) for r, p in zip(results, places)],
+                    n, _padded(grad_out, rows),
+                    None if grad_lse is None else grad_lse[:, rows][None], _padded(out, rows),
+                    lse[:, rows][None], [None if r is None else _padded(r, p) for r,
+                        p in zip(results, places)],
                 )  # fmt: skip
         return results
 
@@ -87,7 +89,8 @@ def why_not(a: Any) -> str | None:
     device = a.query.device.type
     if device not in ("cpu", "cuda"):
         return (
-            f"{WRONG_DEVICE}the CPU and on GPUs that torch calls cuda: elsewhere PyTorch's kernels keep no lse that was tested"
+            f"{WRONG_DEVICE}the CPU and on GPUs that torch calls cuda: elsewhere PyTorch's kernels"
+            " keep no lse that was tested"
         )
     if a.dropout_p:
         return "PyTorch's kernels draw another dropout mask than ours"
@@ -123,9 +126,15 @@ def _why_not_packed(a: Any) -> str | None:
 def _why_not_on_gpu(a: Any) -> str | None:
     head_dim = a.query.shape[3]
     if head_dim % 8 or a.value.shape[3] != head_dim:
-        return f"on a GPU equal head sizes that are multiples of 8, got {head_dim} and {a.value.shape[3]}"
+        return (
+            f"on a GPU equal head sizes that are multiples of 8, got {head_dim} and"
+            f" {a.value.shape[3]}"
+        )
     if _kernel(a.query, a.key, a.value, _has_mask(a), a.causal != "none") is None:
-        return "PyTorch has no fused kernel for this (torch.backends.cuda.can_use_flash_attention tells why)"
+        return (
+            "PyTorch has no fused kernel for this (torch.backends.cuda.can_use_flash_attention"
+            " tells why)"
+        )
     return None
 
 
@@ -134,7 +143,12 @@ def _has_mask(a: Any) -> bool:
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool, is_causal: bool, backward: bool = False
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masked: bool,
+    is_causal: bool,
+    backward: bool = False,
 ) -> SDPBackend | None:
     """Return the kernel on a GPU.
 
@@ -145,15 +159,23 @@ def _kernel(
     """
     mask = query.new_empty(()).expand(*query.shape[:3], key.shape[2]) if masked else None
     grouped = query.shape[1] != key.shape[1]
-    given = torch.backends.cuda.SDPAParams(query, key, value, mask, 0.0, is_causal and not masked, grouped)
+    given = torch.backends.cuda.SDPAParams(
+        query, key, value, mask, 0.0, is_causal and not masked, grouped
+    )
     if masked or backward:
         if not masked and torch.backends.cuda.can_use_flash_attention(given):
             return SDPBackend.FLASH_ATTENTION
-        return SDPBackend.EFFICIENT_ATTENTION if torch.backends.cuda.can_use_efficient_attention(given) else None
+        return (
+            SDPBackend.EFFICIENT_ATTENTION
+            if torch.backends.cuda.can_use_efficient_attention(given)
+            else None
+        )
     hopper = torch.cuda.get_device_capability(query.device)[0] == 9
     if hopper and query.shape[2] > 1 and torch.backends.cuda.can_use_cudnn_attention(given):
         return SDPBackend.CUDNN_ATTENTION
-    choice = SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, is_causal, enable_gqa=grouped))
+    choice = SDPBackend(
+        torch._fused_sdp_choice(query, key, value, None, 0.0, is_causal, enable_gqa=grouped)
+    )
     fused = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     return choice if choice in fused else None
 
@@ -221,7 +243,9 @@ def _differentiate(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(p.dead, 0.0)
     if grad_lse is not None:
         more = MORE_COLUMNS[out.device.type]
-        query, key, value, grad_out, out = equal_widths(p.query, p.key, p.value, grad_out, out, more=more)
+        query, key, value, grad_out, out = equal_widths(
+            p.query, p.key, p.value, grad_out, out, more=more
+        )
         out[..., -1], grad_out[..., -1] = -grad_lse, 1.0
         p = replace(p, query=query, key=key, value=value)
     for result, grad in zip(results, _backward(p, a.scale, grad_out, out, lse)):
@@ -232,15 +256,23 @@ def _differentiate(
 def _forward(p: Lowered, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     qkv = (p.query, p.key, p.value)
     if p.query.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, p.is_causal, attn_mask=p.mask, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *qkv, 0.0, p.is_causal, attn_mask=p.mask, scale=scale
+        )
         return out, lse
     kernel = _kernel(*qkv, p.mask is not None, p.is_causal)
     if kernel == SDPBackend.FLASH_ATTENTION:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(*qkv, 0.0, p.is_causal, False, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            *qkv, 0.0, p.is_causal, False, scale=scale
+        )
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*qkv, p.mask, True, 0.0, p.is_causal, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            *qkv, p.mask, True, 0.0, p.is_causal, scale=scale
+        )
     elif kernel == SDPBackend.CUDNN_ATTENTION:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*qkv, p.mask, True, 0.0, p.is_causal, False, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *qkv, p.mask, True, 0.0, p.is_causal, False, scale=scale
+        )
     else:
         raise NotLaunched("PyTorch has no fused kernel for this")
     return out, lse.reshape(*lse.shape[:2], -1)[..., : p.query.shape[2]]
@@ -252,14 +284,25 @@ def _backward(
     qkv = (p.query, p.key, p.value)
     if p.query.device.type == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(grad_out, *qkv, out, lse.contiguous(), 0.0, p.is_causal, attn_mask=p.mask, scale=scale)
+        return op(
+            grad_out, *qkv, out, lse.contiguous(), 0.0, p.is_causal, attn_mask=p.mask, scale=scale
+        )
     kernel = _kernel(*qkv, p.mask is not None, p.is_causal, backward=True)
     seed = torch.empty((), dtype=torch.int64, device=out.device)  # of an unused dropout
     with _equal_bits():
         if kernel == SDPBackend.FLASH_ATTENTION:
             lengths = (None, None, p.query.shape[2], p.key.shape[2])
             return aten._scaled_dot_product_flash_attention_backward(
-                grad_out, *qkv, out, lse.contiguous(), *lengths, 0.0, p.is_causal, seed, seed, scale=scale
+                grad_out,
+                *qkv,
+                out,
+                lse.contiguous(),
+                *lengths,
+                0.0,
+                p.is_causal,
+                seed,
+                seed,
+                scale=scale,
             )
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
             lse = pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=math.inf)
@@ -273,7 +316,10 @@ def _backward(
 @contextlib.contextmanager
 def _equal_bits() -> Iterator[None]:
     """Make PyTorch's backward kernels on a GPU sum in a fixed order."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -286,11 +332,19 @@ def _equal_bits() -> Iterator[None]:
 
 def _sequences(a: Any) -> Iterator[tuple[Any, slice, slice]]:
     """Yield each sequence as a padded problem of batch 1, with its query rows and key rows."""
-    common = a._asdict() | dict.fromkeys(PADDED_ONLY) | dict(query_lengths=None, key_lengths=None, query_start=0, key_start=0)
+    common = (
+        a._asdict()
+        | dict.fromkeys(PADDED_ONLY)
+        | dict(query_lengths=None, key_lengths=None, query_start=0, key_start=0)
+    )
     for queries, keys in zip(pairwise(a.cu_seqlens_q.tolist()), pairwise(a.cu_seqlens_k.tolist())):
         rows, places = slice(*queries), slice(*keys)
         if rows.start < rows.stop:
-            tensors = dict(query=_padded(a.query, rows), key=_padded(a.key, places), value=_padded(a.value, places))
+            tensors = dict(
+                query=_padded(a.query, rows),
+                key=_padded(a.key, places),
+                value=_padded(a.value, places),
+            )
             yield SimpleNamespace(**common | tensors), rows, places
 
 

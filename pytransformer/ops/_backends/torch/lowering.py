@@ -60,7 +60,10 @@ def why_not_lowered(a: Any) -> str | None:
     floating = [t for t in dense if t.dtype != torch.bool]
     num_queries, num_keys = a.query.shape[2], a.key.shape[2]
     if floating and a.query.device.type != "cpu":
-        return "takes no floating masks and biases on a GPU, where PyTorch rounds them to query's dtype"
+        return (
+            "takes no floating masks and biases on a GPU, where PyTorch rounds them to query's"
+            " dtype"
+        )
     if any(t.requires_grad for t in floating):
         return "gives no gradient of masks and biases"
     if any(t.shape[3] == 1 < num_keys for t in floating):
@@ -87,16 +90,26 @@ def _part_shapes(a: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     causal = not (a.causal == "none" or kernels_causal(a) or sees_all(a))
     own: list[tuple[int, ...]] = []
     if causal or a.left >= 0 or a.right >= 0 or a.query_segments is not None:
-        per_sequence = (lengths and a.causal == "bottom_right") or a.prefix_lengths is not None or a.query_segments is not None
+        per_sequence = (
+            (lengths and a.causal == "bottom_right")
+            or a.prefix_lengths is not None
+            or a.query_segments is not None
+        )
         own.append((batch if per_sequence else 1, 1, num_queries, num_keys))
-    others: list[tuple[int, ...]] = [(batch, 1, num_queries, 1)] if a.query_lengths is not None else []
+    others: list[tuple[int, ...]] = (
+        [(batch, 1, num_queries, 1)] if a.query_lengths is not None else []
+    )
     return own, others + ([(batch, 1, 1, num_keys)] if a.key_lengths is not None else [])
 
 
 def kernels_causal(a: Any) -> bool:
     """Return true if the kernels' causal flag, aligned top left, equals the problem's causality."""
-    square = a.query.shape[2] == a.key.shape[2] and a.query_lengths is None and a.key_lengths is None
-    return a.prefix_lengths is None and (a.causal == "top_left" or (a.causal == "bottom_right" and square))
+    square = (
+        a.query.shape[2] == a.key.shape[2] and a.query_lengths is None and a.key_lengths is None
+    )
+    return a.prefix_lengths is None and (
+        a.causal == "top_left" or (a.causal == "bottom_right" and square)
+    )
 
 
 def sees_all(a: Any) -> bool:
@@ -127,13 +140,21 @@ def lower(a: Any) -> Lowered:
     else:
         found = _by_rows_and_keys(n, parts, terms, is_causal)
     mask, dead, unseen = found[0], _if_any(found[1]), _if_any(_of_key_heads(n, found[2]))
-    query, key, value = (last_contiguous(t if work is None else t.to(work)) for t in (n.query, n.key, n.value))
-    query, key, value = _read_as_zero(query, dead), _read_as_zero(key, unseen), _read_as_zero(value, unseen)
+    query, key, value = (
+        last_contiguous(t if work is None else t.to(work)) for t in (n.query, n.key, n.value)
+    )
+    query, key, value = (
+        _read_as_zero(query, dead),
+        _read_as_zero(key, unseen),
+        _read_as_zero(value, unseen),
+    )
     query, key, value = equal_widths(query, key, value)
     return Lowered(query, key, value, mask, is_causal, dead, unseen)
 
 
-def _by_rows_and_keys(n: Any, parts: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], is_causal: bool) -> _Masks:
+def _by_rows_and_keys(
+    n: Any, parts: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], is_causal: bool
+) -> _Masks:
     """Return (mask, dead, unseen) in memory linear in the lengths.
 
     Only full rows and full keys are hidden, and pairs by causality.
@@ -145,7 +166,9 @@ def _by_rows_and_keys(n: Any, parts: Sequence[torch.Tensor], terms: Sequence[tor
     keys = reduce(and_, by_key).expand(-1, -1, 1, num_keys) if by_key else None
     mask, dead, unseen = None, None, None
     if keys is not None or terms:
-        keys = torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=device) if keys is None else keys
+        keys = (
+            torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=device) if keys is None else keys
+        )
         mask = _mask(n, keys, terms)
         dead, unseen = ~keys.any(-1), ~keys[:, :, 0]
         if is_causal:  # query i sees keys up to i: none if the first visible key is later
@@ -154,8 +177,14 @@ def _by_rows_and_keys(n: Any, parts: Sequence[torch.Tensor], terms: Sequence[tor
     if rows is not None:
         dead = ~rows if dead is None else dead | ~rows
     if rows is not None or (is_causal and num_keys > num_queries):
-        live = torch.ones(1, 1, num_queries, dtype=torch.bool, device=device) if rows is None else rows
-        queries = torch.arange(1, num_queries + 1, device=device) if is_causal else torch.tensor(num_keys, device=device)
+        live = (
+            torch.ones(1, 1, num_queries, dtype=torch.bool, device=device) if rows is None else rows
+        )
+        queries = (
+            torch.arange(1, num_queries + 1, device=device)
+            if is_causal
+            else torch.tensor(num_keys, device=device)
+        )
         past = torch.arange(num_keys, device=device) >= (live * queries).amax(-1, keepdim=True)
         unseen = past if unseen is None else unseen | past
     return mask, dead, unseen
@@ -172,14 +201,17 @@ def _mask(n: Any, visible: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch
         top = total.amax(-1)
         if bool(((top.abs() >= LOST) | top.isnan()).logical_and(visible.any(-1)).any()):
             raise NotLaunched(
-                f"the terms added to the scores of a row are all beyond {LOST:.0e}, where PyTorch's gradient is wrong"
+                f"the terms added to the scores of a row are all beyond {LOST:.0e}, where PyTorch's"
+                " gradient is wrong"
             )
         return total.to(work)
     if n.query.device.type == "cpu":
         return torch.zeros(visible.shape, dtype=work).masked_fill_(~visible, -math.inf)
     batch, heads, num_queries, _ = n.query.shape
     *lead, num_keys = visible.shape
-    mask = torch.zeros(*lead, -(-num_keys // 16) * 16, dtype=n.query.dtype, device=n.query.device)[..., :num_keys]
+    mask = torch.zeros(*lead, -(-num_keys // 16) * 16, dtype=n.query.dtype, device=n.query.device)[
+        ..., :num_keys
+    ]
     return mask.masked_fill_(~visible, -math.inf).expand(batch, heads, num_queries, num_keys)
 
 

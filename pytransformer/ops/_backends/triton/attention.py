@@ -28,7 +28,10 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         return out, lse
 
     def backward(
-        a: AttentionProblem, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+        a: AttentionProblem,
+        grads: Sequence[torch.Tensor | None],
+        saved: Any,
+        wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         from pytransformer.kernels.attention.bwd import backward as run
 
@@ -36,18 +39,33 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             raise ValueError("attention: page_table has no gradients")
         out, lse = saved
         grad_out, grad_lse = grads
-        grad_out = torch.zeros_like(out) if grad_out is None else last_contiguous(grad_out.to(out.dtype))
+        grad_out = (
+            torch.zeros_like(out) if grad_out is None else last_contiguous(grad_out.to(out.dtype))
+        )
         results, by_name = gradients(op, a, wanted)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         run(_contiguous(a), grad_out, grad_lse, last_contiguous(out), lse.contiguous(), by_name)
         return results
 
-    return Backend("triton", forward, backward, why_not, _extra_bytes, note=_note, recorded=availability.recorded)
+    return Backend(
+        "triton",
+        forward,
+        backward,
+        why_not,
+        _extra_bytes,
+        note=_note,
+        recorded=availability.recorded,
+    )
 
 
 def why_not(a: AttentionProblem) -> str | None:
     """Return why the kernels do not support the problem, or None."""
-    return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_blocks(a) or _why_not_shared(a.query, a.value)
+    return (
+        availability.why_not(query=a.query)
+        or why_not_sizes(a)
+        or _why_not_blocks(a)
+        or _why_not_shared(a.query, a.value)
+    )
 
 
 def _why_not_blocks(a: AttentionProblem) -> str | None:
@@ -65,13 +83,20 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
 
     The limit affects compute capability 8.6, 8.9 and 12.0.
     """
-    if query.device.type != "cuda" or query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= 128:
+    if (
+        query.device.type != "cuda"
+        or query.dtype != torch.float32
+        or max(query.shape[-1], value.shape[-1]) <= 128
+    ):
         return None
     # Missing in torch's stubs.
     has = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     if has >= WIDE_SHARED:
         return None
-    return f"float32 with head sizes above 128 wants {WIDE_SHARED:,} bytes of shared memory in backward, this GPU has {has:,}"
+    return (
+        f"float32 with head sizes above 128 wants {WIDE_SHARED:,} bytes of shared memory in"
+        f" backward, this GPU has {has:,}"
+    )
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
@@ -85,7 +110,9 @@ def _extra_bytes(a: AttentionProblem) -> int:
     from pytransformer.kernels.attention.problem import listing_of
 
     listed = listing_of(a)
-    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim) + (a.lists_bytes(listed) if listed else 0)
+    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim) + (
+        a.lists_bytes(listed) if listed else 0
+    )
 
 
 def _note(a: AttentionProblem) -> str | None:
@@ -101,4 +128,6 @@ def _note(a: AttentionProblem) -> str | None:
 
 
 def _contiguous(a: AttentionProblem) -> AttentionProblem:
-    return a._replace(query=last_contiguous(a.query), key=last_contiguous(a.key), value=last_contiguous(a.value))
+    return a._replace(
+        query=last_contiguous(a.query), key=last_contiguous(a.key), value=last_contiguous(a.value)
+    )

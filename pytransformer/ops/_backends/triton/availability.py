@@ -30,14 +30,21 @@ def why_not(**tensors: torch.Tensor | None) -> str | None:
         return reason
     double = (name for name, t in tensors.items() if t is not None and t.dtype == torch.float64)
     return next(
-        (f"float32, bfloat16 or float16, got {name} in float64; the backend reference has it" for name in double), None
+        (
+            f"float32, bfloat16 or float16, got {name} in float64; the backend reference has it"
+            for name in double
+        ),
+        None,
     )
 
 
 def _unavailable(device: torch.device, name: str) -> str | None:
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreting and device.type == "cpu"):
-        return f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and {name} is on {device}"
+        return (
+            f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and {name}"
+            f" is on {device}"
+        )
     if device.type == "cuda" and (reason := native.why_not_nvidia()):
         return reason
     if not _installed("triton"):
@@ -45,11 +52,16 @@ def _unavailable(device: torch.device, name: str) -> str | None:
     if not _installed("pytransformer.kernels"):
         return "needs the kernels installed: pip install -e . in the checkout"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "compute capability 8.0 or higher, got {}.{}".format(*torch.cuda.get_device_capability(device))
+        return "compute capability 8.0 or higher, got {}.{}".format(
+            *torch.cuda.get_device_capability(device)
+        )
     from pytransformer.kernels._lang import INTERPRETED
 
     if interpreting != INTERPRETED:
-        return "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before Python starts"
+        return (
+            "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before"
+            " Python starts"
+        )
     return None
 
 

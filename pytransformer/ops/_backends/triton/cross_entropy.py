@@ -15,7 +15,9 @@ from . import availability
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """Return the backend of linear_cross_entropy."""
-    return gpu.backend("triton", op, _load, check_values, why_not, _extra_bytes, availability.recorded)
+    return gpu.backend(
+        "triton", op, _load, check_values, why_not, _extra_bytes, availability.recorded
+    )
 
 
 def _load() -> gpu.Kernels:
@@ -41,4 +43,7 @@ def _extra_bytes(a: Any) -> int:
     rows, step = a.target.numel(), chunk_rows(classes)
     part = min(classes, part_rows(d)) if rows > step else 0
     chunk = min(rows, step) * classes
-    return chunk * (4 if a.x.dtype == torch.float32 else 4 + a.x.element_size()) + 4 * (classes + part) * d
+    return (
+        chunk * (4 if a.x.dtype == torch.float32 else 4 + a.x.element_size())
+        + 4 * (classes + part) * d
+    )

@@ -27,7 +27,9 @@ def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -
     forward(_matrices(a), out, *_saved(a, pre, gate))
 
 
-def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def _backward(
+    a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> None:
     from pytransformer.kernels.feed_forward.bwd import backward
 
     backward(_matrices(a), d_out, *_saved(a, *saved), wanted)
@@ -45,12 +47,19 @@ def why_not(a: Any) -> str | None:
 
 def _matrices(a: Any) -> Any:
     """Return the arguments with x as a matrix and contiguous biases."""
-    biases = {name: None if (b := getattr(a, name)) is None else b.contiguous() for name in ("b1", "b2", "gate_bias")}
+    biases = {
+        name: None if (b := getattr(a, name)) is None else b.contiguous()
+        for name in ("b1", "b2", "gate_bias")
+    }
     return a._replace(x=matrix(a.x), **biases)
 
 
-def _saved(a: Any, pre: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _saved(
+    a: Any, pre: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return pre and gate as matrices, or None if not saved or without a gate."""
     if not a.save:
         return None, None
-    return pre.view(-1, pre.shape[-1]), None if a.gate_weight is None else gate.view(-1, gate.shape[-1])
+    return pre.view(-1, pre.shape[-1]), None if a.gate_weight is None else gate.view(
+        -1, gate.shape[-1]
+    )

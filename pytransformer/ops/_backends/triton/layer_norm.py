@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from ..._core.registry import Backend, Op
-from ..._problem.layer_norm import NORM_SPECS, Grid, NormBackward, NormForward, lowered_backward, lowered_forward
+from ..._problem.layer_norm import (
+    NORM_SPECS,
+    Grid,
+    NormBackward,
+    NormForward,
+    lowered_backward,
+    lowered_forward,
+)
 from . import availability
 
 
@@ -28,7 +35,8 @@ def backend(op: Op) -> Backend:
         return None
 
     return Backend(
-        "triton", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward), why_not, _extra_bytes,
+        "triton", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward),
+        why_not, _extra_bytes,
         recorded=availability.recorded,
     )  # fmt: skip
 
@@ -49,7 +57,8 @@ def _launch_backward(f: NormBackward) -> None:
     from pytransformer.kernels.layer_norm.rows import Dropout
 
     backward(
-        *(_view(f.grid, t) for t in (f.d_out, f.d_residual_out, f.h)), _flat(f.weight), _flat(f.mean), _flat(f.rstd),
+        *(_view(f.grid, t) for t in (f.d_out, f.d_residual_out, f.h)), _flat(f.weight),
+        _flat(f.mean), _flat(f.rstd),
         *(_view(f.grid, t) for t in (f.dx, f.d_residual)), _flat(f.d_weight), _flat(f.d_bias),
         rms=f.rms, dropout=Dropout(f.seed, f.row_start, f.dropout_p),
     )  # fmt: skip
@@ -71,4 +80,8 @@ def _extra_bytes(a: Any) -> int:
     columns = math.prod(a.x.shape[a.x.dim() - a.dims :])
     config, wide = tile(columns, a.x.element_size(), a.x.device, backward=True)
     rows = a.x.numel() // max(1, columns)
-    return 8 * columns * min(BLOCKS if wide else programs(a.x.device, config.warps), -(-rows // config.ROWS))
+    return (
+        8
+        * columns
+        * min(BLOCKS if wide else programs(a.x.device, config.warps), -(-rows // config.ROWS))
+    )
