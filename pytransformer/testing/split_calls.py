@@ -71,9 +71,11 @@ def placements(name: str, t: Tensor, ways: Sequence[Way]) -> list[Placement]:
     """Return an argument's placements for the ways; broadcast dimensions are replicated."""
     found = [way.argument(ARGUMENT.get(name, name)) for way in ways]
     fits = (
-        p if isinstance(p, Replicate) or (p.dim < t.dim() and t.shape[p.dim] > 1) else Replicate()
+        p
+        if isinstance(p, Replicate) or (p.dim < t.dim() and t.shape[p.dim] > 1)  # type: ignore[attr-defined]
+        else Replicate()
         for p in found
-    )  # type: ignore[attr-defined]
+    )
     return [p if name not in ("attn_mask", "bias") or t.dim() == 4 else Replicate() for p in fits]
 
 

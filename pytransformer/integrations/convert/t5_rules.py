@@ -35,9 +35,9 @@ class BiasTable:
             and unhooked(table) is None
         ):
             return table.weight
-        return super().compute_bias(
+        return super().compute_bias(  # type: ignore[misc]
             query_length, key_length, device=device, past_seen_tokens=past_seen_tokens
-        )  # type: ignore[misc]
+        )
 
 
 class T5Attention(BiasTable):
