@@ -13,6 +13,8 @@ import hashlib
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
+# numbers of activations, and the arguments of attention's raw ops
+SHARED = ("activation.h", "attention_arguments.h")
 
 
 def bindings(csrc: Path = CSRC) -> list[Path]:
@@ -22,8 +24,7 @@ def bindings(csrc: Path = CSRC) -> list[Path]:
 def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
     found = hashlib.sha256()
     sources = bindings(csrc) if part == "cpu" else sorted(csrc.glob(f"{part}/*"))
-    # maps activation names to numbers
-    for path in [*sources, *sorted(csrc.glob("common/activation.h"))]:
+    for path in [*sources, *(csrc / "common" / name for name in SHARED)]:
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
 

@@ -11,49 +11,59 @@
 #include <cmath>
 #include <map>
 #include <tuple>
+#include <type_traits>
 
+#include "../common/attention_arguments.h"
 #include "reader.h"
 
 namespace pt::fast_path {
 namespace {
 
-#define TERMS                                                                                      \
-  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table,                   \
-      const Maybe &starts, const Maybe &sinks, const Maybe &query_lengths,                         \
-      const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,          \
-      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, \
-      const Maybe &block_entries, const Maybe &block_bits, const Maybe &page_table,                \
-      const Maybe &key_scale, const Maybe &value_scale, const Maybe &seed, bool bidirectional,     \
-      int64_t align, int64_t left, int64_t right, int64_t global_keys, int64_t batch_start,        \
-      int64_t head_start, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k,    \
-      double scale, double softcap, double dropout_p
+using MaybeTensor = Maybe;
+// The dispatcher takes optional tensors by reference.
+template <class T>
+using Passed = std::conditional_t<std::is_same_v<T, MaybeTensor>, const MaybeTensor&, T>;
+#define PT_PASSED(type, name, schema) , Passed<type>
 using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const Tensor& out, const Tensor& lse, TERMS);
+                              const Tensor& out,
+                              const Tensor& lse PT_CPU_ATTENTION_ARGUMENTS(PT_PASSED));
 using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query,
                                const Tensor& key, const Tensor& value, const Tensor& out,
-                               const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk,
-                               const Maybe& dv, const Maybe& dmask, const Maybe& dbias,
-                               const Maybe& dslopes, const Maybe& dtable, const Maybe& dsinks);
-#undef TERMS
+                               const Tensor& lse PT_CPU_ATTENTION_ARGUMENTS(PT_PASSED),
+                               const Maybe& dq, const Maybe& dk, const Maybe& dv,
+                               const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes,
+                               const Maybe& dtable, const Maybe& dsinks);
+#undef PT_PASSED
 
-// Call f with the arguments that forward and backward share.
-template <class A, class F>
-void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F& f) {
+struct AttentionArguments {
+  PT_CPU_ATTENTION_ARGUMENTS(PT_MEMBER)
+};
+
+// Return the arguments that forward and backward share.
+template <class A>
+AttentionArguments arguments(const typename A::Inputs& t, const AttentionNumbers& n) {
   const auto work = work_dtype(t[A::kQuery]);
-  const auto term = [](const Tensor& given) { return maybe(given); };
   constexpr bool packed = A::kDim == 3;
   const Tensor& pages = pick<A::kPageTable>(t);
-  const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2);
-  const int64_t max_k =
-      packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
-  f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work),
-    vector(t[A::kTable], work), term(t[A::kStarts]), vector(t[A::kSinks], work),
-    term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)),
-    term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)),
-    term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(),
-    Maybe(), Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align,
-    n.left, n.right, n.global_keys, 0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+  AttentionArguments a{};
+  a.mask = maybe(pick<A::kMask>(t)), a.bias = maybe(pick<A::kBias>(t));
+  a.slopes = vector(t[A::kSlopes], work), a.sinks = vector(t[A::kSinks], work);
+  a.table = vector(t[A::kTable], work), a.bucket_starts = maybe(t[A::kStarts]);
+  a.query_lengths = maybe(pick<A::kQueryLengths>(t));
+  a.key_lengths = maybe(pick<A::kKeyLengths>(t));
+  a.prefix_lengths = maybe(pick<A::kPrefixLengths>(t));
+  a.query_segments = maybe(pick<A::kQuerySegments>(t));
+  a.key_segments = maybe(pick<A::kKeySegments>(t));
+  a.cu_seqlens_q = maybe(pick<A::kCuQ>(t)), a.cu_seqlens_k = maybe(pick<A::kCuK>(t));
+  a.page_table = maybe(pages), a.dropout_seed = maybe(t[A::kSeed]);
+  a.align = n.align, a.left = n.left, a.right = n.right, a.global_keys = n.global_keys;
+  a.num_queries = packed ? n.max_q : t[A::kQuery].size(2);
+  a.num_keys = packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
+  a.scale = n.scale, a.softcap = n.softcap, a.dropout_p = n.dropout_p;
+  a.bidirectional = n.bidirectional;
+  return a;
 }
+#define PT_FIELD(type, name, schema) , a.name
 
 }  // namespace
 
@@ -69,8 +79,8 @@ typename AttentionOp<W>::Outputs AttentionOp<W>::forward(const Inputs& t, const 
   const Tensor lse = empty(shape, query.options().dtype(work_dtype(query)));
   const Tensor q = last_contiguous(query), k = last_contiguous(t[W::kKey]),
                v = last_contiguous(value);
-  with_terms<AttentionOp>(t, n,
-                          [&](const auto&... terms) { raw.call(q, k, v, out, lse, terms...); });
+  const AttentionArguments a = arguments<AttentionOp>(t, n);
+  raw.call(q, k, v, out, lse PT_CPU_ATTENTION_ARGUMENTS(PT_FIELD));
   return {out, lse};
 }
 
@@ -90,12 +100,11 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
     results[i] = i <= W::kValue ? empty_in_order(t[i])
                                 : at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
   }
-  with_terms<AttentionOp>(t, n, [&](const auto&... terms) {
-    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]),
-             maybe(results[W::kKey]), maybe(results[W::kValue]), maybe(pick<W::kMask>(results)),
-             maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]), maybe(results[W::kTable]),
-             maybe(results[W::kSinks]));
-  });
+  const AttentionArguments a = arguments<AttentionOp>(t, n);
+  raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse PT_CPU_ATTENTION_ARGUMENTS(PT_FIELD),
+           maybe(results[W::kQuery]), maybe(results[W::kKey]), maybe(results[W::kValue]),
+           maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)),
+           maybe(results[W::kSlopes]), maybe(results[W::kTable]), maybe(results[W::kSinks]));
   for (size_t i = W::kValue + 1; i < W::kDifferentiable; i++)
     if (wanted[i]) results[i] = deliver(results[i], t[i]);
   return results;

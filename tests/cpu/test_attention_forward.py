@@ -29,11 +29,6 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ISAS = torch.ops.pytransformer_C.cpu_isas() if WHY_NOT is None else []
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALIGN = {None: 0, "top_left": 1, "bottom_right": 2}
-TERMS = ("mask", "bias", "slopes", "table", "starts", "sinks", "query_lengths", "key_lengths",
-    "prefix_lengths", "query_segments",
-         "key_segments", "cu_q", "cu_k", "block_offsets", "block_entries", "block_bits",
-         "page_table",
-         "key_scale", "value_scale")  # fmt: skip
 
 
 @pytest.fixture(params=ISAS)
@@ -84,11 +79,18 @@ def raw(
     out = torch.full((*query.shape[:-1], value.shape[-1]), math.nan, dtype=query.dtype)
     lse = torch.full((heads, rows) if query.dim() == 3 else query.shape[:3], math.nan)
     longest = longest or (query.shape[2], key.shape[2])
-    torch.ops.pytransformer_C.attention_fwd(
-        query, key, value, out, lse, *(terms.get(name) for name in TERMS), torch.tensor(77), False,
-        ALIGN[causal], left, right, first,
-        0, 0, *starts, *longest, query.shape[-1] ** -0.5, 0.0, p,
-    )  # fmt: skip
+    raw = torch.ops.pytransformer_C.attention_fwd.default
+    given = {
+        "query": query, "key": key, "value": value, "out": out, "lse": lse, **terms,
+        "dropout_seed": torch.tensor(77), "align": ALIGN[causal], "left": left, "right": right,
+        "global_keys": first, "query_start": starts[0], "key_start": starts[1],
+        "num_queries": longest[0], "num_keys": longest[1], "scale": query.shape[-1] ** -0.5,
+        "dropout_p": p,
+    }  # fmt: skip
+    names = [argument.name for argument in raw._schema.arguments]
+    assert given.keys() <= set(names)
+    tensors = {a.name for a in raw._schema.arguments if "Tensor" in str(a.type)}
+    raw(*(given.get(name, None if name in tensors else 0) for name in names))
     return out, lse
 
 
@@ -215,7 +217,7 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
         pack(t["key"], lengths_k),
         pack(t["value"], lengths_k),
     )
-    packed, packed_lse = raw(query, key, value, cu_q=offsets(lengths_q), cu_k=offsets(lengths_k),
+    packed, packed_lse = raw(query, key, value, cu_seqlens_q=offsets(lengths_q), cu_seqlens_k=offsets(lengths_k),
         longest=(130, 1040),
                              causal="bottom_right", p=p)  # fmt: skip
     torch.testing.assert_close(packed[:-3], pack(out, lengths_q)[:-3], rtol=1e-5, atol=1e-6)
@@ -425,4 +427,11 @@ def test_wide_heads_are_refused() -> None:
 def test_offsets_are_checked(cu: list[int], message: str) -> None:
     query, key = torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     with pytest.raises(RuntimeError, match=message):
-        raw(query, key, key, cu_q=torch.tensor([0, 4, 9]), cu_k=torch.tensor(cu), longest=(6, 6))
+        raw(
+            query,
+            key,
+            key,
+            cu_seqlens_q=torch.tensor([0, 4, 9]),
+            cu_seqlens_k=torch.tensor(cu),
+            longest=(6, 6),
+        )

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "common/attention_arguments.h"
 #include "cpu/attention/problem.h"
 #include "cpu/core/binding.h"
 
@@ -16,9 +17,9 @@ PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);
 
 namespace {
 
+using pt::MaybeTensor;
 using pt::ScalarType;
 using pt::Tensor;
-using Maybe = pt::MaybeTensor;
 using pt::binding::IndexCopies;
 
 constexpr const char* kOp = "attention";
@@ -36,20 +37,21 @@ void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_
 const void* read(const Tensor& t, const char* name) { return pt::read_address(kOp, t, name); }
 void* write(const Tensor& t, const char* name) { return pt::write_address(kOp, t, name); }
 
-const int64_t* integers(const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
+const int64_t* integers(const MaybeTensor& t, const char* name,
+                        std::initializer_list<int64_t> shape) {
   if (!t) return nullptr;
   check_shape(*t, name, shape);
   STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->is_contiguous(), name,
                   " is not a contiguous int64 tensor");
   return static_cast<const int64_t*>(read(*t, name));
 }
-const int64_t* copied_integers(IndexCopies& copies, const Maybe& t, const char* name,
+const int64_t* copied_integers(IndexCopies& copies, const MaybeTensor& t, const char* name,
                                std::initializer_list<int64_t> shape) {
   const int64_t* data = integers(t, name, shape);
   return t ? copies.copy<int64_t>(data, t->numel()) : nullptr;
 }
 
-void* statistics(const Maybe& t, const char* name, ScalarType work,
+void* statistics(const MaybeTensor& t, const char* name, ScalarType work,
                  std::initializer_list<int64_t> shape) {
   if (!t) return nullptr;
   check_shape(*t, name, shape);
@@ -69,7 +71,7 @@ pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
                 : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
 }
 
-pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p,
+pt::Dense dense(const MaybeTensor& t, const char* name, const pt::AttentionProblem& p,
                 bool may_be_boolean) {
   pt::Dense d;
   if (!t) return d;
@@ -110,12 +112,13 @@ void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64
 
 // Read a block mask: query block n has the entries offsets[n] .. offsets[n + 1]. Check every key
 // block and bits index, because kernels compute addresses from them.
-pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe& entries,
-                         const Maybe& bits, const pt::AttentionProblem& p) {
+pt::BlockMask block_mask(IndexCopies& copies, const MaybeTensor& offsets,
+                         const MaybeTensor& entries, const MaybeTensor& bits,
+                         const pt::AttentionProblem& p) {
   pt::BlockMask m;
   if (!offsets) return m;
   STD_TORCH_CHECK(entries && bits, "block_offsets, block_entries and block_bits come together");
-  for (const Maybe* t : {&offsets, &entries, &bits})
+  for (const MaybeTensor* t : {&offsets, &entries, &bits})
     STD_TORCH_CHECK((*t)->scalar_type() == ScalarType::Int && (*t)->is_contiguous(),
                     "a tensor of the block mask is not contiguous int32");
   STD_TORCH_CHECK(offsets->dim() == 3 && bits->dim() == 3,
@@ -155,7 +158,7 @@ pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe&
 }
 
 // Read paged keys and values, and check every table entry that kernels compute an address from.
-pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key,
+pt::Pages pages_of(IndexCopies& copies, const MaybeTensor& table, const Tensor& key,
                    const pt::AttentionProblem& p, int64_t key_start) {
   pt::Pages pages;
   if (!table) return pages;
@@ -188,7 +191,7 @@ void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value,
 }
 
 // Return the scales of 8-bit keys or values, one per row of `key`, with any strides.
-pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key,
+pt::RowScales scales_of(const MaybeTensor& t, const char* name, const Tensor& key,
                         const pt::AttentionProblem& p) {
   STD_TORCH_CHECK(t.has_value() == (p.eight != pt::EightBits::none), name,
                   " comes with keys in eight bits, and with no others");
@@ -198,32 +201,10 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key,
   return {static_cast<const float*>(read(*t, name)), {t->stride(0), t->stride(1), t->stride(2), 1}};
 }
 
-// Shared arguments of forward and backward, after their outputs.
-#define ATTENTION_PARAMETERS                                                                      \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks,            \
-      Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths, Maybe query_segments,         \
-      Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,       \
-      Maybe block_bits, Maybe page_table, Maybe key_scale, Maybe value_scale, Maybe dropout_seed, \
-      bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys,        \
-      int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start,            \
-      int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
-#define ATTENTION_ARGUMENTS                                                                       \
-  mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths,    \
-      query_segments, key_segments, cu_q, cu_k, block_offsets, block_entries, block_bits,         \
-      page_table, key_scale, value_scale, dropout_seed, bidirectional, align, left, right,        \
-      global_keys, batch_start, head_start, query_start, key_start, max_q, max_k, scale, softcap, \
-      dropout_p
-#define ATTENTION_SCHEMA                                                                           \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? "     \
-  "sinks, Tensor? query_lengths, "                                                                 \
-  "Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, "    \
-  "Tensor? cu_q, Tensor? cu_k, "                                                                   \
-  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? " \
-  "key_scale, Tensor? value_scale, "                                                               \
-  "Tensor? dropout_seed, bool bidirectional, int align, int left, int right, int global_keys, "    \
-  "int batch_start, int head_start, "                                                              \
-  "int query_start, int key_start, int max_q, int max_k, float scale, float softcap, float "       \
-  "dropout_p"
+// The arguments that forward and backward share.
+struct AttentionArguments {
+  PT_CPU_ATTENTION_ARGUMENTS(PT_MEMBER)
+};
 
 ScalarType work_of(const pt::AttentionProblem& p) {
   return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float;
@@ -231,10 +212,10 @@ ScalarType work_of(const pt::AttentionProblem& p) {
 
 // Build the problem. The tensors and the copies must outlive it.
 pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key,
-                             const Tensor& value, ATTENTION_PARAMETERS) {
+                             const Tensor& value, const AttentionArguments& a) {
   pt::AttentionProblem p{};
-  const bool packed = cu_q.has_value(), paged = page_table.has_value();
-  STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
+  const bool packed = a.cu_seqlens_q.has_value(), paged = a.page_table.has_value();
+  STD_TORCH_CHECK(a.cu_seqlens_k.has_value() == packed, "cu_q and cu_k come together");
   STD_TORCH_CHECK(!packed || !paged, "packed sequences have no pages");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed),
   p.vs = strides_of(value, "value", packed);
@@ -242,18 +223,18 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   check_dtypes(query, key, value, p);
   constexpr int head = 1;
   const int length = packed ? 0 : 2, last = packed ? 2 : 3;
-  p.B = packed ? cu_q->numel() - 1 : query.size(0);
+  p.B = packed ? a.cu_seqlens_q->numel() - 1 : query.size(0);
   p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
   const int64_t q_rows = query.size(length), k_rows = key.size(length);
-  STD_TORCH_CHECK(!packed || (max_q >= 0 && max_k >= 0), "max_q and max_k are ", max_q, " and ",
-                  max_k, "; wanted at least 0");
-  p.Lq = packed ? std::min(max_q, q_rows) : q_rows,
-  p.Lk = packed ? std::min(max_k, k_rows) : k_rows;
+  STD_TORCH_CHECK(!packed || (a.num_queries >= 0 && a.num_keys >= 0), "max_q and max_k are ",
+                  a.num_queries, " and ", a.num_keys, "; wanted at least 0");
+  p.Lq = packed ? std::min(a.num_queries, q_rows) : q_rows,
+  p.Lk = packed ? std::min(a.num_keys, k_rows) : k_rows;
   if (paged) {
     STD_TORCH_CHECK(p.Lk >= 1, "pages have no rows");
-    STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == p.B,
+    STD_TORCH_CHECK(a.page_table->dim() == 2 && a.page_table->size(0) == p.B,
                     "page_table has the wrong shape");
-    p.Lk *= page_table->size(1);
+    p.Lk *= a.page_table->size(1);
   }
   constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
   STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ",
@@ -269,57 +250,57 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
     check_shape(key, "key", {sequences, p.Hkv, k_rows, p.D}),
         check_shape(value, "value", {sequences, p.Hkv, k_rows, p.Dv});
   }
-  p.key_scale = scales_of(key_scale, "key_scale", key, p),
-  p.value_scale = scales_of(value_scale, "value_scale", key, p);
+  p.key_scale = scales_of(a.key_scale, "key_scale", key, p),
+  p.value_scale = scales_of(a.value_scale, "value_scale", key, p);
   const ScalarType work = work_of(p);
   p.q = read(query, "query"), p.k = read(key, "key"), p.v = read(value, "value");
 
-  p.mask = dense(mask, "mask", p, true), p.bias = dense(bias, "bias", p, false);
-  p.blocks = block_mask(copies, block_offsets, block_entries, block_bits, p);
-  STD_TORCH_CHECK(!mask || !block_offsets, "mask and a block mask exclude each other");
-  p.slopes = statistics(slopes, "slopes", work, {p.Hq}),
-  p.sinks = statistics(sinks, "sinks", work, {p.Hq});
-  if (table) {
-    p.buckets = table->size(0);
-    p.table = statistics(table, "table", work, {p.buckets, p.Hq});
+  p.mask = dense(a.mask, "mask", p, true), p.bias = dense(a.bias, "bias", p, false);
+  p.blocks = block_mask(copies, a.block_offsets, a.block_entries, a.block_bits, p);
+  STD_TORCH_CHECK(!a.mask || !a.block_offsets, "mask and a block mask exclude each other");
+  p.slopes = statistics(a.slopes, "slopes", work, {p.Hq}),
+  p.sinks = statistics(a.sinks, "sinks", work, {p.Hq});
+  if (a.table) {
+    p.buckets = a.table->size(0);
+    p.table = statistics(a.table, "table", work, {p.buckets, p.Hq});
     p.bucket_starts =
-        integers(bucket_starts, "bucket_starts", {bidirectional ? p.buckets / 2 : p.buckets});
-    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (bidirectional ? 2 : 1),
+        integers(a.bucket_starts, "bucket_starts", {a.bidirectional ? p.buckets / 2 : p.buckets});
+    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (a.bidirectional ? 2 : 1),
                     "table needs bucket_starts and at least one bucket a direction");
   }
 
   // batch_start and head_start only enter dropout's counter words, modulo 2^32, so any value is
   // valid.
   const std::pair<int64_t, const char*> starts[] = {
-      {query_start, "query_start"}, {key_start, "key_start"}, {global_keys, "global_keys"}};
+      {a.query_start, "query_start"}, {a.key_start, "key_start"}, {a.global_keys, "global_keys"}};
   for (auto [start, name] : starts) pt::check_start(kOp, start, name);
-  p.query_lengths = copied_integers(copies, query_lengths, "query_lengths", {p.B});
-  p.key_lengths = copied_integers(copies, key_lengths, "key_lengths", {p.B});
-  p.prefix_lengths = copied_integers(copies, prefix_lengths, "prefix_lengths", {p.B});
-  check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq),
-      check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
-  check_lengths(p.prefix_lengths, "prefix_lengths", p.B, key_start + p.Lk);
-  p.pages = pages_of(copies, page_table, key, p, key_start);
-  p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}),
-  p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
-  STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(),
+  p.query_lengths = copied_integers(copies, a.query_lengths, "query_lengths", {p.B});
+  p.key_lengths = copied_integers(copies, a.key_lengths, "key_lengths", {p.B});
+  p.prefix_lengths = copied_integers(copies, a.prefix_lengths, "prefix_lengths", {p.B});
+  check_lengths(p.query_lengths, "query_lengths", p.B, a.query_start + p.Lq),
+      check_lengths(p.key_lengths, "key_lengths", p.B, a.key_start + p.Lk);
+  check_lengths(p.prefix_lengths, "prefix_lengths", p.B, a.key_start + p.Lk);
+  p.pages = pages_of(copies, a.page_table, key, p, a.key_start);
+  p.query_segments = integers(a.query_segments, "query_segments", {p.B, p.Lq}),
+  p.key_segments = integers(a.key_segments, "key_segments", {p.B, p.Lk});
+  STD_TORCH_CHECK(a.query_segments.has_value() == a.key_segments.has_value(),
                   "query_segments and key_segments come together");
-  p.cu_q = copied_integers(copies, cu_q, "cu_seqlens_q", {p.B + 1});
-  p.cu_k = copied_integers(copies, cu_k, "cu_seqlens_k", {p.B + 1});
+  p.cu_q = copied_integers(copies, a.cu_seqlens_q, "cu_seqlens_q", {p.B + 1});
+  p.cu_k = copied_integers(copies, a.cu_seqlens_k, "cu_seqlens_k", {p.B + 1});
   if (packed) {
     check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq),
         check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
-    STD_TORCH_CHECK(!mask && !bias && !block_offsets && !query_segments,
+    STD_TORCH_CHECK(!a.mask && !a.bias && !a.block_offsets && !a.query_segments,
                     "packed sequences take no dense mask or bias, no block mask and no segments");
   }
 
-  STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");
-  p.align = pt::Align(align), p.left = left, p.right = right, p.global_keys = global_keys,
-  p.bidirectional = bidirectional;
-  p.batch_start = batch_start, p.head_start = head_start, p.query_start = query_start,
-  p.key_start = key_start;
-  p.scale = scale, p.softcap = softcap, p.drop_threshold = pt::drop_threshold_of(dropout_p);
-  if (p.drop_threshold > 0) p.seed = pt::seed_of(kOp, dropout_seed);
+  STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "align is ", a.align, "; wanted 0, 1 or 2");
+  p.align = pt::Align(a.align), p.left = a.left, p.right = a.right, p.global_keys = a.global_keys,
+  p.bidirectional = a.bidirectional;
+  p.batch_start = a.batch_start, p.head_start = a.head_start, p.query_start = a.query_start,
+  p.key_start = a.key_start;
+  p.scale = a.scale, p.softcap = a.softcap, p.drop_threshold = pt::drop_threshold_of(a.dropout_p);
+  if (p.drop_threshold > 0) p.seed = pt::seed_of(kOp, a.dropout_seed);
   p.threads = pt::pool_threads();
   return p;
 }
@@ -355,10 +336,11 @@ void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
     }
 }
 
-void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
-                   ATTENTION_PARAMETERS) {
+void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out,
+                   Tensor lse PT_CPU_ATTENTION_ARGUMENTS(PT_PARAMETER)) {
   IndexCopies copies;
-  pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
+  const AttentionArguments a{PT_CPU_ATTENTION_ARGUMENTS(PT_VALUE)};
+  pt::AttentionProblem p = problem(copies, query, key, value, a);
   add_outputs(p, query, out, lse);
   if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0));
   else if (p.cu_q) clear_rest<float>(p, query.size(0));
@@ -366,7 +348,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
 }
 
 // Return the address and strides of the gradient `t` of `of`.
-void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed,
+void* gradient(const MaybeTensor& t, const char* name, const Tensor& of, bool packed,
                pt::Strides* strides) {
   if (!t) return nullptr;
   *strides = strides_of(*t, name, packed);
@@ -376,7 +358,8 @@ void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed,
   return write(*t, name);
 }
 
-pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, ScalarType work) {
+pt::DenseGrad dense_gradient(const MaybeTensor& t, const char* name, const MaybeTensor& of,
+                             ScalarType work) {
   pt::DenseGrad g;
   if (!t) return g;
   STD_TORCH_CHECK(of && of->scalar_type() != ScalarType::Bool, name,
@@ -398,13 +381,15 @@ void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, i
       std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
 }
 
-void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value,
-                   Tensor out, Tensor lse, ATTENTION_PARAMETERS, Maybe dq, Maybe dk, Maybe dv,
-                   Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
+void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value,
+                   Tensor out, Tensor lse PT_CPU_ATTENTION_ARGUMENTS(PT_PARAMETER), MaybeTensor dq,
+                   MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask, MaybeTensor dbias,
+                   MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks) {
   STD_TORCH_CHECK(!page_table, "pages have no gradients");
   STD_TORCH_CHECK(!key_scale, "keys in eight bits have no gradients");
   IndexCopies copies;
-  pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
+  const AttentionArguments a{PT_CPU_ATTENTION_ARGUMENTS(PT_VALUE)};
+  pt::AttentionProblem p = problem(copies, query, key, value, a);
   add_outputs(p, query, out, lse);
   const bool packed = p.cu_q;
   const ScalarType work = lse.scalar_type();
@@ -421,8 +406,8 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
   }
   g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks),
   g.dv = gradient(dv, "dv", value, packed, &g.dvs);
-  g.d_mask = dense_gradient(dmask, "dmask", mask, work),
-  g.d_bias = dense_gradient(dbias, "dbias", bias, work);
+  g.d_mask = dense_gradient(dmask, "dmask", a.mask, work),
+  g.d_bias = dense_gradient(dbias, "dbias", a.bias, work);
   STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table) && (!dsinks || p.sinks),
                   "dslopes, dtable or dsinks without slopes, table or sinks");
   g.d_slopes = statistics(dslopes, "dslopes", work, {p.Hq});
@@ -438,7 +423,7 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
 }
 
 // Describe the gradient that dense_gradient() would return for a floating-point term.
-pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* data) {
+pt::DenseGrad planned_gradient(const pt::Dense& term, const MaybeTensor& of, void* data) {
   pt::DenseGrad g;
   if (!of || term.boolean) return g;
   g.data = data;
@@ -449,14 +434,16 @@ pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* dat
 }
 
 // Return the scratch bytes of forward, and of backward with all gradients if requested.
-int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARAMETERS,
-                          bool backward) {
+int64_t attention_scratch(Tensor query, Tensor key,
+                          Tensor value PT_CPU_ATTENTION_ARGUMENTS(PT_PARAMETER), bool backward) {
   IndexCopies copies;
-  const pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
+  const AttentionArguments a{PT_CPU_ATTENTION_ARGUMENTS(PT_VALUE)};
+  const pt::AttentionProblem p = problem(copies, query, key, value, a);
   void* any = const_cast<void*>(p.q);  // placeholder for every gradient; never written
   pt::AttentionGrads g{};
   g.dq = g.dk = g.dv = any;
-  g.d_mask = planned_gradient(p.mask, mask, any), g.d_bias = planned_gradient(p.bias, bias, any);
+  g.d_mask = planned_gradient(p.mask, a.mask, any),
+  g.d_bias = planned_gradient(p.bias, a.bias, any);
   g.d_slopes = p.slopes ? any : nullptr, g.d_table = p.table ? any : nullptr,
   g.d_sinks = p.sinks ? any : nullptr;
   return PT_SELECT(attention_kernels).scratch_bytes(p, backward ? &g : nullptr);
@@ -467,15 +454,15 @@ int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARA
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) "
-      "lse, " ATTENTION_SCHEMA ") -> ()");
+      "lse" PT_CPU_ATTENTION_ARGUMENTS(PT_SCHEMA) ") -> ()");
   m.def(
       "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, " ATTENTION_SCHEMA
+      "Tensor out, Tensor lse" PT_CPU_ATTENTION_ARGUMENTS(PT_SCHEMA)
       ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, "
       "Tensor(f!)? dslopes, Tensor(g!)? dtable, "
       "Tensor(h!)? dsinks) -> ()");
-  m.def("attention_scratch(Tensor query, Tensor key, Tensor value, " ATTENTION_SCHEMA
-        ", bool backward) -> int");
+  m.def("attention_scratch(Tensor query, Tensor key, Tensor value" PT_CPU_ATTENTION_ARGUMENTS(
+      PT_SCHEMA) ", bool backward) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {

@@ -72,9 +72,10 @@ void pack_pair_bits(AttentionBinding& e, bool by_queries, bool by_keys, bool dro
   if (dropout && p.draws_once()) make(f, p.keep_bits, true, true);
 }
 
-void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
-                   PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device, int64_t stream_) {
-  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
+void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out,
+                   Tensor lse PT_CUDA_ATTENTION_ARGUMENTS(PT_PARAMETER), int64_t device,
+                   int64_t stream_) {
+  AttentionBinding e(query, key, value, {PT_CUDA_ATTENTION_ARGUMENTS(PT_VALUE)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   pack_key_padding(e, lse, stream);
@@ -167,13 +168,13 @@ void reduce_partials(AttentionBinding& e, const AttentionBackward& g, int tiles,
 }
 
 void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value,
-                   Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) MaybeTensor dq,
+                   Tensor out, Tensor lse PT_CUDA_ATTENTION_ARGUMENTS(PT_PARAMETER), MaybeTensor dq,
                    MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask, MaybeTensor dbias,
                    MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks,
                    MaybeTensor bucket_ranges, bool deterministic, int64_t device, int64_t stream_) {
   STD_TORCH_CHECK(!page_table && !key_scale,
                   "attention: page_table and keys in eight bits have no gradients");
-  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
+  AttentionBinding e(query, key, value, {PT_CUDA_ATTENTION_ARGUMENTS(PT_VALUE)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   pack_key_padding(e, lse, stream);
@@ -220,10 +221,10 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 // Return a call's plan with all gradients as JSON: per pass the reason why the sm_90a kernels do
 // not run it, or null; the number of float32 values in dq_accum; the minimum queries and keys of a
 // block of a block mask; and if a dense mask gets block lists.
-std::string attention_plan(Tensor query, Tensor key, Tensor value,
-                           PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
-                           int64_t) {
-  AttentionBinding e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)},
+std::string attention_plan(Tensor query, Tensor key,
+                           Tensor value PT_CUDA_ATTENTION_ARGUMENTS(PT_PARAMETER),
+                           bool deterministic, int64_t device, int64_t) {
+  AttentionBinding e(query, key, value, {PT_CUDA_ATTENTION_ARGUMENTS(PT_VALUE)},
                      AttentionBinding::Purpose::plan);
   const DeviceGuard guard(device);
   e.take_key_padding();
@@ -265,19 +266,19 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value,
 
 }  // namespace
 
-#define PT_QUERY_KEY_VALUE "Tensor query, Tensor key, Tensor value, "
+#define PT_QUERY_KEY_VALUE "Tensor query, Tensor key, Tensor value"
+#define PT_SHARED PT_CUDA_ATTENTION_ARGUMENTS(PT_SCHEMA)
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(PT_EDGE_OP("attention_fwd(" PT_QUERY_KEY_VALUE
-                   "Tensor(a!) out, Tensor(b!) lse, " PT_ATTENTION_ARGUMENTS(
-                       PT_SCHEMA) "int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP("attention_fwd(" PT_QUERY_KEY_VALUE ", Tensor(a!) out, Tensor(b!) lse" PT_SHARED
+                   ", int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("attention_bwd(Tensor grad_out, Tensor? grad_lse, " PT_QUERY_KEY_VALUE
-                   "Tensor out, Tensor lse, " PT_ATTENTION_ARGUMENTS(
-                       PT_SCHEMA) "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? "
-                                  "dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
-                                  "Tensor(g!)? dtable, Tensor(h!)? dsinks, Tensor? bucket_ranges, "
-                                  "bool deterministic, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("attention_plan(" PT_QUERY_KEY_VALUE PT_ATTENTION_ARGUMENTS(
-      PT_SCHEMA) "bool deterministic, int device, int stream) -> str"));
+                   ", Tensor out, Tensor lse" PT_SHARED
+                   ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, "
+                   "Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable, "
+                   "Tensor(h!)? dsinks, Tensor? bucket_ranges, bool deterministic, int device, "
+                   "int stream) -> ()"));
+  m.def(PT_EDGE_OP("attention_plan(" PT_QUERY_KEY_VALUE PT_SHARED
+                   ", bool deterministic, int device, int stream) -> str"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("attention_fwd"), TORCH_BOX(&attention_fwd));

@@ -8,58 +8,16 @@
 
 #include <vector>
 
+#include "common/attention_arguments.h"
 #include "cuda/attention/plan.h"
 #include "cuda/binding.h"
 
 namespace pt::cuda {
 
-// Arguments of every raw attention op: X(type, name, its type in the schema).
-#define PT_ATTENTION_ARGUMENTS(X)              \
-  X(MaybeTensor, mask, "Tensor?")              \
-  X(MaybeTensor, bias, "Tensor?")              \
-  X(MaybeTensor, slopes, "Tensor?")            \
-  X(MaybeTensor, diagonals, "Tensor?")         \
-  X(MaybeTensor, sinks, "Tensor?")             \
-  X(MaybeTensor, query_lengths, "Tensor?")     \
-  X(MaybeTensor, key_lengths, "Tensor?")       \
-  X(MaybeTensor, prefix_lengths, "Tensor?")    \
-  X(MaybeTensor, query_segments, "Tensor?")    \
-  X(MaybeTensor, key_segments, "Tensor?")      \
-  X(MaybeTensor, cu_q, "Tensor?")              \
-  X(MaybeTensor, cu_k, "Tensor?")              \
-  X(MaybeTensor, block_offsets, "Tensor?")     \
-  X(MaybeTensor, block_entries, "Tensor?")     \
-  X(MaybeTensor, key_block_offsets, "Tensor?") \
-  X(MaybeTensor, key_block_entries, "Tensor?") \
-  X(MaybeTensor, block_bits, "Tensor?")        \
-  X(MaybeTensor, page_table, "Tensor?")        \
-  X(MaybeTensor, key_scale, "Tensor?")         \
-  X(MaybeTensor, value_scale, "Tensor?")       \
-  X(MaybeTensor, dropout_seed, "Tensor?")      \
-  X(bool, list_mask, "bool")                   \
-  X(int64_t, before, "int")                    \
-  X(int64_t, align, "int")                     \
-  X(int64_t, left, "int")                      \
-  X(int64_t, right, "int")                     \
-  X(int64_t, global_keys, "int")               \
-  X(int64_t, batch_start, "int")               \
-  X(int64_t, head_start, "int")                \
-  X(int64_t, query_start, "int")               \
-  X(int64_t, key_start, "int")                 \
-  X(int64_t, max_q, "int")                     \
-  X(int64_t, max_k, "int")                     \
-  X(double, scale, "float")                    \
-  X(double, softcap, "float")                  \
-  X(double, dropout_p, "float")
-#define PT_PARAMETER(type, name, schema) type name,
-#define PT_ARGUMENT(type, name, schema) name,
-#define PT_SCHEMA(type, name, schema) schema " " #name ", "
-#define PT_MEMBER(type, name, schema) type name;
-
 inline constexpr const char* kAttention = "attention";
 
 struct AttentionArguments {
-  PT_ATTENTION_ARGUMENTS(PT_MEMBER)
+  PT_CUDA_ATTENTION_ARGUMENTS(PT_MEMBER)
 };
 
 // Builds a problem from tensors and owns its scratch. With Purpose::plan nothing is launched and
@@ -71,8 +29,9 @@ class AttentionBinding {
   AttentionBinding(const Tensor& query, const Tensor& key, const Tensor& value,
                    const AttentionArguments& a, Purpose purpose = Purpose::call)
       : planning_(purpose == Purpose::plan) {
-    packed_ = a.cu_q.has_value();
-    STD_TORCH_CHECK(a.cu_k.has_value() == packed_, "attention: cu_q and cu_k come together");
+    packed_ = a.cu_seqlens_q.has_value();
+    STD_TORCH_CHECK(a.cu_seqlens_k.has_value() == packed_,
+                    "attention: cu_seqlens_q and cu_seqlens_k come together");
     read_rows(query, key, value, a);
     read_bounds(a);
     read_score_mod(a);
@@ -241,17 +200,18 @@ class AttentionBinding {
                     "attention: query, key and value must have ", dims(), " dimensions");
     const int length = packed_ ? 0 : 2, last = int(dims()) - 1;
     p.dtype = dtype_of(query, "query");
-    p.sequences = int(packed_ ? a.cu_q->numel() - 1 : query.size(0));
+    p.sequences = int(packed_ ? a.cu_seqlens_q->numel() - 1 : query.size(0));
     STD_TORCH_CHECK(key.size(1) > 0, "attention: key has no heads");
     for (const Tensor* t : {&query, &key, &value})
       for (int64_t d = 0; d < dims(); ++d)
         STD_TORCH_CHECK(t->size(d) < int64_t(1) << 31, "attention: sizes must be below 2^31, got ",
                         t->size(d));
     p.heads = int(query.size(1)), p.group = p.heads / int(key.size(1));
-    STD_TORCH_CHECK(a.max_q >= 0 && a.max_k >= 0 && a.max_q < 1 << 28 && a.max_k < 1 << 28,
-                    "attention: max_q and max_k must be from 0 to 2^28 - 1");
-    p.num_queries = int(packed_ ? a.max_q : query.size(2)),
-    p.num_keys = int(packed_ ? a.max_k : key.size(2));
+    STD_TORCH_CHECK(
+        a.num_queries >= 0 && a.num_keys >= 0 && a.num_queries < 1 << 28 && a.num_keys < 1 << 28,
+        "attention: num_queries and num_keys must be from 0 to 2^28 - 1");
+    p.num_queries = int(packed_ ? a.num_queries : query.size(2)),
+    p.num_keys = int(packed_ ? a.num_keys : key.size(2));
     p.head_dim = int(query.size(last)), p.value_dim = int(value.size(last));
     p.total_queries = query.size(length), p.total_keys = key.size(length);
     STD_TORCH_CHECK(p.head_dim >= 1 && p.value_dim >= 1 && p.head_dim <= 256 && p.value_dim <= 256,
@@ -337,8 +297,8 @@ class AttentionBinding {
     p.key_segments = integers(a.key_segments, "key_segments", n * p.num_keys);
     STD_TORCH_CHECK(!p.query_segments == !p.key_segments,
                     "attention: query_segments and key_segments come together");
-    p.cu_queries = integers(a.cu_q, "cu_seqlens_q", n + 1),
-    p.cu_keys = integers(a.cu_k, "cu_seqlens_k", n + 1);
+    p.cu_queries = integers(a.cu_seqlens_q, "cu_seqlens_q", n + 1),
+    p.cu_keys = integers(a.cu_seqlens_k, "cu_seqlens_k", n + 1);
   }
 
   void read_score_mod(const AttentionArguments& a) {

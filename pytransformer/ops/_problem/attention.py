@@ -8,6 +8,7 @@ do not use are None or 0.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,6 +37,7 @@ class Listing:
 # pairs of several heads. Neither is measured.
 LISTING = Listing(block=128, min_blocks=64, min_pairs=8)
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
+BLOCKS = ("block_offsets", "block_entries", "key_block_offsets", "key_block_entries", "block_bits")
 
 
 def compact(t: torch.Tensor) -> torch.Tensor:
@@ -44,6 +46,21 @@ def compact(t: torch.Tensor) -> torch.Tensor:
         if stride == 0 and t.shape[d] > 1:
             t = t.narrow(d, 0, 1)
     return t
+
+
+@functools.cache
+def _names(raw: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in raw._schema.arguments)
+
+
+def bind(raw: torch._ops.OpOverload, a: AttentionProblem, given: dict[str, Any]) -> list[Any]:
+    """Return a raw op's arguments in its order: those of ``given``, else the problem's, by name.
+
+    csrc/common/attention_arguments.h lists the arguments. Slopes, table and sinks are contiguous
+    and have the dtype of the scores.
+    """
+    given = {name: t.to(a.work).contiguous() for name, t in a.by_head.items()} | given
+    return [given[name] if name in given else getattr(a, name) for name in _names(raw)]
 
 
 class AttentionProblem:
@@ -248,14 +265,7 @@ class AttentionProblem:
     @property
     def blocks(self) -> Blocks | None:
         """The block mask."""
-        lists = (
-            self.block_offsets,
-            self.block_entries,
-            self.key_block_offsets,
-            self.key_block_entries,
-            self.block_bits,
-        )
-        found = [t for t in lists if t is not None]
+        found = [t for t in (getattr(self, name) for name in BLOCKS) if t is not None]
         return Blocks(*found) if found else None
 
     # ---- score_mod
@@ -268,6 +278,12 @@ class AttentionProblem:
         """
         both = (("mask", self.mask), ("bias", self.bias))
         return {name: t for name, t in both if t is not None and t.is_floating_point()}
+
+    @property
+    def by_head(self) -> dict[str, torch.Tensor]:
+        """Slopes, table and sinks by name, if given."""
+        terms = (("slopes", self.slopes), ("table", self.table), ("sinks", self.sinks))
+        return {name: t for name, t in terms if t is not None}
 
     @property
     def has_score_mod(self) -> bool:

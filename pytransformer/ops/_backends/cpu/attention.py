@@ -14,11 +14,11 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import last_contiguous
-from ..._problem.attention import ALIGN, AttentionProblem
+from ..._problem.attention import AttentionProblem, bind
 from ...masks import bucket_starts
 
 MAX_HEAD_DIM = 512
-NONE, NOTHING = frozenset((None,)), (None,) * 20  # the raw op's optional arguments
+OPERANDS = ("query", "key", "value")
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
@@ -41,29 +41,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
     def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         check_values(a)
         out, lse = op.empty_outputs(a)
-        tensors, numbers = _native_arguments(a)
-        torch.ops.pytransformer_C.attention_fwd.default(
-            *tensors[:3], out, lse, *tensors[3:], *numbers
-        )
-        return out, lse
-
-    def infer(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute forward in fewer steps if query, key and value are the only tensors.
-
-        After a kernel has flushed the caches, Python took 40 of 180 µs (512 tokens, bf16).
-        """
-        query, key, value = a[:3]
-        if (
-            not NONE.issuperset(a[3:22])
-            or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        ):
-            return forward(a)
-        out, lse = op.empty_outputs(a)
-        torch.ops.pytransformer_C.attention_fwd.default(
-            query, key, value, out, lse, *NOTHING, False, ALIGN[a.causal], a.left, a.right,
-            a.global_keys, 0, 0, a.query_start,
-            a.key_start, query.shape[2], key.shape[2], a.scale, a.softcap, 0.0,
-        )  # fmt: skip
+        _call("attention_fwd", a, out=out, lse=lse)
         return out, lse
 
     def backward(
@@ -81,31 +59,30 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         grad_out = last_contiguous(grad_out)
         results = op.empty_gradients(a, wanted)
         # The kernel adds gradients of score terms into float32 zeros, for any dtype.
-        sums = [None if r is None else torch.zeros(r.shape, dtype=a.work) for r in results[3:]]
-        tensors, numbers = _native_arguments(a)
-        dense = [None, None] if a.packed else []  # packed problems have no mask and no dense bias
-        torch.ops.pytransformer_C.attention_bwd.default(
-            grad_out,
-            grad_lse,
-            *tensors[:3],
-            last_contiguous(out),
-            lse,
-            *tensors[3:],
-            *numbers,
-            *results[:3],
-            *dense,
-            *sums,
-        )
-        return [
-            *results[:3],
-            *(None if r is None or s is None else r.copy_(s) for r, s in zip(results[3:], sums)),
-        ]
+        by_name = dict(zip(op.differentiable, results))
+        sums = {
+            name: None if r is None else torch.zeros(r.shape, dtype=a.work)
+            for name, r in by_name.items()
+            if name not in OPERANDS
+        }
+        outputs = {
+            **dict.fromkeys(("dmask", "dbias")),
+            **{f"d{name}": t for name, t in sums.items()},
+        }
+        _call(
+            "attention_bwd", a, grad_out=grad_out, grad_lse=grad_lse, out=last_contiguous(out),
+            lse=lse, dq=by_name["query"], dk=by_name["key"], dv=by_name["value"], **outputs,
+        )  # fmt: skip
+        for name, total in sums.items():
+            if total is not None:
+                by_name[name].copy_(total)
+        return results
 
     def extra_bytes(a: AttentionProblem) -> int:
         check_values(a)  # the plan reads lengths
         return _extra_bytes(a)
 
-    return Backend("cpu", forward, backward, why_not, extra_bytes, infer, _note)
+    return Backend("cpu", forward, backward, why_not, extra_bytes, note=_note)
 
 
 def _note(a: AttentionProblem) -> str | None:
@@ -113,34 +90,20 @@ def _note(a: AttentionProblem) -> str | None:
     return None if a.blocks is None else f"attn_mask: {a.blocks.note}"
 
 
-def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], list[Any]]:
-    """Return the raw C++ op's tensors after query, key, value and the outputs, and its numbers."""
-    tensors = [
-        last_contiguous(a.query), last_contiguous(a.key), last_contiguous(a.value), a.mask, a.bias,
-        None if a.slopes is None else a.slopes.to(a.work).contiguous(),
-        None if a.table is None else a.table.to(a.work).contiguous(),
-        None if a.table is None else torch.tensor(bucket_starts(*a.buckets)),
-        None if a.sinks is None else a.sinks.to(a.work).contiguous(),
-        *a.lengths, a.cu_seqlens_q, a.cu_seqlens_k,
-        a.block_offsets, a.block_entries, a.block_bits, a.page_table, a.key_scale, a.value_scale,
-        a.dropout_seed,
-    ]  # fmt: skip
-    numbers = [
-        a.bidirectional, a.align, a.left, a.right, a.global_keys, a.batch_start, a.head_start,
-        a.query_start, a.key_start, a.num_queries,
-        a.num_keys, a.scale, a.softcap, a.dropout_p,
-    ]  # fmt: skip
-    return tensors, numbers
+def _call(name: str, a: AttentionProblem, **given: Any) -> Any:
+    raw = getattr(torch.ops.pytransformer_C, name).default
+    given |= {operand: last_contiguous(getattr(a, operand)) for operand in OPERANDS}
+    given["bucket_starts"] = None if a.table is None else torch.tensor(bucket_starts(*a.buckets))
+    return raw(*bind(raw, a, given))
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
     """Return the bytes of the kernels' scratch and of the score terms' gradient sums."""
-    tensors, numbers = _native_arguments(a)
     added = [
         t for t in (a.mask, a.bias, a.slopes, a.table, a.sinks) if t is not None and t.requires_grad
     ]
     backward = torch.is_grad_enabled() and (
         bool(added) or any(t.requires_grad for t in (a.query, a.key, a.value))
     )
-    held = torch.ops.pytransformer_C.attention_scratch.default(*tensors, *numbers, backward)
+    held = _call("attention_scratch", a, backward=backward)
     return held + (sum(t.numel() for t in added) * a.work.itemsize if backward else 0)

@@ -15,7 +15,7 @@ import torch
 
 from ..._core.registry import Backend, Op
 from ..._core.tensors import last_contiguous
-from ..._problem.attention import LISTING, AttentionProblem, Listing
+from ..._problem.attention import BLOCKS, LISTING, AttentionProblem, Listing, bind
 from ...masks import bucket_row
 from ..gpu.attention import gradients, no_pairs, no_pairs_gradients, outputs, why_not_sizes
 from . import library as cuda_library
@@ -23,6 +23,8 @@ from . import library as cuda_library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # low limits, so that tests run with and without lists
 LISTING_EMULATED = Listing(block=LISTING.block, min_blocks=2, min_pairs=1)
+GRADIENTS = {"dq": "query", "dk": "key", "dv": "value"}
+SUMS = ("mask", "bias", "slopes", "table", "sinks")
 MADE_BY = {  # pass -> the gradients that it computes
     "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query",
     "bwd_dkdv": "d_key and d_value",
@@ -36,7 +38,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         out, lse = outputs(op, a, check_values)
         if a.empty:
             return no_pairs(op, a, out, lse)
-        cuda_library.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
+        _call("attention_fwd", a, **_rows(a), out=out, lse=lse)
         return out, lse
 
     def backward(
@@ -62,7 +64,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         sums = {
             n: torch.empty(r.shape, dtype=torch.float32, device=r.device)
             for n, r in by_name.items()
-            if n in ("slopes", "table", "sinks")
+            if n in a.by_head
         }
         sums |= {
             n: r if r.dtype in DTYPES else r.float()
@@ -71,12 +73,12 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         }
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
         ranges = None if "table" not in sums else _bucket_ranges(*a.buckets, a.query.device)
-        cuda_library.call(
-            "attention_bwd", a.query.device, whole_rows(grad_out),
-            None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
-            last_contiguous(out), lse.contiguous(), *_shared(a),
-            *map(by_name.get, ("query", "key", "value")),
-            *map(sums.get, ("mask", "bias", "slopes", "table", "sinks")), ranges, a.deterministic,
+        _call(
+            "attention_bwd", a, **_rows(a), grad_out=whole_rows(grad_out),
+            grad_lse=None if grad_lse is None else grad_lse.contiguous(),
+            out=last_contiguous(out), lse=lse.contiguous(), bucket_ranges=ranges,
+            **{raw: by_name.get(name) for raw, name in GRADIENTS.items()},
+            **{f"d{name}": sums.get(name) for name in SUMS},
         )  # fmt: skip
         for name, total in sums.items():
             if total is not by_name[name]:
@@ -165,10 +167,7 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
-    told = cuda_library.call(
-        "attention_plan", a.query.device, a.query, a.key, a.value, *_shared(a), a.deterministic
-    )
-    return json.loads(told)
+    return json.loads(_call("attention_plan", a))
 
 
 def whole_rows(t: torch.Tensor, multiple: int = 1) -> torch.Tensor:
@@ -192,34 +191,32 @@ def whole_rows(t: torch.Tensor, multiple: int = 1) -> torch.Tensor:
     return padded
 
 
-def _rows(a: AttentionProblem) -> list[torch.Tensor]:
+def _rows(a: AttentionProblem) -> dict[str, torch.Tensor]:
     """Return query, key and value as kernels read them.
 
     8-bit rows are read 16 columns at a time, and query rows have the same length.
     """
-    return [whole_rows(t, _columns_of_a_piece(a)) for t in (a.query, a.key, a.value)]
+    least = _columns_of_a_piece(a)
+    return {name: whole_rows(getattr(a, name), least) for name in ("query", "key", "value")}
 
 
 def _columns_of_a_piece(a: AttentionProblem) -> int:
     return 1 if a.key_scale is None else 16
 
 
-def _shared(a: AttentionProblem) -> list[Any]:
-    """Return PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/binding.h, for forward and backward."""
+def _call(name: str, a: AttentionProblem, **given: Any) -> Any:
     diagonals, before = None, 0
     if a.table is not None:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)
         diagonals = a.table.float().t()[:, row].contiguous()
-    blocks = [None] * 5 if a.blocks is None else [t.contiguous() for t in a.blocks]
-    return [
-        a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
-        None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, *blocks, a.page_table, a.key_scale, a.value_scale, a.dropout_seed,
-        a.lists_mask(_listing()), before, a.align,
-        a.left, a.right, a.global_keys,
-        a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale,
-        a.softcap, a.dropout_p,
-    ]  # fmt: skip
+    given |= {
+        "diagonals": diagonals, "before": before, "list_mask": a.lists_mask(_listing()),
+        "device": 0, "stream": 0,
+    }  # fmt: skip
+    if a.blocks is not None:
+        given |= {name: getattr(a, name).contiguous() for name in BLOCKS}
+    arguments = bind(cuda_library.raw(name), a, given)
+    return cuda_library.call(name, a.query.device, *arguments[:-2])
 
 
 def _listing() -> Listing:

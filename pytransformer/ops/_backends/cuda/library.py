@@ -159,11 +159,14 @@ def _ask(emulated: bool, op: str, *arguments: Any) -> Any:
     )
 
 
+def raw(op: str) -> torch._ops.OpOverload:
+    name = f"{'emulated' if emulating() else 'cuda'}_{op}"
+    return getattr(torch.ops.pytransformer_C, name).default
+
+
 def call(op: str, device: torch.device, *arguments: Any) -> Any:
     """Run the raw op on the device's current stream and return its result."""
     if emulating():
-        return getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
+        return raw(op)(*arguments, 0, 0)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return getattr(torch.ops.pytransformer_C, f"cuda_{op}")(
-        *arguments, index, torch._C._cuda_getCurrentRawStream(index)
-    )
+    return raw(op)(*arguments, index, torch._C._cuda_getCurrentRawStream(index))
