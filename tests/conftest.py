@@ -17,9 +17,15 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import WRONG_DEVICE, trace
-from pytransformer.testing.poison import poisoned
-from pytransformer.testing.seeds import shift_seeds
+from support.poison import poisoned
+from support.seeds import shift_seeds
 
+# Processes that tests start find `support` as pytest does, by pyproject.toml's `pythonpath`.
+SUPPORT = str(Path(__file__).resolve().parent / "support")
+inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [SUPPORT, *(p for p in inherited if p not in ("", SUPPORT))]
+)
 # Ignore this user's stored verification results.
 os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")
 skipped: Counter[str] = Counter()

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from pytransformer.testing.attention_problem import Problem
-from pytransformer.testing.draw_attention import CHANCES, PACKED, draw
-from pytransformer.testing.fuzz import fuzz, main
+from support.attention_problem import Problem
+from support.draw_attention import CHANCES, PACKED, draw
+from support.fuzz import fuzz, main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

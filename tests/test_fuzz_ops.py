@@ -8,10 +8,11 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing import bounds, fuzz_layer_norm
+from pytransformer.testing import bounds
 from pytransformer.testing.cases import cases
-from pytransformer.testing.fuzz import fuzz, fuzzers
 from pytransformer.testing.kits import ops
+from support import fuzz_layer_norm
+from support.fuzz import fuzz, fuzzers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = [family for family in fuzzers() if family != "attention"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "pytransformer"
+PACKAGE, SUPPORT = "pytransformer", "support"
 # Imports that break a rule, (importer, imported), with reasons. The list may only shrink.
 LEFT: dict[tuple[str, str], str] = {}
 
@@ -42,15 +42,24 @@ LAYERS = {
     "package": ("", "explain", "verify"),  # pytransformer/__init__.py: the users' imports
     "testing": ("testing",),
     "cli": ("cli", "__main__"),
+    "support": (SUPPORT,),  # never installed
 }
 ORDER = list(LAYERS)
 
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Return every module by its name within the package; kernels/ is pytransformer.kernels."""
+    """Return every module by its name within the package; kernels/ is pytransformer.kernels.
+
+    The modules of tests/support are beside them, as support.
+    """
     found = {}
-    for folder, prefix in ((ROOT / PACKAGE, ()), (ROOT / "kernels", ("kernels",))):
+    folders: dict[Path, tuple[str, ...]] = {
+        ROOT / PACKAGE: (),
+        ROOT / "kernels": ("kernels",),
+        ROOT / "tests" / "support" / SUPPORT: (SUPPORT,),
+    }
+    for folder, prefix in folders.items():
         for path in sorted(folder.rglob("*.py")):
             parts = (*prefix, *path.relative_to(folder).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -67,7 +76,7 @@ def imports(name: str, source: str, is_package: bool) -> Iterator[str]:
             continue
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == PACKAGE:
+                if alias.name.split(".")[0] in (PACKAGE, SUPPORT):
                     yield alias.name.removeprefix(PACKAGE).lstrip(".")
         elif isinstance(node, ast.ImportFrom):
             base = (node.module or "").split(".")
@@ -75,10 +84,10 @@ def imports(name: str, source: str, is_package: bool) -> Iterator[str]:
                 own = name.split(".") if name else []
                 own = own[: len(own) - node.level + is_package]
                 base = [*own, *filter(None, base)]
-            elif base[0] != PACKAGE:
+            elif base[0] not in (PACKAGE, SUPPORT):
                 continue
             else:
-                base = base[1:]
+                base = base[base[0] == PACKAGE :]
             for alias in node.names:
                 inner = ".".join([*base, alias.name])
                 yield inner if inner in modules() else ".".join(base)
@@ -162,6 +171,21 @@ def test_no_import_of_a_layer_above() -> None:
     assert upward(graph()) == LEFT.keys()
 
 
+def test_the_package_uses_all_of_testing() -> None:
+    """A module that only tests need belongs to tests/support, which is not installed."""
+    edges = graph() | {
+        "testing.kits": graph()["testing.kits"]  # it loads the files of testing/ops
+        | {name for name in graph() if name.startswith("testing.ops.")}
+    }
+    found = {name for name in edges if place_of(name)[0] not in ("testing", SUPPORT)}
+    used: set[str] = set()
+    while found:
+        used |= found
+        found = {target for name in found for target in edges[name]} - used
+    used |= {"testing", "testing.ops"}  # the packages of the files
+    assert [n for n in sorted(edges) if place_of(n)[0] == "testing" and n not in used] == []
+
+
 def test_no_circle_of_files() -> None:
     assert circles(graph()) == []
 
@@ -176,6 +200,7 @@ def test_no_circle_of_packages() -> None:
         ("import torch", 0, 0),
         ("def f():\n    from ..nn.attention import Attention", 1, 1),  # nn imports ops
         ("import pytransformer.models as m", 1, 1),
+        ("from support import guarded", 1, 0),
         ("from pytransformer.ops import scaled_dot_product", 0, 1),  # it imports ops.attention
         ("if TYPE_CHECKING:\n    from ..models import Bert", 0, 0),
     ],

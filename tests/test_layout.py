@@ -83,15 +83,15 @@ NAMES = {
     "pytransformer/cli/demo.py": "attention is what it shows",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "pytransformer/ops/_core/fast_path.py": "the entries that csrc/fast_path has",
-    "pytransformer/testing/drop_in_table.py": "of drop-in attention",
-    "pytransformer/testing/eager_twin.py": "a module of that name",
-    "pytransformer/testing/paths.py": "the calls that csrc/fast_path takes",
-    "pytransformer/testing/planted_backend.py": "a wrong backend of attention",
-    "pytransformer/testing/verification_support.py": "results about attention",
-    "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
-    "pytransformer/testing/sweep/corrections.py": "of attention in other libraries",
-    "pytransformer/testing/sweep/diffusion.py": "a setting of diffusers bears that name",
-    "pytransformer/testing/way_down.py": "a failing backend of attention",
+    "tests/support/support/drop_in_table.py": "of drop-in attention",
+    "tests/support/support/eager_twin.py": "a module of that name",
+    "tests/support/support/paths.py": "the calls that csrc/fast_path takes",
+    "tests/support/support/planted_backend.py": "a wrong backend of attention",
+    "tests/support/support/verification_support.py": "results about attention",
+    "tests/support/support/sweep/compare.py": "of attention in other libraries",
+    "tests/support/support/sweep/corrections.py": "of attention in other libraries",
+    "tests/support/support/sweep/diffusion.py": "a setting of diffusers bears that name",
+    "tests/support/support/way_down.py": "a failing backend of attention",
 }
 
 
@@ -103,7 +103,10 @@ def test_what_all_ops_share_names_none() -> None:
         shared = path.parts[0] == "bench" or path.parts[:2] in {
             ("pytransformer", n) for n in ("testing", "cli", "explain.py", "__init__.py")
         }
-        shared = shared or path.parts[:3] == ("pytransformer", "ops", "_core")
+        shared = shared or path.parts[:3] in {
+            ("pytransformer", "ops", "_core"),
+            ("tests", "support", "support"),
+        }
         if shared and not any(family in path.stem for family in FAMILIES):
             literals = (
                 node.value
@@ -237,7 +240,9 @@ def test_nothing_puts_the_root_on_the_path() -> None:
     """With the root on sys.path, kernels/ would be importable under another package's name."""
     assert not (ROOT / "conftest.py").exists()
     assert not (ROOT / "__init__.py").exists()
-    assert list((ROOT / "tests").rglob("__init__.py")) == []
+    support = ROOT / "tests" / "support" / "support"
+    packages = {path.parent for path in (ROOT / "tests").rglob("__init__.py")}
+    assert packages == {support, support / "ops", support / "sweep"}
 
 
 def test_every_package_folder_is_a_package() -> None:

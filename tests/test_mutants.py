@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from pytransformer.testing.faults import mutant_backends
-from pytransformer.testing.kits import kits
+from support.checks import families
+from support.faults import mutant_backends
 
 CASES = 600
 FAITHFUL_CASES = 200
 SEED = 3
-MUTANTS = {family: kit.mutants for family, kit in kits().items() if kit.mutants}
+MUTANTS = {family: entry.mutants for family, entry in families().items()}
 Found = dict[str, dict[str, tuple[int, str]]]
 
 
@@ -20,7 +20,7 @@ def found(one_thread: None) -> Found:
     """Return each failing mutant's first failing case and its failure."""
     first: Found = {family: {} for family in MUTANTS}
     for family, mutants in MUTANTS.items():
-        fuzzer = kits()[family].fuzzer
+        fuzzer = families()[family].fuzzer
         assert fuzzer is not None
         with mutant_backends(mutants.ops, mutants.faults, mutants.backward_faults) as names:
             for case in range(CASES):

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from pytransformer.testing.cases import case
-from pytransformer.testing.seeds import shift_seeds
+from support.seeds import shift_seeds
 
 
 def drawn() -> list[torch.Tensor]:
@@ -42,9 +42,7 @@ def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
 
 
 def test_a_process_of_a_test_draws_as_the_test(monkeypatch) -> None:
-    print_drawn = (
-        "import pytransformer.testing, torch; torch.manual_seed(3); print(torch.randn(1).item())"
-    )
+    print_drawn = "import support, torch; torch.manual_seed(3); print(torch.randn(1).item())"
     set_by_option = os.environ.get("PYTRANSFORMER_TEST_SEED", "0")
     try:
         for shift in (0, 2):

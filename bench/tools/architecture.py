@@ -98,9 +98,7 @@ ROWS = (
         Box("GPU", "or csrc/emulator", "csrc/emulator", "outside"),
     ),
 )
-BESIDE = Box(
-    "testing", "float64 oracle|error bounds|cases, fuzzer|poisoned memory", "pytransformer/testing"
-)
+BESIDE = Box("testing", "float64 oracle|error bounds|named cases", "pytransformer/testing")
 WITHIN = {  # further folders that a box covers
     "pytransformer/ops/_backends",
     "pytransformer/ops/_backends/gpu",  # shared by triton and cuda

@@ -16,7 +16,7 @@ sorting by length. A step is zero_grad, forward, backward and fused Adam.
 pytransformer  models.Transformer
 torch          torch.nn.Transformer, which calls PyTorch's fused scaled_dot_product_attention; its
                heads are d_model / num_heads wide, so for "notes" its layers use
-               testing.eager_twin.WideAttention
+               support.eager_twin.WideAttention
 eager          the same, with attention as softmax(q k^T / sqrt(d) + mask) v in plain code
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -36,8 +37,10 @@ from pytransformer.cli.benchmark import results
 from pytransformer.cli.benchmark.clock import Contender, interleaved
 from pytransformer.models import Transformer
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.eager_twin import widen
 from pytransformer.training import IGNORED, translation_collate
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+from support.eager_twin import widen
 
 BATCH, MEDIAN, SPREAD, LONGEST = 64, 20, 0.5, 64
 

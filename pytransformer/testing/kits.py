@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test support of every family, loaded from its file in `ops/`; a new family edits nothing here."""
+"""Every family's kit, loaded from its file in `ops/`; a new family edits nothing here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .kit import Kit
 
 @functools.cache
 def kits() -> dict[str, Kit]:
-    """Return the families' test support by name."""
+    """Return the families' kits by name."""
     families = sorted(found.name for found in pkgutil.iter_modules(folder.__path__))
     return {
         family: importlib.import_module(f"{folder.__name__}.{family}").KIT for family in families
@@ -22,10 +22,10 @@ def kits() -> dict[str, Kit]:
 
 
 def ops() -> tuple[str, ...]:
-    """Return the public ops with test support, family by family."""
+    """Return the public ops with a kit, family by family."""
     return tuple(name for family in kits() for name, op in OPS.items() if op.family == family)
 
 
 def kit_of(op: str) -> Kit:
-    """Return the test support of the op's family."""
+    """Return the kit of the op's family."""
     return kits()[OPS[op].family]

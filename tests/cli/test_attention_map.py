@@ -15,7 +15,7 @@ from pytransformer.cli import OK, USAGE, main
 from pytransformer.cli.attention_of_hf import attention_of, load
 from pytransformer.models import Conformer, Mixer, ViT
 from pytransformer.testing.models import assert_same_elements, assert_same_logits
-from pytransformer.testing.small_models import CONFIGS, build
+from support.small_models import CONFIGS, build
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "saw", "a", "dog"]

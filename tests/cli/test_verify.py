@@ -18,7 +18,7 @@ from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
 from pytransformer.cli.verify import plan, worker
 from pytransformer.ops._core import checking, verification_file
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.planted_backend import BACKEND, inputs, planted
+from support.planted_backend import BACKEND, inputs, planted
 
 # A check at first use.
 JOB = {

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_layer_norm, oracle
+from pytransformer.testing import bounds, oracle
 from pytransformer.testing.cases import Case, cases, leaves
-from pytransformer.testing.cuda_graph import check_cuda_graph
+from support import fuzz_layer_norm
+from support.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,

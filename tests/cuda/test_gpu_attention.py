@@ -15,10 +15,10 @@ from attention_problems import BF16, F16, Problem, alibi, padding
 
 import pytransformer as pt
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.attention_check import check_no_sequences, check_packed
 from pytransformer.testing.cases import Case, cases, leaves
-from pytransformer.testing.cuda_graph import check_cuda_graph
-from pytransformer.testing.draw_attention import draw
+from support.attention_check import check_no_sequences, check_packed
+from support.cuda_graph import check_cuda_graph
+from support.draw_attention import draw
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ import torch
 from page_problems import BF16, Problem, draw
 
 import pytransformer as pt
-from pytransformer.testing.pages import in_pages
+from support.pages import in_pages
 
 pytestmark = [
     pytest.mark.gpu,

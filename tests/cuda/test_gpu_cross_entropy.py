@@ -11,9 +11,10 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
 from pytransformer.ops._backends.cuda import matmul as cuda_matmul
-from pytransformer.testing import bounds, fuzz_cross_entropy
+from pytransformer.testing import bounds
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.cuda_graph import check_cuda_graph
+from support import fuzz_cross_entropy
+from support.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,11 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.testing import bounds, fuzz_feed_forward
+from pytransformer.testing import bounds
 from pytransformer.testing.cases import Case, cases, leaves
-from pytransformer.testing.cuda_graph import check_cuda_graph
-from pytransformer.testing.feed_forward_check import check_addresses, check_dropout_mask
+from support import fuzz_feed_forward
+from support.cuda_graph import check_cuda_graph
+from support.feed_forward_check import check_addresses, check_dropout_mask
 
 pytestmark = [
     pytest.mark.gpu,

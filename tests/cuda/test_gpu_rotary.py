@@ -11,8 +11,9 @@ import rotary_problems
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_rotary
-from pytransformer.testing.cuda_graph import check_cuda_graph
+from pytransformer.testing import bounds
+from support import fuzz_rotary
+from support.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pytransformer.testing.ranks import Pool
+from support.ranks import Pool
 
 
 @pytest.fixture(scope="session")

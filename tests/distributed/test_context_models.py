@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pytransformer.testing.models import CURVE
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_models import make
-from pytransformer.testing.split_training import CONFIGS, in_context, loss_and_gradients
+from support.ranks import Pool
+from support.split_models import make
+from support.split_training import CONFIGS, in_context, loss_and_gradients
 
 ROWS, LENGTH = 3, 13  # of no even number of rows for any ranks
 NOTHING = {"dropout": 0.0}

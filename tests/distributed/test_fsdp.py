@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_fsdp import gradients_and_refusal
+from support.ranks import Pool
+from support.split_fsdp import gradients_and_refusal
 
 # A case of each op with parameters beside the first input.
 CASES = {

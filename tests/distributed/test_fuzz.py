@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from pytransformer.testing import bounds
-from pytransformer.testing.draw_attention import CHANCES, draw
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_attention import attend_or_refuse, cut, joined, padded, within
+from support.draw_attention import CHANCES, draw
+from support.ranks import Pool
+from support.split_attention import attend_or_refuse, cut, joined, padded, within
 
 CASES = 40
 REFUSED = {

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import pytransformer
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_training import Job, difference, on_a_mesh, refusal_to_resume
 from pytransformer.training import read_checkpoint, read_metrics
 from pytransformer.training.checkpoint import checkpoints
+from support.ranks import Pool
+from support.split_training import Job, difference, on_a_mesh, refusal_to_resume
 
 MESH = {"data": 2, "tensor": 2}
 SECONDS = 20.0  # that a process waits for another, also until all have started
@@ -80,7 +80,7 @@ def test_other_batches_a_step_are_refused(pool: Pool, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys, torch
-from pytransformer.testing.split_training import Job
+from support.split_training import Job
 from pytransformer.training import distributed
 torch.set_num_threads(1)
 with distributed("cpu", mesh={"data": 2, "tensor": 2}, timeout=float(sys.argv[2])) as world:

@@ -8,9 +8,11 @@ import re
 
 import pytest
 
-from pytransformer.testing import small_models
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_training import (
+from pytransformer.training import distributed
+from pytransformer.training.mesh import make_mesh, parse_mesh
+from support import small_models
+from support.ranks import Pool
+from support.split_training import (
     Job,
     Ran,
     difference,
@@ -20,8 +22,6 @@ from pytransformer.testing.split_training import (
     small_on_a_mesh,
     small_run,
 )
-from pytransformer.training import distributed
-from pytransformer.training.mesh import make_mesh, parse_mesh
 
 MESH = {"data": 2, "tensor": 2}
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pytransformer.testing import small_models
 from pytransformer.testing.models import CURVE
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_models import (
+from support import small_models
+from support.ranks import Pool
+from support.split_models import (
     bytes_given,
     converted,
     hugging_face_model,

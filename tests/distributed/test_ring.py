@@ -17,11 +17,11 @@ import pytransformer as pt
 from pytransformer.distributed import ring_attention, shard_sequence
 from pytransformer.reference.philox import keep_mask
 from pytransformer.testing import bounds
-from pytransformer.testing.attention_problem import Problem
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.ring_faults import FAULTS
-from pytransformer.testing.split_attention import attend, joined, rows_of
-from pytransformer.testing.split_checks import (
+from support.attention_problem import Problem
+from support.ranks import Pool
+from support.ring_faults import FAULTS
+from support.split_attention import attend, joined, rows_of
+from support.split_checks import (
     attend_with,
     bytes_sent,
     first_collectives,

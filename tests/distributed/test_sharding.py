@@ -13,15 +13,16 @@ from torch.distributed.tensor import Replicate, Shard
 
 import pytransformer as pt
 from pytransformer.distributed.sharding import RULES, Way
-from pytransformer.testing import bounds, fuzz_cross_entropy
+from pytransformer.testing import bounds
 from pytransformer.testing.cases import case, cases
-from pytransformer.testing.judge import data_of, exact
 from pytransformer.testing.kits import kit_of
 from pytransformer.testing.models import CURVE
-from pytransformer.testing.oracle import Solution
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.sharding_faults import FAULTS
-from pytransformer.testing.split_calls import (
+from pytransformer.testing.oracle import Solution, exact
+from support import fuzz_cross_entropy
+from support.judge import data_of
+from support.ranks import Pool
+from support.sharding_faults import FAULTS
+from support.split_calls import (
     SEED,
     compute,
     loss_of,

@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from pytransformer.testing.models import CURVE
-from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_experts import (
-    D_MODEL,
-    FAULTS,
-    mixed,
-    mixture,
-    refusal,
-    results,
-    trained,
-)
-from pytransformer.testing.split_models import make, train
+from support.ranks import Pool
+from support.split_experts import D_MODEL, FAULTS, mixed, mixture, refusal, results, trained
+from support.split_models import make, train
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all find room": {"num_experts": 4},

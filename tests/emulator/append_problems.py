@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from page_problems import BF16, F16, F32, Problem
 
-from pytransformer.testing import rotary_eight_bits
+from support import rotary_eight_bits
 
 RAW_OP = "append_kv"
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pytransformer as pt
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 RAW_OP = "attention_fwd"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

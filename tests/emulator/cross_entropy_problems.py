@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from named import Named
 
-from pytransformer.testing import fuzz_cross_entropy
-from pytransformer.testing.fuzz_cross_entropy import Problem
+from pytransformer.testing.exact_cross_entropy import Problem
+from support import fuzz_cross_entropy
 
 RAW_OP = "cross_entropy_fwd"
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

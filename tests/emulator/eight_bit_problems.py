@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.pages import in_pages
+from support.pages import in_pages
 
 __all__ = ["RAW_OP", "problems", "wrong"]
 

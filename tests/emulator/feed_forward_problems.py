@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from named import Named
 
-from pytransformer.testing import bounds, fuzz_feed_forward, oracle
-from pytransformer.testing.fuzz_feed_forward import Problem
+from pytransformer.testing import bounds, oracle
+from pytransformer.testing.exact_feed_forward import Problem
+from support import fuzz_feed_forward
 
 RAW_OP = "hidden_fwd"
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

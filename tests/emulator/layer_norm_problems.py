@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from pytransformer.testing import bounds, fuzz_layer_norm, oracle
-from pytransformer.testing.fuzz_layer_norm import Problem
+from pytransformer.testing import bounds, oracle
+from pytransformer.testing.exact_layer_norm import Problem
+from support import fuzz_layer_norm
 
 RAW_OP = "layer_norm_fwd"
 LOW = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.testing import bounds, fuzz_feed_forward
+from pytransformer.testing import bounds
+from support import fuzz_feed_forward
 
 RAW_OP = "matmul"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._backends.gpu import attention as gpu_attention
-from pytransformer.testing.pages import Pools, in_pages
+from support.pages import Pools, in_pages
 
 RAW_OP = "attention_fwd"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -10,8 +10,8 @@ import torch
 from named import Named
 from torch import Tensor
 
-from pytransformer.testing import fuzz_rotary
-from pytransformer.testing.fuzz_rotary import FILL, Problem
+from pytransformer.testing.exact_rotary import FILL, Problem
+from support import fuzz_rotary
 
 RAW_OP = "rotary_fwd"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

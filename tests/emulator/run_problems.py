@@ -23,7 +23,7 @@ import torch
 from pytransformer.ops._backends.cuda import library as cuda_library
 
 Share = Callable[[Iterable[Any]], list[Any]]  # the type of conftest's fixture
-PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch with it
+PRELOADED = ["pytransformer.testing", "support"]  # by the process that forks others: torch with it
 
 
 def first_wrong(module: str, schedule: int, only: str = "") -> str:
@@ -50,7 +50,8 @@ def send_first_wrong(
 
 def main() -> int:
     module, schedule, *only = sys.argv[1:]
-    sys.path.append(str(Path(__file__).parent))  # under PYTHONSAFEPATH it is not there
+    here = Path(__file__).parent
+    sys.path += [str(here), str(here.parent / "support")]  # under PYTHONSAFEPATH neither is there
     if found := first_wrong(module, int(schedule), *only):
         print(found)
     return 3 if found else 0

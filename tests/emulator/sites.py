@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parent))  # under PYTHONSAFEPATH it is not there
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 import planted
 
 LISTED = Path(__file__).with_name("sites.json")

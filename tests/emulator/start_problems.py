@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from pytransformer.testing.attention_check import check_slices
-from pytransformer.testing.dropout_check import check_hidden_starts, check_norm_starts
+from support.attention_check import check_slices
+from support.dropout_check import check_hidden_starts, check_norm_starts
 
 RAW_OP = "attention_fwd"
 

@@ -13,16 +13,16 @@ import pytransformer as pt
 from pytransformer.ops._core import fast_path
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
-from pytransformer.testing.attention_check import (
+from pytransformer.testing.cases import Case, cases
+from support.attention_check import (
     check_attention,
     check_no_sequences,
     check_packed,
     check_slices,
     check_starts,
 )
-from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.draw_attention import draw
-from pytransformer.testing.fuzz import fuzz
+from support.draw_attention import draw
+from support.fuzz import fuzz
 
 FUZZ_CASES, FUZZ_SEED = 30, 23
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

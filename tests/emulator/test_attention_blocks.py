@@ -17,9 +17,10 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import fast_path
-from pytransformer.testing import bounds, fuzz_attention, oracle
-from pytransformer.testing.draw_attention import draw
-from pytransformer.testing.fuzz import fuzz
+from pytransformer.testing import bounds, oracle
+from support import fuzz_attention
+from support.draw_attention import draw
+from support.fuzz import fuzz
 
 FUZZ_CASES, FUZZ_SEED = 24, 29
 BF16 = torch.bfloat16

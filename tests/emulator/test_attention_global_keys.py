@@ -17,9 +17,9 @@ from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import fast_path
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds
-from pytransformer.testing.attention_check import check_packed
-from pytransformer.testing.draw_attention import draw
-from pytransformer.testing.fuzz import fuzz
+from support.attention_check import check_packed
+from support.draw_attention import draw
+from support.fuzz import fuzz
 
 FUZZ_CASES, FUZZ_SEED = 24, 37
 BF16 = torch.bfloat16

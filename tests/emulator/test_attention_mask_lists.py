@@ -20,7 +20,7 @@ import pytransformer as pt
 from pytransformer.ops._backends.cuda import attention as cuda_attention
 from pytransformer.ops._problem.attention import LISTING
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 FUZZ_CASES = 4
 SHAPE = (300, 410)

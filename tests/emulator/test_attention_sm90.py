@@ -13,10 +13,10 @@ import torch
 from run_problems import Share
 
 import pytransformer as pt
-from pytransformer.testing.attention_check import check_packed, check_starts
-from pytransformer.testing.draw_attention import draw
-from pytransformer.testing.fuzz import fuzz
-from pytransformer.testing.fuzz_attention import judge, run
+from support.attention_check import check_packed, check_starts
+from support.draw_attention import draw
+from support.fuzz import fuzz
+from support.fuzz_attention import judge, run
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 

@@ -12,7 +12,7 @@ from page_problems import BF16, Problem, draw
 
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing.attention_check import check_packed
+from support.attention_check import check_packed
 
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 

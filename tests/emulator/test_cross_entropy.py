@@ -14,10 +14,10 @@ import pytransformer as pt
 from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._backends.cuda import matmul as cuda_matmul
-from pytransformer.testing import fuzz_cross_entropy
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.fuzz import fuzz
-from pytransformer.testing.ops.cross_entropy import results_at_offset
+from support import fuzz_cross_entropy
+from support.fuzz import fuzz
+from support.ops.cross_entropy import results_at_offset
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 23, 40, 400
 

@@ -22,7 +22,7 @@ from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops._backends.gpu import cross_entropy as gpu_cross_entropy
 from pytransformer.ops._core import fast_path, recording, tensors
 from pytransformer.ops._core.registry import OPS, Op, observing
-from pytransformer.testing.paths import Sees, needs_fast_path, same
+from support.paths import Sees, needs_fast_path, same
 
 pytestmark = [
     needs_fast_path,

@@ -14,9 +14,10 @@ import pytransformer as pt
 from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
 from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
-from pytransformer.testing import fuzz_feed_forward
-from pytransformer.testing.dropout_check import check_hidden_starts
-from pytransformer.testing.fuzz import fuzz
+from pytransformer.testing import exact_feed_forward
+from support import fuzz_feed_forward
+from support.dropout_check import check_hidden_starts
+from support.fuzz import fuzz
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 41, 40, 400
 
@@ -116,7 +117,7 @@ def test_activations_and_slopes(activation: str) -> None:
         x, eye.t().contiguous(), None, eye, None, activation=activation, backend="cuda"
     )
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    value, slope = fuzz_feed_forward._activation(activation, x.detach().double())
+    value, slope = exact_feed_forward._activation(activation, x.detach().double())
     for ours, exact in ((out, value), (grad, slope)):
         error = (ours.detach().double() - exact).abs()
         assert (error <= torch.finfo(torch.float16).eps * exact.abs() + 2.0**-14).all(), error.max()

@@ -15,9 +15,9 @@ from run_problems import Share
 
 import pytransformer as pt
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.dropout_check import check_norm_starts
-from pytransformer.testing.guarded import LAYOUTS, place
-from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
+from support.dropout_check import check_norm_starts
+from support.guarded import LAYOUTS, place
+from support.ops.layer_norm import constant_rows_off_their_bias
 
 FUZZ_CASES, FUZZ_SEED = 100, 21
 

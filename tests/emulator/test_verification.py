@@ -11,8 +11,8 @@ import pytest
 
 from pytransformer.ops._core import checking
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.planted_backend import check_told_once, checked_apart
-from pytransformer.testing.way_down import WAYS
+from support.planted_backend import check_told_once, checked_apart
+from support.way_down import WAYS
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 

@@ -12,15 +12,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.way_down import (
-    FAULTS,
-    REFUSED,
-    WAYS,
-    attention,
-    check,
-    failing,
-    preferred,
-)
+from support.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"

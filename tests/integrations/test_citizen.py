@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pytransformer as pt
 from pytransformer.cli import proof_memory
 from pytransformer.ops._core.registry import trace
-from pytransformer.testing.drop_in_table import build
 from pytransformer.testing.hugging_face import (
     AS_EXACT,
     FAMILIES,
@@ -34,8 +33,9 @@ from pytransformer.testing.hugging_face import (
     real_tokens,
 )
 from pytransformer.testing.hugging_face import run as results
-from pytransformer.testing.memory_subjects import HEADS
 from pytransformer.testing.models import assert_same_gradient
+from support.drop_in_table import build
+from support.memory_subjects import HEADS
 
 LIMIT = model_distance_limit(torch.float32)
 
@@ -108,9 +108,7 @@ def test_peak_memory(hugging_face: Any) -> None:
         pytest.skip(reason)
     asked = [("bert checkpointed", "kept"), ("bert checkpointed", "checkpointed"),
              ("t5 2048", "ours"), ("t5 4096", "ours"), ("t5-sdpa 2048", "theirs")]  # fmt: skip
-    peaks = dict(
-        zip(asked, proof_memory.peaks(asked, "pytransformer.testing.memory_subjects").values())
-    )
+    peaks = dict(zip(asked, proof_memory.peaks(asked, "support.memory_subjects").values()))
     assert peaks["bert checkpointed", "checkpointed"] < 0.5 * peaks["bert checkpointed", "kept"]
 
     def bias_bytes(length: int) -> int:
@@ -230,7 +228,7 @@ def test_a_forked_process_computes() -> None:
 DDP = """
 import os, sys, torch
 import pytransformer as pt
-from pytransformer.testing.drop_in_table import build
+from support.drop_in_table import build
 from pytransformer.testing.hugging_face import FAMILIES, inputs_of
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")

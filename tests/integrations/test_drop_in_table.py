@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pytransformer.testing import drop_in_table
-from pytransformer.testing.drop_in_table import FEATURES, Different, lines, row
 from pytransformer.testing.hugging_face import FAMILIES
+from support import drop_in_table
+from support.drop_in_table import FEATURES, Different, lines, row
 
 DOC = Path(__file__).with_name("drop_in.md")
 
@@ -40,7 +40,9 @@ def test_each_row_is_true(hugging_face: Any, name: str) -> None:
     says."""
     made = lines({name: row(name)})
     written = DOC.read_text().splitlines()
-    assert made[0] in written, "run: python -m pytransformer.testing.drop_in_table --write"
+    assert made[0] in written, (
+        "run: PYTHONPATH=tests/support python -m support.drop_in_table --write"
+    )
     (documented,) = [line for line in written if line.startswith(f"| {name} |")]
     assert without_numbers(documented) == without_numbers(made[2])
     for reason in made[4:]:

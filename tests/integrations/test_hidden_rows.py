@@ -92,7 +92,7 @@ def test_minimax_m3_scores_its_padding(hugging_face: ModuleType, one_thread: Non
     query keeps. What stands there is what
     the layer before made of queries that see nothing: zeros with us and sdpa, a mean in eager
     code. Both keep other blocks."""
-    from pytransformer.testing.sweep.subjects import subjects
+    from support.sweep.subjects import subjects
 
     subject = subjects("minimax_m3_vl_text")[0]
     ids = torch.arange(3, 25).view(2, 11)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.testing.sweep import libraries
-from pytransformer.testing.sweep.report import kinds
+from support.sweep import libraries
+from support.sweep.report import kinds
 
 RESULTS = libraries.load_results()["rows"]
 
@@ -44,7 +44,7 @@ def test_nothing_is_wrong() -> None:
 def test_the_page_is_made_of_the_results() -> None:
     made = libraries.page(libraries.load_results())
     assert libraries.DOC.read_text() == made, (
-        "run: python -m pytransformer.testing.sweep.libraries --write"
+        "run: PYTHONPATH=tests/support python -m support.sweep.libraries --write"
     )
 
 
@@ -81,7 +81,7 @@ def test_planted_faults_are_found(
     that loses nothing is ours."""
     from pytransformer import drop_in
     from pytransformer.ops._core import fast_path
-    from pytransformer.testing.sweep.subjects import stirred
+    from support.sweep.subjects import stirred
 
     torch.manual_seed(3)
     model, inputs = stirred(Masked()), {"x": torch.randn(2, 5, 8)}

@@ -15,7 +15,7 @@ import pytransformer as pt
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import distance, model_distance_limit
 from pytransformer.testing.models import random_sum
-from pytransformer.testing.sweep import libraries
+from support.sweep import libraries
 
 LIMIT = model_distance_limit(torch.float32)
 

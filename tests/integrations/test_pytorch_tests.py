@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytransformer.testing import pytorch_tests
+from support import pytorch_tests
 
 STAND_IN = """
 import torch, pytest

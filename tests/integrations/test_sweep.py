@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytransformer.testing.sweep import report
+from support.sweep import report
 
 # By the way in which each hands its mask and its attention on: the mechanisms that went wrong in
 # one model or another.
@@ -67,13 +67,13 @@ TYPES = tuple(name for names in SAMPLE.values() for name in names)
 
 @pytest.fixture(autouse=True)
 def _quiet(hugging_face: Any, one_thread: None) -> None:
-    from pytransformer.testing.sweep.run import quiet
+    from support.sweep.run import quiet
 
     quiet()
 
 
 def rows(model_type: str) -> report.Rows:
-    from pytransformer.testing.sweep import compare
+    from support.sweep import compare
 
     return report.clean(compare.rows(model_type))
 
@@ -116,7 +116,7 @@ def test_results_stand_by_their_version() -> None:
 def test_as_sdpa_means_no_worse_anywhere(
     ours: tuple[float, float], sdpa: tuple[float, float], says: str
 ) -> None:
-    from pytransformer.testing.sweep.compare import Outcome, judge
+    from support.sweep.compare import Outcome, judge
 
     eager, mine, theirs = (
         Outcome({"x": torch.ones(2)}, {"w": torch.tensor(w)}) for w in ((1.0, 2.0), ours, sdpa)
@@ -126,7 +126,7 @@ def test_as_sdpa_means_no_worse_anywhere(
 
 def test_as_sdpa_needs_an_excuse() -> None:
     """Without padding, and with finite results of eager code, what sdpa does wrong is wrong."""
-    from pytransformer.testing.sweep.compare import AS_SDPA, Outcome, judge
+    from support.sweep.compare import AS_SDPA, Outcome, judge
 
     eager, off, lost = (
         Outcome({"x": torch.tensor(values)}) for values in ((1.0, 2.0), (1.0, 5.0), (1.0, NAN))
@@ -139,7 +139,7 @@ def test_as_sdpa_needs_an_excuse() -> None:
 @pytest.mark.unpoisoned
 def test_what_a_model_leaves_uninitialised_is_filled() -> None:
     """With the same numbers at every build, and never with what stood in memory."""
-    from pytransformer.testing.sweep.subjects import nan_where_uninitialised, stirred
+    from support.sweep.subjects import nan_where_uninitialised, stirred
 
     def build() -> torch.nn.Module:
         with nan_where_uninitialised():
@@ -156,7 +156,7 @@ def test_what_a_model_leaves_uninitialised_is_filled() -> None:
 def test_compatibility_page_matches_the_results() -> None:
     text, rows = report.COMPATIBILITY.read_text(), report.load()["rows"]
     assert report.with_table(text, rows) == text, (
-        "run: python -m pytransformer.testing.sweep --write"
+        "run: PYTHONPATH=tests/support python -m support.sweep --write"
     )
     families = {name.partition("/")[0] for name in rows}
     assert set(report.FAMILIES) <= families
@@ -164,7 +164,7 @@ def test_compatibility_page_matches_the_results() -> None:
 
 def test_architectures_file_matches_the_results() -> None:
     assert report.DOC.read_text() == report.page(report.load(), report.load(report.OLDER)), (
-        "run: python -m pytransformer.testing.sweep --write"
+        "run: PYTHONPATH=tests/support python -m support.sweep --write"
     )
 
 
@@ -172,7 +172,7 @@ def test_architectures_file_matches_the_results() -> None:
 @pytest.mark.falls_back
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sample(hugging_face: Any, model_type: str) -> None:
-    from pytransformer.testing.sweep.subjects import model_types
+    from support.sweep.subjects import model_types
 
     if model_type not in model_types():
         pytest.skip(f"transformers {hugging_face.__version__} has no model type {model_type}")
@@ -186,7 +186,7 @@ def test_sample(hugging_face: Any, model_type: str) -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("letter", sorted({name[0] for name in report.load()["rows"]}))
 def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> None:
-    from pytransformer.testing.sweep.subjects import model_types
+    from support.sweep.subjects import model_types
 
     types = [model_type for model_type in model_types() if model_type.startswith(letter)]
     if not types:  # the command would take that for all
@@ -199,7 +199,7 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     command = [
         sys.executable,
         "-m",
-        "pytransformer.testing.sweep",
+        "support.sweep",
         *types,
         "--jobs",
         "2",
@@ -220,7 +220,7 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
 
 def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has rows is not tried again; what it adds is there at once."""
-    from pytransformer.testing.sweep import __main__ as command
+    from support.sweep import __main__ as command
 
     file, row = tmp_path / "rows.json", {"verdict": "ours"}
     file.write_text(json.dumps({"bert/BertForMaskedLM": row}))

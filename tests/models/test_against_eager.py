@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from pytransformer import models
-from pytransformer.testing.eager_twin import EagerTransformer
 from pytransformer.testing.models import CURVE, assert_same_gradient, assert_same_logits
-from pytransformer.testing.small_models import build, inputs
+from support.eager_twin import EagerTransformer
+from support.small_models import build, inputs
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor"

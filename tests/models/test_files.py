@@ -14,7 +14,7 @@ import torch
 
 from pytransformer import models
 from pytransformer.models import _files
-from pytransformer.testing.small_models import CONFIGS, build, inputs
+from support.small_models import CONFIGS, build, inputs
 
 
 @torch.no_grad()

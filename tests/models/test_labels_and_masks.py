@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytransformer.models.generation import generate
-from pytransformer.testing.small_models import CONFIGS, build, inputs
+from support.small_models import CONFIGS, build, inputs
 
 LABELS = ("labels", "next_sentence_label")
 

@@ -10,7 +10,7 @@ import torch
 
 from pytransformer import models, nn
 from pytransformer.testing.models import AUTOCAST, assert_same_logits
-from pytransformer.testing.small_models import CONFIGS, build, inputs
+from support.small_models import CONFIGS, build, inputs
 
 DECODERS = [
     "GPT",

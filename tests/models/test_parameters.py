@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pytransformer import models
-from pytransformer.testing.small_models import CONFIGS, build
+from support.small_models import CONFIGS, build
 
 
 def table(name: str, preset: str) -> models.ParameterTable:

@@ -15,7 +15,7 @@ import torch
 
 from pytransformer.models import GPT, T5, Batcher, Decoding, GPTConfig, T5Config, generate
 from pytransformer.testing.models import assert_same_logits
-from pytransformer.testing.pages import poison_free_rows
+from support.pages import poison_free_rows
 
 VOCABULARY = 23
 

@@ -40,7 +40,7 @@ from pytransformer.models import (
 from pytransformer.nn import cache as contiguous
 from pytransformer.nn import paged_cache, pages
 from pytransformer.testing.models import assert_same_logits
-from pytransformer.testing.pages import check_pages, poison_free_rows
+from support.pages import check_pages, poison_free_rows
 
 VOCABULARY = 23
 BOOKS = {module.__file__ for module in (serving, generation, contiguous, paged_cache, pages)}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pytransformer import nn
 from pytransformer.testing.models import assert_same_gradient, assert_same_logits, random_sum
-from pytransformer.testing.small_models import build
+from support.small_models import build
 
 
 def _sinusoid(distance: int, d: int) -> torch.Tensor:

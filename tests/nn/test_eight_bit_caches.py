@@ -16,7 +16,7 @@ from pytransformer.models import GPT, T5, GPTConfig, T5Config
 from pytransformer.models.generation import Decoding, generate
 from pytransformer.models.serving import Batcher
 from pytransformer.testing.models import assert_same_logits
-from pytransformer.testing.pages import poison_free_rows
+from support.pages import poison_free_rows
 
 EIGHT = [torch.float8_e4m3fn, torch.int8]
 WIDTH = 32

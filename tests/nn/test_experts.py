@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pytransformer import models, nn
 from pytransformer.testing.models import assert_same_logits
-from pytransformer.testing.small_models import build, inputs
+from support.small_models import build, inputs
 
 GATES = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.2, 0.3], [0.15, 0.8, 0.05], [0.2, 0.3, 0.5]])
 KINDS: dict[str, dict[str, Any]] = {

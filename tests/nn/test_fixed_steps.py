@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pytransformer as pt
 from pytransformer import nn
 from pytransformer.models import GPT, T5, GPTConfig, T5Config
-from pytransformer.testing.device_only import DeviceOnly, HostRead
-from pytransformer.testing.paths import bits
+from support.device_only import DeviceOnly, HostRead
+from support.paths import bits
 
 VOCABULARY, NEW = 23, 7
 LENGTHS = torch.tensor([5, 2, 9])

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pytransformer.nn import linear as module
 from pytransformer.nn.linear import FEW_ROWS, Linear, linear, of_few_rows
 from pytransformer.ops._core import fast_path, native
-from pytransformer.testing.guarded import place
-from pytransformer.testing.paths import needs_fast_path
+from support.guarded import place
+from support.paths import needs_fast_path
 
 # Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
 BOUND = {

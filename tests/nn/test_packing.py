@@ -13,7 +13,7 @@ from pytransformer import nn
 from pytransformer.nn.packing import Packing, select, spread
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.models import assert_same_gradient, assert_same_logits
-from pytransformer.testing.small_models import build
+from support.small_models import build
 
 LENGTHS = {"input_ids": [9, 2, 5], "decoder_input_ids": [3, 7, 1]}
 NAMES = ["Transformer", "Transformer-pre", "T5", "T5-v1.1", "BERT", "GPT", "GPT-alibi"]

@@ -13,7 +13,7 @@ import torch
 import pytransformer as pt
 from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
-from pytransformer.testing.pages import check_pages, poison_free_rows
+from support.pages import check_pages, poison_free_rows
 
 
 class Contents:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import pytransformer as pt
-from pytransformer.testing.attention_check import check_attention, check_slices
 from pytransformer.testing.cases import cases
+from support.attention_check import check_attention, check_slices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

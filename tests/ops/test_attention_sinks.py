@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing.attention_check import check_attention, check_packed
 from pytransformer.testing.bounds import agree
+from support.attention_check import check_attention, check_packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NONE = -math.inf

@@ -14,8 +14,8 @@ import pytransformer as pt
 from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import OPS, trace
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.attention_check import check_attention, run_attention
 from pytransformer.testing.cases import cases
+from support.attention_check import check_attention, run_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The named cases with gradients. docs/ops/attention-torch.md and docs/fallbacks.md list them too.

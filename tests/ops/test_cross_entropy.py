@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.ops.cross_entropy import results_at_offset
+from support.ops.cross_entropy import results_at_offset
 
 BACKENDS = ("reference", "cpu")
 

@@ -15,7 +15,7 @@ import pytransformer as pt
 from pytransformer.ops._core.registry import trace
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, exact_attention, oracle
-from pytransformer.testing.pages import in_pages
+from support.pages import in_pages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

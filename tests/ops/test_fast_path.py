@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.paths import (
+from support.paths import (
     attention_in_both,
     needs_fast_path,
     norm_taken,
@@ -27,7 +27,7 @@ from pytransformer.testing.paths import (
     same_in_both,
     taken,
 )
-from pytransformer.testing.poison import StrayWrite, poisoned
+from support.poison import StrayWrite, poisoned
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 

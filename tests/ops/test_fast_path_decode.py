@@ -13,15 +13,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.paths import (
-    counting,
-    needs_fast_path,
-    results,
-    same,
-    same_in_both,
-    taken,
-    taken_by,
-)
+from support.paths import counting, needs_fast_path, results, same, same_in_both, taken, taken_by
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 TABLE = [[5, 0, 2], [1, 4, 3]]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.paths import needs_fast_path, same, taken_by
+from support.paths import needs_fast_path, same, taken_by
 
 pytestmark = [
     needs_fast_path,

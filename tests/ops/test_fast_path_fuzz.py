@@ -15,7 +15,8 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing import (
+from pytransformer.testing.cases import Case, cases, leaves
+from support import (
     draw_attention,
     fuzz_attention,
     fuzz_cross_entropy,
@@ -23,8 +24,7 @@ from pytransformer.testing import (
     fuzz_layer_norm,
     fuzz_rotary,
 )
-from pytransformer.testing.cases import Case, cases, leaves
-from pytransformer.testing.paths import counting, needs_fast_path, same, same_in_both, taken_by
+from support.paths import counting, needs_fast_path, same, same_in_both, taken_by
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 

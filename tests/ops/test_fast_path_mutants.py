@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytransformer.testing.paths import needs_fast_path
+from support.paths import needs_fast_path
 
 sys.path.append(str(Path(__file__).parent))
 import fast_path_faults

@@ -21,7 +21,7 @@ from pytransformer.ops._core import fallbacks, fast_path
 from pytransformer.ops._core.choice import tracing
 from pytransformer.ops._core.registry import OPS, observing, trace
 from pytransformer.testing.cases import Case, case, leaves
-from pytransformer.testing.paths import (
+from support.paths import (
     Functions,
     Sees,
     needs_fast_path,

@@ -23,7 +23,7 @@ import pytransformer as pt
 from pytransformer.cli import doctor
 from pytransformer.ops._core import fallbacks, fast_path, native
 from pytransformer.ops._core.registry import OPS, observing, trace
-from pytransformer.testing.paths import (
+from support.paths import (
     Functions,
     Sees,
     attention_in_both,
@@ -297,7 +297,7 @@ def test_with_another_torch_calls_are_pythons_and_doctor_says_so(another_torch: 
 PROGRAM = """
 import torch, pytransformer as pt
 from pytransformer.ops._core import fast_path
-from pytransformer.testing.paths import Functions, Sees, taken
+from support.paths import Functions, Sees, taken
 q = torch.randn(1, 1, 4, 8)
 {first}
 print(taken(q, q, q))

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing import bounds, fuzz_feed_forward, oracle
-from pytransformer.testing.dropout_check import check_hidden_starts
+from pytransformer.testing import bounds, oracle
+from support import fuzz_feed_forward
+from support.dropout_check import check_hidden_starts
 
 BACKENDS = ("reference", "cpu")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -106,8 +107,8 @@ def test_a_part_of_a_larger_problem_drops_what_that_does(op_backend: str) -> Non
 
 def test_dropout_is_the_same_everywhere() -> None:
     """Identity weights show hidden: dropped where the shared stream says, on every backend."""
-    from pytransformer.testing.fuzz_feed_forward import TAG
-    from pytransformer.testing.fuzz_layer_norm import column_keep
+    from pytransformer.testing.exact_feed_forward import TAG
+    from pytransformer.testing.exact_layer_norm import column_keep
 
     x, eye = torch.full((2, 3, 200), 3.0), torch.eye(200)
     for p in (0.1, 0.5, 0.999, 1.0):

@@ -16,7 +16,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._core import fast_path, native
 from pytransformer.testing.case import Case, named
-from pytransformer.testing.raw_calls import NATIVE, freed_variants, record, recorded_cases
+from support.raw_calls import NATIVE, freed_variants, record, recorded_cases
 
 FREED = "has no storage: it was freed"
 CASES = [pytest.param(case, id=case.name) for case in recorded_cases()]

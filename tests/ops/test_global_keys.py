@@ -13,7 +13,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds
-from pytransformer.testing.attention_check import check_attention, check_packed
+from support.attention_check import check_attention, check_packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pytransformer.testing.raw_calls import recorded_cases
+from support.raw_calls import recorded_cases
 
 # Each op's first recorded case, traced with one tensor as the input. The library is not loaded
 # before the first.

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer.cli.benchmark.limits import native_calls
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing import bounds, fuzz_layer_norm
-from pytransformer.testing.dropout_check import check_norm_starts
-from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
+from pytransformer.testing import bounds
+from support import fuzz_layer_norm
+from support.dropout_check import check_norm_starts
+from support.ops.layer_norm import constant_rows_off_their_bias
 
 BACKENDS = ("reference", "cpu")
 KINDS = ("layer", "rms")
@@ -170,7 +171,7 @@ def test_add_norm_without_residual(op_backend: str) -> None:
 def test_dropout_is_the_same_everywhere() -> None:
     """Bit for bit the shared stream: which elements are dropped, on every backend and by an
     independent Philox."""
-    from pytransformer.testing.fuzz_layer_norm import TAG, column_keep
+    from pytransformer.testing.exact_layer_norm import TAG, column_keep
 
     x, seed = torch.full((2, 3, 300), 7.0), -(2**40) + 12345
     for p in (0.0, 0.1, 0.5, 0.999, 1.0):
@@ -240,7 +241,7 @@ def test_memory_order_is_kept(op_backend: str) -> None:
 
 def test_odd_strides_of_inputs_and_gradients() -> None:
     """Every layout gives the bits that contiguous tensors give."""
-    from pytransformer.testing.guarded import LAYOUTS, place
+    from support.guarded import LAYOUTS, place
 
     x, r, w, b = (t.detach() for t in _inputs(3, 4, 50, dtype=torch.float32))
     grads = torch.randn(3, 4, 50), torch.randn(3, 4, 50)

@@ -14,7 +14,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.case import Case, named
-from pytransformer.testing.raw_calls import recorded_cases
+from support.raw_calls import recorded_cases
 
 CASES = [case for case in recorded_cases() if case.op in OPS]
 

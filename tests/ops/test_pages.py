@@ -16,7 +16,7 @@ from pytransformer.ops._core.registry import trace
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, exact_attention, oracle
 from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
-from pytransformer.testing.pages import Pools, in_pages, widened
+from support.pages import Pools, in_pages, widened
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.ops.attention_varlen import attention_varlen_op
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 B, H, LQ, LK = 3, 4, 5, 70
 KEYS = torch.arange(LK) % 7 != 2

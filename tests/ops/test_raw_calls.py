@@ -9,8 +9,8 @@ import torch
 
 from pytransformer.ops._core import native
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.raw_calls import NATIVE, corpus
-from pytransformer.testing.raw_mutants import run_mutants
+from support.raw_calls import NATIVE, corpus
+from support.raw_mutants import run_mutants
 
 pytestmark = pytest.mark.skipif(
     native.why_not("attention_fwd") is not None,

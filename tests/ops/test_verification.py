@@ -25,9 +25,9 @@ from pytransformer.ops._core import (
 )
 from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.planted_backend import BACKEND, FAULTS, check_told_once, inputs, planted
-from pytransformer.testing.verification_support import CPU, backend_of, cache, line, write
-from pytransformer.testing.way_down import WAYS
+from support.planted_backend import BACKEND, FAULTS, check_told_once, inputs, planted
+from support.verification_support import CPU, backend_of, cache, line, write
+from support.way_down import WAYS
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("one_thread")]
 __all__ = ["cache"]

@@ -17,8 +17,8 @@ import pytest
 import pytransformer as pt
 from pytransformer.ops._core import fast_path, verification, verification_file
 from pytransformer.testing import bounds
-from pytransformer.testing.planted_backend import inputs
-from pytransformer.testing.verification_support import CPU, backend_of, cache, line, write
+from support.planted_backend import inputs
+from support.verification_support import CPU, backend_of, cache, line, write
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("one_thread")]
 __all__ = ["cache"]

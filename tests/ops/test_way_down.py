@@ -17,7 +17,7 @@ from pytransformer.ops._core import fallbacks as _fallbacks
 from pytransformer.ops._core import fast_path, native
 from pytransformer.ops._core.fallbacks import NotLaunched
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.way_down import WAYS, attention, check, failing, preferred
+from support.way_down import WAYS, attention, check, failing, preferred
 
 pytestmark = pytest.mark.falls_back
 BEFORE = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 Problem = tuple[tuple[Tensor, Tensor, Tensor], dict]
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from kernel_mutants import mutated
 
-from pytransformer.testing import (
+from support import (
     draw_attention,
     fuzz_cross_entropy,
     fuzz_feed_forward,
     fuzz_layer_norm,
     fuzz_rotary,
 )
-from pytransformer.testing.fuzz import Report, fuzz
+from support.fuzz import Report, fuzz
 
 FAULT_SIGNS = ("WRONG", "two runs differ", "StrayWrite")
 

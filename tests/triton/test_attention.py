@@ -14,8 +14,8 @@ import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.attention_check import check_slices, check_starts
 from pytransformer.testing.cases import Case, cases, leaves
+from support.attention_check import check_slices, check_starts
 
 CASES = [c.resize(B=min(c.shape["B"], 2), Hq=2) for c in cases("attention", "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

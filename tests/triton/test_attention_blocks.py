@@ -23,7 +23,7 @@ from pytransformer.kernels.attention.plan import plan_backward, plan_forward
 from pytransformer.ops._problem.blocks import SIZES
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.guarded import place
+from support.guarded import place
 
 LQ, LK = 150, 170  # no multiples of a block or tile
 

@@ -17,7 +17,7 @@ from pytransformer.kernels import _lang
 from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED
 from pytransformer.kernels.attention.plan import plan_of
 from pytransformer.testing import bounds
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 NUM_KEYS = 3 * SPLIT_INTERPRETED.min_keys + 41
 LIMITS = {"max_rows": 32, "tile": 64, "min_keys": 512, "max_splits": 64}

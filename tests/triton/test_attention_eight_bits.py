@@ -18,7 +18,7 @@ import pytransformer as pt
 from pytransformer.kernels.attention.plan import plan_forward
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.pages import in_pages
+from support.pages import in_pages
 
 LENGTHS = torch.tensor([150, 0, 97])
 EIGHT = [torch.int8, torch.float8_e4m3fn]

@@ -21,8 +21,8 @@ from pytransformer import BlockMask
 from pytransformer.kernels.attention.configs import INTERPRETED, SPLIT_INTERPRETED
 from pytransformer.kernels.attention.plan import plan_forward
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing.attention_check import check_attention, check_packed
-from pytransformer.testing.guarded import place
+from support.attention_check import check_attention, check_packed
+from support.guarded import place
 
 LQ, LK = (
     70,

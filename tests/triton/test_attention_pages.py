@@ -18,7 +18,7 @@ import pytransformer as pt
 from pytransformer.kernels.attention.plan import plan_forward
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing.pages import Pools, in_pages
+from support.pages import Pools, in_pages
 
 LK = 330  # five tiles and a tail; split in two where it is decoded
 LENGTHS = torch.tensor([LK, 0, 129])

@@ -13,7 +13,7 @@ import pytransformer as pt
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention.plan import plan_backward, plan_forward
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 B, H, LK = 2, 4, 300
 KEYS = torch.arange(LK) % 7 != 2

@@ -10,9 +10,9 @@ import torch
 from checks import check_found, every_third
 
 import pytransformer as pt
-from pytransformer.testing import fuzz_cross_entropy as random_problems
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.ops.cross_entropy import results_at_offset
+from support import fuzz_cross_entropy as random_problems
+from support.ops.cross_entropy import results_at_offset
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 

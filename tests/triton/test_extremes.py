@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_mutants import mutated
 
-from pytransformer.testing.attention_check import check_attention
+from support.attention_check import check_attention
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -15,9 +15,10 @@ import pytransformer as pt
 from pytransformer.kernels import _lang
 from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
-from pytransformer.testing import bounds, fuzz_feed_forward, oracle
+from pytransformer.testing import bounds, exact_feed_forward, oracle
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.dropout_check import check_hidden_starts
+from support import fuzz_feed_forward
+from support.dropout_check import check_hidden_starts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
@@ -188,7 +189,7 @@ def test_activations(activation: str) -> None:
     x, one = x[:, None].requires_grad_(), torch.ones(1, 1)
     y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="triton")
     (dx,) = torch.autograd.grad(y.sum(), x)
-    z, dz = fuzz_feed_forward._activation(activation, x.detach().double())
+    z, dz = exact_feed_forward._activation(activation, x.detach().double())
     eps = torch.finfo(torch.float32).eps
     assert ((y - z).abs() <= 4 * eps * x.abs()).all()
     assert ((dx - dz).abs() <= 8 * eps * (1 + x.abs().clamp(max=12))).all()

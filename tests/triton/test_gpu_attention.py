@@ -12,13 +12,14 @@ import torch
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
-from pytransformer.testing import bounds, fuzz_attention
-from pytransformer.testing.attention_problem import Problem
+from pytransformer.testing import bounds
 from pytransformer.testing.case import named
 from pytransformer.testing.cases import Case, cases, leaves
-from pytransformer.testing.cuda_graph import check_cuda_graph
-from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.kits import kit_of
+from support import fuzz_attention
+from support.attention_problem import Problem
+from support.cuda_graph import check_cuda_graph
+from support.draw_attention import draw
 
 pytestmark = [
     pytest.mark.gpu,

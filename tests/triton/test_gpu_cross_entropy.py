@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_cross_entropy
+from pytransformer.testing import bounds
 from pytransformer.testing.cases import cases
+from support import fuzz_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_feed_forward, oracle
-from pytransformer.testing.feed_forward_check import check_addresses, check_dropout_mask
+from pytransformer.testing import bounds, oracle
+from support import fuzz_feed_forward
+from support.feed_forward_check import check_addresses, check_dropout_mask
 
 pytestmark = [
     pytest.mark.gpu,

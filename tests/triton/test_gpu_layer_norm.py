@@ -9,9 +9,10 @@ import torch
 
 import pytransformer as pt
 from pytransformer.reference.philox import TAG_ADD_NORM, column_keep_mask
-from pytransformer.testing import bounds, fuzz_layer_norm
+from pytransformer.testing import bounds
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.cuda_graph import check_cuda_graph
+from support import fuzz_layer_norm
+from support.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,

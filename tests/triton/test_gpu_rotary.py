@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_rotary, rotary_eight_bits
-from pytransformer.testing.cuda_graph import check_cuda_graph
+from pytransformer.testing import bounds
+from support import fuzz_rotary, rotary_eight_bits
+from support.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,

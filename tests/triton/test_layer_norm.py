@@ -13,10 +13,10 @@ from kernel_mutants import mutated
 
 import pytransformer as pt
 from pytransformer.reference.philox import TAG_ADD_NORM, column_keep_mask
-from pytransformer.testing import fuzz_layer_norm
 from pytransformer.testing.cases import Case, cases
-from pytransformer.testing.dropout_check import check_norm_starts
-from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
+from support import fuzz_layer_norm
+from support.dropout_check import check_norm_starts
+from support.ops.layer_norm import constant_rows_off_their_bias
 
 CASES = [c for op in fuzz_layer_norm.KINDS for c in cases(op, "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

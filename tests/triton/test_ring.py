@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytransformer.testing.ring_tiles import check_tiles
+from support.ring_tiles import check_tiles
 
 
 @pytest.mark.parametrize("keywords", ["plain", "causal", "mask", "extreme"])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.planted_backend import check_told_once, checked_apart
-from pytransformer.testing.way_down import WAYS
+from support.planted_backend import check_told_once, checked_apart
+from support.way_down import WAYS
 
 pytestmark = pytest.mark.falls_back
 BEGINNING, SUM = '    b_m = tl.full([C.BM], float("-inf"), tl.float32)\n', "tl.sum(b_p, 1)"

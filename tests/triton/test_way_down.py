@@ -15,15 +15,7 @@ from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 from triton.runtime.interpreter import GridExecutor
 
 import pytransformer as pt
-from pytransformer.testing.way_down import (
-    FAULTS,
-    REFUSED,
-    WAYS,
-    attention,
-    check,
-    failing,
-    preferred,
-)
+from support.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
 
 pytestmark = [
     pytest.mark.falls_back,

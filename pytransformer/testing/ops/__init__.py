@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test and benchmark support of each op family, one file each: `KIT`."""
+"""Named cases and exact results of each op family, one file each: `KIT`."""

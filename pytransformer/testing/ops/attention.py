@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: named cases, and its oracle, fuzzer, mutants and calibration."""
+"""Attention: named cases and exact results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from .. import calibrate_attention, draw_attention, exact_attention, fuzz_attention, oracle
+from .. import exact_attention, oracle
 from ..case import Builder, Case, Draw, Work, made
-from ..kit import Fuzzer, Kit, Mutants
-from ..mutants_attention import BACKWARD_FAULTS, FAULTS
-from ..pages import in_pages
+from ..kit import Kit
 from ..patterns import PATTERNS, Pattern
 
 
@@ -94,14 +93,23 @@ def _left_padding(d: Draw) -> torch.Tensor:
 def _pages(d: Draw) -> dict[str, Any]:
     """Return a padded batch's KV in shuffled pages.
 
-    Unused rows are zero, because peers gather them.
+    Rows past the lengths are zero, because peers gather them.
     """
-    named, lengths = _qkv(d), _lengths("Lk")(d)
-    pools = in_pages(named["key"], named["value"], lengths, d["page_size"], hostile=False)
-    key, value = pools.tensors
+    named, lengths, page_size = _qkv(d), _lengths("Lk")(d), d["page_size"]
+    batch, num_pages = d["B"], -(-d["Lk"] // page_size)
+    table = torch.randperm(batch * num_pages, generator=d.generator).view(batch, num_pages)
+    table = table.to(d.device, torch.int32)
+    filled = torch.arange(num_pages * page_size, device=d.device) < lengths[:, None]
+
+    def pool(rows: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(rows, (0, 0, 0, num_pages * page_size - d["Lk"]))
+        padded = padded.masked_fill(~filled[:, None, :, None], 0.0)
+        pages = padded.unflatten(2, (num_pages, page_size)).transpose(1, 2).flatten(0, 1)
+        return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
+
     return {
-        **named, "key": key, "value": value, "page_table": pools.table, "key_lengths": lengths,
-        "causal": "bottom_right"
+        **named, "key": pool(named["key"]), "value": pool(named["value"]), "page_table": table,
+        "key_lengths": lengths, "causal": "bottom_right",
     }  # fmt: skip
 
 
@@ -334,9 +342,6 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
         yield _shaped(size, name, build, tags, share, op="attention_varlen")
 
 
-# ---- other parts of the family
-
-
 def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
     return (exact_attention.padded if op == "attention" else exact_attention.packed)(named, grads)
 
@@ -344,32 +349,6 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) 
 KIT = Kit(
     cases=_cases,
     solve=_solve,
-    fuzzer=Fuzzer(
-        draw_attention.draw,
-        fuzz_attention.examine,
-        features=tuple(draw_attention.CHANCES),
-        rare=(
-            *(
-                "alibi",
-                "t5",
-                "dense",
-                "bool_mask",
-                "blocks",
-                "pages",
-                "float_mask",
-                "gqa",
-                "value_dim",
-                "varlen",
-                "strided",
-                "spoiled",
-                "lowest",
-            ),
-        ),
-    ),
-    mutants=Mutants(
-        ("attention",), FAULTS, BACKWARD_FAULTS, applies=lambda problem: not problem.packed
-    ),
-    calibration=calibrate_attention.CALIBRATION,
     rows_of=exact_attention.rows_of,
     solve_rows=exact_attention.some_rows,
 )

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy: named cases, exact solutions, fuzzer features, calibration."""
+"""linear_cross_entropy: named cases and exact results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ...ops.cross_entropy import linear_cross_entropy
-from .. import fuzz_cross_entropy, oracle
-from ..calibration import plain_calibration, usual
+from .. import exact_cross_entropy, oracle
 from ..case import Builder, Case, Draw, Work, made
-from ..faults import BACKWARD_FAULTS
-from ..judge import exact
-from ..kit import Fuzzer, Kit, Mutants
-from ..mutants_cross_entropy import FAULTS
+from ..kit import Kit
 
 
 def _cross_entropy(**fixed: Any) -> Builder:
@@ -49,24 +42,6 @@ def _work(s: Mapping[str, int]) -> Work:
     return Work((flops, 2.0 * flops), (inputs, 2 * inputs))
 
 
-def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return loss, dx, dweight and dbias of logits that share ``offset``.
-
-    All logits are multiples of 1/4 below 2^22, so float32 holds them exactly and the offset must
-    not change a single bit.
-    """
-    draw = torch.Generator().manual_seed(0)
-    integers = lambda *shape: torch.randint(-2, 3, shape, generator=draw)
-    x, weight = (
-        integers(40, 16).to(dtype).requires_grad_(),
-        (integers(300, 16) / 4).to(dtype).requires_grad_(),
-    )
-    bias = torch.full((300,), offset).requires_grad_()
-    target = torch.randint(0, 300, (40,), generator=draw)
-    loss = linear_cross_entropy(x, weight, target, bias=bias, backend=backend, strict=True)
-    return [loss.detach(), *torch.autograd.grad(loss, (x, weight, bias))]
-
-
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
     tensors = {
         name: named[name]
@@ -79,66 +54,12 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
         for name in ("ignore_index", "label_smoothing", "reduction")
         if name in named
     }
-    drawn = fuzz_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
-    return exact(fuzz_cross_entropy.solve(drawn))
-
-
-def _plain(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor]) -> Tensor:
-    logits = F.linear(t["x"], t["weight"], t.get("bias")).reshape(-1, t["weight"].shape[0])
-    losses = F.cross_entropy(logits, t["target"].reshape(-1), **p.keywords)
-    losses = losses.view(t["target"].shape) if p.keywords["reduction"] == "none" else losses
-    # PyTorch's loss has its logits' dtype and is compared in that dtype's eps.
-    return losses.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
-
-
-def _ours(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
-    import pytransformer as pt
-
-    return pt.linear_cross_entropy(
-        t["x"],
-        t["weight"],
-        t["target"],
-        bias=t.get("bias"),
-        **p.keywords,
-        backend=backend,
-        strict=True,
-    )
-
-
-def _problem(seed: int, case: int) -> fuzz_cross_entropy.Problem | None:
-    p = usual(fuzz_cross_entropy.draw(seed, case), as_drawn=("target", "grad_out"))
-    if p is None or "ignored_nan" in p.features:
-        return None
-    over_nothing = p.keywords["reduction"] == "mean" and bool(
-        (p.tensors["target"] == p.keywords.get("ignore_index", -100)).all()
-    )
-    return None if over_nothing else p
+    drawn = exact_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
+    return oracle.exact(exact_cross_entropy.solve(drawn))
 
 
 KIT = Kit(
     cases=_cases,
     solve=_solve,
-    limits=fuzz_cross_entropy.LIMITS,
-    fuzzer=Fuzzer(
-        fuzz_cross_entropy.draw,
-        fuzz_cross_entropy.examine,
-        features=(
-            *fuzz_cross_entropy.REDUCTIONS,
-            *("bias", "ignore_index", "ignored", "label_smoothing", "strided", "positive", "large"),
-        ),
-        rare=("ignored_nan",),
-    ),
-    mutants=Mutants(
-        ("linear_cross_entropy",),
-        FAULTS,
-        {n: f for n, f in BACKWARD_FAULTS.items() if "dropout" not in n},  # this op has no dropout
-    ),
-    calibration=plain_calibration(
-        _problem,
-        lambda p: exact(fuzz_cross_entropy.solve(p)),
-        _plain,
-        _ours,
-        ("loss", "x", "weight", "bias"),
-        fuzz_cross_entropy.LIMITS,
-    ),
+    limits=exact_cross_entropy.LIMITS,
 )

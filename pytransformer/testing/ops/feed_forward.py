@@ -1,31 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward: named cases, exact solutions, fuzzer features, calibration."""
+"""feed_forward: named cases and exact results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .. import fuzz_feed_forward, oracle
-from ..calibration import plain_calibration, usual
+from .. import exact_feed_forward, oracle
 from ..case import SEEDED, Builder, Case, Draw, Work, made
-from ..faults import BACKWARD_FAULTS
-from ..judge import exact
-from ..kit import Fuzzer, Kit, Mutants
-from ..mutants_feed_forward import FAULTS
+from ..kit import Kit
 
 TENSORS = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def _feed_forward(activation: str, gated: bool = False, bias: bool = True, **fixed: Any) -> Builder:
@@ -84,67 +73,12 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
     keywords = {
         name: named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in named
     }
-    drawn = fuzz_feed_forward.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
-    return exact(fuzz_feed_forward.solve(drawn))
-
-
-def _plain(p: fuzz_feed_forward.Problem, t: Mapping[str, Tensor]) -> Tensor:
-    act = ACTIVATIONS[p.keywords["activation"]]
-    hidden = F.linear(t["x"], t["w1"], t.get("b1"))
-    hidden = (
-        act(F.linear(t["x"], t["gate_weight"], t.get("gate_bias"))) * hidden
-        if "gate_weight" in t
-        else act(hidden)
-    )
-    return F.linear(hidden, t["w2"], t.get("b2"))
-
-
-def _ours(p: fuzz_feed_forward.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
-    import pytransformer as pt
-
-    gate: dict[str, Any] = {name: t.get(name) for name in ("gate_weight", "gate_bias")}
-    return pt.feed_forward(
-        t["x"],
-        t["w1"],
-        t.get("b1"),
-        t["w2"],
-        t.get("b2"),
-        **gate,
-        **p.keywords,
-        backend=backend,
-        strict=True,
-    )
+    drawn = exact_feed_forward.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
+    return oracle.exact(exact_feed_forward.solve(drawn))
 
 
 KIT = Kit(
     cases=_cases,
     solve=_solve,
-    limits=fuzz_feed_forward.LIMITS,
-    fuzzer=Fuzzer(
-        fuzz_feed_forward.draw,
-        fuzz_feed_forward.examine,
-        features=(
-            *fuzz_feed_forward.ACTIVATIONS,
-            *(
-                "b1",
-                "b2",
-                "gate_weight",
-                "gate_bias",
-                "dropout_p",
-                "recompute",
-                "strided",
-                "positive",
-                "large",
-            ),
-        ),
-    ),
-    mutants=Mutants(("feed_forward",), FAULTS, BACKWARD_FAULTS),
-    calibration=plain_calibration(
-        lambda seed, case: usual(fuzz_feed_forward.draw(seed, case)),
-        lambda p: exact(fuzz_feed_forward.solve(p)),
-        _plain,
-        _ours,
-        ("out", "x", "w1", "w2", "b1", "b2", "gate_weight", "gate_bias"),
-        fuzz_feed_forward.LIMITS,
-    ),
+    limits=exact_feed_forward.LIMITS,
 )

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm: named cases, exact solutions, fuzzer, calibration."""
+"""layer_norm, rms_norm and add_norm: named cases and exact results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ...ops.layer_norm import add_norm, layer_norm
-from .. import fuzz_layer_norm, oracle
-from ..calibration import plain_calibration, usual
+from .. import exact_layer_norm, oracle
 from ..case import SEEDED, Builder, Case, Draw, Work, made
-from ..faults import BACKWARD_FAULTS
-from ..judge import exact
-from ..kit import Fuzzer, Kit, Mutants
-from ..mutants_layer_norm import FAULTS
+from ..kit import Kit
 
 
 def _norm(weight: bool = True, bias: bool = True, **fixed: Any) -> Builder:
@@ -72,26 +65,6 @@ def _added(s: Mapping[str, int]) -> Work:
     return _normed(s, operands=4)  # x, residual -> normed, residual_out
 
 
-def constant_rows_off_their_bias(backend: str, columns: int) -> list[str]:
-    """Return the constant rows whose layer norm differs from the bias; they have no deviation."""
-    wrong = []
-    bias = torch.linspace(-2, 2, columns)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for value in (0.25, 100.0, -1000.0, 30000.0):
-            x = torch.full((3, columns), value, dtype=dtype)
-            expected = bias.to(dtype).expand_as(x)
-            plain = layer_norm(x, columns, torch.ones(columns), bias, backend=backend, strict=True)
-            added, _ = add_norm(
-                x, torch.zeros_like(x), torch.ones(columns), bias, backend=backend, strict=True
-            )
-            wrong += [
-                f"{dtype}, {value}, {op}"
-                for op, y in (("plain", plain), ("added", added))
-                if not torch.equal(y, expected)
-            ]
-    return wrong
-
-
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
     tensors = {
         name: named[name]
@@ -102,50 +75,21 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
     keywords: dict[str, Any] = {
         name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named
     }
-    drawn = fuzz_layer_norm.Problem(op, named["x"].dtype, 1, "zero_mean", tensors, {}, keywords, [])
+    drawn = exact_layer_norm.Problem(
+        op, named["x"].dtype, 1, "zero_mean", tensors, {}, keywords, []
+    )
     stored = None
     if op == ADD_NORM:
         # The norm's input is the stored sum, rounded once.
-        kept = fuzz_layer_norm.keep_factor(drawn)
+        kept = exact_layer_norm.keep_factor(drawn)
         stored = (named["x"].double() * kept + named["residual"].double()).to(
             named["residual"].dtype
         )
-    return exact(fuzz_layer_norm.solve(drawn, stored))
-
-
-def _plain(p: fuzz_layer_norm.Problem, t: Mapping[str, Tensor]) -> Tensor:
-    shape = t["x"].shape[t["x"].dim() - p.dims :]
-    if p.op == "rms_norm":
-        return F.rms_norm(t["x"], shape, t.get("weight"), **p.keywords)
-    return F.layer_norm(t["x"], shape, t.get("weight"), t.get("bias"), **p.keywords)
-
-
-def _ours(p: fuzz_layer_norm.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
-    return fuzz_layer_norm.call(p, dict(t), backend)["out"]
-
-
-def _problem(seed: int, case: int) -> fuzz_layer_norm.Problem | None:
-    p = usual(fuzz_layer_norm.draw(seed, case))
-    return None if p is None or p.op == ADD_NORM else p  # the norm of a stored sum adds nothing
+    return oracle.exact(exact_layer_norm.solve(drawn, stored))
 
 
 KIT = Kit(
     cases=_cases,
     solve=_solve,
-    limits=fuzz_layer_norm.LIMITS,
-    fuzzer=Fuzzer(
-        fuzz_layer_norm.draw,
-        fuzz_layer_norm.examine,
-        features=("residual", "dropout_p", "bias", "offset", "mixed", "grad_residual_out"),
-        rare=(*fuzz_layer_norm.KINDS, "weight", "3d"),
-    ),
-    mutants=Mutants(fuzz_layer_norm.KINDS, FAULTS, BACKWARD_FAULTS),
-    calibration=plain_calibration(
-        _problem,
-        lambda p: exact(fuzz_layer_norm.solve(p, None)),
-        _plain,
-        _ours,
-        ("out", "x", "weight", "bias"),
-        fuzz_layer_norm.LIMITS,
-    ),
+    limits=exact_layer_norm.LIMITS,
 )

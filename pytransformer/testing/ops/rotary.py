@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv: named cases, exact solutions, fuzzer features, calibration."""
+"""rotary and append_kv: named cases and exact results."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import fuzz_rotary, oracle
-from ..calibration import plain_calibration
+from .. import exact_rotary, oracle
 from ..case import Builder, Case, Draw, Work, made
-from ..judge import exact
-from ..kit import Fuzzer, Kit, Mutants
-from ..mutants_rotary import BACKWARD_FAULTS, FAULTS
+from ..kit import Kit
 
 LLAMA = ("llama3", 8.0, 32)  # matches the cases' short lengths
 
@@ -60,7 +57,7 @@ def _append(page_size: int | None = None, norm: bool = False) -> Builder:
                 .to(d.device, torch.int32)
             )
         keys, values = (
-            torch.full((first, heads, rows, dim), fuzz_rotary.FILL, dtype=d.dtype, device=d.device)
+            torch.full((first, heads, rows, dim), exact_rotary.FILL, dtype=d.dtype, device=d.device)
             for _ in range(2)
         )
         norms = {n: 1 + d.normal(dim, scale=0.1) for n in ("q_norm", "k_norm")} if norm else {}
@@ -121,72 +118,15 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
     elif grads:
         tensors["grad_out"] = grads[0]
     first = tensors["x" if op == "rotary" else "query"]
-    return exact(
-        fuzz_rotary.solve(
-            fuzz_rotary.Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])
+    return oracle.exact(
+        exact_rotary.solve(
+            exact_rotary.Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])
         )
     )
-
-
-def _problem(seed: int, case: int) -> fuzz_rotary.Problem | None:
-    """Return a problem with float32 tables, because PyTorch rounds narrower ones differently."""
-    p = fuzz_rotary.draw(seed, case)
-    if p.op == APPEND or not p.wanted or not p.tensors["x"].numel():
-        return None
-    p.tensors = {
-        n: t.to(p.dtype) if n in ("x", "weight", "grad_out") else t for n, t in p.tensors.items()
-    }
-    return p
-
-
-def _plain(p: fuzz_rotary.Problem, t: Mapping[str, Tensor]) -> Tensor:
-    """Compute like transformers' models: norm in float32, products and sum in x's dtype."""
-    x = t["x"]
-    if "weight" in t:
-        wide = x.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + p.keywords.get("eps", 1e-6))
-        x = (t["weight"] + p.keywords.get("weight_offset", 0.0)) * wide.to(p.dtype)
-    angles = fuzz_rotary._angles(p)
-    assert angles is not None
-    cos, sin = (a.to(p.dtype)[:, None] for a in angles)
-    y = x[..., : cos.shape[-1]]
-    other, sign = fuzz_rotary._partner(p, y)
-    return torch.cat((y * cos + sign.to(p.dtype) * other * sin, x[..., cos.shape[-1] :]), -1)
-
-
-def _ours(p: fuzz_rotary.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
-    return fuzz_rotary.call(
-        p, {n: v if n in p.wanted else v.detach() for n, v in t.items()}, backend
-    )["out"]
 
 
 KIT = Kit(
     cases=_cases,
     solve=_solve,
-    limits=fuzz_rotary.LIMITS,
-    fuzzer=Fuzzer(
-        fuzz_rotary.draw,
-        fuzz_rotary.examine,
-        features=(
-            "weight",
-            "partial",
-            "interleaved",
-            "tables",
-            "base",
-            "grad_out",
-            "strided",
-            "weight_offset",
-            "mixed",
-        ),
-        rare=(*fuzz_rotary.KINDS, "frequencies", "none", "padding", "pages", "scaling"),
-    ),
-    mutants=Mutants(fuzz_rotary.KINDS, FAULTS, BACKWARD_FAULTS),
-    calibration=plain_calibration(
-        _problem,
-        lambda p: exact(fuzz_rotary.solve(p)),
-        _plain,
-        _ours,
-        ("out", "x", "weight"),
-        fuzz_rotary.LIMITS,
-    ),
+    limits=exact_rotary.LIMITS,
 )

@@ -20,7 +20,10 @@ import torch
 from gpu import Gpu
 
 import pytransformer as pt
-from pytransformer.testing import (
+from pytransformer.testing.cases import Case, cases, leaves
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "support"))
+from support import (
     draw_attention,
     fuzz_attention,
     fuzz_cross_entropy,
@@ -28,7 +31,6 @@ from pytransformer.testing import (
     fuzz_layer_norm,
     fuzz_rotary,
 )
-from pytransformer.testing.cases import Case, cases, leaves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRAWN = {

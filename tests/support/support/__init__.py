@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests need beyond pytransformer.testing: fuzzers, mutants, faults, sweeps, guarded memory.
+
+PYTHONPATH=tests/support python -m support.fuzz attention --cases 500 --backend cpu
+"""
+
+import os
+
+# Child processes of a test run share its seed shift.
+if os.environ.get("PYTRANSFORMER_TEST_SEED", "0") != "0":
+    from .seeds import shift_seeds
+
+    shift_seeds(int(os.environ["PYTRANSFORMER_TEST_SEED"]))
