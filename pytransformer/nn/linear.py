@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..ops._backends.cpu import linear as cpu
 from ..ops._core import fast_path
 from ..ops._core.autograd import needs_gradient, unwatched
+from . import packed
 
 # Min multiply-adds of a call with a gradient: our autograd Function costs a call 15 us more.
 TRAINING_WORK = 1 << 22
@@ -47,7 +48,11 @@ def fast_linear(
     limits = cpu.faster().get(x.dtype)
     if limits is None:
         return None
-    found = fast_path.linear(x, weight, bias, None, limits.inference, along_k)
+    panels, max_rows = None, limits.inference
+    if packed.weights and id(weight) in packed.weights:
+        panels = _panels(x, weight, bias, limits.packed, along_k)
+        max_rows = max_rows if panels is None else limits.packed
+    found = fast_path.linear(x, weight, bias, panels, max_rows, along_k)
     if found is not NotImplemented:
         return found
     weight = weight.t() if along_k else weight
@@ -55,10 +60,26 @@ def fast_linear(
         return None
     rows = x.numel() // weight.shape[1]
     if not needs_gradient(x, weight, bias):
-        return cpu.forward(x, weight, bias) if rows <= limits.inference else None
+        return cpu.forward(x, weight, bias, panels) if rows <= max_rows else None
     if rows > limits.training or rows * weight.numel() < TRAINING_WORK:
         return None
     return LinearFunction.apply(x, weight, bias)
+
+
+def _panels(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    max_rows: int,
+    along_k: bool,
+) -> torch.Tensor | None:
+    """Return the packed weight if the call can use it, else None."""
+    few = cpu.FEW_ROWS * x.shape[-1] if x.dim() else x.numel()
+    if x.numel() <= few or x.numel() * cpu.FEW_ROWS > max_rows * few:
+        return None
+    if not unwatched(x, (x, weight, bias)) or needs_gradient(x, weight, bias):
+        return None
+    return packed.panels_of(weight, along_k)
 
 
 def _plain_numbers(

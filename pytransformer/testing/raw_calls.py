@@ -130,6 +130,7 @@ def linear_calls(x: Tensor, weight: Tensor, bias: Tensor) -> list[RawCall]:
         ),
         RawCall(NATIVE, "feed_forward_linear_pack", (weight, panels)),
         RawCall(NATIVE, "feed_forward_linear_panels", (weight,)),
+        RawCall(NATIVE, "feed_forward_linear_digest", (weight,)),
     ]
 
 

@@ -201,6 +201,14 @@ def test_derivatives_of_any_order_are_right() -> None:
     leaves = (x.detach().view(3, 3, 5).requires_grad_(), weight.detach().requires_grad_(), bias)
     assert torch.autograd.gradcheck(linear, leaves)
     assert torch.autograd.gradgradcheck(linear, leaves)
+    out = linear(*leaves)
+    d_out = torch.randn_like(out)
+    kernel, recorded = (
+        torch.autograd.grad(out, leaves, d_out, retain_graph=True, create_graph=again)
+        for again in (False, True)
+    )
+    for a, b in zip(kernel, recorded):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

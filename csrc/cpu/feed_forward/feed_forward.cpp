@@ -5,6 +5,8 @@
 // (float64 for float64): see pytransformer/ops/_backends/cpu/feed_forward.py.
 #include "cpu/feed_forward/problem.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -170,6 +172,26 @@ int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden,
   return PT_SELECT(feed_forward_kernels).scratch_bytes(p);
 }
 
+// Return a digest of one cache line of each of the weight's rows in memory, at changing columns.
+int64_t feed_forward_linear_digest(Tensor weight) {
+  constexpr int64_t kLine = 64, kWords = kLine / 8;
+  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15;
+  const Linear linear(weight);
+  const int64_t rows = weight.size(linear.weight.along_k ? 1 : 0),
+                bytes = weight.numel() / rows * int64_t(weight.element_size()),
+                lines = (bytes + kLine - 1) / kLine;
+  const auto* data = static_cast<const char*>(linear.p.w2);
+  uint64_t digest = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t at = r % lines * kLine;
+    uint64_t words[kWords] = {}, sum = uint64_t(r);
+    std::memcpy(words, data + r * bytes + at, std::min(kLine, bytes - at));
+    for (int64_t i = 0; i < kWords; i++) sum += (words[i] ^ (words[i] >> 29)) * (kFactor + 2 * i);
+    digest = (digest ^ (digest >> 31) ^ sum) * kFactor;
+  }
+  return int64_t(digest);
+}
+
 std::vector<std::string> feed_forward_activations() {
   return {pt::kActivationNames.begin(), pt::kActivationNames.end()};
 }
@@ -199,7 +221,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       "Tensor(b!)? dw, Tensor(c!)? db) -> ()");
   m.def("feed_forward_linear_pack(Tensor weight, Tensor(a!) panels) -> ()");
   m.def("feed_forward_linear_panels(Tensor weight) -> int");  // bytes
-  m.def("feed_forward_activations() -> str[]");               // in the order of their numbers
+  m.def("feed_forward_linear_digest(Tensor weight) -> int");
+  m.def("feed_forward_activations() -> str[]");  // in the order of their numbers
   m.def(
       "feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> "
       "int");
@@ -211,6 +234,7 @@ STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("feed_forward_linear_bwd", TORCH_BOX(&feed_forward_linear_bwd));
   m.impl("feed_forward_linear_pack", TORCH_BOX(&feed_forward_linear_pack));
   m.impl("feed_forward_linear_panels", TORCH_BOX(&feed_forward_linear_panels));
+  m.impl("feed_forward_linear_digest", TORCH_BOX(&feed_forward_linear_digest));
   m.impl("feed_forward_scratch", TORCH_BOX(&feed_forward_scratch));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {

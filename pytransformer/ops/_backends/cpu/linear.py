@@ -25,20 +25,22 @@ class MaxRows(NamedTuple):
 
     inference: int
     training: int  # forward and backward together; 0: never
+    packed: int = 0  # inference with packed weights
 
 
+EVERYWHERE = MaxRows(ALL_ROWS, ALL_ROWS, ALL_ROWS)
 # By vendor, level of PyTorch's kernels, and our instruction set: bench/tools/linear_choice.py
 # measures the rows and checks them.
 #   AVX-512 of AMD, float32: MKL selects AVX2 on AMD and reaches half of our rate.
 #   AVX2, bfloat16 and float16: PyTorch has no product for them and runs loops at a seventh.
 #   AVX2, float32: equal within 5 % beyond the rows listed.
 FASTER: dict[tuple[str, str, str], dict[torch.dtype, MaxRows]] = {
-    ("AuthenticAMD", "AVX512", "avx512_bf16"): {torch.float32: MaxRows(ALL_ROWS, ALL_ROWS)},
-    ("AuthenticAMD", "AVX512", "avx512"): {torch.float32: MaxRows(ALL_ROWS, ALL_ROWS)},
+    ("AuthenticAMD", "AVX512", "avx512_bf16"): {torch.float32: EVERYWHERE},
+    ("AuthenticAMD", "AVX512", "avx512"): {torch.float32: EVERYWHERE},
     ("AuthenticAMD", "AVX2", "avx2"): {
-        torch.float32: MaxRows(64, 0),
-        torch.bfloat16: MaxRows(ALL_ROWS, ALL_ROWS),
-        torch.float16: MaxRows(ALL_ROWS, ALL_ROWS),
+        torch.float32: MaxRows(64, 0, 256),
+        torch.bfloat16: EVERYWHERE,
+        torch.float16: EVERYWHERE,
     },
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
