@@ -37,7 +37,7 @@ import torch
 import pytransformer as pt
 from pytransformer.cli import machine
 from pytransformer.cli.benchmark import results
-from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as own_product
+from pytransformer.ops._backends.cpu.linear import forward as own_product
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"

@@ -71,7 +71,7 @@ bool plain(PyObject* tensor);  // also checks the Python type
 void connect(PyObject* watchers, PyObject* traces, PyObject* backward, PyObject* facts);
 PyObject* fact(const char* name);  // borrowed; the caller holds the GIL
 struct Limits {
-  int64_t kept_bytes = 0, kept_depth = 0, held_bytes = 0, few_rows = 0;
+  int64_t kept_bytes = 0, kept_depth = 0, held_bytes = 0;
 };
 extern Limits limits;  // numbers among the facts
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.feed_forward, and nn.linear with few rows: the lowering of nn/linear.py, ops/feed_forward.py
-// and ops/_backends/cpu/feed_forward.py.
+// pt.feed_forward, and nn.linear without gradient: the lowering of nn/linear.py,
+// ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
 #include <ATen/EmptyTensor.h>
 
 #include "../common/activation.h"
@@ -149,14 +149,15 @@ struct FeedForward {
   }
 };
 
-// x weight^T + bias with few rows, without gradient: of_few_rows of nn/linear.py. Undefined if the
-// call does not qualify.
-Tensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+// x weight^T + bias of up to max_rows rows, without gradient: infer of nn/linear.py. Undefined if
+// the call does not qualify.
+Tensor linear_forward(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                      const Tensor& panels, int64_t max_rows) {
   static const auto raw =
-      raw_op<void(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& out)>(
-          "pytransformer_C::feed_forward_linear");
+      raw_op<void(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& panels,
+                  const Tensor& out)>("pytransformer_C::feed_forward_linear");
   if (!x.is_cpu() || !floating(x) || autocast_casts(x) || !x.numel()) return {};
-  if (x.numel() > limits.few_rows * weight.size(1)) return {};
+  if (x.numel() > max_rows * weight.size(1)) return {};
   if (x.scalar_type() != weight.scalar_type() || x.size(-1) != weight.size(1) || !weight.size(0))
     return {};
   if (!weight.is_contiguous() && (weight.stride(0) != 1 || weight.stride(1) != weight.size(0)))
@@ -168,7 +169,7 @@ Tensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const Tensor& b
   c10::DimVector shape(x.sizes());
   shape.back() = weight.size(0);
   const Tensor out = empty(shape, x.options());
-  raw.call(matrix(x), weight, vector(bias, work_dtype(x)), matrix(out));
+  raw.call(matrix(x), weight, vector(bias, work_dtype(x)), maybe(panels), matrix(out));
   return out;
 }
 
@@ -183,19 +184,21 @@ Tensor transposed(const Tensor& t) {
 
 }  // namespace
 
-// Arguments: x, weight, bias, and a flag for a (k, n) weight.
+// Arguments: x, weight, bias, panels, the max number of rows, and a flag for a (k, n) weight.
 FAST_PATH_ENTRY(linear) {
   HANDLE_TH_ERRORS
-  if (count != 4 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 6 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
-  const Tensor x = read.tensor(a[0]), weight = read.tensor(a[1]), bias = read.tensor_or_none(a[2]);
-  const bool along_k = read.boolean(a[3]);
+  const Tensor x = read.tensor(a[0]), weight = read.tensor(a[1]), bias = read.tensor_or_none(a[2]),
+               panels = read.tensor_or_none(a[3]);
+  const int64_t max_rows = read.natural(a[4]);
+  const bool along_k = read.boolean(a[5]);
   read.require(!needs_gradient({x, weight, bias}));
   if (!read || x.dim() == 0 || weight.dim() != 2) Py_RETURN_NOTIMPLEMENTED;
   Tensor out;
   {
     const WithoutGil others_run;
-    out = linear_of_few_rows(x, along_k ? transposed(weight) : weight, bias);
+    out = linear_forward(x, along_k ? transposed(weight) : weight, bias, panels, max_rows);
   }
   if (!out.defined()) Py_RETURN_NOTIMPLEMENTED;
   return THPVariable_Wrap(std::move(out));

@@ -36,7 +36,7 @@ PyMethodDef methods[] = {
     OP(rms_norm),
     OP(add_norm),
     OP(feed_forward),
-    {"linear", FAST(linear_entry), "pytransformer.nn.linear of few rows, or NotImplemented"},
+    {"linear", FAST(linear_entry), "pytransformer.nn.linear without gradient, or NotImplemented"},
     OP(linear_cross_entropy),
     OP(rotary),
     OP(append_kv),

@@ -75,7 +75,7 @@ void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_, PyObje
   traces = Py_NewRef(traces_), backward = Py_NewRef(backward_), facts = Py_NewRef(facts_);
   for (auto [name, number] :
        {std::pair("kept_bytes", &limits.kept_bytes), std::pair("kept_depth", &limits.kept_depth),
-        std::pair("held_bytes", &limits.held_bytes), std::pair("few_rows", &limits.few_rows)})
+        std::pair("held_bytes", &limits.held_bytes)})
     *number = PyLong_AsLongLong(fact(name));
 }
 

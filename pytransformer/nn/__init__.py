@@ -17,6 +17,7 @@ from .layer_norm import LayerNorm, RMSNorm
 from .linformer import LinformerSelfAttention, SequenceProjection
 from .masks import causal, kept, padding, position_ids
 from .mixing import FourierMixing, SeparableMixing, TokenMixing
+from .packed import drop_packed_weights, pack_weights, packed_bytes
 from .paged_cache import OutOfPages, PagedCache, PagedLayer, Pages
 from .patches import PatchEmbedding
 from .patterns import Pattern
@@ -80,7 +81,10 @@ __all__ = [
     "causal",
     "ctc_loss",
     "ctc_read",
+    "drop_packed_weights",
     "kept",
+    "pack_weights",
+    "packed_bytes",
     "padding",
     "position_ids",
     "relative_sinusoids",

@@ -1,79 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x Wᵀ + b`` for few rows of x on the CPU, as in decoding, where reading W dominates the time."""
+"""``x Wᵀ + b`` on the CPU by our product where it is faster than PyTorch's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..ops._backends.cpu.feed_forward import FEW_ROWS, linear_of_few_rows
+from ..ops._backends.cpu import linear as cpu
 from ..ops._core import fast_path
 from ..ops._core.autograd import needs_gradient, unwatched
+from . import packed
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Min multiply-adds of a call with a gradient: our autograd Function costs a call 15 us more.
+TRAINING_WORK = 1 << 22
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
-    Up to 8 rows on the CPU without gradient run our kernel, which reads the weights once, in order.
-    PyTorch's library reads them at a third to two thirds of that rate (docs/design/numerics.md).
-    Each element is one sum along k in float32 (float64 for float64), rounded once. Its order
-    depends on k and on the layout of the weights only.
+    Our kernels compute it on the CPU where they are faster (docs/cpu.md). With up to 8 rows and no
+    gradient they read the weights once, in order, on every CPU. Each element is one sum along k in
+    float32 (float64 for float64), rounded once. Its order depends on k, on the layout of the
+    weights and on whether there are more than 8 rows.
 
     Args:
         x: (..., k).
         weight: (n, k), contiguous or the transpose of a contiguous (k, n).
         bias: (n,) or None.
     """
-    found = of_few_rows(x, weight, bias)
+    found = fast_linear(x, weight, bias)
     return F.linear(x, weight, bias) if found is None else found
 
 
-def of_few_rows(
+def fast_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, along_k: bool = False
 ) -> torch.Tensor | None:
-    """Return :func:`linear` if the kernel supports the call, else None.
+    """Return :func:`linear` if our kernels compute the call, else None.
 
     Args:
         along_k: weight is (k, n), as in ``Conv1D`` of transformers.
     """
     if torch.compiler.is_compiling():
         return None
-    found = fast_path.linear(x, weight, bias, along_k)
+    limits = cpu.faster().get(x.dtype)
+    if limits is None:
+        return None
+    panels, max_rows = None, limits.inference
+    if packed.weights and id(weight) in packed.weights:
+        panels = _panels(x, weight, bias, limits.packed, along_k)
+        max_rows = max_rows if panels is None else limits.packed
+    found = fast_path.linear(x, weight, bias, panels, max_rows, along_k)
     if found is not NotImplemented:
         return found
     weight = weight.t() if along_k else weight
-    return (
-        linear_of_few_rows(x, weight, bias) if _few_rows_of_plain_numbers(x, weight, bias) else None
-    )
+    if not _plain_numbers(x, weight, bias, max(limits)):
+        return None
+    rows = x.numel() // weight.shape[1]
+    if not needs_gradient(x, weight, bias):
+        return cpu.forward(x, weight, bias, panels) if rows <= max_rows else None
+    if rows > limits.training or rows * weight.numel() < TRAINING_WORK:
+        return None
+    return LinearFunction.apply(x, weight, bias)
 
 
-def _few_rows_of_plain_numbers(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+def _panels(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    max_rows: int,
+    along_k: bool,
+) -> torch.Tensor | None:
+    """Return the packed weight if the call can use it, else None."""
+    few = cpu.FEW_ROWS * x.shape[-1] if x.dim() else x.numel()
+    if x.numel() <= few or x.numel() * cpu.FEW_ROWS > max_rows * few:
+        return None
+    if not unwatched(x, (x, weight, bias)) or needs_gradient(x, weight, bias):
+        return None
+    return packed.panels_of(weight, along_k)
+
+
+def _plain_numbers(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int
 ) -> bool:
-    """Return whether the kernel supports the call.
+    """Return whether the kernels support the call of up to max_rows rows.
 
-    It requires few rows, the CPU, one dtype and layout, and no gradient, tracing or dispatch mode.
+    They require the CPU, one dtype and layout, and no tracing, transform or dispatch mode.
     """
     return (
         x.device.type == "cpu"
         and weight.dim() == 2
-        and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
+        and 0 < x.numel() <= max_rows * weight.shape[1]
         and unwatched(x, (x, weight, bias))
         and x.shape[-1:] == weight.shape[1:]
         and x.dtype == weight.dtype
-        and x.dtype in _DTYPES
         and x.layout == weight.layout == torch.strided
         and weight.numel() > 0
         and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
         and (weight.is_contiguous() or weight.stride() == (1, weight.shape[0]))
         and not torch.is_autocast_enabled("cpu")
-        and not needs_gradient(x, weight, bias)
         and weight.device == x.device
         and (bias is None or bias.device == x.device)
     )
+
+
+class LinearFunction(torch.autograd.Function):
+    """Our product, forward and backward. A derivative of the gradients is PyTorch's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return cpu.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (d_out,) = grads
+        x, weight = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        if not torch.is_grad_enabled() and unwatched(d_out, (d_out, x, weight)):
+            return cpu.backward(d_out, x, weight, needed)
+        rows = d_out.reshape(-1, weight.shape[0])
+        return (
+            d_out @ weight if needed[0] else None,
+            rows.t() @ x.reshape(-1, weight.shape[1]) if needed[1] else None,
+            rows.sum(0) if needed[2] else None,
+        )
 
 
 class Linear(nn.Linear):

@@ -221,7 +221,7 @@ def _prepare(
 
 
 feed_forward_op.prepare = _prepare
-fast_path.facts |= {"held_bytes": cpu.HELD_BYTES, "few_rows": cpu.FEW_ROWS}
+fast_path.facts["held_bytes"] = cpu.HELD_BYTES
 
 
 # ---- backends

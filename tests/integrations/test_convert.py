@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
-from pytransformer.nn import linear as nn_linear
+from pytransformer.ops._backends.cpu import linear as cpu
 from pytransformer.ops._core import fast_path
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import (
@@ -131,19 +131,19 @@ def test_what_ran(hugging_face: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_gpt2_read_conv1d_where_it_lies(
+def test_linear_layers_of_gpt2_run_within_the_tables_rows(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Four products a layer and the vocabulary's in a step; none with a gradient or in a longer
-    prompt: there the modules are their own."""
+    """Four products a layer and the vocabulary's in a step; PyTorch's with a gradient or more rows.
+
+    Conv1D's weights are read in their own layout.
+    """
     seen: list[tuple[int, ...]] = []
-    run = nn_linear.linear_of_few_rows
-    monkeypatch.setattr(
-        nn_linear, "linear_of_few_rows", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1]
-    )
-    monkeypatch.setattr(
-        fast_path, "linear", lambda *given: NotImplemented
-    )  # which would not be seen
+    run, limits = cpu.forward, cpu.MaxRows(cpu.FEW_ROWS, 0)
+    monkeypatch.setattr(cpu, "faster", lambda: {dtype: limits})
+    monkeypatch.setattr(cpu, "forward", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1])
+    # The fast path would hide its calls.
+    monkeypatch.setattr(fast_path, "linear", lambda *given: NotImplemented)
     eager = FAMILIES["gpt2"].build("eager").to(dtype).eval()
     model = copy.deepcopy(eager)
     pt.integrations.convert(model, kinds=["linear"])

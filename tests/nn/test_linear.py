@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows, by way of the C++ fast path and of Python: right for every size, layout and
-dtype, and PyTorch's wherever somebody
-differentiates or watches."""
+"""Linear layers on our kernels, called by the C++ fast path and by Python.
+
+Results and gradients meet the bound for every size, layout and dtype. PyTorch computes every call
+that a transform, mode or tracer observes.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,14 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytransformer.nn import linear as module
-from pytransformer.nn.linear import FEW_ROWS, Linear, linear, of_few_rows
+from pytransformer.nn.linear import Linear, fast_linear, linear
+from pytransformer.ops._backends.cpu import linear as cpu
 from pytransformer.ops._core import fast_path, native
+from pytransformer.testing.bounds import LIMITS
 from support.guarded import place
 from support.paths import needs_fast_path
 
-# Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
-BOUND = {
-    torch.float32: (2.0, 6.0),
-    torch.bfloat16: (1.0, 1.0),
-    torch.float16: (1.0, 1.0),
-    torch.float64: (2.0, 6.0),
-}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SIZES = [
     (1, 1),
     (3, 2),
@@ -43,14 +41,25 @@ SIZES = [
     (9, 1100),
     (264, 513),
 ]
-LAYOUTS = ["rows", "columns"]  # along which the weights lie: (n, k), or the transpose of a (k, n)
+FEW = range(1, cpu.FEW_ROWS + 1)
+MANY = [9, 50, 260]  # one group of rows, read in place or transposed, and several groups
+SOME_SIZES = [(3, 2), (33, 63), (100, 65), (1025, 66), (9, 1100)]
+LAYOUTS = ["rows", "columns"]  # (n, k) in memory, or the transpose of a (k, n)
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select our kernels for all sizes on any CPU."""
+    if (reason := native.why_not("feed_forward_linear")) is not None:
+        pytest.skip(reason)
+    limits = cpu.MaxRows(cpu.ALL_ROWS, cpu.ALL_ROWS)
+    monkeypatch.setattr(cpu, "faster", lambda: dict.fromkeys(DTYPES, limits))
+    monkeypatch.setattr(module, "TRAINING_WORK", 0)
 
 
 @pytest.fixture(params=[pytest.param("fast_path", marks=needs_fast_path), "Python"])
 def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[int]]:
-    """Rows of each call that our kernel got, by one way alone."""
-    if (reason := native.why_not("feed_forward_linear")) is not None:
-        pytest.skip(reason)
+    """Return the rows of each call that our kernel computes, by one path only."""
     seen: list[int] = []
 
     def spied(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
     fast_path.why_not()  # loads it
     by_fast_path = request.param == "fast_path"
-    holder, name = (fast_path, "linear") if by_fast_path else (module, "linear_of_few_rows")
+    holder, name = (fast_path, "linear") if by_fast_path else (cpu, "forward")
     monkeypatch.setattr(holder, name, spied(getattr(holder, name)))
     with contextlib.nullcontext() if by_fast_path else fast_path.off():
         yield seen
@@ -82,12 +91,12 @@ def operands(
 
 
 def lying(weight: torch.Tensor, layout: str, where: str = "contiguous") -> torch.Tensor:
-    """Among NaN, which a read outside would meet."""
+    """Return the weight in this layout, surrounded by NaN."""
     return place(weight, where) if layout == "rows" else place(weight.t(), where).t()
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
-    """In float64, of float64 in 80 bits."""
+    """Return the result in float64, or in 80 bits for float64."""
     a, w = (
         t.double().numpy().astype(np.longdouble if x.dtype == torch.float64 else np.float64)
         for t in (x, weight)
@@ -95,13 +104,23 @@ def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return a @ w.T + (0 if bias is None else bias.double().numpy())
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
+def check(result: torch.Tensor, exact: np.ndarray, scale: np.ndarray, c: float) -> None:
+    assert result.shape == exact.shape
+    error, finfo = np.abs(result.double().numpy() - exact), torch.finfo(result.dtype)
+    floor = finfo.smallest_normal * finfo.eps  # distance of float16's subnormals
+    assert (error <= c * finfo.eps * scale + floor).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [*FEW, *MANY])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_is_within_the_bound(
     calls: list[int], rows: int, dtype: torch.dtype, layout: str
 ) -> None:
-    for k, n in SIZES:
+    if dtype == torch.float64:
+        rows = min(rows, 60)  # products in 80 bits are slow
+    sizes = SIZES if rows in FEW else SOME_SIZES
+    for k, n in sizes:
         for offset in (0.0, 1.0):
             x, weight, bias = operands(rows, k, n, dtype, offset, layout)
             for b in (bias, None):
@@ -111,14 +130,85 @@ def test_every_element_is_within_the_bound(
                     exact_linear(*(None if t is None else change(t) for t in (x, weight, b)))
                     for change in (torch.clone, torch.abs)
                 )
-                assert out.dtype == dtype and out.shape == exact.shape
-                error = np.abs(out.double().numpy() - exact)
-                assert (error <= BOUND[dtype][offset > 0] * torch.finfo(dtype).eps * scale).all(), (
-                    k,
-                    n,
-                    offset,
+                assert out.dtype == dtype
+                # The max of so many elements exceeds the limit of zero-mean data in PyTorch too.
+                data = "any" if offset or rows not in FEW else "zero_mean"
+                check(out, exact, scale, LIMITS[dtype][data][0])
+    assert calls == [rows] * (4 * len(sizes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, *MANY])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_weights_give_the_same_bits(rows: int, dtype: torch.dtype, layout: str) -> None:
+    for k, n in SIZES:
+        x, weight, bias = operands(rows, k, n, dtype, 0.0, layout)
+        panels = cpu.pack(weight)
+        unpacked = cpu.forward(x, weight, bias)
+        if rows > cpu.FEW_ROWS:
+            weight.fill_(torch.nan)  # the kernel reads the panels only
+        assert torch.equal(cpu.forward(x, weight, bias, panels), unpacked), (k, n)
+
+
+def gradients(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d_out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+    out = linear(*leaves)
+    assert type(out.grad_fn).__name__ == "LinearFunctionBackward"
+    return torch.autograd.grad(out, leaves, d_out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 50, 260])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_within_the_bound(rows: int, dtype: torch.dtype, layout: str) -> None:
+    work = np.float64
+    if dtype == torch.float64:
+        work, rows = np.longdouble, min(rows, 60)  # products in 80 bits are slow
+    for k, n in SOME_SIZES:
+        for offset in (0.0, 1.0):
+            x, weight, bias = operands(rows, k, n, dtype, offset, layout)
+            d_out = place((torch.randn(rows, n) + offset).to(dtype), "step")
+            results = gradients(x, weight, bias, d_out)
+            assert results[1].stride() == weight.stride()
+            c = LIMITS[dtype]["any"][1]
+            exact, scale = (
+                (g @ w, g.T @ a, g.sum(0))
+                for g, w, a in (
+                    tuple(change(t).double().numpy().astype(work) for t in (d_out, weight, x))
+                    for change in (torch.clone, torch.abs)
                 )
-    assert calls == [rows] * (4 * len(SIZES))
+            )
+            for result, e, s in zip(results, exact, scale):
+                assert result.dtype == dtype
+                check(result, e, s, c)
+
+
+def test_unneeded_gradients_are_not_computed() -> None:
+    x, weight, bias = operands(50, 33, 20, torch.float32)
+    d_out = torch.randn(50, 20)
+    everything = gradients(x, weight, bias, d_out)
+    for needs in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)):
+        inputs = [t.clone().requires_grad_(bool(need)) for t, need in zip((x, weight, bias), needs)]
+        linear(*inputs).backward(d_out)
+        for t, need, grad in zip(inputs, needs, everything):
+            assert torch.equal(t.grad, grad) if need else t.grad is None
+
+
+def test_derivatives_of_any_order_are_right() -> None:
+    x, weight, bias = (t.requires_grad_() for t in operands(9, 5, 4, torch.float64))
+    leaves = (x.detach().view(3, 3, 5).requires_grad_(), weight.detach().requires_grad_(), bias)
+    assert torch.autograd.gradcheck(linear, leaves)
+    assert torch.autograd.gradgradcheck(linear, leaves)
+    out = linear(*leaves)
+    d_out = torch.randn_like(out)
+    kernel, recorded = (
+        torch.autograd.grad(out, leaves, d_out, retain_graph=True, create_graph=again)
+        for again in (False, True)
+    )
+    for a, b in zip(kernel, recorded):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,28 +231,23 @@ def test_shapes_and_strides(calls: list[int], layout: str) -> None:
     assert calls == [6, 6, 1, 6, 6, 6]
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-def test_weights_along_k(calls: list[int], dtype: torch.dtype) -> None:
-    """As a module that keeps (k, n) gives them: the same bits, and None where the kernel is not for
-    the call."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_conv1d_weights_give_the_same_bits(calls: list[int], dtype: torch.dtype) -> None:
     x, weight, bias = operands(3, 96, 40, dtype, layout="columns")
     other = weight.t()
     with torch.no_grad():
         for b in (bias, None):
-            assert torch.equal(of_few_rows(x, other, b, along_k=True), linear(x, weight, b))
+            assert torch.equal(fast_linear(x, other, b, along_k=True), linear(x, weight, b))
         assert calls == [3] * 4
         assert (
-            of_few_rows(x, other, bias) is None
-            and of_few_rows(x, other[:, ::2], bias[::2], along_k=True) is None
+            fast_linear(x, other, bias) is None
+            and fast_linear(x, other[:, ::2], bias[::2], along_k=True) is None
         )
-        assert of_few_rows(x[:, :5], other, bias, along_k=True) is None
-    assert (
-        of_few_rows(x, other.detach().clone().requires_grad_(), bias, along_k=True) is None
-        and calls == [3] * 4
-    )
+        assert fast_linear(x[:, :5], other, bias, along_k=True) is None
+    assert calls == [3] * 4
 
 
-def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
+def test_other_weight_layouts_run_pytorch(calls: list[int]) -> None:
     x, weight, _ = operands(6, 96, 40, torch.float32)
     with torch.no_grad():
         for other in (
@@ -179,9 +264,7 @@ def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_not_a_number_stays_in_its_row_and_column(
-    calls: list[int], layout: str, dtype: torch.dtype
-) -> None:
+def test_nan_stays_in_its_row_and_column(calls: list[int], layout: str, dtype: torch.dtype) -> None:
     x, weight, _ = operands(5, 71, 67, dtype, layout=layout)
     x[2, 70], weight[66, 0] = torch.nan, torch.inf
     with torch.no_grad():
@@ -235,7 +318,7 @@ def autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("way", [vmapped, compiled, counted, autocast])
-def test_who_watches_gets_pytorchs(calls: list[int], way: Callable[..., torch.Tensor]) -> None:
+def test_observed_calls_run_pytorch(calls: list[int], way: Callable[..., torch.Tensor]) -> None:
     x, weight, bias = operands(4, 64, 48, torch.float32)
     with torch.no_grad():
         assert torch.allclose(
@@ -244,23 +327,44 @@ def test_who_watches_gets_pytorchs(calls: list[int], way: Callable[..., torch.Te
     assert calls == []
 
 
-def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
+def test_table_limits_the_rows(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "faster", lambda: {torch.float32: cpu.MaxRows(20, 10)})
     ours, theirs = Linear(16, 12), nn.Linear(16, 12)
     theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(FEW_ROWS, 16, generator=torch.Generator().manual_seed(0))
-    grads = [
-        torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
-        for layer in (ours, theirs)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*grads)) and calls == []
+    for rows in (10, 11):
+        x = torch.randn(rows, 16)
+        assert (type(ours(x).grad_fn) is type(theirs(x).grad_fn)) == (rows > 10)
+        results = [
+            torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+            for layer in (ours, theirs)
+        ]
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
+    calls.clear()
     with torch.no_grad():
-        ours(torch.cat([x, x]))
-        assert calls == []
-        ours(x)
-    assert calls == [FEW_ROWS]
+        for rows in (20, 21):
+            torch.testing.assert_close(ours(x := torch.randn(rows, 16)), theirs(x))
+        ours.bfloat16()(x.bfloat16())
+    assert calls == [20]
 
 
-def test_bad_input_is_pytorchs_error(calls: list[int]) -> None:
+def test_small_training_calls_run_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TRAINING_WORK", 10 * 16 * 12)
+    layer = Linear(16, 12)
+    names = [type(layer(torch.randn(rows, 16)).grad_fn).__name__ for rows in (9, 10)]
+    assert names == ["AddmmBackward0", "LinearFunctionBackward"]
+
+
+def test_table_names_known_sets_and_dtypes() -> None:
+    sets = {"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic"}
+    for (vendor, capability, isa), limits in cpu.FASTER.items():
+        assert vendor in {"AuthenticAMD", "GenuineIntel"}
+        assert capability in {"DEFAULT", "AVX2", "AVX512"} and isa in sets
+        for dtype, (inference, training) in limits.items():
+            assert dtype in cpu.DTYPES and inference >= cpu.FEW_ROWS and training >= 0
+
+
+def test_bad_input_raises_pytorchs_error(calls: list[int]) -> None:
     x, weight, bias = operands(2, 8, 4, torch.float32)
     with torch.no_grad():
         for wrong in (

@@ -148,6 +148,18 @@ const std::vector<CpuFeature>& cpu_features() {
   return features;
 }
 
+std::string cpu_vendor() {
+#if defined(__x86_64__)
+  const Registers zero = cpuid(0, 0);
+  std::string name;
+  for (uint32_t word : {zero.ebx, zero.edx, zero.ecx})
+    name.append(reinterpret_cast<const char*>(&word), sizeof(word));
+  return name;
+#else
+  return "";
+#endif
+}
+
 const char* isa_name(Isa isa) {
 #define PT_ISA_NAME(name, unused) \
   case Isa::name: return #name;

@@ -27,6 +27,7 @@ struct CpuFeature {
   bool present;  // in the CPU, with registers saved by the OS
 };
 const std::vector<CpuFeature>& cpu_features();
+std::string cpu_vendor();  // as CPUID reports it, such as "AuthenticAMD"; empty if not x86-64
 
 const char* isa_name(Isa isa);
 std::vector<Isa> built_isas();

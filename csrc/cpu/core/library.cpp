@@ -14,6 +14,8 @@ std::string cpu_interface() { return PT_INTERFACE; }
 
 std::string cpu_isa() { return pt::isa_name(pt::active_isa()); }
 
+std::string cpu_vendor() { return pt::cpu_vendor(); }
+
 std::vector<std::string> cpu_isas() {
   std::vector<std::string> names;
   for (pt::Isa isa : pt::built_isas())
@@ -28,9 +30,10 @@ void set_cpu_isa(std::string name) { pt::set_active_isa(name); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def("cpu_interface() -> str");       // digest of csrc/interface.py at compile time
-  m.def("cpu_isa() -> str");             // active set
-  m.def("cpu_isas() -> str[]");          // built and usable on this CPU, best first
+  m.def("cpu_interface() -> str");  // digest of csrc/interface.py at compile time
+  m.def("cpu_isa() -> str");        // active set
+  m.def("cpu_isas() -> str[]");     // built and usable on this CPU, best first
+  m.def("cpu_vendor() -> str");
   m.def("cpu_scratch_bytes() -> int");   // scratch buffers of all threads
   m.def("set_cpu_isa(str name) -> ()");  // "" = default; tests run every set in one process
 }
@@ -39,6 +42,7 @@ STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
   m.impl("cpu_interface", TORCH_BOX(&cpu_interface));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("cpu_vendor", TORCH_BOX(&cpu_vendor));
   m.impl("cpu_scratch_bytes", TORCH_BOX(&cpu_scratch_bytes));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
 }

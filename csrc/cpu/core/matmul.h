@@ -9,7 +9,8 @@
 // threads nor timing.
 //
 // With few rows of A, packing B would take longer than multiplying. Then C^T = B^T A^T is computed:
-// B is read in place, A is packed, and tiles are transposed before the epilogue.
+// B is read in place, A is packed, and tiles are transposed before the epilogue. A B packed by an
+// earlier call (Operand::panels) needs neither.
 #pragma once
 
 #include "cpu/core/arena.h"
@@ -72,6 +73,19 @@ class Matmul {
         slice(n, min(by.columns, N_ - n), k, min(by.depth, K_ - k), sums, epilogue);
   }
 
+  // Write the panels of all of B (K x N) for later calls with any A: panels_size() packed elements.
+  static void pack_panels(const Operand<T>& b, int64_t N, int64_t K, int threads, packed* panels) {
+    const int64_t count = ceil_div(N, kWide), deep = slice_depth(K);
+    for_each_task(ceil_div(K, deep) * count, threads, [&](int64_t task) {
+      const int64_t k = task / count * deep, n = task % count * kWide, depth = min(deep, K - k),
+                    units = ceil_div(depth, T::pack);
+      pack_panel(b, n, min(kWide, N - n), k, depth, panels + panels_at(N, n, k, units), units, 0);
+    });
+  }
+  static int64_t panels_size(int64_t N, int64_t K) {
+    return ceil_div(K, T::pack) * round_up(N, kWide);
+  }
+
   // Return the scratch of run().
   template <class Epilogue>
   Scratch scratch(const Epilogue& epilogue) const {
@@ -98,12 +112,13 @@ class Matmul {
     int64_t depth, columns;
   };
   Steps steps() const {
-    const bool sliced = K_ > kUncutUnits<T> * T::pack;
-    const int64_t depth = sliced ? kSlice : K_;
+    const int64_t depth = slice_depth(K_);
+    const bool sliced = depth < K_;
     int64_t columns = kPackedUnits * T::pack / max<int64_t>(1, depth * PRODUCTS);
     if (sliced) columns = min(columns, kSums / (M_ * kTiles));
     return {sliced, depth, round_up(clamp<int64_t>(columns, kWide, N_), kWide)};
   }
+  static int64_t slice_depth(int64_t K) { return K > kUncutUnits<T> * T::pack ? kSlice : K; }
   size_t sums_bytes(const Steps& by) const {
     return kTiles * Arena::bytes_for<acc>(sums_size(by.columns));
   }
@@ -112,7 +127,7 @@ class Matmul {
   struct Groups {
     int64_t units, panels, rows, count;
     bool in_place;      // A needs no packing
-    bool share_panels;  // B is packed once for all groups
+    bool share_panels;  // this call packs B once for all groups
     bool of_threads;    // a thread owns and packs a group
   };
   Groups groups(int64_t cols, int64_t depth) const {
@@ -124,7 +139,7 @@ class Matmul {
             rows,
             count,
             in_place(p_[0].a) && depth % T::pack == 0,
-            count > 1,
+            count > 1 && !p_[0].b.panels,
             count >= threads_ && count > 1};
   }
   static size_t shared_bytes(const Groups& g) {
@@ -132,7 +147,7 @@ class Matmul {
            Arena::bytes_for<int64_t>(g.count + 1);
   }
   size_t tile_bytes(const Groups& g, int64_t cols) const {
-    return tile_bytes(g.share_panels, panel_width(cols), g.units);
+    return tile_bytes(g.share_panels || p_[0].b.panels, panel_width(cols), g.units);
   }
   size_t tile_bytes(bool packed_b, int64_t w, int64_t units) const {
     return kTiles * Arena::bytes_for<acc>(kTileRows<T> * kWide) +
@@ -150,6 +165,7 @@ class Matmul {
   // Compare costs per element in eighths of a cycle: packing costs 1, transposing a tile element 2.
   // Transposing pays if packing B costs more than packing A and transposing tiles.
   bool transposing_pays() const {
+    if (p_[0].b.panels) return false;
     // If both are packed, A should be the larger one: each thread packs its groups of A, which
     // remain in its cache.
     bool both_packed = true;
@@ -168,6 +184,10 @@ class Matmul {
   static bool in_place(const Operand<T>& a) {
     return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k &&
            a.stride % T::pack == 0;
+  }
+  // Return the offset of the panel of column n in the panels of the slice from k, `units` deep.
+  static int64_t panels_at(int64_t N, int64_t n, int64_t k, int64_t units) {
+    return k / T::pack * round_up(N, kWide) + n * units;
   }
   static int64_t panel_width(int64_t cols) { return min(kWide, round_up(cols, T::width)); }
   static int64_t strip_width(int64_t cols) { return min(kStrip, round_up(cols, T::width)); }
@@ -201,6 +221,8 @@ class Matmul {
             {}, {}};
     shared_arena.reset(shared_bytes(g));
     if (g.share_panels) pack_b(s, g.panels);
+    for (int i = 0; i < PRODUCTS && p_[i].b.panels; i++)
+      s.b[i] = const_cast<packed*>(p_[i].b.panels) + panels_at(N_, n0, k0, g.units);
     if (g.of_threads) {
       int64_t* taken = shared_arena.take<int64_t>(g.count + 1);
       for (int64_t i = 0; i <= g.count; i++) taken[i] = 0;

@@ -15,6 +15,8 @@ struct Operand {
   int64_t stride;
   bool along_k;                   // k is the row index in memory
   const uint8_t* live = nullptr;  // B along_k: rows to read, others count as zeros; null: all
+  // B: panels that pack_panels (matmul.h) wrote, read in place of data; null: none
+  const typename T::packed* panels = nullptr;
 };
 template <class T>
 struct Product {

@@ -114,6 +114,24 @@ void feed_forward_backward(const FeedForwardProblem& p, const FeedForwardBackwar
                    static_cast<acc*>(f.dgate_bias));
 }
 
+// Linear, backward: dx = dy w2, dw2 = dy^T x or its transpose, db2.
+template <class T>
+void linear_backward(const FeedForwardProblem& p, const LinearWeight& weight,
+                     const LinearBackward& f) {
+  if (f.dx) {
+    const Product<T> one[1] = {
+        {rows_of<T>(f.dy, p.out, false),
+         rows_of<T>(p.w2, weight.along_k ? p.out : p.hidden, !weight.along_k)}};
+    Matmul<T, 1, false>(one, p.rows, p.hidden, p.out, p.threads)
+        .run(StoreEpilogue<T>(elements<T>(f.dx), p.rows, p.hidden));
+  }
+  if (weight.along_k) transposed_product<T>(p.x, p.hidden, f.dy, p.out, p, f.dw2, RunProduct());
+  else transposed_product<T>(f.dy, p.out, p.x, p.hidden, p, f.dw2, RunProduct());
+  if (f.db2)
+    column_sums<T>(elements<T>(f.dy), p.rows, p.out, p.threads,
+                   static_cast<typename T::acc*>(f.db2));
+}
+
 // Return the scratch of both directions from the sizes only. The pointers of p and f only mark the
 // requested results.
 template <class T>

@@ -5,6 +5,8 @@
 // (float64 for float64): see pytransformer/ops/_backends/cpu/feed_forward.py.
 #include "cpu/feed_forward/problem.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -64,21 +66,69 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
-// out = x weight^T + bias. weight or its transpose is contiguous.
-void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) {
-  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "linear: x and weight must be matrices");
-  pt::check_sizes("linear", {x.size(0), x.size(1), weight.size(0)});
-  const pt::binding::Binding binding("linear", x);
+// Linear, x weight^T + bias. weight or its transpose is contiguous.
+struct Linear {
+  pt::binding::Binding binding;
   pt::FeedForwardProblem p{};
-  p.dtype = pt::dtype_of(x, "linear: x", pt::Float64::taken);
-  p.rows = x.size(0), p.hidden = x.size(1), p.out = weight.size(0);
-  p.x = binding.matrix(x, "x", p.rows, p.hidden);
-  const bool along_k = !weight.is_contiguous();
-  p.w2 = along_k ? binding.transposed(weight, "weight", p.out, p.hidden)
-                 : binding.matrix(weight, "weight", p.out, p.hidden);
-  p.b2 = binding.vector(bias, "bias", p.out);
-  p.threads = pt::pool_threads();
-  PT_SELECT(feed_forward_kernels).linear(p, along_k, binding.target(out, "out", p.rows, p.out));
+  pt::LinearWeight weight{};
+
+  explicit Linear(const Tensor& w) : binding("linear", w) {
+    STD_TORCH_CHECK(w.dim() == 2, "linear: weight must be a matrix");
+    pt::check_sizes("linear", {w.size(0), w.size(1)});
+    p.dtype = pt::dtype_of(w, "linear: weight", pt::Float64::taken);
+    p.rows = 1, p.hidden = w.size(1), p.out = w.size(0), p.threads = pt::pool_threads();
+    weight.along_k = !w.is_contiguous();
+    p.w2 = weight.along_k ? binding.transposed(w, "weight", p.out, p.hidden)
+                          : binding.matrix(w, "weight", p.out, p.hidden);
+  }
+  Linear(const Tensor& x, const Tensor& w) : Linear(w) {
+    STD_TORCH_CHECK(x.dim() == 2, "linear: x must be a matrix");
+    pt::check_sizes("linear", {x.size(0)});
+    p.rows = x.size(0), p.x = binding.matrix(x, "x", p.rows, p.hidden);
+  }
+  void* panels(const Tensor& t) const {
+    const int64_t bytes = PT_SELECT(feed_forward_kernels).linear_panels_bytes(p);
+    STD_TORCH_CHECK(t.dim() == 1 && t.is_contiguous() && t.scalar_type() == ScalarType::Byte &&
+                        t.numel() == bytes,
+                    "linear: panels must be ", bytes, " contiguous bytes");
+    void* data = pt::write_address("linear", t, "panels");
+    STD_TORCH_CHECK(reinterpret_cast<intptr_t>(data) % 64 == 0,
+                    "linear: panels must be aligned to 64 bytes");
+    return data;
+  }
+};
+
+void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor panels,
+                         Tensor out) {
+  Linear linear(x, weight);
+  linear.p.b2 = linear.binding.vector(bias, "bias", linear.p.out);
+  if (panels) linear.weight.panels = linear.panels(*panels);
+  void* y = linear.binding.target(out, "out", linear.p.rows, linear.p.out);
+  PT_SELECT(feed_forward_kernels).linear(linear.p, linear.weight, y);
+}
+
+void feed_forward_linear_bwd(Tensor d_out, Tensor x, Tensor weight, MaybeTensor dx, MaybeTensor dw,
+                             MaybeTensor db) {
+  const Linear linear(x, weight);
+  const auto& [binding, p, w] = linear;
+  pt::LinearBackward f;
+  f.dy = binding.matrix(d_out, "d_out", p.rows, p.out);
+  f.dx = binding.target(dx, "dx", p.rows, p.hidden);
+  f.dw2 = !dw         ? nullptr
+          : w.along_k ? binding.transposed(*dw, "dw", p.out, p.hidden)
+                      : binding.matrix(*dw, "dw", p.out, p.hidden);
+  f.db2 = binding.vector(db, "db", p.out);
+  PT_SELECT(feed_forward_kernels).linear_backward(p, w, f);
+}
+
+// Pack a weight for feed_forward_linear. The layout depends on the active instruction set.
+void feed_forward_linear_pack(Tensor weight, Tensor panels) {
+  const Linear linear(weight);
+  PT_SELECT(feed_forward_kernels).linear_pack(linear.p, linear.weight, linear.panels(panels));
+}
+
+int64_t feed_forward_linear_panels(Tensor weight) {
+  return PT_SELECT(feed_forward_kernels).linear_panels_bytes(Linear(weight).p);
 }
 
 void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2,
@@ -122,6 +172,26 @@ int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden,
   return PT_SELECT(feed_forward_kernels).scratch_bytes(p);
 }
 
+// Return a digest of one cache line of each of the weight's rows in memory, at changing columns.
+int64_t feed_forward_linear_digest(Tensor weight) {
+  constexpr int64_t kLine = 64, kWords = kLine / 8;
+  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15;
+  const Linear linear(weight);
+  const int64_t rows = weight.size(linear.weight.along_k ? 1 : 0),
+                bytes = weight.numel() / rows * int64_t(weight.element_size()),
+                lines = (bytes + kLine - 1) / kLine;
+  const auto* data = static_cast<const char*>(linear.p.w2);
+  uint64_t digest = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t at = r % lines * kLine;
+    uint64_t words[kWords] = {}, sum = uint64_t(r);
+    std::memcpy(words, data + r * bytes + at, std::min(kLine, bytes - at));
+    for (int64_t i = 0; i < kWords; i++) sum += (words[i] ^ (words[i] >> 29)) * (kFactor + 2 * i);
+    digest = (digest ^ (digest >> 31) ^ sum) * kFactor;
+  }
+  return int64_t(digest);
+}
+
 std::vector<std::string> feed_forward_activations() {
   return {pt::kActivationNames.begin(), pt::kActivationNames.end()};
 }
@@ -143,7 +213,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, "
       "Tensor(j!)? db2, int activation, int row_start, "
       "int column_start, float dropout_p) -> ()");
-  m.def("feed_forward_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def(
+      "feed_forward_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? panels, Tensor(a!) out) "
+      "-> ()");
+  m.def(
+      "feed_forward_linear_bwd(Tensor d_out, Tensor x, Tensor weight, Tensor(a!)? dx, "
+      "Tensor(b!)? dw, Tensor(c!)? db) -> ()");
+  m.def("feed_forward_linear_pack(Tensor weight, Tensor(a!) panels) -> ()");
+  m.def("feed_forward_linear_panels(Tensor weight) -> int");  // bytes
+  m.def("feed_forward_linear_digest(Tensor weight) -> int");
   m.def("feed_forward_activations() -> str[]");  // in the order of their numbers
   m.def(
       "feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> "
@@ -153,6 +231,10 @@ STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("feed_forward_fwd", TORCH_BOX(&feed_forward_fwd));
   m.impl("feed_forward_bwd", TORCH_BOX(&feed_forward_bwd));
   m.impl("feed_forward_linear", TORCH_BOX(&feed_forward_linear));
+  m.impl("feed_forward_linear_bwd", TORCH_BOX(&feed_forward_linear_bwd));
+  m.impl("feed_forward_linear_pack", TORCH_BOX(&feed_forward_linear_pack));
+  m.impl("feed_forward_linear_panels", TORCH_BOX(&feed_forward_linear_panels));
+  m.impl("feed_forward_linear_digest", TORCH_BOX(&feed_forward_linear_digest));
   m.impl("feed_forward_scratch", TORCH_BOX(&feed_forward_scratch));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {

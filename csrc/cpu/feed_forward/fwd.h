@@ -114,15 +114,29 @@ void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, 
   visit_product<T, 1>(down, rows, p.out, p.hidden, p.threads, store, visit);
 }
 
-// Run the last gemm alone, on x. along_k: w2 is (hidden, out).
+// Linear: the last gemm alone, on x.
 template <class T>
-void feed_forward_linear(const FeedForwardProblem& p, bool along_k, void* y) {
-  const Product<T> one[1] = {
-      {rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, along_k ? p.out : p.hidden, along_k)}};
+Product<T> linear_product(const FeedForwardProblem& p, const LinearWeight& weight) {
+  Operand<T> w = rows_of<T>(p.w2, weight.along_k ? p.out : p.hidden, weight.along_k);
+  w.panels = static_cast<const typename T::packed*>(weight.panels);
+  return {rows_of<T>(p.x, p.hidden, false), w};
+}
+template <class T>
+void linear_forward(const FeedForwardProblem& p, const LinearWeight& weight, void* y) {
+  const Product<T> one[1] = {linear_product<T>(p, weight)};
   const StoreEpilogue<T> store(elements<T>(y), p.rows, p.out, p.b2);
   if (FewRowsAlongK<T>::pays(one[0], p.rows))
     FewRowsAlongK<T>(one[0], p.rows, p.out, p.hidden, p.threads).run(store);
   else visit_product<T, 1>(one, p.rows, p.out, p.hidden, p.threads, store, RunProduct());
+}
+template <class T>
+void linear_pack(const FeedForwardProblem& p, const LinearWeight& weight, void* panels) {
+  Matmul<T, 1, false>::pack_panels(linear_product<T>(p, weight).b, p.out, p.hidden, p.threads,
+                                   static_cast<typename T::packed*>(panels));
+}
+template <class T>
+int64_t linear_panels_bytes(const FeedForwardProblem& p) {
+  return Matmul<T, 1, false>::panels_size(p.out, p.hidden) * int64_t(sizeof(typename T::packed));
 }
 
 template <class T>

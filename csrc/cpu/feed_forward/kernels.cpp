@@ -26,13 +26,41 @@ void backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
   }
 }
 
-void linear(const FeedForwardProblem& p, bool along_k, void* y) {
+void linear(const FeedForwardProblem& p, const LinearWeight& weight, void* y) {
   switch (p.dtype) {
-    case DType::f32: return feed_forward_linear<Float<float>>(p, along_k, y);
-    case DType::bf16: return feed_forward_linear<Bf16>(p, along_k, y);
-    case DType::f16: return feed_forward_linear<Float<f16>>(p, along_k, y);
-    case DType::f64: return feed_forward_linear<Double>(p, along_k, y);
+    case DType::f32: return linear_forward<Float<float>>(p, weight, y);
+    case DType::bf16: return linear_forward<Bf16>(p, weight, y);
+    case DType::f16: return linear_forward<Float<f16>>(p, weight, y);
+    case DType::f64: return linear_forward<Double>(p, weight, y);
   }
+}
+
+void linear_bwd(const FeedForwardProblem& p, const LinearWeight& weight, const LinearBackward& f) {
+  switch (p.dtype) {
+    case DType::f32: return linear_backward<Float<float>>(p, weight, f);
+    case DType::bf16: return linear_backward<Bf16>(p, weight, f);
+    case DType::f16: return linear_backward<Float<f16>>(p, weight, f);
+    case DType::f64: return linear_backward<Double>(p, weight, f);
+  }
+}
+
+void pack(const FeedForwardProblem& p, const LinearWeight& weight, void* panels) {
+  switch (p.dtype) {
+    case DType::f32: return linear_pack<Float<float>>(p, weight, panels);
+    case DType::bf16: return linear_pack<Bf16>(p, weight, panels);
+    case DType::f16: return linear_pack<Float<f16>>(p, weight, panels);
+    case DType::f64: return linear_pack<Double>(p, weight, panels);
+  }
+}
+
+int64_t panels_bytes(const FeedForwardProblem& p) {
+  switch (p.dtype) {
+    case DType::f32: return linear_panels_bytes<Float<float>>(p);
+    case DType::bf16: return linear_panels_bytes<Bf16>(p);
+    case DType::f16: return linear_panels_bytes<Float<f16>>(p);
+    case DType::f64: return linear_panels_bytes<Double>(p);
+  }
+  return 0;
 }
 
 int64_t scratch_bytes(const FeedForwardProblem& p) {
@@ -52,7 +80,8 @@ int64_t scratch_bytes(const FeedForwardProblem& p) {
 }  // namespace
 
 extern const FeedForwardKernels feed_forward_kernels;
-const FeedForwardKernels feed_forward_kernels = {forward, backward, linear, scratch_bytes};
+const FeedForwardKernels feed_forward_kernels = {forward, backward,     linear,       linear_bwd,
+                                                 pack,    panels_bytes, scratch_bytes};
 
 }  // namespace PT_ISA
 }  // namespace pt

@@ -41,12 +41,26 @@ struct FeedForwardBackward {
   void *db1, *dgate_bias, *db2;         // acc, or null
 };
 
+// Linear: y = x w2^T + b2.
+struct LinearWeight {
+  bool along_k;        // w2 is (hidden, out) in memory
+  const void* panels;  // w2 as linear_pack wrote it, or null
+};
+struct LinearBackward {
+  const void* dy;  // (rows, out)
+  void *dx, *dw2;  // of dtype, dw2 in the layout of w2, or null
+  void* db2;       // acc, or null
+};
+
 struct FeedForwardKernels {
   void (*forward)(const FeedForwardProblem&, const FeedForwardForward&);
   void (*backward)(const FeedForwardProblem&, const FeedForwardBackward&);
-  // y = x w2^T + b2 for (rows, hidden) x with the few rows of a decoding step. along_k: w2 is
-  // (hidden, out), y = x w2 + b2.
-  void (*linear)(const FeedForwardProblem&, bool along_k, void* y);
+  // The last gemm alone, of (rows, hidden) x.
+  void (*linear)(const FeedForwardProblem&, const LinearWeight&, void* y);
+  void (*linear_backward)(const FeedForwardProblem&, const LinearWeight&, const LinearBackward&);
+  // Write the panels of w2 for linear, panels_bytes() of them.
+  void (*linear_pack)(const FeedForwardProblem&, const LinearWeight&, void* panels);
+  int64_t (*linear_panels_bytes)(const FeedForwardProblem&);
   // Scratch of both directions with all gradients, from the sizes only.
   int64_t (*scratch_bytes)(const FeedForwardProblem&);
 };

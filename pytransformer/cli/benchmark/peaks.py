@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from pytransformer.cli.benchmark import clock
-from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as own_product
+from pytransformer.ops._backends.cpu.linear import forward as own_product
 
 SIZES = (1024, 2048)
 WARM_BYTES = 8192 * 1024 * 4

@@ -68,7 +68,7 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
     Args:
         model: a built model of torch.nn or Hugging Face modules, on any device, in any dtype.
         kinds: any of ``"norm"``, ``"feed_forward"``, ``"attention"``, ``"block"`` (residual
-            connection, dropout and norm in one op) and ``"linear"`` (gemms of few rows on the CPU).
+            connection, dropout and norm in one op) and ``"linear"`` (linear layers on the CPU).
             ``"padding"``, off by default, makes encoders such as BERT's skip padding at the end of
             sequences on the CPU; hidden states there become zeros.
 

@@ -97,13 +97,40 @@ def corpus() -> list[RawCall]:
     ]
     x, bias = torch.randn(4, 8), torch.randn(5)
     for weight in (torch.randn(5, 8), torch.randn(8, 5).T):
-        calls.append(RawCall(NATIVE, "feed_forward_linear", (x, weight, bias, torch.empty(4, 5))))
+        calls += linear_calls(x, weight, bias)
     sizes = {"layer_norm_scratch": (8,), "feed_forward_scratch": (4, 8, 16, 8, True)}
     sizes["linear_cross_entropy_scratch"] = (4, 8, 16, True)
     calls += [RawCall(NATIVE, op, (x, *numbers)) for op, numbers in sizes.items()]
     forward = [c for c in calls if c.namespace == NATIVE and c.op == "attention_fwd"]
     return calls + [
         RawCall(NATIVE, "attention_scratch", (*c.args[:3], *c.args[5:], True)) for c in forward
+    ]
+
+
+def linear_calls(x: Tensor, weight: Tensor, bias: Tensor) -> list[RawCall]:
+    """Return valid calls of the CPU library's linear layer."""
+    out, d_weight = torch.empty(len(x), len(weight)), torch.empty_like(weight)
+    panels = torch.zeros(
+        torch.ops.pytransformer_C.feed_forward_linear_panels(weight), dtype=torch.uint8
+    )
+    return [
+        RawCall(NATIVE, "feed_forward_linear", (x, weight, bias, None, out)),
+        RawCall(NATIVE, "feed_forward_linear", (x, weight, bias, panels, out)),
+        RawCall(
+            NATIVE,
+            "feed_forward_linear_bwd",
+            (
+                torch.randn_like(out),
+                x,
+                weight,
+                torch.empty_like(x),
+                d_weight,
+                torch.empty_like(bias),
+            ),
+        ),
+        RawCall(NATIVE, "feed_forward_linear_pack", (weight, panels)),
+        RawCall(NATIVE, "feed_forward_linear_panels", (weight,)),
+        RawCall(NATIVE, "feed_forward_linear_digest", (weight,)),
     ]
 
 

@@ -17,7 +17,6 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
-FEW_ROWS = 8  # kFewRows of csrc/cpu/core/few_rows.h
 # backward reuses scratch up to this size in the next call: fresh pages took 6 to 20 % of the time
 HELD_BYTES = 64 << 20
 
@@ -71,7 +70,7 @@ def backend(op: Op) -> Backend:
             else:
                 targets[name] = _as_matrix(t).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.feed_forward_bwd(
-            _matrix(grad.to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(),
+            matrix(grad.to(a.x.dtype)), matrix(a.x), a.w1.contiguous(),
             _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
             a.dropout_seed, h, d_pre, d_gate,
             *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")),
@@ -95,27 +94,11 @@ def _activation(name: str) -> int:
 
 def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
     torch.ops.pytransformer_C.feed_forward_fwd(
-        _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight),
-        _vector(a.gate_bias, a.x), a.w2.contiguous(),
-        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.row_start,
+        matrix(a.x), a.w1.contiguous(), vector(a.b1, a.x), _contiguous(a.gate_weight),
+        vector(a.gate_bias, a.x), a.w2.contiguous(),
+        vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.row_start,
         a.column_start, a.dropout_p,
     )  # fmt: skip
-
-
-def linear_of_few_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return ``x weightᵀ + bias`` of a few rows, without gradient.
-
-    x is (..., k) and weight (n, k), of one dtype; weight or its transpose is contiguous. Without
-    the library PyTorch computes the result.
-    """
-    if native.why_not("feed_forward_linear") is not None:
-        return torch.nn.functional.linear(x, weight, bias)
-    rows = _matrix(x)
-    out = rows.new_empty(rows.shape[0], weight.shape[0])
-    torch.ops.pytransformer_C.feed_forward_linear.default(rows, weight, _vector(bias, x), out)
-    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _scratch(count: int, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -149,7 +132,7 @@ def _as_matrix(t: torch.Tensor) -> torch.Tensor:
     return t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
 
 
-def _matrix(t: torch.Tensor) -> torch.Tensor:
+def matrix(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, t.shape[-1]).contiguous()
 
 
@@ -157,7 +140,7 @@ def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     return (
         None
         if t is None
