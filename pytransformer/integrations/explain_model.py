@@ -32,11 +32,13 @@ class Call:
 class ModelExplanation:
     """The result of :func:`explain_model`.
 
-    ``bypassed`` has (module, class, advice) of modules that do not use our ops.
+    ``bypassed`` has (module, class, advice) of modules that do not use our ops. ``probed`` has
+    (module, class, op) of modules that convert() fused by its probe, because their source is new.
     """
 
     calls: list[Call] = field(default_factory=list)
     bypassed: list[tuple[str, str, str]] = field(default_factory=list)
+    probed: list[tuple[str, str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{len(self.calls)} calls of our ops"]
@@ -48,9 +50,10 @@ class ModelExplanation:
             )
             lines.append(f"  {'':22} {'':10} at most {most:,} bytes beyond inputs and outputs")
             lines += [f"  {'':22} {'':10} not {name}: {why}" for name, why in reasons]
-        for (of, advice), count in Counter((of, advice) for _, of, advice in self.bypassed).items():
-            first = next(name for name, cls, _ in self.bypassed if cls == of)
-            lines.append(f"  not ours: {count} x {of}, first {first}: {advice}")
+        for title, rows in (("by probe", self.probed), ("not ours", self.bypassed)):
+            for (of, text), count in Counter((of, text) for _, of, text in rows).items():
+                first = next(name for name, cls, _ in rows if cls == of)
+                lines.append(f"  {title}: {count} x {of}, first {first}: {text}")
         return "\n".join(lines)
 
 
@@ -118,7 +121,20 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
         for hook in hooks:
             hook.remove()
         observed.clear()
-    return ModelExplanation(calls, _bypassed(names, ran, calls))
+    return ModelExplanation(calls, _bypassed(names, ran, calls), _probed(names))
+
+
+def _probed(names: dict[torch.nn.Module, str]) -> list[tuple[str, str, str]]:
+    from .convert import code
+    from .convert.rules import Converted, find_rule
+
+    found = []
+    for module, name in names.items():
+        cls = module.converted_from if isinstance(module, Converted) else None
+        rule = None if cls is None else find_rule(cls)
+        if cls is not None and rule is not None and code.is_probed(cls, rule.method):
+            found.append((name, cls.__name__, rule.what))
+    return found
 
 
 def _bypassed(

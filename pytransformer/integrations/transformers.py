@@ -94,6 +94,24 @@ def growing_cache(model: Any) -> Any:
     return growing_cache(model.config)
 
 
+def fused_loss(model: Any) -> None:
+    """Let ``model(**inputs, labels=...)`` compute its loss without storing logits, in training.
+
+    It serves causal, masked and encoder-decoder language models, also in transformers' ``Trainer``
+    with gradient accumulation (``num_items_in_batch``). The output then has no logits. In eval
+    mode, with ``shift_labels``, ``logits_to_keep`` or a router's loss, and while the output layer
+    has hooks, adapters or sharded weights, the model's own forward runs. ``del model.forward`` ends
+    it.
+
+    Raises:
+        ValueError: the model changes its logits, for example by a softcap, or its loss is not the
+            cross entropy of its output layer; the model has not changed.
+    """
+    from .hugging_face.loss import FusedLoss
+
+    model.forward = FusedLoss(model)
+
+
 @contextlib.contextmanager
 def continuous_batching(model: Any) -> Iterator[Any]:
     """Run transformers' ``model.generate_batch(prompts)`` on our kernels inside the block.

@@ -6,7 +6,7 @@ buffers, hooks, names and the state dict are untouched, ``isinstance`` still hol
 :func:`revert` restores the class.
 
 A module is converted if its class is exactly one listed in :mod:`.rules`, its ``forward`` has the
-code that the rule was written for, and our op supports its settings. Subclasses and other classes
+code that the rule was written for or passes :mod:`.probe`, and our op supports its settings. Subclasses and other classes
 of the same name are not converted. The report lists every candidate that was not converted, with
 the reason.
 """
@@ -16,18 +16,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from . import (  # noqa: F401  # they fill RULES
+    code,
     hugging_face_rules,
     long_rules,
     padding_rules,
+    probe,
     rotary_rules,
     t5_rules,
     timm_rules,
     torch_rules,
 )
+from .modules import unknown_bypassed
 from .rules import KINDS, ON_REQUEST, Converted, candidate, find_rule
 
 __all__ = ["Conversion", "convert", "revert"]
@@ -93,7 +97,7 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
             f"convert: unknown kind {unknown[0]!r}; the kinds are"
             f" {', '.join((*KINDS, *ON_REQUEST))}"
         )
-    result = Conversion(model)
+    result, refused = Conversion(model), _probe_unknown(model)
     for name, module in model.named_modules():
         if isinstance(module, Converted):
             continue
@@ -105,17 +109,54 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
             continue
         if rule.kind not in wanted:
             continue
+        cls = type(module)
         if (reason := rule.why_not(module)) is not None:
-            result.skipped.append((name, of, reason))
+            difference = refused.get(cls)
+            result.skipped.append((name, of, f"{reason}; {difference}" if difference else reason))
             continue
-        module.__class__ = rule.subclass(type(module))
-        result.converted.append((name, of, rule.what))
+        module.__class__ = rule.subclass(cls)
+        result.converted.append((name, of, f"{rule.what}{' (by probe)' * (cls in refused)}"))
     return result
+
+
+def _probe_unknown(model: torch.nn.Module) -> dict[type, str | None]:
+    """Probe the classes with an unknown digest, theirs or a bypassed class's, and return why not.
+
+    Inner modules come first, because a block reads whether it may bypass them.
+    """
+    found: dict[type, str | None] = {}
+    known: dict[type, bool] = {}
+    for module in reversed(list(model.modules())):
+        cls = type(module)
+        rule = None if isinstance(module, Converted) else find_rule(cls)
+        if rule is None or not rule.by_probe:
+            continue
+        if cls not in known:
+            known[cls] = (rule.known(cls) and not unknown_bypassed(module)) or not code.is_own(
+                cls, rule.method
+            )
+        if not known[cls]:
+            found[cls] = probe.why_not(rule, module)
+    return found
 
 
 def revert(model: torch.nn.Module) -> int:
     """Restore the class of the modules that :func:`convert` changed, and return their number."""
     changed = [m for m in model.modules() if isinstance(m, Converted)]
     for module in changed:
-        module.__class__ = type(module).converted_from
+        module.__class__ = _reverted(type(module))
     return len(changed)
+
+
+def _reverted(cls: type) -> Any:
+    """Return the class without its conversion.
+
+    Parametrizations and FSDP derive a class from a converted one; it is derived anew.
+    """
+    if not issubclass(cls, Converted):
+        return cls
+    if "converted_from" in vars(cls):
+        return cls.converted_from
+    names = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, tuple(_reverted(base) for base in cls.__bases__), names)

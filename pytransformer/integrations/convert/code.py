@@ -42,7 +42,7 @@ def reached(cls: type, method: str) -> tuple[Reached, ...]:
         if place in found:
             continue
         found.append(place)
-        if (function := _function(place.function)) is not None:
+        if (function := function_of(place.function)) is not None:
             waiting += _called(cls, function)
     return tuple(found)
 
@@ -54,7 +54,7 @@ def digest(cls: type, method: str) -> str:
     Python version. Arguments that transformers 5.24 renamed have their earlier names.
     """
     places = reached(cls, method)
-    functions = [_function(place.function) for place in places]
+    functions = [function_of(place.function) for place in places]
     digests = ["" if f is None else _source(f).digest for f in functions]
     if not all(digests):
         return ""
@@ -67,11 +67,35 @@ def digest(cls: type, method: str) -> str:
 def is_own(cls: type, method: str) -> bool:
     """Return whether the method's code is in the files of its class and base classes."""
     files = {c.__module__ for c in cls.__mro__}
-    functions = [_function(place.function) for place in reached(cls, method)]
+    functions = [function_of(place.function) for place in reached(cls, method)]
     return all(f is not None and f.__globals__["__name__"] in files for f in functions)
 
 
-def _function(found: Any) -> Any:
+# By class and method, what the probe accepted although its digest is unknown.
+_ACCEPTED: dict[tuple[type, str], tuple[Reached, ...]] = {}
+
+
+def accept(cls: type, method: str) -> None:
+    """Accept the current code of the method and of its callees, which the probe compared."""
+    _ACCEPTED[cls, method] = reached(cls, method)
+
+
+def reject(cls: type, method: str) -> None:
+    """Withdraw :func:`accept`."""
+    _ACCEPTED.pop((cls, method), None)
+
+
+def accepted(cls: type, method: str) -> bool:
+    """Return whether the probe accepted the current code of the method."""
+    return _ACCEPTED.get((cls, method)) == reached(cls, method)
+
+
+def is_probed(cls: type, method: str) -> bool:
+    """Return whether the probe, not a digest, accepted the method."""
+    return (cls, method) in _ACCEPTED
+
+
+def function_of(found: Any) -> Any:
     """Return the function behind a property and the libraries' decorators, or None.
 
     A user's wrapper is different code, so it stays.

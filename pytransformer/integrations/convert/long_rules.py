@@ -147,7 +147,7 @@ def _with_global_rows(
 
 _rule(
     Rule("attention", "attention by a block mask, and of the global rows", WindowAndGlobal,
-        digests=("5a7ffc6af498", "0afe43567d0f",)),
+        digests=("5a7ffc6af498", "0afe43567d0f"), by_probe=False),
     longformer="LongformerSelfAttention", led="LEDEncoderSelfAttention",
 )  # fmt: skip
 
@@ -322,18 +322,21 @@ class KeepsOurs:
 _rule(
     Rule(
         "attention", "attention by a block mask", BlockSparse,
-        digests=("be55e5acbb91", "5e31e63b4e9e"),
+        digests=("be55e5acbb91", "5e31e63b4e9e"), by_probe=False,
     ),
     big_bird="BigBirdBlockSparseAttention", bigbird_pegasus="BigBirdPegasusBlockSparseAttention",
 )  # fmt: skip
 _rule(
-    Rule("attention", "attention", Full, lambda m: droppable(m.dropout), ("102cefeb6c2c",)),
+    Rule(
+        "attention", "attention", Full, lambda m: droppable(m.dropout), ("102cefeb6c2c",),
+        by_probe=False,
+    ),
     big_bird="BigBirdSelfAttention", bigbird_pegasus="BigBirdPegasusSelfAttention",
 )  # fmt: skip
 _rule(
     Rule(
         "attention", "ours when its type changes", KeepsOurs,
-        digests=("082128cca62d", "3deb8888fe3a"), method="set_attention_type"
+        digests=("082128cca62d", "3deb8888fe3a"), method="set_attention_type", by_probe=False
     ),
     big_bird="BigBirdAttention", bigbird_pegasus="BigBirdPegasusEncoderAttention",
 )  # fmt: skip
@@ -373,6 +376,6 @@ class DecoderAttention:
 
 
 _rule(
-    Rule("attention", "attention", DecoderAttention, digests=("9a629bc60b41",)),
+    Rule("attention", "attention", DecoderAttention, digests=("9a629bc60b41",), by_probe=False),
     led="LEDDecoderAttention",
 )

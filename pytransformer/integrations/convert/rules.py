@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +24,27 @@ class Converted:
 
     converted_from: ClassVar[type]
     cache_keyword: ClassVar[str]  # the name of the original method's cache argument
+
+    @property
+    def qconfig(self) -> Any:
+        """The setting of torch.ao.quantization, which selects modules by their exact class."""
+        if "qconfig" in vars(self):
+            return vars(self)["qconfig"]
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        vars(self)["qconfig"] = value
+        if value is None and self.converted_from is torch.nn.Linear:
+            warnings.warn(
+                "convert: torch.ao.quantization skips a converted Linear, because it compares exact"
+                " classes; quantize before convert, or call pytransformer.integrations.revert first",
+                stacklevel=2,
+            )
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del vars(self)["qconfig"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by rebuilding the class from the original one."""
@@ -47,7 +69,8 @@ class Rule:
     now, or None. It is evaluated at conversion and at each call, because hooks, adapters and new
     weights may be added later. While there is a reason, the original method runs. ``digests`` are
     the digests of the original ``method`` with its callees (see :func:`.code.digest`) that the rule
-    was written for. They are empty for torch, whose behavior is documented.
+    was written for. They are empty for torch, whose behavior is documented. The probe
+    (:mod:`.probe`) decides about other code.
     """
 
     kind: str
@@ -56,6 +79,7 @@ class Rule:
     condition: Callable[[Any], str | None] = lambda module: None
     digests: tuple[str, ...] = ()
     method: str = "forward"
+    by_probe: bool = True  # False: the probe cannot compare the mixin with the original method
 
     def __post_init__(self) -> None:
         if hasattr(self.mixin, "forward") and self.method != "forward":
@@ -73,12 +97,14 @@ class Rule:
         return why_replaced(module) or self.condition(module)
 
     def checked(self, cls: type) -> bool:
-        """Return whether the class has the code that the rule was written for."""
-        return (
-            code.digest(cls, self.method) in self.digests
-            if self.digests
-            else code.is_own(cls, self.method)
-        )
+        """Return whether the rule was written for the class's code, or the probe accepted it."""
+        if not self.digests:
+            return code.is_own(cls, self.method)
+        return self.known(cls) or code.accepted(cls, self.method)
+
+    def known(self, cls: type) -> bool:
+        """Return whether the code has one of the rule's digests, or the rule has none."""
+        return not self.digests or code.digest(cls, self.method) in self.digests
 
     def subclass(self, original: type) -> type:
         return _subclass(self, original)
@@ -108,11 +134,10 @@ def why_replaced(module: torch.nn.Module) -> str | None:
 def _subclass(rule: Rule, original: type) -> type:
     names: dict[str, Any] = {"converted_from": original, "__module__": original.__module__}
     if hasattr(rule.mixin, rule.method):
-        parameters = [
-            n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"
-        ]
-        names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"
-        names[rule.method] = _guarded(rule, original, tuple(parameters), names["cache_keyword"])
+        names["cache_keyword"] = (
+            "cache" if "cache" in _parameters(rule, original) else "past_key_values"
+        )
+        names[rule.method] = guarded(rule, original)
     # Keep the name for printing and for code that checks class names.
     cls = type(original.__name__, (rule.mixin, Converted, original), names)
     if "forward" in vars(cls) and "forward" not in names:
@@ -122,23 +147,32 @@ def _subclass(rule: Rule, original: type) -> type:
     return cls
 
 
-def _guarded(
-    rule: Rule, original: type, parameters: tuple[str, ...], cache_keyword: str
+def _parameters(rule: Rule, original: type) -> list[str]:
+    names = inspect.signature(getattr(original, rule.method)).parameters
+    return [name for name in names if name != "self"]
+
+
+def guarded(
+    rule: Rule, original: type, otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return the converted method: the mixin's if the condition holds, else the original's."""
-    name, condition = rule.method, rule.condition
+    """Return the converted method: the mixin's if the condition holds, else the original's.
+
+    ``otherwise`` replaces the original if the mixin returns NotImplemented.
+    """
+    name, condition, parameters = rule.method, rule.condition, _parameters(rule, original)
     own, plain, bypassed = (
         getattr(original, name),
         getattr(rule.mixin, name),
         code.reached(original, name),
     )
-    accepted = inspect.signature(plain).parameters
-    by_name = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    renamed = (
-        cache_keyword
-        if cache_keyword != "past_key_values" and "past_key_values" in accepted
-        else None
-    )
+    otherwise = otherwise or own
+    accepted = list(inspect.signature(plain).parameters.values())
+    by_name = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    names = {parameters[0]: accepted[1].name, "cache": "past_key_values"}
+    known = {p.name for p in accepted}
+    renamed = {
+        old: new for old, new in names.items() if old != new and new in known and old in parameters
+    }
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         for owner, called, function in bypassed:
@@ -147,14 +181,16 @@ def _guarded(
         if condition(self) is not None:
             return getattr(original, name)(self, *args, **kwargs)
         # The mixin forwards arguments by name, because positions differ between modules.
-        if by_name or renamed:
-            first, named = args[:1], {**dict(zip(parameters[1:], args[1:])), **kwargs}
-            if renamed and renamed in named:
-                named["past_key_values"] = named.pop(renamed)
+        if by_name or (renamed and kwargs):
+            first = args[:1] if by_name else args
+            named = {**dict(zip(parameters[1:], args[1:])), **kwargs} if by_name else dict(kwargs)
+            for old, new in renamed.items():
+                if old in named:
+                    named[new] = named.pop(old)
             found = plain(self, *first, **named)
         else:
             found = plain(self, *args, **kwargs)
-        return own(self, *args, **kwargs) if found is NotImplemented else found
+        return otherwise(self, *args, **kwargs) if found is NotImplemented else found
 
     return functools.wraps(own)(method)
 

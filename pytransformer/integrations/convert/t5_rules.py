@@ -81,11 +81,14 @@ def runs_on_ours(module: Any) -> bool:
 
 _TABLE = "attention with the table of biases inside the kernel"
 _rule(
-    Rule("attention", _TABLE, T5Attention, digests=("0c2137f706ba",)),
+    Rule("attention", _TABLE, T5Attention, digests=("0c2137f706ba",), by_probe=False),
     t5="T5Attention",
     mt5="MT5Attention",
 )
-_rule(Rule("attention", _TABLE, UMT5Attention, digests=("b5ff1ff7e87b",)), umt5="UMT5Attention")
+_rule(
+    Rule("attention", _TABLE, UMT5Attention, digests=("b5ff1ff7e87b",), by_probe=False),
+    umt5="UMT5Attention",
+)
 
 
 for _digest, _name in (
