@@ -55,7 +55,8 @@ def test_import_overrides_no_torch_op() -> None:
         import json, torch, warnings
         import torch.nn.functional as F
         def state():
-            names = [n for n in torch._C._dispatch_get_all_op_names() if not n.startswith("pytransformer")]
+            names = torch._C._dispatch_get_all_op_names()
+            names = [n for n in names if not n.startswith("pytransformer")]
             tables = {n: torch._C._dispatch_dump(n) for n in names}
             return tables | {
                 "sdpa": id(F.scaled_dot_product_attention),
@@ -69,7 +70,8 @@ def test_import_overrides_no_torch_op() -> None:
         before = state()
         import pytransformer
         after = state()
-        print(json.dumps([name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]))
+        names = sorted(before.keys() | after.keys())
+        print(json.dumps([name for name in names if before.get(name) != after.get(name)]))
     """)
     assert changed == []
 
@@ -81,7 +83,10 @@ def test_import_touches_no_gpu_and_loads_nothing_heavy() -> None:
         before = set(sys.modules)
         import pytransformer
         new = {name.partition(".")[0] for name in set(sys.modules) - before}
-        heavy = {"triton", "transformers", "timm", "matplotlib", "rich", "pandas", "tokenizers", "safetensors", "kernels"}
+        heavy = {
+            "triton", "transformers", "timm", "matplotlib", "rich", "pandas", "tokenizers",
+            "safetensors", "kernels",
+        }
         print(json.dumps([sorted(new & heavy), torch.cuda.is_initialized()]))
     """)
     assert loaded == []
@@ -100,7 +105,8 @@ def test_subpackages_load_on_first_use() -> None:
         loaded = [name for name in sys.modules if name.split(".")[:2] in late]
         listed = [name in dir(pt) for name in names]
         used = [getattr(pt, name) is sys.modules["pytransformer." + name] for name in names]
-        used.append(pt.models.Transformer is __import__("pytransformer.models", fromlist=["x"]).Transformer)
+        models = __import__("pytransformer.models", fromlist=["x"])
+        used.append(pt.models.Transformer is models.Transformer)
         try:
             pt.modles
         except AttributeError as error:
@@ -189,8 +195,8 @@ def test_fork_after_import_and_after_use() -> None:
             pid = os.fork()
             if pid == 0:
                 torch.set_num_threads(1)
-                code = 0 if torch.allclose(pt.attention(x, x, x), pt.reference.attention(x, x, x), atol=1e-5) else 1
-                os._exit(code)
+                out, expected = pt.attention(x, x, x), pt.reference.attention(x, x, x)
+                os._exit(0 if torch.allclose(out, expected, atol=1e-5) else 1)
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         unused = child()
         pt.attention(x, x, x)
@@ -215,7 +221,8 @@ class Record(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
             number = args[0]
-            calls.append([function.overloadpacket.__name__, str(number.dtype), str(number.device), number.numel()])
+            name = function.overloadpacket.__name__
+            calls.append([name, str(number.dtype), str(number.device), number.numel()])
         return function(*args, **(kwargs or {}))
 calls = []
 with Record():

@@ -286,7 +286,8 @@ import torch
 from pytransformer.ops._core import preference, verified
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 print("rows", len(preference.table()["sm_90"]))
-print("verified", sorted({(op, backend) for op, backend, _ in verified.names(torch.device("cuda", 0))}))
+names = verified.names(torch.device("cuda", 0))
+print("verified", sorted({(op, backend) for op, backend, _ in names}))
 """
 
 

@@ -30,7 +30,8 @@ extern "C" double power_in_a_thread(double base, double exponent) {
   auto held = std::make_shared<double>(std::pow(base, exponent));
   auto copy = held;
   pthread_t thread;
-  if (pthread_create(&thread, nullptr, doubled, copy.get()) || pthread_join(thread, nullptr)) return -1;
+  if (pthread_create(&thread, nullptr, doubled, copy.get())) return -1;
+  if (pthread_join(thread, nullptr)) return -1;
   std::stringstream text;
   text << *held;
   return dlsym(RTLD_DEFAULT, "malloc") ? std::stod(text.str()) : -2;

@@ -370,11 +370,12 @@ def test_steps_run_apart_and_none_takes_another_with_it(
     tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What bench/gpu.sh calls; one that fails, one that takes too long, and one after them."""
-    common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd --shape"
+    common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd"
+    torch_case = f"layer_norm --case layer_norm {common} --shape rows=64,d=64 --backends torch"
     (tmp_path / "steps").write_text(f"""\
 wrong 60 PYTRANSFORMER_CPU_ISA=generic attention --no-such-option
-long 5 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01 --sustained 600
-right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01
+long 5 {torch_case} --min-time 0.01 --sustained 600
+right 60 {torch_case} --min-time 0.01
 """)
     assert (
         tool("steps").main(

@@ -351,7 +351,7 @@ def test_addresses_are_64_bit() -> None:
 
 SCRATCH = """
 import json, torch, pytransformer as pt
-query, key, value = torch.randn(1, 16, 200, 16), torch.randn(1, 16, 8_000, 16), torch.randn(1, 16, 8_000, 16)
+query, key, value = (torch.randn(1, 16, length, 16) for length in (200, 8_000, 8_000))
 held = []
 for causal in (None, "bottom_right"):
     pt.attention(query, key, value, causal=causal, backend="cpu", strict=True)

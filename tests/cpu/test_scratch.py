@@ -45,23 +45,35 @@ def add_norm(dtype, rows, columns):
 
 
 def feed_forward(dtype, rows, width, hidden, gated):
-    x, w1, w2, gate = leaves(dtype, (rows, width), (hidden, width), (width, hidden), (hidden, width))
+    x, w1, w2, gate = leaves(
+        dtype, (rows, width), (hidden, width), (width, hidden), (hidden, width)
+    )
     tensors = (3 if gated else 2) * rows * hidden * dtype.itemsize
-    return "feed_forward", (x, w1, None, w2, None), dict(gate_weight=gate if gated else None, dropout_p=0.1, dropout_seed=1), tensors
+    terms = dict(gate_weight=gate if gated else None, dropout_p=0.1, dropout_seed=1)
+    return "feed_forward", (x, w1, None, w2, None), terms, tensors
 
 
 def linear_cross_entropy(dtype, rows, width, classes, bias):
     x, w, b = leaves(dtype, (rows, width), (classes, width), (classes,))
-    return "linear_cross_entropy", (x, w, torch.arange(rows) % classes), dict(bias=b if bias else None), 4 * rows
+    terms = dict(bias=b if bias else None)
+    return "linear_cross_entropy", (x, w, torch.arange(rows) % classes), terms, 4 * rows
 
 
 def attention(dtype, batch, heads, queries, keys, width, kind=""):
-    q, k, v = leaves(dtype, (batch, heads, queries, width), (batch, 2, keys, width), (batch, 2, keys, width))
+    kv_shape = (batch, 2, keys, width)
+    q, k, v = leaves(dtype, (batch, heads, queries, width), kv_shape, kv_shape)
     mask = torch.rand(batch, 1, queries, keys) < 0.5
     bias, = leaves(torch.float32, (1, heads, queries, keys))
-    terms = {"": {}, "mask": dict(attn_mask=mask), "bias": dict(bias=bias), "dropout": dict(dropout_p=0.1, dropout_seed=1)}
-    terms |= {"causal": dict(causal="top_left"), "lengths": dict(key_lengths=torch.full((batch,), keys - 3))}
-    terms |= {"blocks": dict(attn_mask=pt.BlockMask.longformer(queries, window=32)) if queries == keys else {}}
+    terms = {
+        "": {},
+        "mask": dict(attn_mask=mask),
+        "bias": dict(bias=bias),
+        "dropout": dict(dropout_p=0.1, dropout_seed=1),
+        "causal": dict(causal="top_left"),
+        "lengths": dict(key_lengths=torch.full((batch,), keys - 3)),
+    }
+    if queries == keys:
+        terms["blocks"] = dict(attn_mask=pt.BlockMask.longformer(queries, window=32))
     return "attention", (q, k, v), terms[kind], bias.numel() * 4 if kind == "bias" else 0
 
 
@@ -69,8 +81,9 @@ def measure(case, directions):
     name, dtype, *sizes = case
     op, tensors, keywords, apart = globals()[name](getattr(torch, dtype), *sizes)
     if directions == "forward":
-        tensors = [t.detach() if isinstance(t, torch.Tensor) else t for t in tensors]
-        keywords = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in keywords.items()}
+        detach = lambda t: t.detach() if isinstance(t, torch.Tensor) else t
+        tensors = [detach(t) for t in tensors]
+        keywords = {n: detach(t) for n, t in keywords.items()}
         apart = 0
     planned = pt.explain(op, *tensors, **keywords).extra_bytes["cpu"] - apart
     out = getattr(pt, op)(*tensors, backend="cpu", strict=True, **keywords)

@@ -102,7 +102,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import native_build
 plan = native_build.make_plan("0")
-print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, plan.build_info()["cpu"]["tiles_in_software"])
+info = plan.build_info()["cpu"]["tiles_in_software"]
+print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, info)
 """
 
 

@@ -20,7 +20,8 @@ import pytest
 spec = importlib.util.spec_from_file_location("shared", {str(SHARED)!r})
 shared = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(shared)
-pytest_runtest_protocol, pytest_runtest_logreport = shared.pytest_runtest_protocol, shared.pytest_runtest_logreport
+pytest_runtest_protocol = shared.pytest_runtest_protocol
+pytest_runtest_logreport = shared.pytest_runtest_logreport
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")

@@ -47,7 +47,8 @@ def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: boo
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "Conformer-ctc" else pytest.mark.slow) for name in small_models.CONFIGS
+    pytest.param(name, marks=[] if name == "Conformer-ctc" else pytest.mark.slow)
+    for name in small_models.CONFIGS
 ])  # fmt: skip
 def test_every_model_trains_on_a_mesh(pool: Pool, name: str) -> None:
     """Parameters that a plan leaves plain (relative attention, batch norm) among those of two

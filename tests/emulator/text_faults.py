@@ -109,8 +109,10 @@ FAULTS = (
     TextFault(
         "flags_for_half_a_tile_backward",
         "cuda/attention/plan.h",
-        "padding_gaps))\n    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
-        "padding_gaps))\n    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 :"
+        "padding_gaps))\n"
+        "    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
+        "padding_gaps))\n"
+        "    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 :"
         " plan.sm90.tile.rows(), plan.sm90.order.tiles};",
         "sm90_problems",
         "sm90",

@@ -244,7 +244,9 @@ parallel(**inputs).logits.square().mean().backward()
 if rank == 0:
     torch.save({n: p.grad for n, p in model.named_parameters()}, sys.argv[2])
 torch.distributed.barrier()
-os._exit(0)  # gloo's threads outlive destroy_process_group after DDP, and abort an interpreter that ends: pytorch/pytorch#190489
+# After DDP, gloo's threads outlive destroy_process_group and abort the interpreter at its exit:
+# pytorch/pytorch#190489.
+os._exit(0)
 """
 
 

@@ -126,10 +126,13 @@ PEAK = """
 import resource, sys, torch, transformers as T, pytransformer as pt
 pt.integrations.transformers.register()
 length = int(sys.argv[1])
-config = T.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+config = T.LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+)
 model = T.LlamaModel._from_config(config, attn_implementation="pytransformer")
 places = torch.arange(512).repeat(length // 512)[None]
-model(input_ids=places % 32, position_ids=places, use_cache=False).last_hidden_state.sum().backward()
+out = model(input_ids=places % 32, position_ids=places, use_cache=False)
+out.last_hidden_state.sum().backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

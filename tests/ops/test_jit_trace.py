@@ -24,7 +24,8 @@ for name in sys.argv[1:]:
     chosen = case(name)
     args, kwargs = chosen.make("cpu", torch.float32, seed=0)
     values = named(chosen.op, args, kwargs)
-    first, x = next((n, t) for n, t in values.items() if isinstance(t, torch.Tensor) and t.is_floating_point())
+    tensors = {n: t for n, t in values.items() if isinstance(t, torch.Tensor)}
+    first, x = next((n, t) for n, t in tensors.items() if t.is_floating_point())
     others = {n: v for n, v in values.items() if n != first}
 
     def call(x):

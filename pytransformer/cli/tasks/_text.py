@@ -36,8 +36,8 @@ def add_texts(parser: argparse.ArgumentParser, vocabulary: int = 4000) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
-        help="a text a line, with a label and a tab before it or not; or the English messages of installed packages with gettext "
-        "catalogues, whose label is the package",
+        help="one text per line, optionally after a label and a tab; or the English messages of "
+        "installed packages with gettext catalogues, labeled with the package",
     )  # fmt: skip
     add_model(parser, vocabulary)
 
@@ -48,8 +48,8 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--data", required=True,
         metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
-        help="pairs of texts, two columns, a tab between them; or installed packages: translations of their gettext catalogues, or the "
-        "text of their docstrings and its first line, which sums it up",
+        help="pairs of texts, two columns separated by a tab; or installed packages: the "
+        "translations in their gettext catalogues, or their docstrings and the summary lines",
     )  # fmt: skip
     data.add_argument(
         "--held-out",

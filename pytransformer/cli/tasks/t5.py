@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # is ten times larger than the rest.
     parser.add_argument(
         "--optimizer", choices=["adafactor", "adamw"], default="adafactor",
-        help="adafactor looks at whole matrices: a mesh that splits them wants adamw, with a --rate of about 2e-3 (default %(default)s)",
+        help="adafactor needs full matrices: with a mesh that splits them use adamw and a --rate "
+        "of about 2e-3 (default %(default)s)",
     )  # fmt: skip
     add_steps(parser, {"rate": 2e-2}, steps=6000)
 

@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--preset", choices=["notes-small", "notes"], default="notes-small",
-        help="notes: heads as wide as the model, 4 layers, no label smoothing (default %(default)s)",
+        help="notes: head dim equal to the model's width, 4 layers, no label smoothing "
+        "(default %(default)s)",
     )  # fmt: skip
     model.add_argument(
         "--layers", type=int, help="of encoder and decoder each (default 2; of notes 4)"

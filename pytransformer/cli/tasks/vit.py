@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--shares", type=_share, nargs="+", default=[0.1, 0.25, 0.5, 1.0], metavar="SHARE",
-        help="of the 1,200 digits; the model of the last one is fine-tuned (default 0.1 0.25 0.5 1)",
+        help="shares of the 1,200 digits; the last share's model is fine-tuned "
+        "(default 0.1 0.25 0.5 1)",
     )  # fmt: skip
     data.add_argument(
         "--size",

@@ -60,7 +60,8 @@ HARMLESS = {
 }
 
 REFUSED = {
-    "cache": "a paged cache (run generate_batch within pytransformer.integrations.transformers.continuous_batching(model))",
+    "cache": "a paged cache (run generate_batch within "
+        "pytransformer.integrations.transformers.continuous_batching(model))",
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"),
         "offsets, which transformers names cu_seq_lens_q and cu_seq_lens_k"),
     **dict.fromkeys(
