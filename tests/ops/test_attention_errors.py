@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bad input raises an error that names the argument, what it got and what it wants."""
+"""Every bad input raises an error with the argument's name, its value and the expectation."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ BAD = [
 
 VALUES = [
     b for b in BAD if b[0] in ("lengths range", "negative length")
-]  # seen by the op itself, not by its wrapper
+]  # checked by the op itself, not by its wrapper
 SHAPES = [b for b in BAD if b[0] not in ("lengths range", "negative length")]
 
 
@@ -184,7 +184,7 @@ def test_values_are_checked_by_every_backend(
 
 
 def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/cuda/test_gpu_attention.py has the calls."""
+    """The GPU calls are in tests/cuda/test_gpu_attention.py."""
     monkeypatch.delenv("PYTRANSFORMER_CHECK", raising=False)
     assert looks_at_values(torch.device("cpu")) and not looks_at_values(torch.device("cuda"))
     for value, wanted in (("1", True), ("0", False), ("", False)):
@@ -195,7 +195,7 @@ def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_forced_backend_that_cannot_raises_with_the_reason() -> None:
-    """Forced means forced: no fallback, the reason in the message, and explain tells the same."""
+    """A forced backend has no fallback; the message and explain give the same reason."""
     from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]

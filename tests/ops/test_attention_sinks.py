@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks: one more term of each row's sum, on every backend; what random problems
-(tests/test_fuzz.py) cannot name."""
+"""Attention sinks on every backend, in cases that the fuzzer (tests/test_fuzz.py) cannot draw."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def qkv(
 def results(
     args: tuple[torch.Tensor, ...], sinks: torch.Tensor | None, backend: str, **options: Any
 ) -> list[torch.Tensor]:
-    """out, lse and the gradients of query, key and value, and of the sinks if there are any, for
-    one upstream gradient."""
+    """Return out, lse and the gradients of all inputs for one upstream gradient."""
     inputs = [t.detach().requires_grad_() for t in (*args, *([] if sinks is None else [sinks]))]
     if sinks is not None:
         options["sinks"] = inputs[3]
@@ -53,7 +51,7 @@ def results(
 
 
 def test_zeros_are_softmax_off_by_one(backend: str) -> None:
-    """exp(s) / (1 + sum exp(s)), written out; lse is the log of that sum."""
+    """The weights are exp(s) / (1 + sum exp(s)); lse is the log of that sum."""
     query, key, value = qkv(kv=4)
     out, lse = pt.attention(
         query, key, value, sinks=torch.zeros(4), return_lse=True, backend=backend, strict=True
@@ -69,7 +67,7 @@ def test_zeros_are_softmax_off_by_one(backend: str) -> None:
     [{}, {"causal": "bottom_right", "window": (30, 0)}, {"softcap": 3.0, "dropout_p": 0.3}],
 )
 def test_minus_infinity_is_no_sink(backend: str, keywords: dict[str, Any]) -> None:
-    """Bit for bit, and it has no gradient."""
+    """The gradient of such a sink is zero."""
     keywords = {**keywords, "dropout_seed": 5}
     *with_sinks, d_sinks = results(qkv(), torch.full((4,), NONE), backend, **keywords)
     assert all(map(torch.equal, with_sinks, results(qkv(), None, backend, **keywords)))
@@ -77,8 +75,10 @@ def test_minus_infinity_is_no_sink(backend: str, keywords: dict[str, Any]) -> No
 
 
 def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
-    """By a mask, by bounds and for want of keys: out 0, lse the sink, which alone gets lse's
-    gradient. Past query_lengths is no query."""
+    """Its out is 0, and only the sink gets the gradient of lse.
+
+    Masks, bounds and missing keys each hide every key. Rows past query_lengths are not queries.
+    """
     sinks = torch.tensor([0.0, -3.25, 1500.0, NONE])
     mask = torch.ones(1, 1, 9, 1, dtype=torch.bool)
     mask[:, :, 3] = False
@@ -101,8 +101,7 @@ def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
 
 
 def test_a_row_whose_weights_are_lost_in_lse(backend: str) -> None:
-    """exp(20) swallows every weight, so that lse is the sink but for an ulp: the row is seen, and
-    its gradients are right."""
+    """exp(20) absorbs every weight, so lse exceeds the sink by one ulp only."""
     check_attention(
         qkv(), {"sinks": torch.tensor([20.0, 20.0, 40.0, 0.0]), "causal": "bottom_right"}, backend
     )
@@ -120,8 +119,10 @@ def test_plus_infinity_takes_all_and_nan_is_seen(backend: str) -> None:
 
 @pytest.mark.parametrize("place", ["attn_mask", "bias"])
 def test_the_lowest_numbers_are_data(backend: str, place: str) -> None:
-    """A row of finfo.min beside a sink of finfo.min: a mean over one more than its keys, with its
-    gradient, though lse has lost the log."""
+    """A row and a sink of finfo.min give the mean over one more than the row's keys.
+
+    The gradient is right although lse loses the log.
+    """
     lowest = torch.finfo(torch.float32).min
     args = qkv(lq=3, lk=7)
     mask = torch.zeros(1, 1, 3, 7)
@@ -164,7 +165,7 @@ def test_packed_equals_padded(backend: str) -> None:
 def test_weights_leave_the_sinks_share_out() -> None:
     query, key, value = (
         t.double() for t in qkv(kv=4)
-    )  # of a sink of 30 lse is rounded by 16 eps in float32
+    )  # with a sink of 30, rounding changes lse by 16 eps in float32
     sinks = torch.tensor([0.0, 2.0, 30.0, NONE], dtype=torch.float64)
     _, lse = pt.attention(query, key, value, sinks=sinks, return_lse=True)
     weights = pt.attention_weights(query, key, lse, sinks=sinks)

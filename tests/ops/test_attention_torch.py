@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend torch: what it takes, where PyTorch's kernels mean something else, and that it stands
-before the reference."""
+"""The backend torch: supported cases, declined cases, and its place before the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pytransformer.testing.attention_check import check_attention, run_attention
 from pytransformer.testing.cases import cases
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# The named cases with gradients. docs/ops/attention-torch.md and docs/fallbacks.md list them too.
+# The named cases with gradients; docs/ops/attention-torch.md and docs/fallbacks.md list them.
 TAKEN = {
     "full", "causal", "causal_bottom_right", "key_padding", "padding", "left_padding", "bool_mask",
     "gqa", "cross", "decode", "value_dim",
@@ -31,7 +30,7 @@ def reason(op: str, *args: Any, **kwargs: Any) -> str | None:
 
 
 def without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where no kernel of ours is built."""
+    """Disable all native and Triton kernels."""
     op = OPS["attention"]
     monkeypatch.setattr(
         op, "backends", {name: op.backends[name] for name in ("torch", "reference")}
@@ -70,8 +69,7 @@ def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.M
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 @pytest.mark.parametrize("kind", ["bool", "float", "both"])
 def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> None:
-    """A mask of the pairs takes windows, segments and lengths with it; rows without a key, NaN
-    where nothing looks."""
+    """Rows without a key and hidden positions hold NaN."""
     q, k, v = qkv(2, 4, 33, 16, num_keys=40)
     keywords: dict[str, Any] = {
         "causal": causal,
@@ -95,7 +93,7 @@ def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> 
     assert solution.dead_queries.any()
     found = bounds.check(solution, {"out": out, "lse": lse}, torch.float32, "zero_mean")
     assert all(c.ok for c in found), found
-    if kind == "bool":  # without a floating mask there are gradients too
+    if kind == "bool":  # without a floating mask gradients are supported too
         check_attention((q, k, v), keywords, "torch", poisoned=True)
 
 
@@ -105,7 +103,7 @@ def test_whole_rows_and_keys_without_a_mask_of_pairs(
     dtype: torch.dtype, causal: str | None
 ) -> None:
     keep = torch.rand(3, 1, 1, 50) > 0.4
-    keep[..., :5] = False  # causal rows that see nothing yet
+    keep[..., :5] = False  # causal rows before the first key
     keywords: dict[str, Any] = {
         "attn_mask": keep,
         "causal": causal,
@@ -118,7 +116,7 @@ def test_whole_rows_and_keys_without_a_mask_of_pairs(
 
 
 def test_the_gradient_of_lse_alone() -> None:
-    """The column that carries it; float16 and a value narrower than query, too."""
+    """Cover float16 and a value narrower than query."""
     for dtype in (torch.float32, torch.float16):
         q, k, v = qkv(2, 2, 19, 16, dtype=dtype)
         v = v[..., :8]
@@ -132,7 +130,7 @@ def test_the_gradient_of_lse_alone() -> None:
 
 @pytest.mark.falls_back
 def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's gradient is wrong there: as if every key had the whole weight."""
+    """PyTorch's gradient is wrong there: each key gets the full weight."""
     mask = torch.zeros(1, 1, 6, 6)
     mask[..., 2, :] = torch.finfo(torch.float32).min
     q, k, v = (t.requires_grad_() for t in qkv(1, 1, 6, 8))
@@ -185,7 +183,7 @@ def test_what_it_declines_and_why() -> None:
 
 
 def test_backward_of_another_backend_s_forward() -> None:
-    """What is saved serves every backend: out and lse of the one, gradients by the other."""
+    """Every backend saves the same tensors, out and lse among them."""
     keep = torch.rand(2, 1, 1, 21) > 0.5
     keep[1] = False
     leaves = [t.requires_grad_() for t in qkv(2, 2, 21, 16)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and summaries recomputed from lse are those that attention used: value = identity makes
-attention return them."""
+"""Weights and summaries recomputed from lse equal those of attention.
+
+With the identity as value, attention returns its weights.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks: what the constructors make, what is refused, and attention with them against float64
-and against the dense mask."""
+"""Block masks: constructors, errors, and attention against float64 and against the dense mask."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pytransformer.testing import bounds, oracle
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 BACKENDS = ["reference"] + ["cpu"] * (native.why_not("attention_fwd") is None)
-L = 321  # no multiple of a block
+L = 321  # not a multiple of a block
 
 
 def pairs(rule: Callable[[Tensor, Tensor], Tensor], length: int = L) -> Tensor:
@@ -77,7 +76,7 @@ PATTERNS: dict[str, tuple[Callable[[], BlockMask], Callable[[], Tensor]]] = {
     [(range(64, 192), range(128)), (range(5, 230), range(31, 290)), (range(300, L), range(3))],
 )
 def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> None:
-    """To the bit, wherever the blocks are cut: no block is listed that shows nothing."""
+    """Block boundaries may lie anywhere; no listed block is empty."""
     mask = PATTERNS[name][0]()
     heads = range(mask.shape[1] - 1, mask.shape[1])
     wanted = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
@@ -111,7 +110,7 @@ def test_big_bird() -> None:
     small = mask.to_dense()[0, :, ::64, ::64]
     assert torch.equal(
         mask.to_dense()[0], small.repeat_interleave(64, 1).repeat_interleave(64, 2)
-    )  # whole blocks
+    )  # full blocks
     q, k = torch.arange(10)[:, None], torch.arange(10)
     always = ((q - k).abs() <= 1) | (q == 0) | (k == 0)
     assert bool(small[:, always].all()) and mask.blocks.bits.shape[0] == 0
@@ -156,7 +155,7 @@ def test_a_dense_mask_there_and_back(block_size: Any) -> None:
                 )
         assert forward == backward and len(forward) == len(
             b.entries
-        )  # the transpose names the same blocks and bits
+        )  # the transpose lists the same blocks and bits
 
 
 def test_and_and_or() -> None:
@@ -167,7 +166,8 @@ def test_and_and_or() -> None:
             assert torch.equal((a & b).to_dense(), x & y) and torch.equal((a | b).to_dense(), x | y)
     rest = BlockMask.from_dense(~masks[1])
     whole = BlockMask.from_dense(masks[1]) | rest
-    assert whole.share == 1.0 and whole.blocks.bits.shape[0] == 0  # known to be full, not read
+    # Known full blocks need no read of their bits.
+    assert whole.share == 1.0 and whole.blocks.bits.shape[0] == 0
     assert (BlockMask.from_dense(masks[1]) & rest).share == 0.0
 
 
@@ -418,7 +418,7 @@ def test_shapes_that_do_not_fit_the_call() -> None:
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
 def test_the_kernel_looks_too() -> None:
-    """Tensors that were changed after the check: no address is taken from them."""
+    """Tensors changed after the Python check cannot make the kernel read outside its inputs."""
     mask = BlockMask.sliding_window(200, (30, 30))
     q = torch.randn(1, 1, 200, 8)
     for name, place, value in (
@@ -463,8 +463,7 @@ print(measure_rise(lambda: step(length)))
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
 def test_memory_is_linear_at_65536_tokens() -> None:
-    """The mask, the inputs, forward and backward: twice the tokens, twice the bytes. (L, L)
-    booleans alone would be 4 GiB."""
+    """Twice the tokens take twice the bytes. (L, L) booleans alone would need 4 GiB."""
     from pytransformer.cli.benchmark.memory import ENVIRONMENT, why_not
 
     if (reason := why_not()) is not None:
@@ -486,4 +485,4 @@ def test_memory_is_linear_at_65536_tokens() -> None:
     assert large < 2.2 * small, (small, large)
     assert (
         large < 24 * 65536 * 64 * 4
-    )  # inputs, their gradients, out and its gradient are eight of these; 16 were seen
+    )  # inputs, their gradients, out and its gradient are eight of these; 16 were measured

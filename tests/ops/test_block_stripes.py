@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BlockMask.strided`` looks at no block but those that have a visible pair."""
+"""``BlockMask.strided`` evaluates only blocks with a visible pair."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def test_strided_asks_for_the_blocks_that_have_pairs(
         visible = mask.blocks.entries.shape[0]
         assert (
             asked == visible if length % 128 == 0 else asked >= visible
-        )  # of a block's pairs some lie beyond the tensors
+        )  # some of a block's pairs lie outside the tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boundaries of relative position buckets: those of the integer definition, at any distance."""
+"""Bucket boundaries of relative positions equal the integer definition at any distance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pytransformer.ops.masks import MAX_BUCKETS, bucket_starts
 
 
 def is_smallest(start: int, n: int, k: int, max_distance: int) -> bool:
-    """Return whether bucket n // 2 + k starts here, by the inequality of the definition."""
+    """Return if bucket n
+
+    2 + k starts here, by the inequality of the definition.
+    """
     e = n // 2
 
     def reaches(d: int) -> bool:
@@ -53,7 +56,7 @@ def test_the_largest_distance_takes_no_time() -> None:
             query,
             bias=pt.RelativePositionBias(torch.zeros(buckets, 2), False, 2**31 - 1),
         )
-    assert time.perf_counter() - began < 1.0  # a count up to the distance took hours
+    assert time.perf_counter() - began < 1.0  # counting up to the distance took hours
 
 
 def test_values_beyond_the_limits_raise() -> None:

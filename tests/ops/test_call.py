@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call reaches its kernel: directly where nothing watches, as a raw op wherever something has
-to see it."""
+"""Dispatch of a call: directly to the kernel, or as a raw op if something observes the call."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_an_eager_call_does_not_pass_the_dispatcher(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither forward nor backward; what ran is recorded all the same, and explain foretells it."""
+    """This holds for forward and backward. Traces record the call, and explain predicts it."""
 
     def refuse(*inputs: object) -> None:
         raise AssertionError("the raw op was called")
@@ -85,7 +84,7 @@ class SeenFunctions(TorchFunctionMode):
 
 
 def test_a_dispatch_mode_sees_the_raw_ops(name: str) -> None:
-    """Around both passes, and around backward alone."""
+    """The mode is active around both passes or around backward alone."""
     x = query(requires_grad=True)
     y = CALLS[name](x)
     with Seen() as seen:
@@ -102,8 +101,10 @@ def test_a_function_mode_sees_the_raw_op(name: str) -> None:
 
 
 def test_flops_are_counted() -> None:
-    """4 B H L^2 D, half of it when causal, and 5/2 of that backward; as PyTorch counts its own op,
-    but for the half."""
+    """Forward has 4 B H L^2 D, half of it when causal, and backward 5/2 of that.
+
+    PyTorch counts its op the same way, without the causal half.
+    """
     x = query(requires_grad=True)
     with FlopCounterMode(display=False) as ours:
         attend(x).sum().backward()
@@ -176,7 +177,7 @@ def test_the_profiler_names_the_raw_ops(name: str) -> None:
 
 
 def test_saved_tensor_hooks_see_what_is_saved(name: str) -> None:
-    """Offloading and checkpointing hook into saved tensors: none may be kept past them."""
+    """Offloading and checkpointing use these hooks; the node must not keep other references."""
     packed: list[torch.Tensor] = []
 
     def pack(t: torch.Tensor) -> int:
@@ -201,8 +202,7 @@ def test_saved_tensors_know_when_they_were_changed() -> None:
 
 
 def test_the_interpreter_computes_only_when_forced() -> None:
-    """TRITON_INTERPRET=1 is for tests: CPU tensors still go to the CPU kernels, unless "triton" is
-    asked for."""
+    """TRITON_INTERPRET=1 is for tests: CPU tensors use CPU kernels unless "triton" is forced."""
     script = (
         "import torch, pytransformer as pt; q = torch.zeros(1, 1, 4, 16)\n"
         "found = pt.explain('attention', q, q, q); print(found.backend, found.reasons['triton'])\n"
@@ -218,7 +218,7 @@ def test_the_interpreter_computes_only_when_forced() -> None:
 
 
 def test_the_checks_agree_with_the_quick_look() -> None:
-    """What `alike` accepts, the checks that name the argument accept too."""
+    """The checks that name an argument accept every call that the fast test `alike` accepts."""
     from pytransformer.ops._core.tensors import alike, check_same, check_tensor
 
     tensors = [
@@ -237,7 +237,7 @@ def test_the_checks_agree_with_the_quick_look() -> None:
 
 
 def test_compiled_autograd() -> None:
-    """The backward of an eager forward, captured as a graph."""
+    """The forward is eager; its backward is captured as a graph."""
     x = query(requires_grad=True)
     want = torch.autograd.grad(attend(x).sin().sum(), x)[0]
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

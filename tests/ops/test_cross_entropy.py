@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random
-problems: test_fuzz_ops."""
+"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism and memory.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ def test_gradcheck_and_gradgradcheck(op_backend: str) -> None:
 @pytest.mark.unpoisoned
 def test_opcheck_and_compile(op_backend: str) -> None:
     op = OPS["linear_cross_entropy"]
-    x, w, b, target = _inputs(4, d=130, dtype=torch.float32)  # deep enough that logits are kept
+    x, w, b, target = _inputs(4, d=130, dtype=torch.float32)  # deep enough that logits are stored
     for save in (True, False):
         a = (x.detach(), w.detach(), target, b.detach(), -100, 0.1, "mean", save)
         torch.library.opcheck(op.fwd, (*a, op_backend, True))
@@ -162,8 +164,7 @@ def _large(rows: int, d: int, classes: int, dtype: torch.dtype) -> list[torch.Te
 def test_blocks_of_classes_and_chunks_of_rows(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """More rows and classes than are held at once, and (1500 x 2100) more float sums of dx than 8
-    MB."""
+    """Rows and classes exceed a block, and dx (1500 x 2100) needs more than 8 MB of float sums."""
     x, w, b, target = _large(*shape, dtype)
     loss = pt.linear_cross_entropy(x, w, target, bias=b, reduction="sum", backend="cpu")
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
@@ -204,8 +205,10 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
 def test_kept_products_change_nothing(
     shape: tuple[int, int, int], forward: str, dtype: torch.dtype
 ) -> None:
-    """Backward from what the backend's own forward kept: the same bits as from products computed
-    again. From the reference's: nearly."""
+    """Backward from logits that the backend's forward stored equals backward that recomputes them.
+
+    Backward from the reference's forward is equal within rounding.
+    """
     op = OPS["linear_cross_entropy"]
     x, w, b, target = (t.detach() for t in _large(*shape, dtype))
     gradients = []
@@ -233,7 +236,7 @@ def test_products_are_kept_where_they_are_few_and_wanted() -> None:
 
     assert kept(1 << 18, 129) == kept(1 << 18, 257, torch.bfloat16) == 64 << 18  # 64 MB
     assert kept((1 << 18) + 1, 129) == kept(1 << 18, 129, grad=False) == 0
-    assert kept(11, 128) == kept(11, 256, torch.bfloat16) == 0  # shallow: sooner computed again
+    assert kept(11, 128) == kept(11, 256, torch.bfloat16) == 0  # shallow: recomputing is faster
 
 
 PEAK = """
@@ -259,9 +262,11 @@ print(peak() - before - sum(g.nbytes for g in grads))
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_logits_are_not_stored(dtype: str) -> None:
-    """Forward and backward of 2048 rows and 20,000 classes, whose logits are 164 or 82 MB, take
-    less than 12 MB beyond the
-    inputs and gradients: scratch of both threads, in whole pages of 2 MB."""
+    """Logits of 2048 rows and 20,000 classes need 164 or 82 MB.
+
+    Forward and backward use less than 12 MB beyond inputs and gradients: scratch of both threads,
+    in pages of 2 MB.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PEAK.format(dtype=dtype)],
         capture_output=True,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits: attention over them beside attention over the numbers that they
-stand for. Random problems with every
-keyword, in pages and without, are tests/test_fuzz.py; here is what they cannot name."""
+"""Attention over 8-bit keys and values equals attention over the dequantized values.
+
+Random problems with every keyword, paged and contiguous, are in tests/test_fuzz.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def qkv(
 def attend(
     backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """On a forced backend; one that declines eight bits skips the test with its reason."""
+    """Run a forced backend; skip the test with its reason if it declines 8 bits."""
     a = attention_op.prepare(query, key, value, **options)[0]
     if (reason := attention_op.reason(backend, a)) is not None:
         pytest.skip(f"backend {backend} declines: {reason}")
@@ -53,8 +54,7 @@ def attend(
 def check(
     found: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> None:
-    """Within the bound of every other call, against float64 on the numbers that the eight bits
-    stand for."""
+    """Check the usual bound against float64 on the dequantized values."""
     grads = torch.zeros_like(found), torch.zeros(found.shape[:3])
     answer = oracle.solve(query, key, value, *grads, **options)
     wrong = [
@@ -66,7 +66,7 @@ def check(
 def both(
     key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """(keys, values, scales as keywords)."""
+    """Return (keys, values, scales as keywords)."""
     (k, ks), (v, vs) = pt.quantize_kv(key, dtype), pt.quantize_kv(value, dtype)
     return k, v, {"key_scale": ks, "value_scale": vs}
 
@@ -116,8 +116,7 @@ def test_a_row_that_is_not_finite_is_nan_as_a_whole(dtype: torch.dtype, bad: flo
 
 
 def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
-    """All 256, subnormals and both zeros too, as keys of one column and as values that one query
-    takes whole."""
+    """All 256 codes, subnormals and both zeros included, appear as keys and as values."""
     for dtype in EIGHT:
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         numbers = every.float()
@@ -176,7 +175,7 @@ def test_against_float64(
 
 @pytest.mark.parametrize("size", [2e-36, 1e-30])
 def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, size: float) -> None:
-    """Weights below 2^-126 after the scale may be lost, by no more than the floor."""
+    """Scaled weights below 2^-126 may become zero."""
     query, key, value = qkv(20, 300)
     for dtype in EIGHT:
         k, v, scales = both(key, value.abs() * size, dtype)
@@ -215,8 +214,10 @@ def test_head_sizes(backend: str, dim: int, lq: int) -> None:
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", QUERIES, ids=str)
 def test_scales_far_apart(backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Outliers a thousand times the rest, and rows a thousandth of it: a weight times a small scale
-    must keep its bits, in float16 too."""
+    """Outliers are 1000 times the rest, and some rows a thousandth.
+
+    A weight times a small scale must keep its bits, in float16 too.
+    """
     query, key, value = qkv(3, 500)
     query, value = (
         query.to(query_dtype),
@@ -238,7 +239,7 @@ def test_scales_far_apart(backend: str, query_dtype: torch.dtype, dtype: torch.d
     "shape", [(), (1, 1), (2, 1), (3, 1, 1), (3, 2, 1), (1, 2, 90), (90,)], ids=str
 )
 def test_scales_broadcast(backend: str, shape: tuple[int, ...]) -> None:
-    """One in all, one a head, one a sequence, one a key."""
+    """Use one scale in all, one per head, one per sequence and one per key."""
     query, key, value = qkv(4, 90)
     for dtype in EIGHT:
         k, v, _ = both(key, value, dtype)
@@ -275,7 +276,7 @@ def test_pages_are_the_contiguous_path(backend: str, page_size: int, lq: int) ->
 
 
 def test_what_no_query_sees_may_be_nan(backend: str) -> None:
-    """Behind the lengths: rows, keys' scales and values' scales."""
+    """Rows and scales behind the lengths hold NaN."""
     query, key, value = qkv(2, 100)
     lengths = torch.tensor([60, 1, 99])
     for dtype in EIGHT:
@@ -299,7 +300,7 @@ def test_nan_that_is_seen_is_told(backend: str) -> None:
             and bool(out[[0, 2]].isfinite().all())
             and bool(out[1, 2:].isfinite().all())
         )
-    for place in (0, 1):  # a NaN of float8 itself
+    for place in (0, 1):  # float8 has a NaN code
         k, v, scales = both(key, value, torch.float8_e4m3fn)
         (k, v)[place].view(torch.uint8)[1, 0, 70, 3] = 0xFF
         out = attend(backend, query, k, v, **scales)
@@ -391,7 +392,7 @@ def test_compiled_and_fake(dtype: torch.dtype) -> None:
     a = attention_op.prepare(query, k, v, **scales)[0]
     names = (
         ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
-    )  # which compares no float8
+    )  # opcheck cannot compare float8
     torch.library.opcheck(attention_op.fwd, (*a, None, False), test_utils=names)
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv into caches in eight bits: the rows of quantize_kv at their places, and nothing
-else."""
+"""append_kv into 8-bit caches writes the rows of quantize_kv and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ TURNING = pt.RotaryPositions(12)
 
 
 def rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """query, key and value of two sequences, as a model's projections leave them."""
+    """Return query, key and value of two sequences, with the strides of a model's projections."""
     generator = torch.Generator().manual_seed(length)
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
     return tuple(
@@ -28,7 +27,7 @@ def rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Ten
 def cache_of(
     dtype: torch.dtype, first: int = 2, size: int = 10, table: torch.Tensor | None = None
 ) -> pt.KeyValues:
-    """Full of what nobody wrote: 0x33 in every byte, 7 in every scale."""
+    """Return a cache with 0x33 in every unwritten byte and 7 in every scale."""
     numbers = [
         torch.full((first, 2, size, dim), 0x33, dtype=torch.uint8).view(dtype) for dim in (16, 8)
     ]
@@ -60,8 +59,7 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Bit for bit what quantize_kv makes of the rows that a cache of query's dtype would get, and
-    nothing in another place."""
+    """The bits are those of quantize_kv on the rows for a cache of query's dtype."""
     given, weight = rows(dtype=query_dtype), torch.randn(16)
     keywords: dict[str, Any] = {"rotary": TURNING, "k_norm": weight, "eps": 1e-5}
     flat, paged = cache_of(dtype), cache_of(dtype, 7, 4, TABLE)
@@ -111,7 +109,7 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
-    """Strides of any kind, of numbers and of scales."""
+    """Values and scales have any strides."""
     plain = cache_of(dtype)
     wide = [
         torch.full((10, 2, 2, 2 * d), 0x33, dtype=torch.uint8)
@@ -133,7 +131,7 @@ def test_opcheck_and_compiled(op_backend: str, dtype: torch.dtype) -> None:
     a = OPS["append_kv"].prepare(*rows(), cache_of(dtype), POSITIONS, rotary=TURNING)[0]
     names = (
         ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
-    )  # which compares no float8
+    )  # opcheck cannot compare float8
     torch.library.opcheck(OPS["append_kv"].fwd, (*a, op_backend, True), test_utils=names)
 
     def step(query: Any, key: Any, value: Any, cache: pt.KeyValues) -> torch.Tensor:

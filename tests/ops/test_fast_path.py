@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path gives the Python path's results, bit for bit, and its nodes are nodes like any
-other."""
+"""The C++ fast path gives the Python path's bits, and its autograd nodes are ordinary nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def problem(r: random.Random) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
-    """Inputs, keywords, and what needs a gradient."""
+    """Return the inputs, the keywords and the tensors that need a gradient."""
     dtype = r.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
     lq, lk = r.choice([1, 8, 33]), r.choice([8, 40])
     leaves = qkv(dtype, kv_heads=r.choice([1, 2]), lq=lq, lk=lk, dv=r.choice([16, 24]))
@@ -249,8 +248,7 @@ def test_compiled_autograd(op: str) -> None:
 
 @pytest.mark.unpoisoned
 def test_compiled_autograd_keeps_calls_of_other_numbers_apart() -> None:
-    """One graph of a backward is kept for nodes alike: a scale, which no tensor shows, makes them
-    differ."""
+    """Calls that differ only in a scale need different backward graphs."""
     from torch._dynamo.compiled_autograd import _enable
 
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)

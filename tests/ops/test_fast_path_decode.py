@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path computes a decoding step (attention over pages, rotary, append_kv) with
-Python's bits and errors."""
+"""The C++ fast path runs a decoding step with the Python path's bits and errors.
+
+A step is rotary, append_kv and attention over pages.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ TABLE = [[5, 0, 2], [1, 4, 3]]
 
 
 def rows(dtype: torch.dtype, length: int) -> list[Tensor]:
-    """query, key and value of two sequences, as a model's projections leave them."""
+    """Return query, key and value of two sequences, with the strides of a model's projections."""
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
     return [torch.randn(shape, dtype=dtype).transpose(1, 2) for shape in shapes]
 
@@ -43,7 +45,7 @@ def cache(dtype: torch.dtype, table: torch.dtype | None) -> pt.KeyValues:
 @pytest.mark.parametrize("table", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_step(dtype: torch.dtype, table: torch.dtype | None, length: int) -> None:
-    """Turned, written and attended to, in both paths: outputs and all that the caches then hold."""
+    """Compare outputs and the full contents of the caches."""
     query, key, value = rows(dtype, length)
     positions = torch.tensor([[8], [5]]) + torch.arange(length)
     turning, weight = pt.RotaryPositions(12), torch.randn(16)
@@ -156,7 +158,7 @@ def test_gradients_over_pages_are_refused(which: str) -> None:
 def test_autograd_notices_that_a_saved_cache_was_written(writes: str) -> None:
     query, key, value = rows(torch.float32, 1)
     held, factor = cache(torch.float32, None), torch.ones(1, requires_grad=True)
-    product = factor * held.key  # keeps the cache for its backward
+    product = factor * held.key  # saves the cache for its backward
 
     def write() -> None:
         pt.append_kv(query, key, value, held, torch.tensor([[1], [2]]))

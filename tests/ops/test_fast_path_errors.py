@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every op replaced by what it should not be: both paths give the same bits, or
-the same error in the same words."""
+"""Replace every argument of every op: both paths give the same bits or the same error text."""
 
 from __future__ import annotations
 
@@ -179,7 +178,7 @@ def append_to_pages() -> dict[str, Any]:
 
 
 def caches(value: pt.KeyValues) -> Iterator[Any]:
-    """Caches that are wrong in one tensor."""
+    """Yield caches with one bad tensor."""
     yield tuple(value)
     for i, t in enumerate(value):
         for other in (None, 3, value[0], *(wrong(t) if isinstance(t, Tensor) else ())):
@@ -224,8 +223,7 @@ OTHERS = [(), (16,), (3, 16), [16], (1, 2), (-1, 2), (None, None), (True, 1), {}
 
 
 def wrong(value: Any) -> Iterator[Any]:
-    """What may stand in place of a value: other numbers, texts, containers, and tensors of other
-    shapes, dtypes, devices and layouts."""
+    """Yield replacements of a value: numbers, strings, containers and mismatched tensors."""
     if isinstance(value, pt.KeyValues):
         yield from caches(value)
     yield from (
@@ -281,7 +279,7 @@ def wrong(value: Any) -> Iterator[Any]:
     )
     yield value.new_tensor(-7).expand(
         value.shape
-    )  # beyond what lengths, offsets and targets may be
+    )  # outside the range of lengths, offsets and targets
     yield value.new_tensor(99).expand(value.shape)
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzers' problems through both paths: the same bits, gradients too, from the C++ fast path
-and from Python."""
+"""The fuzzers' problems give the same bits and gradients from the C++ fast path and from Python."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ from pytransformer.testing.paths import counting, needs_fast_path, same, same_in
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 
-BLOCK = 50  # problems of one test
+BLOCK = 50  # problems per test
 Results = dict[str, Tensor | None]
 
 
 def attention(seed: int, case: int) -> Callable[[], Results]:
     drawn = replace(
         draw_attention.draw(seed, case), block_size=None
-    )  # block masks are Python's: their masks go dense
+    )  # block masks use the Python path: pass their dense masks
     return lambda: fuzz_attention.run(drawn, "cpu").results
 
 
@@ -54,8 +53,8 @@ FUZZERS = {
     "cross_entropy": rowwise(fuzz_cross_entropy),
     "rotary": rowwise(fuzz_rotary),
 }
-# Minimum share of the calls that the fast path must compute. The rest have no elements, odd seeds,
-# strides (norms), or frequencies that are given or follow from the sequence's length (rotary).
+# Min share of the calls that the fast path must compute. The rest have no elements, odd seeds,
+# strides (norms), or frequencies that are given or depend on the sequence's length (rotary).
 LEAST = {
     "attention": 0.9,
     "attention_varlen": 0.9,
@@ -70,7 +69,7 @@ LEAST = {
 
 
 def both_paths(run: Callable[[], Results]) -> Counter[tuple[str, bool]]:
-    """Who was asked with the fast path on."""
+    """Run a call on both paths; return who ran with the fast path on."""
     with counting() as counts:
         mine = run()
     with fast_path.off():

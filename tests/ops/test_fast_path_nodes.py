@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each op of the C++ fast path leaves watched calls to Python; its node is differentiated again,
-traced, and keeps nothing alive."""
+"""The fast path leaves observed calls to Python; its nodes differentiate and leak nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
 
 
 def given(problem: Case, dtype: torch.dtype = torch.float32) -> Given:
-    """Arguments, keywords, and the tensors that need a gradient."""
+    """Return arguments, keywords and the tensors that need a gradient."""
     args, kwargs = problem.make("cpu", dtype, seed=0, requires_grad=True)
     return args, kwargs, [t for t in leaves(problem.op, args, kwargs).values() if t.requires_grad]
 
@@ -186,7 +185,7 @@ def test_autocast(problem: Case, dtype: torch.dtype) -> None:
         same_in_both(getattr(pt, problem.op), args, wanted, **kwargs)
 
 
-# ---- what only some of them have
+# ---- behavior of single ops
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
@@ -234,7 +233,7 @@ def test_a_seed_drops_the_same_in_both_and_a_drawn_one_moves_the_generator_alike
 
 
 def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> None:
-    """The limits that the fast path is told: rows of hidden at a time, and scratch that stays."""
+    """The fast path gets both limits: rows of hidden per part, and persistent scratch."""
     w1, w2 = torch.randn(6000, 8, requires_grad=True), torch.randn(8, 6000, requires_grad=True)
     for rows in (1, 1600):
         x = torch.randn(rows, 8, requires_grad=True)
@@ -317,7 +316,7 @@ def test_scaled_dot_product_attention(options: dict[str, Any]) -> None:
 
 
 def test_threads() -> None:
-    """Each thread's scratch is its own, and tables of T5 are looked up by all."""
+    """All threads read the T5 tables."""
     problems = [case(name) for name in NAMES]
     prepared = [(p, *given(p)) for p in problems]
     expected = [
@@ -375,12 +374,12 @@ def test_many_calls_take_no_memory(problem: Case) -> None:
             torch.autograd.grad(loss(problem, args, kwargs), wanted)
 
     traces = tracing.open[:]
-    tracing.open.clear()  # the test run records each call, 200 bytes
+    tracing.open.clear()  # the trace records each call, 200 bytes
     try:
         calls(2_000)
         before = resident()
         calls(100_000)
-        assert resident() - before < 1 << 20  # 10 bytes a call
+        assert resident() - before < 1 << 20  # 10 bytes per call
     finally:
         tracing.open[:] = traces
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path returns NotImplemented if something watches the call or an argument is not
-plain."""
+"""The C++ fast path returns NotImplemented for observed calls and unusual arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def test_a_watched_call_is_pythons(name: str) -> None:
     inputs = qkv(grad=False)
     assert taken(*inputs)
     with WATCHERS[name]():
-        if name == "a forward-mode level":  # which concerns only tensors that have a tangent
+        if name == "a forward-mode level":  # which concerns only tensors with a tangent
             inputs[0] = torch.autograd.forward_ad.make_dual(inputs[0].clone(), inputs[0])
         assert not taken(*inputs)
     inputs = qkv(grad=False)
@@ -64,7 +63,7 @@ def test_a_watched_call_is_pythons(name: str) -> None:
 
 
 def test_a_failure_is_remembered_by_python() -> None:
-    """A backend that failed is chosen by Python's rules from then on."""
+    """Python selects the backend from the first failure on."""
     inputs = qkv(grad=False)
     fallbacks.remember_failure(("attention", "cpu"), "did not run")
     assert not taken(*inputs)
@@ -244,7 +243,7 @@ def test_activate_gives_the_rest_to_python_and_ends() -> None:
     assert after is not None and after.name() != inside.name()
 
 
-# ---- whether there is a fast path at all
+# ---- loading
 
 
 def said(**changed: Any) -> str | None:
@@ -267,7 +266,7 @@ def test_it_is_loaded_only_for_what_it_was_built_for() -> None:
 
 @pytest.fixture
 def another_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The fast path as a process finds it whose torch is another than the one built for."""
+    """Import the fast path in a process with another torch than the one of the build."""
     info = native.build_info() or {}
     before = {name: getattr(fast_path, name) for name in fast_path.ENTRIES}
     monkeypatch.setattr(
@@ -318,7 +317,7 @@ FIRST = {
     [*((name, "1", "True") for name in FIRST), ("inference mode", "0", "False")],
 )
 def test_the_first_call_of_a_process(first: str, value: str, answer: str) -> None:
-    """It loads the fast path, wherever it is made; PYTRANSFORMER_FAST_PATH=0 switches it off."""
+    """PYTRANSFORMER_FAST_PATH=0 disables it."""
     environment = os.environ | {"PYTRANSFORMER_FAST_PATH": value, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(first=FIRST[first])],

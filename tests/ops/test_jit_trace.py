@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.jit.trace, which exporters to other formats use, of every op: as the first call of a
-process, and with the values of eager code."""
+"""torch.jit.trace of every op, as a process's first call, gives the values of eager code."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import pytest
 
 from pytransformer.testing.raw_calls import recorded_cases
 
-# Each op's first recorded case, traced with one tensor as the input. The library is not loaded
-# before the first.
+# Trace each op's first recorded case with one tensor as the input. The library is not loaded before
+# the first trace.
 CODE = """
 import sys
 import torch

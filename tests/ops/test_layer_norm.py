@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random
-problems: test_fuzz_ops."""
+"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 
 
 def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list[torch.Tensor]:
-    """x, residual, weight, bias."""
+    """Return x, residual, weight, bias."""
     return [
         torch.randn(s, dtype=dtype, requires_grad=True)
         for s in (shape, shape, shape[-1:], shape[-1:])
@@ -45,8 +47,7 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opinfo_samples(kind: str, dtype: torch.dtype, op_backend: str) -> None:
-    """PyTorch's own samples of the op: outputs as PyTorch's, outputs and gradients within the
-    bound."""
+    """Outputs equal PyTorch's; outputs and gradients are within the bound."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     info = next(o for o in op_db if o.name == f"nn.functional.{kind}_norm")
@@ -79,8 +80,7 @@ def test_rms_eps_is_that_of_torch(op_backend: str) -> None:
 def test_equal_bits_with_and_without_gradient(
     kind: str, dtype: torch.dtype, op_backend: str
 ) -> None:
-    """Without one the kernel is called another way where nothing has to be converted: parameters of
-    the work dtype."""
+    """Without gradients and conversions (parameters of the work dtype) the launch differs."""
     x, _, weight, bias = (t.detach() for t in _inputs(9, 70, dtype=dtype))
     parameters = [t if dtype == torch.float64 else t.float() for t in (weight, bias)]
     plain = functools.partial(pt.layer_norm, bias=parameters[1]) if kind == "layer" else pt.rms_norm
@@ -110,8 +110,7 @@ def test_equal_bits_with_and_without_gradient(
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_norm"])
 def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
-    """Results of 32 MB are stored past the caches unless their pages are fresh, which those of a
-    first call mostly are."""
+    """Results of 32 MB use streaming stores unless their pages are fresh, as in a first call."""
     x, r, w = torch.randn(8192, 1024), torch.randn(8192, 1024), torch.randn(1024)
     results: list[torch.Tensor] = []
 
@@ -131,7 +130,7 @@ def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_mean_costs_no_digits(kind: str, op_backend: str) -> None:
-    """Mean 100, standard deviation 0.1: E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
+    """With mean 100 and deviation 0.1, E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
     x = 100 + 0.1 * torch.randn(64, 1000)
     naive = (x.square().mean(-1) - x.mean(-1).square()).sqrt() - x.double().var(
         -1, correction=0
@@ -168,8 +167,7 @@ def test_add_norm_without_residual(op_backend: str) -> None:
 
 
 def test_dropout_is_the_same_everywhere() -> None:
-    """Bit for bit the shared stream: which elements are dropped, on every backend and by an
-    independent Philox."""
+    """The mask equals the shared stream bit for bit, by an independent Philox too."""
     from pytransformer.testing.fuzz_layer_norm import TAG, column_keep
 
     x, seed = torch.full((2, 3, 300), 7.0), -(2**40) + 12345
@@ -239,7 +237,6 @@ def test_memory_order_is_kept(op_backend: str) -> None:
 
 
 def test_odd_strides_of_inputs_and_gradients() -> None:
-    """Every layout gives the bits that contiguous tensors give."""
     from pytransformer.testing.guarded import LAYOUTS, place
 
     x, r, w, b = (t.detach() for t in _inputs(3, 4, 50, dtype=torch.float32))

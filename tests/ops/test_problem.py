@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention's arguments are lowered to, once for all backends: see
-ops/_problem/attention.py."""
+"""Lowering of attention's arguments, shared by all backends: see ops/_problem/attention.py."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ KEYS = torch.arange(LK) % 7 != 2
 BY_SEQUENCE = torch.arange(LK) < torch.tensor([LK, 1, 40])[:, None]
 BY_HEAD = torch.arange(LK) % 7 > torch.arange(H)[:, None]
 FULL = torch.arange(LQ)[:, None] >= torch.arange(LK) - 66
-# name -> (mask, the shape of the key padding that it is, or None)
+# name -> (mask, shape of the equivalent key padding, or None)
 MASKS = {
     "keys": (KEYS, (1, 1, 1, LK)),
     "one row": (KEYS[None], (1, 1, 1, LK)),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw ops with arguments that do not go together: an error or a result, never a crash, a hang or an
-access beyond a tensor."""
+"""Raw ops with inconsistent arguments raise or return; they never crash, hang or read outside."""
 
 from __future__ import annotations
 

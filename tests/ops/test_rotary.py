@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary: values beside transformers', gradients, torch's machinery, determinism, bad input. Random
-problems: test_fuzz_ops."""
+"""rotary: values against transformers, gradients, torch's machinery, determinism, bad input.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ SCALED = [
 
 @pytest.mark.parametrize("rope", SCALED, ids=lambda rope: f"{rope['rope_type']}-{rope['factor']:g}")
 def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
-    """Bit for bit, with the factor of cos and sin."""
+    """Bits are equal, with the factor of cos and sin."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = _config(**rope)
@@ -91,11 +93,11 @@ def test_default_frequencies_and_tables_are_those_of_transformers() -> None:
     config = _config(rope_type="default", rope_theta=500000.0)
     theirs, ours = LlamaRotaryEmbedding(config), pt.RotaryPositions.from_hugging_face(config)
     assert torch.equal(ours.frequencies(), theirs.inv_freq)
-    positions = torch.arange(64)[None]  # angles so small that a float32 product does no harm
+    positions = torch.arange(64)[None]  # angles so small that float32 products are exact enough
     for mine, other in zip(ours.tables(positions), theirs(torch.zeros(1), positions)):
         torch.testing.assert_close(
             mine, other, rtol=0, atol=64 * torch.finfo(torch.float32).eps
-        )  # of the largest angle
+        )  # relative to the max angle
 
 
 def test_an_older_configuration_says_it_in_other_fields() -> None:
@@ -113,8 +115,7 @@ def test_an_older_configuration_says_it_in_other_fields() -> None:
 
 
 def test_angles_far_away_are_exact(op_backend: str) -> None:
-    """A float32 product is wrong by 0.002 radians and more there; transformers' formula is shown to
-    be."""
+    """A float32 product is wrong by 0.002 radians there, as transformers' formula shows."""
     positions, turning = torch.tensor([131071, 1_000_003]), pt.RotaryPositions(64)
     exact = positions.double()[:, None] * turning.frequencies().double()
     x = torch.zeros(1, 1, 2, 64)
@@ -133,8 +134,7 @@ def test_angles_far_away_are_exact(op_backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads_last", [False, True])
 def test_as_transformers_turn(dtype: torch.dtype, heads_last: bool, op_backend: str) -> None:
-    """Llama's formula on its own tables, in float32: ours is as near to it as a rounding to
-    dtype."""
+    """Ours is within a rounding to dtype of Llama's formula in float32 on its tables."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     rope = LlamaRotaryEmbedding(_config(**SCALED[2]))
@@ -301,7 +301,7 @@ def test_func_transforms(op_backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
-    """As it changes nothing in the products of which a model's formula consists."""
+    """Autocast does not change the products of a model's formula either."""
     x, weight, positions = torch.randn(1, 2, 3, 16, dtype=dtype), torch.ones(16), torch.arange(3)
     want = pt.rotary(x, positions, weight=weight)
     with torch.autocast("cpu"):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv: against its parts, in caches and pages, in torch.compile; what it refuses. Random
-problems: test_fuzz_ops."""
+"""append_kv equals its parts, in caches and pages and in torch.compile; bad input raises.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def _rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """query, key and value of two sequences, as a model's projections leave them."""
+    """Return query, key and value of two sequences, with the strides of a model's projections."""
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
     return tuple(torch.randn(shape, dtype=dtype).transpose(1, 2) for shape in shapes)
 
@@ -41,7 +43,7 @@ def _pages(dtype: torch.dtype = torch.float32, of: torch.dtype = torch.int32) ->
 @pytest.mark.parametrize("op_backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
-    """Bit for bit: the query and the keys of `rotary`, at their places."""
+    """The query and the keys have the bits of `rotary`, at their positions."""
     (query, key, value), weight = _rows(dtype=dtype), torch.randn(16)
     positions = torch.tensor([[4, 5, 6], [9, -1, 0]])
     cache, paged = _cache(dtype=dtype), _pages(dtype)
@@ -76,7 +78,6 @@ def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_attention_over_what_was_appended(op_backend: str) -> None:
-    """Step by step as the whole sequence at once."""
     query, key, value = _rows(6)
     positions, cache = torch.arange(6).repeat(2, 1), _cache()
     whole = pt.attention(
@@ -118,7 +119,7 @@ def test_without_rotary_the_rows_are_kept_as_they_are(op_backend: str) -> None:
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_a_cache_that_is_a_view(op_backend: str) -> None:
-    """(B, L, H, D) memory, one layer of many: what lies between stays as it was."""
+    """In (B, L, H, D) memory of many layers, the rest stays unchanged."""
     store = torch.full((3, 2, 10, 2, 24), 5.0)
     cache = pt.KeyValues(store[1, ..., :16].transpose(1, 2), store[1, ..., 16:].transpose(1, 2))
     (query, key, value), positions = _rows(), torch.tensor([[7, 8, 9], [0, 1, 2]])
@@ -156,7 +157,7 @@ def test_the_whole_length_on_all_threads() -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_opcheck(op_backend: str) -> None:
-    """The schema says what is written; fake tensors and functionalization see it."""
+    """The schema declares the writes; fake tensors and functionalization see them."""
     (query, key, value), cache, positions = (
         _rows(),
         _pages(of=torch.int64),
@@ -170,7 +171,7 @@ def test_opcheck(op_backend: str) -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_compiles_whole(op_backend: str) -> None:
-    """What is read from the cache after the call is what the call wrote."""
+    """Reads of the cache after the call see the written rows."""
 
     def step(
         query: Any, key: Any, value: Any, k: Any, v: Any, positions: Any
@@ -194,7 +195,7 @@ def test_compiles_whole(op_backend: str) -> None:
 
 
 def test_autograd_notices_the_write() -> None:
-    """A tensor saved for backward and then written must not give a wrong gradient in silence."""
+    """Otherwise the gradient would be wrong silently."""
     (query, key, value), cache = _rows(), _cache()
     factor = torch.ones((), requires_grad=True)
     product = cache.key * factor
@@ -258,12 +259,12 @@ def test_places_that_are_not_there(op_backend: str) -> None:
         _call(paged, backend=op_backend)
     assert not any(t.any() for t in (*cache[:2], *paged[:2]))
     positions = ARANGE.clone()
-    positions[1] = -1  # what is not written may be anywhere
+    positions[1] = -1  # rows that are not written may have any position
     _call(paged, positions, backend=op_backend)
 
 
 def test_the_kernel_itself_writes_nothing_outside() -> None:
-    """Below the check, which a GPU does not make: memory behind the cache stays as it was."""
+    """Below the check, which GPUs skip, memory behind the cache stays unchanged."""
     store = torch.full((2, 2, 12, 16), 5.0)
     cache = store[:, :, 1:11]
     (query, key, value), positions = _rows(), torch.tensor([[-7, 10, 1 << 40], [11, -(1 << 40), 3]])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RotaryPositions beside transformers: the frequencies of every default configuration that has
-rotary positions, bit for bit, and an error for each one that is not read."""
+"""RotaryPositions has the frequencies of transformers' default configurations, or raises.
+
+The bits are equal for every configuration with rotary positions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 
 import pytransformer as pt
 
-SAMPLE = 30  # of about 600 model types: the full sweep takes 30 s
+SAMPLE = 30  # sampled from about 600 model types; the full sweep takes 30 s
 # Models that build their tables inside other modules.
 WITHOUT_A_CLASS = {
     "CodeGenConfig": 64,
@@ -27,7 +29,7 @@ read = pt.RotaryPositions.from_hugging_face
 
 
 def configurations(count: int | None = None) -> list[Any]:
-    """One default configuration of each class, of all model types or a sample, and those inside."""
+    """Yield a default configuration per class, of all model types or a sample, nested ones too."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -36,7 +38,7 @@ def configurations(count: int | None = None) -> list[Any]:
     for name in names if count is None else random.Random(0).sample(names, count):
         try:
             config = CONFIG_MAPPING[name]()
-        except Exception:  # it needs arguments, or a package
+        except Exception:  # needs arguments or a package
             continue
         for one in (config, *vars(config).values()):
             if isinstance(one, transformers.PretrainedConfig):
@@ -45,7 +47,7 @@ def configurations(count: int | None = None) -> list[Any]:
 
 
 def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.Tensor]:
-    """Of the rotary embeddings in the configuration's modeling file, those that it fits."""
+    """Return the frequencies of the matching rotary classes in the modeling file."""
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     found = []
     for name, embedding in vars(module).items():
@@ -61,7 +63,7 @@ def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.
                 AttributeError,
                 KeyError,
                 ValueError,
-            ):  # of another part of the model
+            ):  # belongs to another part of the model
                 continue
             found.append(
                 getattr(built, f"{layer_type}_inv_freq" if layer_type else "inv_freq", None)
@@ -70,7 +72,7 @@ def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.
 
 
 def compare(configs: list[Any]) -> int:
-    """How many layer types have the model's frequencies; all others raise."""
+    """Return the number of layer types with the model's frequencies; all others raise."""
     equal = 0
     for config in configs:
         parameters = getattr(config, "rope_parameters", None) or {}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""use_backend, trace, observing and activate in threads, coroutines, generators, and out of
-order."""
+"""use_backend, trace, observing and activate in threads, coroutines and generators."""
 
 from __future__ import annotations
 
@@ -310,7 +309,7 @@ def test_activations_may_overlap() -> None:
 
 @pytest.fixture(params=["before", "during", "undone during"])
 def patched(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int], Callable[[], None]]]:
-    """When another library patches MultiheadAttention, its calls, and what patches."""
+    """Return when another library patches MultiheadAttention, its calls, and the patch."""
     calls: list[int] = []
 
     def patch() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of torch.export whose batch size is unknown until run time, as after a boolean index,
-with each argument that has one."""
+"""torch.export with an unbacked batch size for each optional argument.
+
+A boolean index gives such a size.
+"""
 
 from __future__ import annotations
 

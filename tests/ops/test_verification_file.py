@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of verification results: damaged, concurrent, or nowhere to be written; no call breaks."""
+"""Damaged, concurrent and unwritable files of verification results break no call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def damages(content: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def test_damaged_files_break_no_call(cache: Path) -> None:
-    """Each of more than 500 damages: the call is right, and at most one warning names the file."""
+    """After each of over 500 damages the call is right; at most one warning names the file."""
     path = write(cache, [line("right")], complete=[["attention", "cpu", "float32"]], order={})
     content = json.loads(path.read_text())
     q, k, v = inputs()
@@ -158,7 +158,7 @@ for n in range(20):
 
 
 def test_concurrent_writers_lose_no_checks(cache: Path) -> None:
-    """Nor do they leave temporary files; one that a killed writer left is removed."""
+    """They leave no temporary files and remove the one of a killed writer."""
     (cache / "verification-killed.tmp").write_text("{")
     command = [sys.executable, "-c", WRITER]
     writers = [subprocess.Popen([*command, str(n)], env=dict(os.environ)) for n in range(2)]

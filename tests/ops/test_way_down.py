@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way down of the backend ``cpu``, and the memory of failures. Triton's and CUDA's:
-tests/triton and tests/emulator."""
+"""Fallbacks of the backend ``cpu`` and the memory of failures.
+
+Triton's and CUDA's fallbacks are in tests/triton and tests/emulator.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
         with (
             warnings.catch_warnings(record=True) as told,
             fast_path.off(),
-        ):  # the fast path found the library when it was loaded
+        ):  # the fast path resolved the library when it was loaded
             warnings.simplefilter("always")
             results = [attention() for _ in range(2)]
     finally:
