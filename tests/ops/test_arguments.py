@@ -341,7 +341,7 @@ def values(op: str, given: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_tensor_by_another_name_is_that_tensor(op: str, kind: str) -> None:
+def test_a_subclass_without_a_protocol_is_a_plain_tensor(op: str, kind: str) -> None:
     for (name, given), (_, same_call) in zip(
         with_a_subclass(op, PLAIN[kind]), with_a_subclass(op, lambda t: t)
     ):
@@ -374,7 +374,7 @@ def test_a_subclass_that_dispatches_gets_the_raw_op(op: str) -> None:
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs:UserWarning")
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 6), (6, 3)], ids=str)
-def test_a_causal_bias_is_its_dense_mask(
+def test_a_causal_bias_equals_its_dense_mask(
     bias: Callable[[int, int], torch.Tensor], sizes: tuple[int, int]
 ) -> None:
     """It becomes ``causal=`` only if no other mask is given; the test adds each other mask."""

@@ -74,7 +74,7 @@ def test_alibi_is_linear_in_the_distance(backend: str) -> None:
     assert torch.allclose(weights, want, atol=1e-6)
 
 
-def test_one_decoding_step_equals_the_last_row_of_the_whole(backend: str) -> None:
+def test_decoding_step_equals_the_last_row(backend: str) -> None:
     """Decoding with a cache needs only bottom_right, with window, ALiBi and T5."""
     q, k, v = torch.randn(3, 2, 4, 37, 16).unbind(0)
     table = torch.randn(32, 4)
@@ -109,7 +109,7 @@ def test_tile_edges_within_the_bound(lengths: tuple[int, int], backend: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0)])
-def test_empty_problems(shape: tuple[int, int, int, int], backend: str) -> None:
+def test_empty_inputs_give_zero_output(shape: tuple[int, int, int, int], backend: str) -> None:
     """Without keys the output is 0, lse is -inf and the gradients are zeros."""
     b, h, lq, lk = shape
     q, k, v = torch.randn(b, h, lq, 8), torch.randn(b, h, lk, 8), torch.randn(b, h, lk, 8)
@@ -159,7 +159,7 @@ def test_equals_torch_in_float64(name: str, kwargs: dict, backend: str) -> None:
     assert torch.allclose(ours, F.scaled_dot_product_attention(q, k, v, **kwargs), atol=1e-12)
 
 
-def test_pytorchs_own_samples(backend: str) -> None:
+def test_opinfo_samples_of_pytorch(backend: str) -> None:
     """Run PyTorch's samples of its function, except dropout, whose random bits differ."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -183,7 +183,7 @@ def test_pytorchs_own_samples(backend: str) -> None:
 # ---- dropout
 
 
-def test_dropout_keeps_its_share_and_its_mean(backend: str) -> None:
+def test_dropout_scales_a_binomial_share_of_the_weights(backend: str) -> None:
     """The remaining weights are 1/(1-p) times those without dropout."""
     n, p = 512, 0.3
     q = torch.zeros(1, 1, n, 8)
@@ -196,7 +196,7 @@ def test_dropout_keeps_its_share_and_its_mean(backend: str) -> None:
     assert abs(share - (1 - t / 65536)) < 4 * sigma
 
 
-def test_dropout_bits_are_those_of_the_specification(backend: str) -> None:
+def test_dropout_bits_match_the_oracle(backend: str) -> None:
     """Sizes are odd, heads and sequences several, and some seeds negative."""
     from pytransformer.testing.oracle import keep_factor
 
@@ -208,7 +208,7 @@ def test_dropout_bits_are_those_of_the_specification(backend: str) -> None:
         assert torch.equal(weights > 0, keep > 0), seed
 
 
-def test_a_drawn_seed_follows_torchs_generator(backend: str) -> None:
+def test_drawn_seed_follows_the_torch_generator(backend: str) -> None:
     q = torch.randn(1, 1, 16, 8)
     draws = []
     for seed in (1, 1, 2):
@@ -221,7 +221,7 @@ def test_a_drawn_seed_follows_torchs_generator(backend: str) -> None:
 # ---- absolute indices
 
 
-def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
+def test_starts_select_a_tile_of_a_larger_problem(backend: str) -> None:
     """Rows from query_start and keys from key_start equal a larger problem with the rest hidden."""
     from pytransformer.ops.attention import _prepare, attention_op
 
@@ -245,7 +245,7 @@ def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices_of_batch_and_heads_drop_what_the_whole_does(
+def test_slices_of_batch_and_heads_have_the_dropout_of_the_full_call(
     backend: str, dtype: torch.dtype, packed: bool
 ) -> None:
     check_slices(backend, dtype, packed)

@@ -77,7 +77,7 @@ def test_gradgradcheck(variant: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_func_grad_and_jacrev(variant: str, backend: str) -> None:
+def test_func_grad_and_jacrev_equal_autograd(variant: str, backend: str) -> None:
     leaves, keywords = problem(variant)
     f = function(keywords, backend)
     loss = lambda *x: f(*x)[0].sin().sum()
@@ -164,7 +164,7 @@ def test_compiled_derivatives_are_right_or_refused() -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("variant", ("plain", "masked", "t5"))
-def test_compiles_whole_without_recompiling(variant: str) -> None:
+def test_compiles_to_one_graph_without_recompiling(variant: str) -> None:
     """Forward and backward have no graph break; use_backend causes no recompilation."""
     leaves, keywords = problem(variant, torch.float32)
     backends = [
@@ -183,7 +183,7 @@ def test_compiles_whole_without_recompiling(variant: str) -> None:
     torch._dynamo.reset()
 
 
-def test_autocast_casts_operands_alone(backend: str) -> None:
+def test_autocast_casts_only_query_key_and_value(backend: str) -> None:
     """The bias and its gradient keep their dtype."""
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(1, 2, 9, 9, requires_grad=True)
@@ -218,7 +218,7 @@ def run(leaves: list[torch.Tensor], keywords: dict, backend: str) -> list[torch.
     return [out, lse, *torch.autograd.grad((out.float() * torch.linspace(-1, 1, 64)).sum(), leaves)]
 
 
-def test_twenty_runs_and_both_thread_counts_agree_bit_for_bit(backend: str) -> None:
+def test_repeated_runs_and_thread_counts_give_equal_bits(backend: str) -> None:
     leaves, keywords = everything()
     first = run(leaves, keywords, backend)
     threads = torch.get_num_threads()
@@ -233,7 +233,7 @@ def test_twenty_runs_and_both_thread_counts_agree_bit_for_bit(backend: str) -> N
         torch.set_num_threads(threads)
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
+def test_sequence_does_not_depend_on_its_batch(backend: str) -> None:
     """Each sequence gets the same bits alone and in a batch.
 
     Dropout, which counts the batch, is off.

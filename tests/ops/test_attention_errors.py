@@ -183,7 +183,7 @@ def test_values_are_checked_by_every_backend(
         pt.attention(**(GOOD | change), backend=backend)
 
 
-def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU calls are in tests/cuda/test_gpu_attention.py."""
     monkeypatch.delenv("PYTRANSFORMER_CHECK", raising=False)
     assert looks_at_values(torch.device("cpu")) and not looks_at_values(torch.device("cuda"))
@@ -194,7 +194,7 @@ def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch)
         )
 
 
-def test_a_forced_backend_that_cannot_raises_with_the_reason() -> None:
+def test_unable_forced_backend_raises_with_the_reason() -> None:
     """A forced backend has no fallback; the message and explain give the same reason."""
     from pytransformer.ops._core.registry import OPS, Backend
 
@@ -219,7 +219,7 @@ def _forced(backend: str) -> torch.Tensor:
         return pt.attention(**GOOD)
 
 
-def test_strict_refuses_the_reference_and_names_every_reason() -> None:
+def test_strict_raises_instead_of_the_reference_and_lists_every_reason() -> None:
     from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
@@ -238,7 +238,7 @@ def test_strict_refuses_the_reference_and_names_every_reason() -> None:
         pt.clear_fallbacks()
 
 
-def test_unknown_names_are_told() -> None:
+def test_unknown_names_raise() -> None:
     with pytest.raises(ValueError, match="unknown op 'attend'"):
         pt.explain("attend", **GOOD)
     with (

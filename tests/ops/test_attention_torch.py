@@ -44,7 +44,7 @@ def qkv(
     return [torch.randn(size, dtype=dtype) for size in (shape, keys, keys)]
 
 
-def test_the_cases_that_it_takes() -> None:
+def test_supported_cases_match_the_documented_list() -> None:
     everything = [*cases("attention"), *cases("attention_varlen")]
     taken = set()
     for case in everything:
@@ -54,7 +54,9 @@ def test_the_cases_that_it_takes() -> None:
     assert taken == TAKEN
 
 
-def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_precedes_the_reference_and_is_not_a_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     op = OPS["attention"]
     assert list(op.backends)[-2:] == ["torch", "reference"]
     without_ours(monkeypatch)
@@ -68,7 +70,9 @@ def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 @pytest.mark.parametrize("kind", ["bool", "float", "both"])
-def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> None:
+def test_dense_masks_combine_with_windows_segments_and_lengths(
+    kind: str, causal: str | None
+) -> None:
     """Rows without a key and hidden positions hold NaN."""
     q, k, v = qkv(2, 4, 33, 16, num_keys=40)
     keywords: dict[str, Any] = {
@@ -99,9 +103,7 @@ def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_whole_rows_and_keys_without_a_mask_of_pairs(
-    dtype: torch.dtype, causal: str | None
-) -> None:
+def test_hidden_rows_and_keys_need_no_dense_mask(dtype: torch.dtype, causal: str | None) -> None:
     keep = torch.rand(3, 1, 1, 50) > 0.4
     keep[..., :5] = False  # causal rows before the first key
     keywords: dict[str, Any] = {
@@ -115,7 +117,7 @@ def test_whole_rows_and_keys_without_a_mask_of_pairs(
     )
 
 
-def test_the_gradient_of_lse_alone() -> None:
+def test_gradient_of_lse_alone() -> None:
     """Cover float16 and a value narrower than query."""
     for dtype in (torch.float32, torch.float16):
         q, k, v = qkv(2, 2, 19, 16, dtype=dtype)
@@ -152,7 +154,7 @@ def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.autograd.grad(out[..., 2, :].sum(), v)[0], want)
 
 
-def test_what_it_declines_and_why() -> None:
+def test_unsupported_calls_give_a_reason() -> None:
     q, k, v = qkv(1, 2, 4, 8, num_keys=6)
     said = {
         "dropout": dict(dropout_p=0.1),
@@ -182,7 +184,7 @@ def test_what_it_declines_and_why() -> None:
     assert reason("attention", q[:, :, :1], k, v, causal="bottom_right", window=(2, 0)) is None
 
 
-def test_backward_of_another_backend_s_forward() -> None:
+def test_backward_runs_on_another_backend_than_forward() -> None:
     """Every backend saves the same tensors, out and lse among them."""
     keep = torch.rand(2, 1, 1, 21) > 0.5
     keep[1] = False

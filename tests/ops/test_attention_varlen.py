@@ -131,7 +131,7 @@ def test_rows_outside_the_sequences_are_not_read(backend: str) -> None:
         ({"bias": torch.zeros(10, 10)}, "dense bias has no packed form"),
     ],
 )
-def test_bad_input_is_named(change: dict, message: str, backend: str) -> None:
+def test_bad_input_is_named_in_the_error(change: dict, message: str, backend: str) -> None:
     x, cu = torch.randn(10, 2, 8), torch.tensor([0, 5, 8, 10])
     arguments = {
         "query": x,

@@ -75,7 +75,7 @@ PATTERNS: dict[str, tuple[Callable[[], BlockMask], Callable[[], Tensor]]] = {
     "rows, keys",
     [(range(64, 192), range(128)), (range(5, 230), range(31, 290)), (range(300, L), range(3))],
 )
-def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> None:
+def test_sliced_mask_equals_the_mask_of_the_slice(name: str, rows: range, keys: range) -> None:
     """Block boundaries may lie anywhere; no listed block is empty."""
     mask = PATTERNS[name][0]()
     heads = range(mask.shape[1] - 1, mask.shape[1])
@@ -88,7 +88,7 @@ def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> 
         assert torch.equal(got, want)
 
 
-def test_a_part_lies_within() -> None:
+def test_slices_outside_the_mask_raise() -> None:
     with pytest.raises(
         ValueError,
         match=r"keys must be a range within range\(321\), of step 1, got range\(0, 322\)",
@@ -97,13 +97,13 @@ def test_a_part_lies_within() -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(name: str) -> None:
+def test_patterns_equal_their_dense_masks(name: str) -> None:
     make, rule = PATTERNS[name]
     mask = make()
     assert torch.equal(mask.to_dense(), rule().expand(mask.shape))
 
 
-def test_big_bird() -> None:
+def test_big_bird_equals_its_definition() -> None:
     mask = BlockMask.big_bird(
         640, heads=2, window_blocks=3, global_blocks=1, random_blocks=2, seed=4
     )
@@ -134,7 +134,7 @@ def random_masks() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("block_size", (32, 64, 512, (32, 128), (128, 32)))
-def test_a_dense_mask_there_and_back(block_size: Any) -> None:
+def test_dense_mask_round_trips(block_size: Any) -> None:
     for dense in random_masks():
         mask = BlockMask.from_dense(dense, block_size=block_size)
         assert torch.equal(mask.to_dense(), dense)
@@ -158,7 +158,7 @@ def test_a_dense_mask_there_and_back(block_size: Any) -> None:
         )  # the transpose lists the same blocks and bits
 
 
-def test_and_and_or() -> None:
+def test_and_and_or_equal_those_of_dense_masks() -> None:
     masks = random_masks()
     for x in masks:
         for y in masks:
@@ -171,7 +171,7 @@ def test_and_and_or() -> None:
     assert (BlockMask.from_dense(masks[1]) & rest).share == 0.0
 
 
-def test_the_block_size_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_block_size_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> list[BlockMask]:
         return [
             BlockMask.from_dense(torch.ones(9, 9, dtype=torch.bool)),
@@ -189,7 +189,7 @@ def test_the_block_size_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert BlockMask.strided(9, 2, block_size=128).block_size == (128, 128)
 
 
-def test_a_function_is_asked_for_some_blocks_at_a_time() -> None:
+def test_mask_function_is_evaluated_in_parts() -> None:
     asked = []
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -201,7 +201,9 @@ def test_a_function_is_asked_for_some_blocks_at_a_time() -> None:
     assert mask.share == pytest.approx((64 + 1) / (2 * 64))
 
 
-def test_flex_masks_are_converted_once_and_where_partial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_masks_are_converted_once_and_only_partial_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = flex.create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 300), 2, None, 512, 700, device="cpu"
     )
@@ -249,7 +251,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @pytest.mark.parametrize("name", [*PATTERNS, "big bird", "own bits"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_and_gradients(backend: str, name: str, keywords: str) -> None:
+def test_values_and_gradients_within_the_bound(backend: str, name: str, keywords: str) -> None:
     torch.manual_seed(len(name))
     if name == "big bird":
         mask = BlockMask.big_bird(L, heads=2, random_blocks=1, block_size=32)
@@ -306,7 +308,7 @@ def test_weights_of_chosen_rows_and_heads() -> None:
         )
 
 
-def test_explain_tells_the_share() -> None:
+def test_explain_reports_the_visible_share() -> None:
     mask = BlockMask.sliding_window(1024, (64, 64))
     q = torch.randn(1, 1, 1024, 8)
     found = pt.explain("attention", q, q, q, attn_mask=mask)
@@ -319,7 +321,7 @@ def test_explain_tells_the_share() -> None:
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
-def test_compiled_it_is_one_graph() -> None:
+def test_compiles_to_one_graph() -> None:
     mask = BlockMask.longformer(200, 40, 2)
 
     def f(q: Tensor) -> Tensor:
@@ -332,7 +334,7 @@ def test_compiled_it_is_one_graph() -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_second_derivatives_go_through_the_reference() -> None:
+def test_second_derivatives_use_the_reference() -> None:
     mask = BlockMask.from_dense(torch.rand(40, 40) < 0.3, block_size=32)
     t = [torch.randn(1, 1, 40, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradgradcheck(
@@ -401,12 +403,14 @@ def changed(place: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
         ),
     ],
 )
-def test_bad_block_masks_are_named(make: Callable[[], BlockMask], message: str) -> None:
+def test_bad_block_masks_are_named_in_the_error(
+    make: Callable[[], BlockMask], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_shapes_that_do_not_fit_the_call() -> None:
+def test_shapes_that_do_not_match_the_call_raise() -> None:
     q = torch.randn(2, 3, 200, 8)
     for mask in (
         BlockMask.strided(201, 3),
@@ -417,7 +421,7 @@ def test_shapes_that_do_not_fit_the_call() -> None:
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
-def test_the_kernel_looks_too() -> None:
+def test_kernel_checks_block_lists() -> None:
     """Tensors changed after the Python check cannot make the kernel read outside its inputs."""
     mask = BlockMask.sliding_window(200, (30, 30))
     q = torch.randn(1, 1, 200, 8)
@@ -434,7 +438,7 @@ def test_the_kernel_looks_too() -> None:
             pt.attention(q, q, q, attn_mask=bad, backend="cpu")
 
 
-def test_the_picture_and_the_device() -> None:
+def test_repr_and_to_device() -> None:
     mask = BlockMask.sliding_window(128, (0, 0))
     assert (
         repr(mask)

@@ -13,7 +13,7 @@ from pytransformer.ops._block_lists import stripes
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 128), (128, 32)])
 @pytest.mark.parametrize("stride", [1, 40, 300])
 @pytest.mark.parametrize("causal", [False, True])
-def test_strided_asks_for_the_blocks_that_have_pairs(
+def test_strided_evaluates_only_blocks_with_visible_pairs(
     sizes: tuple[int, int], stride: int, causal: bool
 ) -> None:
     for length in (768, 700):

@@ -26,7 +26,7 @@ def is_smallest(start: int, n: int, k: int, max_distance: int) -> bool:
     return reaches(start) and not reaches(start - 1)
 
 
-def test_starts_are_the_smallest_distances() -> None:
+def test_bucket_starts_are_the_min_distances() -> None:
     rng = random.Random(0)
     # Powers, whose boundaries are exact integers, and random distances.
     cases = [
@@ -45,7 +45,7 @@ def test_starts_are_the_smallest_distances() -> None:
             assert is_smallest(start, n, k, max_distance), (n, max_distance, k)
 
 
-def test_the_largest_distance_takes_no_time() -> None:
+def test_max_distance_is_fast() -> None:
     bucket_starts.cache_clear()
     query = torch.randn(1, 2, 4, 8)
     began = time.perf_counter()

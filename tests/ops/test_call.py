@@ -43,9 +43,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_an_eager_call_does_not_pass_the_dispatcher(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eager_calls_bypass_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for forward and backward. Traces record the call, and explain predicts it."""
 
     def refuse(*inputs: object) -> None:
@@ -83,7 +81,7 @@ class SeenFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_the_raw_ops(name: str) -> None:
+def test_dispatch_modes_see_the_raw_ops(name: str) -> None:
     """The mode is active around both passes or around backward alone."""
     x = query(requires_grad=True)
     y = CALLS[name](x)
@@ -94,7 +92,7 @@ def test_a_dispatch_mode_sees_the_raw_ops(name: str) -> None:
     assert raw == [f"pytransformer.{name}_{way}.default" for way in ("bwd", "fwd", "bwd")]
 
 
-def test_a_function_mode_sees_the_raw_op(name: str) -> None:
+def test_function_modes_see_the_raw_op(name: str) -> None:
     with SeenFunctions() as seen:
         CALLS[name](query())
     assert f"pytransformer.{name}_fwd.default" in seen.ops
@@ -149,14 +147,14 @@ def test_jit_trace_records_the_raw_op(name: str) -> None:
     assert f"pytransformer::{name}_fwd" in str(graph)
 
 
-def test_a_subclass_goes_through_the_dispatcher(name: str) -> None:
+def test_subclasses_use_the_dispatcher(name: str) -> None:
     a, b = query(), query()
     both = CALLS[name](TwoTensor(a, b))
     assert isinstance(both, TwoTensor)
     assert torch.equal(both.a, CALLS[name](a)) and torch.equal(both.b, CALLS[name](b))
 
 
-def test_a_tensor_that_outlives_its_transform_is_unwrapped(name: str) -> None:
+def test_tensors_that_outlive_their_transform_are_unwrapped(name: str) -> None:
     kept = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +174,7 @@ def test_the_profiler_names_the_raw_ops(name: str) -> None:
     assert {f"pytransformer::{name}_fwd", f"pytransformer::{name}_bwd"} <= names
 
 
-def test_saved_tensor_hooks_see_what_is_saved(name: str) -> None:
+def test_saved_tensor_hooks_see_saved_tensors(name: str) -> None:
     """Offloading and checkpointing use these hooks; the node must not keep other references."""
     packed: list[torch.Tensor] = []
 
@@ -192,7 +190,7 @@ def test_saved_tensor_hooks_see_what_is_saved(name: str) -> None:
     assert torch.equal(grad, want) and any(t.shape == x.shape for t in packed)
 
 
-def test_saved_tensors_know_when_they_were_changed() -> None:
+def test_in_place_changes_of_saved_tensors_raise() -> None:
     x = query()
     weight = torch.ones(8, requires_grad=True)
     y = pt.layer_norm(x, 8, weight)
@@ -201,7 +199,7 @@ def test_saved_tensors_know_when_they_were_changed() -> None:
         y.sum().backward()
 
 
-def test_the_interpreter_computes_only_when_forced() -> None:
+def test_interpreter_runs_only_if_forced() -> None:
     """TRITON_INTERPRET=1 is for tests: CPU tensors use CPU kernels unless "triton" is forced."""
     script = (
         "import torch, pytransformer as pt; q = torch.zeros(1, 1, 4, 16)\n"
@@ -217,7 +215,7 @@ def test_the_interpreter_computes_only_when_forced() -> None:
     assert result.stdout.splitlines() == ["cpu None", "triton"], result.stdout + result.stderr
 
 
-def test_the_checks_agree_with_the_quick_look() -> None:
+def test_uniform_tensors_pass_the_argument_checks() -> None:
     """The checks that name an argument accept every call that the fast test `alike` accepts."""
     from pytransformer.ops._core.tensors import alike, check_same, check_tensor
 
@@ -236,7 +234,7 @@ def test_the_checks_agree_with_the_quick_look() -> None:
     assert accepted >= 6
 
 
-def test_compiled_autograd() -> None:
+def test_compiled_autograd_captures_backward() -> None:
     """The forward is eager; its backward is captured as a graph."""
     x = query(requires_grad=True)
     want = torch.autograd.grad(attend(x).sin().sum(), x)[0]

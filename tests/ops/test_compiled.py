@@ -50,7 +50,7 @@ REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_one_tensor_at_several_places(name: str) -> None:
+def test_one_tensor_as_several_arguments(name: str) -> None:
     """There is one graph, and each argument contributes to the gradient."""
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((1, 2, 5, 8), (8, 8), (8,))]
     loss = lambda *t: REPEATED[name](*t).square().sum()
@@ -65,7 +65,7 @@ def test_one_tensor_at_several_places(name: str) -> None:
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
-def test_tied_parameters() -> None:
+def test_tied_parameters_get_their_summed_gradient() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -111,7 +111,7 @@ def test_vmap_keeps_its_gradients_or_is_refused() -> None:
     assert distance(out, batched(*inputs)) < LIMIT
 
 
-def test_vmap_under_activate() -> None:
+def test_vmap_runs_under_activate() -> None:
     inputs = [torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in "qkv"]
     batched = torch.vmap(torch.nn.functional.scaled_dot_product_attention)
     want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
@@ -122,7 +122,7 @@ def test_vmap_under_activate() -> None:
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
-def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activating_after_compiling_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's guards do not see the dispatcher, so the graph keeps PyTorch's attention."""
     x = torch.randn(1, 2, 5, 8)
     monkeypatch.setattr(drop_in, "_told_compiled", False)

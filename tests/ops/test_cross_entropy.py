@@ -70,7 +70,7 @@ def test_mean_over_no_valid_target_is_nan(op_backend: str) -> None:
     )
 
 
-def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
+def test_ignored_rows_do_not_affect_the_loss(op_backend: str) -> None:
     x, w, b, target = _inputs(4)
     with torch.no_grad():
         x[2] = float("nan")
@@ -84,7 +84,7 @@ def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype, op_backend: str) -> None:
+def test_a_shift_of_all_logits_changes_no_bit(dtype: torch.dtype, op_backend: str) -> None:
     at_zero = results_at_offset(0.0, op_backend, dtype)
     for offset in (2.0**10, 2.0**20):
         assert all(map(torch.equal, results_at_offset(offset, op_backend, dtype), at_zero)), offset
@@ -135,7 +135,7 @@ def test_opcheck_and_compile(op_backend: str) -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_func_transforms(op_backend: str) -> None:
+def test_func_transforms_equal_autograd(op_backend: str) -> None:
     x, w, _, target = (t.detach() for t in _inputs(5))
 
     def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _large(rows: int, d: int, classes: int, dtype: torch.dtype) -> list[torch.Te
     [(20, 96, 2100), (1300, 40, 600), (1500, 2100, 70)],
     ids=["transposed", "chunks", "sums in parts"],
 )
-def test_blocks_of_classes_and_chunks_of_rows(
+def test_many_rows_and_classes_are_processed_in_blocks(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Rows and classes exceed a block, and dx (1500 x 2100) needs more than 8 MB of float sums."""
@@ -202,7 +202,7 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
     [(20, 272, 2100), (200, 264, 600), (1100, 257, 650), (520, 264, 2064)],
     ids=["transposed", "one chunk", "chunks", "past the caches"],
 )
-def test_kept_products_change_nothing(
+def test_stored_logits_change_no_bit(
     shape: tuple[int, int, int], forward: str, dtype: torch.dtype
 ) -> None:
     """Backward from logits that the backend's forward stored equals backward that recomputes them.
@@ -223,7 +223,7 @@ def test_kept_products_change_nothing(
         )
 
 
-def test_products_are_kept_where_they_are_few_and_wanted() -> None:
+def test_logits_are_stored_if_small_and_gradients_are_needed() -> None:
     op = OPS["linear_cross_entropy"]
 
     def kept(
@@ -310,7 +310,7 @@ def test_many_logits_are_not_stored(dtype: str) -> None:
         ({"backend": "gpu"}, ValueError, "unknown backend 'gpu'"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     x, w, _, target = (t.detach() for t in _inputs(4, dtype=torch.float32))
     with pytest.raises(error, match=message):
         pt.linear_cross_entropy(**({"x": x, "weight": w, "target": target} | change))

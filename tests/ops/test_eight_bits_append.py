@@ -58,7 +58,9 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_append_equals_quantize_and_append(
+    op_backend: str, query_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
     """The bits are those of quantize_kv on the rows for a cache of query's dtype."""
     given, weight = rows(dtype=query_dtype), torch.randn(16)
     keywords: dict[str, Any] = {"rotary": TURNING, "k_norm": weight, "eps": 1e-5}
@@ -87,7 +89,7 @@ def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torch.dtype) -> None:
+def test_zero_and_non_finite_rows_equal_quantize_kv(op_backend: str, dtype: torch.dtype) -> None:
     query, key, value = (t.clone() for t in rows())
     key[0, 0, 1], value[1, 1, 0] = 0.0, 0.0
     key[0, 1, 2, 5], value[1, 0, 2, 3], value[0, 0, 0, 1] = torch.nan, torch.inf, -torch.inf
@@ -108,7 +110,7 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
+def test_caches_may_be_views(op_backend: str, dtype: torch.dtype) -> None:
     """Values and scales have any strides."""
     plain = cache_of(dtype)
     wide = [
@@ -127,7 +129,7 @@ def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_opcheck_and_compiled(op_backend: str, dtype: torch.dtype) -> None:
+def test_opcheck_and_compile(op_backend: str, dtype: torch.dtype) -> None:
     a = OPS["append_kv"].prepare(*rows(), cache_of(dtype), POSITIONS, rotary=TURNING)[0]
     names = (
         ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
@@ -176,7 +178,7 @@ WRONG: dict[str, tuple[pt.KeyValues, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_caches_are_named(what: str) -> None:
+def test_bad_caches_are_named(what: str) -> None:
     cache, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         pt.append_kv(*rows(), cache, POSITIONS)

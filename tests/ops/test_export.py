@@ -56,7 +56,7 @@ def runs() -> list[Any]:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(("name", "strict"), runs())
-def test_exported_calls_train_as_eager_ones(name: str, strict: bool) -> None:
+def test_exported_calls_have_the_gradients_of_eager_calls(name: str, strict: bool) -> None:
     args, kwargs = SMALL[name].make("cpu", torch.float32, seed=0, requires_grad=True)
     module, one = Inner(SMALL[name], args, kwargs), torch.ones(())
     if not module.places:

@@ -296,7 +296,7 @@ def outcome(op: str, arguments: dict[str, Any]) -> Any:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name_of_call", OPS)
-def test_the_outcome_of_a_wrong_argument_is_pythons(name_of_call: str) -> None:
+def test_bad_arguments_have_the_outcome_of_the_python_path(name_of_call: str) -> None:
     arguments, op = OPS[name_of_call](), name_of_call.partition(",")[0]
     names = list(inspect.signature(getattr(pt, op)).parameters)
     assert taken_by(op, **arguments) and arguments.keys() <= set(names)

@@ -84,7 +84,9 @@ def both_paths(run: Callable[[], Results]) -> Counter[tuple[str, bool]]:
 @pytest.mark.unpoisoned  # the fuzzers do it themselves
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("family", FUZZERS)
-def test_random_problems(family: str, block: int, request: pytest.FixtureRequest) -> None:
+def test_random_problems_give_equal_bits(
+    family: str, block: int, request: pytest.FixtureRequest
+) -> None:
     seed, counts = request.config.getoption("--fuzz-seed"), Counter[tuple[str, bool]]()
     for case in range(block * BLOCK, (block + 1) * BLOCK):
         try:
@@ -101,7 +103,7 @@ NAMED = [case for case in cases(size="small") if case.op in LEAST]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", NAMED, ids=lambda case: f"{case.op}-{case.name}")
-def test_named_problems_are_the_paths(case: Case, dtype: torch.dtype) -> None:
+def test_named_problems_use_the_fast_path(case: Case, dtype: torch.dtype) -> None:
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
     wanted = [t for t in leaves(case.op, args, kwargs).values() if t.requires_grad]
     assert taken_by(case.op, *args, **kwargs)

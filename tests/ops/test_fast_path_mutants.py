@@ -73,7 +73,7 @@ FAULTS = {
 }
 
 
-def test_every_fault_of_the_fast_path_is_here() -> None:
+def test_every_fault_has_a_test() -> None:
     """Each faulty text occurs once in its file."""
     assert {
         name
@@ -163,7 +163,7 @@ def outcome(library: Path, fault: str, file: str, chosen: str) -> subprocess.Com
 @slow
 @needs_fast_path
 @pytest.mark.parametrize(("file", "chosen"), sorted(set(FAULTS.values())))
-def test_without_a_fault_all_is_well(file: str, chosen: str, faulty_fast_path: Path) -> None:
+def test_tests_pass_without_a_fault(file: str, chosen: str, faulty_fast_path: Path) -> None:
     done = outcome(faulty_fast_path, "", file, chosen)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
@@ -171,7 +171,7 @@ def test_without_a_fault_all_is_well(file: str, chosen: str, faulty_fast_path: P
 @slow
 @needs_fast_path
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault: str, faulty_fast_path: Path) -> None:
+def test_faults_are_detected(fault: str, faulty_fast_path: Path) -> None:
     done = outcome(faulty_fast_path, fault, *FAULTS[fault])
     assert done.returncode == 1 and "failed" in done.stdout, (
         done.stdout[-2000:] + done.stderr[-2000:]

@@ -84,7 +84,7 @@ def loss(problem: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 @every_op
-def test_a_watched_call_is_pythons(problem: Case) -> None:
+def test_observed_calls_use_the_python_path(problem: Case) -> None:
     args, kwargs, wanted = given(problem)
     watchers: dict[str, Callable[[], Any]] = {
         "a forced backend": lambda: pt.use_backend(**{problem.op: "reference"}),
@@ -108,7 +108,7 @@ def test_a_watched_call_is_pythons(problem: Case) -> None:
 
 
 @every_op
-def test_traces_observers_and_modes_see_what_ran(problem: Case) -> None:
+def test_traces_observers_and_modes_see_the_backend(problem: Case) -> None:
     args, kwargs, wanted = given(problem)
     with trace() as record:
         torch.autograd.grad(loss(problem, args, kwargs), wanted)
@@ -123,7 +123,7 @@ def test_traces_observers_and_modes_see_what_ran(problem: Case) -> None:
 
 
 @every_op
-def test_second_derivatives_are_pythons_bitwise(problem: Case) -> None:
+def test_second_derivatives_equal_the_python_path_bitwise(problem: Case) -> None:
     args, kwargs, wanted = given(problem, torch.float64)
 
     def seconds(*_: Any) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ def test_second_derivatives_are_pythons_bitwise(problem: Case) -> None:
 
 
 @every_op
-def test_each_gradient_alone(problem: Case) -> None:
+def test_each_gradient_alone_equals_the_python_path(problem: Case) -> None:
     args, kwargs, wanted = given(problem, torch.bfloat16)
     call = getattr(pt, problem.op)
     for leaf in wanted:
@@ -151,7 +151,7 @@ def test_each_gradient_alone(problem: Case) -> None:
 
 @every_op
 @pytest.mark.unpoisoned
-def test_compiled_autograd(problem: Case) -> None:
+def test_compiled_autograd_equals_eager(problem: Case) -> None:
     from torch._dynamo.compiled_autograd import _enable
 
     def gradients(compiled: bool) -> list[Tensor | None]:
@@ -169,7 +169,7 @@ def test_compiled_autograd(problem: Case) -> None:
 
 
 @every_op
-def test_inference_mode(problem: Case) -> None:
+def test_inference_mode_equals_the_python_path(problem: Case) -> None:
     args, kwargs, _ = given(problem)
     with torch.inference_mode():
         assert taken_by(problem.op, *args, **kwargs)
@@ -179,7 +179,7 @@ def test_inference_mode(problem: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_op
-def test_autocast(problem: Case, dtype: torch.dtype) -> None:
+def test_autocast_equals_the_python_path(problem: Case, dtype: torch.dtype) -> None:
     args, kwargs, wanted = given(problem)
     with torch.autocast("cpu", dtype=dtype):
         same_in_both(getattr(pt, problem.op), args, wanted, **kwargs)
@@ -191,7 +191,7 @@ def test_autocast(problem: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16, None])
-def test_add_norm_by_outputs_kinds_and_streams(
+def test_add_norm_variants_equal_the_python_path(
     used: tuple[int, ...], kind: str, residual: torch.dtype | None
 ) -> None:
     x = torch.randn(2, 5, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -209,13 +209,13 @@ def test_add_norm_by_outputs_kinds_and_streams(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_eps_none_is_that_of_the_dtype(dtype: torch.dtype) -> None:
+def test_eps_none_is_the_eps_of_the_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(4, 16, dtype=dtype) * 1e-3
     assert taken_by("rms_norm", x, 16)
     same_in_both(pt.rms_norm, (x, 16), ())
 
 
-def test_a_seed_drops_the_same_in_both_and_a_drawn_one_moves_the_generator_alike() -> None:
+def test_seeds_give_equal_dropout_and_advance_the_generator_equally() -> None:
     x, w1, w2 = torch.randn(9, 16), torch.randn(24, 16), torch.randn(16, 24)
     for seed in (0, -1, 2**63 - 1, -(2**63), torch.tensor(3), None):
         same_in_both(pt.feed_forward, (x, w1, None, w2, None), (), dropout_p=0.5, dropout_seed=seed)
@@ -232,7 +232,7 @@ def test_a_seed_drops_the_same_in_both_and_a_drawn_one_moves_the_generator_alike
     assert torch.equal(*states)
 
 
-def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> None:
+def test_large_hidden_layers_exceed_the_row_and_scratch_limits() -> None:
     """The fast path gets both limits: rows of hidden per part, and persistent scratch."""
     w1, w2 = torch.randn(6000, 8, requires_grad=True), torch.randn(8, 6000, requires_grad=True)
     for rows in (1, 1600):
@@ -251,7 +251,7 @@ def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> N
         (torch.bfloat16, 500, 500, 256, False),
     ],
 )
-def test_cross_entropy_keeps_what_python_keeps(
+def test_cross_entropy_saves_the_tensors_of_the_python_path(
     dtype: torch.dtype, rows: int, classes: int, depth: int, keeps: bool
 ) -> None:
     x, w = (torch.randn(n, depth, dtype=dtype, requires_grad=True) for n in (rows, classes))
@@ -273,7 +273,7 @@ def test_cross_entropy_keeps_what_python_keeps(
     same_in_both(pt.linear_cross_entropy, (x, w, ignored), (x, w))  # NaN
 
 
-def test_offsets_and_lengths_of_other_integer_dtypes() -> None:
+def test_integer_dtypes_of_offsets_and_lengths_equal_the_python_path() -> None:
     q, k, v = (torch.randn(13, 2, 16, requires_grad=True) for _ in range(3))
     for dtype in (torch.int32, torch.int16, torch.uint8, torch.int64):
         offsets = torch.tensor([0, 0, 8, 13, 13], dtype=dtype)
@@ -297,7 +297,7 @@ SDPA: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SDPA, ids=str)
-def test_scaled_dot_product_attention(options: dict[str, Any]) -> None:
+def test_scaled_dot_product_attention_equals_the_python_path(options: dict[str, Any]) -> None:
     inputs = qkv()
     assert taken_by("scaled_dot_product_attention", *inputs, **options)
     same_in_both(pt.scaled_dot_product_attention, inputs, inputs, **options)
@@ -315,7 +315,7 @@ def test_scaled_dot_product_attention(options: dict[str, Any]) -> None:
 # ---- many calls
 
 
-def test_threads() -> None:
+def test_threads_have_separate_scratch() -> None:
     """All threads read the T5 tables."""
     problems = [case(name) for name in NAMES]
     prepared = [(p, *given(p)) for p in problems]
@@ -346,7 +346,7 @@ def test_threads() -> None:
 
 @every_op
 @pytest.mark.unpoisoned
-def test_nothing_is_kept_alive(problem: Case) -> None:
+def test_nodes_keep_nothing_alive(problem: Case) -> None:
     args, kwargs, wanted = given(problem)
     gone = [weakref.ref(t) for t in wanted]
     for backward in (True, False):
@@ -362,7 +362,7 @@ def test_nothing_is_kept_alive(problem: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.unpoisoned
 @every_op
-def test_many_calls_take_no_memory(problem: Case) -> None:
+def test_many_calls_do_not_leak_memory(problem: Case) -> None:
     args, kwargs, wanted = given(problem)
 
     def resident() -> int:

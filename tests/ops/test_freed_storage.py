@@ -132,7 +132,7 @@ def test_raw_ops_refuse_a_freed_tensor_by_name(case: Case) -> None:
             call.run()
 
 
-def test_a_view_into_a_freed_storage_is_refused() -> None:
+def test_views_of_freed_storage_are_refused() -> None:
     """Their address is not null."""
     x, packed = torch.randn(4, 32), torch.randn(3, 32)
     weight = packed[1]
@@ -143,7 +143,7 @@ def test_a_view_into_a_freed_storage_is_refused() -> None:
 
 
 @needs_library
-def test_a_storage_that_is_too_small_is_refused() -> None:
+def test_too_small_storage_is_refused() -> None:
     pt.layer_norm(torch.randn(4, 32), 32)
     x, weight = torch.randn(4, 32), torch.randn(32)
     weight.untyped_storage().resize_(64)

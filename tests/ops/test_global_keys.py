@@ -42,7 +42,7 @@ def seen(lq: int, lk: int, left: int, right: int, first: int, offset: int = 0) -
 @pytest.mark.parametrize("first", [1, 4, 65, 200, 1000])
 @pytest.mark.parametrize("window", [(5, 3), (64, None), (None, 2), (130, 0)])
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
-def test_values_and_gradients(
+def test_values_and_gradients_within_the_bound(
     backend: str, causal: str | None, window: tuple[int | None, int | None], first: int
 ) -> None:
     """Keys that no query sees hold NaN; with one query this includes the gap before the window."""
@@ -52,7 +52,7 @@ def test_values_and_gradients(
         check_attention(qkv(lq, lk), options, backend, poisoned=True)
 
 
-def test_it_is_a_union(backend: str) -> None:
+def test_global_keys_equal_a_dense_union_mask(backend: str) -> None:
     """ALiBi's distances, dropout and sinks count from the query as before."""
     args = qkv(300, 300)
     more: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_it_is_a_union(backend: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "blocks", "floating"])
-def test_masks_hide_the_first_keys_too(backend: str, kind: str) -> None:
+def test_masks_hide_global_keys(backend: str, kind: str) -> None:
     mask = torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(3)) < 0.3
     mask[:, :, 50:120, :130] = False
     given: Any = mask
@@ -85,7 +85,7 @@ def test_masks_hide_the_first_keys_too(backend: str, kind: str) -> None:
     assert bounds.agree(out, want)
 
 
-def test_segments_hide_them_too(backend: str) -> None:
+def test_segments_hide_global_keys(backend: str) -> None:
     """Sorted segments are an interval; the other case is unsorted."""
     for ids in (torch.arange(300).div(90, rounding_mode="floor"), torch.arange(300) * 7 % 3):
         segments = ids.expand(2, 300).contiguous()
@@ -98,7 +98,7 @@ def test_segments_hide_them_too(backend: str) -> None:
         check_attention(qkv(300, 300), options, backend, poisoned=True)
 
 
-def test_a_window_that_has_ended_leaves_the_first_keys(backend: str) -> None:
+def test_queries_past_key_lengths_see_only_global_keys(backend: str) -> None:
     """The alignment is top left and the window lies past the last key."""
     options: dict[str, Any] = {
         "window": (5, 3),
@@ -118,7 +118,7 @@ def test_packed_equals_padded(backend: str) -> None:
     check_packed(args, {"window": (9, 0), "global_keys": 4, "causal": "bottom_right"}, backend)
 
 
-def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
+def test_decoding_equals_the_full_sequence(backend: str) -> None:
     """The cache stores the first keys and a window."""
     query, key, value = qkv(90, 90)
     options: dict[str, Any] = {
@@ -143,7 +143,7 @@ def test_global_keys_without_a_window_raise() -> None:
             pt.attention(*args, causal="top_left", window=window, global_keys=7)
 
 
-def test_weights() -> None:
+def test_attention_weights_equal_the_dense_mask() -> None:
     query, key, value = qkv(50, 50)
     options: dict[str, Any] = {"window": (3, 0), "global_keys": 2, "causal": "top_left"}
     out, lse = pt.attention(query, key, value, **options, return_lse=True)
@@ -158,7 +158,7 @@ def test_weights() -> None:
 @pytest.mark.skipif(
     pt.ops._core.native.why_not("attention_fwd") is not None, reason="needs the native CPU library"
 )
-def test_what_lies_between_costs_nothing() -> None:
+def test_hidden_gap_costs_no_time() -> None:
     """Each query sees 132 of 8,192 keys, a twentieth of the causal tiles.
 
     Forward and backward take less than a fifth of the causal time.
@@ -179,12 +179,12 @@ def test_what_lies_between_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, True, "4", None])
-def test_bad_values_are_named(given: Any) -> None:
+def test_bad_values_are_named_in_the_error(given: Any) -> None:
     with pytest.raises(ValueError, match="global_keys must be an int >= 0, got"):
         pt.attention(*qkv(5, 5), window=(2, 0), global_keys=given)
 
 
-def test_a_piece_of_a_sequence_goes_by_absolute_indices(backend: str) -> None:
+def test_chunks_use_absolute_indices(backend: str) -> None:
     """In keys 45 to 115, those before 60 are global.
 
     The queries are 90 to 135, the window 20.

@@ -37,7 +37,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("first", ["rotary", pytest.param("attention", marks=pytest.mark.slow)])
-def test_ops_are_traced_from_the_first_call_on(first: str) -> None:
+def test_ops_can_be_traced_as_the_first_call(first: str) -> None:
     by_op = {case.op: case.name for case in reversed(recorded_cases())}
     names = [by_op.pop(first), *by_op.values()]
     done = subprocess.run(

@@ -99,7 +99,7 @@ def test_other_layouts_are_refused_by_name(op: str, argument: str) -> None:
     "layout", [layout for layout in LAYOUTS if not layout.startswith("nested")]
 )
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
-def test_scaled_dot_product_attention_too(layout: str, dimensions: int) -> None:
+def test_scaled_dot_product_attention_refuses_other_layouts(layout: str, dimensions: int) -> None:
     """Nested tensors are supported: see test_nested.py."""
     dense = Q[(0,) * (4 - dimensions)]
     other = in_layout(layout, dense)
@@ -113,7 +113,7 @@ def test_scaled_dot_product_attention_too(layout: str, dimensions: int) -> None:
             pt.scaled_dot_product_attention(*arguments)
 
 
-def test_biases() -> None:
+def test_biases_in_other_layouts_are_refused() -> None:
     for bias in (
         pt.AlibiBias(zeros(2).to_sparse()),
         pt.RelativePositionBias(zeros(32, 2).to_sparse()),
@@ -126,7 +126,7 @@ def test_biases() -> None:
         pt.attention(Q, Q, Q, bias=W.to_sparse())
 
 
-def test_every_op_is_here() -> None:
+def test_every_op_is_covered() -> None:
     ops = {
         n
         for n in pt.__all__

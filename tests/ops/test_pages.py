@@ -75,7 +75,7 @@ def expected(
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 @pytest.mark.parametrize("lq", [1, 5, 33, 150])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_contiguous_path_bit_for_bit(
+def test_pages_equal_the_contiguous_path_bit_for_bit(
     backend: str, dtype: torch.dtype, lq: int, page_size: int
 ) -> None:
     query, key, value = (t.to(dtype) for t in qkv(lq, 650, batch=5))
@@ -128,7 +128,9 @@ def everything(lq: int, lk: int, batch: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("lq", [1, 6, 90])
 @pytest.mark.parametrize("name", everything(1, 1, 4))
-def test_with_the_other_keywords(backend: str, name: str, lq: int) -> None:
+def test_pages_with_other_keywords_equal_the_contiguous_path(
+    backend: str, name: str, lq: int
+) -> None:
     query, key, value = qkv(lq, 336)
     lengths = torch.tensor([336, 1, 100, 257])
     pools, options = in_pages(key, value, lengths, 16), everything(lq, 336, 4)[name]
@@ -136,7 +138,7 @@ def test_with_the_other_keywords(backend: str, name: str, lq: int) -> None:
     assert torch.equal(found, expected(backend, query, pools, lengths, **options))
 
 
-def test_a_block_mask(backend: str) -> None:
+def test_pages_with_a_block_mask_equal_the_contiguous_path(backend: str) -> None:
     query, key, value = qkv(90, 320)
     lengths = torch.tensor([320, 1, 100, 257])
     mask = pt.BlockMask.from_function(
@@ -155,7 +157,7 @@ def test_a_block_mask(backend: str) -> None:
 
 
 @pytest.mark.parametrize("lq", [1, 20])
-def test_against_float64(backend: str, lq: int) -> None:
+def test_pages_within_the_bound_of_float64(backend: str, lq: int) -> None:
     """The contiguous path alone could be wrong too."""
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (t.to(dtype) for t in qkv(lq, 333))
@@ -176,7 +178,7 @@ def test_against_float64(backend: str, lq: int) -> None:
 @pytest.mark.parametrize(
     "named", cases("attention", tags={APART, FORWARD_ONLY}), ids=lambda c: c.name
 )
-def test_the_named_cases(backend: str, named: Case) -> None:
+def test_named_cases_within_the_bound(backend: str, named: Case) -> None:
     """Benchmarks and ``pytransformer verify`` use these cases; no tensor requires a gradient."""
     for dtype in (torch.float32, torch.bfloat16):
         args, kwargs = named.make("cpu", dtype, seed=3, requires_grad=True)
@@ -191,7 +193,7 @@ def test_the_named_cases(backend: str, named: Case) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-def test_pages_shared_and_used_again(backend: str) -> None:
+def test_pages_may_be_shared_and_repeated(backend: str) -> None:
     """Sequences with a common prefix share pages and free their copies.
 
     One sequence may use a page twice.
@@ -222,7 +224,7 @@ def test_pages_shared_and_used_again(backend: str) -> None:
     )
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
+def test_sequence_does_not_depend_on_its_batch(backend: str) -> None:
     query, key, value = qkv(2, 650)
     lengths = torch.tensor([650, 3, 400, 77])
     pools = in_pages(key, value, lengths, 16)
@@ -235,7 +237,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
         )
 
 
-def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
+def test_decoding_equals_the_full_sequence(backend: str) -> None:
     """A cache grows in place, page by page, by one and several tokens per step."""
     query, key, value = qkv(50, 50, batch=1)
     whole = pt.attention(query, key, value, causal="bottom_right", backend=backend, strict=True)
@@ -253,7 +255,7 @@ def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
         assert bounds.agree(step[..., :-1], whole[:, :, done - new : done]), done
 
 
-def test_no_keys_no_pages_no_sequences(backend: str) -> None:
+def test_empty_keys_pages_and_batches(backend: str) -> None:
     query, key, value = qkv(3, 32)
     nothing = torch.zeros(4, dtype=torch.int64)
     for pages, width in ((0, 0), (0, 2), (3, 0), (3, 2)):
@@ -283,7 +285,7 @@ def test_equal_bits_for_any_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("entry", [-1, 9, 2**31 - 1])
-def test_entries_outside_the_pool_are_named(backend: str, entry: int) -> None:
+def test_table_entries_outside_the_pool_raise(backend: str, entry: int) -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -293,7 +295,7 @@ def test_entries_outside_the_pool_are_named(backend: str, entry: int) -> None:
         attend(backend, query, pools, lengths)
 
 
-def test_the_kernel_itself_names_them() -> None:
+def test_kernel_checks_table_entries() -> None:
     """The raw op refuses them without the Python check."""
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
@@ -343,7 +345,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_wrong_arguments_are_named(what: str) -> None:
+def test_bad_arguments_are_named(what: str) -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -377,7 +379,7 @@ def test_gradients_are_refused(name: str) -> None:
         pt.attention(**options)
 
 
-def test_transforms() -> None:
+def test_vmap_runs_and_torch_func_gradients_raise() -> None:
     """vmap runs one call at a time."""
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
@@ -393,7 +395,7 @@ def test_transforms() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_compiled_and_fake() -> None:
+def test_compiles_and_runs_on_fake_tensors() -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -414,7 +416,7 @@ def test_compiled_and_fake() -> None:
     )
 
 
-def test_explain_and_its_bytes() -> None:
+def test_explain_counts_the_bytes_of_pages() -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -429,7 +431,7 @@ def test_explain_and_its_bytes() -> None:
     assert found.extra_bytes["reference"] == other.extra_bytes["reference"] + gathered
 
 
-def test_keywords_widened_to_whole_pages(backend: str) -> None:
+def test_fuzzer_pads_keywords_to_full_pages(backend: str) -> None:
     """A call over 333 keys becomes one over 21 pages of 16."""
     query, key, value = qkv(6, 333)
     lengths = torch.tensor([333, 1, 100, 257])

@@ -68,7 +68,7 @@ def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
     )
 
 
-def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
+def test_table_equals_the_committed_results(tool: dict[str, Any]) -> None:
     assert preference.TABLE.read_text() == tool["text"]()
 
 
@@ -76,7 +76,7 @@ def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "everything", [False, True], ids=["shipped results", "all backends verified"]
 )
-def test_choice_is_the_fastest_right_backend(
+def test_default_is_the_fastest_verified_backend(
     everything: bool, deterministic: bool, tool: dict[str, Any], gpu: pytest.MonkeyPatch
 ) -> None:
     """In every committed cell of every GPU, the choice is within 5 % of the fastest contender.
@@ -110,7 +110,7 @@ def test_choice_is_the_fastest_right_backend(
     assert (of_torch > 0) == (everything and not deterministic)
 
 
-def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) -> None:
+def test_h100_needs_no_check_of_shipped_cuda_kernels(gpu: pytest.MonkeyPatch) -> None:
     """The first backend of an op with a shipped result has one in both directions.
 
     A call of another op is checked.
@@ -157,7 +157,7 @@ def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.Monk
     assert [name for name, _ in order(float64)] == ["triton", "cuda", "cpu", "reference"]
 
 
-def test_every_kind_of_call_gets_every_backend(gpu: pytest.MonkeyPatch) -> None:
+def test_every_case_lists_every_backend_once(gpu: pytest.MonkeyPatch) -> None:
     """Each named case, in both directions, without a kernel's name."""
     kinds = set()
     for case in [c for name in OPS for c in cases(name)]:
@@ -206,7 +206,7 @@ def test_times_within_the_margin_keep_the_order() -> None:
     assert names(torch=0.5, triton=1.0, cuda=1.02) == ["torch", "cuda", "triton"]
 
 
-def test_kernel_of_an_entry_must_be_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_need_the_kernel_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry for one of PyTorch's kernels is skipped if PyTorch would run another."""
     op, q = OPS["attention"], torch.randn(1, 2, 8, 16)
     entries = [("torch", "cudnn"), ("cpu", None), ("torch", None), ("reference", None)]
@@ -220,7 +220,7 @@ def test_kernel_of_an_entry_must_be_what_would_run(monkeypatch: pytest.MonkeyPat
     assert op.select(a).name == "torch"
 
 
-def test_cpu_choice_is_that_of_the_backends() -> None:
+def test_cpu_order_is_the_order_of_the_backends() -> None:
     q = torch.randn(1, 2, 8, 16)
     assert list(BACKENDS) == ["cuda", "triton", "cpu", "torch", "reference"]
     assert preference.cpu_order(OPS["attention"]) == list(OPS["attention"].backends)

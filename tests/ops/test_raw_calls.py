@@ -32,5 +32,5 @@ def test_corpus_has_every_raw_op() -> None:
     assert found == python | {name for name in cpu if "emulated_" not in name}
 
 
-def test_mutated_calls_end_in_an_error_or_a_result(request: pytest.FixtureRequest) -> None:
+def test_mutated_calls_raise_or_return(request: pytest.FixtureRequest) -> None:
     assert run_mutants(request.config.getoption("--raw-cases")) == []

@@ -54,7 +54,7 @@ class _Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**63 - 1, -(2**63)])
-def test_a_seed_is_filled_in_on_the_device(seed: int) -> None:
+def test_seed_is_written_on_the_device(seed: int) -> None:
     """A copy from the host would synchronize, and CUDA graph capture forbids it."""
     with _Recorded() as recorded:
         dropout_arguments("attention", 0.5, seed, torch.device("meta"))
@@ -72,7 +72,7 @@ def _masked(x: torch.Tensor, mask: pt.BlockMask) -> torch.Tensor:
     return pt.attention(x, x, x, attn_mask=mask)
 
 
-def test_a_block_mask_is_an_input_of_one_op() -> None:
+def test_block_masks_are_inputs_of_one_op() -> None:
     """There is no graph break, and a new mask of the same sizes compiles nothing."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -114,7 +114,7 @@ def test_masks_of_other_sizes_are_symbols() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_sees_the_tensors_of_a_block_mask(strict: bool) -> None:
+def test_export_keeps_block_mask_tensors_as_constants(strict: bool) -> None:
     """The op receives each tensor as an argument."""
 
     class Masked(torch.nn.Module):

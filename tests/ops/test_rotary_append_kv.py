@@ -42,7 +42,7 @@ def _pages(dtype: torch.dtype = torch.float32, of: torch.dtype = torch.int32) ->
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
+def test_append_kv_equals_rotary_and_a_copy(op_backend: str, dtype: torch.dtype) -> None:
     """The query and the keys have the bits of `rotary`, at their positions."""
     (query, key, value), weight = _rows(dtype=dtype), torch.randn(16)
     positions = torch.tensor([[4, 5, 6], [9, -1, 0]])
@@ -77,7 +77,7 @@ def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_attention_over_what_was_appended(op_backend: str) -> None:
+def test_attention_over_appended_rows_equals_the_full_sequence(op_backend: str) -> None:
     query, key, value = _rows(6)
     positions, cache = torch.arange(6).repeat(2, 1), _cache()
     whole = pt.attention(
@@ -100,7 +100,7 @@ def test_attention_over_what_was_appended(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_without_rotary_the_rows_are_kept_as_they_are(op_backend: str) -> None:
+def test_rows_are_copied_without_rotary(op_backend: str) -> None:
     (query, key, value), cache = _rows(), _cache()
     out = pt.append_kv(query, key, value, cache, torch.tensor([[0, 1, 2]] * 2), backend=op_backend)
     assert (
@@ -118,7 +118,7 @@ def test_without_rotary_the_rows_are_kept_as_they_are(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_a_cache_that_is_a_view(op_backend: str) -> None:
+def test_cache_may_be_a_view(op_backend: str) -> None:
     """In (B, L, H, D) memory of many layers, the rest stays unchanged."""
     store = torch.full((3, 2, 10, 2, 24), 5.0)
     cache = pt.KeyValues(store[1, ..., :16].transpose(1, 2), store[1, ..., 16:].transpose(1, 2))
@@ -133,7 +133,7 @@ def test_a_cache_that_is_a_view(op_backend: str) -> None:
     assert torch.equal(store, wanted)
 
 
-def test_the_whole_length_on_all_threads() -> None:
+def test_full_length_on_all_threads() -> None:
     query, key, value = _rows(300, torch.bfloat16)
     caches, positions = [], torch.stack([torch.randperm(400)[:300] for _ in range(2)])
     threads = torch.get_num_threads()
@@ -170,7 +170,7 @@ def test_opcheck(op_backend: str) -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_compiles_whole(op_backend: str) -> None:
+def test_compiles_to_one_graph(op_backend: str) -> None:
     """Reads of the cache after the call see the written rows."""
 
     def step(
@@ -194,7 +194,7 @@ def test_compiles_whole(op_backend: str) -> None:
     assert not found[1] and found[2]
 
 
-def test_autograd_notices_the_write() -> None:
+def test_writing_a_saved_cache_raises_in_backward() -> None:
     """Otherwise the gradient would be wrong silently."""
     (query, key, value), cache = _rows(), _cache()
     factor = torch.ones((), requires_grad=True)
@@ -210,7 +210,7 @@ def test_autograd_notices_the_write() -> None:
 
 
 @pytest.mark.parametrize("by_cpp", [True, False])
-def test_an_inference_cache_is_written_in_inference_mode_alone(by_cpp: bool) -> None:
+def test_inference_caches_are_written_only_in_inference_mode(by_cpp: bool) -> None:
     rows, positions = _rows(), torch.arange(3).repeat(2, 1)
     with contextlib.nullcontext() if by_cpp else fast_path.off():
         with torch.inference_mode():
@@ -239,7 +239,7 @@ def _call(
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_places_that_are_not_there(op_backend: str) -> None:
+def test_positions_outside_the_cache_raise(op_backend: str) -> None:
     cache, paged = _cache(), _pages()
     with pytest.raises(
         ValueError, match="positions holds 10, and the cache has room for 10 keys a sequence"
@@ -263,7 +263,7 @@ def test_places_that_are_not_there(op_backend: str) -> None:
     _call(paged, positions, backend=op_backend)
 
 
-def test_the_kernel_itself_writes_nothing_outside() -> None:
+def test_kernel_writes_nothing_outside_the_cache() -> None:
     """Below the check, which GPUs skip, memory behind the cache stays unchanged."""
     store = torch.full((2, 2, 12, 16), 5.0)
     cache = store[:, :, 1:11]
@@ -341,6 +341,6 @@ def _expanded() -> pt.KeyValues:
         ),
     ],
 )
-def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -97,17 +97,17 @@ def compare(configs: list[Any]) -> int:
     return equal
 
 
-def test_a_sample_of_configurations_has_the_frequencies_of_its_models() -> None:
+def test_sampled_configurations_have_the_frequencies_of_their_models() -> None:
     assert compare(configurations(SAMPLE)) > SAMPLE // 10
 
 
 @pytest.mark.slow
-def test_every_configuration_has_the_frequencies_of_its_model() -> None:
+def test_all_configurations_have_the_frequencies_of_their_models() -> None:
     assert compare(configurations()) > 180
 
 
 @pytest.mark.parametrize("alpha", [1000.0, 1.5])
-def test_a_fixed_alpha_is_that_of_hunyuan(alpha: float) -> None:
+def test_fixed_alpha_equals_hunyuan(alpha: float) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": alpha, "factor": 1.0}
     config = transformers.HunYuanDenseV1Config(head_dim=128, rope_parameters=rope)
@@ -156,14 +156,14 @@ NESTED = {
         ({"rope_scaling": {"type": "longrope"}}, None, "rope_type 'longrope' is not known"),
     ],
 )  # fmt: skip
-def test_a_configuration_that_is_not_read_raises(
+def test_unsupported_configurations_raise(
     fields: dict[str, Any], layer_type: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read(configuration(**fields), layer_type=layer_type)
 
 
-def test_layer_types_and_old_fields_are_read() -> None:
+def test_layer_types_and_old_fields_are_supported() -> None:
     assert read(
         configuration(rope_parameters=NESTED), layer_type="full_attention"
     ) == pt.RotaryPositions(16, 1e6)
@@ -183,7 +183,7 @@ UNREAD = {
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in UNREAD for name in UNREAD[kind]]
 )
-def test_a_field_of_another_kind_of_scaling_raises(kind: Any, name: str) -> None:
+def test_fields_of_another_scaling_type_raise(kind: Any, name: str) -> None:
     length = {} if kind == "linear" else {"original_length": 32}
     with pytest.raises(ValueError, match=f"{name} must be left out with kind '{kind}'"):
         pt.RotaryScaling(kind, 2.0, **length | {name: UNREAD[kind][name]})
@@ -199,7 +199,7 @@ def test_huge_and_tiny_dims_raise() -> None:
         pt.rotary(torch.zeros(0, 1, 1, 8), torch.zeros(0, 1, dtype=torch.int64), dims=2**31 - 2)
 
 
-def test_numpy_numbers_make_the_same_positions() -> None:
+def test_numpy_numbers_give_equal_positions() -> None:
     numpy = pytest.importorskip("numpy", reason="needs NumPy")
     found = pt.RotaryPositions(numpy.int64(8), numpy.float32(500.0))
     assert (

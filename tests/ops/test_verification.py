@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_broken_backend_is_found_and_reported_once(
+def test_broken_backend_is_detected_and_reported_once(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each failure gives a right result and one message.
@@ -72,7 +72,7 @@ def test_right_backend_is_checked_once_and_used(
         assert len(ran) == 5 and capfd.readouterr().err.count("checking attention") == 1
 
 
-def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_select_the_checked_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     with planted("hang", tmp_path) as ran:
         monkeypatch.setenv("PYTRANSFORMER_VERIFY", "strict")
@@ -93,7 +93,7 @@ def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
 
 
-def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:
+def test_cpu_needs_no_result_but_a_failure_excludes_it(cache: Path) -> None:
     assert backend_of() == "cpu"
     write(cache, [line("wrong"), line("right")])
     assert backend_of() == "torch"
@@ -104,7 +104,7 @@ def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:
     assert "verify: wrong here: full: out[0] = 1" in str(reasons["cpu"])
 
 
-def test_wrong_size_excludes_sizes_that_were_not_right(cache: Path) -> None:
+def test_a_failing_size_excludes_unverified_sizes(cache: Path) -> None:
     write(cache, [line("wrong"), line("right", size=128)])
     assert (backend_of(), backend_of(last=100), backend_of(last=200)) == ("torch", "cpu", "torch")
 
@@ -224,7 +224,7 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
     assert verified.names(gpu) == [] == verified.names(CPU)
 
 
-def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
+def test_shipped_results_match_the_sources(tmp_path: Path) -> None:
     """On failure, kernels changed after the GPU run in verified.json.
 
     bench/tools/verified.py lists them and carries a result over or drops it.
@@ -257,7 +257,7 @@ def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
 # ---- the child process
 
 
-def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(
+def test_time_limits_stretch_on_a_slow_machine_unless_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, slow = 0.0, 1.0
@@ -279,7 +279,7 @@ def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(
     assert limits[0].left() == 0 == limits[0].left()
 
 
-def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_calls_do_no_check(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     with fast_path.off():
         pt.attention(q, k, v)
@@ -288,7 +288,7 @@ def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
         pt.attention(q, k, v, dropout_p=0.1)
 
 
-def test_jobs_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_survive_crashed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of five jobs crashes and the fourth hangs.
 
     A timeout leaves the remaining jobs unchecked.
@@ -335,7 +335,7 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
 
 
 @pytest.mark.unpoisoned
-def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
+def test_tracing_checks_without_guards(tmp_path: Path) -> None:
     """Under activate() torch.compile traces the selection, which reads symbolic sizes unguarded."""
     attend = torch.nn.functional.scaled_dot_product_attention
     with planted("", tmp_path) as ran, pt.activate():

@@ -109,7 +109,7 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["folder", "loop", "pipe", "endless", "unreadable folder"])
-def test_files_that_are_none_break_no_call(
+def test_paths_that_are_not_files_break_no_call(
     what: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(cache, [line("wrong")])
@@ -168,7 +168,7 @@ def test_concurrent_writers_lose_no_checks(cache: Path) -> None:
     assert not list(cache.glob("*.tmp"))
 
 
-def test_failed_write_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_leave_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("replace", "fdopen"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
