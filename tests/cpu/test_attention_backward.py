@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of attention on the CPU: against float64 within the bound, and what the fuzzer cannot
-see from outside.
+"""Gradients of attention on the CPU: within the bound of float64, at sizes that cross blocks.
 
-The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (128) and keys
+The fuzzer draws every keyword at small sizes. Sizes here cross blocks of queries (128) and keys
 (192), splits and phases.
 """
 
@@ -35,7 +34,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """query, key, value and grad_out for (B, Hq, Hkv, Lq, Lk, D, Dv)."""
+    """Return query, key, value and grad_out for (B, Hq, Hkv, Lq, Lk, D, Dv)."""
     b, hq, hkv, lq, lk, d, dv = shape
     sizes = {
         "query": (b, hq, lq, d),
@@ -49,8 +48,10 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def gradients(
     t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any
 ) -> dict[str, torch.Tensor]:
-    """Gradients by name of query, key, value and of every floating-point term, on the backend under
-    test."""
+    """Return the gradients by name on the backend under test.
+
+    They cover query, key, value and every floating-point term.
+    """
     inputs = {name: t[name].detach().requires_grad_() for name in ("query", "key", "value")}
     bias = keywords.get("bias")
     for name, term in (("attn_mask", keywords.get("attn_mask")), ("bias", bias)):
@@ -164,8 +165,10 @@ def test_every_instruction_set(isa: str, dtype: torch.dtype, feature: str) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_long_sums_are_cut(seed: int) -> None:
-    """Heads of 256, data not around zero: where one sum runs over a head, c of out and of value's
-    gradient is 4 to 10; in four parts 2."""
+    """One sum over a head of 256 columns away from zero has c of 4 to 10.
+
+    The columns belong to out and to value's gradient; four partial sums have c of 2.
+    """
     torch.manual_seed(seed)
     t = {name: x + 2 for name, x in draw((1, 1, 1, 200, 200, 256, 256), torch.float32).items()}
     exact = oracle.solve(**t, scale=0.25)
@@ -213,8 +216,7 @@ def test_batch_neighbours_change_nothing() -> None:
 
 
 def test_more_than_one_phase() -> None:
-    """20 query heads of one key head need more scratch than a phase has: dK and dV are carried
-    on."""
+    """20 query heads of one key head need more scratch than one phase has."""
     check(
         draw((1, 20, 1, 300, 300, 512, 512), torch.float32),
         causal="top_left",
@@ -251,8 +253,10 @@ def test_one_gradient_alone_is_the_same(wanted: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
-    """lse cannot hold finfo.min + log(n): the maximum and the sum are found again, and weights are
-    1 / n."""
+    """lse cannot represent finfo.min + log(n).
+
+    The kernel recomputes the maximum and the sum, and the weights are 1 / n.
+    """
     t = draw((1, 2, 2, 140, 200, 40, 24), dtype)
     mask = torch.zeros(1, 1, 140, 200, dtype=dtype if dtype not in HALF else torch.float32)
     mask[..., 3:9, :], mask[..., 150:] = torch.finfo(mask.dtype).min, -math.inf
@@ -325,8 +329,7 @@ def test_a_key_hidden_pair_by_pair_reaches_nothing(dtype: torch.dtype, kind: str
 
 
 def test_segments_that_cannot_meet_cost_nothing() -> None:
-    """Unsorted, but far apart in the two halves: the backward must find that out rather than
-    multiply."""
+    """Unsorted segments of the two halves never match, so backward skips their tiles."""
     t = draw((1, 1, 1, 1024, 1024, 64, 64), torch.float32)
     alternating = torch.arange(1024) % 2
     halves = torch.arange(1024) // 512 * 10 + alternating
@@ -358,8 +361,10 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_an_earlier_call_left_in_scratch_reaches_nothing(dtype: torch.dtype) -> None:
-    """The softcap's derivative is not written behind the last key; NaN of an earlier call once came
-    back from there."""
+    """The softcap's derivative is not stored behind the last key.
+
+    NaN of an earlier call once leaked from there.
+    """
 
     def gradients(keys: int, fill: float) -> tuple[torch.Tensor, ...]:
         leaves = [torch.randn(1, 1, n, 48).to(dtype).requires_grad_() for n in (15, keys, keys)]

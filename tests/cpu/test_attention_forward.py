@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward on the CPU: against float64 within the bound, and what the fuzzer cannot see
-from outside.
+"""Attention forward on the CPU: within the bound of float64, at sizes that cross blocks.
 
-The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (96), tiles
-(512) and splits of keys.
+The fuzzer draws every keyword at small sizes. Sizes here cross blocks of queries (96), tiles (512)
+and splits of keys.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def attend(t: dict[str, Tensor], **keywords: Any) -> dict[str, Tensor]:
 
 
 def check(t: dict[str, Tensor], **keywords: Any) -> None:
-    """Every instruction set against one exact solution, which takes longer than all of them."""
+    """Check every instruction set against one exact solution, the slowest part."""
     exact = oracle.solve(**t, **keywords)
     try:
         for name in ISAS:
@@ -77,7 +76,7 @@ def raw(
     first: int = 0, starts: tuple[int, int] = (0, 0), longest: tuple[int, int] | None = None,
     **terms: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The raw op, which takes absolute starts and checks values itself."""
+    """Call the raw op, which takes absolute starts and checks values itself."""
     rows, heads = (
         (query.shape[0], query.shape[1]) if query.dim() == 3 else (query.shape[2], query.shape[1])
     )
@@ -226,8 +225,7 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
 
 
 def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
-    """Queries and keys cut at odd places, keys merged by lse: what a ring of devices computes.
-    Dropout and ALiBi included."""
+    """A ring of devices splits queries and keys and merges by lse; dropout and ALiBi are on."""
     t = draw(1, 2, 2, 150, 421, 16, 16, torch.float32)
     terms = dict(slopes=torch.tensor([0.05, 0.3]), p=0.2, left=100, right=290, first=20)
     whole, whole_lse = raw(*t.values(), **terms)
@@ -312,11 +310,13 @@ def test_extreme_and_dead_rows(dtype: torch.dtype, isa: str) -> None:
 
 @pytest.mark.parametrize(
     "ramp", [1.0, 20.0, 400.0]
-)  # from the first key to the last, of a row's scores: powers of e
+)  # a row's scores from the first to the last key, as powers of e
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_that_rise_and_fall_along_the_keys(dtype: torch.dtype, ramp: float) -> None:
-    """The maximum of the first keys is not that of the row: weights past 2^8 of it are begun again,
-    those past 2^128 would be infinite."""
+    """The maximum of a row is not in its first keys.
+
+    Weights beyond 2^8 of the running maximum rescale; beyond 2^128 they would be infinite.
+    """
     t = draw(1, 2, 2, 40, 1300, 64, 64, dtype)
     rise = torch.linspace(0, ramp, 1300).view(1, 1, -1)
     rise[..., 700] = 1.5 * ramp  # in the middle of a tile
@@ -340,7 +340,7 @@ def test_zero_sizes_and_many_heads(isa: str) -> None:
 
 
 def test_addresses_are_64_bit() -> None:
-    far = torch.empty(2**31 + 4096, dtype=torch.bfloat16)  # untouched pages cost nothing
+    far = torch.empty(2**31 + 4096, dtype=torch.bfloat16)  # untouched pages need no memory
     key = far.as_strided((1, 2, 20, 16), (0, 2**31, 16, 1))
     key.copy_(torch.randn(key.shape))
     t = draw(1, 2, 2, 20, 20, 16, 16, torch.bfloat16)
@@ -362,11 +362,10 @@ print(json.dumps([torch.ops.pytransformer_C.cpu_isa(), *held]))
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_scratch_memory_is_bounded(isa: str) -> None:
-    """Linear in the lengths: packed operands of some heads, and a tile for each thread, 22 MB; a
-    matrix of scores has 98.
+    """Scratch is linear in the lengths: 22 MB, where a matrix of scores needs 98 MB.
 
-    In a process of its own: this one's kernels keep what other tests needed, those of each
-    instruction set for themselves.
+    It contains packed operands of some heads and a tile per thread. The test starts a process
+    because the kernels of each instruction set keep the scratch of earlier calls.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTRANSFORMER_CPU_ISA": isa}
     done = subprocess.run(

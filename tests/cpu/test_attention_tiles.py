@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boolean masks by tiles on the CPU (csrc/cpu/attention/tiles.h): 16 queries x 64 keys that hide
-all of their pairs, none, or some.
+"""Tiles of boolean masks on the CPU (csrc/cpu/attention/tiles.h): empty, full and partial.
 
-Masks have all three kinds and edges at odd places, and sizes cross blocks of queries (96, 128) and
-of keys (192, 512).
+A tile is 16 queries x 64 keys. Masks have all three kinds and odd boundaries; sizes cross blocks of
+queries (96, 128) and keys (192, 512).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def band(width: int) -> Tensor:
 
 
 def blocks(shape: tuple[int, ...], rows: int, keys: int, share: float) -> Tensor:
-    """Random blocks, visible or hidden as a whole."""
+    """Return random blocks, each fully visible or hidden."""
     *outer, lq, lk = shape
     small = torch.rand(*outer, -(-lq // rows), -(-lk // keys)) < share
     return small.repeat_interleave(rows, -2).repeat_interleave(keys, -1)[..., :lq, :lk]
@@ -97,7 +96,7 @@ def test_tiles_change_no_value_and_no_gradient(name: str, keywords: str) -> None
 @pytest.mark.parametrize("rows", (1, 4, 9))
 @pytest.mark.parametrize("name", ("aligned blocks by head", "band", "expanded"))
 def test_few_queries(name: str, rows: int) -> None:
-    """Keys read where they lie, or packed tile by tile over splits."""
+    """Keys are read in place, or packed tile by tile over splits."""
     mask = MASKS[name]()[..., :rows, :]
     t, grad_out = draw(torch.float32, rows), torch.randn(B, H, rows, D)
     exact = oracle.solve(**t, grad_out=grad_out, attn_mask=mask)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products ask for what they read next: GCC 12 drops calls of a function that only asks, and no
-result shows it."""
+"""The CPU gemm prefetches: GCC 12 drops calls of a function that only prefetches.
+
+No result shows the loss.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``pt.explain`` says that a call holds is what its kernels then hold: the plan that they
-follow is the one that is asked.
+"""``pt.explain`` predicts the scratch memory of the kernels, because both read one plan.
 
-With one thread the figure is exact, to the byte of the huge pages that arenas are made of. Kernels
-keep their arenas, so each case runs in
-a process of its own, forked before any kernel has run.
+With one thread the figure is exact, to the byte of the arenas' huge pages. Kernels keep their
+arenas, so each case runs in a process that is forked before any kernel runs.
 """
 
 from __future__ import annotations

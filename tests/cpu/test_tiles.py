@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruction set amx_bf16 on processors without AMX: its code with the tile instructions of
-csrc/cpu/core/tiles_in_software.h.
+"""The instruction set amx_bf16 without AMX, by csrc/cpu/core/tiles_in_software.h.
 
-What the tiles compute is judged bit by bit against the manual's order of operations, the
-micro-kernel against double loops; the slow tests
-judge whole ops, with the address sanitizer, which sees a tile that is read or written beyond its
-operand.
+The tile instructions are compared bit by bit with the manual's order of operations, the micro-
+kernel with double loops. The slow tests run full ops under the address sanitizer, which detects a
+tile access beyond its operand.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def run(command: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def compiler() -> list[str]:
-    """The compiler with the set's flags as the build has them; what it makes runs here."""
+    """Return the compiler with the set's flags in the build; its programs run here."""
     isas = runpy.run_path(str(CSRC / "toolchain.py"))["ISAS"]
     isa = next(isa for isa in isas if isa.name == SET)
     found = shutil.which("g++")

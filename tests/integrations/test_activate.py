@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""activate(): PyTorch's own scaled_dot_product_attention, and the modules built on it, on our
-kernels."""
+"""activate(): PyTorch's scaled_dot_product_attention and the modules on it use our kernels."""
 
 from __future__ import annotations
 
@@ -154,7 +153,7 @@ def test_compiled_code_runs_our_op(backend: str) -> None:
 
 def test_dropout_follows_the_seed(backend: str) -> None:
     q, k, _ = tensors(2)
-    eye = torch.eye(9)[None, None].expand(2, 4, 9, 9)  # the weights themselves come out
+    eye = torch.eye(9)[None, None].expand(2, 4, 9, 9)  # the identity as value returns the weights
     with pt.activate():
         outs = []
         for seed in (1, 1, 2):
@@ -196,8 +195,8 @@ def test_multihead_attention(backend: str, training: bool, need_weights: bool, w
     want = run()
     with pt.activate(), trace() as ran:
         got = run()
-    # need_weights=True asks for the weights themselves, which PyTorch computes with bmm: no
-    # attention op at all.
+    # need_weights=True requires the weights, which PyTorch computes with bmm and without an
+    # attention op.
     assert len(ran) == (0 if need_weights else 1 + training)
     assert {b for _, b in ran} <= {backend}
     for mine, theirs in zip(got, want, strict=True):
@@ -239,7 +238,7 @@ def test_transformer(backend: str, training: bool, norm_first: bool) -> None:
         assert ((mine - theirs).norm() / theirs.norm().clamp_min(1.0)).item() < LIMIT
 
 
-# ---- what ours cannot do goes to PyTorch's kernel, and is told
+# ---- unsupported calls use PyTorch's kernel and are recorded
 
 
 class Subclass(torch.Tensor):
@@ -290,7 +289,7 @@ def test_strict_refuses_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.falls_back
 def test_the_reference_is_never_used_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no fused backend can do it, PyTorch's kernel is the better one: linear in memory."""
+    """PyTorch's kernel, which needs linear memory, runs if no fused backend supports a call."""
     from pytransformer.ops._core.registry import OPS
 
     monkeypatch.setattr(
@@ -331,8 +330,7 @@ def test_bad_input_gets_pytorchs_own_error(backend: str) -> None:
 def test_key_and_value_of_other_lengths_are_refused(
     keys: int, values: int, settings: dict[str, Any]
 ) -> None:
-    """PyTorch's flash kernel reads past the end of the shorter one, and gives what it finds
-    there."""
+    """PyTorch's flash kernel reads past the end of the shorter one and returns that memory."""
     q, k, v = (torch.randn(2, 4, n, 8) for n in (7, keys, values))
     calls = [
         (q, k, v),
@@ -349,7 +347,7 @@ def test_key_and_value_of_other_lengths_are_refused(
                 sdpa(*inputs, **settings)
 
 
-# ---- the switch itself
+# ---- the switch
 
 
 @pytest.fixture

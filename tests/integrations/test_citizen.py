@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted models among the rest of PyTorch: deterministic algorithms, checkpoints, autocast,
-torch.func, DDP, forks, threads."""
+"""Converted models within PyTorch: determinism, checkpoints, autocast, torch.func, DDP, threads."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ LIMIT = model_distance_limit(torch.float32)
 def run(
     model: Any, family: Any, inputs: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and all gradients as one vector."""
+    """Return logits, and all gradients as one vector."""
     logits, grads = results(model, family, inputs)
     return logits, flat(grads)
 
@@ -55,7 +54,7 @@ def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """PyTorch raises where an operation has no deterministic algorithm."""
+    """Make PyTorch raise if an operation has no deterministic algorithm."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -67,7 +66,7 @@ def test_deterministic_algorithms(hugging_face: Any, deterministic: None, name: 
     model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(5)  # of the dropout masks
+        torch.manual_seed(5)  # seeds of the dropout masks
         return run(model, family, inputs)
 
     (logits, grads), (again, grads_again) = step(), step()
@@ -96,14 +95,13 @@ def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant
         replayed, replayed_grads = step()
     assert sum(op == "attention_fwd" for op, _ in ran) == 2 * family.attentions
     assert torch.equal(replayed, logits)
-    assert distance(replayed_grads, grads) < LIMIT  # a replay may add them up in another order
+    assert distance(replayed_grads, grads) < LIMIT  # a replay may sum in another order
     assert not torch.equal(run(model, family, inputs)[0], logits), "there was no dropout to replay"
 
 
 @pytest.mark.unpoisoned
 def test_peak_memory(hugging_face: Any) -> None:
-    """Checkpoints save what they should, and T5 at length 4,096 has room for no (H, L, L) tensor:
-    measured in fresh processes."""
+    """T5 at length 4,096 has room for no (H, L, L) tensor; fresh processes measure the peaks."""
     if (reason := proof_memory.why_not()) is not None:
         pytest.skip(reason)
     asked = [("bert checkpointed", "kept"), ("bert checkpointed", "checkpointed"),
@@ -127,8 +125,10 @@ def test_peak_memory(hugging_face: Any) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated"])
 def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) -> None:
-    """Against eager code, which builds the bias; buckets and distances as in the published
-    models."""
+    """Eager code, which builds the bias, is the reference.
+
+    Buckets and distances equal those of the published models.
+    """
     family = FAMILIES[name]
     ids = torch.randint(3, 50, (1, 512), generator=torch.Generator().manual_seed(0))
     inputs = {
@@ -204,7 +204,7 @@ def test_threads_share_a_model(hugging_face: Any) -> None:
 
 
 def test_a_forked_process_computes() -> None:
-    """After the parent's threads have run: a child has none of them, and must not wait for them."""
+    """A child has none of its parent's threads and must not wait for them."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
     pt.integrations.convert(layer)
     x = torch.randn(4, 64, 64)
@@ -285,11 +285,11 @@ def test_data_parallel_gradients_are_those_of_the_whole_batch(
     )
 
 
-# ---- what a step allocates
+# ---- allocations of a step
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the operations that make new tensors."""
+    """Count the operations that create tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,12 +314,12 @@ class Allocated(TorchDispatchMode):
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart", "vit"])
 def test_nothing_is_copied_on_the_way(hugging_face: Any, name: str) -> None:
-    """A training step hands views to our ops and takes views from them; no dense mask is made."""
+    """A step passes views to our ops, returns views, and builds no dense mask."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
     if family.kind != "image":
         inputs["use_cache"] = (
-            False  # a cache concatenates keys and values, whose gradients then lie otherwise
+            False  # a cache concatenates keys and values, whose gradients then have other strides
         )
     model = build(family, "pytransformer")
     run(model, family, inputs)

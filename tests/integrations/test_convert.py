@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(): converted Hugging Face models against their own eager code."""
+"""convert(): converted Hugging Face models against their eager code."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ DROPS = ["bert", "gpt2", "t5", "t5-gated", "bart", "marian", "whisper", "vit"]
 
 
 def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the model keeps a probability of dropout."""
+    """Return the places of a model's dropout probabilities."""
     names = ("dropout", "activation_dropout", "attention_dropout")
     return [
         (m, n)
@@ -94,8 +94,7 @@ def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 @pytest.mark.parametrize("name", DROPS)
 def test_every_dropout_drops_where_it_did(hugging_face: Any, name: str) -> None:
-    """Dropout with probability 1 is not random: alone at each place in turn, it must do what it
-    does in eager code."""
+    """Dropout with probability 1 is deterministic; each place is tested alone."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
     models = [family.build("eager").train(), converted(family).train()]
@@ -120,8 +119,10 @@ def test_every_dropout_drops_where_it_did(hugging_face: Any, name: str) -> None:
 
 
 def test_what_ran(hugging_face: Any) -> None:
-    """A layer of BERT: one attention, one network, two sums with their norms; and the norms of
-    embeddings and head."""
+    """A BERT layer is one attention, one network and two sums with their norms.
+
+    Embeddings and head have norms.
+    """
     family = FAMILIES["bert"]
     model = converted(family)
     with torch.no_grad(), trace() as ran:
@@ -134,8 +135,10 @@ def test_what_ran(hugging_face: Any) -> None:
 def test_steps_of_gpt2_read_conv1d_where_it_lies(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Four products a layer and the vocabulary's in a step; none with a gradient or in a longer
-    prompt: there the modules are their own."""
+    """A step has four products per layer and one for the vocabulary.
+
+    With a gradient or a longer prompt the modules run unchanged.
+    """
     seen: list[tuple[int, ...]] = []
     run = nn_linear.linear_of_few_rows
     monkeypatch.setattr(
@@ -143,7 +146,7 @@ def test_steps_of_gpt2_read_conv1d_where_it_lies(
     )
     monkeypatch.setattr(
         fast_path, "linear", lambda *given: NotImplemented
-    )  # which would not be seen
+    )  # which would not be detected
     eager = FAMILIES["gpt2"].build("eager").to(dtype).eval()
     model = copy.deepcopy(eager)
     pt.integrations.convert(model, kinds=["linear"])
@@ -167,8 +170,10 @@ def test_steps_of_gpt2_read_conv1d_where_it_lies(
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
-    """Distances count from the last key: one query after cached keys, several, and several under a
-    mask of the user's own."""
+    """Distances count from the last key.
+
+    Cases: one query after cached keys, several, and several under a user's mask.
+    """
     family = FAMILIES["t5"]
     inputs = inputs_of(family, "none")
     ids = inputs["decoder_input_ids"]
@@ -197,7 +202,7 @@ def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
         ~(seen | torch.eye(6, dtype=torch.bool)), torch.finfo(torch.float32).min
     )
     model = family.build("eager")
-    gain = 4.0  # the table's own effect is small at initialisation
+    gain = 4.0  # the table's effect is small at initialization
     twin = converted(family)
     for m in (model, twin):
         with torch.no_grad():
@@ -208,9 +213,10 @@ def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
 
 
 def test_t5_makes_nothing_quadratic(hugging_face: Any) -> None:
-    """No tensor of a forward and backward pass at length 4,096 has as many elements as one head's
-    scores. (Unconverted it has:
-    seen at a length where that takes no time.)"""
+    """At length 4,096 no tensor of forward and backward has as many elements as one head's scores.
+
+    The unconverted model allocates one, shown at a shorter length.
+    """
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -280,7 +286,7 @@ def test_kinds_choose(hugging_face: Any) -> None:
 
 
 def test_converted_t5_still_runs_on_other_implementations(hugging_face: Any) -> None:
-    """The table goes to no attention function but ours."""
+    """The table is passed only to our attention function."""
     family = FAMILIES["t5"]
     inputs = inputs_of(family, "left")
     logits, _ = run(family.build("eager"), family, inputs)
@@ -289,7 +295,7 @@ def test_converted_t5_still_runs_on_other_implementations(hugging_face: Any) -> 
     assert distance(run(model, family, inputs)[0], logits) < LIMIT
 
 
-# ---- what is left alone, and why
+# ---- modules left unchanged, and the reasons
 
 
 def reasons(model: nn.Module) -> dict[str, str]:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(model, kinds=[..., "padding"]): BERT's layers on real tokens alone, against eager
-code."""
+"""convert(model, kinds=[..., "padding"]): BERT's layers on real tokens only, against eager code."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def test_checkpoints_and_dropout(hugging_face: Any) -> None:
 
 
 def test_where_padding_stays(hugging_face: Any) -> None:
-    """Only padding that nobody asks about is left out."""
+    """Padding is removed only if no caller can read it."""
     family, model = FAMILIES["bert"], packed("bert")
     right = inputs_of(family, "right")
     assert attentions(model, right) == {"attention_varlen_fwd"}

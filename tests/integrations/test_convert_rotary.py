@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(): attention that turns queries and keys by position, against transformers' eager
-code."""
+"""convert(): rotary attention against transformers' eager code."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, implementation: str | None = None) -> Any:
-    """Converted; on our attention, which GPT-J calls by itself."""
+    """Return a converted model; our attention runs in it, also where GPT-J calls it itself."""
     model = MODELS[name].build(
         implementation or ("eager" if name == "gptj" else "pytransformer"), dtype
     )
@@ -106,7 +105,7 @@ def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: s
             assert gradient.norm() > 0
             assert (
                 distance(our_grads[of], gradient) < 4 * LIMIT
-            )  # a sum over rows, of a vector far smaller than its terms
+            )  # a sum over rows of a vector much smaller than its terms
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -135,7 +134,7 @@ def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
 def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> None:
-    """In pieces of 4, 1, 3 and 3 tokens: what eager code has on the whole sequence."""
+    """Chunks of 4, 1, 3 and 3 tokens give eager code's result on the full sequence."""
     family = MODELS[name]
     ids = inputs_of(family, "none")["input_ids"]
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -168,8 +167,7 @@ def test_every_attention_of_transformers_still_serves(
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gptj"])
 def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: str) -> None:
-    """Windows, softcaps and scalings too, which not every attention function takes from the
-    mask."""
+    """Windows, softcaps and scales too, which not every attention function reads from the mask."""
     handed: list[dict[str, Any]] = []
 
     def spy(
@@ -199,7 +197,7 @@ def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: st
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
 def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
-    """The norm, both products and their sum are rounded once, where eager code rounds each."""
+    """The norm, both products and their sum are rounded once; eager code rounds each."""
     family = MODELS[name]
     inputs = inputs_of(family, "right", batch=MANY)
     exact, _ = run(family.build("eager"), family, inputs)
@@ -227,7 +225,7 @@ def test_positions_of_the_users_own(hugging_face: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "gpt_neox"])
 def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> None:
-    """With probability 1 dropout is not random: attention then adds nothing."""
+    """Dropout with probability 1 is deterministic: attention then adds nothing."""
     family = MODELS[name]
     inputs = inputs_of(family, "none")
     outs = []
@@ -246,7 +244,7 @@ def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> 
 
 
 def test_tables_that_are_learned_stay_the_models_own(hugging_face: Any) -> None:
-    """Our op has no gradient for cos and sin; such a call runs the model's own code."""
+    """Our op has no gradient for cos and sin."""
     from transformers.models.llama import modeling_llama
 
     model = build("llama", implementation="eager")
@@ -278,7 +276,7 @@ def test_compiles_without_a_graph_break(hugging_face: Any, name: str) -> None:
         assert distance(compiled(**inputs).logits[real], want) < LIMIT
 
 
-# ---- what is left alone, and why
+# ---- modules left unchanged, and the reasons
 
 
 def reasons(model: nn.Module) -> dict[str, str]:

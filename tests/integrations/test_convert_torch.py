@@ -42,7 +42,7 @@ def additive(hidden: torch.Tensor) -> torch.Tensor:
 def both(
     module: nn.Module, inputs: tuple[torch.Tensor, ...], **kwargs: Any
 ) -> list[list[torch.Tensor]]:
-    """Output and gradients of inputs and parameters, of the module and of its converted twin."""
+    """Return output and gradients of the module and of its converted twin."""
     twin = copy.deepcopy(module)
     assert pt.integrations.convert(twin).converted
     results = []
@@ -138,8 +138,7 @@ def test_layers_of_the_transformer(norm_first: bool, batch_first: bool, activati
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_dropout_drops_where_it_did(norm_first: bool) -> None:
-    """Probability 1 is not random: each of the six dropouts in turn has the effect it has in
-    torch."""
+    """Dropout with probability 1 is deterministic; each of the six places is tested alone."""
     layer = nn.TransformerDecoderLayer(E, H, 48, 0.0, norm_first=norm_first, batch_first=True)
     x, memory = torch.randn(B, L, E), torch.randn(B, M, E)
     for name in ("dropout", "dropout1", "dropout2", "dropout3"):
@@ -153,8 +152,7 @@ def test_dropout_drops_where_it_did(norm_first: bool) -> None:
 
 
 def test_inference_takes_no_other_way() -> None:
-    """nn.TransformerEncoder packs padded batches and fuses layers of its own in inference;
-    converted, it must not."""
+    """nn.TransformerEncoder packs batches and fuses layers in inference, unless converted."""
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(E, H, 48, batch_first=True), 2
     ).eval()

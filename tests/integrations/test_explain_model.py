@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pt.explain(model, inputs): what ran where, and what ran past us."""
+"""pt.explain(model, inputs) reports the backend of each layer and attention that bypasses us."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_bypassed_attention_gets_advice_that_works(hugging_face: Any, implementa
 
 
 def test_a_model_that_ignores_the_setting_shows(hugging_face: Any) -> None:
-    """Bloom takes attn_implementation and computes attention its own way."""
+    """Bloom accepts attn_implementation but computes attention itself."""
     from transformers import BloomConfig, BloomModel
 
     model = BloomModel._from_config(BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' cache with room to grow: what DynamicCache returns, whatever happens to it in
-between, and without its copies."""
+"""A transformers cache with spare capacity returns DynamicCache's tensors, without its copies."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def test_generates_as_with_transformers_own(
     family = FAMILIES[name]
     model = family.build("pytransformer")
     inputs = inputs_of(family, "left")
-    if "prompt_lookup_num_tokens" in settings:  # of one sequence
+    if "prompt_lookup_num_tokens" in settings:  # for one sequence
         inputs = {key: t[:1] for key, t in inputs_of(family, "none").items()}
     found = []
     for cache in (DynamicCache(config=model.config), growing_cache(model)):
@@ -88,7 +87,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "crop": lambda layer: layer.crop(-1),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
     "select": lambda layer: layer.batch_select_indices(torch.tensor([1, 1])),
-    # Before 5.23 transformers' own fills what it handed out with zeros, and goes on behind them.
+    # Before 5.23 DynamicCache fills returned tensors with zeros and continues behind them.
     **({"reset": lambda layer: layer.reset()} if "reset" in vars(DynamicLayer) else {}),
     "offload": lambda layer: (layer.offload(), layer.prefetch()) if layer.is_initialized else None,
 }
@@ -96,8 +95,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_and_kept_tensors(seed: int) -> None:
-    """Each update returns the same numbers, and no tensor that was returned, nor one that a copy
-    holds, changes afterwards."""
+    """Updates return equal values, and neither returned tensors nor copies change later."""
     rng = random.Random(seed)
     ours, theirs, kept = GrowingLayer(), DynamicLayer(), []
     for i in range(60):
@@ -107,7 +105,7 @@ def test_random_histories_and_kept_tensors(seed: int) -> None:
                 CHANGES[change](layer)
         elif change == "copy":
             ours = rng.choice([copy.copy, copy.deepcopy])(ours)
-        elif change == "branch":  # the other goes its own way
+        elif change == "branch":  # the copy continues separately
             other = copy.copy(ours)
             with torch.no_grad():
                 kept += [(t, t.clone()) for t in other.update(*states(2, 1000 + i))]
@@ -130,7 +128,7 @@ def test_a_token_is_written_where_there_is_room() -> None:
 
 
 def test_gradients_are_as_with_transformers_own() -> None:
-    """Of what is cached, and of queries that saw the cache before it grew."""
+    """This includes cached tensors and queries that saw the cache before it grew."""
     grads = []
     for layer in (GrowingLayer(), DynamicLayer()):
         with torch.no_grad():
@@ -148,7 +146,7 @@ def test_gradients_are_as_with_transformers_own() -> None:
 
 
 def test_a_backward_finds_the_keys_that_it_saw() -> None:
-    """Queries that need a gradient and keys that need none, token after token."""
+    """Queries need a gradient and keys need none, token after token."""
     layer, query, total = GrowingLayer(), torch.ones(8, requires_grad=True), torch.zeros(())
     for i in range(4):
         total = total + (layer.update(*states(1, i))[0] * query).sum()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowered masks say exactly what transformers' own dense mask says; what is not understood
-stays dense or is refused."""
+"""Lowered masks equal transformers' dense masks; other masks stay dense or are refused."""
 
 from __future__ import annotations
 
@@ -34,9 +33,10 @@ def masking(hugging_face: ModuleType) -> ModuleType:
 def as_dense(
     ours: ModuleType, mask: Any, shape: tuple[int, ...], is_causal: bool = True
 ) -> torch.Tensor:
-    """What :func:`attention_forward` makes of a mask, as (B, 1, Lq, Lk) bool, found by asking it:
-    each value is a one-hot
-    vector, so that the output is the row of weights."""
+    """Return the mask that :func:`attention_forward` applies, as (B, 1, Lq, Lk) bool.
+
+    Each value is a one-hot vector, so the output is the row of weights.
+    """
     batch, _, num_queries, num_keys = shape
     module = SimpleNamespace(is_causal=is_causal)
     query, key = torch.zeros(batch, 1, num_queries, 8), torch.zeros(batch, 1, num_keys, 8)
@@ -57,7 +57,7 @@ PATTERNS = [
     "packed",
 ]
 LENGTHS = [  # queries, keys, first query, first key
-    (5, 5, 0, 0),  # plain
+    (5, 5, 0, 0),  # no cache
     (1, 6, 5, 0),  # decoding
     (3, 8, 5, 0),  # several queries after a cache
     (3, 5, 7, 5),  # after a sliding cache that dropped keys
@@ -109,7 +109,7 @@ def test_means_what_the_dense_mask_means(
     exact = masking.sdpa_mask(
         **arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
-    # As the models call it: no skipping where anything was added to the plain pattern.
+    # Models call it this way: no skipping if anything was added to the plain pattern.
     plain = pattern not in ("or", "and", "packed")
     mask = ours.attention_mask(
         **arguments,
@@ -117,7 +117,7 @@ def test_means_what_the_dense_mask_means(
         allow_is_bidirectional_skip=plain and both_ways,
     )
     shape = (2, 1, num_queries, num_keys)
-    for is_causal in (True, False):  # a module's opinion is not asked
+    for is_causal in (True, False):  # the module's is_causal is ignored
         assert torch.equal(as_dense(ours, mask, shape, is_causal), exact.expand(shape))
     if mask is None:
         assert exact.all()
@@ -139,8 +139,10 @@ def test_a_static_cache_is_lengths(
     padding: str | None,
     as_tensor: bool,
 ) -> None:
-    """No (Lq, Lk) mask: a diagonal that ends where the keys do. What the cache counts later does
-    not reach a mask that was made before."""
+    """There is no (Lq, Lk) mask but a diagonal that ends at the last key.
+
+    Later updates of the cache do not change an existing mask.
+    """
     num_queries, num_keys, before = lengths
     function = (
         masking.causal_mask_function
@@ -238,8 +240,10 @@ def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: Modu
 def test_padding_does_not_take_causality_from_the_module(
     ours: ModuleType, masking: ModuleType
 ) -> None:
-    """BridgeTower gives bidirectional masks to modules that call themselves causal; ALIGN's modules
-    say nothing."""
+    """BridgeTower passes bidirectional masks to causal modules.
+
+    ALIGN's modules have no is_causal.
+    """
     real = torch.tensor([[True, True, True, False]])
     mask = ours.attention_mask(
         1,
@@ -253,7 +257,7 @@ def test_padding_does_not_take_causality_from_the_module(
 
 
 def test_no_mask_hides_nothing(ours: ModuleType) -> None:
-    """As in eager code: Splinter's modules say nothing of causality, which sdpa takes for True."""
+    """Splinter's modules have no is_causal, which sdpa reads as True; eager code hides nothing."""
     everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     for is_causal in (True, False):
         assert torch.equal(as_dense(ours, None, (1, 1, 4, 4), is_causal), everything)
@@ -262,7 +266,7 @@ def test_no_mask_hides_nothing(ours: ModuleType) -> None:
     call(ours, is_causal=False)
 
 
-# ---- what attention is handed besides
+# ---- other keywords of attention
 
 
 def call(ours: ModuleType, mask: Any = None, **more: Any) -> Any:
@@ -284,8 +288,7 @@ def test_unknown_keywords_are_refused(ours: ModuleType) -> None:
 
 
 def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
-    """What the attention functions in transformers' models read of their keywords, by name, and the
-    model's folders."""
+    """Return the keywords that transformers' eager attention functions read, by name and folder."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in folder.glob("models/*/modeling_*.py"):
         for text in re.findall(
@@ -311,19 +314,19 @@ def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
 
 
 def test_eager_code_reads_no_harmless_keyword(hugging_face: ModuleType) -> None:
-    """Nor one that we do not know: what it reads, our attention takes or honours."""
+    """Every keyword that eager code reads has an effect on our attention too."""
     from pytransformer.integrations.hugging_face import keywords
 
     read = read_by_eager_code(Path(hugging_face.__file__).parent)
     assert read.keys() >= {"query", "softcap", "position_bias"}
     assert not read.keys() & keywords.HARMLESS.keys()
     named = set(inspect.signature(pt.integrations.hugging_face.attention_forward).parameters)
-    others = {"query_states": "query", "key_states": "key", "value_states": "value"}  # by position
+    others = {"query_states": "query", "key_states": "key", "value_states": "value"}  # positional
     assert {others.get(name, name) for name in read} <= named | keywords.HONOURED
 
 
 def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
-    """Models with a generate of their own hand them all on (Parakeet)."""
+    """Models with a generate method pass them all to attention (Parakeet)."""
     options = dict(
         max_new_tokens=5,
         num_beams=1,
@@ -337,7 +340,7 @@ def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
 def test_a_mask_that_the_model_extends_is_eager_codes(
     ours: ModuleType, masking: ModuleType
 ) -> None:
-    """DeepSeek V4 adds columns to a tensor, and leaves what is none as it is."""
+    """DeepSeek V4 adds columns to a mask tensor and passes other masks unchanged."""
     config = SimpleNamespace(model_type="deepseek_v4")
     arguments: dict[str, Any] = dict(
         attention_mask=torch.tensor([[False, True, True, True]]), dtype=torch.float32, config=config
@@ -362,7 +365,7 @@ def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["s_aux", "sinks"])
 def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> None:
-    """A sink is one more key, whose score is given and whose value is zero."""
+    """A sink is one more key with a given score and a value of zero."""
     x = torch.linspace(-1, 1, 64).view(1, 2, 4, 8)
     sinks = (
         torch.tensor([0.3, -2.0], requires_grad=True)
@@ -385,7 +388,7 @@ def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> No
     torch.testing.assert_close(*gradients)
 
 
-# ---- a mask is for our attention alone
+# ---- a mask object serves only our attention
 
 
 class Config:
@@ -395,8 +398,7 @@ class Config:
 def test_what_touches_a_mask_gets_what_eager_code_gets(
     ours: ModuleType, masking: ModuleType
 ) -> None:
-    """Models with attention of their own add it to scores, indexers slice it, others convert,
-    compare or measure it."""
+    """Models add it to scores, slice, convert, compare and measure it."""
     real = torch.tensor([[False, True, True, True]])
     scores = torch.linspace(-1, 1, 32).view(1, 2, 4, 4)
     touches: list[Any] = [
@@ -447,9 +449,10 @@ def test_writing_into_a_mask_is_refused(ours: ModuleType) -> None:
 
 
 def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: ModuleType) -> None:
-    """Nemotron ASR hides where ``logical_not`` of its mask says True, and zeroes rows in which all
-    is 0: the reverse of eager code's
-    additive mask."""
+    """Nemotron ASR hides where ``logical_not`` of its mask is True and zeroes rows of all zeros.
+
+    That is the reverse of eager code's additive mask.
+    """
     real = torch.tensor([[True, True, False]])
     for model_type in ("toy", "nemotron_asr_streaming_encoder"):
         mask = ours.attention_mask(
@@ -466,7 +469,7 @@ def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: Modu
 
 
 def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: ModuleType) -> None:
-    """None where eager code gets None; causality is never left to a guess."""
+    """Eager code gets None in the same cases; causality is always explicit."""
     both_ways: dict[str, Any] = dict(
         mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True
     )
@@ -490,7 +493,7 @@ def test_a_mask_travels(ours: ModuleType) -> None:
     mask = ours.attention_mask(1, 3, 3, attention_mask=real)
     assert (
         ours.attention_mask(1, 1, 9, attention_mask=mask) is mask
-    )  # generate asks ahead of the model
+    )  # generate prepares masks before the model does
     assert mask.contiguous() is mask.detach() is mask
     there = mask.to("meta")
     assert (there.padding.device.type, there.device.type, there.causal) == (
@@ -503,7 +506,7 @@ def test_a_mask_travels(ours: ModuleType) -> None:
 
 
 def test_a_mask_for_one_query_is_for_all(ours: ModuleType, masking: ModuleType) -> None:
-    """As eager code broadcasts it: BridgeTower asks for one row."""
+    """BridgeTower builds one row, which eager code broadcasts."""
     real = torch.tensor([[False, True, True, True]])
     window = masking.sliding_window_causal_mask_function(2)
     for function in (masking.bidirectional_mask_function, masking.causal_mask_function, window):

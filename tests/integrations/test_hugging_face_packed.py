@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches in registered models: equal to separate sequences, and linear in memory."""
+"""Packed batches in registered models equal separate sequences, with linear memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def gradients(model: Any, logits: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_packed_sequences_equal_separate_ones(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, given: str
 ) -> None:
-    """Offsets alone leave positions to the model, so the separate calls count on from the same
-    ones."""
+    """Offsets leave positions to the model, so the separate calls continue them."""
     from pytransformer.integrations.hugging_face import lowering, mask
 
     model = FAMILIES[name].build("pytransformer")
@@ -66,7 +65,7 @@ def test_packed_sequences_equal_separate_ones(
 
 
 def test_packed_rows_with_weights_equal_eager(hugging_face: Any) -> None:
-    """Two rows with different boundaries; weights need segments in place of offsets."""
+    """Two rows have different boundaries; weights need segments in place of offsets."""
     ids = torch.randint(4, 30, (2, 25), generator=torch.Generator().manual_seed(3))
     places = torch.cat([POSITIONS, torch.arange(25)[None]])
     results = [

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' continuous batching on our attention: its own tokens, keys read in their pages, and
-no page that nobody wrote."""
+"""transformers' continuous batching on our attention: equal tokens, keys read in their pages.
+
+Unwritten pages contain NaN.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,10 @@ def paged(hugging_face: Any) -> ModuleType:
 
 
 def tokens(model: Any, **settings: Any) -> list[list[int]]:
-    """Seven requests over pages of 4, of which there are too few for all, and pieces of up to 16
-    tokens a step."""
+    """Return the tokens of seven requests over pages of 4, too few for all.
+
+    A step has up to 16 tokens.
+    """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     how = GenerationConfig(max_new_tokens=9, eos_token_id=-1, pad_token_id=0, **settings)
@@ -68,7 +72,7 @@ def model_updates_cache() -> bool:
 
 @pytest.fixture
 def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in every page that is not written yet."""
+    """Fill every unwritten page with NaN."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     made = PagedAttentionCache.__init__
@@ -83,8 +87,10 @@ def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads start with the context of their parent: transformers runs the model in one, and
-    trace() is of a context."""
+    """Give threads the context of their parent.
+
+    transformers runs the model in a thread, and trace() belongs to a context.
+    """
     start = threading.Thread.start
 
     def inherit(thread: threading.Thread) -> None:
@@ -130,7 +136,7 @@ def test_tokens_as_transformers_own(
 
 
 def test_a_table_from_places(paged: ModuleType) -> None:
-    """Three requests of 5, 1 and 8 keys in pages of 4: 2, 1 and 2 pages."""
+    """Three requests of 5, 1 and 8 keys in pages of 4 need 2, 1 and 2 pages."""
     lies = [*range(40, 44), 8, 12, *range(4, 8), *range(20, 24)]
     pages, lengths = paged.table_of(
         torch.tensor(lies), torch.tensor([0, 5, 6, 14], dtype=torch.int32), 4

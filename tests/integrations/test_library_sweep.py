@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sweep over timm's families and diffusers' models: its results here, all of it where the
-libraries are, and planted faults."""
+"""The sweep over timm's families and diffusers' models: committed results and planted faults.
+
+The full sweep needs the libraries.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ RESULTS = libraries.load_results()["rows"]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], libraries.Rows]:
-    """The row of a subject; a skip where its library is not installed."""
+    """Return the row of a subject; skip if its library is not installed."""
     monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
 
     def rows(subject: str) -> libraries.Rows:
@@ -28,7 +30,7 @@ def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], 
             (
                 libraries.load("timm"),
                 libraries.load(library),
-            )  # timm declares what torchvision, which diffusers imports, lacks
+            )  # timm lacks declarations that torchvision, which diffusers imports, needs
         except (ImportError, RuntimeError) as error:
             pytest.skip(f"{library} cannot be imported: {str(error).splitlines()[0]}")
         return libraries.rows(subject)
@@ -70,15 +72,17 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask, scale=0.9)
 
 
-FAULTS = {"mask": 3, "scale": 6}  # where they stand among the arguments of drop_in._lower
+FAULTS = {"mask": 3, "scale": 6}  # their positions among the arguments of drop_in._lower
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_planted_faults_are_found(
     monkeypatch: pytest.MonkeyPatch, one_thread: None, fault: str | None
 ) -> None:
-    """The judgement, without a library: a call that loses its mask or its scale is wrong, and one
-    that loses nothing is ours."""
+    """Without a library, a call that loses its mask or its scale is wrong.
+
+    A call that loses nothing is ours.
+    """
     from pytransformer import drop_in
     from pytransformer.ops._core import fast_path
     from pytransformer.testing.sweep.subjects import stirred
@@ -89,7 +93,7 @@ def test_planted_faults_are_found(
     if fault is not None:
         true, lost = drop_in._lower, FAULTS[fault]
         monkeypatch.setattr(drop_in, "_lower", lambda *a: true(*a[:lost], None, *a[lost + 1 :]))
-    with fast_path.off():  # which would not ask drop_in
+    with fast_path.off():  # this call would not use drop_in
         verdict = libraries.row(model, inputs, theirs)["verdict"]
     assert verdict == ("ours" if fault is None else "wrong")
     assert not pt.fallbacks()

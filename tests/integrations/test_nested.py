@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested tensors, strided and jagged: scaled_dot_product_attention and the modules of torch.nn on
-packed sequences."""
+"""Nested tensors, strided and jagged: attention and torch.nn modules on packed sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     yield
-    torch._dynamo.reset()  # activate() warns where something is
+    torch._dynamo.reset()  # activate() warns if something is
 
 
 def sequences(lengths: tuple[int, ...], *shape: int) -> list[torch.Tensor]:
@@ -50,7 +49,7 @@ def ours(*inputs: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-    """Output and gradients of a nested result and of its sequences alone."""
+    """Compare output and gradients of a nested result with those of its sequences alone."""
     parts = got.unbind()
     for part, alone in zip(parts, want, strict=True):
         assert_same_elements(part, alone)
@@ -100,7 +99,7 @@ def test_without_heads(layout: torch.layout) -> None:
 
 
 def test_jagged_results_go_on() -> None:
-    """The result has query's ragged dimension: a residual can be added."""
+    """A residual can be added."""
     x = nest(sequences(LENGTHS, 4, 8), torch.jagged)
     y = pt.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3).transpose(1, 2)
     assert (x + y).shape == x.shape
@@ -126,8 +125,10 @@ def test_compiled(name: str) -> None:
 
 
 def one_graph(call: Callable[..., torch.Tensor]) -> None:
-    """Jagged ones in one graph, gradients too, for other lengths as well. torch.compile itself
-    takes no strided ones."""
+    """Compile jagged calls of several lengths to one graph, with gradients.
+
+    torch.compile does not support strided nested tensors.
+    """
     compiled = torch.compile(
         lambda *x: call(*(t.transpose(1, 2) for t in x)), backend="aot_eager", fullgraph=True
     )
@@ -168,7 +169,7 @@ def test_compiled_calls_check_lengths_as_they_run() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: bool) -> None:
-    """PyTorch itself takes strided ones, in inference alone."""
+    """PyTorch supports strided ones only in inference."""
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first), 2
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""timm and diffusers: their models under activate() and after convert(), against themselves.
-Skipped where they cannot be imported."""
+"""timm and diffusers models, activated and converted, against themselves.
+
+A missing library skips.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ LIMIT = model_distance_limit(torch.float32)
 
 
 def load(name: str) -> ModuleType:
-    """The library, or a skip that says why not."""
+    """Import the library or skip with the reason."""
     try:
         return libraries.load(name)
     except (ImportError, RuntimeError) as error:
@@ -39,7 +41,7 @@ def _strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: nn.Module, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and all gradients of a loss on it, as one vector."""
+    """Return the output and all gradients of a loss on it, as one vector."""
     model.zero_grad()
     out = model(*inputs)
     out = getattr(out, "sample", out)
@@ -94,7 +96,7 @@ def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -
 
 
 def test_timm_s_dropouts_drop_where_they_did(timm: ModuleType) -> None:
-    """Dropout with probability 1 is not random: alone at each place in turn."""
+    """Dropout with probability 1 is deterministic; each place is tested alone."""
     images = torch.randn(2, 3, 32, 32)
     theirs, ours = (
         vit(timm, drop_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5).train() for _ in range(2)
@@ -122,7 +124,7 @@ def test_timm_s_other_settings_are_told(timm: ModuleType) -> None:
 
 
 def test_diffusers(timm: ModuleType) -> None:
-    """A conditional U-Net, self- and cross-attention, and a diffusion Transformer."""
+    """A conditional U-Net (self- and cross-attention) and a diffusion Transformer run."""
     diffusers = load("diffusers")
     torch.manual_seed(3)
     unet = diffusers.UNet2DConditionModel(

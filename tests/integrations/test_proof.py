@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drop-in proof: what it calls proven, and what it does not."""
+"""The drop-in proof: it accepts equal results on our kernels and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytransformer.cli import proof, proof_memory, proof_models
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of two short sentences, and a narrow encoder."""
+    """Return a batch of two short sentences and a narrow encoder."""
     monkeypatch.setattr(proof_models, "WIDTH", 64)
     monkeypatch.setattr(proof_models, "HIDDEN", 128)
     text = proof_models.read_text()
@@ -75,7 +75,7 @@ def test_a_wrong_result_is_not_a_proof(
     monkeypatch.setattr(
         drop_in.attention_op, "prepare", lambda *a, attn_mask=None, **more: prepare(*a, **more)
     )
-    with fast_path.off():  # which does not ask `prepare`
+    with fast_path.off():  # this path does not call `prepare`
         assert proof.run(["torch", "--no-memory", "--out", str(tmp_path)]) == 1
     _, entry = entry_of(tmp_path)
     assert any("outputs differ" in problem for problem in entry["problems"])

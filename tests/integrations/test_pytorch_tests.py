@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool that runs PyTorch's own tests both ways, on a small file of tests that stands in for
-them."""
+"""The tool that runs PyTorch's tests both ways, on a small file of tests."""
 
 from __future__ import annotations
 
