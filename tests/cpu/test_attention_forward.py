@@ -103,7 +103,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_that_cross_blocks(shape: str, dtype: torch.dtype) -> None:
+def test_shapes_across_blocks_within_the_bound(shape: str, dtype: torch.dtype) -> None:
     t = draw(*SHAPES[shape], dtype)
     check(t, causal="bottom_right")
     lengths = torch.randint(0, t["key"].shape[2] + 1, (t["key"].shape[0],))
@@ -150,7 +150,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_keywords_over_several_tiles(name: str, dtype: torch.dtype) -> None:
+def test_keywords_over_several_tiles_within_the_bound(name: str, dtype: torch.dtype) -> None:
     t = draw(2, 2, 1, 131, 545, 32, 48, dtype)
     check(t, **KEYWORDS[name])
     few = t | {"query": t["query"][:, :, :5]}
@@ -170,7 +170,7 @@ def test_keywords_over_several_tiles(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", ("blocks", "grouped", "stacked", "decode"))
-def test_bits_depend_on_neither_threads_nor_neighbours(shape: str, isa: str) -> None:
+def test_bits_do_not_depend_on_threads_or_other_sequences(shape: str, isa: str) -> None:
     sizes = list(SHAPES[shape])
     sizes[0] = 3
     t = draw(*sizes, torch.bfloat16)
@@ -224,7 +224,7 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
     assert packed[-3:].count_nonzero() == 0 and bool((packed_lse[:, -3:] == -math.inf).all())
 
 
-def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
+def test_chunks_by_absolute_starts_equal_the_full_call(isa: str) -> None:
     """A ring of devices splits queries and keys and merges by lse; dropout and ALiBi are on."""
     t = draw(1, 2, 2, 150, 421, 16, 16, torch.float32)
     terms = dict(slopes=torch.tensor([0.05, 0.3]), p=0.2, left=100, right=290, first=20)
@@ -245,7 +245,7 @@ def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
 
 
 @pytest.mark.parametrize("few", (False, True))
-def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
+def test_hidden_keys_do_not_affect_the_output(few: bool, isa: str) -> None:
     t = draw(1, 2, 1, 4 if few else 120, 700, 32, 32, torch.bfloat16)
     alive = torch.rand(700) < 0.8
     alive[600:] = False
@@ -264,7 +264,7 @@ def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
 
 @pytest.mark.parametrize("rows", (1, 2, 9, 120))
 @pytest.mark.parametrize("kind", ("bool", "float", "bias", "segments", "sorted_segments"))
-def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(
+def test_keys_hidden_by_a_dense_mask_do_not_affect_the_output(
     kind: str, rows: int, isa: str
 ) -> None:
     t = draw(2, 4, 2, rows, 600, 40, 24, torch.bfloat16)
@@ -312,7 +312,7 @@ def test_extreme_and_dead_rows(dtype: torch.dtype, isa: str) -> None:
     "ramp", [1.0, 20.0, 400.0]
 )  # a row's scores from the first to the last key, as powers of e
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scores_that_rise_and_fall_along_the_keys(dtype: torch.dtype, ramp: float) -> None:
+def test_rescaling_of_scores_that_rise_and_fall(dtype: torch.dtype, ramp: float) -> None:
     """The maximum of a row is not in its first keys.
 
     Weights beyond 2^8 of the running maximum rescale; beyond 2^128 they would be infinite.
@@ -407,7 +407,7 @@ def test_values_are_checked_before_an_address_is_computed(
         raw(*draw(2, 1, 1, 3, 5, 8, 8, torch.float32).values(), causal="top_left", **terms)
 
 
-def test_wide_heads_are_refused() -> None:
+def test_unsupported_head_dims_are_refused() -> None:
     with pytest.raises(RuntimeError, match="head sizes are 513 and 8; wanted 1 to 512"):
         raw(*draw(1, 1, 1, 2, 3, 513, 8, torch.float32).values())
 

@@ -82,7 +82,7 @@ def run(t: dict[str, Tensor], grad_out: Tensor, **keywords: Any) -> dict[str, Te
 
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @pytest.mark.parametrize("name", MASKS)
-def test_tiles_change_no_value_and_no_gradient(name: str, keywords: str) -> None:
+def test_tile_lists_change_no_result(name: str, keywords: str) -> None:
     mask = MASKS[name]()
     dtype = torch.bfloat16 if (len(name) + len(keywords)) % 4 == 0 else torch.float32
     t = draw(dtype)
@@ -95,7 +95,7 @@ def test_tiles_change_no_value_and_no_gradient(name: str, keywords: str) -> None
 
 @pytest.mark.parametrize("rows", (1, 4, 9))
 @pytest.mark.parametrize("name", ("aligned blocks by head", "band", "expanded"))
-def test_few_queries(name: str, rows: int) -> None:
+def test_few_queries_within_the_bound(name: str, rows: int) -> None:
     """Keys are read in place, or packed tile by tile over splits."""
     mask = MASKS[name]()[..., :rows, :]
     t, grad_out = draw(torch.float32, rows), torch.randn(B, H, rows, D)
@@ -108,7 +108,7 @@ def test_few_queries(name: str, rows: int) -> None:
     assert not wrong, "; ".join(wrong)
 
 
-def test_a_broadcast_mask_is_its_expanded_copy() -> None:
+def test_broadcast_masks_equal_their_expanded_copy() -> None:
     t, grad_out = draw(torch.float32), torch.randn(B, H, LQ, D)
     for shape in ((1, 1, LQ, LK), (B, 1, LQ, LK), (1, H, LQ, LK), (B, H, 1, LK), (LQ, 1)):
         mask = blocks(shape, 16, 64, 0.4)
@@ -117,7 +117,7 @@ def test_a_broadcast_mask_is_its_expanded_copy() -> None:
         assert all(torch.equal(one[n], two[n]) for n in one), shape
 
 
-def test_bits_depend_on_neither_threads_nor_neighbours() -> None:
+def test_bits_do_not_depend_on_threads_or_other_sequences() -> None:
     t, grad_out = draw(torch.float32), torch.randn(B, H, LQ, D)
     keywords: dict[str, Any] = dict(
         attn_mask=blocks((LQ, LK), 23, 90, 0.3), key_lengths=torch.tensor([433, LK])

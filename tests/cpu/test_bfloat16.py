@@ -58,7 +58,7 @@ def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
             assert ((got - want)[rest].abs() <= 2 * TINY + want[rest].abs() / 256).all()
 
 
-def test_a_nan_of_any_payload_stays_one() -> None:
+def test_every_nan_payload_remains_nan() -> None:
     x = every_bfloat16()
     x = x[x.isnan()]
     x = x[: x.numel() // 2 * 2].view(2, -1)

@@ -11,7 +11,7 @@ import pytransformer as pt
 
 @pytest.mark.parametrize("kind", ("layer", "rms"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -> None:
+def test_large_results_equal_those_of_their_parts(dtype: torch.dtype, kind: str) -> None:
     """Results of 12 MB and more use streaming stores; parts of the rows do not."""
     generator = torch.Generator().manual_seed(2)
     x, residual = (torch.randn(6528, 1024, generator=generator).to(dtype) for _ in range(2))
@@ -41,7 +41,7 @@ def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -
         (torch.float16, torch.float16, "layer"),
     ),
 )
-def test_large_gradients_are_those_of_their_parts(
+def test_large_gradients_equal_those_of_their_parts(
     dtype: torch.dtype, stream: torch.dtype, kind: str
 ) -> None:
     """Gradients of 12 MB and more use streaming stores.
@@ -87,7 +87,7 @@ def test_large_gradients_are_those_of_their_parts(
 
 @pytest.mark.parametrize("columns", (1, 2, 3, 5, 64, 1000))
 @pytest.mark.parametrize("first", (0.0, 1e3, -1e6))
-def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:
+def test_statistics_do_not_depend_on_the_first_value(columns: int, first: float) -> None:
     x = (
         torch.randn(9, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         + 100
@@ -105,7 +105,7 @@ def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:
     assert ((got - exact).abs() <= allowed).all() and ((added - exact).abs() <= allowed).all()
 
 
-def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
+def test_dropout_removes_a_nan_at_the_start_of_a_row() -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(4))
     weight = torch.ones(32)
     kept = pt.add_norm(torch.ones(64, 32), None, weight, dropout_p=0.5, dropout_seed=7)[1] != 0
@@ -120,7 +120,7 @@ def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
 
 @pytest.mark.parametrize("deviations", (0.0, 0.12, 0.95, 1.0, 1.9, 30.0))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: float) -> None:
+def test_one_pass_statistics_are_as_accurate(dtype: torch.dtype, deviations: float) -> None:
     """The mean and rstd for backward are accurate to float32, on both sides of the one-pass limit.
 
     The size of the mean bounds the accuracy.
@@ -137,7 +137,7 @@ def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: 
     assert ((rstd - exact).abs() <= 4 * eps * exact).all()
 
 
-def test_backward_takes_the_rounding_of_the_mean_out() -> None:
+def test_backward_corrects_the_rounding_of_the_mean() -> None:
     """With mean 100 and deviation 0.1, a float32 mean is off by up to 4e-6.
 
     Every xhat of the row is then off by ten times that.

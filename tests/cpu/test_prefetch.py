@@ -16,7 +16,7 @@ import pytransformer
 from pytransformer.ops._core import native
 
 
-def test_products_prefetch() -> None:
+def test_gemm_contains_prefetch_instructions() -> None:
     library = Path(pytransformer.__file__).parent / native.LIBRARY_NAME
     if not library.exists():
         pytest.skip("no CPU library was built here")

@@ -125,7 +125,7 @@ FORWARD = [case for case in CASES if case[0] == "attention"]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_what_explain_says_is_what_kernels_hold(isa: str) -> None:
+def test_explain_predicts_the_scratch_of_kernels(isa: str) -> None:
     asked = [(case, "both") for case in CASES] + [(case, "forward") for case in FORWARD]
     environment = {
         **os.environ,
@@ -151,7 +151,7 @@ def test_what_explain_says_is_what_kernels_hold(isa: str) -> None:
     assert not wrong, f"planned, held: {wrong}\n{done.stderr}"
 
 
-def test_explain_says_which_length_is_wrong_as_the_call_does() -> None:
+def test_explain_raises_the_length_error_of_the_call() -> None:
     q, lengths = torch.randn(2, 2, 9, 16), torch.tensor([3, 99])
     with pytest.raises(ValueError, match="key_lengths must be between 0 and 9, got 99") as called:
         pt.attention(q, q, q, key_lengths=lengths)
@@ -162,7 +162,7 @@ def test_explain_says_which_length_is_wrong_as_the_call_does() -> None:
     assert str(explained.value) == str(called.value)
 
 
-def test_threads_have_arenas_of_their_own() -> None:
+def test_threads_have_separate_arenas() -> None:
     x, before = torch.randn(4000, 512), torch.get_num_threads()
     scratch = torch.ops.pytransformer_C.layer_norm_scratch
     try:

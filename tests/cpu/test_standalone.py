@@ -71,7 +71,7 @@ def judge(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_here(op: str, tmp_path: Path) -> None:
+def test_kernels_equal_loops_on_this_machine(op: str, tmp_path: Path) -> None:
     """The generic set uses the vectors of this machine's compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -81,7 +81,7 @@ def test_here(op: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vectors", AARCH64)
 @pytest.mark.parametrize("op", OPS)
-def test_on_aarch64(op: str, vectors: str, tmp_path: Path) -> None:
+def test_kernels_equal_loops_on_aarch64(op: str, vectors: str, tmp_path: Path) -> None:
     compiler, emulator = (
         shutil.which(f"{CROSS}-g++"),
         shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64"),

@@ -31,7 +31,7 @@ def run(command: list[str]) -> None:
 
 @pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
 @pytest.mark.parametrize("op", ("attention", "feed_forward"))
-def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
+def test_four_threads_have_no_data_race(op: str, sanitizer: str, tmp_path: Path) -> None:
     """Forward and backward have no stray access and give the bits of one thread."""
     compiler = shutil.which("g++")
     if compiler is None:

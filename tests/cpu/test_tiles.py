@@ -76,7 +76,9 @@ def judge(program: Path) -> None:
     assert len(lines) >= 3 and all(": ok, " in line for line in lines), lines
 
 
-def test_tiles_and_the_micro_kernel(compiler: list[str], tmp_path: Path) -> None:
+def test_tile_instructions_and_micro_kernel_equal_loops(
+    compiler: list[str], tmp_path: Path
+) -> None:
     program = tmp_path / "tiles"
     run([*compiler, str(PROGRAMS / "tiles.cpp"), "-o", str(program)])
     judge(program)
@@ -84,7 +86,7 @@ def test_tiles_and_the_micro_kernel(compiler: list[str], tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ("attention", "feed_forward", "cross_entropy"))
-def test_ops_on_tiles(op: str, compiler: list[str], tmp_path: Path) -> None:
+def test_ops_run_on_software_tiles(op: str, compiler: list[str], tmp_path: Path) -> None:
     program = tmp_path / op
     sources = [
         PROGRAMS / f"{op}.cpp",
@@ -116,7 +118,7 @@ print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, info)
         ),
     ],
 )
-def test_software_tiles_are_asked_for_and_in_no_wheel(options: dict[str, str], told: str) -> None:
+def test_software_tiles_are_opt_in_and_in_no_wheel(options: dict[str, str], told: str) -> None:
     others = {
         name: value
         for name, value in os.environ.items()
@@ -135,7 +137,7 @@ def test_software_tiles_are_asked_for_and_in_no_wheel(options: dict[str, str], t
 @pytest.mark.parametrize(
     ("software", "told"), [(False, "amx_bf16"), (True, f"amx_bf16, {machine.SOFTWARE_TILES}")]
 )
-def test_results_tell_software_tiles(
+def test_results_record_software_tiles(
     software: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = SimpleNamespace(

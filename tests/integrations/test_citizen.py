@@ -61,7 +61,9 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])
-def test_deterministic_algorithms(hugging_face: Any, deterministic: None, name: str) -> None:
+def test_models_run_with_deterministic_algorithms(
+    hugging_face: Any, deterministic: None, name: str
+) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
 
@@ -78,7 +80,9 @@ def test_deterministic_algorithms(hugging_face: Any, deterministic: None, name: 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
-def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant: bool) -> None:
+def test_checkpoint_replay_repeats_the_dropout_mask(
+    hugging_face: Any, name: str, reentrant: bool
+) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
     for module in model.modules():
@@ -100,7 +104,7 @@ def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant
 
 
 @pytest.mark.unpoisoned
-def test_peak_memory(hugging_face: Any) -> None:
+def test_checkpoints_save_memory_and_t5_has_no_score_matrix(hugging_face: Any) -> None:
     """T5 at length 4,096 has room for no (H, L, L) tensor; fresh processes measure the peaks."""
     if (reason := proof_memory.why_not()) is not None:
         pytest.skip(reason)
@@ -124,7 +128,7 @@ def test_peak_memory(hugging_face: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated"])
-def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) -> None:
+def test_gradient_of_the_t5_table_at_length_512(hugging_face: Any, name: str) -> None:
     """Eager code, which builds the bias, is the reference.
 
     Buckets and distances equal those of the published models.
@@ -152,7 +156,7 @@ def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) 
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_autocast_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
+def test_autocast_is_as_accurate_as_eager(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right", batch=MANY)
     real = real_tokens(family, inputs)
@@ -164,7 +168,7 @@ def test_autocast_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
     assert distance(ours, exact) < AS_EXACT * distance(eager, exact)
 
 
-def test_gradients_of_each_example_by_vmap() -> None:
+def test_vmap_gives_per_example_gradients() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     pt.integrations.convert(layer)
     parameters = {n: p.detach() for n, p in layer.named_parameters()}
@@ -203,7 +207,7 @@ def test_threads_share_a_model(hugging_face: Any) -> None:
             assert torch.equal(got, want)
 
 
-def test_a_forked_process_computes() -> None:
+def test_forked_processes_compute() -> None:
     """A child has none of its parent's threads and must not wait for them."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
     pt.integrations.convert(layer)
@@ -252,7 +256,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "t5"])
-def test_data_parallel_gradients_are_those_of_the_whole_batch(
+def test_ddp_gradients_equal_those_of_the_full_batch(
     hugging_face: Any, name: str, tmp_path: Path
 ) -> None:
     family = FAMILIES[name]
@@ -313,7 +317,7 @@ class Allocated(TorchDispatchMode):
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart", "vit"])
-def test_nothing_is_copied_on_the_way(hugging_face: Any, name: str) -> None:
+def test_training_steps_copy_no_operands(hugging_face: Any, name: str) -> None:
     """A step passes views to our ops, returns views, and builds no dense mask."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")

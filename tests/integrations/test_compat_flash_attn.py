@@ -358,7 +358,7 @@ def test_full_cache_is_read_without_cache_seqlens() -> None:
     compare(out, expected, "out by pages")
 
 
-def test_dropout_drops_alike_for_one_seed_and_differs_between_calls() -> None:
+def test_dropout_repeats_for_one_seed_and_differs_between_calls() -> None:
     q, k, v = (torch.randn(2, 16, 2, 8) for _ in range(3))
     torch.manual_seed(1)
     first, second = (flash_attn.flash_attn_func(q, k, v, 0.5) for _ in range(2))

@@ -229,7 +229,7 @@ def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
     "name",
     [pytest.param(n, marks=() if n in QUICK_CODE else (pytest.mark.slow,)) for n in FAMILIES],
 )
-def test_code_replaced_in_a_class_or_file_counts(
+def test_replaced_code_in_a_class_or_file_takes_effect(
     hugging_face: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replaced forward or function counts before and after convert(), behind a wrapper too."""
@@ -270,7 +270,7 @@ def test_code_replaced_in_a_class_or_file_counts(
 
 @pytest.mark.parametrize("kinds", [("block",), KINDS], ids=["block", "all"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
-def test_a_layer_may_be_called_alone_and_without_a_mask(
+def test_layers_can_be_called_alone_and_without_a_mask(
     hugging_face: Any, name: str, kinds: tuple[str, ...]
 ) -> None:
     from transformers import AutoConfig, AutoModel

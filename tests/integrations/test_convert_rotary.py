@@ -87,7 +87,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, implementation: str | N
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: str) -> None:
+def test_outputs_and_gradients_equal_eager(hugging_face: Any, name: str, padding: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, padding)
     logits, grads = run(family.build("eager"), family, inputs)
@@ -121,7 +121,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "gptj"]
 )
-def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
+def test_generation_equals_eager(hugging_face: Any, name: str, way: str) -> None:
     inputs = inputs_of(MODELS[name], "left")
     settings: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, **WAYS[way]}
     tokens = []
@@ -133,7 +133,9 @@ def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
-def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> None:
+def test_user_caches_in_chunks_equal_the_full_sequence(
+    hugging_face: Any, name: str, kind: str
+) -> None:
     """Chunks of 4, 1, 3 and 3 tokens give eager code's result on the full sequence."""
     family = MODELS[name]
     ids = inputs_of(family, "none")["input_ids"]
@@ -155,7 +157,7 @@ def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> No
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
-def test_every_attention_of_transformers_still_serves(
+def test_every_attention_implementation_still_runs(
     hugging_face: Any, name: str, implementation: str
 ) -> None:
     family = MODELS[name]
@@ -166,7 +168,7 @@ def test_every_attention_of_transformers_still_serves(
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gptj"])
-def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: str) -> None:
+def test_attention_receives_the_arguments_of_the_model(hugging_face: Any, name: str) -> None:
     """Windows, softcaps and scales too, which not every attention function reads from the mask."""
     handed: list[dict[str, Any]] = []
 
@@ -196,7 +198,7 @@ def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: st
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
-def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
+def test_bfloat16_is_as_accurate_as_eager(hugging_face: Any, name: str) -> None:
     """The norm, both products and their sum are rounded once; eager code rounds each."""
     family = MODELS[name]
     inputs = inputs_of(family, "right", batch=MANY)
@@ -208,7 +210,7 @@ def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
     assert distance(ours, exact) < AS_EXACT * distance(eager, exact)
 
 
-def test_positions_of_the_users_own(hugging_face: Any) -> None:
+def test_user_positions_equal_eager(hugging_face: Any) -> None:
     family = MODELS["qwen3"]
     inputs = inputs_of(family, "none")
     inputs["position_ids"] = (
@@ -224,7 +226,7 @@ def test_positions_of_the_users_own(hugging_face: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "gpt_neox"])
-def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> None:
+def test_attention_dropout_applies_where_eager_applies_it(hugging_face: Any, name: str) -> None:
     """Dropout with probability 1 is deterministic: attention then adds nothing."""
     family = MODELS[name]
     inputs = inputs_of(family, "none")
@@ -243,7 +245,7 @@ def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> 
     assert distance(outs[1], run(build(name), family, inputs)[0]) > 100 * LIMIT
 
 
-def test_tables_that_are_learned_stay_the_models_own(hugging_face: Any) -> None:
+def test_learned_tables_run_the_model_code(hugging_face: Any) -> None:
     """Our op has no gradient for cos and sin."""
     from transformers.models.llama import modeling_llama
 
@@ -283,7 +285,9 @@ def reasons(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, _, reason in pt.integrations.convert(model).skipped}
 
 
-def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rotations_are_not_converted(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama import modeling_llama
 
     def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -297,7 +301,7 @@ def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
     )
 
 
-def test_norms_with_hooks_or_of_another_kind_are_left_alone(hugging_face: Any) -> None:
+def test_norms_with_hooks_or_of_another_class_are_not_converted(hugging_face: Any) -> None:
     model = MODELS["qwen3"].build("eager")
     model.model.layers[0].self_attn.k_norm.register_forward_hook(lambda *a: None)
     model.model.layers[1].self_attn.q_norm = nn.Identity()
@@ -319,7 +323,7 @@ def test_hooks_of_projections_are_called(hugging_face: Any) -> None:
     assert called == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def test_an_unknown_attention_is_told(hugging_face: Any) -> None:
+def test_unknown_attention_is_reported(hugging_face: Any) -> None:
     model = Family("Olmo2ForCausalLM", "Olmo2Config", _decoder(), "decoder").build("eager")
     want = (
         "its file turns queries and keys by position, but its class is not one that convert knows"

@@ -35,7 +35,7 @@ def without_numbers(line: str) -> str:
         for name in FAMILIES
     ],
 )
-def test_each_row_is_true(hugging_face: Any, name: str) -> None:
+def test_each_row_equals_a_new_comparison(hugging_face: Any, name: str) -> None:
     """A cell with "ours" raises on a difference; the document equals the cells."""
     made = lines({name: row(name)})
     written = DOC.read_text().splitlines()
@@ -46,7 +46,7 @@ def test_each_row_is_true(hugging_face: Any, name: str) -> None:
         assert any(line.endswith(reason.partition(" ")[2]) for line in written), reason
 
 
-def test_a_difference_is_no_cell(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_differences_raise(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bert = FAMILIES["bert"]
     same = drop_in_table.FEATURES["right"]
     with monkeypatch.context() as patch:

@@ -99,7 +99,7 @@ EXAMPLES: dict[str, tuple[Mod | None, Mod | None, Callable[[], dict[str, Any]]]]
 
 @pytest.mark.parametrize("heads", [H, 2], ids=["heads", "grouped heads"])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, heads: int, backend: str) -> None:
+def test_examples_equal_flex_attention(name: str, heads: int, backend: str) -> None:
     """Compare output and lse.
 
     flex_attention has no CPU gradients, so plain code with the same functions gives them.
@@ -138,7 +138,7 @@ def written_out(
     return scores.softmax(-1) @ v
 
 
-def test_the_examples_differ() -> None:
+def test_examples_differ_from_each_other() -> None:
     q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
     outs = [pt.attention(q, k, v, **ours()) for _, _, ours in EXAMPLES.values()]
     for i, one in enumerate(outs):

@@ -56,7 +56,9 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def test_logits_and_gradients(eager: Any, ours: Any, inputs: dict[str, torch.Tensor]) -> None:
+def test_logits_and_gradients_equal_eager(
+    eager: Any, ours: Any, inputs: dict[str, torch.Tensor]
+) -> None:
     """All parameters are compared, each layer's sinks among them."""
     seen, grads = inputs["attention_mask"].bool(), []
     for model in (eager, ours):
@@ -76,7 +78,9 @@ def test_logits_and_gradients(eager: Any, ours: Any, inputs: dict[str, torch.Ten
     assert all(bool(got[name].any()) for name in got if "sinks" in name)
 
 
-def test_generation_with_a_cache(eager: Any, ours: Any, inputs: dict[str, torch.Tensor]) -> None:
+def test_generation_with_a_cache_equals_eager(
+    eager: Any, ours: Any, inputs: dict[str, torch.Tensor]
+) -> None:
     """Tokens and each step's scores are compared beyond the window of five."""
     options = dict(
         max_new_tokens=12,
@@ -91,7 +95,7 @@ def test_generation_with_a_cache(eager: Any, ours: Any, inputs: dict[str, torch.
         assert distance(a, b) < LIMIT
 
 
-def test_it_runs_on_the_op(
+def test_each_layer_is_one_call_with_sinks(
     ours: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No multiplication follows the call."""

@@ -43,7 +43,7 @@ def states(rows: int, seed: int, batch: int = 2, **options: Any) -> list[torch.T
     ids=str,
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_generates_as_with_transformers_own(
+def test_generation_equals_dynamic_cache(
     hugging_face: Any, name: str, settings: dict[str, Any]
 ) -> None:
     family = FAMILIES[name]
@@ -94,7 +94,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_histories_and_kept_tensors(seed: int) -> None:
+def test_random_histories_equal_dynamic_cache(seed: int) -> None:
     """Updates return equal values, and neither returned tensors nor copies change later."""
     rng = random.Random(seed)
     ours, theirs, kept = GrowingLayer(), DynamicLayer(), []
@@ -118,7 +118,7 @@ def test_random_histories_and_kept_tensors(seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in kept)
 
 
-def test_a_token_is_written_where_there_is_room() -> None:
+def test_tokens_are_written_in_place_if_capacity_allows() -> None:
     layer = GrowingLayer()
     with torch.no_grad():
         first = layer.update(*states(100, 0))[0].data_ptr()
@@ -127,7 +127,7 @@ def test_a_token_is_written_where_there_is_room() -> None:
         assert layer.update(*states(1, 1))[0].data_ptr() != first
 
 
-def test_gradients_are_as_with_transformers_own() -> None:
+def test_gradients_equal_dynamic_cache() -> None:
     """This includes cached tensors and queries that saw the cache before it grew."""
     grads = []
     for layer in (GrowingLayer(), DynamicLayer()):
@@ -145,7 +145,7 @@ def test_gradients_are_as_with_transformers_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_a_backward_finds_the_keys_that_it_saw() -> None:
+def test_backward_uses_the_keys_of_its_forward() -> None:
     """Queries need a gradient and keys need none, token after token."""
     layer, query, total = GrowingLayer(), torch.ones(8, requires_grad=True), torch.zeros(())
     for i in range(4):

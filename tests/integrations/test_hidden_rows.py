@@ -67,7 +67,7 @@ def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_zeros)
 
 
-def test_large_gradients_are_those_of_rows_of_zeros(
+def test_large_gradients_come_from_rows_of_zeros(
     gradients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LayerNorm divides a gradient by sqrt(eps) = 1/316 in rows of zeros, layer after layer.
@@ -81,7 +81,7 @@ def test_large_gradients_are_those_of_rows_of_zeros(
     assert (ours - zeros).norm() < 1e-12 * zeros.norm()
 
 
-def test_a_loss_on_real_rows_has_pytorchs_gradients(gradients: Any) -> None:
+def test_losses_on_real_rows_have_pytorchs_gradients(gradients: Any) -> None:
     want, ours = gradients("sdpa", 1), gradients("pytransformer", 1)
     assert want.norm() < 1e4
     assert (ours - want).norm() < 1e-12 * want.norm()

@@ -36,7 +36,7 @@ GENERATIVE = [name for name, f in FAMILIES.items() if f.kind in ("decoder", "seq
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
-def test_outputs_and_gradients_as_eager(
+def test_outputs_and_gradients_equal_eager(
     hugging_face: Any, backend: str, name: str, padding: str
 ) -> None:
     family = FAMILIES[name]
@@ -60,7 +60,9 @@ def test_outputs_and_gradients_as_eager(
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
 @pytest.mark.parametrize("name", GENERATIVE)
-def test_generation_as_eager(hugging_face: Any, backend: str, name: str, cache: str | None) -> None:
+def test_generation_equals_eager(
+    hugging_face: Any, backend: str, name: str, cache: str | None
+) -> None:
     family = FAMILIES[name]
     inputs = {k: v for k, v in inputs_of(family, "left").items() if not k.startswith("decoder_")}
     settings = dict(
@@ -77,7 +79,7 @@ def test_generation_as_eager(hugging_face: Any, backend: str, name: str, cache: 
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit"])
-def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, backend: str, name: str) -> None:
+def test_bfloat16_is_as_accurate_as_eager(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right", batch=MANY)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
@@ -88,7 +90,7 @@ def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, backend: str, name: st
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_prompt_in_two_parts(hugging_face: Any, backend: str, name: str) -> None:
+def test_prompts_in_two_parts_equal_eager(hugging_face: Any, backend: str, name: str) -> None:
     """Several queries follow cached keys: the causal diagonal is aligned to the last key."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "left")
@@ -108,7 +110,7 @@ def test_a_prompt_in_two_parts(hugging_face: Any, backend: str, name: str) -> No
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_of_the_users_own(hugging_face: Any, backend: str, name: str, kind: str) -> None:
+def test_user_masks_equal_eager(hugging_face: Any, backend: str, name: str, kind: str) -> None:
     """A 4-dimensional mask is complete: nothing is added to it, not even causality."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
@@ -124,7 +126,7 @@ def test_masks_of_the_users_own(hugging_face: Any, backend: str, name: str, kind
 
 
 @pytest.mark.parametrize("name", FAMILIES)  # GPT-2 does not pass the request on to its attention
-def test_attention_weights_as_eager(hugging_face: Any, backend: str, name: str) -> None:
+def test_attention_weights_equal_eager(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
     with torch.no_grad():
@@ -149,7 +151,7 @@ def test_attention_weights_as_eager(hugging_face: Any, backend: str, name: str) 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_gradient_checkpointing(
+def test_gradient_checkpointing_equals_eager(
     hugging_face: Any, backend: str, name: str, reentrant: bool
 ) -> None:
     """The lowered mask survives the replay, which detaches it."""
@@ -201,7 +203,7 @@ def test_dropout_follows_the_global_seed(hugging_face: Any, backend: str) -> Non
     assert not torch.equal(logits(1), logits(2))
 
 
-def test_a_wrong_mask_shows(
+def test_wrong_masks_exceed_the_limit(
     hugging_face: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each fault must exceed the limit of the tests above."""
@@ -257,7 +259,7 @@ def test_a_wrong_mask_shows(
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "clip"])
-def test_switch_reaches_the_models_inside(hugging_face: Any, name: str) -> None:
+def test_switch_reaches_inner_models(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     model = family.build("sdpa")
     for implementation, calls in (("pytransformer", family.attentions), ("sdpa", 0)):

@@ -165,7 +165,7 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", RIGHT)
-def test_right(hugging_face: Any, name: str, padding: str) -> None:
+def test_supported_architectures_equal_eager(hugging_face: Any, name: str, padding: str) -> None:
     if not hasattr(hugging_face, name):
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
     inputs = inputs_of(name, padding)
@@ -178,7 +178,9 @@ def test_right(hugging_face: Any, name: str, padding: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_when_it_is_built(hugging_face: Any, name: str) -> None:
+def test_unsupported_architectures_are_refused_at_construction(
+    hugging_face: Any, name: str
+) -> None:
     """They compute attention themselves.
 
     Some added our masks to scores; others had no class for our name and raised a KeyError.
@@ -198,7 +200,7 @@ def small_bloom(hugging_face: Any, implementation: str | None) -> Any:
     return hugging_face.BloomModel._from_config(config, attn_implementation=implementation)
 
 
-def test_other_implementations_are_as_they_were(hugging_face: Any) -> None:
+def test_other_implementations_are_unchanged(hugging_face: Any) -> None:
     for implementation in ("eager", None):
         assert small_bloom(hugging_face, implementation).config._attn_implementation == "eager"
     with pytest.raises(
@@ -213,7 +215,7 @@ def test_other_implementations_are_as_they_were(hugging_face: Any) -> None:
     )
 
 
-def test_switching_a_model_that_cannot_is_refused(hugging_face: Any) -> None:
+def test_switching_an_unsupported_model_is_refused(hugging_face: Any) -> None:
     model = small_bloom(hugging_face, "eager")
     with pytest.raises(
         ValueError, match=r"BloomModel \(model type 'bloom'\) computes attention in code of its own"
@@ -223,7 +225,7 @@ def test_switching_a_model_that_cannot_is_refused(hugging_face: Any) -> None:
     pt.integrations.transformers.switch(model, "eager")
 
 
-def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
+def test_parts_of_a_model_can_stay_eager(hugging_face: Any) -> None:
     """The error's advice works for models with one refused part; each part gets its own masks."""
     text = dict(SMALL, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
     vision = dict(
@@ -256,7 +258,7 @@ def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
         assert (ran, distance(got, want) < LIMIT) == (calls, True), implementation
 
 
-def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
+def test_single_compiled_layers_accept_the_mask(hugging_face: Any) -> None:
     """The mask is an input of the compiled graph, with other lengths at every call."""
     want, ours = (
         built("SplinterModel", "eager"),
@@ -288,7 +290,7 @@ def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
         ),  # a misread mask
     ],
 )
-def test_a_fault_shows(
+def test_planted_faults_exceed_the_limit(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any
 ) -> None:
     from transformers import AttentionMaskInterface

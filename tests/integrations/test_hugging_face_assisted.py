@@ -26,7 +26,7 @@ def repeated(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("how", ["a model", "a worse model", "looked up"])
-def test_tokens_as_sdpa(hugging_face: Any, name: str, how: str) -> None:
+def test_tokens_equal_sdpa(hugging_face: Any, name: str, how: str) -> None:
     """One call reads several drafts behind the cache; rejected ones are cropped from it."""
     ids, family = repeated(name), FAMILIES[name]
 

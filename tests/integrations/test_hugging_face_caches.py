@@ -36,7 +36,7 @@ def no_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "t5", "bart"])
-def test_tokens_as_eager_and_sdpa(
+def test_tokens_equal_eager_and_sdpa(
     hugging_face: Any, no_dense_mask: None, name: str, cache: str, how: str
 ) -> None:
     """The batch has sequences of different lengths."""

@@ -69,7 +69,7 @@ LENGTHS = [  # queries, keys, first query, first key
 @pytest.mark.parametrize("padding", ["none", "left", "right", "short"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_means_what_the_dense_mask_means(
+def test_lowered_masks_equal_the_dense_masks(
     ours: ModuleType,
     masking: ModuleType,
     pattern: str,
@@ -131,7 +131,7 @@ def test_means_what_the_dense_mask_means(
 @pytest.mark.parametrize(
     "lengths", [(3, 4096, 0), (1, 4096, 900), (5, 4096, 4091), (2, 4096, 4090)]
 )
-def test_a_static_cache_is_lengths(
+def test_static_caches_become_key_lengths(
     ours: ModuleType,
     masking: ModuleType,
     lengths: tuple[int, int, int],
@@ -189,7 +189,7 @@ def test_queries_past_the_keys_are_dense(ours: ModuleType, masking: ModuleType) 
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window", "bidirectional"])
-def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, pattern: str) -> None:
+def test_no_quadratic_mask_is_built(ours: ModuleType, masking: ModuleType, pattern: str) -> None:
     function = {
         "causal": masking.causal_mask_function,
         "window": masking.sliding_window_causal_mask_function(100),
@@ -210,7 +210,7 @@ def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, patte
     assert (plain.dense, plain.padding) == (None, None)
 
 
-def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: ModuleType) -> None:
+def test_windows_are_recognized_by_their_pattern(ours: ModuleType, masking: ModuleType) -> None:
     def overlay(sliding_window: int) -> Any:
         def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
             return kv_idx >= q_idx - sliding_window
@@ -237,7 +237,7 @@ def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: Modu
         assert ours.causal_window(other) is None
 
 
-def test_padding_does_not_take_causality_from_the_module(
+def test_padding_masks_ignore_the_causality_of_the_module(
     ours: ModuleType, masking: ModuleType
 ) -> None:
     """BridgeTower passes bidirectional masks to causal modules.
@@ -256,7 +256,7 @@ def test_padding_does_not_take_causality_from_the_module(
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4)), real[:, None, None].expand(1, 1, 4, 4))
 
 
-def test_no_mask_hides_nothing(ours: ModuleType) -> None:
+def test_missing_masks_hide_nothing(ours: ModuleType) -> None:
     """Splinter's modules have no is_causal, which sdpa reads as True; eager code hides nothing."""
     everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     for is_causal in (True, False):
@@ -313,7 +313,7 @@ def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_eager_code_reads_no_harmless_keyword(hugging_face: ModuleType) -> None:
+def test_eager_code_reads_only_supported_keywords(hugging_face: ModuleType) -> None:
     """Every keyword that eager code reads has an effect on our attention too."""
     from pytransformer.integrations.hugging_face import keywords
 
@@ -325,7 +325,7 @@ def test_eager_code_reads_no_harmless_keyword(hugging_face: ModuleType) -> None:
     assert {others.get(name, name) for name in read} <= named | keywords.HONOURED
 
 
-def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
+def test_options_of_generate_are_ignored(ours: ModuleType) -> None:
     """Models with a generate method pass them all to attention (Parakeet)."""
     options = dict(
         max_new_tokens=5,
@@ -337,9 +337,7 @@ def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
     assert torch.equal(call(ours, **options)[0], call(ours)[0])
 
 
-def test_a_mask_that_the_model_extends_is_eager_codes(
-    ours: ModuleType, masking: ModuleType
-) -> None:
+def test_masks_that_a_model_extends_are_dense(ours: ModuleType, masking: ModuleType) -> None:
     """DeepSeek V4 adds columns to a mask tensor and passes other masks unchanged."""
     config = SimpleNamespace(model_type="deepseek_v4")
     arguments: dict[str, Any] = dict(
@@ -352,7 +350,7 @@ def test_a_mask_that_the_model_extends_is_eager_codes(
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4))[..., 1:, :], (mask == 0)[..., 1:, :])
 
 
-def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
+def test_selected_indices_are_limited_to_visible_keys(ours: ModuleType) -> None:
     indices = torch.tensor([[[0, 3], [1, 3], [1, 2], [0, 3]]], dtype=torch.int32)
     kept = torch.zeros(1, 1, 4, 4, dtype=torch.bool).scatter_(-1, indices.long()[:, None], True)
     causal = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -364,7 +362,7 @@ def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["s_aux", "sinks"])
-def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> None:
+def test_sinks_share_the_softmax(ours: ModuleType, name: str) -> None:
     """A sink is one more key with a given score and a value of zero."""
     x = torch.linspace(-1, 1, 64).view(1, 2, 4, 8)
     sinks = (
@@ -395,9 +393,7 @@ class Config:
     model_type = "toy"
 
 
-def test_what_touches_a_mask_gets_what_eager_code_gets(
-    ours: ModuleType, masking: ModuleType
-) -> None:
+def test_operations_on_a_mask_see_the_eager_mask(ours: ModuleType, masking: ModuleType) -> None:
     """Models add it to scores, slice, convert, compare and measure it."""
     real = torch.tensor([[False, True, True, True]])
     scores = torch.linspace(-1, 1, 32).view(1, 2, 4, 4)
@@ -448,7 +444,9 @@ def test_writing_into_a_mask_is_refused(ours: ModuleType) -> None:
             write()
 
 
-def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: ModuleType) -> None:
+def test_models_that_read_masks_as_bool_get_the_sdpa_mask(
+    ours: ModuleType, masking: ModuleType
+) -> None:
     """Nemotron ASR hides where ``logical_not`` of its mask is True and zeroes rows of all zeros.
 
     That is the reverse of eager code's additive mask.
@@ -468,7 +466,7 @@ def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: Modu
             assert mask.dtype == torch.bool
 
 
-def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: ModuleType) -> None:
+def test_only_masks_that_hide_nothing_become_none(ours: ModuleType, masking: ModuleType) -> None:
     """Eager code gets None in the same cases; causality is always explicit."""
     both_ways: dict[str, Any] = dict(
         mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True
@@ -488,7 +486,7 @@ def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: M
         assert ours.attention_mask(1, *lengths, lengths[1] - lengths[0]) is not None
 
 
-def test_a_mask_travels(ours: ModuleType) -> None:
+def test_masks_can_be_moved_and_copied(ours: ModuleType) -> None:
     real = torch.tensor([[True, True, False]])
     mask = ours.attention_mask(1, 3, 3, attention_mask=real)
     assert (
@@ -505,7 +503,7 @@ def test_a_mask_travels(ours: ModuleType) -> None:
     assert torch.equal(as_dense(ours, twin, (1, 1, 3, 3)), as_dense(ours, mask, (1, 1, 3, 3)))
 
 
-def test_a_mask_for_one_query_is_for_all(ours: ModuleType, masking: ModuleType) -> None:
+def test_one_query_masks_broadcast(ours: ModuleType, masking: ModuleType) -> None:
     """BridgeTower builds one row, which eager code broadcasts."""
     real = torch.tensor([[False, True, True, True]])
     window = masking.sliding_window_causal_mask_function(2)
@@ -516,13 +514,13 @@ def test_a_mask_for_one_query_is_for_all(ours: ModuleType, masking: ModuleType) 
         assert torch.equal(got, exact.expand(1, 1, 4, 4))
 
 
-def test_a_mask_for_other_lengths_is_refused(ours: ModuleType) -> None:
+def test_masks_of_other_lengths_are_refused(ours: ModuleType) -> None:
     for lengths in ((3, 4), (4, 5), (1, 5)):
         with pytest.raises(ValueError, match=r"has 4 queries and 4 keys, and its mask is for"):
             call(ours, ours.attention_mask(1, *lengths))
 
 
-def test_a_batch_of_one_broadcasts(ours: ModuleType) -> None:
+def test_masks_of_batch_one_broadcast(ours: ModuleType) -> None:
     query, key = torch.randn(1, 2, 3, 8), torch.randn(4, 2, 5, 8)
     module = SimpleNamespace(is_causal=False)
     with pt.use_backend(attention="reference"):

@@ -110,7 +110,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_tokens_as_transformers_own(
+def test_tokens_equal_transformers(
     paged: ModuleType, request: pytest.FixtureRequest, name: str, how: str
 ) -> None:
     theirs = tokens(FAMILIES[name].build("paged|eager"), **HOW[how])
@@ -135,7 +135,7 @@ def test_tokens_as_transformers_own(
     assert {backend for _, backend in ran} == {"cpu"}
 
 
-def test_a_table_from_places(paged: ModuleType) -> None:
+def test_page_table_follows_from_cache_positions(paged: ModuleType) -> None:
     """Three requests of 5, 1 and 8 keys in pages of 4 need 2, 1 and 2 pages."""
     lies = [*range(40, 44), 8, 12, *range(4, 8), *range(20, 24)]
     pages, lengths = paged.table_of(
@@ -149,7 +149,7 @@ def test_a_table_from_places(paged: ModuleType) -> None:
     ]
 
 
-def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
+def test_paged_implementation_needs_continuous_batching(paged: ModuleType) -> None:
     model, ids = FAMILIES["llama"].build("pytransformer"), torch.tensor([[5, 6, 7]])
     want = model(ids).logits
     with (
@@ -169,7 +169,7 @@ def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
         tokens(model, do_sample=False)
 
 
-def test_what_else_is_refused(hugging_face: Any, paged: ModuleType) -> None:
+def test_unsupported_arguments_are_refused(hugging_face: Any, paged: ModuleType) -> None:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     cache, t = object.__new__(PagedAttentionCache), torch.zeros(1, 2, 3, 4)

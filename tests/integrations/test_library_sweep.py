@@ -38,12 +38,12 @@ def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], 
     return rows
 
 
-def test_nothing_is_wrong() -> None:
+def test_no_model_is_wrong() -> None:
     assert {row["verdict"] for row in RESULTS.values()} <= libraries.VERDICTS.keys() - {"wrong"}
     assert sum(row["verdict"].startswith("ours") for row in RESULTS.values()) > 35
 
 
-def test_the_page_is_made_of_the_results() -> None:
+def test_page_equals_the_results() -> None:
     made = libraries.page(libraries.load_results())
     assert libraries.DOC.read_text() == made, (
         "run: python -m pytransformer.testing.sweep.libraries --write"
@@ -54,7 +54,7 @@ def test_the_page_is_made_of_the_results() -> None:
 @pytest.mark.parametrize(
     "subject", sorted(name.partition(":")[0] for name, row in RESULTS.items() if "cells" in row)
 )
-def test_subject(found: Callable[[str], libraries.Rows], subject: str) -> None:
+def test_subjects_match_the_results(found: Callable[[str], libraries.Rows], subject: str) -> None:
     for name, row in found(subject).items():
         assert kinds(row) == kinds(RESULTS[name]), name
 
@@ -76,7 +76,7 @@ FAULTS = {"mask": 3, "scale": 6}  # their positions among the arguments of drop_
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_planted_faults_are_found(
+def test_planted_faults_are_detected(
     monkeypatch: pytest.MonkeyPatch, one_thread: None, fault: str | None
 ) -> None:
     """Without a library, a call that loses its mask or its scale is wrong.

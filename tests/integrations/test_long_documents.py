@@ -142,7 +142,7 @@ CASES = [
     [(*case, torch.float64) for case in CASES]
     + [(*case, torch.float32) for case in CASES if case[1] == 59 and case[2] == "right"],
 )
-def test_as_eager_code(
+def test_states_and_gradients_equal_eager(
     hugging_face: Any,
     exact_softmax: None,
     name: str,
@@ -180,7 +180,7 @@ def test_as_eager_code(
         ),
     ],
 )
-def test_random_blocks_in_training_are_those_of_the_layer(
+def test_random_blocks_in_training_equal_the_layer(
     hugging_face: Any, name: str, length: int, more: Any
 ) -> None:
     """numpy's generator, seeded by the layer, draws other blocks for each head.
@@ -205,7 +205,7 @@ def test_random_blocks_in_training_are_those_of_the_layer(
     )  # in eval mode other blocks are visible
 
 
-def test_in_eval_mode_the_first_block_counts_once_more_for_each_draw(hugging_face: Any) -> None:
+def test_eval_mode_repeats_the_first_block(hugging_face: Any) -> None:
     """Eager code counts it once per draw, which no mask can express.
 
     Without one copy the results differ by 2e-2 and more.
@@ -225,7 +225,7 @@ def test_in_eval_mode_the_first_block_counts_once_more_for_each_draw(hugging_fac
     assert distance(results(ours, inputs)[0], want) > 1e-3
 
 
-def test_short_sequences_switch_the_type_and_stay_ours(hugging_face: Any) -> None:
+def test_short_sequences_switch_the_type_and_stay_converted(hugging_face: Any) -> None:
     for name in ("big_bird", "bigbird_pegasus"):
         model = built(hugging_face, name, torch.float64)
         ours, inputs = converted(model), inputs_of(name, 30, "left")
@@ -240,7 +240,7 @@ def test_short_sequences_switch_the_type_and_stay_ours(hugging_face: Any) -> Non
 
 
 @pytest.mark.parametrize("length", [30, 59])
-def test_with_a_decoder_on_the_interface(hugging_face: Any, length: int) -> None:
+def test_decoders_may_use_the_attention_interface(hugging_face: Any, length: int) -> None:
     """BigBird-Pegasus's encoder then gets our mask object for short sequences."""
     model = built(hugging_face, "bigbird_pegasus", torch.float64)
     ours, inputs = converted(model), inputs_of("bigbird_pegasus", length, "right")
@@ -266,7 +266,7 @@ def test_weights_come_from_eager_code(hugging_face: Any) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
+def test_attention_dropout_is_supported(hugging_face: Any) -> None:
     """Our generator draws; the mean over draws equals the result without dropout.
 
     Hidden queries stay 0.
@@ -292,7 +292,7 @@ def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
         assert (error <= 6 * draws.std(0) / 200**0.5 + 1e-5).all()
 
 
-def test_decoders_with_a_cache(hugging_face: Any) -> None:
+def test_decoders_with_a_cache_equal_eager(hugging_face: Any) -> None:
     """LED's and BigBird's decoders run cached steps and cross-attention with stored keys."""
     led = hugging_face.LEDForConditionalGeneration(
         hugging_face.LEDConfig(**MODELS["led"][2])
@@ -324,7 +324,7 @@ def test_decoders_with_a_cache(hugging_face: Any) -> None:
         assert torch.equal(got.sequences, want.sequences)
 
 
-def test_code_that_nobody_has_looked_at_is_left_alone(
+def test_unreviewed_code_is_not_converted(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
@@ -338,7 +338,7 @@ def test_code_that_nobody_has_looked_at_is_left_alone(
     )
 
 
-def test_pickled_and_back(hugging_face: Any) -> None:
+def test_converted_models_pickle(hugging_face: Any) -> None:
     model = built(hugging_face, "big_bird")
     ours, inputs = converted(model), inputs_of("big_bird", 64)
     again = pickle.loads(pickle.dumps(ours))

@@ -68,7 +68,7 @@ def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]
 @pytest.mark.parametrize(
     "settings", [{}, dict(is_causal=True), dict(enable_gqa=True, scale=0.3)], ids=str
 )
-def test_attention(
+def test_attention_equals_separate_sequences(
     layout: torch.layout, call: Callable[..., Any], keys: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
     queries, others = (
@@ -88,7 +88,7 @@ def test_attention(
 
 
 @BOTH_LAYOUTS
-def test_without_heads(layout: torch.layout) -> None:
+def test_attention_without_heads_equals_separate_sequences(layout: torch.layout) -> None:
     parts = sequences(LENGTHS, 8)
     x = nest(parts, layout)
     same(
@@ -98,7 +98,7 @@ def test_without_heads(layout: torch.layout) -> None:
     )
 
 
-def test_jagged_results_go_on() -> None:
+def test_jagged_results_have_the_ragged_dimension_of_query() -> None:
     """A residual can be added."""
     x = nest(sequences(LENGTHS, 4, 8), torch.jagged)
     y = pt.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3).transpose(1, 2)
@@ -117,7 +117,7 @@ COMPILED: dict[str, Callable[..., torch.Tensor]] = {
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "activate")) for name in COMPILED],
 )
-def test_compiled(name: str) -> None:
+def test_compiled_calls_equal_eager(name: str) -> None:
     torch._dynamo.reset()
     with pt.activate(), trace() as ran:
         one_graph(COMPILED[name])
@@ -151,7 +151,7 @@ def one_graph(call: Callable[..., torch.Tensor]) -> None:
             assert_same_elements(mine, theirs, gradient=True)
 
 
-def test_compiled_calls_check_lengths_as_they_run() -> None:
+def test_compiled_calls_check_lengths_at_run_time() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(pt.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
     q, k, v, other = (
@@ -168,7 +168,9 @@ def test_compiled_calls_check_lengths_as_they_run() -> None:
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: bool) -> None:
+def test_transformer_encoder_equals_torch(
+    layout: torch.layout, training: bool, norm_first: bool
+) -> None:
     """PyTorch supports strided ones only in inference."""
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first), 2
@@ -182,7 +184,7 @@ def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: b
 
 
 @BOTH_LAYOUTS
-def test_cross_attention_module(layout: torch.layout) -> None:
+def test_cross_attention_modules_equal_separate_sequences(layout: torch.layout) -> None:
     module = nn.MultiheadAttention(16, 4, kdim=8, vdim=8, bias=False, batch_first=True)
     queries, others = sequences(LENGTHS, 16), sequences(KEYS, 8)
     with pt.activate():
@@ -210,7 +212,7 @@ def test_weights_come_from_pytorchs_fast_path() -> None:
     assert torch.equal(got[1], want[1]) and torch.equal(got[0].values(), want[0].values())
 
 
-def test_modules_are_as_they_were() -> None:
+def test_modules_are_restored() -> None:
     call, jagged = (
         nn.MultiheadAttention.__call__,
         torch.nested._internal.ops.jagged_scaled_dot_product_attention,
@@ -230,7 +232,7 @@ def test_modules_can_be_scripted() -> None:
 
 
 @BOTH_LAYOUTS
-def test_bad_input_is_named(layout: torch.layout) -> None:
+def test_bad_nested_input_is_named(layout: torch.layout) -> None:
     attend = pt.scaled_dot_product_attention
     x = nest(sequences(LENGTHS, 4, 8), layout).transpose(1, 2)
     other = nest(sequences(KEYS, 4, 8), layout).transpose(1, 2)

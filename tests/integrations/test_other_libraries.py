@@ -65,7 +65,9 @@ def vit(timm: ModuleType, **settings: Any) -> nn.Module:
     "settings",
     [{}, dict(qk_norm=True), dict(init_values=0.5), dict(class_token=False, global_pool="avg")],
 )
-def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -> None:
+def test_timm_vision_transformers_equal_their_own_code(
+    timm: ModuleType, settings: dict[str, Any]
+) -> None:
     images = torch.randn(3, 3, 32, 32)
     model = vit(timm, **settings).eval()
     out, grads = run(model, images)
@@ -95,7 +97,7 @@ def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -
     assert torch.equal(run(model, images)[0], out)
 
 
-def test_timm_s_dropouts_drop_where_they_did(timm: ModuleType) -> None:
+def test_timm_dropouts_apply_in_the_same_places(timm: ModuleType) -> None:
     """Dropout with probability 1 is deterministic; each place is tested alone."""
     images = torch.randn(2, 3, 32, 32)
     theirs, ours = (
@@ -117,13 +119,13 @@ def test_timm_s_dropouts_drop_where_they_did(timm: ModuleType) -> None:
             assert mine.norm() == 0
 
 
-def test_timm_s_other_settings_are_told(timm: ModuleType) -> None:
+def test_unsupported_timm_settings_are_reported(timm: ModuleType) -> None:
     model = vit(timm, scale_mlp_norm=True)
     reasons = {of: reason for _, of, reason in pt.integrations.convert(model).skipped}
     assert "norm between its linear layers" in reasons["Mlp"]
 
 
-def test_diffusers(timm: ModuleType) -> None:
+def test_diffusers_models_equal_their_own_code(timm: ModuleType) -> None:
     """A conditional U-Net (self- and cross-attention) and a diffusion Transformer run."""
     diffusers = load("diffusers")
     torch.manual_seed(3)

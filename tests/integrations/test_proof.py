@@ -81,7 +81,7 @@ def test_a_wrong_result_is_not_a_proof(
     assert any("outputs differ" in problem for problem in entry["problems"])
 
 
-def test_without_transformers_it_says_what_to_install(
+def test_missing_transformers_raises_with_a_hint(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = proof.importlib.util.find_spec
@@ -94,7 +94,7 @@ def test_without_transformers_it_says_what_to_install(
     assert "pytransformer-kernels[hf]" in capsys.readouterr().out
 
 
-def test_the_sentences() -> None:
+def test_proof_text_has_uneven_lengths() -> None:
     assert len(proof_models.SENTENCES.read_text(encoding="utf-8").splitlines()) == 32
     text = proof_models.read_text()
     lengths = text.real.sum(1)
@@ -104,7 +104,7 @@ def test_the_sentences() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_peak_memory_of_fresh_processes() -> None:
+def test_peak_memory_is_measured_in_fresh_processes() -> None:
     if (reason := proof_memory.why_not()) is not None:
         pytest.skip(reason)
     peaks = proof_memory.peaks([("torch", "torch"), ("torch", "pytransformer")])

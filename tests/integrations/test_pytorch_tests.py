@@ -21,7 +21,7 @@ def test_skipped(): pytest.skip("not counted")
 
 
 @pytest.mark.slow  # five runs of pytest
-def test_finds_what_fails_with_ours_alone(
+def test_reports_tests_that_fail_only_with_our_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "test_stand_in.py"
@@ -35,6 +35,6 @@ def test_finds_what_fails_with_ours_alone(
     assert pytorch_tests.main([str(path), "-k", "same"]) == 0
 
 
-def test_without_the_file_it_says_what_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_raises_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert pytorch_tests.main([]) == 2
     assert "test/test_transformers.py" in capsys.readouterr().out

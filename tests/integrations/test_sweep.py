@@ -93,11 +93,11 @@ def committed_for(version: str) -> report.Rows:
 
 
 @pytest.mark.parametrize("path", [report.RESULTS, report.OLDER], ids=lambda path: path.stem)
-def test_nothing_is_wrong(path: Path) -> None:
+def test_no_architecture_is_wrong(path: Path) -> None:
     assert not wrong(report.load(path)["rows"])
 
 
-def test_results_stand_by_their_version() -> None:
+def test_results_file_depends_on_the_version() -> None:
     assert report.place(report.load()["transformers"]) == report.place("99.0.0") == report.RESULTS
     assert report.place(report.load(report.OLDER)["transformers"]) == report.OLDER
 
@@ -116,7 +116,7 @@ def test_results_stand_by_their_version() -> None:
         ((1.0, 2.0), (1.0, NAN), "same"),
     ],
 )
-def test_as_sdpa_means_no_worse_anywhere(
+def test_as_sdpa_rows_are_nowhere_worse_than_sdpa(
     ours: tuple[float, float], sdpa: tuple[float, float], says: str
 ) -> None:
     from pytransformer.testing.sweep.compare import Outcome, judge
@@ -127,7 +127,7 @@ def test_as_sdpa_means_no_worse_anywhere(
     assert judge(mine, eager, lambda: theirs, dict, padded=True).partition(":")[0] == says
 
 
-def test_as_sdpa_needs_an_excuse() -> None:
+def test_as_sdpa_needs_padding_or_non_finite_eager_results() -> None:
     """In other cases sdpa's error counts as wrong."""
     from pytransformer.testing.sweep.compare import AS_SDPA, Outcome, judge
 
@@ -140,7 +140,7 @@ def test_as_sdpa_needs_an_excuse() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_what_a_model_leaves_uninitialised_is_filled() -> None:
+def test_uninitialized_parameters_are_filled() -> None:
     """Every build gets the same values, never the contents of memory."""
     from pytransformer.testing.sweep.subjects import nan_where_uninitialised, stirred
 
@@ -174,7 +174,7 @@ def test_architectures_file_matches_the_results() -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.falls_back
 @pytest.mark.parametrize("model_type", TYPES)
-def test_sample(hugging_face: Any, model_type: str) -> None:
+def test_sampled_architectures_match_the_results(hugging_face: Any, model_type: str) -> None:
     from pytransformer.testing.sweep.subjects import model_types
 
     if model_type not in model_types():
@@ -188,7 +188,9 @@ def test_sample(hugging_face: Any, model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("letter", sorted({name[0] for name in report.load()["rows"]}))
-def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> None:
+def test_all_architectures_match_the_results(
+    hugging_face: Any, tmp_path: Path, letter: str
+) -> None:
     from pytransformer.testing.sweep.subjects import model_types
 
     types = [model_type for model_type in model_types() if model_type.startswith(letter)]
@@ -221,7 +223,7 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     }
 
 
-def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_runs_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Existing rows are not computed again; new rows are written immediately."""
     from pytransformer.testing.sweep import __main__ as command
 
@@ -301,7 +303,7 @@ FAULTS = {
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(
+def test_planted_faults_are_detected(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -164,7 +164,9 @@ def _slow_path(never_left_active: None) -> Iterator[None]:
     "settings", [dict(), dict(batch_first=True), dict(batch_first=True, norm_first=True)], ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_mask(kind: str, settings: dict[str, bool], training: bool, way: str) -> None:
+def test_every_mask_equals_pytorch(
+    kind: str, settings: dict[str, bool], training: bool, way: str
+) -> None:
     settings = dict(batch_first=False) | settings
     if kind == "MultiheadAttention" and "norm_first" in settings:
         settings = dict(batch_first=True)
@@ -201,7 +203,9 @@ SETTINGS_OF_ATTENTION: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("way", ["activate", "convert", "both"])
 @pytest.mark.parametrize("name", SETTINGS_OF_ATTENTION)
-def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -> None:
+def test_every_setting_of_attention_equals_pytorch(
+    name: str, way: str, weights: bool | None
+) -> None:
     """Cross-attention runs with each option, each mask, and the weights of `need_weights`."""
     settings = SETTINGS_OF_ATTENTION[name]
     torch.manual_seed(5)
