@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a module of problems with a fault planted in the kernels, in a process of its own.
+"""Run a module of problems with a planted fault in a process.
 
-A server imports torch once and forks a process for each run, which loads the emulator's library
-with PYTRANSFORMER_FAULT set: a fault costs
-no compiling and no start of Python, and may crash or hang.
+A server imports torch once and forks a process per run, which loads the emulator's library with
+PYTRANSFORMER_FAULT set. A fault costs no compilation and no start of Python, and may crash or hang.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from run_problems import PRELOADED, send_first_wrong
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-LIMIT = 120  # seconds that a run may take
+LIMIT = 120  # seconds per run
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks by the backend "cuda", in the emulator: what they cost, whose lists are read, what is
-refused. Values and gradients:
-attention_problems.py and the fuzzer."""
+"""Block masks on the emulated backend "cuda": cost, lists, errors.
+
+Values and gradients are in attention_problems.py and the fuzzer.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +33,28 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def results(inputs: list[Tensor], **keywords: Any) -> list[Tensor]:
-    """out and the gradients of all inputs."""
+    """Return out and the gradients of all inputs."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     out = pt.attention(*inputs, **keywords, backend="cuda", strict=True)
     return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
 
 def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
-    """The same, and how many matrix products ran."""
+    """Return out, the gradients and the number of matrix products."""
     count = lambda: sum(
         torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)
     )
     before = count()
-    with fast_path.off():  # whose second call of a kind computes twice, to record it
+    with fast_path.off():  # the second call of a key computes twice, to record it
         found = results(inputs, **keywords)
     return found, count() - before
 
 
 def test_blocks_that_nobody_sees_cost_nothing() -> None:
-    """Two documents as whole blocks give the bits of two sequences, for as many products, whatever
-    other blocks hold."""
+    """Two documents as full blocks give the bits and the products of two sequences.
+
+    The contents of other blocks do not matter.
+    """
     torch.manual_seed(0)
     inputs = [normal(2, 1, 128, 32) for _ in range(3)]
     ids = torch.arange(256) // 128
@@ -75,8 +78,7 @@ def test_blocks_that_nobody_sees_cost_nothing() -> None:
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize(("size", "forward"), [(128, True), ((128, 64), False)])
 def test_on_sm90a(size: Any, forward: bool) -> None:
-    """Its own kernels walk the lists in forward, where a tile lies within one block; else the
-    portable ones do."""
+    """The sm_90a forward does if a tile lies within one block; else the portable kernels run."""
     generator = torch.Generator().manual_seed(1)
     rows, keys = (size, size) if isinstance(size, int) else size
     mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 300, 520), rows, keys)
@@ -98,8 +100,7 @@ def test_on_sm90a(size: Any, forward: bool) -> None:
 
 @pytest.mark.usefixtures("sm90")
 def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
-    """Forward of two documents as whole blocks has the bits of two sequences, for as many products
-    of warpgroups."""
+    """Forward of two documents as full blocks equals two sequences, in bits and products."""
     torch.manual_seed(0)
     inputs = [normal(2, 1, 256, 32) for _ in range(3)]
     ids = torch.arange(512) // 256
@@ -146,8 +147,7 @@ def test_flex_masks() -> None:
 
 
 def test_other_masks_of_the_same_kind() -> None:
-    """A mask's tensors are read anew in each call: nothing that the fast path recorded of one is
-    used for another."""
+    """Each call reads its mask's tensors; a recorded program stores none of them."""
     generator = torch.Generator().manual_seed(1)
     masks = [
         in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 2, 140, 260), 128, 64)
@@ -166,7 +166,7 @@ def test_other_masks_of_the_same_kind() -> None:
     assert not torch.equal(wanted[0][0], wanted[1][0])
 
 
-# ---- what is refused, and told
+# ---- unsupported calls and explain
 
 
 def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
@@ -286,12 +286,11 @@ def test_the_edge_checks_shapes() -> None:
 def test_random_problems_with_block_masks(
     schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves
-    nothing."""
+    """These are the fuzzer's problems with a block mask; some must use list-walking kernels."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     fits = lambda problem: problem.block_size and problem.dtype != torch.float64
     found = share([n for n, problem in drawn if fits(problem)][:FUZZ_CASES])
-    given: list[tuple[int, int]] = []  # the block sizes of the masks that calls got
+    given: list[tuple[int, int]] = []  # the block sizes of the masks in the calls
     inner = fuzz_attention.in_blocks
     monkeypatch.setattr(fuzz_attention, "in_blocks", lambda *a: (given.append(a[2]), inner(*a))[1])
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages by the backend "cuda", in the emulator: the contiguous path's bits, what
-is read and what is not. Against
-float64: the fuzzer of test_attention.py."""
+"""Paged keys and values on the emulated backend "cuda": bits of the contiguous path, reads.
+
+The fuzzer of test_attention.py compares with float64.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
 def keywords(lq: int, width: int) -> dict[str, dict[str, Any]]:
-    """Of a call over so many keys."""
+    """Return keywords for a call with this many keys."""
     return {
         "gap, sinks": {"causal": "bottom_right", "window": (30, 0), "global_keys": 5,
             "sinks": draw(4, seed=3)},
@@ -45,8 +46,7 @@ def keywords(lq: int, width: int) -> dict[str, dict[str, Any]]:
     [(1, 1, F32), (1, 16, BF16), (5, 7, F16), (5, 128, F32), (40, 7, BF16), (40, 32, F16)],
 )
 def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int, dtype: torch.dtype) -> None:
-    """A page in several tiles, and several pages in a tile; sizes that are powers of two and one
-    that is not."""
+    """A page spans several tiles, or a tile several pages; one page size is no power of two."""
     problem = inputs(lq, page_size, dtype)
     assert same(*problem)
     assert same(*problem, causal="bottom_right", window=(50, 3))
@@ -83,7 +83,7 @@ def test_on_sm90a_the_portable_kernels_run() -> None:
 
 
 def test_entries_outside_the_pool() -> None:
-    """Named where the op looks, as with PYTRANSFORMER_CHECK=1 on a GPU; else clamped."""
+    """The op raises if it checks values, as with PYTRANSFORMER_CHECK=1 on a GPU; else it clamps."""
     for lq in (1, 40):
         query, pools, lengths = inputs(lq, 16, BF16)
         assert page_problems.clamped(query, pools, lengths)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels for sm_90a (TMA and wgmma) by the backend "cuda", run in the emulator
-through the public API."""
+"""The attention kernels for sm_90a (TMA and wgmma) in the emulator, through the public API."""
 
 from __future__ import annotations
 
@@ -24,14 +23,13 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
 def test_every_path(share: Share) -> None:
-    """Each problem against float64, by kernels of warpgroups and no others."""
+    """Only warpgroup kernels run; float64 is the reference."""
     for problem in share(sm90_problems.problems()):
         assert (found := sm90_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 
 def test_random_problems() -> None:
-    """Of the fuzzer's problems those of 16 bits: packed and padded, strided, poisoned; equal bits
-    twice."""
+    """Run the fuzzer's 16-bit problems: packed, padded, strided, poisoned; equal bits twice."""
     numbers = [
         n for n in range(DRAWN) if draw(FUZZ_SEED, n).dtype in (torch.bfloat16, torch.float16)
     ]
@@ -42,7 +40,7 @@ def test_random_problems() -> None:
 
 
 def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
-    """Keywords that hide one key from every query."""
+    """Return keywords that hide one key from every query."""
     visible = torch.ones(1, 1, rows, rows, dtype=torch.bool)
     visible[..., row] = False
     if kind == "mask":
@@ -60,10 +58,9 @@ def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
 def test_what_hidden_pairs_hold_reaches_nothing(
     kind: str, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles that met it are recomputed by the portable kernels, to the same bits as those make
-    them; others are left alone."""
+    """Portable kernels recompute the affected tiles, to their own bits; other tiles stay."""
     torch.manual_seed(0)
-    rows, row = 300, 200  # queries before 128 do not come near
+    rows, row = 300, 200  # queries before 128 do not reach it
     query, key, value = (torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(3))
     keywords: dict[str, Any] = {
         "causal": "top_left",
@@ -86,15 +83,17 @@ def test_what_hidden_pairs_hold_reaches_nothing(
 
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
 def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in a key and a value that nobody sees, in a query that sees nothing and its upstream
-    gradient: the tiles of both passes that met
-    them are recomputed, to the bits of the portable kernels; others are left alone."""
+    """A hidden key and value, a query without visible keys and its upstream gradient are NaN.
+
+    Portable kernels recompute the affected tiles of both passes, to their own bits; other tiles
+    stay.
+    """
     torch.manual_seed(0)
     rows, key_row, query_row = (
         300,
         200,
         140,
-    )  # queries before 128 do not come near that key, keys from 192 on not that query
+    )  # queries before 128 do not reach that key, keys from 192 on not that query
     tensors = [torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(4)]
     keywords: dict[str, Any] = {"causal": "top_left", "backend": "cuda"} | hidden_by(
         kind, key_row, rows
@@ -143,8 +142,7 @@ def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.Monke
 
 
 def test_what_is_seen_is_not_hidden() -> None:
-    """NaN in a value: in every row that sees it, though its tile was made twice, and in no other
-    head."""
+    """The tile is computed twice; other heads are unaffected."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 140, 64, dtype=torch.float16) for _ in range(3))
     mask = torch.rand(1, 1, 140, 140) > 0.5
@@ -156,8 +154,7 @@ def test_what_is_seen_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 def test_small_float16_weights(schedule: int) -> None:
-    """Weights below 2^-24 count where they meet a large dP: heavy-tailed problems in which they
-    once were lost."""
+    """Weights below 2^-24 matter for a large dP, as in these heavy-tailed problems."""
     report = fuzz("attention", ["cuda"], 5, [3147, 3718, 4566, 4680, 5367], stop_after=5)
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
 
@@ -165,8 +162,7 @@ def test_small_float16_weights(schedule: int) -> None:
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_starts(causal: str, mask: str) -> None:
-    """Tiles of keys begin where dropout's groups do, before the first key; so do words of key
-    padding."""
+    """KV tiles begin at dropout groups before the first key, as do words of key padding."""
     check_starts("cuda", causal, torch.float16, mask)
 
 
@@ -187,8 +183,7 @@ def test_packed_dropout(schedule: int) -> None:
 
 
 def test_packed_by_three_consumers() -> None:
-    """Sequences whose mean fills three consumers: the bits are those that two give of padded
-    ones."""
+    """Packed sequences whose mean fills three consumers equal padded ones with two."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(n, 2, 64, generator=generator).half() for n in (330, 430, 430))
     offsets = (torch.tensor([0, 130, 330]), torch.tensor([0, 150, 430]))
@@ -196,8 +191,10 @@ def test_packed_by_three_consumers() -> None:
 
 
 def test_random_problems_unordered() -> None:
-    """Of those the ones with nothing but bounds, by the kernel that adds d_query across blocks;
-    equal bits are not asked for."""
+    """Bounds-only problems run on the kernel that adds d_query across blocks.
+
+    Equal bits are not required.
+    """
     found, taken, numbers = [], 0, iter(range(10**6))
     while taken < FUZZ_CASES:
         problem = draw(FUZZ_SEED, number := next(numbers))
@@ -218,7 +215,7 @@ def test_random_problems_unordered() -> None:
 
 
 def test_five_products_instead_of_seven() -> None:
-    """deterministic=False multiplies less where all gradients are wanted, and not otherwise."""
+    """With all gradients, deterministic=False runs the fused backward: 5 products, not 7."""
     torch.manual_seed(2)
     tensors = [torch.randn(1, 1, n, 128).half() for n in (128, 256, 256)]
     counts = {}
@@ -302,7 +299,7 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_portable_kernels_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32, and PYTRANSFORMER_CUDA_PATH=portable: no product of a warpgroup."""
+    """float32 and PYTRANSFORMER_CUDA_PATH=portable run no warpgroup product."""
     query, key = torch.randn(1, 1, 40, 64).half(), torch.randn(1, 1, 30, 64).half()
     products = torch.ops.pytransformer_C.emulator_products
     before = products()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of few queries split over blocks by the backend "cuda", in the emulator. Random problems:
-test_attention.py; in pages, the bits
-of keys in one piece: test_attention_pages.py."""
+"""Split KV for few queries on the emulated backend "cuda".
+
+Random problems are in test_attention.py, and test_attention_pages.py compares paged keys.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_each_problem(problem: Problem) -> None:
 
 
 def test_packed_sequences() -> None:
-    """The bits of padded ones, forward and backward: of one, three, no and two new tokens."""
+    """Sequences have one, three, no and two new tokens; forward and backward run."""
     queries, keys = torch.tensor([0, 1, 4, 4, 6]), torch.tensor([0, 300, 340, 600, 617])
     args = (
         draw(6, 4, 24).to(BF16),
@@ -48,11 +49,11 @@ def test_packed_sequences() -> None:
 
 
 def test_which_calls_split() -> None:
-    """By the rows of a key head, never by the number of keys; block masks do not."""
+    """The rows of a key head decide, never the number of keys; block masks do not split."""
     key = torch.zeros(1, 2, 2000, 64)
     assert (
         planned(torch.zeros(1, 16, 4, 64), key)["splits"] == 4
-    )  # two tiles of rows, 512 keys a split
+    )  # two tiles of rows, 512 keys per split
     assert planned(torch.zeros(1, 16, 2, 64), key)["splits"] == 8
     few = planned(torch.zeros(1, 2, 1, 64), key[:, :, :256])
     assert (few["splits"], few["workspace"]) == (1, 0)
@@ -97,8 +98,10 @@ def test_on_sm90a_too() -> None:
 
 
 def test_groups_share_what_is_read() -> None:
-    """As many products for 16 query heads of a key head as for one, and for a window at the end of
-    1,024 keys those of a tile."""
+    """16 query heads of a key head cost the products of one.
+
+    A window at the end of 1,024 keys costs one tile.
+    """
     products = {}
     for name, heads, keywords in (
         ("one", 1, {}),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy by the backend "cuda", the kernels for sm_90a run in the emulator, through
-the public API."""
+"""linear_cross_entropy on the emulated sm_90a kernels of "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def test_every_path(share: Share) -> None:
 
 
 def test_random_problems() -> None:
-    """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
+    """Run the fuzzer's 16-bit problems: strided, guarded, poisoned; equal bits twice."""
     half = [
         n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
     ]
@@ -57,7 +56,7 @@ def test_schedules_give_equal_bits(name: str) -> None:
 
 
 def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
+    """GPUs without measurements use it: fewer warpgroup products, the same bound."""
     products = torch.ops.pytransformer_C.emulator_products
     counts = []
     for use_cublas in (False, True):
@@ -72,7 +71,7 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of d_logits, and of forward's partials; every row has its turn in both."""
+    """This holds for d_logits and forward's partials; both process every row."""
     calls = []
 
     def call(op: str, device: torch.device, x: torch.Tensor, *given: object) -> None:
@@ -97,8 +96,10 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_very_different_weight_keep_their_digits() -> None:
-    """bfloat16, upstream gradients from 1e-12 to 1: each row of dx has the bits that it has
-    alone."""
+    """Upstream gradients are 1e-12 to 1 in bfloat16.
+
+    Each row of dx has the bits of the row alone.
+    """
     x, w = (
         torch.randn(8, 24).bfloat16().requires_grad_(),
         torch.randn(90, 24).bfloat16().requires_grad_(),
@@ -115,8 +116,7 @@ def test_rows_of_very_different_weight_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("upstream", [2.0**-20, 2.0**16])
 def test_float16_at_any_upstream_scale(upstream: float) -> None:
-    """A power of two in the upstream gradient is one in the float32 gradient of the bias: no digit
-    of d_logits is lost."""
+    """A power of two upstream scales the bias's float32 gradient: d_logits loses no digit."""
     x, w, bias = (
         torch.randn(90, 40).half(),
         torch.randn(200, 40).half(),
@@ -140,7 +140,7 @@ def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 def test_extreme_logits() -> None:
-    """-inf in the bias hides a class; a class apart from all others has the whole of the sum."""
+    """A bias of -inf hides a class; a class far above the others dominates the sum."""
     x, w = torch.randn(20, 16).bfloat16(), torch.randn(300, 16).bfloat16()
     bias = torch.zeros(300)
     bias[::2], bias[7] = -torch.inf, 3e4
@@ -191,8 +191,10 @@ def test_a_wrong_target_is_told() -> None:
 def test_a_wrong_target_reaches_no_other_memory(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU nobody looks at values: it is the nearest class there. (The emulator stops at an
-    access outside.)"""
+    """A GPU does not check values: the kernel clamps the class.
+
+    The emulator stops at an access outside.
+    """
     x, w = torch.randn(3, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
     a = pt.ops.cross_entropy.linear_cross_entropy_op.Arguments
     found = []
@@ -216,7 +218,7 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_edge_checks_shapes() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+    """A caller without the public function gets the kernels' preconditions as errors."""
     x, w, target = (
         torch.zeros(4, 16).half(),
         torch.zeros(8, 16).half(),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward by the backend "cuda", the kernels for sm_90a run in the emulator, through the
-public API."""
+"""feed_forward on the emulated sm_90a kernels of "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def test_every_path(share: Share) -> None:
 
 
 def test_random_problems() -> None:
-    """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
+    """Run the fuzzer's 16-bit problems: strided, guarded, poisoned; equal bits twice."""
     half = [
         n for n in range(DRAWN) if fuzz_feed_forward.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
     ]
@@ -39,7 +38,7 @@ def test_random_problems() -> None:
 
 
 def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
+    """GPUs without measurements use it: fewer warpgroup products, the same bound."""
     products = torch.ops.pytransformer_C.emulator_products
     counts = []
     for use_cublas in (False, True):
@@ -64,7 +63,7 @@ def test_schedules_give_equal_bits() -> None:
 
 
 def test_dropout_mask() -> None:
-    """Bit for bit the reference's, forward and backward: the identity for weights shows hidden."""
+    """Forward and backward have its bits; identity weights expose hidden."""
     x, eye = (
         torch.full((5, 30, 264), 3.0, dtype=torch.float16, requires_grad=True),
         torch.eye(264, dtype=torch.float16),
@@ -103,7 +102,7 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
 
 @pytest.mark.parametrize("activation", fuzz_feed_forward.ACTIVATIONS)
 def test_activations_and_slopes(activation: str) -> None:
-    """Of numbers of every size, against float64: x to hidden and back by identities."""
+    """Numbers of every magnitude pass from x to hidden and back by identities."""
     x = torch.cat(
         [
             torch.linspace(-14, 14, 1000),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm by the backend "cuda", the kernels run in the emulator, through
-the public API."""
+"""layer_norm, rms_norm and add_norm on the emulated backend "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def test_random_problems(share: Share) -> None:
     "case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name
 )
 def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
-    """The named cases that tests and benchmarks share: close to the reference, equal bits under
-    another schedule."""
+    """The shared named cases are close to the reference and give equal bits in another schedule."""
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
     leaves = [
         t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad
@@ -69,8 +67,10 @@ def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", [64, 300, 1032, 12304])
 def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
-    """Bit for bit, forward and backward, whichever kernel computes it; columns past a group of 32
-    and unaligned ones too."""
+    """Forward and backward agree bit for bit in every kernel.
+
+    Rows beyond 32 columns and unaligned rows are included.
+    """
     x, seed = torch.full((3, columns), 7.0, requires_grad=True), -(2**40) + 12345
     for p in (0.1, 0.5, 0.999, 1.0):
         streams = [
@@ -88,8 +88,7 @@ def test_rows_of_a_larger_problem(columns: int) -> None:
 
 
 def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
-    """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time,
-    within the bound."""
+    """Layouts of inputs and upstream gradients select 16-byte or single-element accesses."""
     problem = next(p for p in layer_norm_problems.problems() if p.tensors["x"].shape[1] == 96)
     for layout in LAYOUTS:
         laid = {
@@ -145,7 +144,7 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_the_edge_checks_shapes() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+    """A caller without the public function gets the kernels' preconditions as errors."""
     from pytransformer.ops._backends.cuda import library as cuda_library
 
     x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)

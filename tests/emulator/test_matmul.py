@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products by warpgroups (csrc/cuda/matmul), run in the emulator by their raw op."""
+"""The warpgroup gemm (csrc/cuda/matmul) in the emulator, by its raw op."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def test_schedules_give_equal_bits() -> None:
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 def test_sums_in_float32(layout: str) -> None:
-    """Unrounded, onto what is there or not; nothing is written behind the rows' multiple of eight
-    columns."""
+    """They replace or add to the output; nothing is written beyond the padded columns.
+
+    The padding rounds the columns up to a multiple of eight.
+    """
     a, b = operands(Problem("sums", BF16, layout, 150, 300, 72))
     begun = torch.randn(150, 312)
     for add in (False, True):
@@ -48,7 +50,7 @@ def test_sums_in_float32(layout: str) -> None:
 
 
 def test_a_non_finite_row_stays_one() -> None:
-    """Beyond the operands' end are zeros: what lies there in memory reaches nothing."""
+    """Zeros follow the operands, so memory behind them has no effect."""
     problem = Problem("NaN", BF16, "nt", 140, 40, 24, gap=8)
     a, b = operands(problem)
     a[3, 5], b[7, 11] = torch.nan, torch.inf

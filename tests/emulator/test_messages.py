@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator notices what the PTX ISA leaves undefined, and says where: messages.cpp has the
-expectations."""
+"""The emulator reports operations that the PTX ISA leaves undefined: see messages.cpp."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault planted in the kernels is found by a problem: those of arithmetic (text_faults.py),
-and those of call sites (sites.py)."""
+"""A problem detects every planted fault: arithmetic (text_faults.py), call sites (sites.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ PTX = re.compile(
 
 
 def some(faults: Iterable[Any], every: int) -> list[Any]:
-    """Return parameters: the first of every ``every`` runs in `make test`, the others are slow
-    tests."""
+    """Return parameters: one in ``every`` runs in `make test`; the others are slow tests."""
     name = lambda fault: fault.name if isinstance(fault, TextFault) else str(fault)
     return [
         pytest.param(f, marks=[pytest.mark.slow] * (i % every > 0), id=name(f))
@@ -66,7 +64,7 @@ def test_a_text_that_is_not_there_once_is_an_error(builder: ModuleType, tmp_path
 
 
 def test_every_call_of_a_ptx_function_is_listed() -> None:
-    """By file and line: with a fault that a problem finds, or with the reason why none does."""
+    """Each file and line has a fault with its problem, or the reason why no problem shows it."""
     names = set(
         PTX.findall(
             "".join(path.read_text() for path in (planted.CSRC / "cuda" / "ptx").glob("*.cuh"))
@@ -101,6 +99,6 @@ def test_an_unknown_fault_is_an_error(name: str, emulated: Path) -> None:
 
 @pytest.mark.parametrize(("problems", "path"), sites.RUNS)
 def test_without_a_fault_nothing_is_found(problems: str, path: str, emulated: Path) -> None:
-    """By the first problem; the others run without a fault in the tests of each op."""
+    """Only each module's first problem runs; each op's tests run the others."""
     first = next(run for run in sites.problems() if run.problems == problems)
     assert planted.found(emulated, problems, "", 1, first.problem, path) == ""

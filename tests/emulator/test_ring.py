@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of ring attention on the CUDA backend, emulated: one rank that has its sequence in chunks,
-so that nothing is sent."""
+"""Tiles of ring attention on the emulated CUDA backend: one rank with its sequence in chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 def test_tiles_of_a_row(
     keywords: str, dtype: torch.dtype, path: str, schedule: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each merged by lse, and differentiated by the row's: values and gradients within the bounds
-    of one call."""
+    """Tiles are merged and differentiated by lse, within the bounds of one call."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     check_tiles(keywords, "cuda", dtype)

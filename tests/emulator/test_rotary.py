@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv by the backend "cuda", the kernels run in the emulator, through the public
-API."""
+"""rotary and append_kv on the emulated backend "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def test_random_problems(count: int) -> None:
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    """Outputs, caches and all gradients of a shared case against float64, with equal bits under
-    another schedule."""
+    """Outputs, caches and gradients of the shared cases keep their bits in another schedule."""
     problem = Problem.make(case, BF16, "cpu", seed=0, grad=True)
     grads = check.upstream(problem, seed=1)
     found = check.compute(problem, prepare_ours("cuda", problem), grads)
@@ -66,8 +64,10 @@ def test_case(case: Case) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dims", [64, 24])
 def test_without_a_norm_the_bits_are_the_cpus(dims: int, interleaved: bool) -> None:
-    """Both round every product but the last, into which the sum is fused; an instruction set
-    without such a sum does not."""
+    """Both round every product but the last, which is fused with the sum.
+
+    Instruction sets without FMA round it too.
+    """
     native = pytest.importorskip(
         "pytransformer._C", reason="_C was not built (_build_info.json says why)"
     )
@@ -112,7 +112,7 @@ def _store(columns: int) -> torch.Tensor:
 def test_a_place_outside_is_written_by_nobody(
     columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the check, which is not made on a GPU: positions and pages outside the cache."""
+    """The kernel gets positions and pages outside the cache, unchecked as on a GPU."""
     monkeypatch.setattr(gpu_rotary, "looks_at_values", lambda device: False)
     store, values = _store(columns), _store(columns)
     cache = pt.KeyValues(store[1:5], values[1:5], torch.tensor([[0, 9], [-3, 2]], dtype=dtype))
@@ -126,8 +126,7 @@ def test_a_place_outside_is_written_by_nobody(
 
 
 def test_what_is_copied_keeps_every_bit() -> None:
-    """A NaN's too, which arithmetic would replace; and a query without heads, where only a cache is
-    written."""
+    """Arithmetic would replace NaN payloads; a query without heads only writes the cache."""
     bits = torch.tensor([0x7F81, -1, 0x0001, 0x7FC5] * 4, dtype=torch.int16)
     for columns in (16, 13):
         value = bits[:columns].view(BF16).expand(1, 1, 2, columns)
@@ -145,7 +144,7 @@ def test_what_is_copied_keeps_every_bit() -> None:
 
 
 def test_a_position_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU with PYTRANSFORMER_CHECK=1; here always."""
+    """A GPU raises with PYTRANSFORMER_CHECK=1; the emulator always does."""
     cache = pt.KeyValues(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
     rows = [torch.ones(1, 1, 1, 8)] * 3
     with pytest.raises(
@@ -169,7 +168,6 @@ def test_tables_in_float64_are_rounded() -> None:
 
 
 def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
     positions = torch.arange(3)
     reasons = lambda **given: pt.explain(
         "rotary", given.pop("x", torch.zeros(1, 1, 3, 8)), positions, **given
@@ -183,7 +181,7 @@ def test_reasons() -> None:
 
 
 def test_the_edge_checks_shapes() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+    """A caller without the public function gets the kernels' preconditions as errors."""
     x = torch.zeros(1, 2, 3, 8)
     arguments: list[Any] = [x, None, None, None, x.new_empty(1, 2, 3, 7), None, False, 1e-6, 0.0]
     with pytest.raises(RuntimeError, match=r"out must have the shape \(1, heads, 3, 8\)"):

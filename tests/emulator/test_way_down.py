@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA kernels that are refused before they run: the next backend computes. What ran and failed is
-raised. Emulated."""
+"""CUDA kernels that do not start fall back to the next backend; later failures raise.
+
+The kernels are emulated.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from pytransformer.testing.way_down import (
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
-# What csrc/cuda puts before the runtime's own words, and where.
+# The prefix of csrc/cuda before the runtime's message.
 STARTS = {"a kernel could not be launched: ": "launch.cuh", "CUDA: ": "device.cu"}
 DRIVER, MAPS = "the driver has no ", "cuTensorMapEncodeTiled failed: "
 BEFORE = [
@@ -43,7 +45,7 @@ def test_these_are_the_library_s_words() -> None:
     )
 
 
-# A model's way once: it is that of attention, 14 s of the emulator apart.
+# Run a full model once: it duplicates attention and takes 14 s of the emulator.
 @pytest.mark.parametrize(
     "error, way",
     [*((e, w) for e in BEFORE for w in WAYS if w != "hugging_face"), (BEFORE[0], "hugging_face")],
@@ -78,7 +80,7 @@ def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch,
 def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The norms and networks too: one op's way down is every op's."""
+    """Norms and networks fall back like attention."""
     monkeypatch.setattr(
         cuda_library,
         "call",
@@ -92,7 +94,7 @@ def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(
     warned = pytest.warns(
         RuntimeWarning, match="layer_norm.*runs on the backend cpu: cuda: did not run: RuntimeError"
     )
-    with fast_path.off(), warned:  # the fast path does not look where a backend is at home
+    with fast_path.off(), warned:  # the fast path skips the device check of backends
         for _ in range(2):
             torch.testing.assert_close(pt.layer_norm(x, 8, weight), want)
     (record,) = pt.fallbacks()
