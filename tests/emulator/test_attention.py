@@ -31,7 +31,7 @@ PACKED = list(cases("attention_varlen", "small"))
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     for problem in share(attention_problems.problems()):
         assert (found := attention_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
@@ -50,7 +50,7 @@ def test_random_problems(schedule: int, share: Share) -> None:
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case, schedule: int) -> None:
+def test_case_within_the_bound(case: Case, schedule: int) -> None:
     """Each shared named case runs in the next dtype in turn."""
     args, keywords = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0)
     check_attention(args, keywords, "cuda")
@@ -58,7 +58,7 @@ def test_case(case: Case, schedule: int) -> None:
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 @pytest.mark.parametrize("case", PACKED, ids=lambda c: c.name)
-def test_packed_case(case: Case, schedule: int) -> None:
+def test_packed_case_within_the_bound(case: Case, schedule: int) -> None:
     dtype = DTYPES[PACKED.index(case) % 3]
     check_packed(*case.make("cpu", dtype, seed=0), "cuda")
 
@@ -69,7 +69,7 @@ def test_packed_case(case: Case, schedule: int) -> None:
     [(torch.bfloat16, "portable"), (torch.float32, "portable"), (torch.bfloat16, "sm90")],
 )
 @pytest.mark.parametrize("padded", [False, True])
-def test_dropout_mask(
+def test_dropout_mask_equals_the_reference(
     dtype: torch.dtype,
     path: str,
     query_start: int,
@@ -115,7 +115,7 @@ def test_dropout_mask(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
-def test_slices(
+def test_slices_equal_the_full_call(
     dtype: torch.dtype, path: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
@@ -124,12 +124,12 @@ def test_slices(
 
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_starts(causal: str, mask: str) -> None:
+def test_starts_select_a_tile_of_a_larger_problem(causal: str, mask: str) -> None:
     check_starts("cuda", causal, mask_kind=mask)
 
 
 @pytest.mark.parametrize("path", ["portable", "sm90"])
-def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_tiles_cost_no_products(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 visible keys of 700 cost the products of 128 of 128, forward and backward.
 
     The padding contains NaN.
@@ -170,7 +170,7 @@ def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatc
         assert all(torch.equal(first, other) for other in others)
 
 
-def test_a_sequence_gives_the_same_bits_alone() -> None:
+def test_sequence_gives_the_same_bits_alone() -> None:
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(2, 2, 45, 40, dtype=torch.bfloat16) for _ in range(4))
     keywords = {
@@ -187,7 +187,7 @@ def test_a_sequence_gives_the_same_bits_alone() -> None:
         assert torch.equal(both, alone)
 
 
-def test_what_hidden_rows_hold_reaches_nothing() -> None:
+def test_masked_rows_do_not_affect_results() -> None:
     """Hidden keys and values, padding, and queries without visible keys contain NaN."""
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(1, 1, 40, 64, dtype=torch.bfloat16) for _ in range(4))
@@ -210,7 +210,7 @@ def test_what_hidden_rows_hold_reaches_nothing() -> None:
         assert torch.equal(clean, poisoned) and bool(clean.isfinite().all())
 
 
-def test_one_operand_alone_is_copied() -> None:
+def test_single_unaligned_operand_is_copied() -> None:
     """A float32 head dim of 20 is a multiple of 16 bytes.
 
     The copy of the unaligned query has as many columns as key.
@@ -220,7 +220,7 @@ def test_one_operand_alone_is_copied() -> None:
     check_attention((shifted, key, value), {}, "cuda")
 
 
-def test_zero_sizes() -> None:
+def test_empty_inputs() -> None:
     for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
         inputs = [t.requires_grad_() for t in (query, key, torch.zeros(1, 1, 1, 1))]
@@ -232,11 +232,11 @@ def test_zero_sizes() -> None:
             assert not grad.count_nonzero()
 
 
-def test_no_packed_sequences() -> None:
+def test_empty_packed_batch() -> None:
     check_no_sequences("cuda", "cpu")
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["cuda"]
 
@@ -246,7 +246,7 @@ def test_what_it_refuses() -> None:
     assert "positions below" in reason(torch.zeros(1, 1, 1, 1).expand(1, 1, 2**28, 1))
 
 
-def test_the_edge_checks_what_kernels_rely_on() -> None:
+def test_binding_checks_preconditions() -> None:
     """A caller without the public function gets the kernels' preconditions as errors."""
     from pytransformer.ops._backends.cuda import library as cuda_library
 

@@ -50,7 +50,7 @@ def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
     return found, count() - before
 
 
-def test_blocks_that_nobody_sees_cost_nothing() -> None:
+def test_empty_blocks_cost_no_products() -> None:
     """Two documents as full blocks give the bits and the products of two sequences.
 
     The contents of other blocks do not matter.
@@ -77,7 +77,7 @@ def test_blocks_that_nobody_sees_cost_nothing() -> None:
 
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize(("size", "forward"), [(128, True), ((128, 64), False)])
-def test_on_sm90a(size: Any, forward: bool) -> None:
+def test_sm90_forward_walks_block_lists(size: Any, forward: bool) -> None:
     """The sm_90a forward does if a tile lies within one block; else the portable kernels run."""
     generator = torch.Generator().manual_seed(1)
     rows, keys = (size, size) if isinstance(size, int) else size
@@ -99,7 +99,7 @@ def test_on_sm90a(size: Any, forward: bool) -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
+def test_empty_blocks_cost_no_sm90_products() -> None:
     """Forward of two documents as full blocks equals two sequences, in bits and products."""
     torch.manual_seed(0)
     inputs = [normal(2, 1, 256, 32) for _ in range(3)]
@@ -123,7 +123,7 @@ def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
     )
 
 
-def test_an_empty_mask() -> None:
+def test_empty_masks_give_zeros() -> None:
     mask = pt.BlockMask.from_dense(torch.zeros(130, 200, dtype=torch.bool), block_size=128)
     inputs = [normal(1, 2, n, 32) for n in (130, 200, 200)]
     found, made = products(inputs, attn_mask=mask)
@@ -131,11 +131,11 @@ def test_an_empty_mask() -> None:
 
 
 @pytest.mark.parametrize("problem", list(block_list_problems.problems()), ids=str)
-def test_wrong_lists_read_nothing_outside(problem: block_list_problems.Problem) -> None:
+def test_bad_lists_read_nothing_outside(problem: block_list_problems.Problem) -> None:
     assert block_list_problems.wrong(problem) == []
 
 
-def test_flex_masks() -> None:
+def test_flex_masks_equal_block_masks() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     made = flex.create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 150), None, None, 300, 300, device="cpu"
@@ -146,7 +146,7 @@ def test_flex_masks() -> None:
         torch.testing.assert_close(ours, want)
 
 
-def test_other_masks_of_the_same_kind() -> None:
+def test_masks_of_equal_shape_are_not_confused() -> None:
     """Each call reads its mask's tensors; a recorded program stores none of them."""
     generator = torch.Generator().manual_seed(1)
     masks = [
@@ -198,7 +198,7 @@ def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
         (32, torch.float32, 256, None),
     ],
 )
-def test_blocks_smaller_than_a_tile(
+def test_blocks_smaller_than_a_tile_give_a_reason(
     size: Any, dtype: torch.dtype, head_dim: int, least: str | None
 ) -> None:
     reason = explained(size, dtype, head_dim).reasons["cuda"]
@@ -209,7 +209,7 @@ def test_blocks_smaller_than_a_tile(
     )
 
 
-def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_kernel_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         "66.7% of the 9 blocks of 128 x 128 pairs run" in note for note in explained(128).notes
     )
@@ -222,7 +222,7 @@ def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_the_edge_checks_shapes() -> None:
+def test_binding_checks_shapes() -> None:
     query, lse = torch.zeros(1, 2, 200, 64, dtype=BF16), torch.zeros(1, 2, 200)
     mask = pt.BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool).tril(), block_size=128)
     dense = torch.ones(1, 1, 200, 200, dtype=torch.bool)

@@ -47,7 +47,7 @@ def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("dtype, dim", [(BF16, 64), (BF16, 128), (torch.float16, 192)])
-def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> None:
+def test_gap_costs_no_products(dtype: torch.dtype, dim: int) -> None:
     """512 keys lie between the global keys and the first window.
 
     Bits and products are those of a call without them.
@@ -68,7 +68,7 @@ def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> No
         assert not ours[:, :, 128:640].count_nonzero()
 
 
-def test_a_windows_own_tiles_and_no_others() -> None:
+def test_only_tiles_of_the_window_and_global_keys_run() -> None:
     """128 queries at the end of 4,096 keys see one tile of global keys and their window.
 
     That is 8 tiles of 128.
@@ -97,7 +97,7 @@ def test_a_windows_own_tiles_and_no_others() -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_the_portable_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_kernels_run_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [normal(1, 2, 140, 64) for _ in range(3)]
     keywords: dict[str, Any] = {"window": (20, 3), "global_keys": 4}
     before = torch.ops.pytransformer_C.emulator_products()
@@ -109,7 +109,7 @@ def test_on_sm90a_the_portable_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(*both) for both in zip([*found, *unordered], [*want, *want]))
 
 
-def test_explain_tells_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     query = normal(1, 1, 140, 64)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
     told = lambda **keywords: pt.explain(
@@ -123,7 +123,7 @@ def test_explain_tells_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("first", [10, 46, 60, 115, 1000])
-def test_a_piece_of_a_sequence_goes_by_absolute_indices(dtype: torch.dtype, first: int) -> None:
+def test_chunks_use_absolute_indices(dtype: torch.dtype, first: int) -> None:
     """Keys are 45 to 115, queries 90 to 135, the window 20.
 
     Dropout's groups begin before the first key.
@@ -164,7 +164,7 @@ def test_packed_equals_padded() -> None:
     )
 
 
-def test_another_number_of_global_keys_is_recorded_apart() -> None:
+def test_programs_differ_by_number_of_global_keys() -> None:
     inputs = [normal(1, 1, 90, 64) for _ in range(3)]
     call = lambda first: pt.attention(
         *inputs, window=(9, 0), global_keys=first, backend="cuda", strict=True
@@ -178,7 +178,7 @@ def test_another_number_of_global_keys_is_recorded_apart() -> None:
     assert not torch.equal(want[3], want[40])
 
 
-def test_the_edge_checks_what_kernels_rely_on() -> None:
+def test_binding_checks_global_keys() -> None:
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
 
     def call(left: int, global_keys: int) -> None:

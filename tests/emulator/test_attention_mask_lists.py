@@ -50,7 +50,7 @@ def inputs(*shape: int, heads: int = 2, dtype: torch.dtype = BF16) -> list[Tenso
 # ---- cost
 
 
-def test_a_dense_mask_costs_what_its_blocks_do(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
+def test_dense_mask_costs_its_visible_blocks(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
     """Products and bits equal those of the block mask.
 
     Without lists the bits are equal and the products more.
@@ -68,7 +68,7 @@ def test_a_dense_mask_costs_what_its_blocks_do(draw: Any, unlisted: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_what_empty_blocks_hold_reaches_nothing(draw: Any, dtype: torch.dtype) -> None:
+def test_empty_blocks_do_not_affect_results(draw: Any, dtype: torch.dtype) -> None:
     """NaN in keys, values, queries and upstream gradients of empty blocks changes no bit."""
     mask = by_blocks(draw, (1, 1, *SHAPE))
     mask[..., 128:256], mask[..., 128:256, :] = False, False  # a block of keys and one of queries
@@ -81,12 +81,12 @@ def test_what_empty_blocks_hold_reaches_nothing(draw: Any, dtype: torch.dtype) -
         assert torch.equal(one, two) and not one[..., 128:256, :].count_nonzero()
 
 
-def test_an_empty_mask() -> None:
+def test_empty_masks_give_zeros() -> None:
     found, made = products(inputs(*SHAPE), attn_mask=torch.zeros(*SHAPE, dtype=torch.bool))
     assert made == 0 and all(not t.count_nonzero() for t in found)
 
 
-def test_pairs_of_a_full_block_are_not_asked(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_blocks_read_no_mask(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of ones has the bits of no mask by the same kernels."""
     given, mask = inputs(*SHAPE), torch.ones(*SHAPE, dtype=torch.bool)
     # A stride of 0 would make it key padding.
@@ -131,7 +131,7 @@ def test_strides_change_no_bit(how: str, shape: tuple[int, int], draw: Any) -> N
 # ---- selection
 
 
-def test_when_a_mask_is_listed() -> None:
+def test_lists_follow_the_rule_of_the_backend() -> None:
     """Triton has the same rule."""
 
     def listed(heads: int, mask: Tensor, **changes: Any) -> bool:
@@ -155,7 +155,7 @@ def test_when_a_mask_is_listed() -> None:
 
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_beside_the_kernels_for_sm90a(dropout: float, draw: Any) -> None:
+def test_sm90_and_portable_kernels_walk_lists(dropout: float, draw: Any) -> None:
     """Both walk lists in forward, and the portable kernels in backward.
 
     Wide heads with dropout are included.
@@ -170,7 +170,7 @@ def test_beside_the_kernels_for_sm90a(dropout: float, draw: Any) -> None:
     assert "blocks of 128 x 128 pairs run" in note and ("portable kernels" in note) == bool(dropout)
 
 
-def test_explain_tells_how_much_runs(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_share(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
     mask, given = by_blocks(draw, (1, 1, *SHAPE)), inputs(*SHAPE)
     told = lambda: pt.explain("attention", *given, attn_mask=mask, backend="cuda")
     without = told()

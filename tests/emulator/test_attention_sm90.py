@@ -22,7 +22,7 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     """Only warpgroup kernels run; float64 is the reference."""
     for problem in share(sm90_problems.problems()):
         assert (found := sm90_problems.wrong(problem)) == [], f"{problem.name}: {found}"
@@ -55,7 +55,7 @@ def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
-def test_what_hidden_pairs_hold_reaches_nothing(
+def test_hidden_pairs_do_not_affect_forward(
     kind: str, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Portable kernels recompute the affected tiles, to their own bits; other tiles stay."""
@@ -82,7 +82,7 @@ def test_what_hidden_pairs_hold_reaches_nothing(
 
 
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
-def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_pairs_do_not_affect_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hidden key and value, a query without visible keys and its upstream gradient are NaN.
 
     Portable kernels recompute the affected tiles of both passes, to their own bits; other tiles
@@ -141,7 +141,7 @@ def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.Monke
     )
 
 
-def test_what_is_seen_is_not_hidden() -> None:
+def test_visible_nan_reaches_every_row_that_sees_it() -> None:
     """The tile is computed twice; other heads are unaffected."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 140, 64, dtype=torch.float16) for _ in range(3))
@@ -153,7 +153,7 @@ def test_what_is_seen_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
-def test_small_float16_weights(schedule: int) -> None:
+def test_small_float16_weights_count(schedule: int) -> None:
     """Weights below 2^-24 matter for a large dP, as in these heavy-tailed problems."""
     report = fuzz("attention", ["cuda"], 5, [3147, 3718, 4566, 4680, 5367], stop_after=5)
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
@@ -161,13 +161,13 @@ def test_small_float16_weights(schedule: int) -> None:
 
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_starts(causal: str, mask: str) -> None:
+def test_starts_select_a_tile_of_a_larger_problem(causal: str, mask: str) -> None:
     """KV tiles begin at dropout groups before the first key, as do words of key padding."""
     check_starts("cuda", causal, torch.float16, mask)
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
-def test_packed_dropout(schedule: int) -> None:
+def test_packed_dropout_equals_padded(schedule: int) -> None:
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300)
@@ -182,7 +182,7 @@ def test_packed_dropout(schedule: int) -> None:
     check_packed((query, key, value, *offsets, 150, 160), keywords, "cuda")
 
 
-def test_packed_by_three_consumers() -> None:
+def test_three_consumers_give_the_bits_of_two() -> None:
     """Packed sequences whose mean fills three consumers equal padded ones with two."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(n, 2, 64, generator=generator).half() for n in (330, 430, 430))
@@ -214,7 +214,7 @@ def test_random_problems_unordered() -> None:
     assert found == []
 
 
-def test_five_products_instead_of_seven() -> None:
+def test_fused_backward_computes_fewer_products() -> None:
     """With all gradients, deterministic=False runs the fused backward: 5 products, not 7."""
     torch.manual_seed(2)
     tensors = [torch.randn(1, 1, n, 128).half() for n in (128, 256, 256)]
@@ -253,7 +253,7 @@ def test_schedules_give_equal_bits() -> None:
     importlib.util.find_spec("pytransformer._C") is None,
     reason="_C was not built (_build_info.json says why)",
 )
-def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.zeros(1, 2, 40, 64, dtype=torch.float16)
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
     assert taken.count("by the kernels for sm_90a") == 3
@@ -298,7 +298,7 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_portable_kernels_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_kernels_run_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 and PYTRANSFORMER_CUDA_PATH=portable run no warpgroup product."""
     query, key = torch.randn(1, 1, 40, 64).half(), torch.randn(1, 1, 30, 64).half()
     products = torch.ops.pytransformer_C.emulator_products

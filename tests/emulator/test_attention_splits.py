@@ -29,11 +29,11 @@ def planned(query: torch.Tensor, key: torch.Tensor, **keywords: object) -> dict[
 @pytest.mark.parametrize(
     "problem", list(split_problems.problems()), ids=lambda problem: problem.name
 )
-def test_each_problem(problem: Problem) -> None:
+def test_each_problem_is_right(problem: Problem) -> None:
     assert split_problems.wrong(problem) == []
 
 
-def test_packed_sequences() -> None:
+def test_packed_equals_padded() -> None:
     """Sequences have one, three, no and two new tokens; forward and backward run."""
     queries, keys = torch.tensor([0, 1, 4, 4, 6]), torch.tensor([0, 300, 340, 600, 617])
     args = (
@@ -48,7 +48,7 @@ def test_packed_sequences() -> None:
     check_packed(args, {"causal": "bottom_right"}, "cuda")
 
 
-def test_which_calls_split() -> None:
+def test_split_kv_depends_on_rows_only() -> None:
     """The rows of a key head decide, never the number of keys; block masks do not split."""
     key = torch.zeros(1, 2, 2000, 64)
     assert (
@@ -69,7 +69,7 @@ def test_which_calls_split() -> None:
     assert planned(torch.zeros(1, 2, 1, 64), key, attn_mask=mask)["splits"] == 0
 
 
-def test_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = draw(2, 4, 1, 64).to(BF16), draw(2, 2, 600, 64).to(BF16)
     found = pt.explain("attention", query, key, key, backend="cuda")
     assert any("keys split over up to 3 blocks" in note for note in found.notes)
@@ -90,14 +90,14 @@ def test_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_too() -> None:
+def test_split_kv_runs_on_sm90() -> None:
     query, key = draw(1, 2, 1, 64).to(BF16), draw(1, 2, 300, 64).to(BF16)
     before = torch.ops.pytransformer_C.emulator_products()
     pt.attention(query, key, key, backend="cuda", strict=True)
     assert torch.ops.pytransformer_C.emulator_products() == before
 
 
-def test_groups_share_what_is_read() -> None:
+def test_groups_share_their_reads() -> None:
     """16 query heads of a key head cost the products of one.
 
     A window at the end of 1,024 keys costs one tile.

@@ -150,7 +150,7 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_programs_give_what_was_recorded(name: str, in_python: list[str]) -> None:
+def test_programs_equal_the_recorded_calls(name: str, in_python: list[str]) -> None:
     function, make = PROBLEMS[name]
     for time in range(5):  # Python runs the first forward and backward; the second is recorded
         inputs = make()
@@ -162,7 +162,7 @@ def test_programs_give_what_was_recorded(name: str, in_python: list[str]) -> Non
     assert by_fast_path, fast_path.programs()
 
 
-def test_arguments_by_name_are_recorded_too() -> None:
+def test_calls_with_keywords_are_recorded() -> None:
     """The arguments have the form that the kernel of ``activate()`` passes on a GPU."""
     query, key, value = (t.detach() for t in qkv())
     given = {
@@ -195,7 +195,7 @@ WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize("watcher", WATCHERS)
-def test_a_watched_call_is_pythons(watcher: str, in_python: list[str]) -> None:
+def test_observed_calls_use_the_python_path(watcher: str, in_python: list[str]) -> None:
     inputs = [t.detach() for t in qkv()]
     for _ in range(3):
         attention(*inputs)
@@ -210,7 +210,7 @@ def test_a_watched_call_is_pythons(watcher: str, in_python: list[str]) -> None:
     assert found.dtype == (torch.float16 if "autocast" in watcher else BF16)
 
 
-def test_an_environment_variable_of_ours_decides_too(
+def test_environment_variables_invalidate_programs(
     in_python: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = qkv()
@@ -222,7 +222,7 @@ def test_an_environment_variable_of_ours_decides_too(
     assert in_python
 
 
-def test_what_looks_at_values_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_check_values_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "looks_at_values", lambda device: True)
     q, k, v = qkv()
     for _ in range(4):
@@ -232,14 +232,14 @@ def test_what_looks_at_values_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -
     assert any("no tensor" in reason or "holds" in reason for reason in fast_path.programs()[1])
 
 
-def test_a_call_that_is_wrong_stays_wrong() -> None:
+def test_bad_calls_raise_every_time() -> None:
     q, k, v = qkv()
     for _ in range(4):
         with pytest.raises(ValueError, match="same head size"):
             attention(q, k[..., :8], v)
 
 
-def test_second_derivatives_are_the_references() -> None:
+def test_second_derivatives_equal_the_reference() -> None:
     inputs = qkv(lq=8, lk=8)
     found = []
     for _ in range(4):

@@ -102,13 +102,13 @@ def swizzled(tile: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "table"), [("A", A_FRAGMENT), ("B", B_FRAGMENT), ("C", C_FRAGMENT)]
 )
-def test_the_formulas_are_the_figures(kind: str, table: dict[int, list[tuple[int, int]]]) -> None:
+def test_formulas_match_the_figures(kind: str, table: dict[int, list[tuple[int, int]]]) -> None:
     for lane, places in table.items():
         assert fragment(kind, lane) == places
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mma(dtype: torch.dtype, answers: Answers) -> None:
+def test_mma_equals_a_product(dtype: torch.dtype, answers: Answers) -> None:
     name = "mma_bf16" if dtype == torch.bfloat16 else "mma_f16"
     a = unfold("A", (16, 16), halves(answers[f"a:{name}"], dtype))
     b = unfold("B", (16, 8), halves(answers[f"b:{name}"], dtype))
@@ -116,7 +116,7 @@ def test_mma(dtype: torch.dtype, answers: Answers) -> None:
     assert torch.equal(d, a @ b + c)
 
 
-def test_ldmatrix(answers: Answers) -> None:
+def test_ldmatrix_reads_the_layout_of_the_manual(answers: Answers) -> None:
     """It reads row l / 4, elements 2 (l % 4) and the next, of four matrices, or their transpose."""
     matrices = halves(answers["in:ldmatrix"]).view(4, 8, 8)
     plain, transposed = (
@@ -133,7 +133,7 @@ def test_ldmatrix(answers: Answers) -> None:
             )
 
 
-def test_stmatrix_and_swizzle(answers: Answers) -> None:
+def test_stmatrix_writes_the_swizzled_layout(answers: Answers) -> None:
     assert torch.equal(
         halves(answers["stmatrix"]).int(),
         swizzled(halves(answers["in:stmatrix"]).view(64, 64).int()),
@@ -141,7 +141,7 @@ def test_stmatrix_and_swizzle(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize(("x", "y"), [(0, 0), (64, 0), (0, 24), (8, 30), (-8, -3), (128, 8)])
-def test_tma_box(x: int, y: int, answers: Answers) -> None:
+def test_tma_reads_swizzled_boxes(x: int, y: int, answers: Answers) -> None:
     """Read 24 rows of 64 elements of a tensor of 40 x 72; outside are zeros."""
     source = torch.zeros(100, 300, dtype=torch.int32)
     source[20:60, 50:122] = halves(answers["in:tma"]).view(40, 72).int()
@@ -149,7 +149,7 @@ def test_tma_box(x: int, y: int, answers: Answers) -> None:
     assert torch.equal(halves(answers[f"tma_2d({x},{y})"]).int(), swizzled(box.contiguous()))
 
 
-def test_tma_of_rank_3(answers: Answers) -> None:
+def test_tma_reads_rank_3(answers: Answers) -> None:
     source = torch.zeros(4, 30, 200, dtype=torch.int32)
     source[:, :10, :72] = halves(answers["in:tma"]).view(4, 10, 72).int()
     assert torch.equal(
@@ -157,7 +157,7 @@ def test_tma_of_rank_3(answers: Answers) -> None:
     )
 
 
-def test_tma_of_rank_4(answers: Answers) -> None:
+def test_tma_reads_rank_4(answers: Answers) -> None:
     source = torch.zeros(2, 2, 30, 200, dtype=torch.int32)
     source[:, :, 10:20, :72] = halves(answers["in:tma"]).view(2, 2, 10, 72).int()
     assert torch.equal(
@@ -165,7 +165,7 @@ def test_tma_of_rank_4(answers: Answers) -> None:
     )
 
 
-def test_wgmma_accumulators(answers: Answers) -> None:
+def test_wgmma_accumulators_have_the_layout_of_the_manual(answers: Answers) -> None:
     """The operands also cover the core-matrix layout without swizzle."""
     rows, columns = (floats(answers[f"wgmma_{name}"]).view(128, 32) for name in ("rows", "columns"))
     for thread, places in D_FRAGMENT.items():
@@ -177,7 +177,7 @@ def test_wgmma_accumulators(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
+def test_wgmma_equals_a_product(dtype: torch.dtype, answers: Answers) -> None:
     """Run every shape of the kernels by name: widths 32 to 256, panels of 32 to 176 rows."""
     names = [key.removeprefix("a:") for key in answers if key.startswith("a:wgmma_")]
     names = [name for name in names if name.endswith("_f16") == (dtype == torch.float16)]
@@ -191,7 +191,7 @@ def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
         assert torch.equal(floats(answers[name]).view(64, -1), a @ b), name
 
 
-def test_tiles_in_a_ring(answers: Answers) -> None:
+def test_ring_buffers_deliver_their_tiles(answers: Answers) -> None:
     """Seven steps of 64 columns use two buffers; one product clears rows of B."""
     a, b = (
         halves(answers[f"{key}:steps"], torch.bfloat16).float().view(64, 448) for key in ("a", "b")
@@ -215,7 +215,7 @@ def test_tiles_in_a_ring(answers: Answers) -> None:
             assert torch.equal(read[:, matrix, :, :, lane], wanted.permute(1, 2, 0, 3))
 
 
-def test_descriptor_fields(answers: Answers) -> None:
+def test_descriptor_fields_match_the_manual(answers: Answers) -> None:
     """Bits 0-13: address / 16; 16-29: LBO / 16; 32-45: SBO / 16; 62-63: swizzle.
 
     LBO and SBO are the leading and stride byte offsets.
@@ -228,7 +228,7 @@ def test_descriptor_fields(answers: Answers) -> None:
     ]
 
 
-def test_cp_async(answers: Answers) -> None:
+def test_cp_async_copies_and_fills_with_zeros(answers: Answers) -> None:
     """128 copies of 16 bytes run in reversed order, then of t % 17 bytes and zeros.
 
     A thread reads its neighbor's bytes.
@@ -245,7 +245,7 @@ def test_cp_async(answers: Answers) -> None:
         assert torch.equal(got[t, 16:], wanted)
 
 
-def test_memory_and_meetings(answers: Answers) -> None:
+def test_memory_operations_and_shuffles(answers: Answers) -> None:
     words = answers["in:memory"].view(128, 4)
     mixed = words ^ words.flip(0)
     assert torch.equal(answers["memory"][:512].view(128, 4), mixed)
@@ -272,7 +272,7 @@ def test_memory_and_meetings(answers: Answers) -> None:
     )
 
 
-def test_numbers(answers: Answers) -> None:
+def test_arithmetic_and_conversions(answers: Answers) -> None:
     inputs, results = (
         floats(answers["in:arithmetic"]).view(256, 3),
         answers["arithmetic"].view(256, 9),
@@ -301,7 +301,7 @@ def test_numbers(answers: Answers) -> None:
         )
 
 
-def test_sums(answers: Answers) -> None:
+def test_atomics_and_reductions(answers: Answers) -> None:
     assert answers["atomics"].tolist() == [50 * sum(range(i, 64, 4)) for i in range(4)]
     values, sums = floats(answers["in:reductions"]), floats(answers["reductions"])
     assert torch.equal(sums[:256], 20 * values) and (sums[256:] == 20).all()

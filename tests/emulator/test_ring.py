@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 @pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
 @pytest.mark.parametrize("keywords", ["plain", "causal", "mask", "extreme"])
-def test_tiles_of_a_row(
+def test_merged_tiles_equal_one_call(
     keywords: str, dtype: torch.dtype, path: str, schedule: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles are merged and differentiated by lse, within the bounds of one call."""

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 
 
 @pytest.mark.parametrize("fault", ["", "one_key_too_many"])
-def test_broken_kernel_is_found_and_reported_once(
+def test_broken_kernel_is_detected_and_reported_once(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check plants a fault of text_faults.py; without the fault the backend is used."""

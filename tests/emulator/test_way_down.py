@@ -36,7 +36,7 @@ BEFORE = [
 ]
 
 
-def test_these_are_the_library_s_words() -> None:
+def test_messages_have_the_prefix_of_the_library() -> None:
     for start, file in STARTS.items():
         assert f'"{start}"' in (CSRC / file).read_text()
     assert (
@@ -50,7 +50,9 @@ def test_these_are_the_library_s_words() -> None:
     "error, way",
     [*((e, w) for e in BEFORE for w in WAYS if w != "hugging_face"), (BEFORE[0], "hugging_face")],
 )
-def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, way: str) -> None:
+def test_failures_fall_back_to_the_next_backend(
+    monkeypatch: pytest.MonkeyPatch, error: str, way: str
+) -> None:
     want = WAYS[way]()
     for then in ("cpu", "reference"):
         with preferred("cuda", then=then):
@@ -58,7 +60,7 @@ def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, 
             check(way, want, "cuda", error)
 
 
-def test_backward_alone_fails() -> None:
+def test_failing_backward_falls_back() -> None:
     want = attention()
     error = RuntimeError("a kernel could not be launched: too many resources requested for launch")
     with preferred("cuda", only_backward=error):
@@ -69,7 +71,9 @@ def test_backward_alone_fails() -> None:
     "text",
     [*(start + text for start in STARTS for text in FAULTS), "attention: head sizes up to 256"],
 )
-def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_failures_of_running_kernels_are_raised_unchanged(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     error = RuntimeError(text)
     monkeypatch.setattr(cuda_library, "call", failing(lambda: error))
     with preferred("cuda"), pytest.raises(RuntimeError) as caught:
@@ -77,7 +81,7 @@ def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch,
     assert caught.value is error and not pt.fallbacks()
 
 
-def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(
+def test_missing_kernel_images_fall_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Norms and networks fall back like attention."""
