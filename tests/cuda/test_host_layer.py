@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA backend without a GPU: contexts, probe, launches and tensor maps
-against stubs of runtime and driver.
+"""The host side of the CUDA backend without a GPU, against stubs of runtime and driver.
 
-CUDA's own runtime talks to a stub of the driver as far as its version; beyond that it checks that
-the driver is NVIDIA's.
+It covers contexts, probe, launches and tensor maps. CUDA's runtime accepts a stub driver for its
+version only; beyond that it requires NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def test_against_stubs(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
 @pytest.mark.parametrize("version", [None, 12040, 0])
 def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
-    """By the built library, with the runtime that is part of it, and a driver that tells only its
-    version."""
+    """The built library and its runtime meet a driver that reports only its version."""
     environment = dict(os.environ)
     if version is not None:
         if shutil.which("gcc") is None:
@@ -98,8 +96,7 @@ def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
 
 
 def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every op of the backend, once for each device; ROCm's GPUs are refused before they are
-    asked."""
+    """Every op of the backend uses it; ROCm's GPUs are refused before the driver is queried."""
     device, told = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
     asked = []
 

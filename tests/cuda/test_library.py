@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA library on a machine without a GPU: it loads and tells why it cannot run; how it is
-built."""
+"""The CUDA library without a GPU: it loads and gives the reason why it cannot run; its build."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def test_it_loads_and_has_its_ops() -> None:
 
 @needs_library
 def test_it_needs_only_the_stable_abi() -> None:
-    """No symbol of Python; of torch none but the C functions that stay the same; no CUDA library of
-    its own choosing."""
+    """It links no Python symbol, only torch's stable C functions, and no other CUDA library."""
     out = subprocess.run(
         ["nm", "-D", "--undefined-only", native.PACKAGE / cuda_library.LIBRARY_NAME],
         capture_output=True,
@@ -53,8 +51,7 @@ def test_it_needs_only_the_stable_abi() -> None:
 
 @needs_library
 def test_doctor_lists_it() -> None:
-    """What it was built for, which kernels it holds, and why they do not run here, if they do
-    not."""
+    """The entry has architectures, kernels and the reason why they do not run here."""
     from pytransformer.cli import doctor
 
     report = doctor.cuda()
@@ -69,7 +66,7 @@ def test_doctor_lists_it() -> None:
 
 
 def test_cpu_tensors_are_not_for_it() -> None:
-    """Which is no fallback: nobody expects a CUDA kernel to run on them."""
+    """A decline is no fallback: a CUDA kernel never runs on CPU tensors."""
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons["cuda"]
     assert reason is not None and reason.startswith("runs on CUDA devices")
     with pytest.raises(pt.BackendError, match="runs on CUDA devices"):
@@ -128,8 +125,10 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert hopper in only and portable not in only
     monkeypatch.setenv(
-        "PYTRANSFORMER_CUDA_ARCHS", "sm_80"
-    )  # its kernels are empty there, and never asked for
+        "PYTRANSFORMER_CUDA_ARCHS",
+        "sm_80",
+        # Its kernels are empty there and never selected.
+    )
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert portable in only and "-DPT_BUILT_SM90A" not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
@@ -140,8 +139,11 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.gencode()[0] == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
     monkeypatch.delenv("PYTRANSFORMER_CUDA_ARCHS")
     monkeypatch.setattr(
-        build, "native_archs", lambda: ["sm_90a"]
-    )  # by default those of the machine
+        build,
+        "native_archs",
+        lambda: ["sm_90a"],
+        # The default is the machine's architecture.
+    )
     assert build.archs() == ["sm_90a"]
     monkeypatch.setattr(build, "native_archs", list)
     assert build.find_nvcc() is None or "nvidia-smi shows no GPU" in (build.why_not() or "")
@@ -163,8 +165,10 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: Path) -> None:
-    """Whatever the compiler's exit code: ptxas tells of these as remarks. The object goes away, so
-    that the next build tries again."""
+    """The compiler exits with 0.
+
+    The object is deleted, so the next build tries again.
+    """
     compiler = ["sh", "-c", 'touch "$0"; echo "$1"', tmp_path / "k.o", message]
     command = [
         sys.executable,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test that spoils the CUDA context takes no other test with it: the hooks of tests/conftest.py.
-Needs no GPU."""
+"""A test that corrupts the CUDA context fails alone: the hooks of tests/conftest.py.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_after():
 
 
 def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
-    """And what failed is told at once."""
+    """The failure is reported immediately."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_three.py").write_text(TESTS)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

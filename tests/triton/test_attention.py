@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the Triton backend, interpreted on CPU tensors through the public API."""
+"""Attention of the interpreted Triton backend on CPU tensors, through the public API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    """Outputs, lse and all gradients of a shared case against float64."""
+    """Check outputs, lse and all gradients of the shared cases."""
     dtype = DTYPES[CASES.index(case) % 3]
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
     out, lse = pt.attention(*args, **kwargs, return_lse=True, backend="triton", strict=True)
@@ -40,8 +40,7 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.parametrize("query_start, key_start", [(0, 0), (5, 0), (70, 45), (2**27, 2**27 - 40)])
 def test_dropout_mask(query_start: int, key_start: int) -> None:
-    """Bit for bit the reference's mask, wherever the tensors lie in the sequence: value is the
-    identity."""
+    """Value as the identity exposes the mask, for all starts in the sequence."""
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
     query, key = torch.zeros(2, heads, num_queries, 16), torch.zeros(2, heads, num_keys, 16)
     value = torch.eye(num_keys).expand(2, heads, -1, -1)
@@ -90,7 +89,6 @@ def test_zero_sizes() -> None:
 
 
 def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
 
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["triton"]
@@ -103,8 +101,8 @@ def test_reasons() -> None:
         pt.attention(*[torch.zeros(1, 1, 1, 300)] * 3, backend="triton")
 
 
-# Faults that attention has had, each in a line of our kernels: (file, the line, what it becomes),
-# and what shows it.
+# Faults of other kernels, each in a line of ours: (file, line, replacement), and the problem that
+# detects it.
 MUTANTS = {
     "diagonal_hidden": ("bounds.py", "below = i + offset + 1", "below = i + offset", "causal"),
     "window_one_short": (

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages in the Triton backend, interpreted: the contiguous path's bits, clamped
-tables, and faults."""
+"""Paged keys and values in the interpreted Triton backend: bits, clamped tables, faults."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing.pages import Pools, in_pages
 
-LK = 330  # five tiles and a tail; split in two where it is decoded
+LK = 330  # five tiles and a tail; two splits in decode
 LENGTHS = torch.tensor([LK, 0, 129])
 
 
@@ -54,7 +53,7 @@ def same(query: Tensor, pools: Pools, **options: Any) -> bool:
 
 
 def keywords(width: int) -> dict[str, dict[str, Any]]:
-    """Of a call over so many keys."""
+    """Return keywords for a call with this many keys."""
     return {
         "nothing": {},
         "causal": {"causal": "bottom_right"},
@@ -79,7 +78,7 @@ def keywords(width: int) -> dict[str, dict[str, Any]]:
     ("lq", "page_size"), [(1, 1), (1, 7), (1, 16), (1, 128), (5, 16), (40, 7), (40, 16), (40, 64)]
 )
 def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
-    """Decoded and by tiles of queries; a page in several tiles, and several pages in a tile."""
+    """Run decode and prefill; a page spans several tiles, or a tile several pages."""
     for dtype in (torch.float32, torch.bfloat16):
         query, pools = inputs(lq, page_size, dtype)
         assert same(query, pools, causal="bottom_right")
@@ -104,7 +103,7 @@ def test_a_block_mask() -> None:
 
 @pytest.mark.parametrize("lq", [1, 40])
 def test_tables_are_clamped_where_nobody_looks(lq: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: an entry outside the pool is the nearest page."""
+    """Without a check, as on a GPU, an entry outside the pool selects the nearest page."""
     query, pools = inputs(lq, 16)
     table, clamped = pools.table.to(torch.int64, copy=True), pools.table.to(torch.int64, copy=True)
     table[0, 3], table[0, 4], table[2, 0] = -5, 2**40, pools.tensors[0].shape[0]

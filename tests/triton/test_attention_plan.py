@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a call: what is compiled for which mask, the memory between launches, and what
-explain says of it."""
+"""The plan of a call: compiled variants per mask, memory between launches, and explain's report."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from pytransformer.testing.attention_check import check_attention
 B, H, LK = 2, 4, 300
 KEYS = torch.arange(LK) % 7 != 2
 BY_HEAD = torch.arange(LK) % 7 > torch.arange(H)[:, None, None]
-# name -> (mask for that many queries, whether it is read once a key by prefill and backward, and by
-# decode)
+# name -> (mask for this many queries, if prefill and backward read it once per key, and if decode
+# does)
 MASKS = {
     "keys": (lambda n: KEYS, True, True),
     "expanded": (lambda n: KEYS.expand(B, H, n, LK), True, True),

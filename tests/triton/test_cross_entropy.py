@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy of the Triton backend, interpreted on CPU tensors through the public API."""
+"""linear_cross_entropy of the interpreted Triton backend, through the public API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 @pytest.mark.parametrize("reduction", random_problems.REDUCTIONS)
 @pytest.mark.parametrize("case", cases("linear_cross_entropy"), ids=lambda c: c.name)
 def test_case(case: Case, reduction: str) -> None:
-    """Loss and all gradients of a shared case against float64, in every dtype."""
+    """Check the loss and all gradients of the shared cases in every dtype."""
     for dtype in DTYPES:
         _, wrong = random_problems.judge(
             random_problems.of_case(case, dtype, reduction=reduction), "triton", False
@@ -45,11 +45,11 @@ def test_logits_never_exceed_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     most = configs.chunk_rows(classes)
     assert most < rows and fwd.chunk_rows is configs.chunk_rows
     logits = [n for n, width in shapes if width == classes]
-    assert max(logits) <= most and sum(logits) == 2 * rows  # forward, and again in backward
+    assert max(logits) <= most and sum(logits) == 2 * rows  # forward and backward
 
 
 def test_rows_of_very_different_weight_keep_their_digits() -> None:
-    """float16, upstream gradients from 1e-4 to 1: each row of dx is as exact as alone."""
+    """Upstream gradients are 1e-4 to 1 in float16; each row of dx is as accurate as alone."""
     x, w = torch.randn(8, 24).half().requires_grad_(), torch.randn(90, 24).half().requires_grad_()
     target, g = torch.arange(8), 10.0 ** -torch.arange(8).div(2)
     (dx,) = torch.autograd.grad(
@@ -84,7 +84,6 @@ def test_a_wrong_target_is_told() -> None:
 
 
 def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
     x, target = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     assert pt.explain("linear_cross_entropy", x, x, target).reasons["triton"] is None
     assert (
@@ -93,7 +92,7 @@ def test_reasons() -> None:
     )
 
 
-# Faults that losses have had, each in a line of our kernels: (file, the line, what it becomes).
+# Faults of other losses, each in a line of our kernels: (file, line, replacement).
 MUTANTS = {
     "last_block_alone": ("fwd.py", "b_l = b_l * tl.exp2((b_m - safe) * LOG2E) + ", "b_l = "),
     "sum_not_rescaled": ("fwd.py", "b_l * tl.exp2((b_m - safe) * LOG2E)", "b_l"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward of the Triton backend, interpreted on CPU tensors through the public API."""
+"""feed_forward of the interpreted Triton backend on CPU tensors, through the public API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytransformer.testing.dropout_check import check_hidden_starts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
-)  # of numpy, which interprets
+)  # from numpy, which interprets
 CASES = [c.resize(rows=70, d=72, hidden=150) for c in cases("feed_forward", "small")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
@@ -54,7 +54,7 @@ def _results(t: list[torch.Tensor], **keywords: Any) -> list[torch.Tensor]:
 
 
 def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
-    """Output and the gradients that t asks for within the bound of float64; returns the output."""
+    """Check the output and the gradients in t against float64; return the output."""
     named = {n: v for n, v in zip(NAMES, t) if v is not None}
     wanted = [n for n, v in named.items() if v.requires_grad]
     out = _call(t, **keywords)
@@ -75,14 +75,13 @@ def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    """Output and all gradients of a shared case against float64."""
+    """Check the output and all gradients of the shared cases."""
     args, kwargs = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0, requires_grad=True)
     _check([*args, *(kwargs.pop(n, None) for n in NAMES[5:])], **kwargs)
 
 
 def test_dropout_mask() -> None:
-    """Bit for bit the reference's mask, forward and backward: the identity for weights shows
-    hidden."""
+    """Forward and backward have its bits; identity weights expose hidden."""
     x, eye = torch.full((5, 14, 200), 3.0, requires_grad=True), torch.eye(200)
     for p, seed in ((0.3, -(2**62) + 77), (1.0, 5)):
         out = pt.feed_forward(
@@ -128,9 +127,10 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
 
 
 def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a measured table may ask for: the library multiplies, the kernel does the rest, to the
-    same bound. Biases of
-    another dtype stay with the fused kernel."""
+    """A measured table may select it: the library multiplies, the kernel does the rest.
+
+    Biases of another dtype use the fused kernel.
+    """
     launched: list[bool] = []
 
     def observe(kernel: Any, programs: int, device: Any, *arguments: Any, **options: Any) -> None:
@@ -154,7 +154,7 @@ def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_strides_and_missing_gradients() -> None:
-    """Rows with gaps, transposed weights, batch dimensions out of order, one gradient at a time."""
+    """Rows have gaps, weights are transposed, batch dimensions permuted, gradients single."""
     t = [v.detach() for v in _inputs(42, 24, 70, 24)]
     wide = torch.randn(42, 50)
     laid = [
@@ -181,7 +181,7 @@ def test_nan_stays_in_its_row() -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_activations(activation: str) -> None:
-    """Value and slope of a column of numbers, far out too, against float64."""
+    """Value and slope of a column of numbers, large ones included, are compared with float64."""
     x = torch.cat(
         [torch.linspace(-12, 12, 2001), torch.tensor([0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 1e30])]
     )
@@ -195,8 +195,7 @@ def test_activations(activation: str) -> None:
 
 
 def test_every_tile_is_visited_once() -> None:
-    """The order of programs is a permutation, for numbers of tiles that are no multiple of a
-    group."""
+    """The order of programs is a permutation, also if tiles are no multiple of a group."""
     for rows, columns in ((1, 1), (33, 200), (32 * 19, 64 * 3)):
         x, weight = torch.randn(rows, 4), torch.randn(columns, 4)
         out = pt.feed_forward(x, weight, None, torch.eye(columns), None, backend="triton")
@@ -263,8 +262,7 @@ def test_reasons() -> None:
 
 
 def test_configurations() -> None:
-    """By kernel, rows and dtype; a measured entry takes the place of the heuristic's; candidates
-    start with that."""
+    """Entries are per kernel, rows and dtype; candidates start with the measured entry."""
     few, many = (configs.config("hidden", 90, rows, 2) for rows in (16, 17))
     assert few.BM == 16 and many.BM == 64
     measured = {

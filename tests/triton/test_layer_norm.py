@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms of the Triton backend, interpreted on CPU tensors through the public API."""
+"""The norms of the interpreted Triton backend on CPU tensors, through the public API."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
 
 CASES = [c for op in fuzz_layer_norm.KINDS for c in cases(op, "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-WIDE = 1300  # columns: beyond what a program of the interpreter's holds at once
+WIDE = 1300  # columns: more than one program of the interpreter processes at once
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    """Outputs and all gradients of a shared case against float64, in every dtype."""
+    """Check outputs and all gradients of the shared cases in every dtype."""
     for dtype in DTYPES:
         _, wrong = fuzz_layer_norm.judge(fuzz_layer_norm.of_case(case, dtype), "triton", False)
         assert not wrong, "\n".join(wrong)
@@ -33,7 +33,7 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.parametrize("columns", [1, 33, 300, WIDE])
 def test_dropout_mask(columns: int) -> None:
-    """Bit for bit the reference's mask, forward and backward, in rows of every kind of tile."""
+    """Forward and backward have its bits in every class of tile."""
     x, seed = (
         torch.full((70 if columns < WIDE else 9, columns), 7.0, requires_grad=True),
         torch.tensor(-(2**61) + 12345),
@@ -77,7 +77,7 @@ def test_a_constant_row_becomes_the_bias(columns: int) -> None:
 
 
 def test_a_mean_taken_once_costs_digits(tmp_path: Path) -> None:
-    """Within the bound, but not what the kernels promise: the test above would see it."""
+    """A one-pass mean stays within the bound but breaks the kernels' promise."""
     with mutated(
         "layer_norm", "fwd.py", "            b_mean = mean_of(b_h, columns)\n", "", tmp_path
     ):
@@ -108,7 +108,7 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
 
 
 def test_gradients_asked_for_one_by_one() -> None:
-    """A kernel compiled for one gradient gives the bits of the one for all."""
+    """A kernel compiled for one gradient gives the bits of the kernel for all."""
     for columns in (40, WIDE):
         x, r = torch.randn(2, 3, columns).unbind()
         leaves = [t.requires_grad_() for t in (x, r, torch.randn(columns), torch.randn(columns))]
@@ -125,7 +125,7 @@ def test_gradients_asked_for_one_by_one() -> None:
 
 
 def test_memory_order_is_kept() -> None:
-    """A (B, L, C) view of (L, B, C) memory is read and written where it lies."""
+    """A (B, L, C) view of (L, B, C) memory is read and written in place."""
     x = torch.randn(7, 5, 33).transpose(0, 1).requires_grad_()
     y = pt.layer_norm(x, 33, backend="triton")
     (dx,) = torch.autograd.grad(y, x, torch.randn(7, 5, 33).transpose(0, 1))
@@ -134,7 +134,6 @@ def test_memory_order_is_kept() -> None:
 
 
 def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
     x = torch.zeros(2, 8)
     assert pt.explain("layer_norm", x, 8).reasons["triton"] is None
     assert "x in float64" in pt.explain("layer_norm", x.double(), 8).reasons["triton"]
@@ -142,7 +141,7 @@ def test_reasons() -> None:
         pt.add_norm(x, x.double(), None, backend="triton")
 
 
-# Faults that norms have had, each in a line of our kernels: (file, the line, what it becomes).
+# Faults of other norms, each in a line of our kernels: (file, line, replacement).
 MUTANTS = {
     "eps_ignored": ("fwd.py", "divided(b_m2, columns) + p.eps", "divided(b_m2, columns)"),
     "mean_counts_padding": ("rows.py", "tl.sum(b, 1) / columns", "tl.sum(b, 1) / b.shape[1]"),

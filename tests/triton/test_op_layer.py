@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton backend under the op layer: schema and fakes, compilation of whole graphs, seeds that
-are data. Interpreted."""
+"""The interpreted Triton backend under the op layer: schema, fakes, full graphs, seeds as data."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ TARGET = torch.tensor([1, 10, -100, 0])
 
 
 class Call(NamedTuple):
-    """An op by its public function: shapes of its differentiable tensors, and how it is called with
-    them."""
+    """An op's public function: shapes of its differentiable tensors, and the call with them."""
 
     shapes: tuple[tuple[int, ...], ...]
     run: Callable[..., Any]
@@ -86,7 +84,7 @@ def _gradients(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of the raw op, with the arguments that the public function gives it."""
+    """Forward and backward get the arguments that the public function passes."""
     op = OPS[name]
     backend, given = op.backends["triton"], []
     spy = dataclasses.replace(backend, forward=lambda a: (given.append(a), backend.forward(a))[1])
@@ -107,7 +105,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", CALLS)
 def test_fullgraph_compile(name: str, dynamic: bool) -> None:
-    """One graph, forward and backward, with the bits of the call itself, for these sizes or any."""
+    """Forward and backward have the call's bits, for these sizes or any."""
     torch._dynamo.reset()
     leaves = _leaves(name)
     compiled = torch.compile(
@@ -120,8 +118,7 @@ def test_fullgraph_compile(name: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_a_seed_is_data(name: str) -> None:
-    """Another number in the seed's tensor is another mask and no other graph: so captured graphs
-    may fill it anew."""
+    """Another value gives another mask and no other graph, so captured graphs may refill it."""
     torch._dynamo.reset()
     leaves, seed = [t.detach() for t in _leaves(name)], torch.tensor(1)
     call = torch.compile(
@@ -139,8 +136,7 @@ def test_a_seed_is_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_a_seed_is_drawn_by_torch(name: str) -> None:
-    """Where none is given, torch's generator decides: torch.manual_seed repeats a mask, the next
-    call has another."""
+    """torch.manual_seed repeats a mask; the next call draws another."""
     leaves = [t.detach() for t in _leaves(name)]
     results = []
     for again in (True, False, True):

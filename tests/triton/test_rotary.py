@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv of the Triton backend, interpreted on CPU tensors through the public API."""
+"""rotary and append_kv of the interpreted Triton backend, through the public API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytransformer.testing.models import ELEMENT, assert_same_gradient
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    """Outputs, caches and all gradients of a shared case against float64, in every dtype."""
+    """Check outputs, caches and all gradients of the shared cases in every dtype."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         problem = Problem.make(case, dtype, "cpu", seed=0, grad=True)
         grads = check.upstream(problem, seed=1)
@@ -31,7 +31,7 @@ def test_case(case: Case) -> None:
 
 
 def test_as_the_other_backends_turn() -> None:
-    """A (B, L, H, D) model, tables of bfloat16, more rows than one tile has."""
+    """The model is (B, L, H, D), tables are bfloat16, and rows exceed one tile."""
     x = torch.randn(2, 50, 6, 96, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     cos, sin = pt.RotaryPositions(64).tables(torch.arange(50), dtype=torch.bfloat16)
     weight, grad = (
@@ -46,7 +46,7 @@ def test_as_the_other_backends_turn() -> None:
     for mine, other in zip(*results):
         if mine.dtype == torch.float32:
             assert_same_gradient(mine, other)
-        else:  # both round once, from sums that differ as float32's do
+        else:  # both round once, from sums with float32 differences
             torch.testing.assert_close(mine, other, rtol=torch.finfo(mine.dtype).eps, atol=ELEMENT)
 
 
@@ -66,7 +66,7 @@ def test_gradients_asked_for_one_by_one() -> None:
 
 
 def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the check, which is not made on a GPU: positions and pages outside the cache."""
+    """The kernel gets positions and pages outside the cache, unchecked as on a GPU."""
     monkeypatch.setattr(
         "pytransformer.ops._backends.gpu.rotary.looks_at_values", lambda device: False
     )
@@ -103,7 +103,6 @@ def test_nothing_to_do() -> None:
 
 
 def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
     positions = torch.arange(3)
     assert pt.explain("rotary", torch.zeros(1, 1, 3, 8), positions).reasons["triton"] is None
     assert (
@@ -114,7 +113,7 @@ def test_reasons() -> None:
     assert wide == "last dimensions of at most 4,096, and x has 4,098"
 
 
-# Faults of kernels like these, each in a line of ours: (file, the line, what it becomes).
+# Faults of similar kernels, each in a line of ours: (file, line, replacement).
 MUTANTS = {
     "eps_ignored": ("fwd.py", ", dim) + p.eps)", ", dim))"),
     "turned_the_other_way": ("fwd.py", "-(b_2 * s_1)", "b_2 * s_1"),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured configurations: found by GPU, kernel and class of problems; and the tool that measures
-them, as far as it goes here."""
+"""Measured configurations by GPU, kernel and class of problems, and the tuning tool."""
 
 from __future__ import annotations
 
@@ -36,14 +35,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "tools" / "tune.py"
 def tune() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tune", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tune"] = module  # dataclasses look there
+    sys.modules["tune"] = module  # dataclasses reads sys.modules
     spec.loader.exec_module(module)
     return module
 
 
 def test_table(tmp_path: Path) -> None:
-    """An entry is found under the GPU's name, without what was measured; nothing where there is no
-    file."""
+    """Entries have no measurements; a missing file gives an empty table."""
     entry = {"BM": 64, "BN": 128, "warps": 8, "stages": 2}
     path = tuned.path_of("attention", "NVIDIA H200", tmp_path)
     assert path == tmp_path / "nvidia-h200" / "attention.json"
@@ -87,8 +85,7 @@ def test_committed_tables_are_configurations() -> None:
 
 
 def test_tasks(tune: ModuleType) -> None:
-    """Every kernel of every op has its classes, each once, and starts from what runs without a
-    table."""
+    """Every kernel of every op has its classes, and starts from its heuristic configuration."""
     tasks = list(tune.tasks())
     keys = [(t.op, t.key) for t in tasks]
     assert len(set(keys)) == len(keys)
@@ -118,8 +115,7 @@ def test_without_a_gpu(tune: ModuleType, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
-    """What bench/gpu.sh would call is understood, and starts with the hottest kernel: on a GPU
-    there is no time to find out."""
+    """The tool accepts the commands of bench/gpu.sh and starts with the hottest kernel."""
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = SCRIPT.parents[1] / "gpu.sh"
     said = subprocess.run(
@@ -151,8 +147,7 @@ def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
     ],
 )
 def test_dry_run(key: str) -> None:
-    """Candidates reach the kernel that they are for: two of them take different registers or
-    memory."""
+    """Candidates reach their kernel: two of them use different registers or memory."""
     environment = {
         k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
     }  # compiled, not interpreted

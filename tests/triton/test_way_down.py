@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that do not compile or launch: the next backend computes. What ran and failed is
-raised. Interpreted."""
+"""Triton kernels that do not compile or launch fall back; failures of running kernels raise.
+
+The kernels are interpreted.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ AFTER: dict[str, Callable[[], Exception]] = {
 
 
 def lost_context() -> Exception:
-    """Of PyTorch, asked by Triton's launcher for the current device."""
+    """Raise PyTorch's error when Triton's launcher reads the current device."""
     called_there = {"__name__": "triton.backends.nvidia.driver", "torch": torch}
     exec(
         "def ask():\n    raise torch.AcceleratorError('CUDA error: device-side assert triggered')",
@@ -89,7 +91,7 @@ def lost_context() -> Exception:
 def launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[Callable[[], Exception]], None]]:
-    """Makes every launch of an interpreted kernel raise."""
+    """Make every launch of an interpreted kernel raise."""
     yield lambda error: monkeypatch.setattr(GridExecutor, "__call__", failing(error))
 
 
@@ -134,7 +136,7 @@ def test_forced_and_strict_raise(
     error = OutOfResources(200_000, 101_376, "shared memory")
     launches(lambda: error)
     with preferred("triton"):
-        for _ in range(2):  # tried each time
+        for _ in range(2):  # every call tries it
             with (
                 pt.use_backend(attention="triton"),
                 pytest.raises(pt.BackendError, match="forced but did not run") as caught,
@@ -143,7 +145,7 @@ def test_forced_and_strict_raise(
             assert caught.value.__cause__ is error
         monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
         for way in ("attention", "activated"):
-            for _ in range(2):  # at the failure, and when it is remembered
+            for _ in range(2):  # at the failure, and from memory
                 with pytest.raises(pt.BackendError, match=r"strict mode.*shared memory"):
                     WAYS[way]()
             pt.clear_fallbacks()
@@ -152,8 +154,10 @@ def test_forced_and_strict_raise(
 def test_a_failure_is_of_one_kind_of_problem(
     launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Head size 16 in float32 fails; head size 8, bfloat16 and dropout are tried, other lengths are
-    not."""
+    """Head dim 16 in float32 fails.
+
+    Head dim 8, bfloat16 and dropout are tried; other lengths are not.
+    """
     tried: list[tuple[torch.dtype, int]] = []
 
     def launch(grid: object, *args: torch.Tensor, **options: object) -> None:

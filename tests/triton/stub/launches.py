@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named cases and random problems through Triton's own JIT and launcher, without a GPU. See gpu.py.
+"""Named cases and random problems through Triton's JIT and launcher without a GPU: see gpu.py.
 
 python tests/triton/stub/launches.py --arch 90 --cases 2 --random 20      every second case, 20
-                                                                          random problems an op
+                                                                          random problems per op
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DRAWN = {
 }
 SEED = 77
 BF16 = torch.bfloat16
-FUSED = ("attention_weights", "attention_summary")  # which the backend has not
+FUSED = ("attention_weights", "attention_summary")  # not supported by the backend
 
 
 def differentiated(returned: Any, inputs: Any) -> None:
@@ -74,8 +74,10 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...]]]:
-    """Sizes, strides and values of 0 and 1, which Triton would make constants of: (name, call, what
-    it differentiates)."""
+    """Yield (name, call, differentiable inputs) with sizes, strides and values of 0 and 1.
+
+    Triton would specialize these to constants.
+    """
 
     def attention(
         name: str, B: int = 2, H: int = 2, Lq: int = 40, Lk: int = 40, D: int = 16, **options: Any
