@@ -74,7 +74,7 @@ def installed(builder: ModuleType, package: Path) -> tuple[set[str], dict[str, o
     ("death", "reason"),
     [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")],
 )
-def test_a_cuda_part_that_does_not_compile_is_left_out(
+def test_failing_cuda_part_is_left_out(
     death: str, reason: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """doctor shows the stored reason; a forced CUDA build fails.
@@ -103,7 +103,7 @@ def test_a_cuda_part_that_does_not_compile_is_left_out(
     )
 
 
-def test_other_failures_are_not_cudas(
+def test_other_failures_are_not_attributed_to_cuda(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvcc(tmp_path, monkeypatch)
@@ -113,7 +113,7 @@ def test_other_failures_are_not_cudas(
 
 
 @pytest.mark.parametrize("version", ["12.8.93", "12.9.86"])
-def test_an_old_nvcc_is_refused_by_name(
+def test_old_nvcc_is_refused_by_name(
     version: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check precedes any compilation."""

@@ -171,7 +171,7 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton", "reference"])
-def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_checked_on_request(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths and offsets beyond the tensors are clamped; PYTRANSFORMER_CHECK=1 raises."""
     x = torch.randn(2, 2, 40, 64, device="cuda", dtype=torch.bfloat16)
     long, last = torch.tensor([40, 41], device="cuda"), torch.tensor([0, 41], device="cuda")
@@ -190,7 +190,7 @@ def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.unpoisoned
-def test_a_thread_without_a_context() -> None:
+def test_new_threads_create_a_context() -> None:
     """The first CUDA call of a new thread is ours and encodes tensor maps.
 
     Its memory comes from the allocator's cache.

@@ -58,7 +58,7 @@ def test_one_token_over_8192_keys(batch: int, heads: int) -> None:
     assert (whole.cpu().double() - exact).abs().max() < 4e-3
 
 
-def test_entries_outside_the_pool_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_entries_outside_the_pool_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     query, pools, lengths = page_problems.inputs(1, 16, BF16, device="cuda")
     table = pools.table.clone()
     table[0, 3] = -5

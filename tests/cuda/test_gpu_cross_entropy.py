@@ -90,7 +90,7 @@ def test_many_classes() -> None:
 
 
 @pytest.mark.parametrize("wrong_class", [-(2**63), -1, 300, 2**63 - 1])
-def test_a_wrong_target_reaches_no_other_memory(wrong_class: int) -> None:
+def test_bad_targets_read_nothing_outside(wrong_class: int) -> None:
     x, w = (
         torch.randn(n, 64, device="cuda", dtype=torch.float16).requires_grad_() for n in (200, 300)
     )

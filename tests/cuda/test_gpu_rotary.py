@@ -45,7 +45,7 @@ def test_random_problems() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_without_a_norm_the_bits_are_those_of_the_cpu(interleaved: bool) -> None:
+def test_bits_without_a_norm_equal_the_cpu(interleaved: bool) -> None:
     """nvcc's code rounds in the order of the emulator."""
     x, (cos, sin) = torch.randn(2, 8, 33, 128), torch.randn(2, 2, 33, 128)  # tables (2, 33, 128)
     found = pt.rotary(
@@ -92,7 +92,7 @@ def test_in_cuda_graphs() -> None:
     assert torch.equal(cache.value[:, :, :9], x)
 
 
-def test_a_position_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_outside_the_cache_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not write them; PYTRANSFORMER_CHECK=1 raises."""
     cache = pt.KeyValues(*(torch.zeros(1, 1, 3, 8, device="cuda") for _ in range(2)))
     rows, positions = (

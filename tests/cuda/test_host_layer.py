@@ -26,7 +26,7 @@ PROBED = (
 )
 
 
-def test_against_stubs(tmp_path: Path) -> None:
+def test_host_layer_runs_against_stubs(tmp_path: Path) -> None:
     """host_layer.cu has the expectations."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")
@@ -54,7 +54,7 @@ def test_against_stubs(tmp_path: Path) -> None:
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
 @pytest.mark.parametrize("version", [None, 12040, 0])
-def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
+def test_old_driver_is_reported(version: int | None, tmp_path: Path) -> None:
     """The built library and its runtime meet a driver that reports only its version."""
     environment = dict(os.environ)
     if version is not None:
@@ -95,7 +95,7 @@ def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
     ), done.stdout
 
 
-def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_gives_the_reason_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of the backend uses it; ROCm's GPUs are refused before the driver is queried."""
     device, told = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
     asked = []

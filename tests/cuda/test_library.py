@@ -24,7 +24,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 @needs_library
-def test_it_loads_and_has_its_ops() -> None:
+def test_library_loads_and_registers_its_ops() -> None:
     for op in ("layer_norm_fwd", "layer_norm_bwd", "rotary_fwd", "rotary_bwd", "append_kv"):
         assert cuda_library.why_not_loaded(op) is None
         schema = getattr(torch.ops.pytransformer_C, f"cuda_{op}").default._schema
@@ -33,7 +33,7 @@ def test_it_loads_and_has_its_ops() -> None:
 
 
 @needs_library
-def test_it_needs_only_the_stable_abi() -> None:
+def test_library_uses_only_the_stable_abi() -> None:
     """It links no Python symbol, only torch's stable C functions, and no other CUDA library."""
     out = subprocess.run(
         ["nm", "-D", "--undefined-only", native.PACKAGE / cuda_library.LIBRARY_NAME],
@@ -50,7 +50,7 @@ def test_it_needs_only_the_stable_abi() -> None:
 
 
 @needs_library
-def test_doctor_lists_it() -> None:
+def test_doctor_lists_the_cuda_library() -> None:
     """The entry has architectures, kernels and the reason why they do not run here."""
     from pytransformer.cli import doctor
 
@@ -65,7 +65,7 @@ def test_doctor_lists_it() -> None:
     )
 
 
-def test_cpu_tensors_are_not_for_it() -> None:
+def test_cpu_tensors_are_declined() -> None:
     """A decline is no fallback: a CUDA kernel never runs on CPU tensors."""
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons["cuda"]
     assert reason is not None and reason.startswith("runs on CUDA devices")
@@ -73,7 +73,7 @@ def test_cpu_tensors_are_not_for_it() -> None:
         pt.layer_norm(torch.zeros(1, 8), 8, backend="cuda")
 
 
-def test_kernels_see_no_torch_header() -> None:
+def test_kernels_include_no_torch_header() -> None:
     for path in (
         *CSRC.glob("cuda/**/*.cuh"),
         *CSRC.glob("cuda/**/*.cu"),
@@ -100,14 +100,14 @@ def test_kernels_see_no_torch_header() -> None:
         ((9, 0), [], "was built for no architecture"),
     ],
 )
-def test_which_gpus_a_build_serves(
+def test_build_serves_compatible_gpus(
     capability: tuple[int, int], archs: list[str], reason: str | None
 ) -> None:
     found = cuda_library.why_not_capability(capability, archs)
     assert found is None if reason is None else found is not None and reason in found
 
 
-def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_options_select_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("cuda_build", CSRC / "cuda_build.py")
     assert spec and spec.loader
     build = importlib.util.module_from_spec(spec)
@@ -164,7 +164,9 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ptxas info    : Used 128 registers, used 1 barriers", False),
     ],
 )
-def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: Path) -> None:
+def test_build_fails_on_ptxas_performance_remarks(
+    message: str, refused: bool, tmp_path: Path
+) -> None:
     """The compiler exits with 0.
 
     The object is deleted, so the next build tries again.

@@ -48,7 +48,7 @@ def test_after():
 """
 
 
-def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
+def test_other_tests_run_in_another_worker(tmp_path: Path) -> None:
     """The failure is reported immediately."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_three.py").write_text(TESTS)
@@ -75,7 +75,7 @@ def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
     assert "2 passed" in said
 
 
-def test_without_workers_the_run_ends(
+def test_run_ends_without_workers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location("shared", SHARED)

@@ -54,7 +54,7 @@ def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
         (768, {"residual_out": "float16"}, "any", 96, 96),
     ],
 )
-def test_which_kernel(
+def test_norm_kernel_depends_on_shape_and_dtype(
     columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int
 ) -> None:
     chosen = plan(1000, columns, **changed)
@@ -62,7 +62,7 @@ def test_which_kernel(
 
 
 @needs_bindings
-def test_how_many_blocks() -> None:
+def test_norm_blocks_depend_on_rows() -> None:
     assert plan(1000, 768)["blocks"] == 250
     assert plan(1, 4096)["blocks"] == 1
     assert (
@@ -198,7 +198,7 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_dbias", {"adds": "rows", "dtype": "float32"}, "float32"),
     ],
 )
-def test_what_the_kernels_for_sm_90a_take(
+def test_sm90_kernels_support_listed_problems(
     direction: str, changed: dict[str, Any], reason: str | None
 ) -> None:
     found = sm90_plan(direction, **changed)["why_not"]
@@ -206,7 +206,7 @@ def test_what_the_kernels_for_sm_90a_take(
 
 
 @needs_bindings
-def test_how_blocks_share_d_query() -> None:
+def test_blocks_accumulate_d_query_per_tile() -> None:
     """Each head's Q tile has full sums; blocks are not persistent."""
     assert sm90_plan("bwd_fused", num_queries=65)["dq_accum"] == 2 * 16 * 128 * 128
     assert (
@@ -231,7 +231,7 @@ def test_how_blocks_share_d_query() -> None:
 
 
 @needs_bindings
-def test_how_tiles_are_shared() -> None:
+def test_persistent_blocks_get_equal_tiles_or_pairs() -> None:
     """Equal tiles, or pairs, use persistent blocks, head by head.
 
     Others use one block per tile, in sections of heads that fit L2.
@@ -321,7 +321,7 @@ def test_how_tiles_are_shared() -> None:
         (3, {"num_queries": 1152, "sequences": 1}),
     ],
 )
-def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, Any]) -> None:
+def test_three_consumers_need_faster_tiles(consumers: int, changed: dict[str, Any]) -> None:
     """Head dim is 64, bounds only, tiles unpaired.
 
     Tiles of 192 queries must finish sooner than tiles of 128.
@@ -354,7 +354,7 @@ def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, An
         ("bwd_dbias", "bfloat16", 64, False, 256, True),
     ],
 )
-def test_which_attention_kernel(
+def test_attention_kernel_depends_on_dtype_and_head_dim(
     pass_: str, dtype: str, head_dim: int, bounds_only: bool, head_class: int, has_score_mod: bool
 ) -> None:
     from pytransformer import _C
@@ -411,13 +411,13 @@ def matmul_plan(
         ({"rows": 2**30, "columns": 2**30}, "more than 2^31 tiles"),
     ],
 )
-def test_what_products_for_sm_90a_take(changed: dict[str, Any], reason: str | None) -> None:
+def test_sm90_gemm_supports_listed_operands(changed: dict[str, Any], reason: str | None) -> None:
     found = matmul_plan(**changed)["why_not"]
     assert found is None if reason is None else found is not None and reason in found
 
 
 @needs_bindings
-def test_how_products_are_shared() -> None:
+def test_gemm_blocks_share_tiles() -> None:
     """Blocks are persistent; tiles are 128 x 256, or 128 columns if two products share them.
 
     Groups have 16 rows of tiles.
@@ -462,7 +462,9 @@ def test_how_products_are_shared() -> None:
         (8192, 4096, False, 2, 1024),
     ],
 )
-def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, tiles: int) -> None:
+def test_gemm_tile_width_depends_on_occupancy(
+    rows: int, columns: int, gated: bool, halves: int, tiles: int
+) -> None:
     """Tiles are half as wide if wide ones leave multiprocessors idle and narrow ones are faster."""
     found = matmul_plan(rows=rows, columns=columns, gated=gated)
     assert (found["halves"], found["down"] * found["across"]) == (halves, tiles)
@@ -470,7 +472,7 @@ def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, t
 
 
 @needs_bindings
-def test_which_gemms_cublas_does() -> None:
+def test_cublas_runs_every_gemm_by_default() -> None:
     """A measured GPU run may change the default; forced kernels run ours."""
     assert matmul_plan()["use_cublas"] and not matmul_plan(ours=True)["use_cublas"]
     assert matmul_plan(rows=16)["use_cublas"] and not matmul_plan(rows=16, ours=True)["use_cublas"]
@@ -486,7 +488,7 @@ def test_which_gemms_cublas_does() -> None:
         (2**30, 2**30, False, 2**23, 2**54, 2**25),
     ],
 )
-def test_what_cross_entropys_tiles_leave(
+def test_cross_entropy_partials_per_tile(
     rows: int, classes: int, smooth: bool, tiles: int, partials: int, blocks: int
 ) -> None:
     """A row and 128 classes have two or three numbers."""
@@ -526,7 +528,7 @@ def rotary_plan(rows: int, dim: int, turned: int, **changed: Any) -> dict[str, A
         (128, 128, {"aligned": False}, False, (8, 8), 32),
     ],
 )
-def test_how_heads_are_cut(
+def test_rotary_chunks_per_head(
     dim: int, turned: int, changed: dict[str, Any], whole: bool, chunks: tuple[int, int], lanes: int
 ) -> None:
     """A lane has 16 columns, with both elements of a pair.
@@ -542,7 +544,7 @@ def test_how_heads_are_cut(
 
 
 @needs_bindings
-def test_how_many_blocks_share_heads() -> None:
+def test_rotary_blocks_share_heads() -> None:
     assert rotary_plan(33, 128, 128)["blocks"] == 3 and rotary_plan(33, 128, 128)["smem_bytes"] == 0
     assert rotary_plan(2**31 - 2**14, 64, 64)["blocks"] == 2**26 - 2**9
     few, many = (rotary_plan(rows, 128, 128, sums=True) for rows in (33, 10**6))
@@ -554,6 +556,6 @@ def test_how_many_blocks_share_heads() -> None:
 
 
 @needs_bindings
-def test_a_wrong_dtype_is_refused() -> None:
+def test_bad_dtype_raises() -> None:
     with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
         plan(1, 8, x="float64")

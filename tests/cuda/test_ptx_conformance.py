@@ -127,7 +127,7 @@ def differences(
     return found
 
 
-def test_the_comparison_finds_differences() -> None:
+def test_comparison_detects_differences() -> None:
     """A wrong bit and a missing case count.
 
     NaN bits and the last bit of an approximation do not.
@@ -160,7 +160,7 @@ def test_the_comparison_finds_differences() -> None:
 @pytest.mark.parametrize(
     "end, told", [("exec sleep 60", "it hangs"), ("echo lost >&2; exit 1", "lost")]
 )
-def test_it_says_how_far_a_program_came(
+def test_failing_programs_report_their_progress(
     end: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "SECONDS", 1)
@@ -175,7 +175,7 @@ def test_it_says_how_far_a_program_came(
     platform.machine() != "x86_64" or "fma" not in machine.cpu_features(),
     reason="needs a CPU with FMA3",
 )
-def test_contraction_changes_nothing() -> None:
+def test_contraction_changes_no_input() -> None:
     """nvcc fuses a product and a sum; g++ does so only with a flag.
 
     The choice must not affect the comparison or the inputs of the approximate functions.
@@ -222,7 +222,7 @@ def test_nvcc_contracts_nothing(tmp_path: Path) -> None:
 NOTHING_TO_SHOW = {"opaque", "grid_size", "fence_operand"}
 
 
-def test_every_instruction_is_in_it() -> None:
+def test_program_covers_every_ptx_function() -> None:
     """A kernel of conformance*.cuh calls each function of csrc/cuda/ptx, or csrc/cuda/tile does."""
     headers = "".join(path.read_text() for path in (ROOT / "csrc/cuda/ptx").glob("*.cuh"))
     functions = set(re.findall(r"PT_DEVICE (?:constexpr )?\w+ (\w+)\(", headers)) - NOTHING_TO_SHOW
@@ -234,7 +234,7 @@ def test_every_instruction_is_in_it() -> None:
     assert len(functions) > 50 and functions - called == set()
 
 
-def test_it_compiles_for_hopper() -> None:
+def test_program_compiles_for_hopper() -> None:
     """Without nvcc the test skips."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")

@@ -43,14 +43,14 @@ def test_no_kernel_uses_local_memory_and_rows_move_16_bytes_at_a_time(
     assert resources.faults(table) == []
 
 
-def test_no_register_of_a_product_is_touched_in_flight(resources: ModuleType, table: dict) -> None:
+def test_no_wgmma_register_is_accessed_in_flight(resources: ModuleType, table: dict) -> None:
     """No sm_90a kernel accesses a register that setmaxnreg released either."""
     if not any("sm_90a sm90_" in key for key in table):
         pytest.skip("the library has no kernels for sm_90a")
     assert resources.hazards() == []
 
 
-def test_the_softmax_runs_under_a_product(resources: ModuleType, table: dict) -> None:
+def test_softmax_overlaps_a_product(resources: ModuleType, table: dict) -> None:
     assert resources.serial() == []
 
 
@@ -101,7 +101,7 @@ SASS = """
         ("FADD R3, R2, R2", "FADD R240, R2, R2", "uses R240 after 0x10 USETMAXREG.TRY_ALLOC"),
     ],
 )
-def test_planted_hazards_are_found(
+def test_planted_hazards_are_detected(
     old: str, new: str, fault: str | None, resources: ModuleType
 ) -> None:
     assert old in SASS
@@ -114,7 +114,7 @@ def test_planted_hazards_are_found(
         assert any(fault in line for line in found), found
 
 
-def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
+def test_table_is_current(resources: ModuleType, table: dict) -> None:
     """On failure run `python tests/cuda/resources.py --write` and review the changes."""
     kept = json.loads(resources.TABLE.read_text())
     built_with = (resources.native.build_info() or {})["cuda"]["nvcc"]
@@ -125,7 +125,7 @@ def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
     assert resources.compare(table, kept["kernels"]) == []
 
 
-def test_the_table_has_no_faults(resources: ModuleType) -> None:
+def test_table_has_no_faults(resources: ModuleType) -> None:
     """Architectures that are not built here are included."""
     assert resources.faults(json.loads(resources.TABLE.read_text())["kernels"]) == []
 
@@ -156,7 +156,7 @@ def _direction(kernel: str) -> str:
     return f"{found[1]} {found[2] or ('bwd' if 'reduce' in kernel else 'fwd')}"
 
 
-def test_a_kernel_more_is_found(
+def test_additional_kernels_are_detected(
     resources: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = json.loads(resources.TABLE.read_text())
@@ -174,7 +174,7 @@ def test_a_kernel_more_is_found(
         monkeypatch.undo()
 
 
-def test_faults_are_found(resources: ModuleType) -> None:
+def test_faults_are_detected(resources: ModuleType) -> None:
     used = {
         "registers": 64,
         "stack": 0,

@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case) -> None:
+def test_case_within_the_bound(case: Case) -> None:
     """Check outputs, lse and all gradients of the shared cases."""
     dtype = DTYPES[CASES.index(case) % 3]
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
@@ -39,7 +39,7 @@ def test_case(case: Case) -> None:
 
 
 @pytest.mark.parametrize("query_start, key_start", [(0, 0), (5, 0), (70, 45), (2**27, 2**27 - 40)])
-def test_dropout_mask(query_start: int, key_start: int) -> None:
+def test_dropout_mask_equals_the_reference(query_start: int, key_start: int) -> None:
     """Value as the identity exposes the mask, for all starts in the sequence."""
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
     query, key = torch.zeros(2, heads, num_queries, 16), torch.zeros(2, heads, num_keys, 16)
@@ -53,7 +53,7 @@ def test_dropout_mask(query_start: int, key_start: int) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_slices(packed: bool) -> None:
+def test_slices_equal_the_full_call(packed: bool) -> None:
     check_slices("triton", packed=packed)
 
 
@@ -64,7 +64,7 @@ def test_slices(packed: bool) -> None:
         ("from_start(i_b, p.batch_start)", "i_b"),
     ],
 )
-def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
+def test_ignored_starts_are_detected(line: str, fault: str, tmp_path: Path) -> None:
     with (
         mutated("attention", "tiles.py", line, fault, tmp_path),
         pytest.raises(AssertionError, match="result 0 of sequences"),
@@ -73,11 +73,11 @@ def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_starts(causal: str) -> None:
+def test_starts_select_a_tile_of_a_larger_problem(causal: str) -> None:
     check_starts("triton", causal)
 
 
-def test_zero_sizes() -> None:
+def test_empty_inputs() -> None:
     for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
         mask = torch.zeros(1, 1, 1, 1)
@@ -88,7 +88,7 @@ def test_zero_sizes() -> None:
             assert not grad.count_nonzero()
 
 
-def test_reasons() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
 
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["triton"]
@@ -168,6 +168,6 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+def test_fuzzer_detects_planted_faults(name: str, tmp_path: Path) -> None:
     *fault, feature = MUTANTS[name]
     check_found("attention", tuple(fault), tmp_path, feature)

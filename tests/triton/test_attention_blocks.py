@@ -121,7 +121,7 @@ KEYWORDS: dict[str, tuple[Any, dict[str, Any], dict[str, Callable[[], Tensor]]]]
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_values_and_gradients(name: str) -> None:
+def test_block_masks_within_the_bound(name: str) -> None:
     size, keywords, more = KEYWORDS[name]
     number = list(KEYWORDS).index(name)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
@@ -135,7 +135,7 @@ def test_values_and_gradients(name: str) -> None:
     )
 
 
-def test_few_queries_of_grouped_heads_and_hidden_nan() -> None:
+def test_few_queries_of_grouped_heads_ignore_hidden_nan() -> None:
     """Without a block mask decode would run; here each head walks its own list."""
     mask = blobs(32, heads=4, lq=3, lk=300) | BlockMask.from_dense(
         torch.arange(300).expand(3, 300) < 3, block_size=32
@@ -173,7 +173,7 @@ DENSE: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Callable[[], T
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_masks_by_lists(name: str) -> None:
+def test_listed_dense_masks_within_the_bound(name: str) -> None:
     """Masks are expanded over their broadcast dimensions, with non-contiguous strides."""
     shape, keywords, more = DENSE[name]
     mask = blobs(64, *shape).to_dense()
@@ -187,7 +187,7 @@ def test_dense_masks_by_lists(name: str) -> None:
     check(mask, torch.float32, inputs(), {n: f() for n, f in more.items()}, **keywords)
 
 
-def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_masks_are_listed_from_64_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, blocks are 128 x 128 and every pair must serve 8 heads.
 
     Masks read once per key have no lists.
@@ -216,7 +216,7 @@ def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_empty_blocks_cost_no_product(products: Counter[str], causal: Any, listed: bool) -> None:
+def test_empty_blocks_cost_no_products(products: Counter[str], causal: Any, listed: bool) -> None:
     """The mask is a block mask or a listed dense one.
 
     Its 8 x 8 blocks show the diagonal and the block beside it, and causality hides all above. With
@@ -254,7 +254,7 @@ def test_tiles_lie_within_blocks() -> None:
     )
 
 
-def test_explain() -> None:
+def test_explain_reports_the_share() -> None:
     mask = blobs(32)
     told = str(pt.explain("attention", *inputs().values(), attn_mask=mask, backend="triton"))
     assert (
@@ -332,7 +332,11 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     *fault, shown = MUTANTS[name]
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError, match="WRONG"):
-        (test_dense_masks_by_lists if shown in DENSE else test_values_and_gradients)(shown)
+        (
+            test_listed_dense_masks_within_the_bound
+            if shown in DENSE
+            else test_block_masks_within_the_bound
+        )(shown)

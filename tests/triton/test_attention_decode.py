@@ -82,7 +82,7 @@ def _launches(*args: Any, **kwargs: Any) -> list[str]:
     ids=["causal", "dropout", "alibi", "t5", "prefix", "left_padding", "dense", "segments"],
 )
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
+def test_decode_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
     query, key, value = _inputs(num_queries=num_queries)
     if "query_segments" in kwargs:
         kwargs = kwargs | {
@@ -91,7 +91,7 @@ def test_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
     check_attention((query, key, value), kwargs, "triton")
 
 
-def test_sequences_of_few_and_of_many_queries() -> None:
+def test_short_and_long_sequences_share_a_batch() -> None:
     """Decode and prefill each process their sequences; rows beyond the lengths stay zero."""
     query, key, value = _inputs(heads=(2, 1), num_queries=30, batch=4)
     lengths = {
@@ -105,7 +105,7 @@ def test_sequences_of_few_and_of_many_queries() -> None:
     assert bounds.agree(out, want) and torch.equal(lse.isinf(), want_lse.isinf())
 
 
-def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
+def test_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
     query, key, value = _inputs(heads=(2, 1), num_queries=20, batch=3)
     queries, keys = [20, 2, 1], [NUM_KEYS, 300, 90]
     kwargs = {"causal": "bottom_right", "dropout_p": 0.2, "dropout_seed": 9}
@@ -145,7 +145,7 @@ def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
         assert torch.equal(alone, together[b : b + 1, :, :n]), b
 
 
-def test_gradients() -> None:
+def test_gradients_within_the_bound() -> None:
     """Backward uses the lse of the combined splits."""
     leaves = [t.requires_grad_() for t in _inputs(num_queries=2)]
     results = []
@@ -158,7 +158,7 @@ def test_gradients() -> None:
         assert bounds.agree(ours, want)
 
 
-def test_plan() -> None:
+def test_plan_depends_on_sizes() -> None:
     """The plan lists the launches and the number of splits."""
     prefill, split_kv = plan_of(1, 8192, 4, None, False, **LIMITS)
     assert not prefill and (split_kv.rows, split_kv.splits, split_kv.min_tiles) == (4, 17, 8)
@@ -175,7 +175,7 @@ def test_plan() -> None:
     assert SPLIT.max_splits & (SPLIT.max_splits - 1) == 0
 
 
-def test_launches() -> None:
+def test_launches_match_the_plan() -> None:
     assert _launches(*_inputs()) == ["attention_forward", "attention_combine"]
     assert _launches(*(t[:, :, :60] for t in _inputs())) == ["attention_forward"]
     assert _launches(*_inputs((4, 1), num_queries=20)) == ["attention_forward"]
@@ -186,7 +186,7 @@ def test_launches() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from numpy, which interprets
 @pytest.mark.parametrize("num_queries", [2, 40], ids=["decode", "prefill"])
 @pytest.mark.parametrize("hidden_by", ["mask", "float_mask", "bias", "segments"])
-def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> None:
+def test_hidden_nan_keys_do_not_affect_results(hidden_by: str, num_queries: int) -> None:
     """A visible NaN key passes its NaN on."""
     query, key, value = (
         t.requires_grad_() for t in _inputs(heads=(2, 1), num_queries=num_queries, batch=1)
@@ -230,7 +230,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_mutants_are_found(name: str, tmp_path: Path) -> None:
+def test_mutants_are_detected(name: str, tmp_path: Path) -> None:
     query, key, value = (t[:, :, :300] for t in _inputs())  # fewer splits than the max
     want = pt.attention(query, key, value, backend="reference")
     with mutated("attention", *MUTANTS[name], tmp_path):
@@ -239,11 +239,11 @@ def test_mutants_are_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_the_test_of_hidden_keys_can_fail(tmp_path: Path) -> None:
+def test_hidden_key_test_detects_a_fault(tmp_path: Path) -> None:
     fault = (
         "tiles.py",
         "m_j = tl.max(m_s.to(tl.int32), 0) != 0",
         "m_j = tl.max(m_s.to(tl.int32), 0) >= 0",
     )
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError):
-        test_nan_in_a_key_that_no_query_sees("mask", 2)
+        test_hidden_nan_keys_do_not_affect_results("mask", 2)

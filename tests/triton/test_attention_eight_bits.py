@@ -75,7 +75,9 @@ def wrong(
 @pytest.mark.parametrize("lq", [1, 40])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eight", EIGHT, ids=str)
-def test_against_float64(eight: torch.dtype, query_dtype: torch.dtype, lq: int) -> None:
+def test_attention_within_the_bound_of_float64(
+    eight: torch.dtype, query_dtype: torch.dtype, lq: int
+) -> None:
     assert not wrong(eight, query_dtype, lq)
     assert not wrong(eight, query_dtype, lq, page_size=16, softcap=5.0, sinks=draw(4, seed=3))
 
@@ -95,7 +97,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", every_third(FAULTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     eight = torch.float8_e4m3fn
     with mutated("attention", *FAULTS[name], tmp_path):
         if name == "e4m3 subnormals as zero":

@@ -88,14 +88,14 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients(name: str) -> None:
+def test_global_keys_within_the_bound(name: str) -> None:
     keywords = {"window": (30, 10), "causal": "bottom_right"} | CALLS[name]()
     args = qkv(LK if name in LONG else LQ, batch=2 if name in ("prefix", "behind the keys") else 1)
     check_attention(args, keywords, "triton", poisoned=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype: torch.dtype) -> None:
+def test_16_bit_dtypes_within_the_bound(dtype: torch.dtype) -> None:
     args = tuple(t.to(dtype) for t in qkv(key_heads=2))
     check_attention(
         args,
@@ -113,7 +113,7 @@ BLOCKS: dict[str, tuple[Any, int, dict[str, Callable[[], Tensor]]]] = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks(name: str) -> None:
+def test_block_masks_within_the_bound(name: str) -> None:
     """Block boundaries split the lists at both ends of the gap."""
     size, first, more = BLOCKS[name]
     keywords = {"causal": "bottom_right", "window": (30, 0), "global_keys": first}
@@ -127,7 +127,7 @@ def test_blocks(name: str) -> None:
     )
 
 
-def test_packed() -> None:
+def test_packed_equals_padded() -> None:
     offsets = torch.tensor([0, 5, 5, 73]), torch.tensor([0, 9, 20, 320])
     args = draw(73, 2, 16), draw(320, 1, 16, seed=1), draw(320, 1, 16, seed=2), *offsets, 68, 300
     check_packed(args, {"window": (9, 0), "global_keys": 70, "causal": "bottom_right"}, "triton")
@@ -150,7 +150,7 @@ DECODED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_decode(name: str, num_queries: int) -> None:
+def test_decode_within_the_bound(name: str, num_queries: int) -> None:
     check_attention(
         qkv(num_queries, MANY, batch=2),
         {"causal": "bottom_right"} | DECODED[name],
@@ -159,7 +159,7 @@ def test_decode(name: str, num_queries: int) -> None:
     )
 
 
-def test_splits_are_of_what_is_seen() -> None:
+def test_splits_cover_visible_keys_only() -> None:
     """The first keys count like those of the window; the keys between do not."""
 
     def splits(keys: int, **options: Any) -> int:
@@ -209,7 +209,7 @@ WINDOWS = (((50, 20), None), ((50, 0), "bottom_right"), ((None, 9), None))
         ),
     ],
 )
-def test_what_lies_between_costs_no_product(
+def test_hidden_gap_costs_no_products(
     products: Counter[str], window: Any, causal: Any, first: int, hidden_by: str
 ) -> None:
     """Each visible tile runs 2 products in forward, 3 in dq, 4 in dkdv and 2 for a bias.
@@ -236,7 +236,7 @@ def test_what_lies_between_costs_no_product(
     assert products["tiles"] == (2 + 3 + 4 + 2 * (hidden_by == "bias")) * tiles
 
 
-def test_decode_computes_what_it_sees(products: Counter[str]) -> None:
+def test_decode_computes_visible_tiles_only(products: Counter[str]) -> None:
     for first, window in ((4, 20), (200, 500), (900, 9)):
         products.clear()
         t = [draw(1, 1, n, 16) for n in (1, MANY, MANY)]
@@ -319,16 +319,20 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     *fault, shown = MUTANTS[name]
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError, match="WRONG"):
         if shown in DECODED:
-            test_decode(shown, 1)
+            test_decode_within_the_bound(shown, 1)
         else:
-            (test_blocks if shown in BLOCKS else test_values_and_gradients)(shown)
+            (
+                test_block_masks_within_the_bound
+                if shown in BLOCKS
+                else test_global_keys_within_the_bound
+            )(shown)
 
 
-def test_what_lies_between_counts(products: Counter[str], tmp_path: Path) -> None:
+def test_computing_the_gap_is_detected(products: Counter[str], tmp_path: Path) -> None:
     """Its tiles would change no value; the number of products shows them."""
     with mutated(
         "attention",
@@ -337,7 +341,7 @@ def test_what_lies_between_counts(products: Counter[str], tmp_path: Path) -> Non
         "bend *= 0\n        jump = bend",
         tmp_path,
     ):
-        test_values_and_gradients("causal")
+        test_global_keys_within_the_bound("causal")
         with pytest.raises(AssertionError, match="=="):
             products.clear()
-            test_decode_computes_what_it_sees(products)
+            test_decode_computes_visible_tiles_only(products)

@@ -77,7 +77,7 @@ def keywords(width: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("lq", "page_size"), [(1, 1), (1, 7), (1, 16), (1, 128), (5, 16), (40, 7), (40, 16), (40, 64)]
 )
-def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
+def test_pages_equal_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
     """Run decode and prefill; a page spans several tiles, or a tile several pages."""
     for dtype in (torch.float32, torch.bfloat16):
         query, pools = inputs(lq, page_size, dtype)
@@ -88,12 +88,12 @@ def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", keywords(1))
 @pytest.mark.parametrize("lq", [1, 40])
-def test_with_the_other_keywords(lq: int, name: str) -> None:
+def test_pages_with_other_keywords_equal_the_contiguous_path(lq: int, name: str) -> None:
     query, pools = inputs(lq, 16)
     assert same(query, pools, **keywords(pools.num_keys)[name])
 
 
-def test_a_block_mask() -> None:
+def test_pages_with_a_block_mask_equal_the_contiguous_path() -> None:
     query, pools = inputs(40, 16)
     mask = pt.BlockMask.from_function(
         lambda b, h, i, j: j // 64 != 1, None, None, 40, pools.num_keys, block_size=64
@@ -102,7 +102,7 @@ def test_a_block_mask() -> None:
 
 
 @pytest.mark.parametrize("lq", [1, 40])
-def test_tables_are_clamped_where_nobody_looks(lq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_tables_are_clamped(lq: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a check, as on a GPU, an entry outside the pool selects the nearest page."""
     query, pools = inputs(lq, 16)
     table, clamped = pools.table.to(torch.int64, copy=True), pools.table.to(torch.int64, copy=True)
@@ -151,7 +151,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", every_third(FAULTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     checks: list[Callable[[], bool]] = [
         lambda page_size=n: same(*inputs(1, page_size)) for n in (16, 7)
     ]

@@ -40,7 +40,7 @@ def _problem(num_queries: int, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("num_queries", [2, 40])
-def test_masks_alike_for_all_queries_are_read_once_a_key(name: str, num_queries: int) -> None:
+def test_masks_shared_by_all_queries_are_read_once_per_key(name: str, num_queries: int) -> None:
     make, by_key, decoded = MASKS[name]
     a = _problem(num_queries, attn_mask=make(num_queries))
     plan = plan_forward(a)
@@ -51,7 +51,7 @@ def test_masks_alike_for_all_queries_are_read_once_a_key(name: str, num_queries:
     check_attention(tuple(_inputs(num_queries)), {"attn_mask": make(num_queries)}, "triton")
 
 
-def test_the_memory_of_a_plan_is_what_a_call_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_memory_equals_the_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     a, allocated = _problem(2), []
     plan, empty = plan_forward(a), torch.empty
 
@@ -66,7 +66,7 @@ def test_the_memory_of_a_plan_is_what_a_call_allocates(monkeypatch: pytest.Monke
     assert plan_forward(_problem(40)).bytes == 0
 
 
-def test_explain_tells_the_plan() -> None:
+def test_explain_reports_the_plan() -> None:
     told = str(pt.explain("attention", *_inputs(2), backend="triton"))
     assert "triton: decoded, their keys split over 3" in told
     told = str(pt.explain("attention", *_inputs(40), backend="triton"))

@@ -29,7 +29,7 @@ def _problem(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("twice", [False, True], ids=["one_finfo_min", "two_finfo_min"])
-def test_row_of_finfo_min(twice: bool, dtype: torch.dtype) -> None:
+def test_rows_of_finfo_min_give_the_mean(twice: bool, dtype: torch.dtype) -> None:
     """The gradient is right too: two terms of finfo.min are still finite, not -inf."""
     args, keywords = _problem(dtype, twice=twice)
     check_attention(args, keywords, "triton", data="any")
@@ -48,7 +48,9 @@ def test_row_of_finfo_min(twice: bool, dtype: torch.dtype) -> None:
     ],
     ids=["sum_overflows", "lse_loses_the_log_of_the_sum"],
 )
-def test_it_would_see(file: str, old: str, new: str, twice: bool, tmp_path: Path) -> None:
+def test_planted_faults_fail_the_test_above(
+    file: str, old: str, new: str, twice: bool, tmp_path: Path
+) -> None:
     """Each fault removes a line that makes these rows right."""
     args, keywords = _problem(torch.float32, twice=twice)
     with mutated("attention", file, old, new, tmp_path), pytest.raises(AssertionError):

@@ -74,13 +74,13 @@ def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case) -> None:
+def test_case_within_the_bound(case: Case) -> None:
     """Check the output and all gradients of the shared cases."""
     args, kwargs = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0, requires_grad=True)
     _check([*args, *(kwargs.pop(n, None) for n in NAMES[5:])], **kwargs)
 
 
-def test_dropout_mask() -> None:
+def test_dropout_mask_equals_the_reference() -> None:
     """Forward and backward have its bits; identity weights expose hidden."""
     x, eye = torch.full((5, 14, 200), 3.0, requires_grad=True), torch.eye(200)
     for p, seed in ((0.3, -(2**62) + 77), (1.0, 5)):
@@ -92,7 +92,7 @@ def test_dropout_mask() -> None:
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
 
 
-def test_a_part_of_a_larger_problem() -> None:
+def test_slices_have_the_dropout_of_the_full_problem() -> None:
     check_hidden_starts("triton", (0, 32, 96))
 
 
@@ -103,7 +103,7 @@ def test_a_part_of_a_larger_problem() -> None:
         ("from_start(tl.min(n, 0), dropout.column_start)", "tl.min(n, 0)"),
     ],
 )
-def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
+def test_ignored_starts_are_detected(line: str, fault: str, tmp_path: Path) -> None:
     with (
         mutated("feed_forward", "tiles.py", line, fault, tmp_path),
         pytest.raises(AssertionError, match="row_start=5, column_start=32"),
@@ -111,7 +111,7 @@ def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) ->
         check_hidden_starts("triton", (32,))
 
 
-def test_columns_begin_at_a_group() -> None:
+def test_column_start_must_be_a_multiple_of_32() -> None:
     with pytest.raises(pt.BackendError, match="column_start is a multiple of 32, got 5"):
         check_hidden_starts("triton", (5,))
 
@@ -126,7 +126,7 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, again))
 
 
-def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_gemm_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A measured table may select it: the library multiplies, the kernel does the rest.
 
     Biases of another dtype use the fused kernel.
@@ -153,7 +153,7 @@ def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> N
     assert launched == [True]
 
 
-def test_strides_and_missing_gradients() -> None:
+def test_strides_and_single_gradients_within_the_bound() -> None:
     """Rows have gaps, weights are transposed, batch dimensions permuted, gradients single."""
     t = [v.detach() for v in _inputs(42, 24, 70, 24)]
     wide = torch.randn(42, 50)
@@ -171,7 +171,7 @@ def test_strides_and_missing_gradients() -> None:
     assert out.stride() == (24, 168, 1)
 
 
-def test_nan_stays_in_its_row() -> None:
+def test_nan_does_not_spread() -> None:
     t = [v.detach() for v in _inputs(70, 16, 40, 16)]
     t[0][2, 3] = float("nan")
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
@@ -180,7 +180,7 @@ def test_nan_stays_in_its_row() -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
-def test_activations(activation: str) -> None:
+def test_activations_within_the_bound(activation: str) -> None:
     """Value and slope of a column of numbers, large ones included, are compared with float64."""
     x = torch.cat(
         [torch.linspace(-12, 12, 2001), torch.tensor([0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 1e30])]
@@ -240,18 +240,18 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+def test_fuzzer_detects_planted_faults(name: str, tmp_path: Path) -> None:
     check_found("feed_forward", MUTANTS[name], tmp_path)
 
 
-def test_autocast() -> None:
+def test_autocast_equals_the_reference() -> None:
     t = _inputs(6, 8, 16, 8)
     with torch.autocast("cpu"):
         y = _call(t)
     assert y.dtype == torch.bfloat16 and torch.autograd.grad(y.sum(), t)[1].dtype == torch.float32
 
 
-def test_reasons() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
     def reason(dtype: torch.dtype) -> str | None:
         return pt.explain("feed_forward", *(v.to(dtype) for v in _inputs(2, 3, 4, 3)[:5])).reasons[
             "triton"
@@ -261,7 +261,7 @@ def test_reasons() -> None:
     assert "float64" in reason(torch.float64)
 
 
-def test_configurations() -> None:
+def test_measured_configurations_replace_the_heuristic() -> None:
     """Entries are per kernel, rows and dtype; candidates start with the measured entry."""
     few, many = (configs.config("hidden", 90, rows, 2) for rows in (16, 17))
     assert few.BM == 16 and many.BM == 64

@@ -20,5 +20,5 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("case", shared.SLOW_CASES)
-def test_freed_tensors_are_refused(case: Case) -> None:
+def test_freed_tensors_are_refused_by_name(case: Case) -> None:
     shared.check_backend(case, "triton")

@@ -83,7 +83,7 @@ def _gradients(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opcheck_of_the_raw_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward get the arguments that the public function passes."""
     op = OPS[name]
     backend, given = op.backends["triton"], []
@@ -104,7 +104,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", CALLS)
-def test_fullgraph_compile(name: str, dynamic: bool) -> None:
+def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
     """Forward and backward have the call's bits, for these sizes or any."""
     torch._dynamo.reset()
     leaves = _leaves(name)
@@ -117,7 +117,7 @@ def test_fullgraph_compile(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_seed_is_data(name: str) -> None:
+def test_seed_is_an_input_of_the_graph(name: str) -> None:
     """Another value gives another mask and no other graph, so captured graphs may refill it."""
     torch._dynamo.reset()
     leaves, seed = [t.detach() for t in _leaves(name)], torch.tensor(1)
@@ -135,7 +135,7 @@ def test_a_seed_is_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_seed_is_drawn_by_torch(name: str) -> None:
+def test_missing_seed_is_drawn_by_torch(name: str) -> None:
     """torch.manual_seed repeats a mask; the next call draws another."""
     leaves = [t.detach() for t in _leaves(name)]
     results = []
@@ -146,7 +146,7 @@ def test_a_seed_is_drawn_by_torch(name: str) -> None:
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
 
 
-def test_negated_views_reach_the_kernel_as_their_values() -> None:
+def test_negated_views_give_the_results_of_their_values() -> None:
     x, g = torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
     expected = pt.layer_norm(x, 32, backend="triton")
     out = pt.layer_norm(torch._neg_view(-x), 32, backend="triton")

@@ -38,13 +38,13 @@ def _check(architecture: int, only: str = "") -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_some() -> None:
+def test_sampled_kernels_match_the_table() -> None:
     _check(90, SOME)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all(architecture: int) -> None:
+def test_all_kernels_match_the_table(architecture: int) -> None:
     if architecture != 90 and triton.__version__ != json.loads(TABLE.read_text())["triton"]:
         pytest.skip(
             f"the table of sm_{architecture} is not of Triton {triton.__version__}: for that, sm_90"
@@ -53,7 +53,7 @@ def test_all(architecture: int) -> None:
     _check(architecture)
 
 
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_beyond_the_shared_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest kernel exceeds some GPUs; the backend's limit equals the table."""
     table = json.loads(TABLE.read_text())["kernels"]
     largest = max(

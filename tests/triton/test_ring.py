@@ -10,6 +10,6 @@ from pytransformer.testing.ring_tiles import check_tiles
 
 
 @pytest.mark.parametrize("keywords", ["plain", "causal", "mask", "extreme"])
-def test_tiles_of_a_row(keywords: str) -> None:
+def test_merged_tiles_equal_one_call(keywords: str) -> None:
     """Tiles are merged and differentiated by lse, within the bounds of one call."""
     check_tiles(keywords, "triton", torch.float32)

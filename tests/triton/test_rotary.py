@@ -19,7 +19,7 @@ from pytransformer.testing.models import ELEMENT, assert_same_gradient
 
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)
-def test_case(case: Case) -> None:
+def test_case_within_the_bound(case: Case) -> None:
     """Check outputs, caches and all gradients of the shared cases in every dtype."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         problem = Problem.make(case, dtype, "cpu", seed=0, grad=True)
@@ -30,7 +30,7 @@ def test_case(case: Case) -> None:
         )
 
 
-def test_as_the_other_backends_turn() -> None:
+def test_rotation_equals_other_backends() -> None:
     """The model is (B, L, H, D), tables are bfloat16, and rows exceed one tile."""
     x = torch.randn(2, 50, 6, 96, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     cos, sin = pt.RotaryPositions(64).tables(torch.arange(50), dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def test_as_the_other_backends_turn() -> None:
             torch.testing.assert_close(mine, other, rtol=torch.finfo(mine.dtype).eps, atol=ELEMENT)
 
 
-def test_gradients_asked_for_one_by_one() -> None:
+def test_single_gradients_equal_those_of_all() -> None:
     x, weight, positions = (
         torch.randn(2, 3, 9, 40, requires_grad=True),
         torch.randn(40, requires_grad=True),
@@ -65,7 +65,7 @@ def test_gradients_asked_for_one_by_one() -> None:
         assert torch.equal(torch.autograd.grad(out, leaves[i], grad)[0], together[i])
 
 
-def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_outside_the_cache_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets positions and pages outside the cache, unchecked as on a GPU."""
     monkeypatch.setattr(
         "pytransformer.ops._backends.gpu.rotary.looks_at_values", lambda device: False
@@ -86,14 +86,14 @@ def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -
     "dims, page, turned", [((64, 24), 4, 32), ((34, 5), 1, 10), ((13, 18), None, 0)]
 )
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_into_eight_bits(
+def test_8_bit_caches_equal_quantize_kv(
     eight: torch.dtype, dims: tuple[int, int], page: int | None, turned: int
 ) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         assert rotary_eight_bits.wrong("triton", eight, dtype, dims, page, turned) == []
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs() -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
         out = pt.rotary(
@@ -102,7 +102,7 @@ def test_nothing_to_do() -> None:
         assert out.shape == shape and not torch.autograd.grad(out.sum(), weight)[0].any()
 
 
-def test_reasons() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
     positions = torch.arange(3)
     assert pt.explain("rotary", torch.zeros(1, 1, 3, 8), positions).reasons["triton"] is None
     assert (
@@ -142,7 +142,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+def test_planted_faults_are_detected(name: str, tmp_path: Path) -> None:
     check_found("rotary", MUTANTS[name], tmp_path)
 
 
@@ -165,7 +165,7 @@ EIGHT_BITS = {
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_a_fault_in_eight_bits_is_found(name: str, tmp_path: Path) -> None:
+def test_planted_8_bit_faults_are_detected(name: str, tmp_path: Path) -> None:
     with mutated("rotary", *EIGHT_BITS[name], tmp_path):
         assert rotary_eight_bits.wrong(
             "triton", torch.float8_e4m3fn, torch.bfloat16, (34, 25), 4, 10

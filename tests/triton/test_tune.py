@@ -40,7 +40,7 @@ def tune() -> ModuleType:
     return module
 
 
-def test_table(tmp_path: Path) -> None:
+def test_table_has_entries_per_gpu(tmp_path: Path) -> None:
     """Entries have no measurements; a missing file gives an empty table."""
     entry = {"BM": 64, "BN": 128, "warps": 8, "stages": 2}
     path = tuned.path_of("attention", "NVIDIA H200", tmp_path)
@@ -84,7 +84,7 @@ def test_committed_tables_are_configurations() -> None:
             configs.Config(**entry)
 
 
-def test_tasks(tune: ModuleType) -> None:
+def test_tasks_cover_every_kernel_once(tune: ModuleType) -> None:
     """Every kernel of every op has its classes, and starts from its heuristic configuration."""
     tasks = list(tune.tasks())
     keys = [(t.op, t.key) for t in tasks]
@@ -109,12 +109,14 @@ def test_tasks(tune: ModuleType) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would start tuning this GPU")
-def test_without_a_gpu(tune: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_exits_with_an_error(
+    tune: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune.main([]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
+def test_gpu_run_can_tune(tune: ModuleType, tmp_path: Path) -> None:
     """The tool accepts the commands of bench/gpu.sh and starts with the hottest kernel."""
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = SCRIPT.parents[1] / "gpu.sh"
@@ -129,7 +131,7 @@ def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
     assert tmp_path in options.folder.parents and options.seconds < 120
 
 
-def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
+def test_nearest_candidates_run_first(tune: ModuleType) -> None:
     table = feed_forward_configs.Config(64, 64, 32, 4, 2)
     far, near, library = (
         dataclasses.replace(table, **c) for c in ({"BM": 256}, {"stages": 3}, {"library": True})
@@ -146,7 +148,7 @@ def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
         "backward, up to 1024 classes",
     ],
 )
-def test_dry_run(key: str) -> None:
+def test_dry_run_compiles_distinct_candidates(key: str) -> None:
     """Candidates reach their kernel: two of them use different registers or memory."""
     environment = {
         k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"

@@ -49,7 +49,7 @@ def planting(fault: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("way, fault", KINDS)
-def test_broken_kernel_is_found_and_reported_once(
+def test_broken_kernel_is_detected_and_reported_once(
     way: str, fault: str, tmp_path: Path, capfd
 ) -> None:
     want = WAYS[way]()

@@ -98,7 +98,7 @@ def launches(
 @pytest.mark.parametrize("then", ["cpu", "reference"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BEFORE)
-def test_the_next_backend_computes(
+def test_failures_fall_back_to_the_next_backend(
     launches: Callable[..., None], name: str, way: str, then: str
 ) -> None:
     error, says = BEFORE[name]
@@ -109,14 +109,16 @@ def test_the_next_backend_computes(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_backward_alone_fails(way: str) -> None:
+def test_failing_backward_falls_back(way: str) -> None:
     want = WAYS[way]()
     with preferred("triton", only_backward=OutOfResources(200_000, 101_376, "shared memory")):
         check(way, want, "triton", "shared memory", fails="attention_bwd")
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_what_ran_and_failed_is_raised_as_it_is(launches: Callable[..., None], name: str) -> None:
+def test_failures_of_running_kernels_are_raised_unchanged(
+    launches: Callable[..., None], name: str
+) -> None:
     error = AFTER[name]()
     with preferred("triton"), pytest.raises(type(error)) as caught:
         launches(lambda: error)
@@ -124,13 +126,13 @@ def test_what_ran_and_failed_is_raised_as_it_is(launches: Callable[..., None], n
     assert caught.value is error and not pt.fallbacks()
 
 
-def test_a_lost_context_is_no_failure_of_triton_s(launches: Callable[..., None]) -> None:
+def test_lost_context_is_not_a_backend_failure(launches: Callable[..., None]) -> None:
     launches(lost_context)
     with preferred("triton"), pytest.raises(torch.AcceleratorError, match="device-side assert"):
         attention()
 
 
-def test_forced_and_strict_raise(
+def test_forced_and_strict_calls_raise(
     launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = OutOfResources(200_000, 101_376, "shared memory")
@@ -151,7 +153,7 @@ def test_forced_and_strict_raise(
             pt.clear_fallbacks()
 
 
-def test_a_failure_is_of_one_kind_of_problem(
+def test_failures_are_remembered_per_problem_class(
     launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Head dim 16 in float32 fails.

@@ -48,7 +48,7 @@ def _run(script: str, *arguments: str) -> str:
 
 
 @needs_compiler
-def test_launches() -> None:
+def test_launches_pass_every_argument() -> None:
     """Run every named case, random problems, and 0 and 1, which Triton specializes to constants.
 
     Sizes, strides and values take 0 and 1.
@@ -57,7 +57,7 @@ def test_launches() -> None:
 
 
 @needs_compiler
-def test_warm_calls_launch_what_cold_ones_do() -> None:
+def test_warm_calls_launch_the_same_as_cold_calls() -> None:
     """Launches stored by kernels/_launch.py repeat kernels, grids, numbers and memory."""
     print(_run("warm.py", "--arch", "90", "--cases", "2", "--random", "4"))
 
@@ -94,7 +94,7 @@ FORMS = {
 
 
 @needs_compiler
-def test_sizes_compile_nothing_again() -> None:
+def test_sizes_cause_no_recompilation() -> None:
     """Decode over 4,096 cache lengths and 256 page tables, append, and train on 512 lengths.
 
     Training uses five batch sizes; windows and global keys have 100 sizes.
@@ -135,7 +135,7 @@ def switches() -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = old
 
 
-def test_either_switch_of_tf32_is_understood(switches: None) -> None:
+def test_both_tf32_switches_are_supported(switches: None) -> None:
     from pytransformer.kernels._lang import precision
 
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -150,7 +150,7 @@ def test_either_switch_of_tf32_is_understood(switches: None) -> None:
 
 
 @pytest.mark.parametrize("op", ["attention", "feed_forward"])
-def test_ops_run_after_the_new_switch_of_tf32(switches: None, op: str) -> None:
+def test_ops_run_with_the_new_tf32_switch(switches: None, op: str) -> None:
     import pytransformer as pt
     from pytransformer.testing.hugging_face import distance, model_distance_limit
 
@@ -182,7 +182,7 @@ def may_be_none(annotation: object) -> bool:
     return type(None) in typing.get_args(annotation)
 
 
-def test_no_tuple_of_a_kernel_may_be_none_and_hold_one() -> None:
+def test_kernel_tuples_are_none_only_in_their_elements() -> None:
     """Triton 3.6 cannot compare a tuple that contains None with None.
 
     Attention with a dense mask did not compile there, so only elements may be None.
