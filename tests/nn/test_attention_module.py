@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention: equal to PyTorch's module, cached as not cached, seen through taps."""
+"""Multi-head attention equals PyTorch's module; caches, beams, lengths and taps."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def test_heads_of_a_free_size_and_grouped_queries():
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_values_of_a_size_of_their_own(cross: bool):
-    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3; the scale is that of
-    the keys."""
+    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3.
+
+    The scale is that of the keys.
+    """
     layer = nn.MultiHeadAttention(10, 4, num_kv_heads=2, head_dim=8, value_dim=3, cross=cross)
     x, context = torch.randn(2, 5, 10), torch.randn(2, 7, 10)
     if cross:
@@ -109,8 +111,8 @@ def test_context_is_projected_once():
 @pytest.mark.parametrize("rows", [[1, 0, 2], [2, 2, 0], [0, 0, 1, 1, 2, 2], [1]])
 def test_reordered_cache_is_the_cache_of_reordered_rows(rows: list[int]):
     layers = [nn.MultiHeadAttention(16, 4).eval(), nn.MultiHeadAttention(16, 4, cross=True).eval()]
-    # Nine positions: more rows than a product of few has, however many sequences there are, so that
-    # all round alike.
+    # Nine positions: more rows than the decode gemm supports for any number of sequences, so all
+    # round alike.
     x, new, context = torch.randn(3, 9, 16), torch.randn(len(rows), 1, 16), torch.randn(3, 9, 16)
 
     def start(rows: torch.Tensor) -> nn.KeyValueCache:
@@ -237,7 +239,7 @@ def _qkv(tap: nn.AttentionTap) -> tuple[torch.Tensor, ...]:
 
 
 def test_sinks_are_learned_and_scale_no_score():
-    """Zeros at first: softmax off by one."""
+    """Sinks start at zero, which is softmax off by one."""
     layer = nn.MultiHeadAttention(16, 4, sinks=True)
     x = torch.randn(2, 5, 16)
     q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of sequences that differ in length: each is what it is alone, and nothing that is no token
-is ever read."""
+"""Caches of sequences of different lengths: each equals the sequence alone; no padding is read."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def contiguous() -> nn.DecoderCache:
 
 
 def paged(page_size: int) -> nn.DecoderCache:
-    """Pages in an order of their own, and no more than the tests need."""
+    """Return a cache with pages in random order and no spare page."""
     cache = nn.PagedCache(1, 6 * -(-MAX // page_size), page_size)
     torch.manual_seed(7)
     cache.pages._free = torch.randperm(cache.pages.num_pages).tolist()
@@ -48,8 +47,7 @@ def feed(
     x: torch.Tensor,
     counts: list[int] | None,
 ) -> torch.Tensor:
-    """The rows' next tokens: counts[b] of each, the columns behind them full of NaN; None: all
-    columns of all."""
+    """Append counts[b] of each row's tokens, NaN in the columns behind; None: all columns."""
     if counts is None:
         step = cache.step(x)
     else:
@@ -61,8 +59,10 @@ def feed(
 def tokens(
     attention: nn.MultiHeadAttention, cache: nn.DecoderCache, rounds: list[list[int] | int]
 ) -> None:
-    """Rounds of new tokens, each sequence's a prefix of its own row; every output is that of the
-    whole row read at once."""
+    """Append rounds of new tokens and compare each output with the full row.
+
+    Each sequence is a prefix of its row.
+    """
     x = torch.randn(BATCH, MAX, WIDTH, generator=torch.Generator().manual_seed(5))
     whole = attention(x, causal="top_left")
     done = [0] * BATCH
@@ -168,8 +168,10 @@ def test_a_buffer_ends_where_it_was_said() -> None:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_caches_write_by_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a query there is no head to turn, which is no reason for the reference, whose list of
-    tokens a GPU would be waited for."""
+    """A call without a query needs no rotation but must not use the reference.
+
+    The reference's list of tokens would synchronize with a GPU.
+    """
     from pytransformer.nn.cache import write
     from pytransformer.ops.append_kv import append_kv_op
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relative positions, subsampling, CTC and separable convolutions, by hand: sums over pairs,
-windows and paths written out."""
+"""Relative positions, subsampling, CTC and separable convolutions against explicit sums."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _sinusoid(distance: int, d: int) -> torch.Tensor:
 def _relative_by_hand(
     layer: nn.RelativeMultiHeadAttention, x: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Transformer-XL's score of each pair by itself; x (L, d), visible (L, L)."""
+    """Return Transformer-XL's score of each pair; x (L, d), visible (L, L)."""
     length, d = x.shape
     size = layer.head_dim
     q, k, v = layer.qkv(x).chunk(3, -1)
@@ -68,7 +67,7 @@ def test_relative_attention_is_its_equation(length: int) -> None:
         if length > 1 or name in (
             "out.weight",
             "out.bias",
-        ):  # one key has weight 1, whatever is learned of its score
+        ):  # one key has weight 1 for any score
             assert_same_gradient(ours, wanted)
 
 
@@ -134,12 +133,11 @@ def test_one_column_of_features_is_convolved_over_time(features: int) -> None:
     assert_same_logits(layer(x), wanted)
     for _ in range(
         20
-        # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX where there is one
-        # column
+        # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX for one column
     ):
         freed = [
             torch.full((1 << power,), torch.nan) for power in range(6, 18)
-        ]  # what the next tensors of such sizes find
+        ]  # reused by the next tensors of these sizes
         del freed
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             assert (layer(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
@@ -158,7 +156,7 @@ def test_lengths_are_carried_through_the_subsampling() -> None:
 
 
 def _paths(labels: list[int], frames: int, classes: int) -> list[tuple[int, ...]]:
-    """Every way to say the labels, one class a frame: repeats once, blanks out."""
+    """Yield every CTC path of the labels, one class per frame: repeats collapse, blanks drop."""
     ways = itertools.product(range(classes), repeat=frames)
     return [
         path
@@ -206,7 +204,7 @@ def test_ctc_reads_the_best_path() -> None:
 
 @torch.no_grad()
 def test_a_conformer_reads_a_sequence_as_alone() -> None:
-    """Subsampling, relative positions and CTC together, whatever a batch pads."""
+    """Subsampling, relative positions and CTC ignore a batch's padding."""
     model, x, labels = build("Conformer-ctc").eval(), torch.randn(1, 21, 9), torch.tensor([[4, 9]])
     padded = torch.full((2, 33, 9), torch.nan)
     padded[0, :21], padded[1, 12:] = x[0], x[0]  # 12 is a multiple of the stride

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: by hand, against transformers' Switch and NLLB-MoE, and the two ways of
-computing the experts against each other."""
+"""Mixtures of experts: worked examples, transformers' Switch and NLLB-MoE, two implementations."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _mixture(**options: Any) -> nn.MixtureOfExperts:
-    """Three experts that return 1, 2 and 3 times a unit vector, and a router whose gates for log p
-    are p."""
+    """Return three experts, 1, 2 and 3 times a unit vector, and a router with gates p for log p."""
     mixture = nn.MixtureOfExperts(3, 4, 3, **options)
     with torch.no_grad():
         mixture.router.weight.copy_(torch.eye(3))
@@ -34,7 +32,7 @@ def _mixture(**options: Any) -> nn.MixtureOfExperts:
     return mixture
 
 
-# ---- by hand
+# ---- worked examples
 
 
 def test_the_two_best_experts_by_their_gates() -> None:
@@ -75,8 +73,8 @@ def test_a_random_second_choice_comes_with_twice_its_weight() -> None:
     torch.testing.assert_close(out[came, 1], torch.full((int(came.sum()),), 2 * 0.2 / 0.9))
     assert abs(came.float().mean() - 2 * 0.2 / 0.9) < 4 * (0.444 * 0.556 / 4000) ** 0.5
     assert (mixture.eval()(gates.log())[:, 1] > 0).all()
-    # Those that stay away take no room: of 4,000 first choices of expert 0 and about 1,780 second
-    # ones of expert 1, all have it.
+    # Dropped choices need no capacity: the 4,000 first choices of expert 0 and about 1,780 second
+    # ones of expert 1 all fit.
     roomy = _mixture(second="random", capacity_factor=1.5).train()
     assert (roomy(gates.log())[:, 0] > 0).all()
 
@@ -124,7 +122,7 @@ def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None
         nn.MixtureOfExperts(**{"d_model": 8, "hidden": 16, "num_experts": 4, **options})
 
 
-# ---- against each expert by itself
+# ---- against each expert alone
 
 
 def _one_by_hand(experts: nn.Experts, e: int, x: torch.Tensor) -> torch.Tensor:
@@ -142,8 +140,7 @@ def _one_by_hand(experts: nn.Experts, e: int, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["_one_by_one", "_grouped"])
 def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
-    """Values and gradients, with an expert that has no rows, and rows after the last that no expert
-    may touch."""
+    """One expert has no rows, and rows after the last belong to no expert; gradients agree too."""
     torch.manual_seed(3)
     experts = nn.Experts(4, 16, 24, **KINDS[kind])
     starts = torch.tensor([0, 5, 5, 6, 13], dtype=torch.int32)
@@ -167,7 +164,7 @@ def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
 
 
 def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without an expert come out undefined, and go back so: poisoned here."""
+    """Rows without an expert are undefined in both directions; the test fills them with NaN."""
     mixture, inner = nn.MixtureOfExperts(8, 16, 4, capacity_factor=0.5), nn.Experts.forward
 
     class Poisoned(torch.autograd.Function):
@@ -197,8 +194,7 @@ def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.Monke
 
 
 def test_one_graph_for_any_split_and_autocast() -> None:
-    """torch.compile takes it whole, so nothing in it waits for what a tensor holds; and the grouped
-    products take autocast's dtype."""
+    """No operation reads a tensor's values; grouped gemms use autocast's dtype."""
     torch.manual_seed(5)
     mixture = nn.MixtureOfExperts(16, 32, 4, capacity_factor=1.0)
     compiled = torch.compile(mixture, backend="aot_eager", fullgraph=True)
@@ -216,8 +212,7 @@ def test_one_graph_for_any_split_and_autocast() -> None:
 
 
 def test_switch() -> None:
-    """Its sparse network, a sequence at a time, whose experts take so many tokens of each; and its
-    loss."""
+    """Compare the sparse network, whose capacity is per sequence, and its loss."""
     switch = pytest.importorskip(
         "transformers.models.switch_transformers.modeling_switch_transformers"
     )
@@ -251,8 +246,10 @@ def test_switch() -> None:
 
 @pytest.mark.parametrize("capacity", [40, 6])
 def test_nllb_moe_router(capacity: int) -> None:
-    """Which experts each token goes to, and with what weight; its layer's own loop over experts is
-    left out (5.23's reads a wrong mask)."""
+    """Compare the experts of each token and their weights.
+
+    The layer's loop over experts is left out: 5.23's reads a wrong mask.
+    """
     nllb = pytest.importorskip("transformers.models.nllb_moe.modeling_nllb_moe")
     torch.manual_seed(6)
     config = nllb.NllbMoeConfig(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows, by way of the C++ fast path and of Python: right for every size, layout and
-dtype, and PyTorch's wherever somebody
-differentiates or watches."""
+"""Products of few rows by the C++ fast path and by Python: every size, layout and dtype.
+
+PyTorch computes calls that are differentiated or observed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from pytransformer.ops._core import fast_path, native
 from pytransformer.testing.guarded import place
 from pytransformer.testing.paths import needs_fast_path
 
-# Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
+# Factors of eps times the sum of absolute values: for zero-mean data and for any data
+# (docs/accuracy.md).
 BOUND = {
     torch.float32: (2.0, 6.0),
     torch.bfloat16: (1.0, 1.0),
@@ -43,12 +45,13 @@ SIZES = [
     (9, 1100),
     (264, 513),
 ]
-LAYOUTS = ["rows", "columns"]  # along which the weights lie: (n, k), or the transpose of a (k, n)
+# The contiguous axis of the weights: (n, k), or the transpose of a (k, n).
+LAYOUTS = ["rows", "columns"]
 
 
 @pytest.fixture(params=[pytest.param("fast_path", marks=needs_fast_path), "Python"])
 def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[int]]:
-    """Rows of each call that our kernel got, by one way alone."""
+    """Record the rows of each call of our kernel, by one path only."""
     if (reason := native.why_not("feed_forward_linear")) is not None:
         pytest.skip(reason)
     seen: list[int] = []
@@ -82,12 +85,12 @@ def operands(
 
 
 def lying(weight: torch.Tensor, layout: str, where: str = "contiguous") -> torch.Tensor:
-    """Among NaN, which a read outside would meet."""
+    """Return a copy in this layout, surrounded by NaN that a read outside would meet."""
     return place(weight, where) if layout == "rows" else place(weight.t(), where).t()
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
-    """In float64, of float64 in 80 bits."""
+    """Return the product in float64, or in 80 bits for float64 inputs."""
     a, w = (
         t.double().numpy().astype(np.longdouble if x.dtype == torch.float64 else np.float64)
         for t in (x, weight)
@@ -143,8 +146,7 @@ def test_shapes_and_strides(calls: list[int], layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 def test_weights_along_k(calls: list[int], dtype: torch.dtype) -> None:
-    """As a module that keeps (k, n) gives them: the same bits, and None where the kernel is not for
-    the call."""
+    """Modules with (k, n) weights pass them so; the result is None if the kernel declines."""
     x, weight, bias = operands(3, 96, 40, dtype, layout="columns")
     other = weight.t()
     with torch.no_grad():

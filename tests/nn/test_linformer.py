@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linformer: plain code in float64 for every sharing, padding that reaches nothing, what is
-refused."""
+"""Linformer equals plain code in float64 for every sharing; padding has no effect; errors."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pytransformer import nn
 
 
 def plain(layer: nn.LinformerSelfAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """Equation 7 of the paper, head by head; padding's keys and values are zero."""
+    """Return equation 7 of the paper, head by head; padding's keys and values are zero."""
     projected = layer.qkv(x).chunk(3, -1)
     outs = []
     for h in range(layer.num_heads):
@@ -52,8 +51,7 @@ def test_as_the_equation(sharing: Any, padded: str) -> None:
 
 
 def test_parameters_by_sharing() -> None:
-    """(k, L) once, twice, or twice for each head; and one for all layers, by giving them one
-    module."""
+    """(k, L) once, twice, or twice per head; layers may share one module."""
     base = sum(p.numel() for p in nn.MultiHeadAttention(12, 3).parameters())
 
     def more(*layers: torch.nn.Module) -> int:
@@ -85,7 +83,7 @@ def test_nan_in_padding_reaches_nothing_and_nobody_visible_gives_the_bias() -> N
     torch.testing.assert_close(by_lengths[0, :12], expected[0, :12])
     torch.testing.assert_close(
         by_lengths[0, 12:], layer.out.bias.expand(8, 8)
-    )  # queries at padding see nothing
+    )  # queries at padding have no visible keys
 
 
 def test_in_a_block_compiled_and_exported() -> None:

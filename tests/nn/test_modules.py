@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch and by
-hand."""
+"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -190,7 +189,7 @@ def test_conformer_padding_reaches_nothing():
     assert_same_logits(block(x, visible, keep)[:1, :4], block(x[:1, :4], {}))
 
 
-# ---- scoring, and the worked numbers of the lecture notes
+# ---- scoring, and the worked examples of the lecture notes
 
 
 def test_similarities_weigh_values():

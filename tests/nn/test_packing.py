@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding at the end of sequences is left out of a stack's blocks: the same results at real tokens,
-zeros at padding, and less done."""
+"""Stacks skip padding at the end of sequences: equal results at real tokens, zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def mask_of(lengths: list[int]) -> torch.Tensor:
 def batch_of(
     name: str, *, as_lengths: bool = False
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs padded at the end, and which of the outputs are real."""
+    """Return inputs padded at the end, and a mask of the real outputs."""
     sides = (
         ("input_ids", "decoder_input_ids")
         if name.startswith(("T5", "Transformer"))
@@ -79,7 +78,7 @@ def test_the_same_at_real_tokens(name: str, as_lengths: bool):
     assert not out.last_hidden_state[~real].any()
     assert_same_logits(out.loss, expected.loss)
     assert len(grads) == len(expected_grads)
-    # Gradients that are zero but for rounding (biases of keys) have no direction to compare.
+    # Gradients that are zero up to rounding (biases of keys) have no direction to compare.
     compared = [(g, e) for g, e in zip(grads, expected_grads) if e.norm() > 1e-6]
     assert len(compared) > len(grads) // 2
     for grad, other in compared:
@@ -130,7 +129,7 @@ def test_other_visibility_and_other_blocks_keep_their_padding():
 
 @pytest.mark.parametrize("name", ["BERT", "GPT", "Transformer", "T5"])
 def test_padding_that_is_learned_from_is_computed(name: str):
-    """Labels that are not -100 at padding: Hugging Face learns from them, and so do we."""
+    """Labels other than -100 at padding contribute to the loss, as in Hugging Face."""
     model = build(name).eval()
     batch, real = batch_of(name)
     labels = torch.randint(3, 29, real.shape)
@@ -154,7 +153,7 @@ def test_taps_see_padded_shapes():
 
 
 def test_a_trace_has_its_padding():
-    """Which tokens are real is not known while a graph is made."""
+    """The real tokens are unknown while a graph is traced."""
     model = build("BERT").eval()
     batch, real = batch_of("BERT")
     with torch.no_grad():

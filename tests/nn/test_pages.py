@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: who has which, against a model that keeps every sequence's contents apart; and a cache in
-which nothing else is ever read."""
+"""Pages against a model with separate contents per sequence; caches read no other page."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ from pytransformer.testing.pages import check_pages, poison_free_rows
 
 
 class Contents:
-    """What a page really holds, beside :class:`nn.Pages`: each position written is a token, and
-    copies are made as it says."""
+    """The real contents of pages beside :class:`nn.Pages`.
+
+    Each written position is a token, and copies follow its instructions.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.pages, self.size = nn.Pages(num_pages, page_size), page_size
@@ -53,8 +54,7 @@ class Contents:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_lives_against_a_model(seed: int) -> None:
-    """Sequences of two tokens, so that prefixes are shared often, in few pages, so that known ones
-    are evicted and some are lacking."""
+    """Sequences of two tokens share prefixes often; few pages cause evictions and shortages."""
     rng = random.Random(seed)
     c = Contents(rng.choice([7, 16, 31]), rng.choice([1, 2, 3, 8]))
     lacking = shared = 0
@@ -107,8 +107,10 @@ def test_random_lives_against_a_model(seed: int) -> None:
 
 
 def test_no_more_pages_are_taken_than_said() -> None:
-    """Three beams over one page, of which one more is free: two of them alone need one copy each,
-    all three two."""
+    """One page is free and three beams share another.
+
+    Growing two of them alone needs a copy each; growing all three needs two.
+    """
     pages = nn.Pages(3, 4)
     first = pages.open()
     pages.grow({first: 2})
@@ -136,7 +138,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     )
     opened: list[int] = []
     assert found("a") == 2
-    pages.close(opened[0])  # now b is the one used longest ago
+    pages.close(opened[0])  # now b is the least recently used
     long = pages.open()
     pages.grow({long: 4})  # the free page, and b's
     assert [found(text) for text in "bca"] == [0, 2, 2]
@@ -156,9 +158,7 @@ def test_ten_thousand_requests_leave_nothing() -> None:
             alive[name] = prompt
             joined += 1
         for name in list(alive):
-            pages.grow(
-                {name: rng.choice([1, 1, 20])}
-            )  # drafts that are refused, room that was not needed
+            pages.grow({name: rng.choice([1, 1, 20])})  # rejected drafts, unused reservations
             alive[name].append(rng.randrange(100))
             pages.crop(name, len(alive[name]))
             if rng.random() < 0.1 or len(alive[name]) > 140:
@@ -174,8 +174,10 @@ def test_ten_thousand_requests_leave_nothing() -> None:
 
 
 def test_ten_thousand_requests_read_their_own_tokens() -> None:
-    """Pages in any order, shared by requests that begin alike and reused: with keys of zero
-    attention is the mean of what was said."""
+    """Requests share and reuse pages in random order.
+
+    With keys of zero, attention returns the mean of the request's tokens.
+    """
     rng, cache = random.Random(2), nn.PagedCache(1, 160, 4)
     rng.shuffle(cache.pages._free)
     held, texts, joined, shared = cache.pages.lengths, dict[int, list[int]](), 0, 0
@@ -189,7 +191,7 @@ def test_ten_thousand_requests_read_their_own_tokens() -> None:
         cache.select(list(texts))
         numbers = [
             [token + 1000 * i for i, token in enumerate(text)] for text in texts.values()
-        ]  # told apart by place too
+        ]  # distinct by position too
         pieces = [number[held[name] :] for name, number in zip(texts, numbers)]
         width = max(map(len, pieces))
         said = torch.tensor(
@@ -229,12 +231,12 @@ def feed(
 
 @torch.no_grad()
 def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
-    """Every free row is NaN before every call; each sequence is at every step what it is alone."""
+    """Every free row is NaN before every call; each sequence equals the sequence alone."""
     layer, rng = attention(), random.Random(3)
     cache = nn.PagedCache(1, 24, page_size=4)
     words = torch.randn(
         3, 40, WIDTH
-    )  # token t at position i is words[t, i]: a page's tokens and place say what it holds
+    )  # token t at position i is words[t, i], so tokens and position determine a page
     alive: dict[int, list[int]] = {}
     found = forks = 0
     for _ in range(150):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions: worked numbers, shifts are linear, and what order means to attention."""
+"""Positions: worked examples, shifts as linear maps, and the effect of order on attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with rotary positions: transformers' modules with the same weights, forward and
-backward; the cache; what it refuses."""
+"""Rotary self-attention equals transformers' modules with the same weights; cache and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ SIZES = {
 
 
 def _theirs(name: str) -> tuple[Any, Any]:
-    """(the module, what makes cos and sin) of a tiny model with random weights."""
+    """Return the module of a tiny model with random weights, and its source of cos and sin."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     if name == "llama":
         from transformers.models.llama.modeling_llama import LlamaAttention as Attention
@@ -47,7 +46,7 @@ def _theirs(name: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_is_the_attention_of_transformers(name: str) -> None:
-    """With its weights: outputs and the gradient of x and of every weight."""
+    """Compare outputs and the gradients of x and every weight."""
     theirs, embedding = _theirs(name)
     norm = name == "qwen3"
     turning = pt.RotaryPositions.from_hugging_face(theirs.config)
@@ -132,7 +131,7 @@ def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -> None:
-    """Two steps of a cache whose sequences differ in length: each as if alone."""
+    """Two steps of a cache with sequences of different lengths equal each sequence alone."""
     torch.manual_seed(0)
     model = pt.models.GPT(
         pt.models.GPTConfig(
@@ -164,8 +163,10 @@ def test_a_plan_splits_heads_but_not_their_norms() -> None:
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 def test_a_model_makes_its_tables_once_a_call(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
-    """One cos and sin for all layers, at each sequence's own positions: the logits of the whole
-    sequences without a cache."""
+    """All layers use one cos and sin for each sequence's positions.
+
+    Logits equal those of the full sequences without a cache.
+    """
     model = GPT(
         GPTConfig(
             vocab_size=50, d_model=32, num_layers=3, num_heads=4, positions="rotary", max_length=32

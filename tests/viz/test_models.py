@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From models to weights: the stacks, layers, heads and rows asked for, computed as the definition
-says."""
+"""Attention weights of models: requested stacks, layers, heads and rows equal the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(one_thread):
-    """Everything here is tiny."""
+    """Use one thread: all models here are tiny."""
 
 
 def gpt():

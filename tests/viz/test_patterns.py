@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of attention: found by score in heads that were made to have them, and drawn from the
-command line."""
+"""Attention patterns, identified by score in constructed heads and plotted by the command line."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MADE = {
 
 
 def made() -> torch.Tensor:
-    """(3 layers, 4 heads): even but for those heads, which give nine tenths to their pattern, by
-    hand."""
+    """Return (3 layers, 4 heads): uniform, except heads with nine tenths on their pattern."""
     n = len(WORDS)
     weights = torch.full((3, 4, n, n), 1.0 / n)
     by_hand = {

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of attention: they hold what they should, are written whole, and say what is wrong with
-what they got."""
+"""Plots of attention: their contents, their files, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def test_a_heat_map_shows_the_weights_and_the_tokens(weights):
 
 
 def test_labels_do_not_overlap(weights):
-    """At 9 points each label needs an eighth of an inch; with 60 tokens every row must still have
-    it."""
+    """A label at 9 points needs an eighth of an inch, also for 60 tokens."""
     many = torch.rand(60, 60)
     figure = viz.heat_map(many, [f"token{i}" for i in range(60)], [f"token{i}" for i in range(60)])
     figure.canvas.draw()
