@@ -91,13 +91,13 @@ ROUNDS: dict[str, list[list[int] | int]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROUNDS)
-def test_each_sequence_is_what_it_is_alone(backend: str, cache: Any, name: str) -> None:
+def test_each_sequence_equals_the_sequence_alone(backend: str, cache: Any, name: str) -> None:
     with pt.use_backend(attention=backend):
         tokens(layer(), cache, ROUNDS[name])
 
 
 @torch.no_grad()
-def test_reordered_and_cropped(cache: Any) -> None:
+def test_reordered_and_cropped_caches_equal_new_ones(cache: Any) -> None:
     attention = layer()
     x = torch.randn(BATCH, MAX, WIDTH)
     whole = attention(x, causal="top_left")
@@ -126,7 +126,7 @@ def test_reordered_and_cropped(cache: Any) -> None:
 
 
 @torch.no_grad()
-def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
+def test_invalid_lengths_are_named(cache: Any) -> None:
     x = torch.randn(BATCH, 9, WIDTH)
     feed(layer(), cache, x, [5, 1, 9, 3])
     with pytest.raises(
@@ -152,7 +152,7 @@ def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_buffer_ends_where_it_was_said() -> None:
+def test_writes_beyond_max_length_raise() -> None:
     cache: Any = nn.KeyValueCache(1, 10)
     x = torch.randn(BATCH, 9, WIDTH)
     feed(layer(), cache, x, [5, 1, 9, 3])
@@ -167,7 +167,7 @@ def test_a_buffer_ends_where_it_was_said() -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_the_caches_write_by_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_write_with_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call without a query needs no rotation but must not use the reference.
 
     The reference's list of tokens would synchronize with a GPU.

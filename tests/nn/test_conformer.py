@@ -56,7 +56,7 @@ def _layer() -> nn.RelativeMultiHeadAttention:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_relative_attention_is_its_equation(length: int) -> None:
+def test_relative_attention_equals_its_equation(length: int) -> None:
     layer, x = _layer(), torch.randn(1, length, 12)
     out = layer(x, sinusoids=nn.relative_sinusoids(length, 12, x))
     mine = torch.autograd.grad(random_sum(out), list(layer.parameters()))
@@ -71,7 +71,7 @@ def test_relative_attention_is_its_equation(length: int) -> None:
             assert_same_gradient(ours, wanted)
 
 
-def test_relative_attention_with_padding_on_either_side() -> None:
+def test_relative_attention_supports_padding_on_either_side() -> None:
     layer, x = _layer(), torch.randn(2, 7, 12)
     mask = torch.tensor([[1] * 4 + [0] * 3, [0] * 2 + [1] * 5])
     out = layer(x, sinusoids=nn.relative_sinusoids(7, 12, x), **nn.padding(mask, 2, 7))
@@ -82,7 +82,7 @@ def test_relative_attention_with_padding_on_either_side() -> None:
         assert_same_logits(out[row, start:end], alone)
 
 
-def test_relative_attention_is_seen_as_it_was_computed() -> None:
+def test_taps_see_the_weights_of_relative_attention() -> None:
     layer, x = _layer(), torch.randn(1, 6, 12)
     with nn.taps(torch.nn.ModuleDict({"layer": layer}), "layer") as seen:
         out = layer(x, sinusoids=nn.relative_sinusoids(6, 12, x))
@@ -90,7 +90,7 @@ def test_relative_attention_is_seen_as_it_was_computed() -> None:
     assert_same_logits(layer.out((tap.weights() @ tap.value).transpose(1, 2).flatten(2)), out)
 
 
-def test_relative_attention_says_what_it_wants() -> None:
+def test_relative_attention_names_its_arguments() -> None:
     layer, x = _layer(), torch.randn(1, 6, 12)
     with pytest.raises(ValueError, match="give sinusoids=relative_sinusoids"):
         layer(x)
@@ -102,7 +102,7 @@ def test_relative_attention_says_what_it_wants() -> None:
             layer(x, **given)
 
 
-def test_subsampled_frames_read_their_windows() -> None:
+def test_subsampled_frames_depend_on_their_windows() -> None:
     layer, x = nn.ConvolutionSubsampling(9, 6), torch.randn(1, 20, 9)
     out = layer(x)
     assert out.shape == (1, nn.ConvolutionSubsampling.frames(20), 6) == (1, 4, 6)
@@ -124,7 +124,7 @@ def test_subsampled_frames_read_their_windows() -> None:
 
 
 @pytest.mark.parametrize("features", (7, 10, 11))
-def test_one_column_of_features_is_convolved_over_time(features: int) -> None:
+def test_single_features_are_convolved_over_time(features: int) -> None:
     layer, x = nn.ConvolutionSubsampling(features, 16), torch.randn(3, 33, features)
     plain = F.conv2d(
         F.relu(layer.first(x[:, None])), layer.second.weight, layer.second.bias, stride=2
@@ -143,7 +143,7 @@ def test_one_column_of_features_is_convolved_over_time(features: int) -> None:
             assert (layer(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
-def test_lengths_are_carried_through_the_subsampling() -> None:
+def test_subsampling_returns_output_lengths() -> None:
     layer = nn.ConvolutionSubsampling(9, 6)
     lengths = torch.arange(34)
     ends = torch.arange(33) < lengths[:, None]
@@ -165,7 +165,7 @@ def _paths(labels: list[int], frames: int, classes: int) -> list[tuple[int, ...]
     ]
 
 
-def test_ctc_adds_up_every_path() -> None:
+def test_ctc_sums_every_path() -> None:
     logits, labels = torch.randn(3, 5, 3), torch.tensor([[1, 2, -100], [2, 2, 1], [1, -100, -100]])
     keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]).bool()
     p, total = logits.softmax(-1), 0.0
@@ -188,7 +188,7 @@ def test_ctc_adds_up_every_path() -> None:
     )
 
 
-def test_ctc_reads_the_best_path() -> None:
+def test_ctc_decodes_the_best_path() -> None:
     best = torch.tensor([[0, 2, 2, 0, 2, 1], [1, 1, 1, 2, 2, 0]])
     logits = F.one_hot(best, 3).float()
     assert nn.ctc_read(logits) == [[2, 2, 1], [1, 2]]
@@ -203,7 +203,7 @@ def test_ctc_reads_the_best_path() -> None:
 
 
 @torch.no_grad()
-def test_a_conformer_reads_a_sequence_as_alone() -> None:
+def test_conformer_output_does_not_depend_on_the_batch() -> None:
     """Subsampling, relative positions and CTC ignore a batch's padding."""
     model, x, labels = build("Conformer-ctc").eval(), torch.randn(1, 21, 9), torch.tensor([[4, 9]])
     padded = torch.full((2, 33, 9), torch.nan)
@@ -221,7 +221,7 @@ def test_a_conformer_reads_a_sequence_as_alone() -> None:
 # ---- separable convolutions
 
 
-def test_separable_mixing_is_its_equation() -> None:
+def test_separable_mixing_equals_its_equation() -> None:
     layer, x = nn.SeparableMixing(4, 3), torch.randn(2, 5, 4)
     inner = layer.depthwise.bias.expand(2, 5, 4).clone()
     for i in range(5):
@@ -243,7 +243,7 @@ def test_separable_mixing_is_its_equation() -> None:
         nn.SeparableMixing(4, 4)
 
 
-def test_separable_mixing_of_patches_is_in_the_plane() -> None:
+def test_separable_mixing_of_patches_is_two_dimensional() -> None:
     layer, x = nn.SeparableMixing(4, 3, grid=(3, 5)), torch.randn(1, 15, 4)
     out = layer(x)
     for place in range(15):

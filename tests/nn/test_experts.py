@@ -35,7 +35,7 @@ def _mixture(**options: Any) -> nn.MixtureOfExperts:
 # ---- worked examples
 
 
-def test_the_two_best_experts_by_their_gates() -> None:
+def test_top_2_experts_are_weighted_by_their_gates() -> None:
     out = _mixture()(GATES.log()[None])
     expected = torch.tensor([
         [0.6 / 0.9, 2 * 0.3 / 0.9, 0], [0.5 / 0.8, 0, 3 * 0.3 / 0.8],
@@ -44,18 +44,18 @@ def test_the_two_best_experts_by_their_gates() -> None:
     torch.testing.assert_close(out, expected[None])
 
 
-def test_one_choice_is_scaled_by_its_gate() -> None:
+def test_top_1_expert_is_scaled_by_its_gate() -> None:
     expected = torch.tensor([[0.6, 0, 0], [0.5, 0, 0], [0, 1.6, 0], [0, 0, 1.5]])
     torch.testing.assert_close(_mixture(choices=1)(GATES.log()), expected)
 
 
-def test_three_choices_are_all_experts() -> None:
+def test_top_3_of_3_uses_all_experts() -> None:
     torch.testing.assert_close(
         _mixture(choices=3)(GATES.log()), GATES * torch.tensor([1.0, 2.0, 3.0])
     )
 
 
-def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity() -> None:
+def test_first_choices_fill_the_capacity_first() -> None:
     out = _mixture(capacity_factor=0.375)(GATES.log())  # ceil(2 * 4 / 3 * 0.375) = 1 token each
     expected = torch.tensor(
         [[0.6 / 0.9, 0, 0], [0, 0, 0], [0, 2 * 0.8 / 0.95, 0], [0, 0, 3 * 0.5 / 0.8]]
@@ -63,7 +63,7 @@ def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity() -> 
     torch.testing.assert_close(out, expected)
 
 
-def test_a_random_second_choice_comes_with_twice_its_weight() -> None:
+def test_random_second_choices_have_twice_their_weight() -> None:
     torch.manual_seed(0)
     gates = torch.tensor([0.7, 0.2, 0.1]).expand(4000, 3)
     mixture = _mixture(second="random").train()
@@ -79,7 +79,7 @@ def test_a_random_second_choice_comes_with_twice_its_weight() -> None:
     assert (roomy(gates.log())[:, 0] > 0).all()
 
 
-def test_balance_loss() -> None:
+def test_balance_loss_equals_a_worked_example() -> None:
     mixture = _mixture()
     mixture(GATES.log())
     # First choices 0, 0, 1, 2; mean gates (1.45, 1.6, 0.95) / 4.
@@ -96,7 +96,7 @@ def test_balance_loss() -> None:
     assert mixture.router.weight.grad is not None
 
 
-def test_every_expert_and_the_router_learn() -> None:
+def test_every_expert_and_the_router_get_gradients() -> None:
     mixture = nn.MixtureOfExperts(8, 16, 4)
     mixture(torch.randn(2, 30, 8)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in mixture.parameters())
@@ -139,7 +139,7 @@ def _one_by_hand(experts: nn.Experts, e: int, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["_one_by_one", "_grouped"])
-def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
+def test_both_implementations_equal_single_experts(kind: str, way: str) -> None:
     """One expert has no rows, and rows after the last belong to no expert; gradients agree too."""
     torch.manual_seed(3)
     experts = nn.Experts(4, 16, 24, **KINDS[kind])
@@ -163,7 +163,7 @@ def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
         assert_same_logits(a[:13] if a is ours[0] else a, b[:13] if b is theirs[0] else b)
 
 
-def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_without_an_expert_get_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without an expert are undefined in both directions; the test fills them with NaN."""
     mixture, inner = nn.MixtureOfExperts(8, 16, 4, capacity_factor=0.5), nn.Experts.forward
 
@@ -193,7 +193,7 @@ def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.Monke
         assert torch.equal(ours, theirs)
 
 
-def test_one_graph_for_any_split_and_autocast() -> None:
+def test_any_split_compiles_to_one_graph_and_autocast_applies() -> None:
     """No operation reads a tensor's values; grouped gemms use autocast's dtype."""
     torch.manual_seed(5)
     mixture = nn.MixtureOfExperts(16, 32, 4, capacity_factor=1.0)
@@ -211,7 +211,7 @@ def test_one_graph_for_any_split_and_autocast() -> None:
 # ---- against transformers
 
 
-def test_switch() -> None:
+def test_switch_equals_transformers() -> None:
     """Compare the sparse network, whose capacity is per sequence, and its loss."""
     switch = pytest.importorskip(
         "transformers.models.switch_transformers.modeling_switch_transformers"
@@ -245,7 +245,7 @@ def test_switch() -> None:
 
 
 @pytest.mark.parametrize("capacity", [40, 6])
-def test_nllb_moe_router(capacity: int) -> None:
+def test_nllb_moe_router_equals_transformers(capacity: int) -> None:
     """Compare the experts of each token and their weights.
 
     The layer's loop over experts is left out: 5.23's reads a wrong mask.

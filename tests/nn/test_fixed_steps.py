@@ -91,7 +91,7 @@ def model(request: pytest.FixtureRequest) -> GPT:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "contiguous, int8", "paged", "paged, e4m3"])
-def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
+def test_fixed_steps_give_the_tokens_of_ordinary_steps(model: GPT, kind: str) -> None:
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
     before = cache.pages.available if isinstance(cache, nn.PagedCache) else 0
@@ -114,7 +114,7 @@ def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_recorded_step_runs_again(model: GPT, kind: str) -> None:
+def test_recorded_steps_can_be_replayed(model: GPT, kind: str) -> None:
     """The operations of one step run again on the same memory without Python.
 
     Every later token is right, as in a CUDA graph.
@@ -133,7 +133,7 @@ def test_a_recorded_step_runs_again(model: GPT, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("contiguous", marks=pytest.mark.slow), "paged"])
-def test_a_compiled_step_is_one_graph(model: GPT, kind: str) -> None:
+def test_steps_compile_to_one_graph(model: GPT, kind: str) -> None:
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
     fixed = nn.FixedSteps(cache, NEW)
@@ -160,7 +160,7 @@ class OnMeta(nn.FixedSteps):
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("columns", [1, 3])
-def test_nothing_is_the_hosts(model: GPT, kind: str, columns: int) -> None:
+def test_fixed_steps_read_nothing_on_the_host(model: GPT, kind: str, columns: int) -> None:
     cache = caches(model)[kind]
     prompt(model, cache)
     steps, model = OnMeta(cache, columns), model.to("meta")
@@ -175,7 +175,7 @@ def test_nothing_is_the_hosts(model: GPT, kind: str, columns: int) -> None:
     }
 
 
-def test_ordinary_steps_are_the_hosts() -> None:
+def test_ordinary_steps_read_on_the_host() -> None:
     """The observer detects that ordinary caches read lengths."""
     model = gpt()
     for cache in caches(model).values():
@@ -185,7 +185,7 @@ def test_ordinary_steps_are_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_some_get_no_token(model: GPT, kind: str) -> None:
+def test_sequences_may_get_no_token(model: GPT, kind: str) -> None:
     """Lengths on the device select the columns that are tokens; crop selects rejected drafts."""
     plain, cache = (caches(model)[kind] for _ in range(2))
     prompt(model, plain), prompt(model, cache)
@@ -204,7 +204,7 @@ def test_some_get_no_token(model: GPT, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_no_step_goes_beyond_its_room(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_stay_within_their_reservation(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU raises.
 
     Without checks no other sequence's page is written or read, and finish() raises.
@@ -235,7 +235,7 @@ def test_no_step_goes_beyond_its_room(kind: str, monkeypatch: pytest.MonkeyPatch
     assert cache.lengths.tolist() == (LENGTHS + 2).tolist()
 
 
-def test_a_shared_page_is_copied_before_the_steps() -> None:
+def test_shared_pages_are_copied_before_the_steps() -> None:
     """Beams that share a half-full page write separate copies."""
     model, want = gpt(), None
     for kind in ("contiguous", "paged"):
@@ -250,7 +250,7 @@ def test_a_shared_page_is_copied_before_the_steps() -> None:
         assert torch.equal(token, want)
 
 
-def test_an_encoders_keys_stay() -> None:
+def test_cross_attention_keys_remain() -> None:
     torch.manual_seed(8)
     model = T5(
         T5Config(
@@ -283,7 +283,7 @@ def test_an_encoders_keys_stay() -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_what_is_refused(kind: str) -> None:
+def test_unsupported_caches_are_refused(kind: str) -> None:
     model = gpt()
     cache = caches(model)[kind]
     with pytest.raises(ValueError, match="read a prompt first"):

@@ -125,7 +125,7 @@ def test_every_element_is_within_the_bound(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shapes_and_strides(calls: list[int], layout: str) -> None:
+def test_shapes_and_strides_within_the_bound(calls: list[int], layout: str) -> None:
     x, weight, bias = operands(6, 96, 40, torch.float32, layout=layout)
     want = F.linear(x, weight, bias)
     with torch.inference_mode():
@@ -145,7 +145,9 @@ def test_shapes_and_strides(calls: list[int], layout: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-def test_weights_along_k(calls: list[int], dtype: torch.dtype) -> None:
+def test_weights_contiguous_along_k_give_the_same_bits(
+    calls: list[int], dtype: torch.dtype
+) -> None:
     """Modules with (k, n) weights pass them so; the result is None if the kernel declines."""
     x, weight, bias = operands(3, 96, 40, dtype, layout="columns")
     other = weight.t()
@@ -164,7 +166,7 @@ def test_weights_along_k(calls: list[int], dtype: torch.dtype) -> None:
     )
 
 
-def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
+def test_other_weight_layouts_use_pytorch(calls: list[int]) -> None:
     x, weight, _ = operands(6, 96, 40, torch.float32)
     with torch.no_grad():
         for other in (
@@ -181,9 +183,7 @@ def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_not_a_number_stays_in_its_row_and_column(
-    calls: list[int], layout: str, dtype: torch.dtype
-) -> None:
+def test_nan_does_not_spread(calls: list[int], layout: str, dtype: torch.dtype) -> None:
     x, weight, _ = operands(5, 71, 67, dtype, layout=layout)
     x[2, 70], weight[66, 0] = torch.nan, torch.inf
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_not_a_number_stays_in_its_row_and_column(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_threads_and_other_rows_change_nothing(
+def test_threads_and_other_rows_change_no_bit(
     calls: list[int], dtype: torch.dtype, layout: str
 ) -> None:
     x, weight, bias = operands(8, 770, 1000, dtype, layout=layout)
@@ -237,7 +237,7 @@ def autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("way", [vmapped, compiled, counted, autocast])
-def test_who_watches_gets_pytorchs(calls: list[int], way: Callable[..., torch.Tensor]) -> None:
+def test_observed_calls_use_pytorch(calls: list[int], way: Callable[..., torch.Tensor]) -> None:
     x, weight, bias = operands(4, 64, 48, torch.float32)
     with torch.no_grad():
         assert torch.allclose(
@@ -246,7 +246,7 @@ def test_who_watches_gets_pytorchs(calls: list[int], way: Callable[..., torch.Te
     assert calls == []
 
 
-def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
+def test_gradients_and_many_rows_use_pytorch(calls: list[int]) -> None:
     ours, theirs = Linear(16, 12), nn.Linear(16, 12)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(FEW_ROWS, 16, generator=torch.Generator().manual_seed(0))
@@ -262,7 +262,7 @@ def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
     assert calls == [FEW_ROWS]
 
 
-def test_bad_input_is_pytorchs_error(calls: list[int]) -> None:
+def test_bad_input_raises_pytorchs_error(calls: list[int]) -> None:
     x, weight, bias = operands(2, 8, 4, torch.float32)
     with torch.no_grad():
         for wrong in (

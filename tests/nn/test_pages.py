@@ -53,7 +53,7 @@ class Contents:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives_against_a_model(seed: int) -> None:
+def test_random_histories_equal_a_model(seed: int) -> None:
     """Sequences of two tokens share prefixes often; few pages cause evictions and shortages."""
     rng = random.Random(seed)
     c = Contents(rng.choice([7, 16, 31]), rng.choice([1, 2, 3, 8]))
@@ -106,7 +106,7 @@ def test_random_lives_against_a_model(seed: int) -> None:
     assert c.pages.available == c.pages.num_pages
 
 
-def test_no_more_pages_are_taken_than_said() -> None:
+def test_grow_needs_no_more_pages_than_reported() -> None:
     """One page is free and three beams share another.
 
     Growing two of them alone needs a copy each; growing all three needs two.
@@ -125,7 +125,7 @@ def test_no_more_pages_are_taken_than_said() -> None:
     assert [pages.lengths[name] for name in beams] == [3, 3, 3]
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_lru_page_is_evicted_first() -> None:
     pages = nn.Pages(4, 2)
     texts = {"a": [1, 1, 9], "b": [2, 2, 9], "c": [3, 3, 9]}
     for text in texts.values():
@@ -144,7 +144,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert [found(text) for text in "bca"] == [0, 2, 2]
 
 
-def test_ten_thousand_requests_leave_nothing() -> None:
+def test_ten_thousand_requests_leak_no_page() -> None:
     rng, pages = random.Random(1), nn.Pages(256, 16)
     alive: dict[int, list[int]] = {}
     joined = found = 0
@@ -230,7 +230,7 @@ def feed(
 
 
 @torch.no_grad()
-def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
+def test_shared_and_forked_sequences_read_no_other_page() -> None:
     """Every free row is NaN before every call; each sequence equals the sequence alone."""
     layer, rng = attention(), random.Random(3)
     cache = nn.PagedCache(1, 24, page_size=4)
@@ -286,7 +286,7 @@ def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
 
 
 @torch.no_grad()
-def test_a_table_that_names_no_page_is_refused() -> None:
+def test_tables_with_invalid_pages_are_refused() -> None:
     layer, cache = attention(), nn.PagedCache(1, 6, page_size=4)
     feed(layer, cache, torch.randn(2, 6, WIDTH))
     cache.pages.tables[cache.rows[1]][0] = 6
@@ -295,7 +295,7 @@ def test_a_table_that_names_no_page_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_a_full_pool_says_how_many_pages_are_needed() -> None:
+def test_full_pool_raises_with_the_number_of_pages() -> None:
     layer, cache = attention(), nn.PagedCache(1, 6, page_size=4)
     with pytest.raises(
         nn.OutOfPages,
@@ -311,7 +311,7 @@ def test_a_full_pool_says_how_many_pages_are_needed() -> None:
 
 
 @torch.no_grad()
-def test_padding_on_the_left_by_a_mask() -> None:
+def test_masks_with_left_padding_equal_full_attention() -> None:
     layer, x = attention(), torch.randn(2, 9, WIDTH)
     mask = torch.arange(9) >= torch.tensor([0, 4])[:, None]
     whole = layer(x, **nn.causal(nn.padding(mask, 2, 9), 0, 9))
@@ -321,7 +321,7 @@ def test_padding_on_the_left_by_a_mask() -> None:
 
 
 @torch.no_grad()
-def test_a_tap_sees_the_keys_of_pages() -> None:
+def test_taps_see_the_keys_of_pages() -> None:
     layer, x = attention(), torch.randn(2, 9, WIDTH)
     caches = nn.PagedCache(1, 8, page_size=4), nn.KeyValueCache(1, 16)
     seen = []
@@ -334,7 +334,7 @@ def test_a_tap_sees_the_keys_of_pages() -> None:
     assert not seen[0][..., 9:].any()
 
 
-def test_a_paged_cache_refuses_what_it_cannot_hold() -> None:
+def test_invalid_paged_updates_are_refused() -> None:
     layer, x = attention(), torch.randn(2, 3, WIDTH)
     with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
         nn.PagedCache(1, 0)

@@ -60,7 +60,7 @@ def pairs(rule: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("padded", ["none", "mask", "lengths"])
 @pytest.mark.parametrize("name", RULES)
-def test_as_plain_dense_code(name: str, padded: str) -> None:
+def test_patterns_equal_dense_code(name: str, padded: str) -> None:
     pattern, rule = RULES[name]
     layer = nn.MultiHeadAttention(12, 3, pattern=pattern).double()
     x = torch.randn(2, L, 12, dtype=torch.float64, requires_grad=True)
@@ -89,7 +89,7 @@ def test_as_plain_dense_code(name: str, padded: str) -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_random_blocks_differ_by_head_and_are_the_seeds() -> None:
+def test_random_blocks_differ_by_head_and_follow_the_seed() -> None:
     pattern = nn.Pattern(
         "big_bird",
         heads=2,
@@ -110,7 +110,7 @@ def test_random_blocks_differ_by_head_and_are_the_seeds() -> None:
     torch.testing.assert_close(layer(x), plain(layer, x, visible))
 
 
-def test_the_state_dict_is_that_of_full_attention() -> None:
+def test_state_dict_equals_full_attention() -> None:
     full, sparse = (
         nn.MultiHeadAttention(8, 2),
         nn.MultiHeadAttention(8, 2, pattern=RULES["local"][0]),
@@ -120,7 +120,7 @@ def test_the_state_dict_is_that_of_full_attention() -> None:
     assert_same_logits(sparse(x, causal="top_left"), full(x, causal="top_left"))
 
 
-def test_a_mask_is_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_cached_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
     def make(n: int, device: torch.device) -> pt.BlockMask:
@@ -145,7 +145,7 @@ def test_a_mask_is_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert not copied.pattern._kept and copied.pattern.make is make
 
 
-def test_a_mask_made_without_gradients_serves_training() -> None:
+def test_masks_of_inference_mode_serve_training() -> None:
     layer, x = (
         nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=8)),
         torch.randn(1, 40, 8),
@@ -161,7 +161,7 @@ def test_a_mask_made_without_gradients_serves_training() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_compiled_it_is_one_graph_also_at_the_first_call(name: str) -> None:
+def test_first_call_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     layer = nn.MultiHeadAttention(8, 2, pattern=copy.deepcopy(RULES[name][0]))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -190,7 +190,7 @@ def test_compiled_layers_have_their_own_patterns() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_the_mask_is_a_constant(strict: bool) -> None:
+def test_exported_masks_are_constants(strict: bool) -> None:
     layer, x = (
         nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=16, global_tokens=1)),
         torch.randn(2, 90, 8),
@@ -209,7 +209,7 @@ def test_exported_the_mask_is_a_constant(strict: bool) -> None:
         )
 
 
-def test_taps_see_the_pattern() -> None:
+def test_taps_see_weights_of_the_pattern() -> None:
     pattern, rule = RULES["longformer"]
     model = torch.nn.Sequential(nn.MultiHeadAttention(8, 2, pattern=pattern))
     with nn.taps(model) as seen:
@@ -256,7 +256,7 @@ def test_taps_see_the_pattern() -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Callable[[Tensor], Any], message: str) -> None:
+def test_invalid_patterns_are_refused(make: Callable[[Tensor], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         make(torch.randn(2, 6, 8))
 
@@ -265,7 +265,7 @@ def local() -> nn.MultiHeadAttention:
     return nn.MultiHeadAttention(8, 2, pattern=RULES["local"][0])
 
 
-def test_bert_by_its_config(tmp_path: Any) -> None:
+def test_bert_has_a_pattern_in_its_config(tmp_path: Any) -> None:
     """The config saves the field; windows as wide as the sequence give BERT."""
     sizes = dict(vocab_size=30, d_model=16, num_layers=2, num_heads=2, hidden=32, max_length=80)
     wide = {"make": "sliding_window", "window": [80, 80]}

@@ -45,7 +45,7 @@ def _theirs(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_is_the_attention_of_transformers(name: str) -> None:
+def test_module_equals_transformers(name: str) -> None:
     """Compare outputs and the gradients of x and every weight."""
     theirs, embedding = _theirs(name)
     norm = name == "qwen3"
@@ -86,7 +86,7 @@ def test_is_the_attention_of_transformers(name: str) -> None:
         assert_same_gradient(mine, other)
 
 
-def test_step_by_step_as_at_once() -> None:
+def test_cached_steps_equal_the_full_sequence() -> None:
     layer, x = (
         nn.RotaryMultiHeadAttention(
             32, 4, rotary=pt.RotaryPositions(4, interleaved=True), qk_norm=True
@@ -99,7 +99,7 @@ def test_step_by_step_as_at_once() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), whole)
 
 
-def test_only_distances_matter() -> None:
+def test_results_depend_on_distances_only() -> None:
     layer, x = nn.RotaryMultiHeadAttention(32, 2), torch.randn(1, 6, 32)
     moved = torch.cat((torch.randn(1, 5, 32), x), 1)
     lengths = torch.arange(11) >= 5
@@ -108,7 +108,7 @@ def test_only_distances_matter() -> None:
     assert not torch.allclose(layer(x.flip(1)).flip(1), layer(x)), "and they do"
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="leave cross and pattern out"):
         nn.RotaryMultiHeadAttention(32, 2, cross=True)
     with pytest.raises(ValueError, match="rotary turns 32 dimensions, and head_dim is 16"):
@@ -116,7 +116,7 @@ def test_what_it_refuses() -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
+def test_packed_equals_padded(qk_norm: bool) -> None:
     layer, lengths = (
         nn.RotaryMultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=qk_norm),
         torch.tensor([5, 1, 9]),
@@ -130,7 +130,7 @@ def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -> None:
+def test_cached_sequences_rotate_by_their_own_positions(kind: str) -> None:
     """Two steps of a cache with sequences of different lengths equal each sequence alone."""
     torch.manual_seed(0)
     model = pt.models.GPT(
@@ -151,7 +151,7 @@ def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -
             assert_same_logits(out.logits[b, : second[b]], alone[int(first[b]) :])
 
 
-def test_a_plan_splits_heads_but_not_their_norms() -> None:
+def test_plan_splits_heads_but_not_modules_with_norms() -> None:
     from pytransformer.nn.parallel import CopiesParallel, HeadsParallel, plan_of
 
     model = torch.nn.ModuleDict(
@@ -162,7 +162,9 @@ def test_a_plan_splits_heads_but_not_their_norms() -> None:
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
-def test_a_model_makes_its_tables_once_a_call(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+def test_models_build_their_tables_once_per_call(
+    monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
     """All layers use one cos and sin for each sequence's positions.
 
     Logits equal those of the full sequences without a cache.

@@ -334,7 +334,7 @@ def upstream(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("r", REGRESSIONS, ids=lambda r: r.name)
-def test_the_peers_formula_is_wrong_here(r: Regression) -> None:
+def test_formula_of_the_peer_exceeds_the_bound(r: Regression) -> None:
     """It exceeds the bound or is NaN."""
     (q, k, v), keywords = r.problem()
     grad_out, grad_lse = upstream(q, v)
@@ -346,7 +346,7 @@ def test_the_peers_formula_is_wrong_here(r: Regression) -> None:
 
 
 @pytest.mark.parametrize("r", REGRESSIONS, ids=lambda r: r.name)
-def test_we_are_right(r: Regression, backend: str) -> None:
+def test_our_backends_stay_within_the_bound(r: Regression, backend: str) -> None:
     args, keywords = r.problem()
     check_attention(args, keywords, backend, data="any")
 
@@ -366,7 +366,7 @@ def test_offsets_beyond_32_bits(backend: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
-def test_no_queries_or_no_keys(lengths: tuple[int, int], backend: str) -> None:
+def test_no_queries_or_no_keys_give_zeros(lengths: tuple[int, int], backend: str) -> None:
     """flash-attention#2470 (division by zero), pytorch#133780.
 
     The peer's formula, a maximum over nothing, raises.

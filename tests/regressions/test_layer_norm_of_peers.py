@@ -62,7 +62,7 @@ def backends() -> list[str]:
     return [name for name, reason in reasons.items() if reason is None]
 
 
-def test_parameter_gradients_summed_in_bfloat16(backends: list[str]) -> None:
+def test_parameter_gradients_are_not_summed_in_bfloat16(backends: list[str]) -> None:
     p = problem()
     exact = oracle.Solution(fuzz_layer_norm.solve(p, None), 1, torch.empty(0), torch.empty(0))
     wrong = {

@@ -32,7 +32,7 @@ def gpt():
     return GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=3, num_heads=4, max_length=8))
 
 
-def test_weights_of_a_causal_decoder():
+def test_weights_of_a_causal_decoder_equal_the_definition():
     model = gpt().train()
     seen = viz.attention_of(model, {"input_ids": IDS})
     assert seen.which == "decoder" and model.training, "the model is left as it was"
@@ -52,7 +52,7 @@ def test_weights_of_a_causal_decoder():
         seen.weights(layers=[3])
 
 
-def test_the_stack_is_named_or_chosen():
+def test_stack_is_named_or_selected():
     small = dict(
         vocab_size=20,
         d_model=16,
@@ -76,7 +76,7 @@ def test_the_stack_is_named_or_chosen():
         viz.attention_of(fnet, {"input_ids": IDS})
 
 
-def test_models_are_loaded_by_what_their_folder_says(tmp_path):
+def test_models_load_by_the_config_of_their_folder(tmp_path):
     model = BERT(
         BERTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, hidden=16, max_length=8)
     ).eval()
