@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files from elsewhere: what they hold is loaded right, or refused with one clear error."""
+"""Damaged or foreign files load correctly or raise one clear error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytransformer.models import GPT, GPTConfig, _files
 from pytransformer.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 
 CONFIG = GPTConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_length=8)
-COUNT = 1000  # of damages
+COUNT = 1000  # number of damages
 HUGGING_FACE = dict(
     model_type="gpt2", vocab_size=31, n_positions=12, n_embd=16, n_layer=1, n_head=4,
     activation_function="gelu_new", embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1,
@@ -33,7 +33,7 @@ HUGGING_FACE = dict(
 
 
 def damaged(data: bytes, header: int, rng: random.Random) -> bytes:
-    """The file with one damage: a flip, a hole, or another length."""
+    """Return the file with one damage: a flipped byte, a gap, or another length."""
     kind, changed = rng.randrange(6), bytearray(data)
     place = rng.randrange(header if kind == 0 else len(data))
     if kind < 2:
@@ -51,8 +51,7 @@ def damaged(data: bytes, header: int, rng: random.Random) -> bytes:
 
 
 def sweep(file: Path, load: Callable[[], Any], right: Callable[[Any], bool]) -> None:
-    """Load the file with one damage after another: the result is right, or the error is a
-    ValueError."""
+    """Load the file with each damage: the result is right, or a ValueError is raised."""
     good, rng = file.read_bytes(), random.Random(0)
     header = 8 + struct.unpack("<Q", good[:8])[0]
     for number in range(COUNT):
@@ -160,7 +159,7 @@ for name in models.__all__:
 
 
 def test_a_header_of_any_length_is_no_pickle(tmp_path: Path) -> None:
-    """A pickle's first byte is also the first byte of every 32nd header length."""
+    """A pickle's first byte is the first byte of every 32nd header length."""
     GPT(GPTConfig(**ABOUT["config"])).save(tmp_path)
     tensors, metadata = _files.tensors(tmp_path / "model.safetensors")
     first_bytes = set()

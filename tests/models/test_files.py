@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on disk: what is saved comes back, an interruption loses nothing, and nothing but
-safetensors is read."""
+"""Weights on disk: round trips, interrupted saves, and safetensors as the only format."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(name: str, tmp_pa
 
 
 def test_the_command_converts(tmp_path: Path):
-    """The command in the message does what the message says."""
+    """The test runs the command of the message."""
     model, file = build("GPT"), tmp_path / "weights.bin"
     torch.save(model.state_dict(), file)
     with pytest.raises(ValueError) as refusal:

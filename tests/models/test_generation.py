@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: the same tokens with a cache and without, in any batch; beams that find the best;
-draws with the right shares."""
+"""Generation: equal tokens with and without cache and in any batch; beam search; sampling."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def t5(**changes):
 
 
 def _sharpened(model):
-    """Weights so large that tokens differ in likelihood, and what was read long ago still
-    matters."""
+    """Return a model with weights so large that tokens differ and early context matters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -104,14 +102,16 @@ def model(request):
 
 @pytest.fixture
 def inputs(model, prompts):
-    """Prompts for a decoder; for an encoder, whose positions count from the first column, sources
-    padded at the end."""
+    """Return prompts for a decoder, or padded sources for an encoder-decoder.
+
+    Source positions count from the first column, so padding is at the end.
+    """
     return tuple(t.flip(1) for t in prompts) if hasattr(model, "encode") else prompts
 
 
 @pytest.fixture
 def prompts():
-    """(ids, mask), three sequences padded on the left."""
+    """Return (ids, mask) of three sequences padded on the left."""
     ids = torch.randint(4, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) >= torch.tensor([0, 4, 7])[:, None]
     return ids.masked_fill(~mask, 0), mask.long()
@@ -120,8 +120,7 @@ def prompts():
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "pages of 4, shuffled"])
 @pytest.mark.parametrize("how", HOW)
 def test_the_cache_changes_nothing(model, inputs, how, kind):
-    """Of 9 beams, 24 tokens each, no more pages of 4 are ever in use than without sharing, 6
-    each."""
+    """9 beams of 24 tokens never use more pages of 4 than without sharing, 6 each."""
     settings = dict(HOW[how], max_new_tokens=15, stop=(STOP,))
     seeded = lambda **more: generate(
         model, *inputs, **settings, **more, generator=torch.Generator().manual_seed(2)
@@ -171,8 +170,10 @@ def test_greedy_takes_the_likeliest_and_stops(model, prompts):
 
 
 def _score(model, source, tokens, how):
-    """log p of these tokens and the stop token, penalised for their length, by one teacher-forced
-    call."""
+    """Return log p of these tokens and the stop token by one teacher-forced call.
+
+    It includes the length penalty.
+    """
     read = torch.tensor([[2, *tokens]])
     logits = model(source, decoder_input_ids=read).logits[0].log_softmax(-1)
     said = [*tokens, STOP]
@@ -184,7 +185,7 @@ def _score(model, source, tokens, how):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 def test_beam_search_finds_the_best_of_all_sequences(alpha):
-    """With as many beams as there are beginnings nothing is lost: then it is exhaustive search."""
+    """The beams cover every prefix, so nothing is pruned."""
     torch.manual_seed(3)
     config = TransformerConfig(
         vocab_size=5, d_model=16, hidden=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
@@ -199,7 +200,7 @@ def test_beam_search_finds_the_best_of_all_sequences(alpha):
         for n in range(4)
         for t in itertools.product(others, repeat=n)
     }
-    for t in itertools.product(others, repeat=4):  # cut off at the longest length: no stop token
+    for t in itertools.product(others, repeat=4):  # truncated at the max length: no stop token
         logits = (
             model(source, decoder_input_ids=torch.tensor([[2, *t[:-1]]])).logits[0].log_softmax(-1)
         )
@@ -213,7 +214,7 @@ def test_beam_search_finds_the_best_of_all_sequences(alpha):
 
 
 class _Table(torch.nn.Module):
-    """A language of one memory: the next token's probabilities hang on the last token alone."""
+    """A language model in which the next token depends on the last token alone."""
 
     def __init__(self, following):
         super().__init__()
@@ -224,8 +225,10 @@ class _Table(torch.nn.Module):
 
 
 def test_a_beam_that_ends_makes_room_for_the_next_best():
-    """Stop 0.4, A 0.3, B 0.29: with two beams A and B go on beside the ended one, and B wins by the
-    length penalty."""
+    """Stop has 0.4, A 0.3, B 0.29: with two beams A and B continue beside the ended one.
+
+    B wins by the length penalty.
+    """
     stop, a, b = 0, 1, 2
     model = _Table(
         [[1, 0, 0, 0, 0], [0.2] * 5, [0.99, 0.01, 0, 0, 0], [0.4, 0.3, 0.29, 0.01, 0], [0.2] * 5]
@@ -324,8 +327,7 @@ PADDED = {
 @pytest.mark.parametrize("side", PADDED)
 @pytest.mark.parametrize("name", ["gpt", "gpt alibi", "gpt grouped"])
 def test_padding_may_stand_anywhere(name, side, how):
-    """Each prompt is what its tokens are alone, and the mask is lengths in the end: nothing of
-    padding reaches attention."""
+    """Each prompt equals its tokens alone: the mask becomes lengths, which hide padding."""
     model, mask = MODELS[name](), torch.tensor(PADDED[side])
     tokens = torch.randint(4, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(4))
     settings = dict(HOW[how], max_new_tokens=9, stop=(STOP,))
@@ -349,7 +351,7 @@ def test_padding_may_stand_anywhere(name, side, how):
             generator=torch.Generator().manual_seed(3),
         ).lists()
     )
-    if how != "drawn":  # the draws of a batch come from one generator
+    if how != "drawn":  # one generator draws for the batch
         assert together.lists() == [
             run(t[None, :n], None).lists()[0] for t, n in zip(tokens, lengths.tolist())
         ]

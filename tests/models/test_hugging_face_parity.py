@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our models give the logits of Hugging Face's, weight for weight, on random small configs and
-padded batches."""
+"""Our models give the logits of Hugging Face's on random small configs and padded batches."""
 
 from __future__ import annotations
 
@@ -143,11 +142,11 @@ def inputs_of(kind: str, padding: str) -> dict[str, torch.Tensor]:
 def labels_of(case: Case, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if case.kind in ("image", "classifier"):
         return {"labels": torch.tensor([1, 0, 2])}
-    if case.kind == "answer":  # the second one's end was cut off
+    if case.kind == "answer":  # truncation removed the second one's end
         last = int(inputs["attention_mask"][2].nonzero()[-1])
         return {"labels": torch.tensor([[1, 3], [5, 40], [last, last]])}
     ids = inputs.get("decoder_input_ids", inputs["input_ids"])
-    # The token after left padding is predicted by padding, of which nothing is promised.
+    # Padding predicts the token after left padding, so its value is undefined.
     after_padding = torch.nn.functional.pad(ids[:, :-1] == PAD, (1, 0))
     labels = {"labels": ids.masked_fill((ids == PAD) | after_padding, -100)}
     if case.theirs.endswith("ForPreTraining"):
@@ -168,7 +167,7 @@ def their_logits(found: Any) -> torch.Tensor:
 
 
 def real(inputs: dict[str, torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-    """The logits of what is not padding."""
+    """Return the logits at real tokens."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     return logits if mask is None or logits.dim() < 3 else logits[mask.bool()]
 
@@ -190,7 +189,8 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
     assert_same_logits(real(inputs, a.logits), real(inputs, their_logits(b)))
     if "seq_relationship_logits" in b:
         assert_same_logits(a.next_sentence_logits, b.seq_relationship_logits)
-    if case.kind == "answer" and padding != "none":  # theirs lets answers begin and end in padding
+    # Hugging Face lets answers start and end in padding.
+    if case.kind == "answer" and padding != "none":
         hidden = inputs["attention_mask"][..., None] == 0
         assert (a.logits.masked_select(hidden) == torch.finfo(a.logits.dtype).min).all()
         assert_same_logits(
@@ -206,7 +206,7 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["bert", "fnet", "gpt2", "marian", "t5", "t5-v1.1", "vit"])
 def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) -> None:
-    """Sizes, depths, heads, activations, eps and padding drawn at random."""
+    """Sizes, depths, heads, activations, eps and padding are random."""
     draw = random.Random(f"{name} {seed}")
     heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
     names = {

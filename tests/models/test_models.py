@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every model promises: gradients everywhere, presets, caches, masks, refusals."""
+"""Properties of every model: gradients, presets, caches, masks and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_gradients_reach_every_parameter(name: str):
     model(**inputs(name)).loss.backward()
     for parameter, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), parameter
-        if "qkv.bias" in parameter:  # the keys' part has no effect on a softmax
+        if "qkv.bias" in parameter:  # the key bias has no effect on a softmax
             width = p.numel() // 3
             assert p.grad[:width].abs().sum() > 0 and p.grad[2 * width :].abs().sum() > 0, parameter
         elif not any(
@@ -218,8 +218,7 @@ def test_label_smoothing_in_training_only():
 
 
 def test_experts_that_no_layer_has_cost_nothing():
-    """Every second layer is a mixture: with one layer a stack there is none, whatever experts
-    says."""
+    """Every second layer is a mixture, so one layer per stack has none, whatever experts is."""
     given = inputs("Transformer-pre")
     losses = [
         build("Transformer-pre", experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0)
@@ -249,8 +248,10 @@ def test_decoder_inputs_are_the_labels_shifted_right():
 
 
 def test_the_boundary_loss_sees_the_bounds_and_the_place_only():
-    """SpanBERT: y_i from the tokens outside the span and i's place in it; by hand from the head's
-    own layers."""
+    """SpanBERT predicts y_i from the tokens around the span and i's position in it.
+
+    The expected value uses the head's layers.
+    """
     model, given = build("BERT").eval(), inputs("BERT")
     hidden, head = torch.randn(3, 9, 16), model.boundary
     masked = given["labels"] != -100
@@ -292,7 +293,7 @@ def test_fine_tuning_keeps_the_trunk():
 
 # ---- presets
 
-SIZES = {  # millions, as published
+SIZES = {  # published sizes in millions
     ("BERT", "base"): 110, ("BERT", "large"): 336, ("ViT", "B/16"): 86.6, ("ViT", "L/16"): 304.3,
     ("ViT", "H/14"): 632,
     ("GPT", "base"): 124.4, ("GPT", "xl"): 1557.6, ("T5", "base"): 222.9, ("T5", "large"): 737.7,
@@ -317,8 +318,10 @@ def test_presets_have_the_published_sizes(name: str, preset: str):
     [("small", 10.3, 320), ("base", 30.7, 640), ("large", 118.8, 640)],
 )
 def test_conformer_presets_are_the_published_encoders(preset: str, published: float, units: int):
-    """Published are encoder and decoder (Gulati et al. 2020, table 1): an LSTM of so many units,
-    the embedding and the joint network."""
+    """Gulati et al. 2020, table 1, list encoder and decoder.
+
+    The decoder is an LSTM of so many units, the embedding and the joint network.
+    """
     with torch.device("meta"):
         ours = models.Conformer.from_preset(preset).num_parameters() / 1e6
     without_lstm = published - 4 * units * 2 * units / 1e6
@@ -343,7 +346,7 @@ def test_every_preset_builds_and_changes():
         assert models.GPT.from_preset("base", num_layers=1).config.num_layers == 1
 
 
-# ---- refusals
+# ---- errors
 
 
 def test_unknown_names_are_refused():
@@ -419,8 +422,7 @@ def test_one_fine_tuned_head_at_a_time():
 
 
 def test_heads_for_tagging_and_answers_learn():
-    """From a pre-trained trunk: which tokens are even; where the only run of a token begins and
-    ends."""
+    """From a pre-trained trunk they learn the even tokens and the bounds of a token's only run."""
     torch.manual_seed(0)
     trunk = build("BERT", dropout=0.0, attention_dropout=0.0)
     ids = torch.randint(3, 29, (32, 9))

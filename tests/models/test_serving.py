@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: whatever joins and leaves, a request's tokens are those of generate
-alone."""
+"""Continuous batching: a request's tokens equal those of generate, whatever joins and leaves."""
 
 from __future__ import annotations
 
@@ -58,8 +57,10 @@ def seeded(number: int) -> torch.Generator:
 def test_each_request_is_what_it_is_alone(
     name: str, slots: int, piece: int, pages: int, share: bool
 ) -> None:
-    """Prompts that begin alike, drawn and greedy; more requests than slots, more tokens than pages;
-    free rows are NaN before each step."""
+    """Prompts share prefixes, drawn and greedy; requests exceed slots and tokens exceed pages.
+
+    Free rows are NaN before each step.
+    """
     model, rng = gpt(**MODELS[name]), random.Random(slots)
     cache = model.make_paged_cache(pages, page_size=4)
     batcher = Batcher(model, cache, slots=slots, piece=piece, share=share)
@@ -149,8 +150,10 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("length", [7, 8, 9])
 def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
-    """The last token is always read, for its logits are wanted; so of 8 tokens in pages of 4 one
-    page is found, not two."""
+    """The last token is always computed because its logits are needed.
+
+    Of 8 tokens in pages of 4, one page is reused, not two.
+    """
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4))
     prompt, said, read = list(range(4, 4 + length)), [], []
@@ -165,7 +168,7 @@ def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
 
 
 def test_cancel_ends_a_request_with_its_tokens_so_far() -> None:
-    """One that runs, one that waits behind another, one that has ended."""
+    """One request runs, one waits behind another, one has ended."""
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4), slots=1)
     running, waiting, last = (batcher.submit([token], max_new_tokens=6) for token in (5, 6, 7))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ViT at other sizes than squares, and at another size than it was trained at."""
+"""ViT with rectangular images, and with other sizes than in training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rectangles(tmp_path: Path) -> None:
     assert out.last_hidden_state.shape == (2, 1 + 16 * 32 // 4**2, 16)
     model.save(tmp_path)
     assert torch.equal(ViT.load(tmp_path).eval()(images).logits, out.logits)
-    # The picture turned, with the positions turned too and each patch's pixels: the same model.
+    # The transposed image, with transposed positions and patch pixels, is the same model.
     turned = vit((32, 16))
     state = model.state()
     state["positions.weight"] = torch.cat(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs from the gettext catalogues of installed packages: a package of a test's own, read
-as the standard library reads it."""
+"""Sentence pairs from gettext catalogues of installed packages equal the standard library's."""
 
 from __future__ import annotations
 
@@ -188,7 +187,7 @@ def test_languages():
 
 
 def test_what_is_held_out_is_neither_source_nor_target_of_training():
-    """Variants of a language translate one English text; and one text has several English ones."""
+    """Variants of a language translate one English text, and one text has several English ones."""
     words = [2 * letter for letter in "abcdefghijklmnopqrstuvwxyz"]
     pairs = [
         Pair(f"{verb} {word}", f"save {word}") for word in words for verb in ("salvar", "guardar")
@@ -214,8 +213,8 @@ def test_scores_are_sacrebleu_s():
     )
     said = ["the cat sat on a mat .", "there is the black house here ."]
     scores = translation_scores(said, wanted)
-    # Shares of n-grams that are right: 12/14, 8/12, 4/10, 2/8; their geometric mean, and as many
-    # words: no penalty.
+    # Shares of correct n-grams: 12/14, 8/12, 4/10, 2/8; the score is their geometric mean, without
+    # a penalty for equal lengths.
     assert scores["bleu"] == pytest.approx(
         100 * (12 / 14 * 8 / 12 * 4 / 10 * 2 / 8) ** 0.25, abs=0.01
     )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Span corruption and mixtures of T5; SpanBERT's objective, computed once more; the counts that
-models have to beat; labelled texts."""
+"""T5's span corruption and mixtures, SpanBERT's objective, baselines, labeled texts."""
 
 from __future__ import annotations
 
@@ -72,8 +71,10 @@ def test_what_is_read_and_what_is_said_make_the_text():
 
 
 def test_spans_are_as_likely_here_as_there():
-    """Of 40 tokens 6 are left out, in 2 spans: lengths 1 to 5 alike, the mean 3; every token is
-    left out at times."""
+    """6 of 40 tokens are removed in 2 spans: lengths 1 to 5 are equally likely, the mean is 3.
+
+    Every token is removed in some draw.
+    """
     lengths, gone, chance = collections.Counter(), collections.Counter(), generator(1)
     for _ in range(4000):
         read, said = corrupt_spans(list(range(40)), SENTINELS, chance)
@@ -131,9 +132,10 @@ def gelu_norm(state, name, x):
 
 
 def test_the_objective_of_spanbert_computed_token_by_token():
-    """L = mean over masked x_i of -log p(x_i | h_i) - log p(x_i | h_{s-1}, h_{e+1}, P_{i-s+1})
-    (Joshi et al. 2020, equations 1 to 3): spans
-    are the runs of labels, which never touch."""
+    """L = mean over masked x_i of -log p(x_i | h_i) - log p(x_i | h_{s-1}, h_{e+1}, P_{i-s+1}).
+
+    Joshi et al. 2020, equations 1 to 3; spans are the runs of labels, which never touch.
+    """
     torch.manual_seed(0)
     config = BERTConfig(vocab_size=60, d_model=32, num_layers=2, num_heads=2, hidden=64,
         max_length=64, dropout=0.0,
@@ -143,7 +145,7 @@ def test_the_objective_of_spanbert_computed_token_by_token():
         for parameter in model.parameters():
             parameter.add_(
                 0.1 * torch.randn_like(parameter)
-            )  # else places are alike and biases zero
+            )  # otherwise positions are equal and biases zero
     vocabulary = Vocabulary(60, 4, frozenset(range(5)))
     texts = [
         [2, *torch.randint(5, 60, (n,), generator=generator(n)).tolist(), 3]
@@ -173,7 +175,7 @@ def test_the_objective_of_spanbert_computed_token_by_token():
     torch.testing.assert_close(out.loss, 2 * torch.stack(losses).mean(), rtol=CURVE, atol=0)
 
 
-# ---- what models have to beat
+# ---- baselines
 
 
 def test_bigrams_are_smoothed_as_witten_and_bell_do():
@@ -182,7 +184,7 @@ def test_bigrams_are_smoothed_as_witten_and_bell_do():
         1: (3 + 2 / 5) / (4 + 2),
         2: (1 + 2 / 5) / (4 + 2),
         3: (2 / 5) / (4 + 2),
-    }  # two kinds of tokens, four in all
+    }  # two distinct tokens, four in all
     assert model.probability(4, 3) == pytest.approx(p[3]), "nothing is known of what follows 4"
     assert model.probability(0, 1) == pytest.approx((2 + 1 * p[1]) / (2 + 1))
     assert model.probability(1, 2) == pytest.approx((1 + 2 * p[2]) / (2 + 2))
@@ -236,7 +238,7 @@ def test_the_most_alike_come_first():
     ]
 
 
-# ---- labelled texts
+# ---- labeled texts
 
 
 def test_texts_of_catalogues(install, mo):

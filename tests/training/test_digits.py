@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train vit|mixer|fnet|conformer`: each learns within seconds, and goes on with the
-same bits; what they learn from."""
+"""`pytransformer train vit|mixer|fnet|conformer`: learning, bitwise resuming, data.
+
+Each learns within seconds.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,10 @@ def test_fnet_learns_from_grey_levels(tmp_path):
 
 
 def test_a_conformer_learns_to_read(tmp_path):
-    """No strip is read by saying nothing, which is all that few steps teach; the local model has no
-    more than the subsampling."""
+    """Few steps only teach it to output nothing, so some strip must be read.
+
+    The local model sees only the subsampling's context.
+    """
     options = [
         "--steps",
         "120",
@@ -136,7 +140,7 @@ def test_a_conformer_learns_to_read(tmp_path):
     assert Conformer.load(tmp_path / "conformer" / "conformer").config.ctc
 
 
-# ---- the data
+# ---- data
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
@@ -179,7 +183,7 @@ def test_grey_levels_are_tokens() -> None:
 def test_strips_say_their_digits_in_order() -> None:
     bars = Digits(torch.full((3, 1, 8, 8), -1.0), torch.tensor([0, 1, 2]))
     for label in range(3):
-        bars.images[label, 0, 3 * label : 3 * label + 2] = 1.0  # a bar at a height of its own
+        bars.images[label, 0, 3 * label : 3 * label + 2] = 1.0  # a bar at a label-dependent height
     strips = make_strips(bars, 20, torch.Generator().manual_seed(0), noise=0.0)
     assert {len(strip.digits) for strip in strips} == {2, 3, 4, 5, 6}
     for strip in strips:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes, started by torchrun, over gloo: the step of one process that accumulates two
-batches, and the same on both."""
+"""Two torchrun processes over gloo equal one process that accumulates two batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries from docstrings: what a pair is, what is left out, and what is wrong with a package is
-said."""
+"""Summary pairs from docstrings: selection, exclusions, and errors of a package."""
 
 from __future__ import annotations
 

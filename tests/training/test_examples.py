@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each example runs from beginning to end and learns, with settings for seconds; what an example
-reaches is far from chance then."""
+"""Each example runs to its end in seconds and learns more than chance."""
 
 from __future__ import annotations
 
@@ -60,12 +59,12 @@ def test_guessed_tokens_are_those_of_greedy_decoding(options, capsys):
         [*QUICK["speculative_decoding"], *options]
     )
     assert told == plain and len(told) == 60
-    assert calls < 30  # two tokens a call and more
+    assert calls < 30  # at least two tokens per call
     assert "equal to greedy decoding" in capsys.readouterr().out
 
 
 def learned_summaries(*options):
-    """Half of what the tokens' frequencies leave to be said is learned from the article."""
+    """Check that half of the entropy above token frequencies is learned from the article."""
     _, loss, unigram = load("gpt").main([*QUICK["gpt"], *options])
     assert 3.0 < unigram < 4.0 and loss < 0.7 * unigram, (
         f"{loss:.2f} nats a token, by frequency {unigram:.2f}"

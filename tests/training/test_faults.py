@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in training: values that are not finite, damaged files, failing writes, two runs."""
+"""Faults in training: non-finite values, damaged files, failing writes, two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Line(torch.nn.Module):
 
 
 def objective(model: Line, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """One batch has a finite loss and a gradient that is not finite."""
+    """Return an objective with a finite loss and a non-finite gradient in one batch."""
     loss = batch["x"].mean() * model.w.sum()
     return (loss + (model.w * 0).sum().sqrt() if batch["x"].max() > 2 else loss), 4
 

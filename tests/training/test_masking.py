@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What BERT and SpanBERT learn from, checked by statistics: shares, spans, pairs. And the
-schedule's formula."""
+"""Statistics of BERT's and SpanBERT's masks, spans and pairs; the schedule's formula."""
 
 from __future__ import annotations
 
@@ -37,8 +36,10 @@ def sequences(count, generator):
 
 
 def within(count, total, share):
-    """Whether a binomial count is within 4.5 standard deviations: a right program fails once in
-    150,000 runs, were it not seeded."""
+    """Return if a binomial count is within 4.5 standard deviations.
+
+    Without a seed a correct program would fail once in 150,000 runs.
+    """
     return abs(count - share * total) < 4.5 * math.sqrt(total * share * (1 - share))
 
 
@@ -62,8 +63,8 @@ def test_fifteen_percent_are_asked_for_and_eighty_ten_ten_are_masked_random_and_
             assert {made.ids[i] == 4 for i in range(first, last + 1)} in ({True}, {False}), (
                 "a span shares one fate"
             )
-    # Each sequence rounds its share at random: at most 0.25 of variance each, so 4.5 deviations are
-    # 112 tokens here.
+    # Each sequence rounds its share randomly: variance at most 0.25 each, so 4.5 deviations are 112
+    # tokens.
     assert abs(asked - 0.15 * free) < 4.5 * math.sqrt(0.25 * 2500)
     assert within(masked, units, 0.8)
     assert within(kept, units, 0.1 + 0.1 / 995 * (mask is mask_tokens)), f"{kept} of {units} kept"
@@ -77,7 +78,7 @@ def test_span_lengths_are_geometric_up_to_ten():
         "SpanBERT's mean length"
     )
     generator = torch.Generator().manual_seed(2)
-    # The last span of a sequence is cut to the budget, so a budget far beyond a span's length shows
+    # The budget truncates a sequence's last span, so only a budget far above a span's length shows
     # the distribution.
     lengths = Counter()
     for ids in [[5] * 4000] * 12:
@@ -122,8 +123,10 @@ def test_masked_batches_differ_each_time_they_are_drawn():
 
 
 def test_what_the_heads_of_bert_read():
-    """Pairs bring segments and labels, spans the tokens around them: BERT's losses take the batch
-    as it is."""
+    """Pairs have segments and labels, spans the tokens around them.
+
+    BERT's losses accept the batch directly.
+    """
     from pytransformer.models import BERT, BERTConfig
 
     pair = SentencePair([START, 9, 8, END, 7, 6, 5, 9, 8, 7, 6, 5, END], [0] * 4 + [1] * 9, 1)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train --mesh`: what is refused, and a run by torchrun that one process goes on
-with."""
+"""`pytransformer train --mesh`: refused meshes, and a torchrun run resumed by one process."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def test_what_is_refused(pairs, tmp_path, capsys, options, told):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_torchrun_trains_on_a_mesh_and_one_process_goes_on(pairs, tmp_path, subprocess_environment):
-    """Heads over two processes, then alone with the checkpoint: the losses of one process from end
-    to end."""
+    """Two processes split the heads, then one continues: the losses equal those of one process."""
     task = ["train", "gpt", "--data", str(pairs), *SMALL, "--accumulate", "2", "--save-every", "3"]
     assert main([*task, "--out", str(tmp_path / "alone"), "--steps", "6"]) == OK
     command = [

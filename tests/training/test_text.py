@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of texts and images, tokenizers, and what is said when they are not what they should be."""
+"""Files of texts and images, tokenizers, batches, and the errors for bad ones."""
 
 from __future__ import annotations
 

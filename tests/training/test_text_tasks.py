@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train bert|spanbert|gpt|t5|moe` on corpora of a page: each learns in seconds,
-resumes with the same figures, and says what
-is wrong with its options."""
+"""`pytransformer train bert|spanbert|gpt|t5|moe` on small corpora: learning, resuming, errors.
+
+Each task learns in seconds and resumes with equal figures.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from pytransformer.cli import OK, USAGE, main
 from pytransformer.training import write_pairs
 from pytransformer.training.checkpoint import checkpoints
 
-THINGS = {  # label: things, and what they do
+THINGS = {  # label: things and their actions
     "weather": ("rain snow wind fog storm hail", "falls melts blows lifts turns"),
     "food": ("bread soup rice fish cake salad", "bakes boils steams fries cools"),
     "travel": ("train ship car bike plane tram", "leaves sails drives rolls waits"),
@@ -66,7 +67,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """(texts with labels, pairs), 500 and some of each."""
+    """Write (texts with labels, pairs), 500 and more of each."""
     folder, chance = tmp_path_factory.mktemp("corpora"), random.Random(0)
     lines = []
     for label, (things, acts) in THINGS.items():
@@ -105,7 +106,7 @@ def figures(out):
 
 @pytest.fixture(scope="module")
 def trained(corpora, tmp_path_factory):
-    """The folder of a task's run, made once."""
+    """Return the folder of a task's run, trained once."""
     made = {}
 
     def folder(task):
@@ -254,7 +255,7 @@ def test_texts_without_labels_leave_out_what_needs_them(corpora, tmp_path, capsy
 
 
 def test_packages_are_labels(install, mo, tmp_path):
-    """Of gettext the label is the package, and T5 has a task more."""
+    """T5 then has one more task."""
     chance = random.Random(1)
     for name, label in (("onepackage", "weather"), ("twopackage", "food")):
         things, acts = (words.split() for words in THINGS[label])
@@ -291,8 +292,7 @@ def test_packages_are_labels(install, mo, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environment):
-    """DDP waits for the gradient of each parameter: a head that nothing trains in some stage would
-    stop it."""
+    """DDP waits for every parameter's gradient, so a head without one in some stage would hang."""
     steps = [part for option in STEPS["bert"] if "steps" in option for part in (option, "2")]
     command = [
         sys.executable,
@@ -396,7 +396,10 @@ def test_likelihoods_are_those_of_the_ending_alone():
 
 @pytest.mark.parametrize("choices", [1, 2])
 def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
-    """A token without room gets nothing from that expert: with one choice its row is zero."""
+    """A token beyond the capacity gets nothing from that expert.
+
+    With one choice its row is zero.
+    """
     from pytransformer.cli.tasks.moe import active_parameters, expert_use
     from pytransformer.models import GPT, GPTConfig
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every task of `pytransformer train` has from `Run`: stages that resume, options that must be
-the same, the report."""
+"""`Run`, shared by all tasks of `pytransformer train`: resumed stages, fixed options, reports."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def start(out, *, resume=False, steps=6, seed=0, width=1):
 
 
 def two_stages(run, toy, weights=None):
-    """The second begins with what the first learned."""
+    """Add a second stage that starts from the first one's model."""
     examples = torch.randint(toy.WORDS, (24, 6), generator=run.seed("examples")).tolist()
     batches = Batches(examples, 4, toy.collate, seed=run.arguments.seed)
     run.seed("model")
@@ -48,7 +47,7 @@ def newest(out, stage):
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(toy, tmp_path, capsys):
-    """Lost: the newest checkpoint of the second stage, and everything of it."""
+    """The newest checkpoint of the second stage is lost, then the full stage."""
     whole = two_stages(start(tmp_path / "whole"), toy).out
     for lost in (1, 2):
         out = two_stages(start(tmp_path / f"parts{lost}"), toy).out

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train translate`, `translate` and `attention-map`, as a person uses them, with a
-model that learns in a second."""
+"""`pytransformer train translate`, `translate` and `attention-map` with a model of one second."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def train(out, *more, steps=6, expect=OK):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, portuguese):
-    """The options that name a corpus of 80 sentences."""
+    """Return the options for a corpus of 80 sentences."""
     folder = tmp_path_factory.mktemp("corpus")
     portuguese.main(["--sentences", "80", "--held-out", "6", "--out", str(folder)])
     return ["--data", str(folder / "train.tsv"), "--held-out", str(folder / "held-out.tsv")]
@@ -66,8 +65,10 @@ def test_training_writes_all_that_it_says(trained, corpus, capsys):
 
 
 def test_it_learns_a_handful_of_sentences(portuguese):
-    """Enough capacity and steps for 24 sentences: every one is translated, by the saved and loaded
-    model too."""
+    """Capacity and steps suffice for 24 sentences.
+
+    The saved and loaded model translates every one too.
+    """
     from pytransformer.training import Recipe
     from pytransformer.training.translation import translation_trainer
 
@@ -90,8 +91,7 @@ def test_it_learns_a_handful_of_sentences(portuguese):
 
 
 def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
-    """The newest checkpoint is lost, as after an interruption; the run goes on from the one before
-    it."""
+    """The newest checkpoint is lost; the run resumes from the previous one."""
     out = train(tmp_path / "parts", *corpus, "--save-every", "4")
     assert "try: pytransformer translate" in capsys.readouterr().out
     train(out, *corpus, expect=USAGE)
@@ -256,7 +256,7 @@ def test_a_tokenizer_that_is_not_the_model_s_is_refused(copy, tmp_path, capsys):
     ]:
         path = copy / f"{name}.tokenizer.json"
         kept = path.read_text()
-        if other is None:  # as many tokens, but two of them changed places
+        if other is None:  # equal size, but two tokens are swapped
             facts = json.loads(kept)
             vocabulary = facts["model"]["vocab"]
             first, second = list(vocabulary)[20:22]
@@ -314,9 +314,9 @@ def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.unpoisoned  # the guards of 1500 steps would take 25 GB
+@pytest.mark.unpoisoned  # guard memory of 1500 steps would need 25 GB
 def test_the_demo_translates_95_percent_exactly(tmp_path, portuguese):
-    """As docs/training.md calls it: 1500 steps, minutes."""
+    """It runs the command of docs/training.md: 1500 steps, minutes."""
     portuguese.main(["--out", str(tmp_path)])
     data = ["--data", str(tmp_path / "train.tsv"), "--held-out", str(tmp_path / "held-out.tsv")]
     threads = torch.get_num_threads()
