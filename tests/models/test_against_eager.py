@@ -48,7 +48,7 @@ def _batch(padding: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_gradients_as_torch_nn_transformer(layout: str, padding: str):
+def test_logits_and_gradients_equal_torch_nn_transformer(layout: str, padding: str):
     """Gradients are float64.
 
     In float32 rounding may move a hidden unit across ReLU's kink (4e-9 once) on one side only.
@@ -111,7 +111,7 @@ def _hugging_face_pair(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_as_hugging_face(hugging_face: Any, name: str):
+def test_gradients_equal_hugging_face(hugging_face: Any, name: str):
     """This covers every parameter, T5's relative-position tables among them."""
     ours, theirs, given = _hugging_face_pair(hugging_face, name, torch.float32)
     ours(**given).loss.backward()
@@ -146,7 +146,7 @@ def _assert_same_curve(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("layout", ["post", "pre"])
-def test_training_curves_as_torch_nn_transformer(layout: str):
+def test_training_curves_equal_torch_nn_transformer(layout: str):
     ours, theirs = _pair(layout, torch.float64)
     given = _batch("right")
     labels = given.pop("labels")
@@ -161,7 +161,7 @@ def test_training_curves_as_torch_nn_transformer(layout: str):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])  # T5's modules always compute in float32
-def test_training_curves_as_hugging_face(hugging_face: Any, name: str):
+def test_training_curves_equal_hugging_face(hugging_face: Any, name: str):
     ours, theirs, given = _hugging_face_pair(hugging_face, name, torch.float64)
     labels = given.pop("labels")
     following = labels if name == "bert" else F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -176,7 +176,7 @@ def test_training_curves_as_hugging_face(hugging_face: Any, name: str):
 
 @pytest.mark.unpoisoned
 @torch.no_grad()
-def test_compiled_as_one_graph():
+def test_decoders_compile_to_one_graph():
     """No part of a decoder breaks the graph; the compiler's eager backend suffices for this."""
     model, ids = build("GPT").eval(), torch.randint(3, 29, (2, 8))
     mask = torch.ones_like(ids)

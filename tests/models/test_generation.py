@@ -119,7 +119,7 @@ def prompts():
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "pages of 4, shuffled"])
 @pytest.mark.parametrize("how", HOW)
-def test_the_cache_changes_nothing(model, inputs, how, kind):
+def test_cache_changes_no_token(model, inputs, how, kind):
     """9 beams of 24 tokens never use more pages of 4 than without sharing, 6 each."""
     settings = dict(HOW[how], max_new_tokens=15, stop=(STOP,))
     seeded = lambda **more: generate(
@@ -143,7 +143,7 @@ def test_the_cache_changes_nothing(model, inputs, how, kind):
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams"])
-def test_a_batch_is_what_its_sequences_are_alone(model, inputs, how):
+def test_batches_equal_single_sequences(model, inputs, how):
     settings = dict(HOW[how], max_new_tokens=12, stop=(STOP,))
     together = generate(model, *inputs, **settings).lists()
     for ids, mask, tokens in zip(*inputs, together):
@@ -151,7 +151,7 @@ def test_a_batch_is_what_its_sequences_are_alone(model, inputs, how):
         assert alone.lists() == [tokens]
 
 
-def test_greedy_takes_the_likeliest_and_stops(model, prompts):
+def test_greedy_selects_the_likeliest_token_and_stops(model, prompts):
     ids = prompts[0][:1]
     (tokens,) = generate(model, ids, max_new_tokens=10).lists()
     assert len(tokens) == 10
@@ -184,7 +184,7 @@ def _score(model, source, tokens, how):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-def test_beam_search_finds_the_best_of_all_sequences(alpha):
+def test_beam_search_equals_exhaustive_search(alpha):
     """The beams cover every prefix, so nothing is pruned."""
     torch.manual_seed(3)
     config = TransformerConfig(
@@ -224,7 +224,7 @@ class _Table(torch.nn.Module):
         return SimpleNamespace(logits=self.logits[input_ids])
 
 
-def test_a_beam_that_ends_makes_room_for_the_next_best():
+def test_ended_beams_make_room_for_the_next_best():
     """Stop has 0.4, A 0.3, B 0.29: with two beams A and B continue beside the ended one.
 
     B wins by the length penalty.
@@ -246,7 +246,7 @@ def test_more_beams_never_score_worse_than_greedy_here():
     assert beam.scores.item() >= greedy.scores.item() - 1e-4
 
 
-def test_what_is_drawn_has_its_share():
+def test_samples_follow_the_distribution():
     model = gpt()
     ids = torch.tensor([[7, 8, 9]]).expand(4000, 3)
     drawn = generate(
@@ -262,7 +262,7 @@ def test_what_is_drawn_has_its_share():
     assert ((share - wanted).abs() < 4.5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
 
 
-def test_filters_keep_what_they_should():
+def test_filters_select_top_k_and_top_p():
     logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
     kept = lambda k, p: (filtered(logits, k, p) > -torch.inf)[0].tolist()
     assert kept(2, None) == [True, False, True, False]
@@ -277,7 +277,7 @@ def test_filters_keep_what_they_should():
     assert kept(99, 1.0) == [True] * 4
 
 
-def test_a_prefix_sees_itself(prompts):
+def test_prefix_is_bidirectional_in_generation(prompts):
     model, ids = gpt(), prompts[0][:1]
     prefix = torch.tensor([9])
     cached = generate(model, ids, max_new_tokens=8, prefix_lengths=prefix).lists()
@@ -289,7 +289,7 @@ def test_a_prefix_sees_itself(prompts):
     assert cached[0][0] == first
 
 
-def test_generation_leaves_the_model_as_it_was(prompts):
+def test_generation_restores_the_model(prompts):
     model = gpt(dropout=0.5).train()
     assert (
         generate(model, *prompts, max_new_tokens=5).lists()
@@ -311,7 +311,7 @@ def test_generation_leaves_the_model_as_it_was(prompts):
         ({"max_new_tokens": 41}, "9 tokens and 41 new ones are more than the model's 48 positions"),
     ],
 )
-def test_settings_must_make_sense(prompts, settings, said):
+def test_invalid_settings_are_refused(prompts, settings, said):
     with pytest.raises(ValueError, match=said):
         generate(gpt(), prompts[0], **settings)
 
@@ -326,7 +326,7 @@ PADDED = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("side", PADDED)
 @pytest.mark.parametrize("name", ["gpt", "gpt alibi", "gpt grouped"])
-def test_padding_may_stand_anywhere(name, side, how):
+def test_padding_may_be_anywhere(name, side, how):
     """Each prompt equals its tokens alone: the mask becomes lengths, which hide padding."""
     model, mask = MODELS[name](), torch.tensor(PADDED[side])
     tokens = torch.randint(4, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(4))
@@ -358,7 +358,7 @@ def test_padding_may_stand_anywhere(name, side, how):
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
-def test_a_prefix_of_a_padded_prompt_is_counted_in_columns(cache):
+def test_prefix_lengths_count_columns_of_padded_prompts(cache):
     model, ids = gpt(), torch.tensor([[0, 0, 5, 9, 7, 8, 6], [4, 11, 5, 9, 7, 8, 6]])
     mask, prefix = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]), torch.tensor([5, 4])
     together = generate(
@@ -376,7 +376,7 @@ def test_a_prefix_of_a_padded_prompt_is_counted_in_columns(cache):
     )
 
 
-def test_a_cache_is_used_again_and_must_be_empty(prompts):
+def test_caches_can_be_reused_if_empty(prompts):
     model = gpt()
     cache, want = model.make_cache(40), generate(model, *prompts, max_new_tokens=6).lists()
     for rows in (3, 2, 3):
@@ -402,7 +402,7 @@ def test_a_cache_is_used_again_and_must_be_empty(prompts):
         generate(model, *prompts, cache="pages", max_new_tokens=2)
 
 
-def test_prompts_that_cannot_be_continued(prompts):
+def test_invalid_prompts_are_refused(prompts):
     ids, mask = prompts
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         generate(gpt(), ids, mask * torch.tensor([[1], [0], [1]]))

@@ -32,7 +32,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("cache", ["contiguous", "paged", "pages of 4"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OURS)
-def test_the_tokens_of_transformers(hugging_face: Any, name: str, how: str, cache: str) -> None:
+def test_tokens_equal_transformers(hugging_face: Any, name: str, how: str, cache: str) -> None:
     family = FAMILIES[name]
     theirs = family.build("eager")
     for part in theirs.modules():

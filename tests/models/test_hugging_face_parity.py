@@ -180,7 +180,9 @@ PADDED = [
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
-def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: str) -> None:
+def test_logits_and_loss_equal_hugging_face(
+    hugging_face: Any, no_grad: None, name: str, padding: str
+) -> None:
     case = CASES[name]
     theirs, ours = case.pair(hugging_face)
     inputs = inputs_of(case.kind, padding)
@@ -205,7 +207,9 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["bert", "fnet", "gpt2", "marian", "t5", "t5-v1.1", "vit"])
-def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) -> None:
+def test_random_configs_equal_hugging_face(
+    hugging_face: Any, no_grad: None, name: str, seed: int
+) -> None:
     """Sizes, depths, heads, activations, eps and padding are random."""
     draw = random.Random(f"{name} {seed}")
     heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
@@ -255,7 +259,7 @@ def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_folder_of_hugging_face_loads(
+def test_hugging_face_folders_load(
     hugging_face: Any, no_grad: None, name: str, tmp_path: Path
 ) -> None:
     case = CASES[name]
@@ -269,7 +273,7 @@ def test_a_folder_of_hugging_face_loads(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameter_counts(hugging_face: Any, name: str) -> None:
+def test_parameter_counts_equal_hugging_face(hugging_face: Any, name: str) -> None:
     case = CASES[name]
     theirs, ours = case.pair(hugging_face)
     trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)

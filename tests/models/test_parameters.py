@@ -16,7 +16,7 @@ def table(name: str, preset: str) -> models.ParameterTable:
 
 
 @pytest.mark.unpoisoned  # nothing is allocated on meta
-def test_the_translator_of_the_notes():
+def test_translator_has_the_published_parameter_count():
     """TensorFlow's tutorial prints these counts.
 
     They are encoder and decoder with embeddings, and the last layer with its bias.
@@ -39,7 +39,7 @@ def test_the_translator_of_the_notes():
 
 
 @pytest.mark.unpoisoned
-def test_bert_and_vit_as_the_papers_count_them():
+def test_bert_and_vit_have_the_published_parameter_counts():
     bert = table("BERT", "base").parts
     assert bert["embeddings"] == (30522 + 512 + 2 + 2) * 768, (
         "words, positions, segments, and a norm's two vectors"
@@ -66,7 +66,7 @@ def test_every_parameter_is_counted_once(name: str):
     assert len(lines) == len(counted.rows) + len(counted.parts) + 1
 
 
-def test_a_shared_embedding_belongs_to_neither_side():
+def test_shared_embeddings_are_a_separate_part():
     assert list(build("Transformer").parameter_table().parts) == [
         "embeddings",
         "encoder",

@@ -54,7 +54,7 @@ def seeded(number: int) -> torch.Generator:
     [(1, 3, 12, True), (4, 5, 20, True), (16, 100, 200, False), (5, 1, 14, True)],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_each_request_is_what_it_is_alone(
+def test_each_request_equals_generate(
     name: str, slots: int, piece: int, pages: int, share: bool
 ) -> None:
     """Prompts share prefixes, drawn and greedy; requests exceed slots and tokens exceed pages.
@@ -95,7 +95,7 @@ def test_each_request_is_what_it_is_alone(
     assert (shared > 0) == (share and slots > 1)
 
 
-def test_a_long_prompt_does_not_stop_the_others() -> None:
+def test_long_prompts_do_not_block_other_requests() -> None:
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(40, page_size=4), slots=2, piece=2)
     short = batcher.submit([5], max_new_tokens=6)
@@ -105,7 +105,7 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
     assert ends == [short], "15 pieces of the other have not been read by then"
 
 
-def test_what_cannot_be_served_is_refused_at_once() -> None:
+def test_unservable_requests_are_refused_immediately() -> None:
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(3, page_size=4), slots=2)
     refused: list[tuple[list[int], dict[str, Any], str]] = [
@@ -149,7 +149,7 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("length", [7, 8, 9])
-def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
+def test_repeated_prompts_reuse_pages(length: int) -> None:
     """The last token is always computed because its logits are needed.
 
     Of 8 tokens in pages of 4, one page is reused, not two.
@@ -167,7 +167,7 @@ def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
     assert said == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
 
 
-def test_cancel_ends_a_request_with_its_tokens_so_far() -> None:
+def test_cancel_returns_the_tokens_so_far() -> None:
     """One request runs, one waits behind another, one has ended."""
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4), slots=1)
@@ -187,7 +187,7 @@ def test_cancel_ends_a_request_with_its_tokens_so_far() -> None:
     assert batcher.cache.pages.available == 8 and not batcher._cancelled
 
 
-def test_submodules_return_to_their_own_modes() -> None:
+def test_submodules_return_to_their_modes() -> None:
     model = gpt().train()
     model.decoder.blocks[0].eval()
     modes = [module.training for module in model.modules()]
@@ -199,7 +199,7 @@ def test_submodules_return_to_their_own_modes() -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_threads_that_submit_and_cancel_get_one_result_a_request() -> None:
+def test_threads_get_one_result_per_request() -> None:
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(40, page_size=4), slots=8)
     numbers: list[int] = []

@@ -64,7 +64,9 @@ def greedy(
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("branches", [1, 3])
-def test_trees(positions: str, kind: str, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_give_the_tokens_of_greedy_decoding(
+    positions: str, kind: str, branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafts are the right continuation to some depth, with wrong ones, in any order."""
     model, shown, rng = gpt(positions=positions), example(), random.Random(3)
     prompt = torch.randint(4, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -96,7 +98,7 @@ def test_trees(positions: str, kind: str, branches: int, monkeypatch: pytest.Mon
     [{}, {"positions": "rotary"}, {"positions": "alibi", "num_kv_heads": 2}, {"window": 6}],
     ids=str,
 )
-def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
+def test_draft_models_give_the_tokens_of_greedy_decoding(kind: str, config: dict[str, Any]) -> None:
     """Prompts have different lengths and separate drafts of a weaker model with its own cache."""
     model, drafter = gpt(**config), gpt(**config)
     with torch.no_grad():
@@ -130,7 +132,7 @@ def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
     )
 
 
-def test_refused_drafts_leave_nothing() -> None:
+def test_rejected_drafts_change_no_later_bit() -> None:
     """This holds for a tree and for a chain."""
     model = gpt()
     prompt = torch.randint(4, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -149,7 +151,7 @@ def test_refused_drafts_leave_nothing() -> None:
         assert torch.equal(*found)
 
 
-def test_a_tree_s_paths_are_read_alone() -> None:
+def test_tree_paths_equal_plain_sequences() -> None:
     """Each node's logits equal those of its path."""
     model, tree = gpt(positions="rotary"), example().Tree([4, 5])
     for path in ([6, 7, 8], [6, 9], [10], [6, 7, 11]):
@@ -169,7 +171,7 @@ def test_a_tree_s_paths_are_read_alone() -> None:
 
 
 @pytest.mark.parametrize("config", [{"positions": "alibi"}, {"window": 6}], ids=str)
-def test_what_goes_by_places_refuses_a_tree(config: dict[str, Any]) -> None:
+def test_position_dependent_models_refuse_trees(config: dict[str, Any]) -> None:
     model = gpt(**config)
     with pytest.raises(
         ValueError,
@@ -184,7 +186,7 @@ def test_what_goes_by_places_refuses_a_tree(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_other_trees_are_refused(kind: str) -> None:
+def test_invalid_trees_are_refused(kind: str) -> None:
     model = gpt()
     cache = cache_of(model, kind)
     ids = torch.ones(2, 3, dtype=torch.int64)

@@ -339,7 +339,7 @@ GENERATE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "stride"), [("modules", 53), ("operations", 211), ("pages", 3), ("lines", 137)]
 )
-def test_generate_that_raises_leaves_a_cache_as_it_was(
+def test_failing_generate_restores_the_cache(
     name: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, cached, settings = GENERATE[name]
@@ -454,7 +454,7 @@ CACHES: dict[str, Callable[[Any], nn.DecoderCache]] = {
     ("name", "cached"), [(n, c) for n in CALLS for c in CACHES if n != "fork" or c == "paged"]
 )
 @pytest.mark.parametrize(("kind", "stride"), [("modules", 7), ("operations", 29), ("pages", 1)])
-def test_a_call_that_raises_changes_no_later_logit(
+def test_failing_calls_change_no_later_logit(
     name: str, cached: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, scenario = CALLS[name]
@@ -492,7 +492,7 @@ def test_a_call_that_raises_changes_no_later_logit(
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", CACHES)
-def test_a_first_call_that_raises_leaves_no_keys_of_its_source(
+def test_failing_first_calls_leave_no_cross_attention_keys(
     cached: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, start = t5(), torch.tensor([[0, 5]])

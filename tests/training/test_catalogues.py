@@ -30,7 +30,7 @@ PT = {
 
 
 @pytest.mark.parametrize("order", "<>")
-def test_a_catalogue_says_what_gettext_says(mo, tmp_path, order):
+def test_catalogues_equal_gettext(mo, tmp_path, order):
     path = tmp_path / "some.mo"
     path.write_bytes(mo(PT, order))
     with open(path, "rb") as file:
@@ -64,7 +64,7 @@ def test_every_damage_is_named(mo, tmp_path):
             read_catalogue(path)
 
 
-def test_pairs_of_installed_packages(mo, install):
+def test_installed_packages_give_pairs(mo, install):
     install(
         "fakeone",
         {
@@ -98,7 +98,7 @@ def test_pairs_of_installed_packages(mo, install):
     )
 
 
-def test_the_english_catalogue_says_what_an_id_means(mo, install):
+def test_english_catalogue_translates_ids(mo, install):
     english = mo({"label_title": "Title"})
     install("fakeone", {"l/pt/LC_MESSAGES/x.mo": mo(PT), "l/en/LC_MESSAGES/x.mo": english})
     assert Pair("Título", "Title") in catalogue_pairs(["fakeone"], "pt", "en").pairs
@@ -122,7 +122,7 @@ msgstr "maio"
 """
 
 
-def test_po_files_are_read_with_polib_alone(install, monkeypatch):
+def test_po_files_require_polib(install, monkeypatch):
     install("fakeone", {"l/pt/LC_MESSAGES/x.po": PO.encode()})
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "polib", None)
@@ -141,7 +141,7 @@ def test_po_files_are_read_with_polib_alone(install, monkeypatch):
     ]
 
 
-def test_what_cannot_be_read_is_named(mo, install):
+def test_unreadable_files_are_named(mo, install):
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo({"Save": "Sichern"})})
     install("fakeempty", {"readme.txt": b""})
     for packages, languages, said in (
@@ -177,16 +177,16 @@ def test_what_cannot_be_read_is_named(mo, install):
         (("日", "day"), Pair("日", "day")),
     ],
 )
-def test_cleaning(pair, wanted):
+def test_pairs_are_cleaned_or_dropped_with_a_reason(pair, wanted):
     assert clean_pair(*pair) == wanted
 
 
-def test_languages():
+def test_language_codes_match_their_variants():
     assert speaks("pt-BR", "pt") and speaks("pt_br", "pt_BR") and speaks("pt", "pt")
     assert not speaks("pt", "pt_BR") and not speaks("pts", "pt") and not speaks("de", "pt")
 
 
-def test_what_is_held_out_is_neither_source_nor_target_of_training():
+def test_held_out_texts_do_not_occur_in_training():
     """Variants of a language translate one English text, and one text has several English ones."""
     words = [2 * letter for letter in "abcdefghijklmnopqrstuvwxyz"]
     pairs = [
@@ -203,7 +203,7 @@ def test_what_is_held_out_is_neither_source_nor_target_of_training():
     assert plain[0] & plain[1], "without a key they are"
 
 
-def test_scores_are_sacrebleu_s():
+def test_scores_equal_sacrebleu():
     pytest.importorskip("sacrebleu", reason="needs sacrebleu (the extra corpora)")
     wanted = ["the cat sat on the mat .", "there is a black house here ."]
     assert (
@@ -223,7 +223,7 @@ def test_scores_are_sacrebleu_s():
         translation_scores(said[:1], wanted)
 
 
-def test_a_memory_answers_with_the_most_similar_sentence():
+def test_memory_returns_the_most_similar_sentence():
     memory = [
         Pair("abrir a página", "open the page"),
         Pair("apagar a página", "delete the page"),
@@ -233,7 +233,7 @@ def test_a_memory_answers_with_the_most_similar_sentence():
     assert from_memory(memory, texts) == ["delete the page", "the", "open the page", "nada"]
 
 
-def test_scores_without_sacrebleu(monkeypatch):
+def test_missing_sacrebleu_raises_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(
         ImportError, match=r"BLEU and chrF needs sacrebleu, .*pytransformer-kernels\[corpora\]"
@@ -241,7 +241,7 @@ def test_scores_without_sacrebleu(monkeypatch):
         translation_scores(["a"], ["a"])
 
 
-def test_training_on_a_package(mo, install, tmp_path, capsys):
+def test_training_runs_on_a_package(mo, install, tmp_path, capsys):
     letters = "abcdefghij"
     messages = {
         f"{x}{x} {y}{y} {z}{z}": f"{z}{z} {y}{y} {x}{x}"

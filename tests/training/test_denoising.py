@@ -45,7 +45,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_what_is_read_and_what_is_said_make_the_text():
+def test_inputs_and_targets_reassemble_the_text():
     chance = generator()
     for length in [2, 3, 4, 7, 20, 50, 61]:
         text = list(range(length))
@@ -70,7 +70,7 @@ def test_what_is_read_and_what_is_said_make_the_text():
         )
 
 
-def test_spans_are_as_likely_here_as_there():
+def test_spans_are_uniform():
     """6 of 40 tokens are removed in 2 spans: lengths 1 to 5 are equally likely, the mean is 3.
 
     Every token is removed in some draw.
@@ -107,7 +107,7 @@ def test_tasks_share_a_batch():
     )
 
 
-def test_sampling_by_size_and_temperature():
+def test_sampling_depends_on_size_and_temperature():
     sizes = {"large": 1600, "small": 100}
     assert sampling_rates(sizes) == pytest.approx({"large": 16 / 17, "small": 1 / 17})
     assert sampling_rates(sizes, 2) == pytest.approx({"large": 0.8, "small": 0.2})
@@ -131,7 +131,7 @@ def gelu_norm(state, name, x):
     return x * state[f"{name}.norm.weight"] + state[f"{name}.norm.bias"]
 
 
-def test_the_objective_of_spanbert_computed_token_by_token():
+def test_spanbert_objective_equals_its_definition():
     """L = mean over masked x_i of -log p(x_i | h_i) - log p(x_i | h_{s-1}, h_{e+1}, P_{i-s+1}).
 
     Joshi et al. 2020, equations 1 to 3; spans are the runs of labels, which never touch.
@@ -178,7 +178,7 @@ def test_the_objective_of_spanbert_computed_token_by_token():
 # ---- baselines
 
 
-def test_bigrams_are_smoothed_as_witten_and_bell_do():
+def test_bigrams_have_witten_bell_smoothing():
     model = Bigrams([[0, 1, 2], [0, 1, 1]], vocabulary=5)
     p = {
         1: (3 + 2 / 5) / (4 + 2),
@@ -195,13 +195,13 @@ def test_bigrams_are_smoothed_as_witten_and_bell_do():
     )
 
 
-def test_the_most_frequent_answers():
+def test_most_frequent_answers_are_the_baseline():
     known = MostFrequent([("a", 1), ("a", 2), ("a", 2), ("b", 1), ("c", 1), ("d", 1)])
     assert [known(key) for key in "abz"] == [2, 1, 1] and majority("abbc") == "b"
     assert share_right([1, 2, 3], [1, 0, 3]) == pytest.approx(2 / 3)
 
 
-def test_bag_of_words():
+def test_bag_of_words_classifies():
     pytest.importorskip("sklearn", reason="needs scikit-learn (the extra corpora)")
     scores = label_scores(
         ["red apple", "red cherry", "blue sky", "blue sea"],
@@ -214,7 +214,7 @@ def test_bag_of_words():
     assert scores[1]["view"] > 0.6 > scores[1]["fruit"]
 
 
-def test_bag_of_words_without_scikit_learn(monkeypatch):
+def test_missing_scikit_learn_raises_with_its_extra(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
@@ -224,7 +224,7 @@ def test_bag_of_words_without_scikit_learn(monkeypatch):
         label_scores(["a"], ["b"], ["c"])
 
 
-def test_the_most_alike_come_first():
+def test_most_similar_texts_come_first():
     memory = ["open the file", "close the file", "a red house", "the"]
     assert most_alike(memory, ["open file", "zzz", "the"], 2) == [[0, 1], [], [3, 0]]
     assert most_alike(memory, ["open file", "zzz", "the"], 2, look_at=2) == [
@@ -241,7 +241,7 @@ def test_the_most_alike_come_first():
 # ---- labeled texts
 
 
-def test_texts_of_catalogues(install, mo):
+def test_catalogues_give_labeled_texts(install, mo):
     messages = {
         "Save %(name)s now": "Salvar %(name)s",
         "Save %s now": "x %s",
@@ -263,7 +263,7 @@ def test_texts_of_catalogues(install, mo):
         catalogue_texts(["nosuchpackage"])
 
 
-def test_a_file_of_texts_with_and_without_labels(tmp_path):
+def test_files_have_texts_with_and_without_labels(tmp_path):
     path = tmp_path / "texts"
     path.write_text("fruit\tA red apple.\nNo label here.\n\nfruit\tA red apple.\n")
     assert read_labelled(path).texts == [
@@ -272,7 +272,7 @@ def test_a_file_of_texts_with_and_without_labels(tmp_path):
     ]
 
 
-def test_what_differs_in_digits_alone_is_on_one_side():
+def test_texts_that_differ_in_digits_are_on_one_side():
     texts = [
         Labelled(f"{word} number {n}")
         for word in map(chr, range(ord("a"), ord("z") + 1))
@@ -287,7 +287,7 @@ def test_what_differs_in_digits_alone_is_on_one_side():
     assert split_texts(texts, seed=1)[1] == held_out != split_texts(texts, seed=2)[1]
 
 
-def test_halves_of_a_text():
+def test_texts_are_halved_at_sentences_or_words():
     assert halves("Too short to cut") == ["Too short to cut"]
     assert halves("It works. Press any key to go on.") == ["It works.", "Press any key to go on."]
     assert halves("one two three four five six") == ["one two three", "four five six"]

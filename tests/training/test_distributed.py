@@ -66,7 +66,7 @@ def weights(folder):
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_two_processes_make_the_steps_of_one(toy, subprocess_environment, tmp_path):
+def test_two_processes_equal_one(toy, subprocess_environment, tmp_path):
     alone = toy.make_trainer(
         tmp_path / "one", dropout=0.0, steps=12, log_every=4, epoch_steps=6, accumulate=2
     )

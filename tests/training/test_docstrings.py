@@ -17,7 +17,7 @@ OTHER = (
 )
 
 
-def test_the_first_paragraph_sums_up_the_prose_before_the_first_section():
+def test_first_paragraph_is_the_summary_of_the_prose_before_sections():
     pair = summed_up(f"""Hand out a free :class:`~pool.Page`.
 
     {PROSE}
@@ -36,7 +36,7 @@ def test_the_first_paragraph_sums_up_the_prose_before_the_first_section():
     "section",
     ["Args:", ":param x: a number", ">>> f(1)", ".. note::", "Returns\n-------", "- a list"],
 )
-def test_what_follows_a_section_is_no_prose(section):
+def test_sections_end_the_prose(section):
     assert summed_up(f"Hand out a page.\n\n{PROSE}\n\n{section}\n    else") == (
         PROSE,
         "Hand out a page.",
@@ -44,7 +44,7 @@ def test_what_follows_a_section_is_no_prose(section):
     assert summed_up(f"Hand out a page.\n\n{section}\n    {PROSE}") == "no text, or a short one"
 
 
-def test_why_there_is_no_pair():
+def test_dropped_docstrings_have_a_reason():
     assert summed_up("Hand out a page.") == "no text, or a short one"
     assert summed_up(f"Page.\n\n{PROSE}") == "a summary of other length"
     assert summed_up(f"The pages of the pool.\n\n{PROSE}") == "the summary stands in the text"
@@ -65,7 +65,7 @@ def test_files_are_parsed_and_never_imported(tmp_path):
     assert list(docstrings(path)) == [] == list(docstrings(tmp_path / "none.py"))
 
 
-def test_pairs_of_packages_with_their_licences(install):
+def test_packages_give_pairs_with_their_licenses(install):
     code = (
         f'def f():\n    """Hand out a page.\n\n    {PROSE}\n    """\ndef g():\n    """Sort by'
         ' colour.\n\n    {}\n    """\n'

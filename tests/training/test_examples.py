@@ -33,7 +33,7 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
-def test_a_classifier_learns(name, tmp_path, monkeypatch, capsys):
+def test_classifiers_learn(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     share, most = load(name).main(QUICK[name])
     assert 0.2 < most < 0.4 and share > most + 0.15, (
@@ -45,7 +45,7 @@ def test_a_classifier_learns(name, tmp_path, monkeypatch, capsys):
         assert (tmp_path / "vit-distance.png").stat().st_size > 3000
 
 
-def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
+def test_request_tokens_do_not_depend_on_other_requests(capsys):
     requests, same = load("continuous_batching").main(QUICK["continuous_batching"])
     assert same == requests == 20
     assert "24 of 24 pages without a request" in capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
 @pytest.mark.parametrize(
     "options", [[], ["--branches", "1"], ["--cache", "paged", "--seed", "3"]], ids=str
 )
-def test_guessed_tokens_are_those_of_greedy_decoding(options, capsys):
+def test_speculative_tokens_equal_greedy_decoding(options, capsys):
     told, plain, calls = load("speculative_decoding").main(
         [*QUICK["speculative_decoding"], *options]
     )
@@ -71,17 +71,17 @@ def learned_summaries(*options):
     )
 
 
-def test_the_summarizer_learns(tmp_path, monkeypatch):
+def test_summarizer_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     learned_summaries()
 
 
-def test_the_summarizer_learns_as_a_prefix_lm(tmp_path, monkeypatch):
+def test_prefix_lm_summarizer_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     learned_summaries("--prefix", "--steps", "60", "--sentences", "500")
 
 
-def test_the_vit_takes_pictures_of_one_s_own(tmp_path, monkeypatch):
+def test_vit_reads_a_folder_of_images(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (the extra viz)")
     monkeypatch.chdir(tmp_path)
     for name, light in (("dark", 10), ("light", 240)):

@@ -44,11 +44,11 @@ def corpus():
         (999, "f", "novecentas e noventa e nove", "nine hundred and ninety-nine"),
     ],
 )
-def test_numbers_in_words(n, gender, pt, en):
+def test_numbers_are_spelled_out(n, gender, pt, en):
     assert (number_pt(n, gender), number_en(n)) == (pt, en)
 
 
-def test_numbers_have_words_of_their_own():
+def test_numbers_have_distinct_words():
     for words in (number_pt, number_en):
         assert len({words(n) for n in range(1000)}) == 1000
         for n in (-1, 1000):
@@ -65,7 +65,7 @@ def test_words_agree():
     assert VERBS[0].past_pt == ("comprei", "comprou", "compramos", "compraram")
 
 
-def test_the_corpus_is_a_function_of_the_seed(corpus):
+def test_corpus_is_a_function_of_the_seed(corpus):
     assert make_corpus(6000, 500, seed=0) == corpus
     assert make_corpus(50, 5, seed=1).train != corpus.train[:50]
     first = corpus.train[
@@ -121,6 +121,6 @@ def test_translations_are_unambiguous(corpus):
         assert meaning.setdefault(source, target) == target
 
 
-def test_what_cannot_be_made_is_refused():
+def test_invalid_sizes_are_refused():
     with pytest.raises(ValueError, match="got -1 and 5"):
         make_corpus(-1, 5)

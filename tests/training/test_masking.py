@@ -44,7 +44,7 @@ def within(count, total, share):
 
 
 @pytest.mark.parametrize("mask", [mask_tokens, mask_spans])
-def test_fifteen_percent_are_asked_for_and_eighty_ten_ten_are_masked_random_and_kept(mask):
+def test_15_percent_are_labels_with_80_10_10_mask_random_kept(mask):
     generator = torch.Generator().manual_seed(1)
     asked = masked = kept = free = units = 0
     for ids in sequences(2500, generator):
@@ -94,7 +94,7 @@ def test_span_lengths_are_geometric_up_to_ten():
         )
 
 
-def test_spans_stay_apart_and_off_special_tokens():
+def test_spans_avoid_each_other_and_special_tokens():
     generator = torch.Generator().manual_seed(3)
     for ids in sequences(200, generator):
         spans = sorted(mask_spans(ids, VOCABULARY, generator, share=0.5).spans)
@@ -112,7 +112,7 @@ def test_spans_stay_apart_and_off_special_tokens():
     )
 
 
-def test_masked_batches_differ_each_time_they_are_drawn():
+def test_masked_batches_differ_between_draws():
     collate = masked_collate(0, VOCABULARY)
     examples = [[START, *range(10, 60), END], [START, *range(10, 30), END]]
     first, second = (collate(examples, torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -122,7 +122,7 @@ def test_masked_batches_differ_each_time_they_are_drawn():
     assert (first["labels"][1, 22:] == IGNORED).all()
 
 
-def test_what_the_heads_of_bert_read():
+def test_batches_contain_the_inputs_of_berts_heads():
     """Pairs have segments and labels, spans the tokens around them.
 
     BERT's losses accept the batch directly.
@@ -150,7 +150,7 @@ def test_what_the_heads_of_bert_read():
     assert count == len(asked) and loss.isfinite()
 
 
-def test_next_sentence_pairs():
+def test_next_sentence_pairs_have_half_true_labels():
     documents = [[[10 * d + s] * 3 for s in range(9)] for d in range(1, 120)]
     pairs = next_sentence_pairs(documents, START, END, torch.Generator().manual_seed(4))
     assert len(pairs) == 8 * 119
@@ -165,7 +165,7 @@ def test_next_sentence_pairs():
         next_sentence_pairs([[[1]], []], START, END, torch.Generator())
 
 
-def test_the_paper_s_schedule():
+def test_schedule_equals_the_paper():
     rate = warmup_inverse_square_root(512, 4000)
     assert math.isclose(rate(4000), 512**-0.5 * 4000**-0.5)
     assert math.isclose(rate(1000), rate(4000) / 4), "linear in the warm-up"
@@ -176,7 +176,7 @@ def test_the_paper_s_schedule():
         warmup_inverse_square_root(512, 0)
 
 
-def test_a_schedule_is_cooled_down_to_nothing():
+def test_cooldown_ends_at_zero():
     flat = cooled_down(lambda step: 2.0, 100, share=0.2)
     assert (
         [flat(1), flat(80)] == [2.0, 2.0]
@@ -186,7 +186,7 @@ def test_a_schedule_is_cooled_down_to_nothing():
     assert flat(90) == pytest.approx(2 * 11 / 21)
 
 
-def test_the_cosine_schedule():
+def test_cosine_schedule_equals_its_formula():
     rate = warmup_cosine(1e-3, 10, 110, floor=1e-4)
     assert [rate(5), rate(10), rate(110), rate(999)] == pytest.approx([5e-4, 1e-3, 1e-4, 1e-4])
     assert rate(60) == pytest.approx(5.5e-4)

@@ -58,7 +58,7 @@ def pairs(tmp_path):
     (["--mesh", "heads=2"], "a mesh is written as data=2,tensor=2"),
     (["--timeout", "0"], "--timeout must be more than 0 seconds, got 0"),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
-def test_what_is_refused(pairs, tmp_path, capsys, options, told):
+def test_invalid_meshes_are_refused(pairs, tmp_path, capsys, options, told):
     assert (
         main(
             ["train", "gpt", "--data", str(pairs), "--out", str(tmp_path / "out"), *SMALL, *options]
@@ -70,7 +70,7 @@ def test_what_is_refused(pairs, tmp_path, capsys, options, told):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_torchrun_trains_on_a_mesh_and_one_process_goes_on(pairs, tmp_path, subprocess_environment):
+def test_one_process_resumes_a_run_on_a_mesh(pairs, tmp_path, subprocess_environment):
     """Two processes split the heads, then one continues: the losses equal those of one process."""
     task = ["train", "gpt", "--data", str(pairs), *SMALL, "--accumulate", "2", "--save-every", "3"]
     assert main([*task, "--out", str(tmp_path / "alone"), "--steps", "6"]) == OK

@@ -48,7 +48,7 @@ def same_bits(left, right):
 @pytest.mark.parametrize(
     "recipe", [{}, {"accumulate": 3, "clip": 0.5}, {"autocast": torch.bfloat16}], ids=str
 )
-def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
+def test_trainer_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
     """Another trainer resumes within an epoch with the same weights, moments and metrics."""
     whole = toy.make_trainer(tmp_path / "whole", **recipe)
     whole.fit()
@@ -71,7 +71,7 @@ def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
     )
 
 
-def test_training_leaves_the_caller_s_random_numbers_alone(toy):
+def test_training_preserves_the_callers_rng(toy):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -81,7 +81,7 @@ def test_training_leaves_the_caller_s_random_numbers_alone(toy):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_accumulated_batches_weigh_every_token_alike(toy):
+def test_accumulated_batches_weigh_tokens_equally(toy):
     """Two batches with different numbers of labels equal one batch with both."""
     trainer = toy.make_trainer(dropout=0.0, accumulate=2)
     batches = list(trainer.batches.epoch(0, start=0))[:2]
@@ -97,7 +97,7 @@ def test_accumulated_batches_weigh_every_token_alike(toy):
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-def test_an_interrupted_checkpoint_write_loses_nothing(toy, tmp_path, monkeypatch):
+def test_interrupted_checkpoint_writes_lose_nothing(toy, tmp_path, monkeypatch):
     trainer = toy.make_trainer(tmp_path)
     trainer.fit(until=4)
     good = state(trainer)
@@ -191,7 +191,7 @@ def test_checkpoints_are_kept_and_pruned(toy, tmp_path):
     assert json.dumps(facts), "everything but tensors is JSON"
 
 
-def test_what_cannot_be_resumed_is_refused(toy, tmp_path):
+def test_unsuitable_checkpoints_are_refused(toy, tmp_path):
     assert not toy.make_trainer(tmp_path).resume(), "nothing there to resume"
     toy.make_trainer(tmp_path).fit(until=2)
     with pytest.raises(ValueError, match="of another run: it has batch_size 4 instead of 8"):
@@ -259,7 +259,7 @@ def test_evaluation_sees_the_model_without_dropout(toy, tmp_path):
     assert "step      5/10  loss " in stream.getvalue()
 
 
-def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
+def test_epochs_report_the_mean_loss_of_their_steps(toy, tmp_path):
     """An interruption within or between epochs does not change the mean."""
     stream = io.StringIO()
     options = {
@@ -295,7 +295,7 @@ def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
     )
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
+def test_non_finite_losses_stop_the_run(toy, tmp_path):
     trainer = toy.make_trainer(tmp_path)
     trainer.fit(until=3)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
     )
 
 
-def test_losses_are_drawn(toy, tmp_path):
+def test_losses_are_plotted(toy, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
     rows = [
         {"step": 1, "loss": 3.0},
@@ -322,7 +322,7 @@ def test_losses_are_drawn(toy, tmp_path):
     assert "validation loss" in (tmp_path / "loss.svg").read_text(), "the legend says what is drawn"
 
 
-def test_epochs_are_drawn(tmp_path):
+def test_epochs_are_plotted(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
     rows = [
         {"step": 1, "loss": 3.0},
@@ -336,7 +336,7 @@ def test_epochs_are_drawn(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"steps": 0}, {"steps": 5, "accumulate": 0}, {"steps": 5, "log_every": 0}]
 )
-def test_a_recipe_must_make_sense(wrong):
+def test_invalid_recipes_are_refused(wrong):
     name = list(wrong)[-1]
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Recipe(**wrong)

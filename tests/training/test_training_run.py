@@ -46,7 +46,7 @@ def newest(out, stage):
     return read_checkpoint(checkpoints(out / stage)[-1]).tensors
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(toy, tmp_path, capsys):
+def test_interrupted_runs_end_with_the_same_bits(toy, tmp_path, capsys):
     """The newest checkpoint of the second stage is lost, then the full stage."""
     whole = two_stages(start(tmp_path / "whole"), toy).out
     for lost in (1, 2):
@@ -62,7 +62,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(toy, tmp_path, capsys):
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_cannot_go_on_is_refused(toy, tmp_path):
+def test_runs_with_other_options_are_refused(toy, tmp_path):
     out = two_stages(start(tmp_path / "out"), toy).out
     with pytest.raises(ValueError, match="holds checkpoints already: go on with --resume"):
         start(out)
@@ -75,7 +75,7 @@ def test_what_cannot_go_on_is_refused(toy, tmp_path):
     assert newest(out, "first")["optimizer.0.step"].item() == 8, "the first stage may go on"
 
 
-def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
+def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys):
     run = two_stages(start(tmp_path / "out"), toy)
     assert (
         run.report(
@@ -105,7 +105,7 @@ def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", tasks.names())
-def test_every_task_has_a_help_of_its_own(name, capsys):
+def test_every_task_has_its_help(name, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", name, "--help"])
     said = capsys.readouterr().out

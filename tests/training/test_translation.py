@@ -52,7 +52,7 @@ def needs_matplotlib():
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
 
 
-def test_training_writes_all_that_it_says(trained, corpus, capsys):
+def test_training_writes_every_reported_file(trained, corpus, capsys):
     needs_matplotlib()
     report = json.loads((trained / "report.json").read_text())
     assert report["held_out"] == 6 and 0 <= report["exact"] <= 6 and report["plan"]["d_model"] == 16
@@ -64,7 +64,7 @@ def test_training_writes_all_that_it_says(trained, corpus, capsys):
     assert [path.name for path in checkpoints(trained)] == ["checkpoint-0000006.safetensors"]
 
 
-def test_it_learns_a_handful_of_sentences(portuguese):
+def test_small_corpora_are_learned_exactly(portuguese):
     """Capacity and steps suffice for 24 sentences.
 
     The saved and loaded model translates every one too.
@@ -106,7 +106,7 @@ def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
     )
 
 
-def test_the_preset_of_the_notes_by_epochs(tmp_path, corpus, capsys):
+def test_notes_preset_trains_by_epochs(tmp_path, corpus, capsys):
     needs_matplotlib()
     train(
         tmp_path / "out", *corpus, "--preset", "notes", "--epochs", "2", "--layers", "1", steps=None
@@ -130,7 +130,7 @@ def test_the_preset_of_the_notes_by_epochs(tmp_path, corpus, capsys):
     assert "--epochs and --steps both say how long" in capsys.readouterr().err
 
 
-def test_any_two_column_file_will_do(tmp_path, capsys):
+def test_two_column_files_are_supported(tmp_path, capsys):
     letters = "abcdefghij"
     pairs = [
         (f"{x} {y} {z}", f"{z} {y} {x}") for x in letters for y in letters for z in letters[:2]
@@ -162,7 +162,7 @@ def test_any_two_column_file_will_do(tmp_path, capsys):
         ("a\tb\n", ["--steps", "0"], "steps must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_learned_from_is_named(tmp_path, capsys, content, more, said):
+def test_unusable_data_is_named(tmp_path, capsys, content, more, said):
     path = tmp_path / "pairs.tsv"
     if content is not None:
         path.write_text(content)
@@ -172,7 +172,7 @@ def test_what_cannot_be_learned_from_is_named(tmp_path, capsys, content, more, s
     assert not checkpoints(tmp_path / "out")
 
 
-def test_translate_prints_the_translation_and_draws_the_attention(trained, tmp_path, capsys):
+def test_translate_prints_and_plots_attention(trained, tmp_path, capsys):
     needs_matplotlib()
     picture = tmp_path / "map.svg"
     assert (
@@ -223,7 +223,7 @@ def test_translate_prints_the_translation_and_draws_the_attention(trained, tmp_p
         assert said in capsys.readouterr().err
 
 
-def test_the_alignment_is_what_the_decoder_attended_to(trained):
+def test_alignment_equals_cross_attention(trained):
     translator = Translator.load(trained)
     aligned = translator.align("hoje é sábado.")
     assert aligned.source_tokens[-1] == aligned.target_tokens[-1] == "</s>"
@@ -233,7 +233,7 @@ def test_the_alignment_is_what_the_decoder_attended_to(trained):
     assert aligned.weights.std() > 1e-4, "weights that are all alike would be right by accident"
 
 
-def test_translate_says_what_is_missing(copy, tmp_path, capsys, monkeypatch):
+def test_translate_names_missing_files(copy, tmp_path, capsys, monkeypatch):
     assert main(["translate", "casa", "--model", str(tmp_path / "none")]) == USAGE
     assert "train one with `pytransformer train translate --data FILE`" in capsys.readouterr().err
     assert main(["translate", " ", "--model", str(copy)]) == USAGE
@@ -249,7 +249,7 @@ def test_translate_says_what_is_missing(copy, tmp_path, capsys, monkeypatch):
         assert "no picture: drawing needs matplotlib" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_is_not_the_model_s_is_refused(copy, tmp_path, capsys):
+def test_tokenizer_of_another_model_is_refused(copy, tmp_path, capsys):
     for name, other, said in [
         ("source", ["zz zz zz"], "tokens, and the model was trained with"),
         ("target", None, "another tokenizer"),
@@ -274,7 +274,7 @@ def test_a_tokenizer_that_is_not_the_model_s_is_refused(copy, tmp_path, capsys):
 
 @pytest.mark.parametrize("which", ["encoder", "decoder", "cross"])
 @pytest.mark.parametrize("kind", ["heat", "lines", "gallery", "distance", "positions"])
-def test_attention_maps_of_a_translator(trained, tmp_path, kind, which):
+def test_attention_map_plots_a_translator(trained, tmp_path, kind, which):
     needs_matplotlib()
     out = tmp_path / "map.png"
     text = [] if kind == "positions" else ["hoje é sábado."]
@@ -297,7 +297,7 @@ def test_attention_maps_of_a_translator(trained, tmp_path, kind, which):
     assert out.stat().st_size > 3000
 
 
-def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
+def test_attention_map_errors_name_the_argument(trained, tmp_path, capsys):
     for arguments, said in [
         ([str(trained)], "--kind gallery needs a text"),
         ([str(tmp_path / "none"), "x"], "is no folder"),
@@ -315,7 +315,7 @@ def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.unpoisoned  # guard memory of 1500 steps would need 25 GB
-def test_the_demo_translates_95_percent_exactly(tmp_path, portuguese):
+def test_demo_translates_95_percent_exactly(tmp_path, portuguese):
     """It runs the command of docs/training.md: 1500 steps, minutes."""
     portuguese.main(["--out", str(tmp_path)])
     data = ["--data", str(tmp_path / "train.tsv"), "--held-out", str(tmp_path / "held-out.tsv")]
