@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer attention-map` takes every model of pytransformer.models, and Hugging Face's that
-have no class there."""
+"""`pytransformer attention-map` supports pytransformer.models and other Hugging Face models."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_every_model_of_ours(
 
 
 def test_the_columns_of_a_strip_are_a_conformer_s_frames(picture: str, tmp_path: Path) -> None:
-    """40 x 9 pixels, 9 features: 40 columns, of which the subsampling leaves 9 frames."""
+    """40 x 9 pixels with 9 features are 40 columns, which the subsampling reduces to 9 frames."""
     build("Conformer-ctc").save(tmp_path / "model")
     code, drawn = draw(tmp_path / "model", picture, "--kind", "heat")
     assert code == OK and drawn.count("<!-- 8 -->") == 2 and drawn.count("<!-- 9 -->") == 0
@@ -104,7 +103,7 @@ HUGGING_FACE = {
 def test_models_of_hugging_face(
     families: Any, name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
 ) -> None:
-    """As transformers' own eager code gives the weights; the command draws them."""
+    """The command plots them."""
     family, folder = families.FAMILIES[name], tmp_path / "model"
     whole = family.build("eager")
     whole.base_model.save_pretrained(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench command: what it writes, what it refuses to time, and how it ends when stopped."""
+"""The bench command: its files, the results that it refuses to time, and interruption."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pytransformer.cli import INTERRUPTED, OK, WRONG, main, providers
 from pytransformer.cli.benchmark import command, memory, plan, report, results
 from pytransformer.cli.benchmark.runner import Options, Runner
 
-# Memory filled with NaN would be measured with the rest. One thread: problems this small are
-# fastest so.
+# Measurements would include the time to fill memory with NaN. One thread is fastest for these
+# sizes.
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
-SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  # which take seconds
+SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  # takes seconds
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """The folder of one small benchmark, run without a terminal."""
+    """Run one small benchmark without a terminal and return its folder."""
     folder = tmp_path_factory.mktemp("bench")
     arguments = [
         "bench",
@@ -101,7 +101,7 @@ def test_report_and_plots(written):
     assert "| case | shape | dtype |" in text
 
 
-# ---- the schema
+# ---- schema
 
 
 def test_validation_finds_each_fault(written):
@@ -129,7 +129,7 @@ def test_validation_finds_each_fault(written):
     )
 
 
-# ---- what is not timed
+# ---- refused measurements
 
 
 def _with(*extra: providers.Provider):
@@ -283,8 +283,7 @@ def test_without_matplotlib_and_rich(cli, hide, tmp_path):
 
 
 def test_ctrl_c_leaves_partial_results(tmp_path, environment):
-    """The signal comes while a later step runs; what was done before is written and marked as
-    incomplete."""
+    """The signal arrives in a later step; finished steps are written and marked incomplete."""
     bench = [
         sys.executable,
         "-m",
@@ -299,7 +298,7 @@ def test_ctrl_c_leaves_partial_results(tmp_path, environment):
     process = subprocess.Popen(
         [*bench, "--out", "here", "--no-memory"], cwd=tmp_path, env=environment,
         stdout=subprocess.PIPE, text=True,
-        # a run in the background ignores it
+        # a background process ignores it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     said = []
@@ -318,7 +317,7 @@ def test_ctrl_c_leaves_partial_results(tmp_path, environment):
 
 
 def test_progress_on_a_terminal(tmp_path, environment):
-    """In a pseudo-terminal: a bar with the time left, gone at the end."""
+    """A pseudo-terminal shows a bar with the remaining time, which is removed at the end."""
     master, slave = pty.openpty()
     bench = [
         sys.executable,
@@ -342,7 +341,7 @@ def test_progress_on_a_terminal(tmp_path, environment):
     while time.monotonic() < end:
         try:
             part = os.read(master, 65536)
-        except OSError:  # the other end is closed: the process has finished
+        except OSError:  # closed at the other end: the process has finished
             break
         said += part
     assert process.wait(timeout=60) == OK, said.decode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench models: what it refuses, and one line-up whole."""
+"""bench models: errors, and one complete comparison."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each command as a person runs it: what it prints, how it exits."""
+"""Output and exit code of each command, run as a process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_version(capsys):
 def test_errors_say_what_to_do(capsys, arguments, said):
     try:
         code = main(arguments)
-    except SystemExit as stop:  # argparse's own errors
+    except SystemExit as stop:  # argparse's errors
         code = stop.code
     printed = capsys.readouterr()
     assert code == USAGE

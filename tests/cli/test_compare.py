@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench compare: what counts as a change, and what is noise."""
+"""bench compare: changes and noise."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_noise_and_small_changes_are_not_flagged() -> None:
 
 def test_what_did_not_change_tells_the_noise() -> None:
     old = document(row("cpu", 1.0), row("torch", 2.0), row("naive", 4.0))
-    for naive in (8.0, 2.0):  # twice as slow, or as fast, though nothing in it had changed
+    for naive in (8.0, 2.0):  # twice as slow, or as fast, without a change
         new = document(row("cpu", 1.8), row("torch", 2.0), row("naive", naive))
         assert compare.noise(old, new) == pytest.approx(1.95), (
             "between no change at all and the one row's"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind the figures: the exact answers, the clock, the memory probe."""
+"""Measurement: exact references, the clock, the memory probe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
         *problem.leaves,
     }
     assert check.judge(problem, found, solution, peer=False).wrong is None
-    # Spoil the largest element by some ten times what its bound allows.
+    # Change the largest element by about ten times its bound.
     for name, value in found.items():
         result = solution.results[name]
         largest = value.abs().argmax()
@@ -59,7 +59,7 @@ def test_every_peer_is_right_or_says_why_not(case):
     problem = providers.Problem.make(case, torch.float32, "cpu", seed=3, grad=True)
     grads = check.upstream(problem, seed=4)
     for provider in providers.providers(case.op):
-        if provider.name not in (providers.NAIVE, providers.TORCH):  # the others: test_peers
+        if provider.name not in (providers.NAIVE, providers.TORCH):  # test_peers has the others
             continue
         checked = problem
         if provider.prepare(problem).own_dropout:
@@ -71,7 +71,7 @@ def test_every_peer_is_right_or_says_why_not(case):
 
 
 def test_the_bound_of_cross_entropy_holds_for_many_classes():
-    """With the classes the log of the sum grows, and its rounding moves every probability."""
+    """The log of the sum grows with the classes, and its rounding changes every probability."""
     case = plan.resized(
         plan.case("linear_cross_entropy", "small"), {"rows": 256, "d": 256, "classes": 8192}
     )
@@ -99,7 +99,7 @@ def test_a_lost_gradient_is_found_in_a_peer():
     assert verdict.wrong is not None and verdict.wrong.startswith("bias is off by 1 ")
 
 
-# ---- the clock
+# ---- clock
 
 
 def _sleeper(seconds: float) -> clock.Contender:
@@ -119,13 +119,13 @@ def test_clock_orders_contenders_and_quantiles():
 
 @pytest.mark.usefixtures("watch")
 def test_clock_interleaves():
-    """In every round each contender takes its turn, and no one always comes first."""
+    """Each contender runs in every round, and the first one rotates."""
     turns: list[str] = []
 
     def contender(name: str) -> clock.Contender:
         def call() -> None:
             turns.append(name)
-            clock.time.sleep(0.06)  # long enough for one warm-up call and one call a sample
+            clock.time.sleep(0.06)  # long enough for one warm-up call and one call per sample
 
         return clock.Contender(call, contextlib.nullcontext)
 
@@ -137,7 +137,7 @@ def test_clock_interleaves():
 
 @pytest.mark.usefixtures("watch")
 def test_the_clock_loses_its_patience_with_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "PATIENCE", 0.07)  # seconds of calls, the untimed ones among them
+    monkeypatch.setattr(clock, "PATIENCE", 0.07)  # seconds of calls, untimed ones included
     timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.0)
     assert timings["slow"].samples == 2 < clock.MIN_ROUNDS <= timings["fast"].samples
 
@@ -179,8 +179,10 @@ def test_quantile_interpolates():
 
 @pytest.mark.parametrize("rounds", [3, clock.MIN_ROUNDS])
 def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: pytest.MonkeyPatch):
-    """Of --quick once, of a suite with the samples of short calls; on a busy machine the calls
-    count as short too."""
+    """--quick runs a step once, a suite with the samples of short calls.
+
+    On a busy machine every call counts as short.
+    """
     monkeypatch.setattr(clock, "SHORT_SECONDS", 10.0)
 
     def run(name: str, size: int) -> runner.Runner:
@@ -194,7 +196,7 @@ def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: p
         assert all(row["peak_bytes"] is None for row in late.rows)
         return late
 
-    # No fused backend takes a head size of 1000: the reference is all there is.
+    # No fused backend supports head dim 1000, so only the reference runs.
     assert {row["backend"] for row in run("full", 1000).rows} == {"reference", "naive", "torch"}
     late = run("full", 32)
     fused = {row["backend"] for row in late.rows} - {"reference", "naive", "torch"}

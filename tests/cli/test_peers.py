@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that take part on request, sweeps, and their pictures."""
+"""Peers that run on request, sweeps, and their plots."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_those_for_gpus_say_so() -> None:
     assert all("GPU" in reason for reason in reasons.values())
 
 
-@pytest.mark.slow  # the compiler takes 20 s a case
+@pytest.mark.slow  # the compiler needs 20 s per case
 @pytest.mark.parametrize(
     "case",
     [
@@ -148,15 +148,14 @@ def test_what_varies_is_found() -> None:
 def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["bench", *arguments])
-    except SystemExit as stop:  # argparse
+    except SystemExit as stop:  # argparse's error
         code = stop.code
     assert code == USAGE
     assert said in capsys.readouterr().err
 
 
 def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
-    """Each `pytransformer bench` that bench/gpu.sh would run is understood: on a GPU there is no
-    time to find out."""
+    """This covers each `pytransformer bench` in bench/gpu.sh."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     said = subprocess.run(
@@ -175,8 +174,7 @@ def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
 
 
 def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
-    """Few files, for a machine that gives back no more; and a later run carries out the steps that
-    are asked for."""
+    """It writes few files, and a later run can run selected steps."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": "false"}
     assert (
@@ -189,7 +187,7 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
     ]
     assert (tmp_path / "steps.txt").read_text().count(
         "exit code 1"
-    ) == 2  # as it should be, and with slow kernels
+    ) == 2  # expected times, and slow kernels
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         assert "logs/install.log" in archive.getnames()
     environment |= {"DRY_RUN": "1", "ONLY": "portable|decode"}

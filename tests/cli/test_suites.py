@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed suites, the check of large problems in part, and the figures of a row that only they
-need."""
+"""Benchmark suites, checks of parts of large problems, and the figures of a row."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from pytransformer.testing.patterns import PATTERNS
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 
-# ---- what runs
+# ---- contents
 
 
 def test_the_suite_has_every_case_with_an_aim() -> None:
@@ -290,7 +289,7 @@ def test_cold_caches_are_emptied_before_each_call(monkeypatch: pytest.MonkeyPatc
 def test_burst_and_sustained_are_told_apart(watch) -> None:
     last = [watch.now]
 
-    def tired() -> None:  # slow when called again at once
+    def tired() -> None:  # slow if called again immediately
         rested = watch.now - last[0] > clock.REST_SECONDS / 2
         watch.sleep(0.001 if rested else 0.01)
         last[0] = watch.now
@@ -332,7 +331,7 @@ def test_saved_bytes_are_what_backward_needs_beyond_the_inputs() -> None:
 
 
 def _slowed(factor: float):
-    """Our providers, their forward called several times."""
+    """Return our implementations with the forward called several times."""
 
     def prepare(provider: providers.Provider, problem: providers.Problem) -> providers.Prepared:
         right = provider.prepare(problem)
@@ -379,7 +378,7 @@ def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(
         "--shape",
         "L=256",
     ]
-    for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so that what drifts drifts for both
+    for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so drift affects both
         assert main([*what, "--out", str(tmp_path / name)]) == OK
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), (
@@ -394,7 +393,7 @@ def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(
         assert "slower" in said and "0 better" in said
 
 
-# ---- pictures
+# ---- plots
 
 
 def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(
@@ -454,8 +453,7 @@ def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(
 def test_the_suite_from_the_command_line_to_the_document(
     tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of the suite at small shapes: checked, timed, drawn, and told by docs/performance.md's
-    tool."""
+    """Part of the suite runs at small shapes: checks, times, plots and the tool of the docs."""
     whole, steps = suites.aims, {}
     limits = {
         "B": 1,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of bench/tools: documents that are made of committed results are current, and the tools
-say what is so."""
+"""bench/tools: generated documents match the committed results, and the tools report facts."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def test_performance_tables_match_the_committed_medians(tool) -> None:
 
 
 def test_committed_medians_are_complete_and_consistent(tool) -> None:
-    """Ratios, quantiles and shares agree with the times in the same file."""
+    """Ratios, quantiles and shares agree with the times in the file."""
     performance = tool("performance")
     for name, run in performance.load().items():
         assert len(run.rows) <= 550, name
@@ -61,7 +60,7 @@ def test_committed_medians_are_complete_and_consistent(tool) -> None:
 
 
 def _document(ours: dict[str, float], peer: dict[str, float], **more) -> dict:
-    """Return a results file with one problem of plain attention."""
+    """Return a results file with one case of plain attention."""
     shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
     base = {
         "op": "attention",
@@ -165,7 +164,7 @@ def test_phases_match_the_header(tool) -> None:
 
 @pytest.mark.slow
 def test_every_phase_is_noted(tmp_path: Path) -> None:
-    """On the generic set; the tool itself refuses wrong results and phases without a note."""
+    """It uses the generic set; the tool refuses wrong results and phases without a note."""
     out = tmp_path / "phases.json"
     script = ROOT / "bench" / "tools" / "attention_phases.py"
     options = [
@@ -253,7 +252,7 @@ def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
     command += ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1"]
     alone = {
         k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")
-    }  # under which the plugin times nothing
+    }  # the plugin times nothing with it
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     timed = json.loads(out.read_text())["benchmarks"]
@@ -369,7 +368,10 @@ def test_overhead_writes_what_it_measured(
 def test_steps_run_apart_and_none_takes_another_with_it(
     tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What bench/gpu.sh calls; one that fails, one that takes too long, and one after them."""
+    """bench/gpu.sh calls this tool.
+
+    One step fails, one exceeds its time, one follows them.
+    """
     common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd"
     torch_case = f"layer_norm --case layer_norm {common} --shape rows=64,d=64 --backends torch"
     (tmp_path / "steps").write_text(f"""\

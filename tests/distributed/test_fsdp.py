@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 on two processes: every op computes with gathered parameters, and refuses freed ones by
-name."""
+"""FSDP2 on two processes: every op uses gathered parameters and refuses freed ones by name."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.ranks import Pool
 from pytransformer.testing.split_fsdp import gradients_and_refusal
 
-# A case of each op with parameters beside the first input.
+# A case of each op with parameters besides the first input.
 CASES = {
     "attention": "sinks",
     "attention_varlen": "varlen_sinks",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems split over processes, judged by the bounds that hold for one process."""
+"""Random problems split over processes stay within the bounds of one process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_within_the_bounds(
 
 @pytest.mark.slow
 def test_eight_processes() -> None:
-    """Some problems on eight ranks, of a pool of their own."""
+    """A separate pool runs some problems on eight ranks."""
     processes, judged = Pool(8), 0
     try:
         for case in range(10):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a mesh: gone on with on other meshes and alone, after a process was killed, and
-refused where they cannot be."""
+"""Checkpoints of a mesh resume on other meshes and alone, after a kill too, or are refused."""
 
 from __future__ import annotations
 
@@ -23,13 +22,15 @@ from pytransformer.training import read_checkpoint, read_metrics
 from pytransformer.training.checkpoint import checkpoints
 
 MESH = {"data": 2, "tensor": 2}
-SECONDS = 20.0  # that a process waits for another, also until all have started
+SECONDS = 20.0  # max seconds that a process waits for another, startup included
 
 
 @pytest.mark.parametrize("model", ["GPT", pytest.param("T5", marks=pytest.mark.slow)])
 def test_a_run_goes_on_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -> None:
-    """On 2 x 2 ranks, with parameters over the data, on 4 x 1, on 1 x 4 and in one process: losses
-    and weights of one that went through."""
+    """Meshes are 2 x 2, sharded over the data, 4 x 1, 1 x 4 and one process.
+
+    Losses and weights equal those of an uninterrupted run.
+    """
     job = Job(model, steps=20, a_step=4)
     want = job.run()
     job = job._replace(out=str(tmp_path))
@@ -89,7 +90,7 @@ with distributed("cpu", mesh={"data": 2, "tensor": 2}, timeout=float(sys.argv[2]
 
 
 def start(out: Path) -> list[subprocess.Popen[str]]:
-    """Four processes, as torchrun starts them, but with nobody who ends the others."""
+    """Start four processes like torchrun, without a parent that ends the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,8 +119,10 @@ def start(out: Path) -> list[subprocess.Popen[str]]:
 def test_a_lost_process_ends_the_others_and_nothing_is_lost(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    """One is killed, or stands still, after the first checkpoint: the others say so and end;
-    started again, all end as one process does."""
+    """One is killed or stopped after the first checkpoint; the others report it and end.
+
+    A restart ends like one process.
+    """
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     want = Job("GPT").run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer on a mesh of data and tensor against one process with as many batches a step."""
+"""The trainer on a data and tensor mesh against one process with as many batches per step."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def alone(model: str, a_step: int = 2) -> Ran:
     *(pytest.param("Transformer", shard, marks=pytest.mark.slow) for shard in (False, True)),
 ])  # fmt: skip
 def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: bool) -> None:
-    """Clipped AdamW in float64, of padded batches with different numbers of labels; with dropout of
-    every kind."""
+    """Clipped float64 AdamW on padded batches with different numbers of labels, all dropouts on."""
     want = alone(model)
     assert want.losses[-1] < 0.97 * want.losses[0], "it learns"
     for found in pool.run(4, on_a_mesh, Job(model), MESH, shard):
@@ -51,15 +50,17 @@ def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: boo
     for name in small_models.CONFIGS
 ])  # fmt: skip
 def test_every_model_trains_on_a_mesh(pool: Pool, name: str) -> None:
-    """Parameters that a plan leaves plain (relative attention, batch norm) among those of two
-    meshes, in one optimizer and one norm."""
+    """Some parameters stay plain (relative attention, batch norm).
+
+    They share one optimizer and norm with those of two meshes.
+    """
     want = small_run(name)
     for found in pool.run(4, small_on_a_mesh, name, MESH):
         assert difference(found, want) < 1e-9
 
 
 def test_plain_parameters_beside_split_ones(pool: Pool) -> None:
-    """Where nothing is over the data they stay plain tensors."""
+    """This holds if no dimension shards the data."""
     want = small_run("Conformer-ctc")
     for found in pool.run(4, small_on_a_mesh, "Conformer-ctc", {"tensor": 4}):
         assert difference(found, want) < 1e-9
@@ -67,8 +68,7 @@ def test_plain_parameters_beside_split_ones(pool: Pool) -> None:
 
 @pytest.mark.parametrize("model", ["GPT", "T5", "Transformer"])
 def test_sequences_are_split(pool: Pool, model: str) -> None:
-    """Over two ranks, batches over two others: losses and weights of one process. Lengths of 4 to
-    12 and their padding, no dropout."""
+    """Two ranks split sequences, two others batches; lengths are 4 to 12 without dropout."""
     job = Job(model, steps=10, changes={"dropout": 0.0})
     want = job.run()
     for found in pool.run(4, on_a_mesh, job, {"data": 2, "context": 2}, model == "T5"):
@@ -81,7 +81,7 @@ def test_sequences_are_split(pool: Pool, model: str) -> None:
 def test_parameters_and_optimizer_state_fall_as_the_ranks_grow(
     pool: Pool, sizes: dict[str, int], shard: bool
 ) -> None:
-    """To the byte with shard; a plan leaves norms, positions and biases of results whole."""
+    """It is exact to the byte with shard; norms, positions and output biases stay full."""
     job = Job("GPT", a_step=4, changes={"vocab_size": 64})
     for own, whole in pool.run(4, held, job, sizes, shard):
         assert own == whole // 4 if sizes == {"data": 4} else whole / 4 <= own <= 0.32 * whole

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models split over a device mesh: training by tensor_parallel_plan(), by FSDP2 and by both against
-one process."""
+"""Models split by tensor_parallel_plan(), by FSDP2 and by both against one process."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
 
 
 def config_of(name: str, data_ranks: int) -> dict[str, Any]:
-    """Without dropout where ranks have different rows: each counts its own from 0."""
+    """Return a config, without dropout if ranks have different rows: each counts from 0."""
     config = CONFIGS[name]
     return (
         config | {n: 0.0 for n in config.keys() | {"dropout"} if n.endswith("dropout")}
@@ -82,7 +81,7 @@ def alone(name: str, data_ranks: int) -> tuple[list[torch.Tensor], dict[str, tor
 
 
 def difference(found: Any, want: Any) -> float:
-    """The largest of losses and parameters, relative to the largest of each."""
+    """Return the max difference of losses and parameters, relative to the max of each."""
     (losses, state), (their_losses, their_state) = found, want
     assert state.keys() == their_state.keys()
     pairs = [*zip(losses, their_losses), *((state[n], t) for n, t in their_state.items())]
@@ -95,8 +94,10 @@ def difference(found: Any, want: Any) -> float:
     ("BERT", (1, 2)), ("ViT", (1, 2)), ("ViT", (2, 2)), ("Transformer", (1, 2)),
 ], ids=str)  # fmt: skip
 def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
-    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``ranks``:
-    ranks of FSDP2, of the heads."""
+    """Four steps of AdamW with clipped float64 gradients.
+
+    ``ranks`` are the ranks of FSDP2 and of the heads.
+    """
     made = name, config_of(name, ranks[0]), torch.float64
     for found in pool.run(ranks[0] * ranks[1], trained, made, batches(name), ranks):
         assert difference(found, alone(name, ranks[0])) < 1e-9
@@ -104,8 +105,7 @@ def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int
 
 @pytest.mark.parametrize("name", small_models.CONFIGS)
 def test_gradients_of_every_model(pool: Pool, name: str) -> None:
-    """Padding that is packed away, grouped queries, ALiBi, heads of any size, every head that a
-    model has; each parameter's gradient."""
+    """Packed padding, grouped queries, ALiBi, any head dim, every head of a model."""
     want = loss_and_gradients(small(name), name)
     for found in pool.run(2, split_gradients, name):
         assert found.keys() == want.keys()
@@ -136,9 +136,10 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["GPT", "T5"])
 def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> None:
-    """GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last
-    too, and with
-    each attention; T5 without dropout none."""
+    """GPT's dropout broadcasts seeds; T5 without dropout broadcasts none.
+
+    Each norm but the first of a stack, its last norm and each attention broadcast one.
+    """
     c, rows, width = CONFIGS[name] | ({"dropout": 0.0} if name == "T5" else {}), 8 * 9, 16 * 4
     layers, learned = c["num_layers"], 8 * 8 if name == "GPT" else rows
     sums = {"GPT": (2 * layers + 1, 2 * layers), "T5": (5 * layers + 2, 6 * layers)}[name]
@@ -155,8 +156,7 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> N
 
 
 def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
-    """On 2 x 2 ranks each has a quarter of every matrix that the plan splits, and by FSDP2 half of
-    all others."""
+    """Each of 2 x 2 ranks has a quarter of the split matrices and, with FSDP2, half of the rest."""
     made = "GPT", CONFIGS["GPT"] | {"vocab_size": 64}, torch.float32
     for found in pool.run(4, sizes, made, 2):
         for name, (own, full) in found.items():

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes, sends and receives what: against every pair of rows looked at, without any
-process."""
+"""Plans of ring attention against an enumeration of all pairs of rows, without processes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def plan_of(pattern: Pattern, ranks: int, layout: str) -> RingPlan:
 
 
 def visible_pairs(p: Pattern) -> torch.Tensor:
-    """(Lq, Lk), by the oracle of the op itself."""
+    """Return (Lq, Lk) from the op's oracle."""
     keys = LENGTH + p.offset
     keywords = oracle.Keywords(
         causal=None if not p.causal else "bottom_right" if p.offset else "top_left",
@@ -58,8 +57,10 @@ def visible_pairs(p: Pattern) -> torch.Tensor:
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
 def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) -> None:
-    """None is missed, and none is computed in vain: of each keyword alone, visibility by ranges is
-    exact."""
+    """No visible tile is missing and no hidden one is computed.
+
+    For each single keyword, visibility by ranges is exact.
+    """
     plan, pairs = plan_of(PATTERNS[name], ranks, layout), visible_pairs(PATTERNS[name])
     for rank, step in itertools.product(range(ranks), range(ranks)):
         keys = plan.keys[plan.owner(rank, step)]
@@ -73,11 +74,10 @@ def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
 def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str) -> None:
-    """And the gradients of every chunk that a rank has used reach the chunk's owner, each share
-    once."""
+    """Each gradient of a used chunk returns to the owner once."""
     plan = plan_of(PATTERNS[name], ranks, layout)
     has = {0: {(rank, rank, j) for rank in range(ranks) for j in range(len(plan.keys[rank]))}}
-    sums: dict[tuple[int, int, int], list[int]] = {}  # (rank, owner, chunk) -> whose shares
+    sums: dict[tuple[int, int, int], list[int]] = {}  # (rank, owner, chunk) -> ranks
     home: dict[tuple[int, int], list[int]] = {}
     for step in range(1, ranks):
         has[step] = set()
@@ -116,13 +116,13 @@ def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str
 
 
 def sent(plan: RingPlan) -> int:
-    """Chunks that cross between ranks, forward."""
+    """Count the chunks that cross between ranks in forward."""
     return sum(len(plan.key_messages(step)) for step in range(1, plan.ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_what_is_hidden_is_not_sent(ranks: int) -> None:
-    """The formulas of docs/distributed.md, in chunks."""
+    """The numbers are those of docs/distributed.md."""
     n = ranks
     assert sent(plan_of(Pattern(), n, "contiguous")) == n * (n - 1)
     assert sent(plan_of(Pattern(causal=True), n, "contiguous")) == n * (n - 1) // 2
@@ -134,8 +134,7 @@ def test_what_is_hidden_is_not_sent(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zigzag_is_even(ranks: int) -> None:
-    """Every rank has the same number of tiles under causality: 2n + 1 (of a quarter of those of the
-    contiguous layout)."""
+    """Every rank has 2n + 1 tiles, each a quarter of a contiguous tile."""
     even, uneven = (
         plan_of(Pattern(causal=True), ranks, layout) for layout in ("zigzag", "contiguous")
     )

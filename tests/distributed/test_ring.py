@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention on real processes: one dropout mask, the bytes of the formulas, bits, refusals,
-planted faults."""
+"""Ring attention on processes: dropout mask, bytes, bits, errors and planted faults."""
 
 from __future__ import annotations
 
@@ -43,8 +42,10 @@ def problem_of(
     dtype: torch.dtype = torch.float64,
     **given: Any,
 ) -> Problem:
-    """A problem of normal data; floating tensors of ``given`` take gradients, as do query, key and
-    value."""
+    """Return a problem of normal data.
+
+    Query, key, value and floating tensors of ``given`` require gradients.
+    """
     shapes = {"query": heads, "key": key_heads, "value": key_heads}
     tensors = {name: torch.randn(2, h, length, dim).to(dtype) for name, h in shapes.items()}
     tensors |= {
@@ -59,14 +60,14 @@ def problem_of(
 
 
 def in_blocks(problem: Problem, seen: torch.Tensor) -> Problem:
-    """The problem with a block mask that shows ``seen``."""
+    """Return the problem with a block mask that shows ``seen``."""
     return dataclasses.replace(
         problem, keywords=problem.keywords | {"attn_mask": seen}, block_size=(32, 32)
     )
 
 
 def stripes(length: int) -> torch.Tensor:
-    """What is near, and every 16th key; another set for each of four heads."""
+    """Return a mask of near keys and every 16th key, with another set for each of four heads."""
     i, j = torch.arange(length)[:, None], torch.arange(length)
     return torch.stack([((i - j).abs() < 5) | ((i - j) % 16 == h) for h in range(4)])[None]
 
@@ -85,7 +86,7 @@ def wrong(problem: Problem, shards: list[Any], layout: str) -> list[str]:
 def test_the_dropout_mask_is_that_of_one_process(
     pool: Pool, ranks: int, scheme: str, layout: str
 ) -> None:
-    """With value the identity and all scores alike, out shows the mask."""
+    """Value as the identity and equal scores expose the mask in out."""
     length, seed, p, heads = 48, 7, 0.4, 12 if scheme == "ulysses" else 2
     q, eye = torch.zeros(2, heads, length, 8), torch.eye(length).expand(2, heads, length, length)
     shards = pool.run(ranks, outputs, scheme, layout, q, q, eye, dropout_p=p, dropout_seed=seed)
@@ -99,7 +100,7 @@ def test_the_dropout_mask_is_that_of_one_process(
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None:
-    """Both ways of differentiating a tile: by the row's lse, and through the tile's own softmax."""
+    """Tiles are differentiated by the row's lse and through their own softmax."""
     problem = problem_of(
         causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
         sinks=torch.randn(4).double(),
@@ -116,7 +117,7 @@ def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None:
-    """Of each head its own; with rows of finfo.min, whose tiles are computed with a shift."""
+    """Each head has another mask; tiles with rows of finfo.min use a shift."""
     lowest = torch.zeros(1, 1, 48, 48).double()
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
     problem = in_blocks(
@@ -128,7 +129,7 @@ def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None
 
 
 def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
-    """Documents of 64 rows on four ranks of 32: each rank gets its neighbour's keys alone."""
+    """Documents of 64 rows on four ranks of 32: each rank gets only its neighbor's keys."""
     length, dim = 128, 8
     seen = torch.block_diag(*[torch.ones(64, 64)] * 2).bool()[None, None]
     problem = in_blocks(problem_of(length=length, dtype=torch.float32), seen)
@@ -138,8 +139,10 @@ def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
 
 
 def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
-    """NCCL wants every rank in a group's first call; of these documents two ranks see their own
-    rows alone, and never send."""
+    """NCCL needs every rank in a group's first call.
+
+    Two ranks see only their own rows and never send.
+    """
     seen = torch.block_diag(torch.ones(64, 64), torch.ones(32, 32), torch.ones(32, 32)).bool()[
         None, None
     ]
@@ -160,8 +163,7 @@ def test_two_runs_give_the_same_bits(pool: Pool) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
-    """Forward and backward. Not quite half on four ranks of what it is on two, between which no
-    gradient is handed on."""
+    """Four ranks need more than half the memory of two, which pass no gradient on."""
     problem = problem_of(length=1024, dim=32, dtype=torch.float32, causal="top_left")
     two, four = (max(pool.run(ranks, peak_bytes, problem, layout)) for ranks in (2, 4))
     print(f"{layout}: {two:,} bytes on two ranks, {four:,} on four")
@@ -169,15 +171,19 @@ def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
 
 
 def ulysses_bytes(ranks: int, batch: int, rows: int, heads: list[tuple[int, int]]) -> int:
-    """What one rank sends in one direction: of each (heads, head size) all but the part that
-    stays."""
+    """Return the bytes that one rank sends in one direction.
+
+    Each (heads, head dim) sends all but the local part.
+    """
     return sum(batch * rows * h * d for h, d in heads) * 4 * (ranks - 1) // ranks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None:
-    """query, key, value and out forward, lse where it is asked for, and their gradients backward;
-    one more key head than ranks' worth."""
+    """Forward sends query, key, value, out and a requested lse; backward sends their gradients.
+
+    There is one more key head than ranks.
+    """
     ranks, length, dim = 2, 48, 8
     problem = problem_of(dtype=torch.float32, causal="top_left")
     one_way = ulysses_bytes(
@@ -189,7 +195,7 @@ def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None
 
 @pytest.mark.parametrize("scheme, ranks", [("ulysses", 2), ("ulysses", 4)])
 def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
-    """Two key heads for four ranks: each is sent to two."""
+    """Four ranks share two key heads: each is sent to two."""
     problem = problem_of(
         causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
         sinks=torch.randn(4).double(),
@@ -218,7 +224,7 @@ def test_ulysses_refuses(pool: Pool) -> None:
     "keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str
 )
 def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
-    """docs/distributed.md: K and V forward; in backward again, and their gradients in float32."""
+    """docs/distributed.md: K and V in forward; again in backward, with float32 gradients."""
     ranks, batch, key_heads, length, dim = 4, 2, 2, 48, 8
     problem = problem_of(dtype=torch.float32, **keywords)
     found = pool.run(ranks, bytes_sent, problem, "ring", layout)
@@ -226,10 +232,10 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict
     chunks = {
         ("contiguous", 0): ranks * (ranks - 1),
         ("contiguous", 1): ranks * (ranks - 1) // 2,
-        ("contiguous", 2): ranks - 1,  # the window reaches into the shard before
+        ("contiguous", 2): ranks - 1,  # the window extends into the previous shard
         ("zigzag", 0): 2 * ranks * (ranks - 1),
         ("zigzag", 1): 3 * ranks * (ranks - 1) // 2,
-        # 8 chunks of 6 rows, each seen by the two after it: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other
+        # 8 chunks of 6 rows, each visible to the next two: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other
         # ranks
         ("zigzag", 2): 11,
     }[layout, len(keywords)]
@@ -239,7 +245,7 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
-    """Rows of finfo.min besides others; a sink would take all their weight."""
+    """Rows of finfo.min are mixed with others; a sink would get all their weight."""
     lowest = torch.zeros(1, 1, 48, 48)
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
     sinks = {"sinks": torch.randn(4)} if fault and "sink" in fault else {}
@@ -252,13 +258,13 @@ def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
     shards = pool.run(2, attend_with, fault, problem, "ring", "contiguous")
     try:
         found = wrong(problem, shards, "contiguous")
-    except AssertionError as error:  # what all ranks must have alike is not
+    except AssertionError as error:  # arguments that must be equal on all ranks differ
         found = [str(error)]
     assert bool(found) == (fault is not None), found
 
 
 def test_a_share_of_the_gradients_each(pool: Pool) -> None:
-    """sum_gradients=False: the shares add up to the whole."""
+    """sum_gradients=False leaves a share on each rank."""
     problem = problem_of(causal="top_left", table=torch.randn(8, 4).double(), t5=(False, 20))
     whole, shares = (
         pool.run(2, attend, problem, "ring", "zigzag", sum_gradients=both) for both in (True, False)
@@ -267,7 +273,7 @@ def test_a_share_of_the_gradients_each(pool: Pool) -> None:
     assert not torch.equal(shares[0]["table"], shares[1]["table"])
     assert torch.equal(
         shares[0]["table"] + shares[1]["table"], whole[0]["table"]
-    )  # one sum of two, so to the bit
+    )  # one sum of two terms, so bits are equal
 
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
@@ -363,8 +369,7 @@ assert group() is None, "something holds the group"
 
 
 def test_the_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
-    """A group that outlives it keeps gloo's threads, and the process may abort while Python
-    exits."""
+    """Otherwise gloo's threads remain, and the process may abort at exit."""
     command = [sys.executable, "-c", GROUP_ENDS, str(tmp_path / "store")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: every named case split in every way that its op knows, against float64;
-refusals; planted faults."""
+"""The ops on DTensors: every case split in every supported way against float64; errors; faults."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ OP = {c.name: c.op for op in RULES for c in cases(op=op)}
 
 
 def wrong(name: str, dtype: torch.dtype, ranks: list[Any]) -> list[str]:
-    """What is outside the bounds of one process; the ranks must all have the same."""
+    """Return the errors beyond the bounds of one process; all ranks must agree."""
     exact: Solution = solve(name, dtype)
     assert all(bounds.other_bits(ranks[0], other) == [] for other in ranks[1:])
     return [
@@ -60,8 +59,10 @@ def even(name: str, way: Way, ranks: int) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) -> None:
-    """Every way, in float64; the first in float32 too. Whole on every rank, where dropout is one
-    process's."""
+    """Every split runs in float64, the first in float32 too.
+
+    Dropout needs the full tensors on every rank.
+    """
     dtypes = {torch.float64: ways_of(name), torch.float32: ways_of(name)[1:2]}
     for dtype, way in ((dtype, way) for dtype, ways in dtypes.items() for way in ways):
         found = pool.run(2, compute, name, dtype, [way.name], (2,))
@@ -96,7 +97,7 @@ def test_a_mesh_of_two_dimensions(pool: Pool, name: str, split: list[str]) -> No
 
 
 LOSSES = {
-    "two ranks": (2, (2,), {"weight": [Shard(0)]}),  # x, target and bias plain
+    "two ranks": (2, (2,), {"weight": [Shard(0)]}),  # x, target and bias are plain tensors
     "four ranks": (4, (4,), {"x": [Replicate()], "weight": [Shard(0)], "bias": [Shard(0)]}),
     "rows and classes": (4, (2, 2),
         {"x": [Shard(0), Replicate()], "target": [Shard(0), Replicate()],
@@ -107,8 +108,10 @@ LOSSES = {
 
 @pytest.mark.parametrize("how", LOSSES)
 def test_random_losses(pool: Pool, how: str) -> None:
-    """Each dtype, reduction, smoothing, ignored rows that hold NaN, fewer classes than ranks; each
-    backend that the CPU has in turn."""
+    """Cover dtypes, reductions, smoothing, ignored NaN rows, and fewer classes than ranks.
+
+    Each CPU backend runs in turn.
+    """
     ranks, shape, places = LOSSES[how]
     computed = set()
     for number in range(18):
@@ -162,8 +165,10 @@ def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
 
 
 def shown(op: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A call that shows its dropout mask in the first output: scores that are alike, or the
-    identity for weights."""
+    """Return a call whose first output exposes its dropout mask.
+
+    Scores are equal, or the weights the identity.
+    """
     ones, eye = torch.ones(5, 3, 64), torch.eye(64)
     if op == "add_norm":
         return {"x": ones, "residual": 0 * ones, "weight": torch.ones(64)}, {}
@@ -197,7 +202,7 @@ MASKS = [
 def test_the_dropout_mask_is_that_of_one_process(
     pool: Pool, ranks: int, op: str, split: dict[str, int]
 ) -> None:
-    """Bit for bit, parts of different sizes among them."""
+    """Bits are equal, also for parts of different sizes."""
     tensors, keywords = shown(op)
     keywords |= {"dropout_p": 0.4, "dropout_seed": 7}
     want = getattr(pt, op)(**tensors, **keywords)
@@ -270,7 +275,7 @@ def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
 
 
 def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
-    """So nothing is refused for it: rows of dimension 1 on a mesh (4, 1)."""
+    """They cause no error: rows of dimension 1 on a mesh (4, 1)."""
     _, tensors, keywords, _ = REFUSED["dropout of rows that do not follow each other"]
     split = {n: (shape, [Replicate(), *where]) for n, (shape, where) in tensors.items()}
     assert pool.run(4, refusal, (4, 1), "add_norm", split, **keywords) == [""] * 4
