@@ -54,7 +54,7 @@ def draw(folder: Path, what: str, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_model_of_ours(
+def test_every_model_can_be_plotted(
     name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
 ) -> None:
     model, folder = build(name).eval(), tmp_path / "model"
@@ -83,7 +83,7 @@ def test_every_model_of_ours(
     ) in capsys.readouterr().err
 
 
-def test_the_columns_of_a_strip_are_a_conformer_s_frames(picture: str, tmp_path: Path) -> None:
+def test_strip_columns_are_conformer_frames(picture: str, tmp_path: Path) -> None:
     """40 x 9 pixels with 9 features are 40 columns, which the subsampling reduces to 9 frames."""
     build("Conformer-ctc").save(tmp_path / "model")
     code, drawn = draw(tmp_path / "model", picture, "--kind", "heat")
@@ -100,7 +100,7 @@ HUGGING_FACE = {
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_models_of_hugging_face(
+def test_hugging_face_weights_equal_eager(
     families: Any, name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
 ) -> None:
     """The command plots them."""
@@ -129,7 +129,7 @@ def test_models_of_hugging_face(
         )
 
 
-def test_what_a_model_has_not_is_named(families: Any, tmp_path: Path) -> None:
+def test_missing_layers_and_heads_are_named(families: Any, tmp_path: Path) -> None:
     families.FAMILIES["llama"].build("eager").base_model.save_pretrained(tmp_path / "model")
     inputs = {k: v[:1] for k, v in families.inputs_of(families.FAMILIES["llama"], "none").items()}
     with pytest.raises(ValueError, match="LlamaModel has no cross attention; it has decoder"):

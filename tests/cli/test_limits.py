@@ -55,14 +55,14 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("name", "share", "measured"), KNOWN)
-def test_the_limit_is_the_part_that_takes_most(name: str, share: float, measured: dict) -> None:
+def test_limit_is_the_largest_part(name: str, share: float, measured: dict) -> None:
     found, shares = limits.of(measured, PEAKS)
     assert found == name and name in limits.LIMITS
     assert shares[name] == pytest.approx(share, abs=0.03)
     assert set(shares) <= set(limits.LIMITS) and min(shares.values()) >= 0
 
 
-def test_without_what_it_is_told_by_there_is_no_limit() -> None:
+def test_missing_measurements_give_no_limit() -> None:
     measured = KNOWN[0][2]
     assert limits.of(measured, None) is None
     assert limits.of({**measured, "floor_ms": None}, PEAKS) is None
@@ -91,7 +91,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_every_row_says_what_limits_it(written: dict) -> None:
+def test_every_row_has_a_limit(written: dict) -> None:
     assert results.validate(written) == []
     for found in written["rows"]:
         assert (found["limit"], found["limit_shares"]) == limits.of(found, written["peaks"])
@@ -106,7 +106,7 @@ def test_every_row_says_what_limits_it(written: dict) -> None:
         )
 
 
-def test_a_document_with_another_limit_is_refused(written: dict) -> None:
+def test_documents_with_a_wrong_limit_are_refused(written: dict) -> None:
     def faults(change) -> str:
         broken = json.loads(json.dumps(written))
         change(broken)
@@ -131,7 +131,7 @@ def test_a_document_with_another_limit_is_refused(written: dict) -> None:
 @pytest.mark.parametrize(
     "name", ["layer_norm", "full", "feed_forward_gelu", "linear_cross_entropy"]
 )
-def test_kernels_alone_compute_the_same_into_the_same_tensors(name: str) -> None:
+def test_kernel_only_calls_write_the_same_results(name: str) -> None:
     case = plan.case(name, "small")
     problem = providers.Problem.make(case, torch.float32, "cpu", seed=5, grad=False)
     found = [p for p in providers.ours(case.op) if p.name == "cpu"]
@@ -153,7 +153,7 @@ def test_kernels_alone_compute_the_same_into_the_same_tensors(name: str) -> None
         assert all(torch.equal(t, w) for t, w in zip(result, wanted))
 
 
-def test_a_peer_has_no_kernels_alone() -> None:
+def test_peers_have_no_kernel_only_calls() -> None:
     x = torch.ones(3)
     assert limits.kernels_alone("layer_norm", "cpu", lambda: x + 1) is None
 
@@ -162,7 +162,7 @@ def test_a_peer_has_no_kernels_alone() -> None:
 
 
 @pytest.mark.usefixtures("watch")
-def test_calls_that_get_faster_are_called_until_they_do_not() -> None:
+def test_warm_up_continues_while_calls_get_faster() -> None:
     takes = iter([0.02, 0.015, 0.01, 0.006])
 
     def call() -> None:
@@ -176,7 +176,7 @@ def test_calls_that_get_faster_are_called_until_they_do_not() -> None:
 
 
 @pytest.mark.usefixtures("watch")
-def test_a_sample_does_not_pay_for_its_neighbour() -> None:
+def test_samples_exclude_the_cost_of_the_previous_contender() -> None:
     """The first call after another contender costs nine times as much; no sample includes it."""
     last: list[str] = []
 
@@ -191,7 +191,7 @@ def test_a_sample_does_not_pay_for_its_neighbour() -> None:
     assert all(timing.p80_ms == pytest.approx(5) for timing in timings.values())
 
 
-def test_what_tells_the_limit_is_measured_only_where_it_was_asked_for() -> None:
+def test_limit_measurements_run_on_request_only() -> None:
     step = plan.Step(plan.case("layer_norm", "small"), torch.float32, "fwd")
     for wanted in (True, False):
         runs = runner.Runner(

@@ -32,7 +32,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
     )
 
 
-def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_verify_writes_results_for_doctor(cli: Callable[..., Any], tmp_path: Path) -> None:
     keep = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache"), "PYTRANSFORMER_VERIFY": "first"}
     (found,) = json.loads(
         cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout
@@ -55,7 +55,7 @@ def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_p
     assert "'atention'" in cli("verify", "--op", "atention", expect=USAGE).stderr
 
 
-def test_the_function_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_equals_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
     (found,) = pt.verify(ops=["rms_norm"], backends=["cpu"], devices=["cpu"])
     assert found["checks"] and Path(found["path"]).parent == tmp_path
@@ -65,7 +65,7 @@ def test_the_function_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.falls_back
 @pytest.mark.parametrize("fault", ["wrong numbers", "crash"])
-def test_a_broken_backend_costs_itself_alone(
+def test_broken_backends_do_not_affect_others(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code is 1, the output names the failure, and calls use the next backend."""
@@ -103,7 +103,7 @@ def test_a_broken_backend_costs_itself_alone(
         assert "Not right here" in capsys.readouterr().out
 
 
-def test_everything_is_checked() -> None:
+def test_verify_checks_everything() -> None:
     """Each backend, op, dtype and case; core cases have wide heads and a large mask.
 
     The most frequent cases come first.
@@ -126,7 +126,7 @@ def test_everything_is_checked() -> None:
         assert jobs[0]["dtype"] == "bfloat16"
 
 
-def test_a_run_whose_time_was_up_is_gone_on_with(
+def test_interrupted_runs_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Passed checks are kept; missing and failed ones run again.
@@ -164,7 +164,7 @@ def test_a_run_whose_time_was_up_is_gone_on_with(
     assert ran[2] == total
 
 
-def test_an_order_needs_a_clear_lead_in_every_case() -> None:
+def test_order_needs_a_clear_lead_in_every_case() -> None:
     def times(*rows: tuple[float, float]) -> list[dict[str, Any]]:
         return [{"op": "attention", "ms": {"cpu": cpu, "torch": theirs}} for cpu, theirs in rows]
 
@@ -174,7 +174,7 @@ def test_an_order_needs_a_clear_lead_in_every_case() -> None:
     assert plan.order(times((1.0, 1.0))) == {} and plan.order([]) == {}
 
 
-def test_first_check_has_every_feature_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_check_covers_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     """It uses the call's last dimension: all core cases if time allows, else one.
 
     A failure ends it.
@@ -212,7 +212,7 @@ def test_first_check_runs_real_cases() -> None:
     assert result["outcome"] == "right" and result["lines"][0]["bound_used"] <= 1
 
 
-def test_times_are_of_those_that_are_right() -> None:
+def test_times_cover_only_passed_checks() -> None:
     line = {"op": "attention", "case": "full", "dtype": "float32", "outcome": "right"}
     found = [line | {"backend": b} for b in ("cpu", "torch", "reference")]
     (job,) = plan.timings(found, "cpu", ["attention"])

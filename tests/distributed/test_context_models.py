@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_those_of_one_process(pool: Pool, name: str, ranks: int) -> None:
+def test_loss_and_gradients_equal_one_process(pool: Pool, name: str, ranks: int) -> None:
     model, changes, more = CASES[name]
     made = model, CONFIGS[model] | NOTHING | changes, torch.float64
     given = {"input_ids": ids(), "labels": ids(), **more}

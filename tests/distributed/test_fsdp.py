@@ -23,9 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_fsdp_computes_right_gradients_and_freed_parameters_are_refused(
-    pool: Pool, op: str
-) -> None:
+def test_fsdp_gradients_are_right_and_freed_parameters_refused(pool: Pool, op: str) -> None:
     for message in pool.run(2, gradients_and_refusal, CASES[op]):
         assert (
             message.startswith(f"{op}: ")

@@ -27,7 +27,7 @@ REFUSED = {
         ("ulysses", 2, "contiguous"),
     ],
 )
-def test_within_the_bounds(
+def test_random_problems_within_the_bounds(
     pool: Pool, scheme: str, ranks: int, layout: str, pytestconfig: pytest.Config
 ) -> None:
     seed = pytestconfig.getoption("--fuzz-seed")
@@ -54,7 +54,7 @@ def test_within_the_bounds(
 
 
 @pytest.mark.slow
-def test_eight_processes() -> None:
+def test_eight_processes_within_the_bounds() -> None:
     """A separate pool runs some problems on eight ranks."""
     processes, judged = Pool(8), 0
     try:

@@ -26,7 +26,7 @@ SECONDS = 20.0  # max seconds that a process waits for another, startup included
 
 
 @pytest.mark.parametrize("model", ["GPT", pytest.param("T5", marks=pytest.mark.slow)])
-def test_a_run_goes_on_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -> None:
+def test_runs_resume_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -> None:
     """Meshes are 2 x 2, sharded over the data, 4 x 1, 1 x 4 and one process.
 
     Losses and weights equal those of an uninterrupted run.
@@ -52,7 +52,7 @@ def test_a_run_goes_on_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shard"])
-def test_the_same_mesh_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, shard: bool) -> None:
+def test_same_mesh_resumes_bit_for_bit(pool: Pool, tmp_path: Path, shard: bool) -> None:
     job = Job("GPT", steps=8, dtype=torch.float32)
     want = pool.run(4, on_a_mesh, job, MESH, shard)
     pool.run(4, on_a_mesh, job._replace(out=str(tmp_path), until=3), MESH, shard)
@@ -64,7 +64,7 @@ def test_the_same_mesh_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, shard: bo
         )
 
 
-def test_other_batches_a_step_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_other_batches_per_step_are_refused(pool: Pool, tmp_path: Path) -> None:
     job = Job("GPT", steps=6, until=1, out=str(tmp_path))
     job.run()
     for changed, told in (
@@ -116,7 +116,7 @@ def start(out: Path) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize("how", [
     signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
 ], ids=lambda s: s.name)  # fmt: skip
-def test_a_lost_process_ends_the_others_and_nothing_is_lost(
+def test_lost_process_ends_the_others_and_the_run_resumes(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     """One is killed or stopped after the first checkpoint; the others report it and end.

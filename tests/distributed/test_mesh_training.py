@@ -37,7 +37,7 @@ def alone(model: str, a_step: int = 2) -> Ran:
         shard in (("GPT", False), ("T5", True))),
     *(pytest.param("Transformer", shard, marks=pytest.mark.slow) for shard in (False, True)),
 ])  # fmt: skip
-def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: bool) -> None:
+def test_fifty_steps_equal_one_process(pool: Pool, model: str, shard: bool) -> None:
     """Clipped float64 AdamW on padded batches with different numbers of labels, all dropouts on."""
     want = alone(model)
     assert want.losses[-1] < 0.97 * want.losses[0], "it learns"
@@ -59,7 +59,7 @@ def test_every_model_trains_on_a_mesh(pool: Pool, name: str) -> None:
         assert difference(found, want) < 1e-9
 
 
-def test_plain_parameters_beside_split_ones(pool: Pool) -> None:
+def test_unsplit_parameters_stay_plain(pool: Pool) -> None:
     """This holds if no dimension shards the data."""
     want = small_run("Conformer-ctc")
     for found in pool.run(4, small_on_a_mesh, "Conformer-ctc", {"tensor": 4}):
@@ -67,7 +67,7 @@ def test_plain_parameters_beside_split_ones(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("model", ["GPT", "T5", "Transformer"])
-def test_sequences_are_split(pool: Pool, model: str) -> None:
+def test_split_sequences_equal_one_process(pool: Pool, model: str) -> None:
     """Two ranks split sequences, two others batches; lengths are 4 to 12 without dropout."""
     job = Job(model, steps=10, changes={"dropout": 0.0})
     want = job.run()
@@ -78,9 +78,7 @@ def test_sequences_are_split(pool: Pool, model: str) -> None:
 @pytest.mark.parametrize(
     "sizes, shard", [({"data": 4}, True), ({"tensor": 4}, False), (MESH, True)], ids=str
 )
-def test_parameters_and_optimizer_state_fall_as_the_ranks_grow(
-    pool: Pool, sizes: dict[str, int], shard: bool
-) -> None:
+def test_state_decreases_with_the_ranks(pool: Pool, sizes: dict[str, int], shard: bool) -> None:
     """It is exact to the byte with shard; norms, positions and output biases stay full."""
     job = Job("GPT", a_step=4, changes={"vocab_size": 64})
     for own, whole in pool.run(4, held, job, sizes, shard):
@@ -90,12 +88,12 @@ def test_parameters_and_optimizer_state_fall_as_the_ranks_grow(
 @pytest.mark.parametrize(
     "text", ["data", "data=two", "data=0", "data=2,data=2", "rows=2", "tensor=2,", "data=-1", ""]
 )
-def test_what_is_no_mesh(text: str) -> None:
+def test_invalid_meshes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"a mesh is written as data=2,tensor=2.*got '"):
         parse_mesh(text)
 
 
-def test_a_mesh_has_all_ranks() -> None:
+def test_meshes_must_have_all_ranks() -> None:
     assert parse_mesh("tensor=2, data=3") == {"tensor": 2, "data": 3}
     for sizes, told in (
         (

@@ -93,7 +93,7 @@ def difference(found: Any, want: Any) -> float:
     ("T5", (1, 2)), ("T5", (2, 1)), ("T5", (2, 2)),
     ("BERT", (1, 2)), ("ViT", (1, 2)), ("ViT", (2, 2)), ("Transformer", (1, 2)),
 ], ids=str)  # fmt: skip
-def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
+def test_training_equals_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
     """Four steps of AdamW with clipped float64 gradients.
 
     ``ranks`` are the ranks of FSDP2 and of the heads.
@@ -104,7 +104,7 @@ def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int
 
 
 @pytest.mark.parametrize("name", small_models.CONFIGS)
-def test_gradients_of_every_model(pool: Pool, name: str) -> None:
+def test_gradients_of_every_model_equal_one_process(pool: Pool, name: str) -> None:
     """Packed padding, grouped queries, ALiBi, any head dim, every head of a model."""
     want = loss_and_gradients(small(name), name)
     for found in pool.run(2, split_gradients, name):
@@ -117,13 +117,13 @@ def test_gradients_of_every_model(pool: Pool, name: str) -> None:
     "gradients of what is whole are not added up", "results are not added up", "b2 on every rank",
     "lse of the rank's own classes",
 ])  # fmt: skip
-def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str) -> None:
     made = "GPT", CONFIGS["GPT"], torch.float64
     found = pool.run(2, trained, made, batches("GPT"), (1, 2), fault)
     assert max(difference(f, alone("GPT", 1)) for f in found) > 1e-3
 
 
-def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
+def test_converted_hugging_face_models_run_under_fsdp(pool: Pool) -> None:
     pytest.importorskip("transformers")
     steps = [
         {"input_ids": b["input_ids"], "labels": b["input_ids"][:, 0] % 2} for b in batches("GPT")
@@ -135,7 +135,7 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["GPT", "T5"])
-def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> None:
+def test_bytes_equal_the_formulas(pool: Pool, name: str, ranks: int) -> None:
     """GPT's dropout broadcasts seeds; T5 without dropout broadcasts none.
 
     Each norm but the first of a stack, its last norm and each attention broadcast one.
@@ -155,7 +155,7 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> N
         assert found == (forward, backward)
 
 
-def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
+def test_parameters_decrease_with_the_ranks(pool: Pool) -> None:
     """Each of 2 x 2 ranks has a quarter of the split matrices and, with FSDP2, half of the rest."""
     made = "GPT", CONFIGS["GPT"] | {"vocab_size": 64}, torch.float32
     for found in pool.run(4, sizes, made, 2):
@@ -164,7 +164,7 @@ def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
             assert own == full // (4 if matrix or "qkv" in name or "w1" in name else 2), name
 
 
-def test_a_split_model_is_saved_from_its_gathered_state(pool: Pool, tmp_path: Path) -> None:
+def test_split_models_save_their_gathered_state(pool: Pool, tmp_path: Path) -> None:
     made = "GPT", CONFIGS["GPT"], torch.float32
     for refused, same in pool.run(2, saved_and_back, made, str(tmp_path)):
         assert "its parameters are split over ranks" in refused and same

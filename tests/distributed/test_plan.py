@@ -56,7 +56,7 @@ def visible_pairs(p: Pattern) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
-def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) -> None:
+def test_tiles_equal_those_with_visible_pairs(name: str, ranks: int, layout: str) -> None:
     """No visible tile is missing and no hidden one is computed.
 
     For each single keyword, visibility by ranges is exact.
@@ -73,7 +73,7 @@ def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
-def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str) -> None:
+def test_keys_arrive_once_from_their_owner(name: str, ranks: int, layout: str) -> None:
     """Each gradient of a used chunk returns to the owner once."""
     plan = plan_of(PATTERNS[name], ranks, layout)
     has = {0: {(rank, rank, j) for rank in range(ranks) for j in range(len(plan.keys[rank]))}}
@@ -121,7 +121,7 @@ def sent(plan: RingPlan) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_is_hidden_is_not_sent(ranks: int) -> None:
+def test_hidden_chunks_are_not_sent(ranks: int) -> None:
     """The numbers are those of docs/distributed.md."""
     n = ranks
     assert sent(plan_of(Pattern(), n, "contiguous")) == n * (n - 1)
@@ -133,7 +133,7 @@ def test_what_is_hidden_is_not_sent(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_zigzag_is_even(ranks: int) -> None:
+def test_zigzag_balances_causal_tiles(ranks: int) -> None:
     """Every rank has 2n + 1 tiles, each a quarter of a contiguous tile."""
     even, uneven = (
         plan_of(Pattern(causal=True), ranks, layout) for layout in ("zigzag", "contiguous")
@@ -146,7 +146,7 @@ def test_zigzag_is_even(ranks: int) -> None:
     assert [tiles(uneven, r) for r in range(ranks)] == [r + 1 for r in range(ranks)]
 
 
-def test_shards_join_in_order() -> None:
+def test_shards_concatenate_in_order() -> None:
     whole = torch.arange(24)
     for ranks, layout in ((2, "zigzag"), (3, "zigzag"), (4, "contiguous")):
         shards = [
@@ -157,7 +157,7 @@ def test_shards_join_in_order() -> None:
     assert chunk_ranges("zigzag", 2, 8) == ((range(2), range(6, 8)), (range(2, 4), range(4, 6)))
 
 
-def test_a_message_names_its_ends() -> None:
+def test_messages_name_their_ranks() -> None:
     plan = plan_of(Pattern(causal=True), 2, "contiguous")
     assert plan.key_messages(1) == (Message(source=0, target=1, owner=0, chunk=0),)
     assert plan.gradient_messages(1) == (Message(source=1, target=0, owner=0, chunk=0),)

@@ -83,9 +83,7 @@ def wrong(problem: Problem, shards: list[Any], layout: str) -> list[str]:
     "scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")]
 )
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_dropout_mask_is_that_of_one_process(
-    pool: Pool, ranks: int, scheme: str, layout: str
-) -> None:
+def test_dropout_mask_equals_one_process(pool: Pool, ranks: int, scheme: str, layout: str) -> None:
     """Value as the identity and equal scores expose the mask in out."""
     length, seed, p, heads = 48, 7, 0.4, 12 if scheme == "ulysses" else 2
     q, eye = torch.zeros(2, heads, length, 8), torch.eye(length).expand(2, heads, length, length)
@@ -99,7 +97,7 @@ def test_the_dropout_mask_is_that_of_one_process(
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None:
+def test_every_backend_is_right_in_float64(pool: Pool, backend: str, layout: str) -> None:
     """Tiles are differentiated by the row's lse and through their own softmax."""
     problem = problem_of(
         causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
@@ -116,7 +114,7 @@ def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None
     "scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")]
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None:
+def test_block_masks_within_the_bound(pool: Pool, backend: str, scheme: str, layout: str) -> None:
     """Each head has another mask; tiles with rows of finfo.min use a shift."""
     lowest = torch.zeros(1, 1, 48, 48).double()
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
@@ -128,7 +126,7 @@ def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None
     )
 
 
-def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
+def test_ring_skips_blocks_hidden_by_a_block_mask(pool: Pool) -> None:
     """Documents of 64 rows on four ranks of 32: each rank gets only its neighbor's keys."""
     length, dim = 128, 8
     seen = torch.block_diag(*[torch.ones(64, 64)] * 2).bool()[None, None]
@@ -138,7 +136,7 @@ def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
     assert [sent["isend"] for sent in found] == [3 * chunk] * 4
 
 
-def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
+def test_all_ranks_synchronize_before_sends(pool: Pool) -> None:
     """NCCL needs every rank in a group's first call.
 
     Two ranks see only their own rows and never send.
@@ -153,7 +151,7 @@ def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
     assert others[0].count("batch_isend_irecv") >= 4
 
 
-def test_two_runs_give_the_same_bits(pool: Pool) -> None:
+def test_repeated_runs_give_equal_bits(pool: Pool) -> None:
     problem = problem_of(
         dtype=torch.float32, causal="top_left", table=torch.randn(8, 4), t5=(False, 20)
     )
@@ -162,7 +160,7 @@ def test_two_runs_give_the_same_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
+def test_memory_decreases_with_the_ranks(pool: Pool, layout: str) -> None:
     """Four ranks need more than half the memory of two, which pass no gradient on."""
     problem = problem_of(length=1024, dim=32, dtype=torch.float32, causal="top_left")
     two, four = (max(pool.run(ranks, peak_bytes, problem, layout)) for ranks in (2, 4))
@@ -179,7 +177,7 @@ def ulysses_bytes(ranks: int, batch: int, rows: int, heads: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None:
+def test_ulysses_bytes_equal_the_formula(pool: Pool, layout: str) -> None:
     """Forward sends query, key, value, out and a requested lse; backward sends their gradients.
 
     There is one more key head than ranks.
@@ -194,7 +192,7 @@ def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None
 
 
 @pytest.mark.parametrize("scheme, ranks", [("ulysses", 2), ("ulysses", 4)])
-def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
+def test_ulysses_is_right_in_float64(pool: Pool, scheme: str, ranks: int) -> None:
     """Four ranks share two key heads: each is sent to two."""
     problem = problem_of(
         causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
@@ -209,7 +207,7 @@ def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
     )
 
 
-def test_ulysses_refuses(pool: Pool) -> None:
+def test_ulysses_refuses_unsupported_calls(pool: Pool) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ((1, 3, 4, 8), {}, "2 ranks must divide query's heads"),
     ]
@@ -223,7 +221,7 @@ def test_ulysses_refuses(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str
 )
-def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
+def test_ring_bytes_equal_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
     """docs/distributed.md: K and V in forward; again in backward, with float32 gradients."""
     ranks, batch, key_heads, length, dim = 4, 2, 2, 48, 8
     problem = problem_of(dtype=torch.float32, **keywords)
@@ -244,7 +242,7 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str | None) -> None:
     """Rows of finfo.min are mixed with others; a sink would get all their weight."""
     lowest = torch.zeros(1, 1, 48, 48)
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
@@ -263,7 +261,7 @@ def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
     assert bool(found) == (fault is not None), found
 
 
-def test_a_share_of_the_gradients_each(pool: Pool) -> None:
+def test_gradient_shares_sum_to_the_full_gradient(pool: Pool) -> None:
     """sum_gradients=False leaves a share on each rank."""
     problem = problem_of(causal="top_left", table=torch.randn(8, 4).double(), t5=(False, 20))
     whole, shares = (
@@ -277,7 +275,7 @@ def test_a_share_of_the_gradients_each(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
-def test_the_first_rank_draws_the_seed(pool: Pool, scheme: str) -> None:
+def test_first_rank_draws_the_seed(pool: Pool, scheme: str) -> None:
     assert len(set(pool.run(3, seed_drawn, scheme))) == 1
 
 
@@ -343,7 +341,7 @@ def test_every_rank_refuses(pool: Pool, name: str) -> None:
         assert why in told
 
 
-def test_alone_it_says_how_to_start() -> None:
+def test_single_process_error_has_a_start_hint() -> None:
     x = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match="start the processes with torchrun"):
         ring_attention(x, x, x)
@@ -368,7 +366,7 @@ assert group() is None, "something holds the group"
 """
 
 
-def test_the_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
+def test_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
     """Otherwise gloo's threads remain, and the process may abort at exit."""
     command = [sys.executable, "-c", GROUP_ENDS, str(tmp_path / "store")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -58,7 +58,7 @@ def even(name: str, way: Way, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) -> None:
+def test_values_and_gradients_equal_one_process(pool: Pool, name: str) -> None:
     """Every split runs in float64, the first in float32 too.
 
     Dropout needs the full tensors on every rank.
@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) ->
     ],
     ids=str,
 )
-def test_a_mesh_of_two_dimensions(pool: Pool, name: str, split: list[str]) -> None:
+def test_two_dimensional_meshes_equal_one_process(pool: Pool, name: str, split: list[str]) -> None:
     assert not wrong(name, torch.float32, pool.run(4, compute, name, torch.float32, split, (2, 2)))
     assert not wrong(name, torch.float64, pool.run(4, compute, name, torch.float64, split, (2, 2)))
 
@@ -107,7 +107,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("how", LOSSES)
-def test_random_losses(pool: Pool, how: str) -> None:
+def test_random_losses_within_the_bounds(pool: Pool, how: str) -> None:
     """Cover dtypes, reductions, smoothing, ignored NaN rows, and fewer classes than ranks.
 
     Each CPU backend runs in turn.
@@ -154,7 +154,7 @@ SEEN_BY = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str) -> None:
     name, way = SEEN_BY[fault]
     assert not wrong(name, torch.float32, pool.run(2, compute, name, torch.float32, [way], (2,)))
     assert wrong(
@@ -199,7 +199,7 @@ MASKS = [
 
 @pytest.mark.parametrize("op, split", MASKS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_dropout_mask_is_that_of_one_process(
+def test_dropout_mask_equals_one_process(
     pool: Pool, ranks: int, op: str, split: dict[str, int]
 ) -> None:
     """Bits are equal, also for parts of different sizes."""
@@ -258,7 +258,7 @@ def test_two_meshes_are_refused(pool: Pool) -> None:
     assert all("distribute both over the same mesh" in told for told in pool.run(4, other_mesh))
 
 
-def test_what_takes_no_dtensors_says_what_to_give(pool: Pool) -> None:
+def test_ops_without_dtensor_support_give_a_hint(pool: Pool) -> None:
     for weights, ring in pool.run(2, plain_only):
         assert (
             "attention_weights: query, key and lse must be plain tensors" in weights
@@ -266,7 +266,7 @@ def test_what_takes_no_dtensors_says_what_to_give(pool: Pool) -> None:
         )
 
 
-def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
+def test_bad_target_of_one_rank_raises_on_all(pool: Pool) -> None:
     first, last = pool.run(2, wrong_target)
     assert (
         "another rank's target is out of range" in first
@@ -274,7 +274,7 @@ def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
     )
 
 
-def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
+def test_mesh_dimensions_of_one_rank_split_nothing(pool: Pool) -> None:
     """They cause no error: rows of dimension 1 on a mesh (4, 1)."""
     _, tensors, keywords, _ = REFUSED["dropout of rows that do not follow each other"]
     split = {n: (shape, [Replicate(), *where]) for n, (shape, where) in tensors.items()}
@@ -282,7 +282,7 @@ def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("place", [None, 0])
-def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
+def test_partial_placements_are_reduced(pool: Pool, place: int | None) -> None:
     shapes = {"x": (5, 8), "w1": (12, 8), "w2": (8, 12), "b2": (8,), "weight": (8,), "grad": (5, 8)}
     t = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
     leaves = [t[n].clone().requires_grad_() for n in ("x", "w1", "w2", "b2", "weight")]
@@ -299,6 +299,6 @@ def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
             torch.testing.assert_close(found[name], want.detach(), rtol=CURVE, atol=CURVE, msg=name)
 
 
-def test_the_first_rank_draws_the_seed(pool: Pool) -> None:
+def test_first_rank_draws_the_seed(pool: Pool) -> None:
     first, second = pool.run(2, mask_drawn)
     assert 0 < int((first == 0).sum()) < first.numel() and torch.equal(first, second)

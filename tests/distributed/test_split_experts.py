@@ -71,15 +71,13 @@ def wrong(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_results_are_those_of_one_process(
-    pool: Pool, name: str, ranks: int, dtype: torch.dtype
-) -> None:
+def test_results_equal_one_process(pool: Pool, name: str, ranks: int, dtype: torch.dtype) -> None:
     """Compare out, balance loss and gradients for any number of tokens per rank, zero included."""
     assert wrong(pool, ranks, name, dtype)[0] == []
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_bytes_are_those_of_the_formula(pool: Pool, name: str) -> None:
+def test_bytes_equal_the_formula(pool: Pool, name: str) -> None:
     """A slot with an expert on another rank sends a row there and back, and in backward."""
     tokens, _ = problem(2, torch.float32)
     m = mixture(OPTIONS[name], torch.float32)
@@ -93,7 +91,7 @@ def test_bytes_are_those_of_the_formula(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str) -> None:
     assert wrong(pool, 2, "little room", torch.float64, fault)[0]
 
 
@@ -106,7 +104,7 @@ def test_every_rank_refuses(pool: Pool) -> None:
         assert all(why in told for told in pool.run(2, refusal, options, given))
 
 
-def test_training_with_fsdp_is_that_of_one_process(pool: Pool) -> None:
+def test_training_with_fsdp_equals_one_process(pool: Pool) -> None:
     config = {
         "d_model": 16, "num_heads": 4, "hidden": 24, "num_layers": 2, "vocab_size": 61,
         "max_length": 16, "attention_dropout": 0.0,
