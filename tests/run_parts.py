@@ -84,7 +84,7 @@ class Result(NamedTuple):
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    reasons: Reasons = ()  # of skipped tests, or of a part that did not run
+    reasons: Reasons = ()  # reasons of skipped tests, or of a part that did not run
 
 
 def paths(part: Part) -> list[str]:

@@ -98,8 +98,8 @@ def test_statistics_do_not_depend_on_the_first_value(columns: int, first: float)
         got = pt.layer_norm(x, (columns,), eps=1e-3)
         added, _ = pt.add_norm(torch.zeros_like(x), x, torch.ones(columns), eps=1e-3)
     exact = torch.nn.functional.layer_norm(x.double(), (columns,), eps=1e-3)
-    # The last bit of an input of size s is eps s. No kernel can be more exact than that, in units
-    # of the row's deviation.
+    # In units of the row's deviation, no kernel can be more exact than eps s, the last bit of an
+    # input of size s.
     deviation = (x.double().var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
     allowed = 4 * torch.finfo(torch.float32).eps * (1 + exact.abs() + x.double().abs() / deviation)
     assert ((got - exact).abs() <= allowed).all() and ((added - exact).abs() <= allowed).all()

@@ -86,7 +86,7 @@ SASS = """
         ("FADD R3, R2, R2", "LDS.64 R6, [R2]", "overwrites R6, which a wgmma in flight reads"),
         ("FADD R3, R2, R2", "MOV R5, R2", "overwrites R5"),
         ("FADD R3, R2, R2", "@P1 BRA 0x00a0", "0xa0 STG.E.128 desc[UR4][R2.64], R24: touches R24"),
-        ("FADD R3, R56, R4", "FADD R3, R24, R4", "touches R24"),  # of the group still in flight
+        ("FADD R3, R56, R4", "FADD R3, R24, R4", "touches R24"),  # the group is still in flight
         ("gsb0, 0x0 ;", "gsb0, 0x1 ;", "touches R24"),
         ("R24, gdesc[UR24]", "R80, gdesc[UR24]", "shares some of its registers"),
         ("R24, gdesc[UR24]", "R4, gdesc[UR24]", "shares some of its registers"),

@@ -34,14 +34,13 @@ def found(
     path: str = "portable",
     **environment: str,
 ) -> str:
-    """What a module of problems tells of the library with this fault planted; nothing if it finds
-    nothing wrong.
+    """Return the output of a module of problems with this fault planted; empty if all pass.
 
     fault: a name of text_faults.py, or a call site (csrc/emulator/sites.h). path:
     PYTRANSFORMER_CUDA_PATH.
 
     Raises:
-        RuntimeError: the run crashed, or took too long.
+        RuntimeError: the run crashed, or exceeded its time.
     """
     environment |= {
         "PYTRANSFORMER_EMULATE": str(library),

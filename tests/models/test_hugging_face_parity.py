@@ -27,8 +27,7 @@ class Case:
     kind: str = "encoder"
 
     def pair(self, hugging_face: Any) -> tuple[Any, Any]:
-        """Their model in eval mode with weights large enough that attention matters, and ours made
-        from it."""
+        """Return their model in eval mode, with weights large enough for attention, and ours."""
         torch.manual_seed(5)
         config = getattr(hugging_face, self.config)(**self.settings)
         theirs = (

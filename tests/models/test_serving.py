@@ -152,7 +152,7 @@ def test_unservable_requests_are_refused_immediately() -> None:
 def test_repeated_prompts_reuse_pages(length: int) -> None:
     """The last token is always computed because its logits are needed.
 
-    Of 8 tokens in pages of 4, one page is reused, not two.
+    A prompt of 8 tokens in pages of 4 reuses one page, not two.
     """
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4))

@@ -62,7 +62,7 @@ def test_right_backend_is_checked_once_and_used(
         pt.attention(q[:, :, :20], k, v)  # another length is the same class
         assert ran == ["forward"] * 2 and not pt.fallbacks()
         assert capfd.readouterr().err.count("checking attention") == 1
-        verification.forget()  # as in another process: the result is on disk
+        verification.forget()  # the result is on disk for another process
         pt.attention(q, k, v)
         assert len(ran) == 3 and "checking" not in capfd.readouterr().err
         pt.attention(q, k, v, causal="top_left", window=(3, 0))
