@@ -40,7 +40,7 @@ def installed(builder: ModuleType, package: Path) -> tuple[bool, dict[str, objec
     )["fast_path"]
 
 
-def test_it_says_what_it_is_for(builder: ModuleType, tmp_path: Path) -> None:
+def test_build_report_names_the_target(builder: ModuleType, tmp_path: Path) -> None:
     there, said = installed(builder, tmp_path / "package")
     assert there and said["built"] and said["reason"] is None
     assert (said["torch"], said["git_version"]) == (
@@ -49,7 +49,7 @@ def test_it_says_what_it_is_for(builder: ModuleType, tmp_path: Path) -> None:
     )
 
 
-def test_one_that_does_not_compile_is_left_out_and_comes_back(
+def test_failing_fast_path_is_left_out_and_comes_back(
     builder: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,7 +75,7 @@ def test_one_that_does_not_compile_is_left_out_and_comes_back(
 
 
 @pytest.mark.parametrize("option", ["FAST_PATH", "BINDINGS"])
-def test_it_can_be_left_out(
+def test_fast_path_is_optional(
     option: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"PYTRANSFORMER_{option}", "0")
@@ -86,7 +86,7 @@ def test_it_can_be_left_out(
     }
 
 
-def test_headers_of_another_torch_are_another_compilation(
+def test_other_torch_headers_force_a_compilation(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's headers are system headers, whose changes no dependency file records."""

@@ -144,7 +144,7 @@ def test_import_time() -> None:
     assert min(ratios) < 0.5, ratios
 
 
-def test_a_library_that_does_not_load_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+def test_library_that_does_not_load_gives_a_reason(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(PACKAGE, tmp_path / "pytransformer", ignore=ignore)
     (tmp_path / "pytransformer" / "libpytransformer_cpu.so").write_bytes(b"not a library")
@@ -213,7 +213,7 @@ needs_mkl = pytest.mark.skipif(
 
 
 @needs_mkl
-def test_the_import_calls_every_function_with_one_number_of_either_type() -> None:
+def test_import_calls_every_vector_function_once_per_dtype() -> None:
     calls = fresh("""
 import json, torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -236,7 +236,7 @@ print(json.dumps(calls))
 
 
 @needs_mkl
-def test_no_function_of_this_pytorch_is_missing() -> None:
+def test_every_vector_function_of_pytorch_is_called() -> None:
     """PyTorch links MKL by function; vms is a single-precision vector function with an accuracy."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -252,7 +252,7 @@ def test_no_function_of_this_pytorch_is_missing() -> None:
 
 @needs_mkl
 @pytest.mark.slow
-def test_the_first_result_of_a_process_is_that_of_the_second() -> None:
+def test_first_result_of_a_process_equals_the_second() -> None:
     """Run 100 processes, three side by side.
 
     Without the calls at import, 11 of 350 had another first result on two cores.
@@ -269,7 +269,7 @@ print(json.dumps((first - second).abs().max().item()))
     assert max(apart) == 0
 
 
-def test_a_recorded_call_imports_no_compiler() -> None:
+def test_recorded_calls_import_no_compiler() -> None:
     """A GPU's second call is recorded; importing torch._dynamo took most of 4.3 s on an H100."""
     imported = fresh("""
         import json, sys, torch

@@ -95,7 +95,7 @@ NAMES = {
 }
 
 
-def test_what_all_ops_share_names_none() -> None:
+def test_shared_files_name_no_op() -> None:
     """An op's declarations and its family's files, which have its name, define it."""
     words = {*OPS, *FAMILIES}
     found = set()
@@ -213,7 +213,7 @@ int declared(int a);
 """
 
 
-def test_the_scanners_see_functions() -> None:
+def test_scanners_detect_functions() -> None:
     python = {f.name: (f.lines, f.parameters, f.kernel) for f in sizes.of_python(PYTHON)}
     assert python == {
         "method": (1, 2, False),
@@ -233,7 +233,7 @@ def test_the_scanners_see_functions() -> None:
 # ---- other rules
 
 
-def test_nothing_puts_the_root_on_the_path() -> None:
+def test_no_file_puts_the_root_on_the_path() -> None:
     """With the root on sys.path, kernels/ would be importable under another package's name."""
     assert not (ROOT / "conftest.py").exists()
     assert not (ROOT / "__init__.py").exists()
@@ -248,7 +248,7 @@ def test_every_package_folder_is_a_package() -> None:
     ] == []
 
 
-def test_torch_headers_only_at_the_edges() -> None:
+def test_torch_headers_only_in_bindings() -> None:
     """torch's headers slow compilation from a fraction of a second to seconds, per ISA."""
     sources = [
         path

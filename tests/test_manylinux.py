@@ -69,7 +69,7 @@ def command(tmp_path: Path) -> list[str]:
     return ["g++", "-shared", str(tmp_path / "source.o"), "-Wl,-z,defs", "-Wl,--as-needed"]
 
 
-def test_a_library_needs_no_newer_symbols(
+def test_libraries_need_no_newer_symbols(
     manylinux: ModuleType, command: list[str], tmp_path: Path
 ) -> None:
     plain, portable = tmp_path / "plain.so", tmp_path / "portable.so"
@@ -95,7 +95,9 @@ def test_a_library_needs_no_newer_symbols(
     assert done.stdout.split() == ["162.0", "-1", "0"], done.stderr
 
 
-def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_path: Path) -> None:
+def test_symbols_missing_on_the_platform_are_reported(
+    manylinux: ModuleType, tmp_path: Path
+) -> None:
     """The library is removed, because ninja would consider it up to date."""
     newest = max(
         (
@@ -124,7 +126,7 @@ def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_pat
     assert not (tmp_path / "out.so").exists()
 
 
-def test_the_platform_is_asked_for(manylinux: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_configurable(manylinux: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTRANSFORMER_MANYLINUX", raising=False)
     assert manylinux.platform() is None and manylinux.rule("g++ $in") == "g++ $in -o $out"
     monkeypatch.setenv("PYTRANSFORMER_MANYLINUX", "2_28")
