@@ -74,10 +74,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...]]]:
-    """Yield (name, call, differentiable inputs) with sizes, strides and values of 0 and 1.
-
-    Triton would specialize these to constants.
-    """
+    """Yield (name, call, inputs) with 0 and 1, which Triton specializes to constants."""
 
     def attention(
         name: str, B: int = 2, H: int = 2, Lq: int = 40, Lk: int = 40, D: int = 16, **options: Any
