@@ -405,7 +405,7 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
     before, marked, rest = text.partition(START)
     kept, closed, after = rest.partition(END)
     if not marked or not closed:
-        raise ValueError(f"no table to write to: wanted {START!r} and {END!r}")
+        raise ValueError(f"no table to write to: expected {START!r} and {END!r}")
     lines = {
         line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")
     }

@@ -133,6 +133,6 @@ def test_platform_is_configurable(manylinux: ModuleType, monkeypatch: pytest.Mon
     assert manylinux.rule("g++ $in").endswith(f"{os.sep}manylinux.py 2_28 $out g++ $in")
     monkeypatch.setenv("PYTRANSFORMER_MANYLINUX", "2_17")
     with pytest.raises(
-        ValueError, match="PYTRANSFORMER_MANYLINUX is '2_17'; wanted nothing or one of 2_28"
+        ValueError, match="PYTRANSFORMER_MANYLINUX is '2_17'; expected nothing or one of 2_28"
     ):
         manylinux.platform()

@@ -158,7 +158,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         translator = Translator.load(folder)
         return translator.model, partial(_translator_inputs, translator)
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; wanted one that holds a model")
+        raise UsageError(f"{folder} is not a folder; expected the folder of a model")
     kind = _hugging_face_type(folder)
     if kind is not None and kind not in hugging_face_types():
         model = attention_of_hf.load(folder)

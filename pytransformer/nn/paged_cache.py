@@ -160,7 +160,7 @@ class PagedCache(DecoderCache):
         if lengths is None and attention_mask is not None:
             if bool((held != start).any()):
                 raise ValueError(
-                    "PagedCache: its sequences differ in length; wanted attention_mask as lengths"
+                    "PagedCache: its sequences differ in length; expected attention_mask as lengths"
                     f" ({batch},), cached tokens included, or None, got shape"
                     f" {tuple(attention_mask.shape)}"
                 )
@@ -215,7 +215,7 @@ class PagedCache(DecoderCache):
         """Set the rows of the next call, each a different sequence."""
         if len(set(names)) != len(names) or any(name not in self.pages.tables for name in names):
             raise ValueError(
-                f"PagedCache.select: wanted different open sequences, got {list(names)}"
+                f"PagedCache.select: expected different open sequences, got {list(names)}"
             )
         if any(layer.cross is not None for layer in self.layers):
             raise ValueError(

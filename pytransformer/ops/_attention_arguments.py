@@ -312,8 +312,8 @@ def block_tensors(
         or blocks.shape[2:] != full[2:]
     ):
         raise ValueError(
-            f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq,"
-            f" Lk) of {tuple(full)}"
+            "attention: attn_mask must be a block mask of (B or 1, Hq or 1, Lq, Lk) of"
+            f" {tuple(full)}, got {blocks.shape}"
         )
     return blocks.blocks, None
 

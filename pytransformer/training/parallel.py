@@ -93,7 +93,7 @@ class SplitModel:
         """
         wrong = sorted(self._shapes.keys() ^ state.keys())
         wrong += [
-            f"{n} is {tuple(t.shape)}, wanted {tuple(self._shapes[n])}"
+            f"{n} is {tuple(t.shape)}, expected {tuple(self._shapes[n])}"
             for n, t in state.items()
             if n in self._shapes and t.shape != self._shapes[n]
         ]

@@ -186,7 +186,7 @@ def load_model(folder: Path) -> Any:
     """
     config = folder / "config.json"
     if not config.is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; wanted the folder of a model")
+        raise FileNotFoundError(f"{folder} has no config.json; expected the folder of a model")
     facts = json.loads(config.read_text())
     if "model" in facts:
         if facts["model"] not in models.__all__:
@@ -197,7 +197,7 @@ def load_model(folder: Path) -> Any:
     kind, kinds = facts.get("model_type"), hugging_face_types()
     if kind not in kinds:
         raise ValueError(
-            f"{folder} holds a Hugging Face model of type {kind!r}; wanted one of"
+            f"{folder} holds a Hugging Face model of type {kind!r}; expected one of"
             f" {', '.join(sorted(kinds))}"
         )
     return kinds[kind].load_hf(folder)

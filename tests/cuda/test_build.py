@@ -118,7 +118,7 @@ def test_old_nvcc_is_refused_by_name(
 ) -> None:
     """The check precedes any compilation."""
     fake_nvcc(tmp_path, monkeypatch, version=version)
-    assert f"nvcc {version} is too old: wanted >= 13.0" in str(
+    assert f"nvcc {version} is too old: expected >= 13.0" in str(
         builder.make_plan("1.0").why_not_cuda
     )
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")

@@ -132,7 +132,9 @@ def test_build_options_select_architectures(monkeypatch: pytest.MonkeyPatch) -> 
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert portable in only and "-DPT_BUILT_SM90A" not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
-    with pytest.raises(ValueError, match="names hopper; wanted all, native or names such as sm_80"):
+    with pytest.raises(
+        ValueError, match="names hopper; expected all, native or names such as sm_80"
+    ):
         build.archs()
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "all")
     assert build.archs() == list(build.ARCHS)

@@ -71,7 +71,7 @@ def test_other_batches_per_step_are_refused(pool: Pool, tmp_path: Path) -> None:
         (job._replace(a_step=4), "it has batches a step 2 instead of 4"),
         (
             job._replace(changes={"hidden": 32}),
-            r"does not fit the model.*w1.weight is \(24, 16\), wanted \(32, 16\)",
+            r"does not fit the model.*w1.weight is \(24, 16\), expected \(32, 16\)",
         ),
     ):
         assert all(

@@ -112,14 +112,14 @@ def test_meshes_must_have_all_ranks() -> None:
 
 REFUSED = {
     "no names": (
-        "wanted dimensions among data, context, tensor, got none with a name: init_device_mesh"
+        "expected dimensions among data, context, tensor, got none with a name: init_device_mesh"
     ),
-    "other names": "wanted dimensions among data, context, tensor, got rows, tensor",
+    "other names": "expected dimensions among data, context, tensor, got rows, tensor",
     "context and tensor": "context and tensor both split attention: use one of them, with data",
     "no context": (
         "BERT does not take a part of a sequence; GPT, Transformer and T5 do: use data, or tensor"
     ),
-    "some ranks": "it has 2 of 4 ranks: all train, so wanted all",
+    "some ranks": "it must have all 4 ranks, got 2",
     "heads": (
         "2 ranks must divide the 3 heads of queries and the 3 of keys: use fewer ranks in this"
         " dimension"

@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
         "must be a multiple of 2, got 5: pad the sequence"),
     "a group": (SHAPES, [{"group": 3}] * 2, "group must be a ProcessGroup or None, got int"),
     "a part of a block mask": (SHAPES, [{"attn_mask": BLOCKS[2]}] * 2,
-        "wanted that of the whole sequence"),
+        "must be a block mask of the full sequence"),
     "block masks": (SHAPES, [{"attn_mask": mask} for mask in BLOCKS[:2]],
         "the same attn_mask, got block mask of (1, 1, 8, 8)"),
     "pages": (SHAPES, [{"page_table": torch.zeros(1, 1, dtype=torch.int32)}] * 2,

@@ -307,7 +307,7 @@ def test_generation_restores_the_model(prompts):
         ({"sample": True, "top_k": 0}, "top_k must be at least 1, got 0"),
         ({"sample": True, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"sample": True, "beams": 2}, "beam search does not draw"),
-        ({"top_k": 3}, "for drawing; wanted sample=True"),
+        ({"top_k": 3}, "for drawing; expected sample=True"),
         ({"max_new_tokens": 41}, "9 tokens and 41 new ones are more than the model's 48 positions"),
     ],
 )

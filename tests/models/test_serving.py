@@ -110,8 +110,8 @@ def test_unservable_requests_are_refused_immediately() -> None:
     batcher = Batcher(model, model.make_paged_cache(3, page_size=4), slots=2)
     refused: list[tuple[list[int], dict[str, Any], str]] = [
         ([], {}, "the prompt has no tokens"),
-        ([5], {"beams": 2}, "wanted beams=1 and use_cache=True"),
-        ([5], {"use_cache": False}, "wanted beams=1 and use_cache=True"),
+        ([5], {"beams": 2}, "expected beams=1 and use_cache=True"),
+        ([5], {"use_cache": False}, "expected beams=1 and use_cache=True"),
         ([5] * 8, {"max_new_tokens": 6}, "13 positions need 4 pages of 4, and the cache has 3"),
         ([5] * 8, {"max_new_tokens": 42}, "49 positions, and the model has 48"),
         ([5], {"decoding": Decoding(), "stop": (3,)}, "got both: stop"),

@@ -132,7 +132,7 @@ def test_invalid_lengths_are_named(cache: Any) -> None:
     with pytest.raises(
         ValueError,
         match=(
-            r"sequence 1 holds 1 tokens and 2 columns came; wanted a length from 1 to 3, .* got 4"
+            r"sequence 1 holds 1 tokens and 2 columns came; expected a length from 1 to 3, .* got 4"
         ),
     ):
         cache.step(x[:, :2], torch.tensor([5, 4, 9, 3]))
@@ -140,7 +140,7 @@ def test_invalid_lengths_are_named(cache: Any) -> None:
         cache.step(x[:, :2], torch.tensor([5, 1, 8, 3]))
     with pytest.raises(
         ValueError,
-        match=r"differ in length; wanted attention_mask as lengths \(4,\).* got shape \(4, 10\)",
+        match=r"differ in length; expected attention_mask as lengths \(4,\).* got shape \(4, 10\)",
     ):
         cache.step(x[:, :1], torch.ones(BATCH, 10))
     with pytest.raises(ValueError, match=r"holds 4 sequences, got 3"):

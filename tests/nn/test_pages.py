@@ -346,9 +346,9 @@ def test_invalid_paged_updates_are_refused() -> None:
         feed(layer, cache, x)
         with pytest.raises(ValueError, match=r"call cache\.step before its layers"):
             layer(x, cache=cache.layers[0])
-        with pytest.raises(ValueError, match="wanted different open sequences"):
+        with pytest.raises(ValueError, match="expected different open sequences"):
             cache.select([cache.rows[0]] * 2)
-        with pytest.raises(ValueError, match="wanted different open sequences"):
+        with pytest.raises(ValueError, match="expected different open sequences"):
             cache.select([99])
         cache.layers[0].cross = (x, x)
         with pytest.raises(ValueError, match=r"follow reorder\(\) alone"):

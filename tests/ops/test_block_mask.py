@@ -416,7 +416,7 @@ def test_shapes_that_do_not_match_the_call_raise() -> None:
         BlockMask.strided(201, 3),
         BlockMask.from_dense(torch.ones(2, 2, 200, 200, dtype=torch.bool)),
     ):
-        with pytest.raises(ValueError, match="attn_mask is a block mask of"):
+        with pytest.raises(ValueError, match="attn_mask must be a block mask of"):
             pt.attention(q, q, q, attn_mask=mask)
 
 

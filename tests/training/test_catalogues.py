@@ -152,7 +152,7 @@ def test_unreadable_files_are_named(mo, install):
         ),
         (["fakeempty"], ("pt", "en"), "it has no gettext catalogue"),
         (["fakeone"], ("pt", "en"), "no pair of pt and en in fakeone 1.2"),
-        (["fakeone"], ("de", "DE"), "both 'de'; wanted two languages"),
+        (["fakeone"], ("de", "DE"), "both 'de'; expected two languages"),
     ):
         with pytest.raises(ValueError, match=said):
             catalogue_pairs(packages, *languages)
@@ -275,7 +275,7 @@ def test_training_runs_on_a_package(mo, install, tmp_path, capsys):
     else:
         assert {"bleu", "chrf", "memory_bleu", "memory_chrf"} <= report.keys() and "BLEU " in said
     for data, more, wanted in (
-        ("gettext:", [], "names no package; wanted gettext:PACKAGE"),
+        ("gettext:", [], "names no package; expected gettext:PACKAGE"),
         ("gettext:nosuchpackage", [], "no such package is installed"),
         ("gettext:fakeone", ["--from", "pt"], "no pair of pt and en"),
         (str(tmp_path / "some.tsv"), ["--from", "pt"], "the columns of a file are what they are"),

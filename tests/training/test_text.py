@@ -46,11 +46,11 @@ def test_pairs_round_trip(tmp_path):
     [
         (
             b"um\tone\n\ndois two\n",
-            r"line 3: wanted two texts with a tab between them, got 1 column: 'dois two'",
+            r"line 3: expected two texts with a tab between them, got 1 column: 'dois two'",
         ),
         (b"a\tb\tc\n", "line 1: .* got 3 columns"),
         (b"um\tone\ndois\t \n", "line 2: .* got an empty column"),
-        (b"", "is empty: wanted sentence pairs"),
+        (b"", "is empty: expected sentence pairs"),
         (b"\n \n", "is empty"),
         (b"caf\xe9\tcoffee\n", "is not UTF-8 text"),
     ],

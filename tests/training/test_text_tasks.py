@@ -201,7 +201,7 @@ def test_invalid_options_raise_with_a_hint(task, corpora, tmp_path, capsys):
             "too few sentence pairs to hold one in 20 out" if pairs else "too few to hold 20 out",
         ),
         (tmp_path / "none.tsv", [], "No such file"),
-        ("gettext:", [], "--data gettext: names no package; wanted gettext:PACKAGE"),
+        ("gettext:", [], "--data gettext: names no package; expected gettext:PACKAGE"),
         ("gettext:nosuchpackage", [], "no such package is installed; pip install nosuchpackage"),
         (corpora[pairs], ["--steps", "0"], "steps must be at least 1, got 0"),
         (corpora[pairs], ["--threads", "0"], "--threads must be at least 1, got 0"),
@@ -211,7 +211,13 @@ def test_invalid_options_raise_with_a_hint(task, corpora, tmp_path, capsys):
             else []
         ),
         *(
-            [(corpora[1], ["--temperature", "0.5"], "wanted a temperature and sizes of at least 1")]
+            [
+                (
+                    corpora[1],
+                    ["--temperature", "0.5"],
+                    "expected a temperature and sizes of at least 1",
+                )
+            ]
             if task == "t5"
             else []
         ),

@@ -127,7 +127,7 @@ def test_notes_preset_trains_by_epochs(tmp_path, corpus, capsys):
     config = Translator.load(tmp_path / "out").model.config
     assert (config.head_dim, config.logits_bias, config.label_smoothing) == (128, True, 0.0)
     train(tmp_path / "both", *corpus, "--epochs", "2", expect=USAGE)
-    assert "--epochs and --steps both say how long" in capsys.readouterr().err
+    assert "--epochs and --steps both set the length of training" in capsys.readouterr().err
 
 
 def test_two_column_files_are_supported(tmp_path, capsys):
@@ -154,8 +154,8 @@ def test_two_column_files_are_supported(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "more", "said"),
     [
-        ("", [], "is empty: wanted sentence pairs"),
-        ("a\tb\nc\n", [], "line 2: wanted two texts with a tab between them, got 1 column: 'c'"),
+        ("", [], "is empty: expected sentence pairs"),
+        ("a\tb\nc\n", [], "line 2: expected two texts with a tab between them, got 1 column: 'c'"),
         ("a\tb\n", [], "too few sentence pairs to hold one in 20 out"),
         (None, [], "No such file"),
         ("a\tb\n", ["--width", "12"], "d_model 12 is not a multiple of num_heads 8"),
@@ -300,8 +300,8 @@ def test_attention_map_plots_a_translator(trained, tmp_path, kind, which):
 def test_attention_map_errors_name_the_argument(trained, tmp_path, capsys):
     for arguments, said in [
         ([str(trained)], "--kind gallery needs a text"),
-        ([str(tmp_path / "none"), "x"], "is no folder"),
-        ([str(tmp_path), "x"], "holds no config.json"),
+        ([str(tmp_path / "none"), "x"], "is not a folder"),
+        ([str(tmp_path), "x"], "has no config.json"),
         (
             [str(trained), "casa", "--kind", "heat", "--layer", "9"],
             "layer must be between 0 and 1, got 9",

@@ -90,10 +90,10 @@ def test_models_load_by_the_config_of_their_folder(tmp_path):
         )
     for facts, said in [
         ({"model": "Nonsense"}, "holds a Nonsense"),
-        ({"model_type": "llama"}, "of type 'llama'; wanted one of bert"),
+        ({"model_type": "llama"}, "of type 'llama'; expected one of bert"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(facts))
         with pytest.raises(ValueError, match=said):
             viz.load_model(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         viz.load_model(tmp_path / "none")

@@ -133,7 +133,7 @@ def test_block_map_has_a_square_per_computed_block():
     figure = viz.block_map(mask)
     full, partial = (len(c.get_paths()) for c in figure.axes[0].collections)
     assert (full, partial) == (0, 7) and "43.8% of the blocks run" in texts(figure)
-    with pytest.raises(TypeError, match=r"wanted a pytransformer\.BlockMask, got Tensor"):
+    with pytest.raises(TypeError, match=r"expected a pytransformer\.BlockMask, got Tensor"):
         viz.block_map(mask.to_dense())
 
 
@@ -144,7 +144,7 @@ def test_bad_input_is_named(tmp_path, weights):
         viz.heat_map(weights)
     with pytest.raises(TypeError, match="gallery: weights must be a tensor, got list"):
         viz.gallery([[1.0]])
-    with pytest.raises(ValueError, match="head_lines: wanted 7 keys, one for each, got 2"):
+    with pytest.raises(ValueError, match="head_lines: expected 7 keys, one for each, got 2"):
         viz.head_lines(weights[0, 0], TOKENS, ["a", "b"])
     with pytest.raises(ValueError, match=r"ends with \.png or \.svg, got .*x\.pdf"):
         viz.save(viz.heat_map(weights[0, 0]), tmp_path / "x.pdf")

@@ -126,7 +126,7 @@ def package_names(data: str, kind: str = "gettext") -> list[str] | None:
     packages = [name.strip() for name in names.split(",") if name.strip()]
     if not packages:
         raise UsageError(
-            f"--data {kind}: names no package; wanted {kind}:PACKAGE[,PACKAGE], such as"
+            f"--data {kind}: names no package; expected {kind}:PACKAGE[,PACKAGE], such as"
             f" {_SUCH_AS[kind]}"
         )
     return packages
@@ -142,7 +142,7 @@ def texts_of(run: Run) -> tuple[list[Labelled], list[Labelled]]:
     if len(held_out) < FEWEST:
         raise UsageError(
             f"{data} has {len(found.texts)} texts, too few to hold {FEWEST} out of one in 20:"
-            " wanted some 500 at least"
+            " expected at least 500"
         )
     run.say(f"{len(train)} texts to learn from and {len(held_out)} held out, from {data}")
     return train, held_out

@@ -160,7 +160,7 @@ def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task
             )
         )
     else:
-        run.say("no task of labels: wanted gettext: with two packages or more")
+        run.say("no labeling task: it needs --data gettext: with two packages or more")
     tasks.append(
         Task("restore case:", [(t.lower(), t) for t in texts], [(t.lower(), t) for t in held_texts])
     )

@@ -25,7 +25,7 @@ def _size(text: str) -> tuple[int, int]:
         height, width = (int(part) for part in text.split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"wanted HEIGHTxWIDTH, such as 12x16, got {text!r}"
+            f"expected HEIGHTxWIDTH, such as 12x16, got {text!r}"
         ) from None
     return height, width
 
@@ -34,7 +34,7 @@ def _share(text: str) -> float:
     share = float(text)
     if not 0.01 <= share <= 1:
         raise argparse.ArgumentTypeError(
-            f"wanted a share of the digits between 0.01 and 1, got {text}"
+            f"expected a share of the digits between 0.01 and 1, got {text}"
         )
     return share
 
