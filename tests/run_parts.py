@@ -464,12 +464,12 @@ def main() -> int:
         results.append(build(CUDA_BUILD, arguments.full))  # does nothing without nvcc
     if not any(map(failed, results)):
         known = (*PARTS, *(FULL_PARTS if arguments.full else SAMPLES))
-        wanted = [
+        expected = [
             part
             for part in known
             if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))
         ]
-        results += [run(part, arguments.full) for part in wanted]
+        results += [run(part, arguments.full) for part in expected]
     print("\n" + summary(results), flush=True)
     if arguments.summary:
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()

@@ -120,10 +120,12 @@ def test_a_new_op_edits_few_files() -> None:
 
 
 def test_tests_of_a_new_op_pass_on_every_backend(tree: Path) -> None:
-    told = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_scale_rows.py")
-    assert re.search(r"scale_rows_fwd +cpu +\d", told) and re.search(
-        r"scale_rows_bwd +cpu +\d", told
-    ), told
+    output = run(
+        tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_scale_rows.py"
+    )
+    assert re.search(r"scale_rows_fwd +cpu +\d", output) and re.search(
+        r"scale_rows_bwd +cpu +\d", output
+    ), output
 
 
 def test_tools_support_a_new_op(tree: Path) -> None:

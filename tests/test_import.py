@@ -229,10 +229,10 @@ with Record():
     import pytransformer
 print(json.dumps(calls))
 """)
-    wanted = [
+    expected = [
         [f.__name__, str(t), "cpu", 1] for t in (torch.float32, torch.float64) for f in FUNCTIONS
     ]
-    assert sorted(calls) == sorted(wanted)
+    assert sorted(calls) == sorted(expected)
 
 
 @needs_mkl

@@ -74,9 +74,9 @@ def build_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]
         out,
         source,
     ]
-    said = call(*pip, cwd=out.parent, **environment)
+    output = call(*pip, cwd=out.parent, **environment)
     (wheel,) = out.glob("*.whl")
-    return wheel, said
+    return wheel, output
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -120,9 +120,9 @@ def test_wheel_with_native_code(tmp_path: Path) -> None:
 
 @building
 def test_wheel_without_a_compiler(tmp_path: Path) -> None:
-    wheel, said = build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++")
+    wheel, output = build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++")
     assert wheel.name.endswith("py3-none-any.whl")
-    assert "CPU KERNELS ARE NOT BUILT: /nonexistent/c++ cannot be run" in said
+    assert "CPU KERNELS ARE NOT BUILT: /nonexistent/c++ cannot be run" in output
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     python = install(wheel, tmp_path / "environment")
     call(python, "-c", SMOKE, "reference", cwd=tmp_path)
@@ -194,7 +194,7 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
     source = source_distribution(tmp_path / "sdist")
 
     def listing(root: Path) -> set[str]:
-        wanted = [
+        expected = [
             p
             for folder in ("csrc", "kernels", "pytransformer", "tests")
             for p in (root / folder).rglob("*")
@@ -202,7 +202,7 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
         ]
         return {
             str(p.relative_to(root))
-            for p in wanted
+            for p in expected
             if p.suffix not in (".so", ".pyc", ".new") and p.name != "_build_info.json"
         }
 

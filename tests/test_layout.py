@@ -57,17 +57,17 @@ def files(*suffixes: str) -> Iterator[Path]:
 
 
 def missing(patterns: tuple[str, ...], family: str) -> list[str]:
-    wanted = [pattern.format(family) for pattern in patterns]
-    return [pattern for pattern in wanted if not any(ROOT.glob(pattern))]
+    expected = [pattern.format(family) for pattern in patterns]
+    return [pattern for pattern in expected if not any(ROOT.glob(pattern))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_family_has_its_files_in_every_backend(family: str) -> None:
     backends = {backend for op in OPS.values() if op.family == family for backend in op.backends}
-    wanted = EVERY_OP_HAS + tuple(
+    expected = EVERY_OP_HAS + tuple(
         pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend]
     )
-    assert missing(wanted, family) == []
+    assert missing(expected, family) == []
 
 
 def test_no_kernel_file_without_an_op() -> None:
@@ -122,11 +122,11 @@ def test_every_source_names_its_licence() -> None:
     """The form is machine-readable, https://spdx.dev; an empty file needs none."""
     suffixes = (".py", ".sh", *sizes.CPP)
     texts = {path: (ROOT / path).read_text() for path in files(*suffixes)}
-    told = "SPDX-License-Identifier: Apache-2.0"
+    output = "SPDX-License-Identifier: Apache-2.0"
     assert [
         str(path)
         for path, text in texts.items()
-        if text.strip() and told not in "".join(text.splitlines()[:2])
+        if text.strip() and output not in "".join(text.splitlines()[:2])
     ] == []
 
 

@@ -113,11 +113,11 @@ def test_hugging_face_weights_equal_eager(
         theirs = whole.base_model.eval()(**inputs, output_attentions=True)
     seen = attention_of(load(folder), inputs)
     assert seen.which == HUGGING_FACE[name]
-    wanted = torch.stack(theirs["cross_attentions" if name == "bart" else "attentions"])[:, 0]
-    assert_same_elements(seen.weights(), wanted)
-    assert_same_elements(seen.weights([1], [1, 0], [2, -1]), wanted[1:2, [1, 0]][:, :, [2, -1]])
-    i, j = (torch.arange(n) for n in wanted.shape[2:])
-    far = (wanted * (j - i[:, None]).abs()).sum(-1).mean(-1)
+    expected = torch.stack(theirs["cross_attentions" if name == "bart" else "attentions"])[:, 0]
+    assert_same_elements(seen.weights(), expected)
+    assert_same_elements(seen.weights([1], [1, 0], [2, -1]), expected[1:2, [1, 0]][:, :, [2, -1]])
+    i, j = (torch.arange(n) for n in expected.shape[2:])
+    far = (expected * (j - i[:, None]).abs()).sum(-1).mean(-1)
     assert_same_logits(seen.distances(), far)
     for kind in ("gallery", "heat", "distance"):
         code, _ = draw(folder, picture if family.kind == "image" else "the cat saw", "--kind", kind)

@@ -301,18 +301,18 @@ def test_ctrl_c_leaves_partial_results(tmp_path, environment):
         # a background process ignores it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    said = []
+    output = []
     for line in process.stdout:
-        said.append(line)
+        output.append(line)
         if line.startswith("[3/"):
             process.send_signal(signal.SIGINT)
             break
-    said += process.stdout.readlines()
+    output += process.stdout.readlines()
     assert process.wait(timeout=120) == INTERRUPTED
     document = report.load(tmp_path / "here" / "results.json")
     assert document["complete"] is False
     assert document["rows"], "the steps before the signal are kept"
-    assert f"Interrupted: {len(document['rows'])} rows are in here" in "".join(said)
+    assert f"Interrupted: {len(document['rows'])} rows are in here" in "".join(output)
     assert "partial results" in (tmp_path / "here" / "report.md").read_text()
 
 
@@ -336,15 +336,15 @@ def test_progress_bar_appears_on_a_terminal(tmp_path, environment):
         stdin=slave, stdout=slave, stderr=slave,
     )  # fmt: skip
     os.close(slave)
-    said = b""
+    output = b""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
             part = os.read(master, 65536)
         except OSError:  # closed at the other end: the process has finished
             break
-        said += part
-    assert process.wait(timeout=60) == OK, said.decode()
-    assert b"s left" in said or b"nearly done" in said
-    assert b"attention full float32 fwd+bwd" in said
-    assert b"[1/2]" not in said, "a line per step is for logs"
+        output += part
+    assert process.wait(timeout=60) == OK, output.decode()
+    assert b"s left" in output or b"nearly done" in output
+    assert b"attention full float32 fwd+bwd" in output
+    assert b"[1/2]" not in output, "a line per step is for logs"

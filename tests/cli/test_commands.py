@@ -129,8 +129,8 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
 
     monkeypatch.setattr(providers, "prepare_ours", two_percent_off)
     assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
-    said = capsys.readouterr().out
-    assert "WRONG" in said and "checks failed" in said
+    output = capsys.readouterr().out
+    assert "WRONG" in output and "checks failed" in output
 
 
 def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):

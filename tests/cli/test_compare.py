@@ -235,14 +235,14 @@ def test_command_prints_changes_and_exits_with_1(
     a, b = str(tmp_path / "a"), str(tmp_path / "b" / "results.json")
     assert main(["bench", "compare", a, a]) == OK
     assert main(["bench", "compare", a, b]) == WRONG
-    said = capsys.readouterr().out
-    assert "2 rows in both; 1 worse, 0 better." in said
-    assert "slower" in said
+    output = capsys.readouterr().out
+    assert "2 rows in both; 1 worse, 0 better." in output
+    assert "slower" in output
     (tmp_path / "c.json").write_text("{}")
     assert main(["bench", "compare", a, str(tmp_path / "c.json")]) == USAGE
     assert main(["bench", "compare", a, str(tmp_path / "none.json")]) == USAGE
     assert main(["bench", "compare", a, b, "--threshold", "-1"]) == USAGE
-    said = capsys.readouterr().err
-    assert "is not a results file of schema" in said
-    assert "cannot read" in said
-    assert "--threshold must be 0 or more" in said
+    output = capsys.readouterr().err
+    assert "is not a results file of schema" in output
+    assert "cannot read" in output
+    assert "--threshold must be 0 or more" in output

@@ -145,12 +145,12 @@ def test_kernel_only_calls_write_the_same_results(name: str) -> None:
         alone = limits.kernels_alone(case.op, "cpu", lambda: kept.append(call()))
         assert alone is not None
         (result,) = kept
-        wanted = [t.clone() for t in result]
+        expected = [t.clone() for t in result]
         for t in result:
             t.fill_(float("nan"))
         alone()
     if name != "linear_cross_entropy":  # its loss is a sum over the kernel's output
-        assert all(torch.equal(t, w) for t, w in zip(result, wanted))
+        assert all(torch.equal(t, w) for t, w in zip(result, expected))
 
 
 def test_peers_have_no_kernel_only_calls() -> None:
@@ -193,10 +193,12 @@ def test_samples_exclude_the_cost_of_the_previous_contender() -> None:
 
 def test_limit_measurements_run_on_request_only() -> None:
     step = plan.Step(plan.case("layer_norm", "small"), torch.float32, "fwd")
-    for wanted in (True, False):
+    for expected in (True, False):
         runs = runner.Runner(
-            runner.Options(memory=False, min_time=0.0, limits=wanted, backends=("naive",)),
+            runner.Options(memory=False, min_time=0.0, limits=expected, backends=("naive",)),
             memory.MemoryProbe(),
         )
         runs.run(step)
-        assert (runs.rows[0]["floor_ms"] is not None) == wanted and runs.rows[0]["alone_ms"] is None
+        assert (runs.rows[0]["floor_ms"] is not None) == expected and runs.rows[0][
+            "alone_ms"
+        ] is None

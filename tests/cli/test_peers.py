@@ -160,12 +160,12 @@ def test_bench_accepts_the_commands_of_the_gpu_run(tmp_path: Path) -> None:
     """This covers each `pytransformer bench` in bench/gpu.sh."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
     ).stdout
     commands = [
         line.partition("-m pytransformer ")[2].split()
-        for line in said.splitlines()
+        for line in output.splitlines()
         if " -m pytransformer bench" in line
     ]
     assert len(commands) >= 6
@@ -193,10 +193,10 @@ def test_gpu_run_writes_its_logs_after_failures(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         assert "logs/install.log" in archive.getnames()
     environment |= {"DRY_RUN": "1", "ONLY": "portable|decode"}
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    steps = [line.partition(" (")[0] for line in said.splitlines() if " s): " in line]
+    steps = [line.partition(" (")[0] for line in output.splitlines() if " s): " in line]
     assert [step for step in steps if not step.startswith("decode_8k_B=")] == [
         "install",
         "test_cuda_portable",

@@ -387,8 +387,8 @@ def test_compare_flags_only_a_slowed_kernel(tmp_path: Path, monkeypatch, capsys)
     capsys.readouterr()
     for _ in range(2):
         assert main(["bench", "compare", a, str(tmp_path / "slow")]) == WRONG
-        said = capsys.readouterr().out
-        assert "slower" in said and "0 better" in said
+        output = capsys.readouterr().out
+        assert "slower" in output and "0 better" in output
 
 
 # ---- plots
@@ -463,7 +463,7 @@ def test_suite_runs_from_the_command_line_to_the_document(
         "hidden": 128,
         "classes": 100,
     }
-    wanted = (
+    expected = (
         "full",
         "causal",
         "key_padding",
@@ -485,7 +485,7 @@ def test_suite_runs_from_the_command_line_to_the_document(
             smaller = dataclasses.replace(
                 step, case=plan.resized(step.case, shape), sustained=step.sustained / 100
             )
-            if step.case.name in wanted and step.dtype == torch.bfloat16:
+            if step.case.name in expected and step.dtype == torch.bfloat16:
                 steps.setdefault(
                     (smaller.case.name, tuple(smaller.case.shape.items()), step.dtype, step.mode),
                     smaller,

@@ -383,14 +383,14 @@ right 60 {torch_case} --min-time 0.01
         )
         == 1
     )
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert (
-        "wrong: exit code 2" in said
-        and "--no-such-option" in said
-        and "long: stopped" in said
-        and "right: exit code 0" in said
+        "wrong: exit code 2" in output
+        and "--no-such-option" in output
+        and "long: stopped" in output
+        and "right: exit code 0" in output
     )
-    assert "layer_norm layer_norm fwd: torch 0.0" in said
+    assert "layer_norm layer_norm fwd: torch 0.0" in output
     assert (
         tool("steps").main(
             [str(tmp_path / "steps"), "--seconds", "1", "--out", str(tmp_path / "out")]

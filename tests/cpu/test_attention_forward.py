@@ -250,7 +250,7 @@ def test_hidden_keys_do_not_affect_the_output(few: bool, isa: str) -> None:
     alive = torch.rand(700) < 0.8
     alive[600:] = False
     hidden = torch.where(alive, 0.0, -math.inf)
-    wanted = attend(t, attn_mask=alive[None, None, None])
+    expected = attend(t, attn_mask=alive[None, None, None])
     for name in ("key", "value"):
         t[name][:, :, ~alive] = math.nan
     for keywords in (
@@ -258,8 +258,8 @@ def test_hidden_keys_do_not_affect_the_output(few: bool, isa: str) -> None:
         dict(attn_mask=hidden[None, None, None]),
     ):
         found = attend(t, **keywords)
-        torch.testing.assert_close(found["out"], wanted["out"], rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(found["lse"], wanted["lse"])
+        torch.testing.assert_close(found["out"], expected["out"], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(found["lse"], expected["lse"])
 
 
 @pytest.mark.parametrize("rows", (1, 2, 9, 120))
@@ -286,11 +286,11 @@ def test_keys_hidden_by_a_dense_mask_do_not_affect_the_output(
         keywords["attn_mask"].masked_fill_(
             dead[:, :1, None], False if kind == "bool" else -math.inf
         )
-    wanted = attend(t, **keywords)
-    assert wanted["out"].isfinite().all()
+    expected = attend(t, **keywords)
+    assert expected["out"].isfinite().all()
     t["key"][dead], t["value"][dead] = math.nan, math.inf
     found = attend(t, **keywords)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

@@ -72,15 +72,15 @@ def _dump(*options: str) -> Iterator[str]:
 
 def readable(symbols: list[str]) -> dict[str, str]:
     """Return mangled -> kernel name and template arguments, without namespaces and parameters."""
-    told = subprocess.run(
+    output = subprocess.run(
         ["c++filt", *symbols], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    told = [
-        re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in told
+    output = [
+        re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in output
     ]  # an enumerator as argument
     short = [
         re.sub(r"\bpt::(?:\w+::)*", "", re.sub(r"\(pt::.*\)$", "", name)).removeprefix("void ")
-        for name in told
+        for name in output
     ]
     return dict(zip(symbols, short))
 

@@ -84,22 +84,24 @@ def test_failing_cuda_part_is_left_out(
     fake_nvcc(tmp_path, monkeypatch, death)
     bad = tmp_path / "csrc/cuda/some/bad.cu"
     bad.touch()
-    libraries, told = installed(builder, tmp_path / "package")
-    assert libraries == {"libpytransformer_cpu.so"} and not told["built"] and "archs" not in told
-    assert str(told["reason"]).startswith(
+    libraries, output = installed(builder, tmp_path / "package")
+    assert (
+        libraries == {"libpytransformer_cpu.so"} and not output["built"] and "archs" not in output
+    )
+    assert str(output["reason"]).startswith(
         "nvcc 13.0.88 fails on cuda/some/bad.cu: "
-    ) and reason in str(told["reason"])
+    ) and reason in str(output["reason"])
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
     with pytest.raises(
         builder.BuildError, match=f"PYTRANSFORMER_CUDA=1, but it cannot be built: .*{reason}"
     ):
         installed(builder, tmp_path / "package")
     bad.unlink()
-    libraries, told = installed(builder, tmp_path / "package")
+    libraries, output = installed(builder, tmp_path / "package")
     assert (
         libraries == {"libpytransformer_cpu.so", "libpytransformer_cuda.so"}
-        and told["built"]
-        and told["nvcc"] == "13.0.88"
+        and output["built"]
+        and output["nvcc"] == "13.0.88"
     )
 
 

@@ -97,12 +97,12 @@ def test_old_driver_is_reported(version: int | None, tmp_path: Path) -> None:
 
 def test_probe_gives_the_reason_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of the backend uses it; ROCm's GPUs are refused before the driver is queried."""
-    device, told = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
+    device, output = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
     asked = []
 
     def driver(index: int) -> str:
         asked.append(index)
-        return told
+        return output
 
     monkeypatch.setattr(cuda_library, "why_not_loaded", lambda op: None)
     monkeypatch.setattr(cuda_library, "why_not_capability", lambda capability, archs: None)
@@ -117,7 +117,7 @@ def test_probe_gives_the_reason_once_per_device(monkeypatch: pytest.MonkeyPatch)
         "rotary_fwd",
         "append_kv",
     ):
-        assert cuda_library.why_not(op, device) == told
+        assert cuda_library.why_not(op, device) == output
     assert asked == [0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(

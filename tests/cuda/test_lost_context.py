@@ -68,11 +68,11 @@ def test_other_tests_run_in_another_worker(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "test_spoils lost the CUDA context: an illegal memory access" in said
-    assert said.index("FAILED ") < said.index("= FAILURES =") and "its own message" in said
-    assert "2 passed" in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "test_spoils lost the CUDA context: an illegal memory access" in output
+    assert output.index("FAILED ") < output.index("= FAILURES =") and "its own message" in output
+    assert "2 passed" in output
 
 
 def test_run_ends_without_workers(

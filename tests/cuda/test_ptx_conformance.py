@@ -85,14 +85,14 @@ def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
         [program, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         try:
-            said, complaint = running.communicate(timeout=SECONDS)
+            output, complaint = running.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             running.kill()
-            said, complaint = running.communicate()
+            output, complaint = running.communicate()
             complaint += f"it hangs: {SECONDS} s"
-    reached = said.splitlines()[-1].split()[0] if said else "nothing"
+    reached = output.splitlines()[-1].split()[0] if output else "nothing"
     assert running.returncode == 0, f"after {reached}: {complaint}"
-    lines = (line.split() for line in said.splitlines())
+    lines = (line.split() for line in output.splitlines())
     return {
         name: torch.tensor([int(word, 16) for word in rest], dtype=torch.int64)
         for name, *rest in lines

@@ -67,7 +67,7 @@ def test_same_mesh_resumes_bit_for_bit(pool: Pool, tmp_path: Path, shard: bool) 
 def test_other_batches_per_step_are_refused(pool: Pool, tmp_path: Path) -> None:
     job = Job("GPT", steps=6, until=1, out=str(tmp_path))
     job.run()
-    for changed, told in (
+    for changed, output in (
         (job._replace(a_step=4), "it has batches a step 2 instead of 4"),
         (
             job._replace(changes={"hidden": 32}),
@@ -75,7 +75,7 @@ def test_other_batches_per_step_are_refused(pool: Pool, tmp_path: Path) -> None:
         ),
     ):
         assert all(
-            re.search(told, error) for error in pool.run(4, refusal_to_resume, changed, MESH)
+            re.search(output, error) for error in pool.run(4, refusal_to_resume, changed, MESH)
         )
 
 

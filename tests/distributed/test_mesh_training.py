@@ -95,7 +95,7 @@ def test_invalid_meshes_are_refused(text: str) -> None:
 
 def test_meshes_must_have_all_ranks() -> None:
     assert parse_mesh("tensor=2, data=3") == {"tensor": 2, "data": 3}
-    for sizes, told in (
+    for sizes, output in (
         (
             {"data": 2, "tensor": 3},
             "data=2, tensor=3 is a mesh of 6 ranks, and there are 4: start as many with torchrun",
@@ -103,7 +103,7 @@ def test_meshes_must_have_all_ranks() -> None:
         ({"tensor": 3}, "tensor=3 is a mesh of a multiple of 3 ranks, and there are 4"),
         ({"rows": 4}, "dimensions are among data, context, tensor, got rows"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=output):
             make_mesh(sizes, 4, "cpu")
     one = r"wants several processes, and this is one: start them with torchrun"
     with pytest.raises(ValueError, match=one), distributed("cpu", mesh={"tensor": 2}):
@@ -138,5 +138,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
-    for told in pool.run(4, refusal, name):
-        assert re.search(REFUSED[name], told), told
+    for output in pool.run(4, refusal, name):
+        assert re.search(REFUSED[name], output), output

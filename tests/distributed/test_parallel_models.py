@@ -187,5 +187,5 @@ REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     model, changes, seeds, why = REFUSED[name]
     made = model, CONFIGS[model] | changes, torch.float64
-    for told in pool.run(2, refusal, made, seeds, **batches(model)[0]):
-        assert why in told, told
+    for output in pool.run(2, refusal, made, seeds, **batches(model)[0]):
+        assert why in output, output

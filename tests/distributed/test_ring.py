@@ -213,7 +213,7 @@ def test_ulysses_refuses_unsupported_calls(pool: Pool) -> None:
     ]
     for shape, options, why in cases:
         assert all(
-            why in told for told in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2)
+            why in output for output in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2)
         )
 
 
@@ -334,11 +334,11 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     shapes, by_rank, why = REFUSED[name]
-    for told in pool.run(2, refusal, "ring", shapes, by_rank):
-        assert told.startswith(
+    for output in pool.run(2, refusal, "ring", shapes, by_rank):
+        assert output.startswith(
             "ValueError: ring_attention" if name.split()[-1] != "mask" else "ValueError"
-        ), told
-        assert why in told
+        ), output
+        assert why in output
 
 
 def test_single_process_error_has_a_start_hint() -> None:

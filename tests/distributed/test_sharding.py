@@ -67,9 +67,9 @@ def test_values_and_gradients_equal_one_process(pool: Pool, name: str) -> None:
     for dtype, way in ((dtype, way) for dtype, ways in dtypes.items() for way in ways):
         found = pool.run(2, compute, name, dtype, [way.name], (2,))
         if way.refused is not None:
-            assert all(way.refused in told for told in found)
+            assert all(way.refused in output for output in found)
         elif not even(name, way, 2):
-            assert all("which 2 ranks do not divide: use fewer ranks" in told for told in found)
+            assert all("which 2 ranks do not divide: use fewer ranks" in output for output in found)
         else:
             assert not wrong(name, dtype, found), (way.name, dtype)
 
@@ -246,16 +246,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     op, tensors, keywords, why = REFUSED[name]
-    for told in pool.run(2, refusal, (2,), op, tensors, **keywords):
-        assert told.startswith(f"ValueError: {op}: ") and why in told, told
+    for output in pool.run(2, refusal, (2,), op, tensors, **keywords):
+        assert output.startswith(f"ValueError: {op}: ") and why in output, output
 
 
 def test_second_derivatives_are_refused(pool: Pool) -> None:
-    assert all("without create_graph=True" in told for told in pool.run(2, second_derivative))
+    assert all("without create_graph=True" in output for output in pool.run(2, second_derivative))
 
 
 def test_two_meshes_are_refused(pool: Pool) -> None:
-    assert all("distribute both over the same mesh" in told for told in pool.run(4, other_mesh))
+    assert all("distribute both over the same mesh" in output for output in pool.run(4, other_mesh))
 
 
 def test_ops_without_dtensor_support_give_a_hint(pool: Pool) -> None:

@@ -101,7 +101,7 @@ def test_every_rank_refuses(pool: Pool) -> None:
         ({"num_experts": 4}, 7, "group must be a ProcessGroup"),
     ]
     for options, given, why in cases:
-        assert all(why in told for told in pool.run(2, refusal, options, given))
+        assert all(why in output for output in pool.run(2, refusal, options, given))
 
 
 def test_training_with_fsdp_equals_one_process(pool: Pool) -> None:

@@ -50,7 +50,7 @@ def problems() -> Iterator[Problem]:
         tensors["weight"] = 1 + normal(columns, dtype=LOW[number % 3])
         if op != "rms_norm":
             tensors["bias"] = normal(columns, dtype=LOW[(number + 1) % 3])
-        wanted = list(tensors)
+        expected = list(tensors)
         tensors["grad_out"] = normal(rows, columns)
         keywords = {}
         if op == "add_norm":
@@ -59,7 +59,7 @@ def problems() -> Iterator[Problem]:
                 {"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {}
             )
         problem = Problem(
-            op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted
+            op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, expected
         )
         yield problem
         if number == 0:  # rows that do not begin at a multiple of 16 bytes

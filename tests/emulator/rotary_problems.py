@@ -24,14 +24,14 @@ def _rows(name: str, dtype: torch.dtype, shape: tuple[int, ...], turned: int, **
     tensors = {"x": _normal(*shape, dtype=dtype)}
     if "weight" in more:
         tensors["weight"] = 1 + _normal(dim, dtype=more["weight"])
-    wanted = list(tensors)
+    expected = list(tensors)
     for table in ("cos", "sin"):
         tensors[table] = _normal(
             more.get("tables", batch), length, turned, dtype=more.get("table", F32)
         )
     tensors["grad_out"] = _normal(*shape, dtype=dtype)
     layouts = dict.fromkeys(tensors, "contiguous") | more.get("layouts", {})
-    return Named(name, Problem("rotary", dtype, "zero_mean", tensors, layouts, keywords, wanted))
+    return Named(name, Problem("rotary", dtype, "zero_mean", tensors, layouts, keywords, expected))
 
 
 def _step(

@@ -482,12 +482,16 @@ def wrong(problem: Problem) -> list[str]:
         first, *others = (gradients(problem, schedule) for schedule in range(1, 5))
         if not all(torch.equal(a, b) for other in others for a, b in zip(first, other)):
             found.append("bits that differ from run to run")
-    for told in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split(
+    for output in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split(
         "; "
     ):  # nothing to compare without _C
         left = ("d_query", "d_key") if problem in FORWARD else ()
-        if "portable" in told and "the gradient is a sum" not in told and not told.startswith(left):
-            found.append(told)
+        if (
+            "portable" in output
+            and "the gradient is a sum" not in output
+            and not output.startswith(left)
+        ):
+            found.append(output)
     forward, both = products[1] - products[0], products[2] - products[1]
     if not forward or (problem not in FORWARD and forward == both):
         found.append(f"{forward} products of warpgroups in forward, {both} in forward and backward")

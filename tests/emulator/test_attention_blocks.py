@@ -154,16 +154,16 @@ def test_masks_of_equal_shape_are_not_confused() -> None:
         for _ in range(2)
     ]
     inputs = [normal(1, 2, n, 64) for n in (140, 260, 260)]
-    wanted = []
+    expected = []
     with fast_path.off():
-        wanted = [results(inputs, attn_mask=mask) for mask in masks]
+        expected = [results(inputs, attn_mask=mask) for mask in masks]
     for _ in range(3):
-        for mask, want in zip(masks, wanted):
+        for mask, want in zip(masks, expected):
             assert all(
                 torch.equal(ours, their)
                 for ours, their in zip(results(inputs, attn_mask=mask), want)
             )
-    assert not torch.equal(wanted[0][0], wanted[1][0])
+    assert not torch.equal(expected[0][0], expected[1][0])
 
 
 # ---- unsupported calls and explain

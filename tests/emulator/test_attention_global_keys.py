@@ -112,12 +112,12 @@ def test_portable_kernels_run_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain_reports_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     query = normal(1, 1, 140, 64)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
-    told = lambda **keywords: pt.explain(
+    output = lambda **keywords: pt.explain(
         "attention", query, query, query, **keywords, backend="cuda"
     )
-    (note,) = (n for n in told(window=(20, 3), global_keys=4).notes if n.startswith("cuda:"))
+    (note,) = (n for n in output(window=(20, 3), global_keys=4).notes if n.startswith("cuda:"))
     assert note.count("portable kernels: with global_keys there are two runs of tiles of keys") == 3
-    (note,) = (n for n in told(window=(20, 3)).notes if n.startswith("cuda:"))
+    (note,) = (n for n in output(window=(20, 3)).notes if n.startswith("cuda:"))
     assert "portable" not in note
 
 

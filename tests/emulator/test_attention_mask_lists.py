@@ -172,12 +172,12 @@ def test_sm90_and_portable_kernels_walk_lists(dropout: float, draw: Any) -> None
 
 def test_explain_reports_the_share(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
     mask, given = by_blocks(draw, (1, 1, *SHAPE)), inputs(*SHAPE)
-    told = lambda: pt.explain("attention", *given, attn_mask=mask, backend="cuda")
-    without = told()
+    output = lambda: pt.explain("attention", *given, attn_mask=mask, backend="cuda")
+    without = output()
     assert not any("blocks" in note for note in without.notes)
     unlisted.undo()
     blocks = pt.BlockMask.from_dense(mask, block_size=128)
-    with_lists = told()
+    with_lists = output()
     (note,) = (note for note in with_lists.notes if "attn_mask" in note)
     assert f"{blocks.share:.1%} of the 12 blocks of 128 x 128 pairs run" in note
     assert with_lists.extra_bytes["cuda"] - without.extra_bytes["cuda"] == 4 * (

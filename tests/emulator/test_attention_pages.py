@@ -103,9 +103,9 @@ def test_backward_is_refused() -> None:
     query, pools, lengths = inputs(1, 16, F32)
     a = attention_op.prepare(query, *pools.tensors, page_table=pools.table, key_lengths=lengths)[0]
     out, lse = attention_op(a, "cuda", True)
-    wanted = [True] + [False] * (len(attention_op.differentiable) - 1)
+    expected = [True] + [False] * (len(attention_op.differentiable) - 1)
     with pytest.raises(ValueError, match="page_table has no gradients"):
-        attention_op.bwd(out, None, *a, out, lse, wanted, "cuda", True)
+        attention_op.bwd(out, None, *a, out, lse, expected, "cuda", True)
 
 
 def test_empty_keys_and_pages() -> None:

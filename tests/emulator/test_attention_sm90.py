@@ -219,12 +219,12 @@ def test_fused_backward_computes_fewer_products() -> None:
     torch.manual_seed(2)
     tensors = [torch.randn(1, 1, n, 128).half() for n in (128, 256, 256)]
     counts = {}
-    for deterministic, wanted in ((True, 3), (False, 3), (True, 1), (False, 1)):
-        inputs = [t.clone().requires_grad_(i < wanted) for i, t in enumerate(tensors)]
+    for deterministic, expected in ((True, 3), (False, 3), (True, 1), (False, 1)):
+        inputs = [t.clone().requires_grad_(i < expected) for i, t in enumerate(tensors)]
         out = pt.attention(*inputs, deterministic=deterministic, backend="cuda")
         before = torch.ops.pytransformer_C.emulator_products()
-        torch.autograd.grad(out.float().square().sum(), inputs[:wanted])
-        counts[deterministic, wanted] = torch.ops.pytransformer_C.emulator_products() - before
+        torch.autograd.grad(out.float().square().sum(), inputs[:expected])
+        counts[deterministic, expected] = torch.ops.pytransformer_C.emulator_products() - before
     assert (
         counts[False, 3] < counts[True, 3]
         and counts[False, 1] == counts[True, 1] < counts[False, 3]

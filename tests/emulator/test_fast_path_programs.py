@@ -127,8 +127,8 @@ def results(function: Callable[..., Any], inputs: list[Tensor], seed: int) -> li
     torch.manual_seed(seed)
     found = function(*inputs)
     outputs = found if isinstance(found, tuple) else (found,)
-    wanted = [t for t in inputs if t.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, [torch.full_like(o, 0.5) for o in outputs])
+    expected = [t for t in inputs if t.requires_grad]
+    gradients = torch.autograd.grad(outputs, expected, [torch.full_like(o, 0.5) for o in outputs])
     with torch.no_grad():
         torch.manual_seed(seed)
         found = function(*inputs)

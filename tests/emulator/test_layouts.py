@@ -209,10 +209,10 @@ def test_ring_buffers_deliver_their_tiles(answers: Answers) -> None:
             ..., :16
         ]  # warp, row, step, half, the first 16 columns
         for lane in range(32):
-            wanted = torch.stack(
+            expected = torch.stack(
                 [tiles[:, row, :, :, column] for row, column in fragment("A", lane)], -1
             )
-            assert torch.equal(read[:, matrix, :, :, lane], wanted.permute(1, 2, 0, 3))
+            assert torch.equal(read[:, matrix, :, :, lane], expected.permute(1, 2, 0, 3))
 
 
 def test_descriptor_fields_match_the_manual(answers: Answers) -> None:
@@ -240,9 +240,9 @@ def test_cp_async_copies_and_fills_with_zeros(answers: Answers) -> None:
     whole, got = source[:2048].view(128, 16), got.view(128, 32)
     assert torch.equal(got[:, :16], whole.flip(0))
     for t in range(128):
-        wanted = source[2048:].view(128, 16)[t ^ 1].clone()
-        wanted[(t ^ 1) % 17 :] = 0
-        assert torch.equal(got[t, 16:], wanted)
+        expected = source[2048:].view(128, 16)[t ^ 1].clone()
+        expected[(t ^ 1) % 17 :] = 0
+        assert torch.equal(got[t, 16:], expected)
 
 
 def test_memory_operations_and_shuffles(answers: Answers) -> None:
@@ -255,12 +255,12 @@ def test_memory_operations_and_shuffles(answers: Answers) -> None:
     assert torch.equal(answers["memory"][1536:1664], shifted)
     assert torch.equal(answers["memory"][1664:1920].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
     rows = torch.arange(128)[:, None]
-    wanted = words[rows[:, 0] ^ 9].where(
+    expected = words[rows[:, 0] ^ 9].where(
         (rows % 3 > 0) & (rows % 5 > 0),
         0,
         # Zeros if the predicate of the load or the store is false.
     )
-    assert torch.equal(answers["memory"][1920:].view(128, 4), wanted)
+    assert torch.equal(answers["memory"][1920:].view(128, 4), expected)
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
     t = torch.arange(64)

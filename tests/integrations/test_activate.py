@@ -267,7 +267,7 @@ def test_fallbacks_are_recorded(name: str) -> None:
     with (
         pt.activate(),
         pt.use_backend(attention="reference"),
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True) as output,
     ):
         warnings.simplefilter("always")
         for _ in range(2):
@@ -279,7 +279,7 @@ def test_fallbacks_are_recorded(name: str) -> None:
     assert reason in record.reason
     assert record.call_site.startswith("test_activate.py:")
     assert record.count == 2
-    assert sum(reason in str(w.message) for w in told) == 1
+    assert sum(reason in str(w.message) for w in output) == 1
 
 
 @pytest.mark.falls_back
@@ -410,11 +410,11 @@ def test_deactivation_restores_pytorchs_bits() -> None:
 
 
 def test_activation_emits_no_override_warning() -> None:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         with pt.activate():
             pass
-    assert told == []
+    assert output == []
 
 
 def test_threads_may_activate_concurrently() -> None:

@@ -80,8 +80,8 @@ def test_doctor_reports_architectures(
     hugging_face: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--model", "t5"]) == OK
-    said = capsys.readouterr().out
-    assert "T5ForConditionalGeneration" in said
-    assert "attention with the table of biases inside the kernel" in said
+    output = capsys.readouterr().out
+    assert "T5ForConditionalGeneration" in output
+    assert "attention with the table of biases inside the kernel" in output
     assert main(["doctor", "--model", "gpt5"]) == USAGE
     assert "unknown architecture 'gpt5'; there are bert" in capsys.readouterr().err

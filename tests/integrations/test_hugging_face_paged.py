@@ -56,11 +56,11 @@ def tokens(model: Any, **settings: Any) -> list[list[int]]:
     batching = ContinuousBatchingConfig(
         page_size=4, num_blocks=24, max_batch_tokens=16, seed=3 if settings["do_sample"] else None
     )
-    said = model.generate_batch(
+    output = model.generate_batch(
         PROMPTS, generation_config=how, continuous_batching_config=batching, progress_bar=False
     )
-    assert len(said) == len(PROMPTS)
-    return [said[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
+    assert len(output) == len(PROMPTS)
+    return [output[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
 
 
 def model_updates_cache() -> bool:
@@ -116,11 +116,11 @@ def test_tokens_equal_transformers(
     theirs = tokens(FAMILIES[name].build("paged|eager"), **HOW[how])
     model = FAMILIES[name].build("eager")
     if how == "greedy":
-        for prompt, said in zip(PROMPTS, theirs):
+        for prompt, output in zip(PROMPTS, theirs):
             alone = model.generate(
                 torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False
             )
-            assert alone[0, len(prompt) :].tolist() == said, "what transformers itself says alone"
+            assert alone[0, len(prompt) :].tolist() == output, "what transformers itself says alone"
     request.getfixturevalue("poisoned_pages")
     request.getfixturevalue("threads_inherit")
     with pt.integrations.transformers.continuous_batching(model), trace() as ran:
@@ -180,8 +180,8 @@ def test_unsupported_arguments_are_refused(hugging_face: Any, paged: ModuleType)
         ({"dropout": 0.1}, "or dropout, in continuous batching"),
         ({"visible": t}, "the keyword 'visible'"),
     ]
-    for given, said in refused:
-        with pytest.raises(ValueError, match=said):
+    for given, output in refused:
+        with pytest.raises(ValueError, match=output):
             paged.paged_attention_forward(
                 module, t, t, t, **{"attention_mask": None, "cache": cache, **given}
             )

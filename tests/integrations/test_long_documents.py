@@ -87,12 +87,12 @@ def inputs_of(
     if name in ("led", "bigbird_pegasus"):
         found["decoder_input_ids"] = torch.randint(5, 61, (3, 6), generator=generator)
     if tokens != "none":  # one sequence without padding, another with padding, which does not count
-        wanted = torch.zeros_like(ids)
-        wanted[:, 0] = 1
+        expected = torch.zeros_like(ids)
+        expected[:, 0] = 1
         if tokens == "several":
-            wanted[1, [3, length // 2, length - 1]] = 1
-            wanted[2] = 0
-        found["global_attention_mask"] = wanted
+            expected[1, [3, length // 2, length - 1]] = 1
+            expected[2] = 0
+        found["global_attention_mask"] = expected
     return found
 
 
@@ -304,7 +304,7 @@ def test_decoders_with_a_cache_equal_eager(hugging_face: Any) -> None:
         given = {
             k: v for k, v in inputs_of(name, 24, "left").items() if not k.startswith("decoder")
         }
-        said = dict(
+        output = dict(
             max_new_tokens=5,
             min_new_tokens=5,
             do_sample=False,
@@ -312,9 +312,9 @@ def test_decoders_with_a_cache_equal_eager(hugging_face: Any) -> None:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        want, ours = model.generate(**given, **said), converted(model)
+        want, ours = model.generate(**given, **output), converted(model)
         with trace() as ran:
-            got = ours.generate(**given, **said)
+            got = ours.generate(**given, **output)
         calls = (
             2 + 5 * 4 if name == "led" else 5 * 2
         )  # encoder once; each step has self- and cross-attention of two layers

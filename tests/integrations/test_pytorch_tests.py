@@ -27,9 +27,9 @@ def test_reports_tests_that_fail_only_with_our_kernels(
     path = tmp_path / "test_stand_in.py"
     path.write_text(STAND_IN)
     assert pytorch_tests.main([str(path)]) == 1
-    told = capsys.readouterr().out
-    assert "PyTorch's kernels: 2 of 3 pass. Ours: 1 of 3." in told
-    assert told.count("fails with ours alone") == 1 and "test_only_theirs_passes" in told
+    output = capsys.readouterr().out
+    assert "PyTorch's kernels: 2 of 3 pass. Ours: 1 of 3." in output
+    assert output.count("fails with ours alone") == 1 and "test_only_theirs_passes" in output
     monkeypatch.setitem(pytorch_tests.KNOWN, "test_only_*_passes", "on purpose")
     assert pytorch_tests.main([str(path)]) == 0
     assert pytorch_tests.main([str(path), "-k", "same"]) == 0

@@ -176,10 +176,10 @@ def _score(model, source, tokens, how):
     """
     read = torch.tensor([[2, *tokens]])
     logits = model(source, decoder_input_ids=read).logits[0].log_softmax(-1)
-    said = [*tokens, STOP]
+    output = [*tokens, STOP]
     return (
-        sum(logits[i, t].item() for i, t in enumerate(said))
-        / ((5 + len(said)) / 6) ** how.length_penalty
+        sum(logits[i, t].item() for i, t in enumerate(output))
+        / ((5 + len(output)) / 6) ** how.length_penalty
     )
 
 
@@ -257,9 +257,9 @@ def test_samples_follow_the_distribution():
         temperature=3.0,
         generator=torch.Generator().manual_seed(1),
     )
-    wanted = (model(ids[:1]).logits[0, -1] / 3).softmax(-1)
+    expected = (model(ids[:1]).logits[0, -1] / 3).softmax(-1)
     share = torch.bincount(drawn.tokens[:, 0], minlength=VOCABULARY) / 4000
-    assert ((share - wanted).abs() < 4.5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
+    assert ((share - expected).abs() < 4.5 * (expected * (1 - expected) / 4000).sqrt() + 1e-9).all()
 
 
 def test_filters_select_top_k_and_top_p():

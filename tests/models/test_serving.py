@@ -121,8 +121,8 @@ def test_unservable_requests_are_refused_immediately() -> None:
         ([-1, 5], {}, "ids must be from 0 to 22, the end of the vocabulary, got -1"),
         ([5, 2**40], {}, f"got {2**40}"),
     ]
-    for prompt, settings, said in refused:
-        with pytest.raises(ValueError, match=said):
+    for prompt, settings, output in refused:
+        with pytest.raises(ValueError, match=output):
             batcher.submit(prompt, **settings)
     for wrong in (
         [5.0],
@@ -156,15 +156,15 @@ def test_repeated_prompts_reuse_pages(length: int) -> None:
     """
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4))
-    prompt, said, read = list(range(4, 4 + length)), [], []
+    prompt, output, read = list(range(4, 4 + length)), [], []
     for _ in range(2):
         batcher.submit(prompt, max_new_tokens=3)
         batcher._admit()
         read.append(batcher._active[0].read)
         while batcher.busy:
-            said += [finished.tokens for finished in batcher.step()]
+            output += [finished.tokens for finished in batcher.step()]
     assert read == [0, 4 * ((length - 1) // 4)]
-    assert said == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
+    assert output == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
 
 
 def test_cancel_returns_the_tokens_so_far() -> None:

@@ -111,8 +111,8 @@ def test_draft_models_give_the_tokens_of_greedy_decoding(kind: str, config: dict
     with torch.no_grad():
         token = model(prompts, lengths, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
         drafter(prompts, lengths, past_key_values=drafts)
-        told = [[t] for t in token[:, 0].tolist()]
-        while min(map(len, told)) < NEW:
+        output = [[t] for t in token[:, 0].tolist()]
+        while min(map(len, output)) < NEW:
             held, chain = cache.lengths.clone(), [token]
             for _ in range(4):
                 chain.append(
@@ -123,12 +123,12 @@ def test_draft_models_give_the_tokens_of_greedy_decoding(kind: str, config: dict
             right = (read[:, 1:] == answers[:, :-1]).int().cumprod(1).sum(1)
             token = answers.gather(1, right[:, None])
             for b, n in enumerate(right.tolist()):
-                told[b] += answers[b, : n + 1].tolist()
+                output[b] += answers[b, : n + 1].tolist()
                 kept += n
             cache.crop(held + 1 + right), drafts.crop(held + 1 + right)
-    assert [t[:NEW] for t in told] == want
+    assert [t[:NEW] for t in output] == want
     assert kept > 0 and torch.equal(
-        cache.lengths, lengths + torch.tensor([len(t) - 1 for t in told])
+        cache.lengths, lengths + torch.tensor([len(t) - 1 for t in output])
     )
 
 

@@ -63,12 +63,12 @@ def test_relative_attention_equals_its_equation(length: int) -> None:
     by_hand = _relative_by_hand(layer, x[0], torch.ones(length, length, dtype=torch.bool))
     theirs = torch.autograd.grad(random_sum(by_hand), list(layer.parameters()))
     assert_same_logits(out[0], by_hand)
-    for (name, _), ours, wanted in zip(layer.named_parameters(), mine, theirs):
+    for (name, _), ours, expected in zip(layer.named_parameters(), mine, theirs):
         if length > 1 or name in (
             "out.weight",
             "out.bias",
         ):  # one key has weight 1 for any score
-            assert_same_gradient(ours, wanted)
+            assert_same_gradient(ours, expected)
 
 
 def test_relative_attention_supports_padding_on_either_side() -> None:
@@ -129,8 +129,8 @@ def test_single_features_are_convolved_over_time(features: int) -> None:
     plain = F.conv2d(
         F.relu(layer.first(x[:, None])), layer.second.weight, layer.second.bias, stride=2
     )
-    wanted = layer.out(F.relu(plain).transpose(1, 2).flatten(2))
-    assert_same_logits(layer(x), wanted)
+    expected = layer.out(F.relu(plain).transpose(1, 2).flatten(2))
+    assert_same_logits(layer(x), expected)
     for _ in range(
         20
         # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX for one column
@@ -140,7 +140,7 @@ def test_single_features_are_convolved_over_time(features: int) -> None:
         ]  # reused by the next tensors of these sizes
         del freed
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            assert (layer(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
+            assert (layer(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_subsampling_returns_output_lengths() -> None:
@@ -170,11 +170,11 @@ def test_ctc_sums_every_path() -> None:
     keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]).bool()
     p, total = logits.softmax(-1), 0.0
     for row in range(3):
-        wanted, frames = (
+        expected, frames = (
             [n for n in labels[row].tolist() if n > 0],
             keep[row].nonzero().flatten().tolist(),
         )
-        paths = _paths(wanted, len(frames), 3)
+        paths = _paths(expected, len(frames), 3)
         total -= math.log(
             sum(math.prod(p[row, f, c].item() for f, c in zip(frames, path)) for path in paths)
         )

@@ -66,10 +66,10 @@ def test_random_histories_equal_a_model(seed: int) -> None:
             else "open"
         )
         if act == "open":
-            wanted = [rng.randrange(2) for _ in range(rng.randrange(4 * c.size))]
-            name = c.open(wanted)
-            assert c.truth[name] == wanted[: len(c.truth[name])]
-            assert not wanted or len(c.truth[name]) < len(wanted)
+            expected = [rng.randrange(2) for _ in range(rng.randrange(4 * c.size))]
+            name = c.open(expected)
+            assert c.truth[name] == expected[: len(c.truth[name])]
+            assert not expected or len(c.truth[name]) < len(expected)
             shared += bool(c.truth[name])
         elif act == "grow":
             some = rng.sample(names, rng.randint(1, min(4, len(names))))
@@ -194,13 +194,13 @@ def test_ten_thousand_requests_read_their_own_tokens() -> None:
         ]  # distinct by position too
         pieces = [number[held[name] :] for name, number in zip(texts, numbers)]
         width = max(map(len, pieces))
-        said = torch.tensor(
+        output = torch.tensor(
             [piece + [0] * (width - len(piece)) for piece in pieces], dtype=torch.float64
         )[:, None, :, None]
         lengths = torch.tensor([len(text) for text in texts.values()])
-        step = cache.step(said[:, 0, :, 0], lengths)
-        zeros = torch.zeros_like(said)
-        found = pt.attention(zeros, *cache.layers[0].append(zeros, said), **step.visible)
+        step = cache.step(output[:, 0, :, 0], lengths)
+        zeros = torch.zeros_like(output)
+        found = pt.attention(zeros, *cache.layers[0].append(zeros, output), **step.visible)
         last = found[:, 0, :, 0].gather(1, torch.tensor([[len(piece) - 1] for piece in pieces]))
         want = torch.tensor(
             [[sum(number) / len(number)] for number in numbers], dtype=torch.float64

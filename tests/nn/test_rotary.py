@@ -64,9 +64,9 @@ def test_module_equals_transformers(name: str) -> None:
     x, grad = torch.randn(2, 40, 64, requires_grad=True), torch.randn(2, 40, 64)
     tables = embedding(x, torch.arange(40)[None])
     mask = torch.full((40, 40), -torch.inf).triu(1)[None, None]
-    wanted, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
+    expected, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
     found = ours(x, causal="top_left")
-    assert_same_logits(found, wanted)
+    assert_same_logits(found, expected)
     their_weights = [
         theirs.q_proj.weight,
         theirs.k_proj.weight,
@@ -74,7 +74,7 @@ def test_module_equals_transformers(name: str) -> None:
         theirs.o_proj.weight,
     ]
     their_weights += [theirs.q_norm.weight, theirs.k_norm.weight] if norm else []
-    dx, dq, dk, dv, *others = torch.autograd.grad(wanted, [x, *their_weights], grad)
+    dx, dq, dk, dv, *others = torch.autograd.grad(expected, [x, *their_weights], grad)
     our_weights = [
         ours.qkv.weight,
         ours.out.weight,

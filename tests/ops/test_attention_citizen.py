@@ -141,10 +141,19 @@ def test_opcheck_of_the_raw_ops(variant: str, backend: str) -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(attention_op.fwd, (*a, backend, True), test_utils=tests)
     out, lse = attention_op.fwd(*a, backend, True)
-    wanted = [
+    expected = [
         isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in attention_op.positions
     ]
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *a, out, lse, wanted, backend, True)
+    arguments = (
+        torch.randn_like(out),
+        torch.randn_like(lse),
+        *a,
+        out,
+        lse,
+        expected,
+        backend,
+        True,
+    )
     torch.library.opcheck(attention_op.bwd, arguments, test_utils=tests)
 
 

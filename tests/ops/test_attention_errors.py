@@ -187,9 +187,9 @@ def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch)
     """The GPU calls are in tests/cuda/test_gpu_attention.py."""
     monkeypatch.delenv("PYTRANSFORMER_CHECK", raising=False)
     assert looks_at_values(torch.device("cpu")) and not looks_at_values(torch.device("cuda"))
-    for value, wanted in (("1", True), ("0", False), ("", False)):
+    for value, expected in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("PYTRANSFORMER_CHECK", value)
-        assert looks_at_values(torch.device("cuda")) is wanted and looks_at_values(
+        assert looks_at_values(torch.device("cuda")) is expected and looks_at_values(
             torch.device("cpu")
         )
 

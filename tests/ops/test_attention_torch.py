@@ -156,7 +156,7 @@ def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatc
 
 def test_unsupported_calls_give_a_reason() -> None:
     q, k, v = qkv(1, 2, 4, 8, num_keys=6)
-    said = {
+    output = {
         "dropout": dict(dropout_p=0.1),
         "softcap": dict(softcap=5.0),
         "ALiBi": dict(bias=pt.AlibiBias(torch.ones(2))),
@@ -165,7 +165,7 @@ def test_unsupported_calls_give_a_reason() -> None:
         "gradient": dict(bias=torch.zeros(4, 6, requires_grad=True)),
         "one number": dict(bias=torch.zeros(4, 1)),
     }
-    for word, keywords in said.items():
+    for word, keywords in output.items():
         why = reason("attention", q, k, v, **keywords)
         assert why is not None and word in why, (word, why)
         with pytest.raises(pt.BackendError, match="cannot do this"):
@@ -192,11 +192,13 @@ def test_backward_runs_on_another_backend_than_forward() -> None:
     a, _, _ = OPS["attention"].prepare(*leaves, attn_mask=keep)
     a = a._replace(query=leaves[0].detach(), key=leaves[1].detach(), value=leaves[2].detach())
     grad = torch.randn(2, 2, 21, 16)
-    wanted = [True] * 3 + [False] * 5
+    expected = [True] * 3 + [False] * 5
     found = {}
     for forward, backward in (("cpu", "torch"), ("torch", "cpu"), ("reference", "reference")):
         out, lse = OPS["attention"].fwd(*a, forward, True)
-        found[forward] = OPS["attention"].bwd(grad, None, *a, out, lse, wanted, backward, True)[:3]
+        found[forward] = OPS["attention"].bwd(grad, None, *a, out, lse, expected, backward, True)[
+            :3
+        ]
     for name in ("cpu", "torch"):
         for mine, theirs in zip(found[name], found["reference"]):
             assert bounds.agree(mine, theirs)

@@ -76,8 +76,8 @@ def test_packed_equals_padded_bit_for_bit(
     assert torch.equal(lse.mT, unpad(want_lse[..., None], lengths)[..., 0])
     grad = torch.randn_like(want)
     grads = torch.autograd.grad(out, packed, unpad(grad, lengths))
-    wanted = torch.autograd.grad(want, padded, grad)
-    for name_, ours, theirs, n in zip("qkv", grads, wanted, (lengths, lengths_k, lengths_k)):
+    expected = torch.autograd.grad(want, padded, grad)
+    for name_, ours, theirs, n in zip("qkv", grads, expected, (lengths, lengths_k, lengths_k)):
         # Plain PyTorch sums a batch in another order than a single sequence.
         if backend == "reference":
             assert torch.allclose(ours.float(), unpad(theirs, n).float(), atol=2e-2), name_

@@ -79,11 +79,11 @@ def test_sliced_mask_equals_the_mask_of_the_slice(name: str, rows: range, keys: 
     """Block boundaries may lie anywhere; no listed block is empty."""
     mask = PATTERNS[name][0]()
     heads = range(mask.shape[1] - 1, mask.shape[1])
-    wanted = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
+    expected = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
     found = mask.part(heads, rows, keys)
-    assert found.shape == tuple(wanted.shape)
+    assert found.shape == tuple(expected.shape)
     for got, want in zip(
-        found.blocks, BlockMask.from_dense(wanted, block_size=mask.block_size).blocks
+        found.blocks, BlockMask.from_dense(expected, block_size=mask.block_size).blocks
     ):
         assert torch.equal(got, want)
 
@@ -279,11 +279,11 @@ def test_float64_few_queries_and_hidden_nan(backend: str) -> None:
     }
     t = {name: x.double() for name, x in t.items()}
     grad_out = torch.randn(2, 4, 5, 24).double()
-    wanted = run(t, grad_out, attn_mask=dense, backend="reference")
+    expected = run(t, grad_out, attn_mask=dense, backend="reference")
     t["key"][:, :, 300:600] = t["value"][:, :, 300:600] = float("nan")
     found = run(t, grad_out, attn_mask=BlockMask.from_dense(dense), backend=backend)
-    for n in wanted:
-        torch.testing.assert_close(found[n], wanted[n])
+    for n in expected:
+        torch.testing.assert_close(found[n], expected[n])
 
 
 def test_flex_masks_in_attention() -> None:

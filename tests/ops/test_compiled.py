@@ -126,11 +126,11 @@ def test_activating_after_compiling_warns_once(monkeypatch: pytest.MonkeyPatch) 
     """Dynamo's guards do not see the dispatcher, so the graph keeps PyTorch's attention."""
     x = torch.randn(1, 2, 5, 8)
     monkeypatch.setattr(drop_in, "_told_compiled", False)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         with pt.activate():
             pass
-        assert told == [], "nothing is compiled yet"
+        assert output == [], "nothing is compiled yet"
         compiled = torch.compile(
             lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), backend="eager"
         )
@@ -138,8 +138,8 @@ def test_activating_after_compiling_warns_once(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(2):
             with pt.activate():
                 pass
-    assert [str(w.message).partition(":")[0] for w in told] == ["pytransformer.activate"]
-    assert told[0].filename == __file__
+    assert [str(w.message).partition(":")[0] for w in output] == ["pytransformer.activate"]
+    assert output[0].filename == __file__
     with pt.activate(), trace() as ran:
         torch._dynamo.reset()
         compiled(x)

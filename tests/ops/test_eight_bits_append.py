@@ -69,21 +69,21 @@ def test_append_equals_quantize_and_append(
     assert torch.equal(out, appended(op_backend, paged, given, **keywords))
     assert torch.equal(out, pt.rotary(given[0], POSITIONS, dims=12, backend=op_backend))
     key = pt.rotary(given[1], POSITIONS, dims=12, weight=weight, eps=1e-5, backend=op_backend)
-    wanted = cache_of(dtype)
+    expected = cache_of(dtype)
     for b, i in WRITTEN:
         for t, scales, new in (
-            (wanted.key, wanted.key_scale, key),
-            (wanted.value, wanted.value_scale, given[2]),
+            (expected.key, expected.key_scale, key),
+            (expected.value, expected.value_scale, given[2]),
         ):
             numbers, scale = pt.quantize_kv(new[b, :, i], dtype)
             t.view(torch.uint8)[b, :, POSITIONS[b, i]], scales[b, :, POSITIONS[b, i]] = (
                 numbers.view(torch.uint8),
                 scale,
             )
-    for mine, other in zip(flat.numbers, wanted.numbers, strict=True):
+    for mine, other in zip(flat.numbers, expected.numbers, strict=True):
         assert torch.equal(mine, other)
     untouched = cache_of(dtype, 7, 4)
-    for mine, other, clean in zip(paged.numbers, wanted.numbers, untouched.numbers, strict=True):
+    for mine, other, clean in zip(paged.numbers, expected.numbers, untouched.numbers, strict=True):
         gathered = mine[TABLE.long()].transpose(1, 2).flatten(2, 3)
         assert torch.equal(gathered[:, :, :10], other) and torch.equal(mine[4], clean[4])
 
@@ -101,10 +101,10 @@ def test_zero_and_non_finite_rows_equal_quantize_kv(op_backend: str, dtype: torc
     ):
         assert scale is not None
         for b, i in WRITTEN:
-            numbers, wanted = pt.quantize_kv(new[b, :, i], dtype)
+            numbers, expected = pt.quantize_kv(new[b, :, i], dtype)
             assert torch.equal(t[b, :, POSITIONS[b, i]].float(), numbers.float())
             torch.testing.assert_close(
-                scale[b, :, POSITIONS[b, i]], wanted, rtol=0, atol=0, equal_nan=True
+                scale[b, :, POSITIONS[b, i]], expected, rtol=0, atol=0, equal_nan=True
             )
     assert bool(cache.key_scale[0, 1, 6].isnan()) and bool(cache.value_scale[1, 0, 0].isnan())  # type: ignore[index]
 

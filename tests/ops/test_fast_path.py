@@ -89,10 +89,10 @@ def problem(r: random.Random) -> tuple[list[Tensor], dict[str, Any], list[Tensor
 
 @pytest.mark.parametrize("case", range(200))
 def test_attention_equals_the_python_path_bitwise(case: int) -> None:
-    inputs, options, wanted = problem(random.Random(case))
+    inputs, options, expected = problem(random.Random(case))
     with torch.no_grad():
         assert taken(*inputs, **options)
-    attention_in_both(inputs, wanted, **options)
+    attention_in_both(inputs, expected, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -101,9 +101,9 @@ def test_rotary_equals_the_python_path_bitwise(dtype: torch.dtype, options: dict
         torch.randn(2, 3, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_(),
         torch.randn(16, requires_grad=True),
     )
-    for given, wanted in (({}, (x,)), ({"weight": weight, "weight_offset": 1.0}, (x, weight))):
+    for given, expected in (({}, (x,)), ({"weight": weight, "weight_offset": 1.0}, (x, weight))):
         assert taken_by("rotary", x, **options, **given)
-        same_in_both(pt.rotary, (x,), wanted, **options, **given)
+        same_in_both(pt.rotary, (x,), expected, **options, **given)
 
 
 @pytest.mark.parametrize("options", PYTHONS.values(), ids=PYTHONS)

@@ -308,9 +308,9 @@ def test_bad_arguments_have_the_outcome_of_the_python_path(name_of_call: str) ->
                 with which():
                     outcomes.append(outcome(op, arguments | {name: value}))
             mine, pythons = outcomes
-            told = f"{op}: {name}={value!r:.200}"
+            output = f"{op}: {name}={value!r:.200}"
             if isinstance(mine[0], type) or isinstance(pythons[0], type):
-                assert mine == pythons, told
+                assert mine == pythons, output
                 errors += 1
             elif mine[0].device.type == "cpu":
                 same(mine, pythons)

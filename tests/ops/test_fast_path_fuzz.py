@@ -105,6 +105,6 @@ NAMED = [case for case in cases(size="small") if case.op in LEAST]
 @pytest.mark.parametrize("case", NAMED, ids=lambda case: f"{case.op}-{case.name}")
 def test_named_problems_use_the_fast_path(case: Case, dtype: torch.dtype) -> None:
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
-    wanted = [t for t in leaves(case.op, args, kwargs).values() if t.requires_grad]
+    expected = [t for t in leaves(case.op, args, kwargs).values() if t.requires_grad]
     assert taken_by(case.op, *args, **kwargs)
-    same_in_both(getattr(pt, case.op), args, wanted, **kwargs)
+    same_in_both(getattr(pt, case.op), args, expected, **kwargs)

@@ -85,7 +85,7 @@ def loss(problem: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 @every_op
 def test_observed_calls_use_the_python_path(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
+    args, kwargs, expected = given(problem)
     watchers: dict[str, Callable[[], Any]] = {
         "a forced backend": lambda: pt.use_backend(**{problem.op: "reference"}),
         "an observer": lambda: observing(lambda op, a, backend: None),
@@ -102,20 +102,20 @@ def test_observed_calls_use_the_python_path(problem: Case) -> None:
     assert not taken_by(problem.op, *args, **kwargs)
     pt.clear_fallbacks()
     with torch.autograd.forward_ad.dual_level():
-        tangent = torch.autograd.forward_ad.make_dual(wanted[0].detach(), wanted[0].detach())
-        dual = [tangent if a is wanted[0] else a for a in args]
+        tangent = torch.autograd.forward_ad.make_dual(expected[0].detach(), expected[0].detach())
+        dual = [tangent if a is expected[0] else a for a in args]
         assert not taken_by(problem.op, *dual, **kwargs)
 
 
 @every_op
 def test_traces_observers_and_modes_see_the_backend(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
+    args, kwargs, expected = given(problem)
     with trace() as record:
-        torch.autograd.grad(loss(problem, args, kwargs), wanted)
+        torch.autograd.grad(loss(problem, args, kwargs), expected)
     assert record == [(f"{problem.op}_fwd", "cpu"), (f"{problem.op}_bwd", "cpu")]
     out = loss(problem, args, kwargs)
     with Sees() as mode:
-        torch.autograd.grad(out, wanted)
+        torch.autograd.grad(out, expected)
     assert f"pytransformer.{problem.op}_bwd.default" in mode.seen
     with observing(lambda op, a, backend: record.append((op.name, backend))):
         loss(problem, args, kwargs)
@@ -124,13 +124,13 @@ def test_traces_observers_and_modes_see_the_backend(problem: Case) -> None:
 
 @every_op
 def test_second_derivatives_equal_the_python_path_bitwise(problem: Case) -> None:
-    args, kwargs, wanted = given(problem, torch.float64)
+    args, kwargs, expected = given(problem, torch.float64)
 
     def seconds(*_: Any) -> tuple[Tensor, ...]:
-        firsts = torch.autograd.grad(loss(problem, args, kwargs), wanted, create_graph=True)
+        firsts = torch.autograd.grad(loss(problem, args, kwargs), expected, create_graph=True)
         return (
             *firsts,
-            *torch.autograd.grad(torch.stack([g.square().sum() for g in firsts]).sum(), wanted),
+            *torch.autograd.grad(torch.stack([g.square().sum() for g in firsts]).sum(), expected),
         )
 
     assert taken_by(problem.op, *args, **kwargs)
@@ -139,12 +139,12 @@ def test_second_derivatives_equal_the_python_path_bitwise(problem: Case) -> None
 
 @every_op
 def test_each_gradient_alone_equals_the_python_path(problem: Case) -> None:
-    args, kwargs, wanted = given(problem, torch.bfloat16)
+    args, kwargs, expected = given(problem, torch.bfloat16)
     call = getattr(pt, problem.op)
-    for leaf in wanted:
+    for leaf in expected:
         same_in_both(call, args, [leaf], **kwargs)
-    for leaf in wanted:
-        for other in wanted:
+    for leaf in expected:
+        for other in expected:
             other.requires_grad_(other is leaf)
         same_in_both(call, args, [leaf], **kwargs)
 
@@ -155,14 +155,14 @@ def test_compiled_autograd_equals_eager(problem: Case) -> None:
     from torch._dynamo.compiled_autograd import _enable
 
     def gradients(compiled: bool) -> list[Tensor | None]:
-        args, kwargs, wanted = given(problem)
+        args, kwargs, expected = given(problem)
         out = loss(problem, args, kwargs)
         if compiled:
             with _enable(lambda graph: torch.compile(graph, backend="eager", fullgraph=True)):
                 out.backward()
         else:
             out.backward()
-        return [t.grad for t in wanted]
+        return [t.grad for t in expected]
 
     for a, b in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(a, b)
@@ -180,9 +180,9 @@ def test_inference_mode_equals_the_python_path(problem: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_op
 def test_autocast_equals_the_python_path(problem: Case, dtype: torch.dtype) -> None:
-    args, kwargs, wanted = given(problem)
+    args, kwargs, expected = given(problem)
     with torch.autocast("cpu", dtype=dtype):
-        same_in_both(getattr(pt, problem.op), args, wanted, **kwargs)
+        same_in_both(getattr(pt, problem.op), args, expected, **kwargs)
 
 
 # ---- behavior of single ops
@@ -197,7 +197,7 @@ def test_add_norm_variants_equal_the_python_path(
     x = torch.randn(2, 5, 16, dtype=torch.bfloat16, requires_grad=True)
     stream = None if residual is None else torch.randn(2, 5, 16, dtype=residual, requires_grad=True)
     w = torch.randn(16, requires_grad=True)
-    wanted = [x] if stream is None else [x, stream]
+    expected = [x] if stream is None else [x, stream]
 
     def call(eps: float | None) -> tuple[Tensor, ...]:
         found = pt.add_norm(x, stream, w, eps=eps, kind=kind, dropout_p=0.3, dropout_seed=11)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_add_norm_variants_equal_the_python_path(
 
     assert taken_by("add_norm", x, stream, w, eps=None, kind=kind, dropout_p=0.3, dropout_seed=11)
     for eps in (1e-5, None):
-        same_in_both(call, (eps,), [*wanted, w] if 0 in used else wanted)
+        same_in_both(call, (eps,), [*expected, w] if 0 in used else expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -347,14 +347,14 @@ def test_threads_have_separate_scratch() -> None:
 @every_op
 @pytest.mark.unpoisoned
 def test_nodes_keep_nothing_alive(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
-    gone = [weakref.ref(t) for t in wanted]
+    args, kwargs, expected = given(problem)
+    gone = [weakref.ref(t) for t in expected]
     for backward in (True, False):
         out = loss(problem, args, kwargs)
         gone.append(weakref.ref(out))
         if backward:
             out.backward()
-    del args, kwargs, wanted, out
+    del args, kwargs, expected, out
     gc.collect()
     assert all(ref() is None for ref in gone)
 
@@ -363,7 +363,7 @@ def test_nodes_keep_nothing_alive(problem: Case) -> None:
 @pytest.mark.unpoisoned
 @every_op
 def test_many_calls_do_not_leak_memory(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
+    args, kwargs, expected = given(problem)
 
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -371,7 +371,7 @@ def test_many_calls_do_not_leak_memory(problem: Case) -> None:
 
     def calls(count: int) -> None:
         for _ in range(count):
-            torch.autograd.grad(loss(problem, args, kwargs), wanted)
+            torch.autograd.grad(loss(problem, args, kwargs), expected)
 
     traces = tracing.open[:]
     tracing.open.clear()  # the trace records each call, 200 bytes

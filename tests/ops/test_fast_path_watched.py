@@ -89,7 +89,7 @@ def test_replaced_backends_use_the_python_path(
 
 def test_traces_and_observers_see_the_backend() -> None:
     q, k, v = qkv()
-    told = []
+    output = []
     with trace() as record:
         torch.autograd.grad(pt.attention(q, k, v).sum(), q)
         pt.layer_norm(q.detach(), 16)
@@ -98,9 +98,9 @@ def test_traces_and_observers_see_the_backend() -> None:
         assert taken(q, k, v)
     names = ["attention_fwd", "attention_bwd", "layer_norm_fwd", "attention_fwd", "attention_fwd"]
     assert record == [(name, "cpu") for name in names]
-    with observing(lambda op, a, backend: told.append((op.name, backend))):
+    with observing(lambda op, a, backend: output.append((op.name, backend))):
         pt.attention(q, k, v), pt.layer_norm(q, 16)
-    assert told == [("attention", "cpu"), ("layer_norm", "cpu")]
+    assert output == [("attention", "cpu"), ("layer_norm", "cpu")]
     assert not taken(q, k, v, backend="reference") and taken(q, k, v, backend="cpu", strict=True)
 
 

@@ -62,8 +62,8 @@ def test_global_keys_equal_a_dense_union_mask(backend: str) -> None:
     more |= {"dropout_p": 0.2, "dropout_seed": 5}
     window = {"window": (20, 7), "global_keys": 3}
     found = check_attention(args, {**window, **more}, backend)
-    said = check_attention(args, {"attn_mask": seen(300, 300, 20, 7, 3), **more}, "reference")
-    for name, want in said.items():
+    output = check_attention(args, {"attn_mask": seen(300, 300, 20, 7, 3), **more}, "reference")
+    for name, want in output.items():
         assert bounds.agree(found[name], want), name
 
 

@@ -146,10 +146,10 @@ def test_rotation_equals_transformers(
         else torch.randn(2, 4, 9, 128, dtype=dtype)
     )
     cos, sin = rope(x, torch.arange(9)[None].expand(2, 9))
-    wanted, _ = apply_rotary_pos_emb(x.float(), x.float(), cos.float(), sin.float())
+    expected, _ = apply_rotary_pos_emb(x.float(), x.float(), cos.float(), sin.float())
     found = pt.rotary(x, cos=cos, sin=sin, backend=op_backend)
     assert found.stride() == x.stride()
-    assert bounds.agree(found, wanted, dtype)
+    assert bounds.agree(found, expected, dtype)
 
 
 def test_interleaved_rotation_equals_gptj(op_backend: str) -> None:
@@ -158,11 +158,11 @@ def test_interleaved_rotation_equals_gptj(op_backend: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     x, positions = torch.randn(2, 3, 8, 64), torch.arange(8)
     angle = positions[:, None].float() * pt.RotaryPositions(32).frequencies()
-    wanted = apply_rotary_pos_emb(
+    expected = apply_rotary_pos_emb(
         x[..., :32].transpose(1, 2), angle.sin()[None], angle.cos()[None]
     ).transpose(1, 2)
     found = pt.rotary(x, positions, dims=32, interleaved=True, backend=op_backend)
-    torch.testing.assert_close(found[..., :32], wanted)
+    torch.testing.assert_close(found[..., :32], expected)
     assert torch.equal(found[..., 32:], x[..., 32:])
 
 
@@ -178,7 +178,7 @@ def test_query_norm_equals_that_of_models(name: str, op_backend: str) -> None:
     torch.nn.init.normal_(norm.weight)
     cos, sin = pt.RotaryPositions(64).tables(positions[None])
     normed = norm(x)
-    wanted, _ = apply_rotary_pos_emb(normed, normed, cos, sin)
+    expected, _ = apply_rotary_pos_emb(normed, normed, cos, sin)
     found = pt.rotary(
         x,
         positions,
@@ -187,7 +187,7 @@ def test_query_norm_equals_that_of_models(name: str, op_backend: str) -> None:
         weight_offset=float(name == "gemma3"),
         backend=op_backend,
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
 
 
 def test_equivalent_arguments_give_equal_results(op_backend: str) -> None:

@@ -59,15 +59,15 @@ def test_append_kv_equals_rotary_and_a_copy(op_backend: str, dtype: torch.dtype)
         out, pt.rotary(query, positions, dims=12, backend=op_backend)
     )
     turned = pt.rotary(key, positions, dims=12, weight=weight, eps=1e-5, backend=op_backend)
-    wanted = _cache(dtype=dtype)
+    expected = _cache(dtype=dtype)
     for b, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2)):
-        wanted.key[b, :, positions[b, i]], wanted.value[b, :, positions[b, i]] = (
+        expected.key[b, :, positions[b, i]], expected.value[b, :, positions[b, i]] = (
             turned[b, :, i],
             value[b, :, i],
         )
-    assert torch.equal(cache.key, wanted.key) and torch.equal(cache.value, wanted.value)
+    assert torch.equal(cache.key, expected.key) and torch.equal(cache.value, expected.value)
     assert paged.page_table is not None
-    for mine, other in zip(paged[:2], wanted[:2]):
+    for mine, other in zip(paged[:2], expected[:2]):
         gathered = mine[paged.page_table.long()].transpose(1, 2).flatten(2, 3)
         assert (
             torch.equal(gathered[:, :, :10], other)
@@ -124,13 +124,13 @@ def test_cache_may_be_a_view(op_backend: str) -> None:
     cache = pt.KeyValues(store[1, ..., :16].transpose(1, 2), store[1, ..., 16:].transpose(1, 2))
     (query, key, value), positions = _rows(), torch.tensor([[7, 8, 9], [0, 1, 2]])
     pt.append_kv(query, key, value, cache, positions, backend=op_backend)
-    wanted = torch.full_like(store, 5.0)
+    expected = torch.full_like(store, 5.0)
     for b in range(2):
-        wanted[1, b, positions[b], :, :16], wanted[1, b, positions[b], :, 16:] = (
+        expected[1, b, positions[b], :, :16], expected[1, b, positions[b], :, 16:] = (
             key[b].transpose(0, 1),
             value[b].transpose(0, 1),
         )
-    assert torch.equal(store, wanted)
+    assert torch.equal(store, expected)
 
 
 def test_full_length_on_all_threads() -> None:
@@ -188,8 +188,8 @@ def test_compiles_to_one_graph(op_backend: str) -> None:
         found = torch.compile(step, fullgraph=True, backend="aot_eager")(
             *rows, *mine[:2], positions
         )
-        wanted = step(*rows, *theirs[:2], positions)
-    for a, e in zip((*found, *mine[:2]), (*wanted, *theirs[:2])):
+        expected = step(*rows, *theirs[:2], positions)
+    for a, e in zip((*found, *mine[:2]), (*expected, *theirs[:2])):
         torch.testing.assert_close(a, e)
     assert not found[1] and found[2]
 

@@ -307,15 +307,15 @@ w._DO = {"test": do}
 w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""",
     )
     jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
-    told: list[dict[str, Any]] = []
-    found = checking.run_jobs(jobs, seconds=1.5, told=told.append)
+    output: list[dict[str, Any]] = []
+    found = checking.run_jobs(jobs, seconds=1.5, told=output.append)
     assert [line["outcome"] for line in found] == [
         "right",
         "crashed",
         "right",
         "hung",
         "right",
-    ] and told == found
+    ] and output == found
     assert found[1]["detail"] == "the process ended by SIGABRT"
     wide = [{"do": "test", "device": "cpu", "n": n, "last": 128} for n in (5, 6, 7, 8)]
     same = checking.run_jobs(wide, seconds=60)

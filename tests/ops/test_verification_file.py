@@ -96,12 +96,12 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
         path.write_bytes(damaged)
         verification_file._warned.clear()
         verification.forget()
-        with warnings.catch_warnings(record=True) as told, fast_path.off():
+        with warnings.catch_warnings(record=True) as output, fast_path.off():
             warnings.simplefilter("always")
             for _ in range(2):
                 got = pt.attention(q, k, v, backend=None)
                 assert bounds.agree(got, want), name
-        named = [w for w in told if "verification file" in str(w.message)]
+        named = [w for w in output if "verification file" in str(w.message)]
         assert len(named) <= 1 and all(str(path) in str(w.message) for w in named), name
         count, warned = count + 1, warned + bool(named)
     pt.clear_fallbacks()

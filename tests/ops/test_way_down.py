@@ -77,7 +77,7 @@ def test_a_library_that_fails_to_load_falls_back(
     monkeypatch.setattr(native, "PACKAGE", tmp_path)
     try:
         with (
-            warnings.catch_warnings(record=True) as told,
+            warnings.catch_warnings(record=True) as output,
             fast_path.off(),
         ):  # the fast path resolved the library when it was loaded
             warnings.simplefilter("always")
@@ -87,28 +87,28 @@ def test_a_library_that_fails_to_load_falls_back(
         native.why_not.cache_clear(), native._why_not_loaded.cache_clear()
     for got in results:
         torch.testing.assert_close(got, want)
-    (warning,) = told
+    (warning,) = output
     assert "does not load" in str(warning.message)
 
 
 def test_threads_share_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, BEFORE["refused"])
     query = torch.ones(1, 1, 2, 8)
-    with warnings.catch_warnings(record=True) as told, ThreadPoolExecutor(8) as pool:
+    with warnings.catch_warnings(record=True) as output, ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("always")
         results = list(pool.map(lambda _: pt.attention(query, query, query), range(64)))
     assert all(torch.equal(r, query) for r in results)
-    assert len(told) == 1 and sum(f.count for f in pt.fallbacks()) == 64
+    assert len(output) == 1 and sum(f.count for f in pt.fallbacks()) == 64
 
 
 def test_one_message_per_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, BEFORE["refused"])
     query = torch.ones(1, 1, 2, 8)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         pt.attention(query, query, query)
         pt.attention(query, query, query)
-    assert len(told) == 1 and len({f.call_site for f in pt.fallbacks()}) == 2
+    assert len(output) == 1 and len({f.call_site for f in pt.fallbacks()}) == 2
 
 
 def test_compiled_code_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,14 @@ def test_catalogues_equal_gettext(mo, tmp_path, order):
 
 def test_every_damage_is_named(mo, tmp_path):
     whole, path = mo(PT), tmp_path / "some.mo"
-    for content, said in (
+    for content, output in (
         (b"no catalogue", "is no .mo file"),
         (whole[:40], "is damaged"),
         (whole[:-20], "ends past the file's"),
         (whole.replace("página".encode(), b"p\xe1gina "), "not UTF-8"),
     ):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             read_catalogue(path)
 
 
@@ -144,7 +144,7 @@ def test_po_files_require_polib(install, monkeypatch):
 def test_unreadable_files_are_named(mo, install):
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo({"Save": "Sichern"})})
     install("fakeempty", {"readme.txt": b""})
-    for packages, languages, said in (
+    for packages, languages, output in (
         (
             ["nosuchpackage"],
             ("pt", "en"),
@@ -154,7 +154,7 @@ def test_unreadable_files_are_named(mo, install):
         (["fakeone"], ("pt", "en"), "no pair of pt and en in fakeone 1.2"),
         (["fakeone"], ("de", "DE"), "both 'de'; expected two languages"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             catalogue_pairs(packages, *languages)
 
 
@@ -205,14 +205,14 @@ def test_held_out_texts_do_not_occur_in_training():
 
 def test_scores_equal_sacrebleu():
     pytest.importorskip("sacrebleu", reason="needs sacrebleu (the extra corpora)")
-    wanted = ["the cat sat on the mat .", "there is a black house here ."]
+    expected = ["the cat sat on the mat .", "there is a black house here ."]
     assert (
-        translation_scores(wanted, wanted)["bleu"]
-        == translation_scores(wanted, wanted)["chrf"]
+        translation_scores(expected, expected)["bleu"]
+        == translation_scores(expected, expected)["chrf"]
         == 100
     )
-    said = ["the cat sat on a mat .", "there is the black house here ."]
-    scores = translation_scores(said, wanted)
+    output = ["the cat sat on a mat .", "there is the black house here ."]
+    scores = translation_scores(output, expected)
     # Shares of correct n-grams: 12/14, 8/12, 4/10, 2/8; the score is their geometric mean, without
     # a penalty for equal lengths.
     assert scores["bleu"] == pytest.approx(
@@ -220,7 +220,7 @@ def test_scores_equal_sacrebleu():
     )
     assert 50 < scores["chrf"] < 100 and "version" in scores["chrf_signature"]
     with pytest.raises(ValueError, match="got 1 and 2"):
-        translation_scores(said[:1], wanted)
+        translation_scores(output[:1], expected)
 
 
 def test_memory_returns_the_most_similar_sentence():
@@ -266,15 +266,15 @@ def test_training_runs_on_a_package(mo, install, tmp_path, capsys):
     ]
     command = ["train", "translate", *small, "--out", str(tmp_path / "out")]
     assert main([*command, "--data", "gettext:fakeone", "--from", "de", "--to", "en"]) == OK
-    said = capsys.readouterr().out
-    assert "fakeone 1.2, licence MIT: 200 pairs" in said and "left out: nothing" in said
+    output = capsys.readouterr().out
+    assert "fakeone 1.2, licence MIT: 200 pairs" in output and "left out: nothing" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["held_out"] > 0
     if importlib.util.find_spec("sacrebleu") is None:
-        assert "no BLEU and chrF: BLEU and chrF needs sacrebleu" in said and "bleu" not in report
+        assert "no BLEU and chrF: BLEU and chrF needs sacrebleu" in output and "bleu" not in report
     else:
-        assert {"bleu", "chrf", "memory_bleu", "memory_chrf"} <= report.keys() and "BLEU " in said
-    for data, more, wanted in (
+        assert {"bleu", "chrf", "memory_bleu", "memory_chrf"} <= report.keys() and "BLEU " in output
+    for data, more, expected in (
         ("gettext:", [], "names no package; expected gettext:PACKAGE"),
         ("gettext:nosuchpackage", [], "no such package is installed"),
         ("gettext:fakeone", ["--from", "pt"], "no pair of pt and en"),
@@ -282,4 +282,4 @@ def test_training_runs_on_a_package(mo, install, tmp_path, capsys):
     ):
         other = [*command[:-1], str(tmp_path / "other")]
         assert main([*other, "--data", data, *more]) == USAGE
-        assert wanted in capsys.readouterr().err
+        assert expected in capsys.readouterr().err

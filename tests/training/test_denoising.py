@@ -49,9 +49,9 @@ def test_inputs_and_targets_reassemble_the_text():
     chance = generator()
     for length in [2, 3, 4, 7, 20, 50, 61]:
         text = list(range(length))
-        read, said = corrupt_spans(text, SENTINELS, chance)
+        read, output = corrupt_spans(text, SENTINELS, chance)
         parts: dict[int, list[int]] = {}
-        for token in said:
+        for token in output:
             if token >= 100:
                 parts[token] = []
             else:
@@ -59,7 +59,7 @@ def test_inputs_and_targets_reassemble_the_text():
         used = [token for token in read if token >= 100]
         assert (
             list(parts) == SENTINELS[: len(used) + 1] == [*used, SENTINELS[len(used)]]
-            and parts[said[-1]] == []
+            and parts[output[-1]] == []
         )
         assert [t for token in read for t in (parts[token] if token >= 100 else [token])] == text
         hidden = sum(map(len, parts.values()))
@@ -77,9 +77,9 @@ def test_spans_are_uniform():
     """
     lengths, gone, chance = collections.Counter(), collections.Counter(), generator(1)
     for _ in range(4000):
-        read, said = corrupt_spans(list(range(40)), SENTINELS, chance)
+        read, output = corrupt_spans(list(range(40)), SENTINELS, chance)
         gone.update(set(range(40)) - set(read))
-        lengths[said.index(101) - 1] += 1
+        lengths[output.index(101) - 1] += 1
     assert set(lengths) == {1, 2, 3, 4, 5} and all(
         abs(n / 4000 - 0.2) < 0.03 for n in lengths.values()
     )
@@ -168,8 +168,8 @@ def test_spanbert_objective_equals_its_definition():
             around = torch.cat([hidden[span[0] - 1], hidden[span[-1] + 1], place])
             token = gelu_norm(state, "mlm.transform", hidden[i])
             bounds = gelu_norm(state, "boundary.second", gelu_norm(state, "boundary.first", around))
-            for name, said in (("mlm", token), ("boundary", bounds)):
-                logits = said @ embedding.T + state[f"{name}.output.bias"]
+            for name, output in (("mlm", token), ("boundary", bounds)):
+                logits = output @ embedding.T + state[f"{name}.output.bias"]
                 losses.append(logits.logsumexp(-1) - logits[labels[i]])
     assert max(lengths) >= 3 and len(lengths) >= 5
     torch.testing.assert_close(out.loss, 2 * torch.stack(losses).mean(), rtol=CURVE, atol=0)

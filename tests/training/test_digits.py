@@ -98,12 +98,12 @@ def test_mixers_learn_and_resume_with_the_same_bits(tmp_path):
     report = trained("mixer", out, *options)
     assert all(figure["value"] > 0.4 and figure["chance"] == 0.1 for figure in report["figures"])
     newest = checkpoints(out / "convolution")[-1]
-    wanted = read_checkpoint(newest).tensors
+    expected = read_checkpoint(newest).tensors
     newest.unlink()
     again = trained("mixer", out, *options, "--resume")
     found = read_checkpoint(newest).tensors
-    assert found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) for name in wanted
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
     )
     assert again["figures"] == report["figures"]
 

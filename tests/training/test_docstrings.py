@@ -85,7 +85,7 @@ def test_packages_give_pairs_with_their_licenses(install):
     ]
     assert found.left_out == {"a duplicate": 3}
     install("threepackage", {"three.py": b"x = 1"})
-    for packages, said in [
+    for packages, output in [
         (["nosuchpackage"], "no such package is installed; pip install nosuchpackage"),
         (
             ["threepackage"],
@@ -93,5 +93,5 @@ def test_packages_give_pairs_with_their_licenses(install):
         ),
         ([], "names no package"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             docstring_pairs(packages)

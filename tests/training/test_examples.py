@@ -55,10 +55,10 @@ def test_request_tokens_do_not_depend_on_other_requests(capsys):
     "options", [[], ["--branches", "1"], ["--cache", "paged", "--seed", "3"]], ids=str
 )
 def test_speculative_tokens_equal_greedy_decoding(options, capsys):
-    told, plain, calls = load("speculative_decoding").main(
+    output, plain, calls = load("speculative_decoding").main(
         [*QUICK["speculative_decoding"], *options]
     )
-    assert told == plain and len(told) == 60
+    assert output == plain and len(output) == 60
     assert calls < 30  # at least two tokens per call
     assert "equal to greedy decoding" in capsys.readouterr().out
 

@@ -71,10 +71,10 @@ def test_15_percent_are_labels_with_80_10_10_mask_random_kept(mask):
 
 
 def test_span_lengths_are_geometric_up_to_ten():
-    wanted = span_length_probabilities()
-    assert len(wanted) == 10 and math.isclose(sum(wanted), 1)
-    assert math.isclose(wanted[3] / wanted[2], 0.8)
-    assert math.isclose(sum(p * k for k, p in enumerate(wanted, 1)), 3.8, abs_tol=0.01), (
+    expected = span_length_probabilities()
+    assert len(expected) == 10 and math.isclose(sum(expected), 1)
+    assert math.isclose(expected[3] / expected[2], 0.8)
+    assert math.isclose(sum(p * k for k, p in enumerate(expected, 1)), 3.8, abs_tol=0.01), (
         "SpanBERT's mean length"
     )
     generator = torch.Generator().manual_seed(2)
@@ -86,7 +86,7 @@ def test_span_lengths_are_geometric_up_to_ten():
         lengths.update(last - first + 1 for first, last in spans[:-1])
     total = sum(lengths.values())
     assert total > 1500 and max(lengths) == 10
-    for length, probability in enumerate(wanted, 1):
+    for length, probability in enumerate(expected, 1):
         assert within(lengths[length], total, probability), (
             length,
             lengths[length] / total,

@@ -103,8 +103,10 @@ def test_one_process_resumes_a_run_on_a_mesh(pairs, tmp_path, subprocess_environ
     for found in (losses, _went_on(task, tmp_path)):
         assert [row["step"] for row in found] == [row["step"] for row in want]
         for a, b in zip(found, want):
-            told = {name: value for name, value in b.items() if name in ("loss", "validation_loss")}
-            assert {name: a[name] for name in told} == pytest.approx(told, rel=TRAINED)
+            output = {
+                name: value for name, value in b.items() if name in ("loss", "validation_loss")
+            }
+            assert {name: a[name] for name in output} == pytest.approx(output, rel=TRAINED)
 
 
 def _went_on(task, tmp_path):

@@ -153,13 +153,13 @@ def test_random_collation_depends_on_the_position_only():
 
 def test_invalid_batches_are_refused():
     collate = lambda examples, generator: {}
-    for arguments, said in [
+    for arguments, output in [
         ((range(4), 0), "at least 1, got 0"),
         (([], 4), "no example"),
         ((range(4), 2), "each of 4 .* got 1"),
     ]:
-        with pytest.raises(ValueError, match=said):
-            Batches(*arguments, collate, lengths=[1] if "each" in said else None)
+        with pytest.raises(ValueError, match=output):
+            Batches(*arguments, collate, lengths=[1] if "each" in output else None)
     assert len(Batches(range(4), 99, collate)) == 1
 
 

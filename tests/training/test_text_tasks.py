@@ -194,7 +194,7 @@ def test_invalid_options_raise_with_a_hint(task, corpora, tmp_path, capsys):
     pairs = task in ("gpt", "t5")
     few = tmp_path / "few.tsv"
     few.write_text("a\tb\n" * 3)
-    for data, more, said in [
+    for data, more, output in [
         (
             few,
             [],
@@ -238,7 +238,7 @@ def test_invalid_options_raise_with_a_hint(task, corpora, tmp_path, capsys):
         ),
     ]:
         train(task, data, tmp_path / "out", *more, expect=USAGE)
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
         assert not list((tmp_path / "out").glob("**/checkpoint*"))
 
 
@@ -251,11 +251,11 @@ def test_unlabeled_texts_skip_tasks_with_labels(corpora, tmp_path, capsys):
     out = train(
         "bert", plain, tmp_path / "out", **{name: 2 for name in STEPS["bert"] if "steps" in name}
     )
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "classification is left out: " in said
-        and "answer is left out: " in said
-        and "a label and a tab before each" in said
+        "classification is left out: " in output
+        and "answer is left out: " in output
+        and "a label and a tab before each" in output
     )
     assert len(figures(out)) == 3
 
@@ -380,8 +380,10 @@ def test_choices_contain_the_true_ending_once_among_equal_lengths():
         true = int(choice.prompt.split()[1])
         assert choice.endings[choice.answer] == "x" * true and len(set(choice.endings)) == CHOICES
         assert all(abs(len(e) - true) <= 10 for e in choice.endings)
-    told = [float(e == "x" * int(c.prompt.split()[1])) for c in asked for e in c.endings]
-    assert chosen_right(told, asked) == 1.0 and chosen_right([1 - x for x in told], asked) == 0.0
+    output = [float(e == "x" * int(c.prompt.split()[1])) for c in asked for e in c.endings]
+    assert (
+        chosen_right(output, asked) == 1.0 and chosen_right([1 - x for x in output], asked) == 0.0
+    )
 
 
 def test_likelihoods_cover_the_ending_only():

@@ -55,8 +55,10 @@ def test_interrupted_runs_end_with_the_same_bits(toy, tmp_path, capsys):
             path.unlink()
         capsys.readouterr()
         two_stages(start(out, resume=True), toy)
-        said = capsys.readouterr().out
-        assert "going on from step 6" in said and ("going on from step 4" in said) == (lost == 1)
+        output = capsys.readouterr().out
+        assert "going on from step 6" in output and ("going on from step 4" in output) == (
+            lost == 1
+        )
         for stage in ("first", "second"):
             a, b = newest(whole, stage), newest(out, stage)
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -84,8 +86,8 @@ def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys):
         )
         == OK
     )
-    said = capsys.readouterr().out
-    assert "0.500 (the most frequent)" in said and "0.750" in said
+    output = capsys.readouterr().out
+    assert "0.500 (the most frequent)" in output and "0.750" in output
     report = json.loads((run.out / "report.json").read_text())
     assert report["figures"][0] == {
         "what": "accuracy", "value": 0.75, "baseline": 0.5, "by": "the most frequent",
@@ -108,11 +110,11 @@ def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys):
 def test_every_task_has_its_help(name, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", name, "--help"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         stop.value.code == OK
-        and "--resume" in said
-        and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in said
+        and "--resume" in output
+        and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in output
     )
 
 

@@ -215,12 +215,12 @@ def test_translate_prints_and_plots_attention(trained, tmp_path, capsys):
     )
     assert {"attention.png", "attention-2.png"} <= {path.name for path in trained.iterdir()}
     capsys.readouterr()
-    for wrong, said in [
+    for wrong, output in [
         (["--layer", "2"], "--layer must be between 0 and 1, got 2"),
         (["--head", "8"], "between 0 and 7, got 8"),
     ]:
         assert main(["translate", "uma casa", "--model", str(trained), *wrong]) == USAGE
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
 def test_alignment_equals_cross_attention(trained):
@@ -250,7 +250,7 @@ def test_translate_names_missing_files(copy, tmp_path, capsys, monkeypatch):
 
 
 def test_tokenizer_of_another_model_is_refused(copy, tmp_path, capsys):
-    for name, other, said in [
+    for name, other, output in [
         ("source", ["zz zz zz"], "tokens, and the model was trained with"),
         ("target", None, "another tokenizer"),
     ]:
@@ -267,7 +267,7 @@ def test_tokenizer_of_another_model_is_refused(copy, tmp_path, capsys):
 
             Tokenizer.train(other, 20).save(path)
         assert main(["translate", "casa", "--model", str(copy)]) == USAGE
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
         path.write_text(kept)
     assert main(["translate", "casa", "--no-map", "--model", str(copy)]) == OK
 
@@ -298,7 +298,7 @@ def test_attention_map_plots_a_translator(trained, tmp_path, kind, which):
 
 
 def test_attention_map_errors_name_the_argument(trained, tmp_path, capsys):
-    for arguments, said in [
+    for arguments, output in [
         ([str(trained)], "--kind gallery needs a text"),
         ([str(tmp_path / "none"), "x"], "is not a folder"),
         ([str(tmp_path), "x"], "has no config.json"),
@@ -310,7 +310,7 @@ def test_attention_map_errors_name_the_argument(trained, tmp_path, capsys):
         ([str(trained), "casa", "--out", "map.pdf"], "ends with .png or .svg"),
     ]:
         assert main(["attention-map", *arguments]) == USAGE
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
 @pytest.mark.slow

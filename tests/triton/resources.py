@@ -291,11 +291,11 @@ def attention(
         out, lse = backend.forward(a)
         if Lq == 1 or found.forward_only:  # backward is independent of the feature
             return
-        wanted = [
+        expected = [
             isinstance(a[i], torch.Tensor) and a[i].is_floating_point()
             for i in attention_op.positions
         ]
-        backend.backward(a, (out, None), (out, lse), wanted)
+        backend.backward(a, (out, None), (out, lse), expected)
 
     return run
 
@@ -500,21 +500,22 @@ def unused() -> list[str]:
             run()
     problem.config, network.config = looked_up
     tables = {2: attention_tiles.SIXTEEN_BIT, 4: attention_tiles.THIRTY_TWO_BIT}
-    wanted = {
+    expected = {
         (name, size, itemsize)
         for itemsize, table in tables.items()
         for name in table
         for size in table[name]
     }
     classes = [network_tiles.rows_class(n) for n in (1, 40, 100)]
-    wanted |= {
+    expected |= {
         (name, rows, size)
         for name, table in network_tiles.HEURISTIC.items()
         for size in table
         for rows in classes
     }
     return [
-        f"no problem here for the configuration {entry}" for entry in sorted(wanted - seen, key=str)
+        f"no problem here for the configuration {entry}"
+        for entry in sorted(expected - seen, key=str)
     ]
 
 

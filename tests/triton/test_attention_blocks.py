@@ -149,12 +149,12 @@ def test_few_queries_of_grouped_heads_ignore_hidden_nan() -> None:
         and plan_forward(a._replace(**dict.fromkeys(a._fields[14:19]))).decode is not None
     )
     grads = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3)
-    wanted = run(t, {}, grads, attn_mask=mask)
+    expected = run(t, {}, grads, attn_mask=mask)
     check(mask, torch.float32, t, {})
     for name in ("key", "value"):
         t[name] = torch.where(hidden[:, None, :, None], torch.nan, t[name])
     for name, found in run(t, {}, grads, attn_mask=mask).items():
-        assert torch.equal(found, wanted[name]), name
+        assert torch.equal(found, expected[name]), name
 
 
 DENSE: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
@@ -256,10 +256,10 @@ def test_tiles_lie_within_blocks() -> None:
 
 def test_explain_reports_the_share() -> None:
     mask = blobs(32)
-    told = str(pt.explain("attention", *inputs().values(), attn_mask=mask, backend="triton"))
+    output = str(pt.explain("attention", *inputs().values(), attn_mask=mask, backend="triton"))
     assert (
-        "by tiles of 32 queries and 32 keys, in the visible blocks of 32 x 32" in told
-        and "blocks of 32 x 32 pairs run" in told
+        "by tiles of 32 queries and 32 keys, in the visible blocks of 32 x 32" in output
+        and "blocks of 32 x 32 pairs run" in output
     )
     a = attention_op.prepare(*inputs().values(), attn_mask=mask)[0]
     reason = attention_op.backends["triton"].why_not

@@ -124,9 +124,9 @@ def test_backward_is_refused() -> None:
     query, pools = inputs(1, 16)
     a = attention_op.prepare(query, *pools.tensors, page_table=pools.table, key_lengths=LENGTHS)[0]
     out, lse = attention_op(a, "triton", True)
-    wanted = [True] + [False] * (len(attention_op.differentiable) - 1)
+    expected = [True] + [False] * (len(attention_op.differentiable) - 1)
     with pytest.raises(ValueError, match="page_table has no gradients"):
-        attention_op.bwd(out, None, *a, out, lse, wanted, "triton", True)
+        attention_op.bwd(out, None, *a, out, lse, expected, "triton", True)
 
 
 FAULTS = {

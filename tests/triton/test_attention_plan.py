@@ -67,10 +67,12 @@ def test_plan_memory_equals_the_allocations(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_explain_reports_the_plan() -> None:
-    told = str(pt.explain("attention", *_inputs(2), backend="triton"))
-    assert "triton: decoded, their keys split over 3" in told
-    told = str(pt.explain("attention", *_inputs(40), backend="triton"))
-    assert "triton: forward by tiles of 32 queries and 64 keys" in told and "decoded" not in told
+    output = str(pt.explain("attention", *_inputs(2), backend="triton"))
+    assert "triton: decoded, their keys split over 3" in output
+    output = str(pt.explain("attention", *_inputs(40), backend="triton"))
+    assert (
+        "triton: forward by tiles of 32 queries and 64 keys" in output and "decoded" not in output
+    )
     lengths = torch.tensor([40, 1])
     assert "; sequences of at most 32 rows decoded" in str(
         pt.explain("attention", *_inputs(40), query_lengths=lengths, backend="triton")

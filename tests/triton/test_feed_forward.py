@@ -56,16 +56,16 @@ def _results(t: list[torch.Tensor], **keywords: Any) -> list[torch.Tensor]:
 def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
     """Check the output and the gradients in t against float64; return the output."""
     named = {n: v for n, v in zip(NAMES, t) if v is not None}
-    wanted = [n for n, v in named.items() if v.requires_grad]
+    expected = [n for n, v in named.items() if v.requires_grad]
     out = _call(t, **keywords)
     grad = torch.randn_like(out)
     results = {
         "out": out,
-        **dict(zip(wanted, torch.autograd.grad(out, [named[n] for n in wanted], grad))),
+        **dict(zip(expected, torch.autograd.grad(out, [named[n] for n in expected], grad))),
     }
     tensors = {n: v.detach() for n, v in named.items()} | {"grad_out": grad}
     problem = fuzz_feed_forward.Problem(
-        out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted
+        out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, expected
     )
     solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     checks = bounds.check(solution, results, out.dtype, "zero_mean")

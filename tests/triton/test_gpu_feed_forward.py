@@ -62,7 +62,7 @@ def _problem(
         for n, s in zip(NAMES[: 7 if gated else 5], shapes)
     }
     tensors["x"] *= d**0.5
-    wanted = list(tensors)
+    expected = list(tensors)
     tensors["grad_out"] = torch.randn(rows, d).to(dtype)
     return fuzz_feed_forward.Problem(
         dtype,
@@ -70,7 +70,7 @@ def _problem(
         tensors,
         dict.fromkeys(tensors, ""),
         {"activation": "relu", **keywords},
-        wanted,
+        expected,
     )
 
 

@@ -98,8 +98,8 @@ def test_opcheck_of_the_raw_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     outputs = dict(zip(op.outputs, op.fwd(*a, "triton", True)))
     grads = [torch.randn_like(outputs[n]) for n in list(outputs)[: len(op.grad_names)]]
     saved = [outputs[n] for n in op.saved]
-    wanted = [isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in op.positions]
-    torch.library.opcheck(op.bwd, (*grads, *a, *saved, wanted, "triton", True))
+    expected = [isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in op.positions]
+    torch.library.opcheck(op.bwd, (*grads, *a, *saved, expected, "triton", True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

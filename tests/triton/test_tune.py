@@ -120,11 +120,11 @@ def test_gpu_run_can_tune(tune: ModuleType, tmp_path: Path) -> None:
     """The tool accepts the commands of bench/gpu.sh and starts with the hottest kernel."""
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = SCRIPT.parents[1] / "gpu.sh"
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
     ).stdout
     (words,) = (
-        line.partition("tune.py ")[2].split() for line in said.splitlines() if "tune.py " in line
+        line.partition("tune.py ")[2].split() for line in output.splitlines() if "tune.py " in line
     )
     options = tune.parser().parse_args(words)
     assert tune.chosen_by(options)[0].key == "forward, 16 bit, head size 128"

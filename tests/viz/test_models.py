@@ -88,12 +88,12 @@ def test_models_load_by_the_config_of_their_folder(tmp_path):
         viz.position_table(
             GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=4, positions="alibi"))
         )
-    for facts, said in [
+    for facts, output in [
         ({"model": "Nonsense"}, "holds a Nonsense"),
         ({"model_type": "llama"}, "of type 'llama'; expected one of bert"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(facts))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             viz.load_model(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         viz.load_model(tmp_path / "none")

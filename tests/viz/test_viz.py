@@ -120,10 +120,10 @@ def test_mean_distances_exclude_padding():
     apart = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     each = (weights * apart).sum(-1)
     valid = torch.arange(6) < lengths[:, None]
-    wanted = torch.stack([torch.cat([each[0, h], each[1, h, :4]]).mean() for h in range(3)])
-    torch.testing.assert_close(viz.mean_distances(distance, valid), wanted)
+    expected = torch.stack([torch.cat([each[0, h], each[1, h, :4]]).mean() for h in range(3)])
+    torch.testing.assert_close(viz.mean_distances(distance, valid), expected)
     torch.testing.assert_close(viz.mean_distances(distance), each.mean((0, 2)))
-    assert not torch.allclose(viz.mean_distances(distance), wanted), (
+    assert not torch.allclose(viz.mean_distances(distance), expected), (
         "the padding of this case must count"
     )
 

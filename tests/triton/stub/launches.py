@@ -47,10 +47,10 @@ def differentiated(returned: Any, inputs: Any) -> None:
     outputs = [
         o for o in (returned if isinstance(returned, tuple) else (returned,)) if o.requires_grad
     ]
-    wanted = [t for t in inputs if t.requires_grad]
+    expected = [t for t in inputs if t.requires_grad]
     if outputs:
         torch.autograd.grad(
-            outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True
+            outputs, expected, [torch.ones_like(o) for o in outputs], allow_unused=True
         )
 
 

@@ -55,8 +55,8 @@ def call(name: str, *args: Any, backward: bool = True, **kwargs: Any) -> None:
         outputs = backend.forward(a)
         if backward:
             saved = [outputs[op.outputs.index(n)] for n in op.saved]
-            wanted = [isinstance(a[i], torch.Tensor) for i in op.positions]
-            backend.backward(a, outputs[: len(op.grad_names)], saved, wanted)
+            expected = [isinstance(a[i], torch.Tensor) for i in op.positions]
+            backend.backward(a, outputs[: len(op.grad_names)], saved, expected)
 
 
 def empty(*shape: int) -> torch.Tensor:
