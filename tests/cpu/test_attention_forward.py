@@ -387,16 +387,16 @@ def test_scratch_memory_is_bounded(isa: str) -> None:
     [
         (
             dict(key_lengths=torch.tensor([6, 4])),
-            r"ValueError: key_lengths\[0\] is 6; wanted between 0 and 5",
+            r"ValueError: key_lengths\[0\] is 6; expected between 0 and 5",
         ),
         (
             dict(query_lengths=torch.tensor([3, -1])),
-            r"ValueError: query_lengths\[1\] is -1; wanted between 0 and 3",
+            r"ValueError: query_lengths\[1\] is -1; expected between 0 and 3",
         ),
         (dict(prefix_lengths=torch.tensor([0, 9])), r"ValueError: prefix_lengths\[1\] is 9"),
         (
             dict(mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)),
-            "mask has size 4 in dimension 3; wanted 5 or 1",
+            "mask has size 4 in dimension 3; expected 5 or 1",
         ),
     ],
 )
@@ -408,14 +408,14 @@ def test_values_are_checked_before_an_address_is_computed(
 
 
 def test_unsupported_head_dims_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; wanted 1 to 512"):
+    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; expected 1 to 512"):
         raw(*draw(1, 1, 1, 2, 3, 513, 8, torch.float32).values())
 
 
 @pytest.mark.parametrize(
     ("cu", "message"),
     [
-        ([1, 4, 9], r"cu_seqlens_k\[0\] is 1; wanted 0"),
+        ([1, 4, 9], r"cu_seqlens_k\[0\] is 1; expected 0"),
         ([0, 5, 3], "cu_seqlens_k falls from 5 to 3"),
         ([0, 4, 10], "cu_seqlens_k ends at 10, but there are only 9 rows"),
         ([0, 8, 9], "gives sequence 0 8 rows, but the longest was said to be 6"),

@@ -318,7 +318,7 @@ def test_kernel_checks_table_entries() -> None:
         None,
         *rest,
     ]
-    with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; wanted a page from 0 to 8"):
+    with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; expected a page from 0 to 8"):
         torch.ops.pytransformer_C.attention_fwd(*given)
 
 
