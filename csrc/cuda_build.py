@@ -105,7 +105,7 @@ def why_not() -> str | None:
         return "nvcc was not found: put it on PATH or set CUDA_HOME"
     version = nvcc_version(nvcc)
     if version is None:
-        return f"{nvcc} does not tell its version"
+        return f"{nvcc} does not print its version"
     if tuple(map(int, version.split(".")[:2])) < MIN_NVCC:
         wanted = ".".join(map(str, MIN_NVCC))
         return (

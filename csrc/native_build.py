@@ -460,8 +460,8 @@ def build(plan: Plan) -> dict[str, Path]:
     while plan.native and not _run_ninja(plan):
         if not _left_out(plan):
             raise BuildError(
-                "the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs"
-                " without it"
+                "the native code did not compile; see the output above. PYTRANSFORMER_CPU=0"
+                " installs without it"
             )
         print(describe(plan), file=sys.stderr, flush=True)
     return {name: plan.directory / name for name in plan.targets()}

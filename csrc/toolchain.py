@@ -83,7 +83,7 @@ def find_torch() -> Path | None:
     if given := os.environ.get("PYTRANSFORMER_TORCH"):
         if not (Path(given) / "version.py").is_file():
             raise BuildError(
-                f"PYTRANSFORMER_TORCH is {given!r}, which holds no torch package (no version.py"
+                f"PYTRANSFORMER_TORCH is {given!r}, which contains no torch package (no version.py"
                 " there)"
             )
         return Path(given).resolve()

@@ -69,7 +69,7 @@ _DELEGATED = {
         "pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"
     ),
     "bench models": _Command(
-        "pytransformer.cli.benchmark.models", "whole models: ours, PyTorch's sdpa and eager code"
+        "pytransformer.cli.benchmark.models", "full models: ours, PyTorch's sdpa and eager code"
     ),
 }
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the model reads, or the image that it looks at; not needed for positions",
     )
     parser.add_argument(
-        "--target", metavar="TEXT", help="what a decoder says (default: what the translator says)"
+        "--target", metavar="TEXT", help="the decoder's text (default: the translation)"
     )
     parser.add_argument(
         "--second",
@@ -246,7 +246,7 @@ def _strip_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Input
 
 def _no_tokenizer(folder: Path) -> Any:
     def encode(text: str, arguments: argparse.Namespace) -> Any:
-        raise UsageError(f"{folder} holds no tokenizer.json to read the text with")
+        raise UsageError(f"{folder} has no tokenizer.json for the text")
 
     return encode
 

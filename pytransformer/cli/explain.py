@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why"
+            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` gives the reason"
         )
     try:
         args, kwargs = explained.call(arguments)

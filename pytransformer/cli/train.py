@@ -77,7 +77,7 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
         "checkpoint (default 600)",
     )  # fmt: skip
     how.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --out"
+        "--resume", action="store_true", help="resume from the newest checkpoint in --out"
     )
 
 

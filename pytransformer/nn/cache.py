@@ -463,7 +463,7 @@ class KeyValueCache(DecoderCache):
 
     def reserve(self, tokens: int) -> Reserved:
         if not self.layers or any(layer.stored is None for layer in self.layers):
-            raise ValueError("KeyValueCache: let it read a prompt first: its buffers are made then")
+            raise ValueError("KeyValueCache: run a prompt first, which allocates its buffers")
         lengths, longest = self.lengths, self.length
         if longest + tokens > self.max_length:  # on a GPU the length is an upper bound
             longest = int(lengths.max())

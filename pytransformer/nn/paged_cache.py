@@ -55,8 +55,8 @@ class PagedLayer:
     def _next(self) -> Step:
         if self.step is None or self.step.positions is None:
             raise ValueError(
-                "PagedCache: call cache.step before its layers, as models do: it says in which"
-                " pages the tokens are to lie"
+                "PagedCache: call cache.step before its layers, as models do; it assigns the pages"
+                " of the tokens"
             )
         return self.step
 
@@ -263,7 +263,7 @@ class PagedCache(DecoderCache):
                 unchanged.
         """
         if not self.rows or any(layer.stored is None for layer in self.layers):
-            raise ValueError("PagedCache: let it read a prompt first: its pools are made then")
+            raise ValueError("PagedCache: run a prompt first, which allocates its pools")
         lengths, longest, names = self.lengths, self.length, list(self.rows)
         with self.transaction():
             copies = self.pages.grow(dict.fromkeys(names, tokens))

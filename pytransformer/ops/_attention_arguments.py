@@ -158,7 +158,7 @@ def check_pages(
         )
     if key_lengths is None:
         raise ValueError(
-            "attention: page_table needs key_lengths; they say which pages of the table are a"
+            "attention: page_table needs key_lengths; they select the pages of the table that are a"
             " sequence's"
         )
     if pool.shape[2] == 0:

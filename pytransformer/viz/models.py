@@ -131,7 +131,7 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
     there = _stacks(model)
     if not there:
         raise ValueError(
-            f"{type(model).__name__} mixes tokens without attention: there are no weights to draw"
+            f"{type(model).__name__} mixes tokens without attention: there are no weights to plot"
         )
     which = which_stack(there, which, type(model).__name__)
     training = model.training

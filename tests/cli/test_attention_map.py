@@ -66,7 +66,7 @@ def test_every_model_can_be_plotted(
     if name == "FNet" or isinstance(model, Mixer):
         assert (
             code == USAGE
-            and "mixes tokens without attention: there are no weights to draw"
+            and "mixes tokens without attention: there are no weights to plot"
             in capsys.readouterr().err
         )
         return

@@ -105,7 +105,7 @@ def test_meshes_must_have_all_ranks() -> None:
     ):
         with pytest.raises(ValueError, match=output):
             make_mesh(sizes, 4, "cpu")
-    one = r"wants several processes, and this is one: start them with torchrun"
+    one = r"needs several processes, got one: start them with torchrun"
     with pytest.raises(ValueError, match=one), distributed("cpu", mesh={"tensor": 2}):
         pass
 
@@ -125,12 +125,10 @@ REFUSED = {
         " dimension"
     ),
     "no plan": "needs a model with tensor_parallel_plan().*got Linear: use data alone",
-    "optimizer": (
-        r"give what makes an optimizer of parameters, as partial\(torch.optim.AdamW, lr=0.0\)"
-    ),
+    "optimizer": r"pass partial\(torch.optim.AdamW, lr=0.0\)",
     "by matrix": (
-        "Adafactor looks at whole matrices, of which a rank of data=2, tensor=2 has parts: give an"
-        " optimizer that goes number"
+        "Adafactor needs full matrices, of which a rank of data=2, tensor=2 has parts; use an"
+        " elementwise optimizer"
     ),
     "few batches": "1 batches an epoch do not suffice for 2 processes",
 }

@@ -308,7 +308,7 @@ def test_classes_of_the_same_name_are_not_converted() -> None:
             return x * 2
 
     model = nn.Sequential(LlamaRMSNorm())
-    assert "not one that convert knows" in reasons(model)["0"]
+    assert "convert does not support its class" in reasons(model)["0"]
     assert model(torch.ones(1)).item() == 2
 
 

@@ -325,7 +325,5 @@ def test_hooks_of_projections_are_called(hugging_face: Any) -> None:
 
 def test_unknown_attention_is_reported(hugging_face: Any) -> None:
     model = Family("Olmo2ForCausalLM", "Olmo2Config", _decoder(), "decoder").build("eager")
-    want = (
-        "its file turns queries and keys by position, but its class is not one that convert knows"
-    )
+    want = "its file rotates queries and keys by position, but convert does not support its class"
     assert reasons(model)["model.layers.0.self_attn"] == want

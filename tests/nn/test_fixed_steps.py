@@ -286,7 +286,7 @@ def test_cross_attention_keys_remain() -> None:
 def test_unsupported_caches_are_refused(kind: str) -> None:
     model = gpt()
     cache = caches(model)[kind]
-    with pytest.raises(ValueError, match="read a prompt first"):
+    with pytest.raises(ValueError, match="run a prompt first"):
         nn.FixedSteps(cache, 1)
     token = prompt(model, cache)
     with pytest.raises((ValueError, nn.OutOfPages), match=r"max_length=24|more pages"):

@@ -47,7 +47,7 @@ def test_sections_end_the_prose(section):
 def test_dropped_docstrings_have_a_reason():
     assert summed_up("Hand out a page.") == "no text, or a short one"
     assert summed_up(f"Page.\n\n{PROSE}") == "a summary of other length"
-    assert summed_up(f"The pages of the pool.\n\n{PROSE}") == "the summary stands in the text"
+    assert summed_up(f"The pages of the pool.\n\n{PROSE}") == "the text contains the summary"
     assert summed_up(f"----\n\n{PROSE}") == "no summary"
     assert len(summed_up("Hand out a page.\n\n" + "word and more " * 60).source.split()) == 60, (
         "the rest is left out"

@@ -74,7 +74,7 @@ def test_newest_readable_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert torch.equal(run.model.w, whole.model.w)
     for path in checkpoints(tmp_path):
         os.truncate(path, 100)
-    with pytest.raises(ValueError, match="no checkpoint that can be read"):
+    with pytest.raises(ValueError, match="no readable checkpoint"):
         trainer(tmp_path).resume()
 
 

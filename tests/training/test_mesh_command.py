@@ -54,7 +54,7 @@ def pairs(tmp_path):
 
 @pytest.mark.parametrize("options, told", [
     (["--mesh", "tensor=2"],
-        "wants several processes, and this is one: start them with torchrun --nproc-per-node"),
+        "needs several processes, got one: start them with torchrun --nproc-per-node"),
     (["--mesh", "heads=2"], "a mesh is written as data=2,tensor=2"),
     (["--timeout", "0"], "--timeout must be more than 0 seconds, got 0"),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip

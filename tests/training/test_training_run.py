@@ -66,7 +66,7 @@ def test_interrupted_runs_end_with_the_same_bits(toy, tmp_path, capsys):
 
 def test_runs_with_other_options_are_refused(toy, tmp_path):
     out = two_stages(start(tmp_path / "out"), toy).out
-    with pytest.raises(ValueError, match="holds checkpoints already: go on with --resume"):
+    with pytest.raises(ValueError, match="has checkpoints already: resume with --resume"):
         start(out)
     with pytest.raises(ValueError, match="was begun with width=1 instead of 2: use those"):
         start(out, resume=True, width=2)

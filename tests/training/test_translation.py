@@ -95,7 +95,7 @@ def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
     out = train(tmp_path / "parts", *corpus, "--save-every", "4")
     assert "try: pytransformer translate" in capsys.readouterr().out
     train(out, *corpus, expect=USAGE)
-    assert "holds checkpoints already: go on with --resume" in capsys.readouterr().err
+    assert "has checkpoints already: resume with --resume" in capsys.readouterr().err
     assert len(checkpoints(out)) == 2
     checkpoints(out)[-1].unlink()
     train(out, *corpus, "--resume")

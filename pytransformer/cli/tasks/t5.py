@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=2.0,
-        help="1: tasks by their size; more: more alike (default %(default)s)",
+        help="1: by task size; larger: more uniform (default %(default)s)",
     )
     add_model(parser, vocabulary=6000, layers=2)
     # The authors' optimizer. Its steps are relative to each matrix's magnitude, and T5's embedding
@@ -284,7 +284,7 @@ def _cased(
     guessed = [
         " ".join(_shaped(w, shapes(key)) for w, (key, _) in zip(t.split(), known(t))) for t in read
     ]
-    return [Figure(f"{task.prefix} the whole text right", share_right(said, wanted),
+    return [Figure(f"{task.prefix} the full text right", share_right(said, wanted),
         share_right(guessed, wanted),
                    "each word's most frequent case", None, len(read))]  # fmt: skip
 

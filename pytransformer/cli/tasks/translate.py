@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--epochs",
         type=int,
-        help="instead of --steps; each is told with loss and masked accuracy, and drawn",
+        help="instead of --steps; each reports loss and masked accuracy, and is plotted",
     )
     how.add_argument("--batch", type=int, default=64, help="pairs in a batch (default %(default)s)")
     how.add_argument(

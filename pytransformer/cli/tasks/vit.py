@@ -99,7 +99,7 @@ def train(run: Run) -> int:
             found.append((len(part), value))
     figures = [
         Figure(
-            f"digits told right, learned from {count}",
+            f"digits classified correctly, learned from {count}",
             value,
             baseline,
             "logistic regression",
@@ -181,7 +181,7 @@ def _draw(
             figure = viz.plot_curves(
                 curve,
                 "digits to learn from",
-                "held-out digits told right",
+                "held-out digits classified correctly",
                 title="Accuracy by share of the data",
                 log_x=True,
             )
