@@ -72,7 +72,7 @@ def archs() -> list[str]:
     names = [name.strip() for name in wanted.split(",")]
     if wrong := [name for name in names if not re.fullmatch(r"sm_\d{2,3}[af]?", name)]:
         raise ValueError(
-            f"PYTRANSFORMER_CUDA_ARCHS names {', '.join(wrong)}; wanted all, native or names such"
+            f"PYTRANSFORMER_CUDA_ARCHS names {', '.join(wrong)}; expected all, native or names such"
             f" as {', '.join(ARCHS)}"
         )
     return names
@@ -105,11 +105,11 @@ def why_not() -> str | None:
         return "nvcc was not found: put it on PATH or set CUDA_HOME"
     version = nvcc_version(nvcc)
     if version is None:
-        return f"{nvcc} does not tell its version"
+        return f"{nvcc} does not print its version"
     if tuple(map(int, version.split(".")[:2])) < MIN_NVCC:
         wanted = ".".join(map(str, MIN_NVCC))
         return (
-            f"nvcc {version} is too old: wanted >= {wanted}, those before fail on the kernels for"
+            f"nvcc {version} is too old: expected >= {wanted}, those before fail on the kernels for"
             " sm_90a"
         )
     if not archs():

@@ -62,7 +62,7 @@ def platform() -> str | None:
     wanted = os.environ.get("PYTRANSFORMER_MANYLINUX", "").strip()
     if wanted and wanted not in PLATFORMS:
         raise ValueError(
-            f"PYTRANSFORMER_MANYLINUX is {wanted!r}; wanted nothing or one of"
+            f"PYTRANSFORMER_MANYLINUX is {wanted!r}; expected nothing or one of"
             f" {', '.join(PLATFORMS)}"
         )
     return wanted or None

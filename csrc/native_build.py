@@ -244,8 +244,8 @@ def _choose_isas(plan: Plan) -> None:
     if unknown := set(names) - {isa.name for isa in ISAS}:
         known = ", ".join(isa.name for isa in ISAS)
         raise BuildError(
-            f"PYTRANSFORMER_CPU_ISAS names {', '.join(sorted(unknown))}; wanted all, native or some"
-            f" of {known}"
+            f"PYTRANSFORMER_CPU_ISAS names {', '.join(sorted(unknown))}; expected all, native or"
+            f" some of {known}"
         )
     for isa in ISAS:
         why_not = None if isa.name in names else f"not in PYTRANSFORMER_CPU_ISAS={wanted}"
@@ -460,8 +460,8 @@ def build(plan: Plan) -> dict[str, Path]:
     while plan.native and not _run_ninja(plan):
         if not _left_out(plan):
             raise BuildError(
-                "the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs"
-                " without it"
+                "the native code did not compile; see the output above. PYTRANSFORMER_CPU=0"
+                " installs without it"
             )
         print(describe(plan), file=sys.stderr, flush=True)
     return {name: plan.directory / name for name in plan.targets()}

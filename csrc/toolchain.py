@@ -67,7 +67,7 @@ ISAS = (  # best first
 def switch(name: str) -> str:
     value = os.environ.get(name, "auto").strip().lower() or "auto"
     if value not in ("auto", "0", "1"):
-        raise BuildError(f"{name} is {value!r}; wanted auto, 0 or 1")
+        raise BuildError(f"{name} is {value!r}; expected auto, 0 or 1")
     return value
 
 
@@ -83,7 +83,7 @@ def find_torch() -> Path | None:
     if given := os.environ.get("PYTRANSFORMER_TORCH"):
         if not (Path(given) / "version.py").is_file():
             raise BuildError(
-                f"PYTRANSFORMER_TORCH is {given!r}, which holds no torch package (no version.py"
+                f"PYTRANSFORMER_TORCH is {given!r}, which contains no torch package (no version.py"
                 " there)"
             )
         return Path(given).resolve()
@@ -125,7 +125,7 @@ def why_not_torch(torch: Path | None) -> str | None:
         return f"torch >= {wanted} was not found: install it first, then install this package again"
     numbers = re.match(r"(\d+)\.(\d+)", torch_version(torch))
     if numbers is None or tuple(map(int, numbers.groups())) < MIN_TORCH:
-        return f"torch {torch_version(torch)} at {torch} is too old: wanted >= {wanted}"
+        return f"torch {torch_version(torch)} at {torch} is too old: expected >= {wanted}"
     for part in ("include/torch/csrc/stable/library.h", "lib/libtorch_cpu.so"):
         if not (torch / part).exists():
             return f"torch at {torch} has no {part}"

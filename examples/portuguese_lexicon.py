@@ -176,8 +176,13 @@ PLACES = (
 
 MONTHS = tuple(
     zip(
-        "janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro".split(),
-        "January February March April May June July August September October November December".split(),
+        (
+            "janeiro fevereiro março abril maio junho julho"
+            " agosto setembro outubro novembro dezembro"
+        ).split(),
+        (
+            "January February March April May June July August September October November December"
+        ).split(),
     )
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands print through: tables and progress, with `rich` on a terminal and plain text
+"""Output of the commands: tables and progress, with `rich` on a terminal and plain text
 elsewhere.
 
 Names come from outside (a CPU's name, an exception's text), so every cell passes through `clean`,

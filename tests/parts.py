@@ -13,7 +13,7 @@ class Part(NamedTuple):
     name: str
     title: str
     minutes: float  # on two cores of run_parts.NOMINAL's machine
-    folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
+    folders: tuple[str, ...] = ()  # paths in tests/; patterns in the parts of --full
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()  # for pytest
     # An environment variable: a folder with packages that precede the installed ones; unset: skip.
@@ -78,9 +78,9 @@ NO_REFERENCE = (
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
 # Planted faults test the tests, whatever the version of Triton.
 NO_FAULTS = ("-k", "not finds and not mutants")
-# Tests that compare two roundings, under every setting that changes them: our instruction set, that
-# of PyTorch's libraries, threads, seeds. The settings are a covering array of strength 1, and of 2
-# in (PyTorch's set, threads). Planted faults and slow tests belong to the parts above.
+# Tests that compare two roundings, under every setting that changes them: instruction set of ours
+# and of PyTorch's libraries, threads, seeds. The settings are a covering array of strength 1, and
+# of 2 in (PyTorch's set, threads). Planted faults and slow tests belong to the parts above.
 ROUNDED = (
     "ops",
     "nn",

@@ -84,7 +84,7 @@ class Result(NamedTuple):
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    reasons: Reasons = ()  # of skipped tests, or of a part that did not run
+    reasons: Reasons = ()  # reasons of skipped tests, or of a part that did not run
 
 
 def paths(part: Part) -> list[str]:
@@ -405,7 +405,7 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
     before, marked, rest = text.partition(START)
     kept, closed, after = rest.partition(END)
     if not marked or not closed:
-        raise ValueError(f"no table to write to: wanted {START!r} and {END!r}")
+        raise ValueError(f"no table to write to: expected {START!r} and {END!r}")
     lines = {
         line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")
     }
@@ -464,12 +464,12 @@ def main() -> int:
         results.append(build(CUDA_BUILD, arguments.full))  # does nothing without nvcc
     if not any(map(failed, results)):
         known = (*PARTS, *(FULL_PARTS if arguments.full else SAMPLES))
-        wanted = [
+        expected = [
             part
             for part in known
             if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))
         ]
-        results += [run(part, arguments.full) for part in wanted]
+        results += [run(part, arguments.full) for part in expected]
     print("\n" + summary(results), flush=True)
     if arguments.summary:
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()

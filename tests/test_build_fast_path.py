@@ -40,16 +40,16 @@ def installed(builder: ModuleType, package: Path) -> tuple[bool, dict[str, objec
     )["fast_path"]
 
 
-def test_it_says_what_it_is_for(builder: ModuleType, tmp_path: Path) -> None:
-    there, said = installed(builder, tmp_path / "package")
-    assert there and said["built"] and said["reason"] is None
-    assert (said["torch"], said["git_version"]) == (
+def test_build_report_names_the_target(builder: ModuleType, tmp_path: Path) -> None:
+    there, output = installed(builder, tmp_path / "package")
+    assert there and output["built"] and output["reason"] is None
+    assert (output["torch"], output["git_version"]) == (
         str(torch.__version__),
         torch.version.git_version,
     )
 
 
-def test_one_that_does_not_compile_is_left_out_and_comes_back(
+def test_failing_fast_path_is_left_out_and_comes_back(
     builder: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -58,10 +58,10 @@ def test_one_that_does_not_compile_is_left_out_and_comes_back(
     source, package = tmp_path / "csrc" / "fast_path" / "unit.cpp", tmp_path / "package"
     assert installed(builder, package)[0]
     source.write_text("#error this torch is too new\n")
-    there, said = installed(builder, package)
-    assert not there and not said["built"]
-    assert "its compilation fails" in str(said["reason"]) and "this torch is too new" in str(
-        said["reason"]
+    there, output = installed(builder, package)
+    assert not there and not output["built"]
+    assert "its compilation fails" in str(output["reason"]) and "this torch is too new" in str(
+        output["reason"]
     )
     assert "this torch is too new" in capfd.readouterr().err
     monkeypatch.setenv("PYTRANSFORMER_FAST_PATH", "1")
@@ -75,18 +75,18 @@ def test_one_that_does_not_compile_is_left_out_and_comes_back(
 
 
 @pytest.mark.parametrize("option", ["FAST_PATH", "BINDINGS"])
-def test_it_can_be_left_out(
+def test_fast_path_is_optional(
     option: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"PYTRANSFORMER_{option}", "0")
-    there, said = installed(builder, tmp_path / "package")
-    assert not there and said == {
+    there, output = installed(builder, tmp_path / "package")
+    assert not there and output == {
         "built": False,
         "reason": f"switched off by PYTRANSFORMER_{option}=0",
     }
 
 
-def test_headers_of_another_torch_are_another_compilation(
+def test_other_torch_headers_force_a_compilation(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's headers are system headers, whose changes no dependency file records."""

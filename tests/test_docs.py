@@ -58,7 +58,7 @@ def test_pages_are_short() -> None:
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES],
     ids=relative,
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     assert [relative(target) for target in links(page) if not target.exists()] == []
 
 
@@ -121,7 +121,7 @@ def variables_of_the_sources() -> set[str]:
     return found
 
 
-def test_every_environment_variable_has_its_row() -> None:
+def test_every_environment_variable_is_documented() -> None:
     rows = [
         line.split("|")[1]
         for line in (DOCS / "environment.md").read_text().splitlines()
@@ -131,7 +131,7 @@ def test_every_environment_variable_has_its_row() -> None:
     assert named == variables_of_the_sources()
 
 
-def test_the_picture_is_what_the_script_draws() -> None:
+def test_architecture_picture_is_current() -> None:
     script = ROOT / "bench" / "tools" / "architecture.py"
     drawn = subprocess.run(
         [sys.executable, str(script)],

@@ -63,7 +63,7 @@ def test_every_layout_is_drawn(drawn: list[Problem]) -> None:
     assert {"rows_first", "fused", "step", "offset", "expanded3"} <= grads
 
 
-def test_a_case_is_a_function_of_seed_and_number() -> None:
+def test_cases_are_a_function_of_seed_and_number() -> None:
     first, second = draw(3, 17), draw(3, 17)
     assert str(first) == str(second)
     for name, tensor in first.tensors.items():
@@ -71,6 +71,6 @@ def test_a_case_is_a_function_of_seed_and_number() -> None:
     assert str(draw(3, 18)) != str(first)
 
 
-def test_the_command_line_reproduces_one_case(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_reproduces_one_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["attention", "--seed", "3", "--case", "17"]) == 0
     assert "out[" in capsys.readouterr().out

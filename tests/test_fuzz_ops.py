@@ -53,14 +53,14 @@ def test_every_feature_is_drawn(family: str) -> None:
     } == {}
 
 
-def test_gradients_of_norms_come_at_every_stride() -> None:
+def test_norm_gradients_have_every_stride() -> None:
     drawn = [fuzz_layer_norm.draw(0, case) for case in range(500)]
     assert {"rows_first", "step", "offset", "expanded"} <= {
         p.layouts.get("grad_out") for p in drawn
     }
 
 
-def test_a_float16_result_beyond_its_range_is_infinite() -> None:
+def test_float16_results_beyond_the_range_are_infinite() -> None:
     """If the rounding unit is bfloat16's, -inf is right for -128,156 and wrong for -60,000."""
     exact = torch.tensor([-128_156.0, -60_000.0], dtype=torch.float64)
     ours = torch.full((2,), -torch.inf, dtype=torch.float16)

@@ -55,7 +55,8 @@ def test_import_overrides_no_torch_op() -> None:
         import json, torch, warnings
         import torch.nn.functional as F
         def state():
-            names = [n for n in torch._C._dispatch_get_all_op_names() if not n.startswith("pytransformer")]
+            names = torch._C._dispatch_get_all_op_names()
+            names = [n for n in names if not n.startswith("pytransformer")]
             tables = {n: torch._C._dispatch_dump(n) for n in names}
             return tables | {
                 "sdpa": id(F.scaled_dot_product_attention),
@@ -69,7 +70,8 @@ def test_import_overrides_no_torch_op() -> None:
         before = state()
         import pytransformer
         after = state()
-        print(json.dumps([name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]))
+        names = sorted(before.keys() | after.keys())
+        print(json.dumps([name for name in names if before.get(name) != after.get(name)]))
     """)
     assert changed == []
 
@@ -81,7 +83,10 @@ def test_import_touches_no_gpu_and_loads_nothing_heavy() -> None:
         before = set(sys.modules)
         import pytransformer
         new = {name.partition(".")[0] for name in set(sys.modules) - before}
-        heavy = {"triton", "transformers", "timm", "matplotlib", "rich", "pandas", "tokenizers", "safetensors", "kernels"}
+        heavy = {
+            "triton", "transformers", "timm", "matplotlib", "rich", "pandas", "tokenizers",
+            "safetensors", "kernels",
+        }
         print(json.dumps([sorted(new & heavy), torch.cuda.is_initialized()]))
     """)
     assert loaded == []
@@ -100,7 +105,8 @@ def test_subpackages_load_on_first_use() -> None:
         loaded = [name for name in sys.modules if name.split(".")[:2] in late]
         listed = [name in dir(pt) for name in names]
         used = [getattr(pt, name) is sys.modules["pytransformer." + name] for name in names]
-        used.append(pt.models.Transformer is __import__("pytransformer.models", fromlist=["x"]).Transformer)
+        models = __import__("pytransformer.models", fromlist=["x"])
+        used.append(pt.models.Transformer is models.Transformer)
         try:
             pt.modles
         except AttributeError as error:
@@ -138,7 +144,7 @@ def test_import_time() -> None:
     assert min(ratios) < 0.5, ratios
 
 
-def test_a_library_that_does_not_load_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+def test_library_that_does_not_load_gives_a_reason(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(PACKAGE, tmp_path / "pytransformer", ignore=ignore)
     (tmp_path / "pytransformer" / "libpytransformer_cpu.so").write_bytes(b"not a library")
@@ -189,8 +195,8 @@ def test_fork_after_import_and_after_use() -> None:
             pid = os.fork()
             if pid == 0:
                 torch.set_num_threads(1)
-                code = 0 if torch.allclose(pt.attention(x, x, x), pt.reference.attention(x, x, x), atol=1e-5) else 1
-                os._exit(code)
+                out, expected = pt.attention(x, x, x), pt.reference.attention(x, x, x)
+                os._exit(0 if torch.allclose(out, expected, atol=1e-5) else 1)
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         unused = child()
         pt.attention(x, x, x)
@@ -207,7 +213,7 @@ needs_mkl = pytest.mark.skipif(
 
 
 @needs_mkl
-def test_the_import_calls_every_function_with_one_number_of_either_type() -> None:
+def test_import_calls_every_vector_function_once_per_dtype() -> None:
     calls = fresh("""
 import json, torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -215,21 +221,22 @@ class Record(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
             number = args[0]
-            calls.append([function.overloadpacket.__name__, str(number.dtype), str(number.device), number.numel()])
+            name = function.overloadpacket.__name__
+            calls.append([name, str(number.dtype), str(number.device), number.numel()])
         return function(*args, **(kwargs or {}))
 calls = []
 with Record():
     import pytransformer
 print(json.dumps(calls))
 """)
-    wanted = [
+    expected = [
         [f.__name__, str(t), "cpu", 1] for t in (torch.float32, torch.float64) for f in FUNCTIONS
     ]
-    assert sorted(calls) == sorted(wanted)
+    assert sorted(calls) == sorted(expected)
 
 
 @needs_mkl
-def test_no_function_of_this_pytorch_is_missing() -> None:
+def test_every_vector_function_of_pytorch_is_called() -> None:
     """PyTorch links MKL by function; vms is a single-precision vector function with an accuracy."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -245,7 +252,7 @@ def test_no_function_of_this_pytorch_is_missing() -> None:
 
 @needs_mkl
 @pytest.mark.slow
-def test_the_first_result_of_a_process_is_that_of_the_second() -> None:
+def test_first_result_of_a_process_equals_the_second() -> None:
     """Run 100 processes, three side by side.
 
     Without the calls at import, 11 of 350 had another first result on two cores.
@@ -262,7 +269,7 @@ print(json.dumps((first - second).abs().max().item()))
     assert max(apart) == 0
 
 
-def test_a_recorded_call_imports_no_compiler() -> None:
+def test_recorded_calls_import_no_compiler() -> None:
     """A GPU's second call is recorded; importing torch._dynamo took most of 4.3 s on an H100."""
     imported = fresh("""
         import json, sys, torch

@@ -74,9 +74,9 @@ def build_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]
         out,
         source,
     ]
-    said = call(*pip, cwd=out.parent, **environment)
+    output = call(*pip, cwd=out.parent, **environment)
     (wheel,) = out.glob("*.whl")
-    return wheel, said
+    return wheel, output
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -120,9 +120,9 @@ def test_wheel_with_native_code(tmp_path: Path) -> None:
 
 @building
 def test_wheel_without_a_compiler(tmp_path: Path) -> None:
-    wheel, said = build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++")
+    wheel, output = build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++")
     assert wheel.name.endswith("py3-none-any.whl")
-    assert "CPU KERNELS ARE NOT BUILT: /nonexistent/c++ cannot be run" in said
+    assert "CPU KERNELS ARE NOT BUILT: /nonexistent/c++ cannot be run" in output
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     python = install(wheel, tmp_path / "environment")
     call(python, "-c", SMOKE, "reference", cwd=tmp_path)
@@ -151,7 +151,7 @@ def unbuilt_checkout_raises(python: Path, clone: Path) -> None:
 
 
 @building
-def test_asking_for_what_cannot_be_built_fails(tmp_path: Path) -> None:
+def test_forced_targets_that_cannot_be_built_fail(tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError,
         match=r"PYTRANSFORMER_CPU=1, but it cannot be built: .*/nonexistent/c\+\+ cannot be run",
@@ -194,7 +194,7 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
     source = source_distribution(tmp_path / "sdist")
 
     def listing(root: Path) -> set[str]:
-        wanted = [
+        expected = [
             p
             for folder in ("csrc", "kernels", "pytransformer", "tests")
             for p in (root / folder).rglob("*")
@@ -202,7 +202,7 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
         ]
         return {
             str(p.relative_to(root))
-            for p in wanted
+            for p in expected
             if p.suffix not in (".so", ".pyc", ".new") and p.name != "_build_info.json"
         }
 
@@ -222,7 +222,7 @@ def test_source_distribution_compiles(tmp_path: Path) -> None:
     call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "cpu", cwd=tmp_path)
 
 
-def test_the_release_calls_what_there_is() -> None:
+def test_release_workflow_calls_existing_targets() -> None:
     """Every make target in the workflow exists."""
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     makefile = (ROOT / "Makefile").read_text()
@@ -236,7 +236,7 @@ def test_the_release_calls_what_there_is() -> None:
 
 
 @building
-def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
+def test_source_install_builds_for_its_machine(tmp_path: Path) -> None:
     """The build has one instruction set besides generic, and no CUDA without a GPU.
 
     The output must name the option that changes this.
@@ -264,7 +264,7 @@ def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
             )
 
 
-def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
+def test_torch_is_found_outside_site_packages() -> None:
     """-S drops site-packages, like a build environment that hides installed packages."""
     ask = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'csrc')!r}); import native_build;"
@@ -286,12 +286,13 @@ import torch
 from pytransformer.ops._core import preference, verified
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 print("rows", len(preference.table()["sm_90"]))
-print("verified", sorted({(op, backend) for op, backend, _ in verified.names(torch.device("cuda", 0))}))
+names = verified.names(torch.device("cuda", 0))
+print("verified", sorted({(op, backend) for op, backend, _ in names}))
 """
 
 
 @building
-def test_results_of_gpus_are_installed(tmp_path: Path) -> None:
+def test_gpu_results_are_installed(tmp_path: Path) -> None:
     """Results belong to the compiled sources; a build of others drops them."""
     source = source_distribution(tmp_path / "sdist")
     wheel, _ = build_wheel(source, tmp_path / "wheel", PYTRANSFORMER_CPU="0")

@@ -186,11 +186,11 @@ def test_the_package_uses_all_of_testing() -> None:
     assert [n for n in sorted(edges) if place_of(n)[0] == "testing" and n not in used] == []
 
 
-def test_no_circle_of_files() -> None:
+def test_files_have_no_import_cycle() -> None:
     assert circles(graph()) == []
 
 
-def test_no_circle_of_packages() -> None:
+def test_packages_have_no_import_cycle() -> None:
     assert circles(of_packages(graph())) == []
 
 
@@ -205,7 +205,7 @@ def test_no_circle_of_packages() -> None:
         ("if TYPE_CHECKING:\n    from ..models import Bert", 0, 0),
     ],
 )
-def test_it_would_see(text: str, layer: int, circle: int) -> None:
+def test_planted_import_is_detected(text: str, layer: int, circle: int) -> None:
     """One more import in ops/attention.py is detected."""
     name = "ops.attention"
     edges = graph() | {name: graph()[name] | set(imports(name, text, is_package=False))}

@@ -57,17 +57,17 @@ def files(*suffixes: str) -> Iterator[Path]:
 
 
 def missing(patterns: tuple[str, ...], family: str) -> list[str]:
-    wanted = [pattern.format(family) for pattern in patterns]
-    return [pattern for pattern in wanted if not any(ROOT.glob(pattern))]
+    expected = [pattern.format(family) for pattern in patterns]
+    return [pattern for pattern in expected if not any(ROOT.glob(pattern))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_family_has_its_files_in_every_backend(family: str) -> None:
     backends = {backend for op in OPS.values() if op.family == family for backend in op.backends}
-    wanted = EVERY_OP_HAS + tuple(
+    expected = EVERY_OP_HAS + tuple(
         pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend]
     )
-    assert missing(wanted, family) == []
+    assert missing(expected, family) == []
 
 
 def test_no_kernel_file_without_an_op() -> None:
@@ -95,7 +95,7 @@ NAMES = {
 }
 
 
-def test_what_all_ops_share_names_none() -> None:
+def test_shared_files_name_no_op() -> None:
     """An op's declarations and its family's files, which have its name, define it."""
     words = {*OPS, *FAMILIES}
     found = set()
@@ -125,11 +125,11 @@ def test_every_source_names_its_licence() -> None:
     """The form is machine-readable, https://spdx.dev; an empty file needs none."""
     suffixes = (".py", ".sh", *sizes.CPP)
     texts = {path: (ROOT / path).read_text() for path in files(*suffixes)}
-    told = "SPDX-License-Identifier: Apache-2.0"
+    output = "SPDX-License-Identifier: Apache-2.0"
     assert [
         str(path)
         for path, text in texts.items()
-        if text.strip() and told not in "".join(text.splitlines()[:2])
+        if text.strip() and output not in "".join(text.splitlines()[:2])
     ] == []
 
 
@@ -216,7 +216,7 @@ int declared(int a);
 """
 
 
-def test_the_scanners_see_functions() -> None:
+def test_scanners_detect_functions() -> None:
     python = {f.name: (f.lines, f.parameters, f.kernel) for f in sizes.of_python(PYTHON)}
     assert python == {
         "method": (1, 2, False),
@@ -236,7 +236,7 @@ def test_the_scanners_see_functions() -> None:
 # ---- other rules
 
 
-def test_nothing_puts_the_root_on_the_path() -> None:
+def test_no_file_puts_the_root_on_the_path() -> None:
     """With the root on sys.path, kernels/ would be importable under another package's name."""
     assert not (ROOT / "conftest.py").exists()
     assert not (ROOT / "__init__.py").exists()
@@ -253,7 +253,7 @@ def test_every_package_folder_is_a_package() -> None:
     ] == []
 
 
-def test_torch_headers_only_at_the_edges() -> None:
+def test_torch_headers_only_in_bindings() -> None:
     """torch's headers slow compilation from a fraction of a second to seconds, per ISA."""
     sources = [
         path

@@ -30,7 +30,8 @@ extern "C" double power_in_a_thread(double base, double exponent) {
   auto held = std::make_shared<double>(std::pow(base, exponent));
   auto copy = held;
   pthread_t thread;
-  if (pthread_create(&thread, nullptr, doubled, copy.get()) || pthread_join(thread, nullptr)) return -1;
+  if (pthread_create(&thread, nullptr, doubled, copy.get())) return -1;
+  if (pthread_join(thread, nullptr)) return -1;
   std::stringstream text;
   text << *held;
   return dlsym(RTLD_DEFAULT, "malloc") ? std::stod(text.str()) : -2;
@@ -68,7 +69,7 @@ def command(tmp_path: Path) -> list[str]:
     return ["g++", "-shared", str(tmp_path / "source.o"), "-Wl,-z,defs", "-Wl,--as-needed"]
 
 
-def test_a_library_needs_no_newer_symbols(
+def test_libraries_need_no_newer_symbols(
     manylinux: ModuleType, command: list[str], tmp_path: Path
 ) -> None:
     plain, portable = tmp_path / "plain.so", tmp_path / "portable.so"
@@ -94,7 +95,9 @@ def test_a_library_needs_no_newer_symbols(
     assert done.stdout.split() == ["162.0", "-1", "0"], done.stderr
 
 
-def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_path: Path) -> None:
+def test_symbols_missing_on_the_platform_are_reported(
+    manylinux: ModuleType, tmp_path: Path
+) -> None:
     """The library is removed, because ninja would consider it up to date."""
     newest = max(
         (
@@ -123,13 +126,13 @@ def test_a_symbol_that_the_platform_lacks_is_told(manylinux: ModuleType, tmp_pat
     assert not (tmp_path / "out.so").exists()
 
 
-def test_the_platform_is_asked_for(manylinux: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_configurable(manylinux: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTRANSFORMER_MANYLINUX", raising=False)
     assert manylinux.platform() is None and manylinux.rule("g++ $in") == "g++ $in -o $out"
     monkeypatch.setenv("PYTRANSFORMER_MANYLINUX", "2_28")
     assert manylinux.rule("g++ $in").endswith(f"{os.sep}manylinux.py 2_28 $out g++ $in")
     monkeypatch.setenv("PYTRANSFORMER_MANYLINUX", "2_17")
     with pytest.raises(
-        ValueError, match="PYTRANSFORMER_MANYLINUX is '2_17'; wanted nothing or one of 2_28"
+        ValueError, match="PYTRANSFORMER_MANYLINUX is '2_17'; expected nothing or one of 2_28"
     ):
         manylinux.platform()

@@ -41,7 +41,7 @@ def test_there_are_enough_mutants() -> None:
 
 
 @pytest.mark.parametrize("family", MUTANTS)
-def test_the_faithful_copy_passes(family: str, found: Found) -> None:
+def test_faithful_copies_pass(family: str, found: Found) -> None:
     assert "faithful" not in found[family], found[family].get("faithful")
 
 
@@ -54,7 +54,7 @@ def test_the_faithful_copy_passes(family: str, found: Found) -> None:
         if n != "faithful"
     ],
 )
-def test_the_fuzzer_finds(family: str, mutant: str, found: Found) -> None:
+def test_fuzzer_detects_the_mutant(family: str, mutant: str, found: Found) -> None:
     """A wrong number or unequal bits must reveal the mutant; a crash would prove nothing."""
     assert mutant in found[family], f"{mutant} survived {CASES} cases"
     case, reason = found[family][mutant]

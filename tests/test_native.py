@@ -41,7 +41,7 @@ def symbols(file: Path, *options: str) -> list[str]:
 
 
 @needs_nm
-def test_the_op_library_needs_only_the_stable_abi() -> None:
+def test_op_library_uses_only_the_stable_abi() -> None:
     """It uses no Python symbol, and only torch's C functions with a stable ABI."""
     undefined = symbols(native.PACKAGE / native.LIBRARY_NAME, "-D", "--undefined-only")
     assert any(name.startswith("aoti_torch_") for name in undefined)
@@ -68,7 +68,7 @@ def test_instruction_sets_share_no_symbol(path: Path) -> None:
     assert outside == []
 
 
-def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
+def test_stale_libraries_are_not_loaded(tmp_path: Path) -> None:
     """A stale library would read arguments in an old order."""
     csrc = shutil.copytree(
         ROOT / "csrc",
@@ -102,7 +102,7 @@ def test_an_unknown_instruction_set_is_refused_with_those_available(restored_isa
     ("value", "code", "answer"),
     [("generic", 0, "generic"), ("mmx", 1, "PYTRANSFORMER_CPU_ISA is 'mmx'")],
 )
-def test_the_environment_chooses(
+def test_environment_selects_the_instruction_set(
     value: str, code: int, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CPU_ISA", value)

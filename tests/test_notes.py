@@ -73,13 +73,13 @@ def parses(words: list[str]) -> bool:
         return False
 
 
-def test_everything_named_exists() -> None:
+def test_references_exist() -> None:
     assert [
         lacking for row in rows(PAGE.read_text(encoding="utf-8")) for lacking in wrong(row)
     ] == []
 
 
-def test_the_tables_have_every_system_and_number() -> None:
+def test_tables_have_every_system_and_number() -> None:
     page = PAGE.read_text(encoding="utf-8")
     names = "Transformer BERT SpanBERT GPT T5 ViT FNet Mixer GShard Conformer Linformer".split()
     assert [name for name in names if name not in page] == [] and len(rows(page)) >= 40
@@ -88,29 +88,31 @@ def test_the_tables_have_every_system_and_number() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        ["a", f"`{MISSING}`", "`tests/test_notes.py::test_everything_named_exists`"],
+        ["a", f"`{MISSING}`", "`tests/test_notes.py::test_references_exist`"],
         ["a", "`setup.py`", "`tests/test_notes.py::test_of_nobody`"],
         ["a", "`setup.py`", "`tests/test_notes.py::parses`"],
         ["a", "`setup.py`", ""],
         [
             "a",
             "`setup.py`",
-            "`tests/test_notes.py::test_everything_named_exists`",
+            "`tests/test_notes.py::test_references_exist`",
             "`pytransformer train nothing`",
         ],
         [
             "a",
             "`setup.py`",
-            "`tests/test_notes.py::test_everything_named_exists`",
+            "`tests/test_notes.py::test_references_exist`",
             "`pytransformer train vit --sharse 1`",
         ],
         [
             "a",
             "`setup.py`",
-            "`tests/test_notes.py::test_everything_named_exists`",
+            "`tests/test_notes.py::test_references_exist`",
             "`python examples/gpt.py --perfix`",
         ],
     ],
 )
-def test_what_is_not_there_is_found(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_references_are_detected(
+    row: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(wrong(row)) == 1

@@ -22,7 +22,7 @@ def run_parts() -> ModuleType:
     return module
 
 
-def test_every_test_belongs_to_exactly_one_part(run_parts: ModuleType) -> None:
+def test_tests_belong_to_exactly_one_part(run_parts: ModuleType) -> None:
     entries = [path for part in run_parts.PARTS for path in run_parts.paths(part)]
     assert len(entries) == len(set(entries))
     covered = [run_parts.ROOT / entry for entry in entries]
@@ -42,7 +42,7 @@ def test_parts_of_the_full_run_find_their_tests(run_parts: ModuleType) -> None:
     )
 
 
-def test_the_ops_run_with_the_fast_path_and_without(run_parts, monkeypatch) -> None:
+def test_ops_run_with_and_without_the_fast_path(run_parts, monkeypatch) -> None:
     """A fast path that does not compile fails the installation; the sanitizer build has none."""
     built = []
     monkeypatch.delenv("PYTRANSFORMER_FAST_PATH", raising=False)
@@ -62,7 +62,7 @@ def test_the_ops_run_with_the_fast_path_and_without(run_parts, monkeypatch) -> N
         assert any("ops" in path for path in run_parts.paths(part))
 
 
-def test_the_benchmark_counts_rows_and_our_own_faults(run_parts, tmp_path, monkeypatch) -> None:
+def test_benchmark_part_counts_rows_and_errors(run_parts, tmp_path, monkeypatch) -> None:
     not_run = [
         {"backend": b, "status": s, "reason": r}
         for b, s, r in (("cpu", "wrong", "off"), ("triton", "unsupported", "no GPU"))
@@ -88,7 +88,7 @@ def test_the_benchmark_counts_rows_and_our_own_faults(run_parts, tmp_path, monke
     assert set(run_parts.told(result.reasons)) == {"cpu: off", "triton: no GPU"}
 
 
-def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
+def test_budgets_count_processor_time(run_parts, monkeypatch) -> None:
     """Waiting does not count, computing does; two processes may compute twice as long."""
     second = run_parts.Part("a", "a", 1 / 60)
     python = [run_parts.sys.executable, "-c"]
@@ -117,9 +117,7 @@ def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
     assert run_parts.over_budget(second, run_parts.Spent(0.9, 0.9), False) is None
 
 
-def test_threads_of_processes_that_share_the_cores_give_way(
-    run_parts, tmp_path, monkeypatch
-) -> None:
+def test_threads_of_parallel_processes_yield(run_parts, tmp_path, monkeypatch) -> None:
     seen = {}
     monkeypatch.setattr(run_parts, "RESULTS", tmp_path)  # a part removes earlier reports there
 
@@ -135,7 +133,7 @@ def test_threads_of_processes_that_share_the_cores_give_way(
     assert seen["triton"]["TRITON_INTERPRET"] == "1"
 
 
-def test_counts_tell_why_tests_were_skipped(run_parts: ModuleType, tmp_path: Path) -> None:
+def test_counts_have_skip_reasons(run_parts: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     skipped = "".join(
         f'<testcase name="t{i}"><skipped message="no GPU"/></testcase>' for i in range(2)
@@ -148,7 +146,7 @@ def test_counts_tell_why_tests_were_skipped(run_parts: ModuleType, tmp_path: Pat
     assert run_parts.counts(tmp_path / "none.xml") == (0, 0, 0, ())
 
 
-def test_a_part_without_its_packages_is_skipped_with_the_reason(
+def test_parts_without_their_packages_are_skipped_with_the_reason(
     run_parts, monkeypatch, capsys
 ) -> None:
     part = next(part for part in run_parts.FULL_PARTS if part.needs)
@@ -158,7 +156,7 @@ def test_a_part_without_its_packages_is_skipped_with_the_reason(
     assert part.needs in result.reasons[0][0] and part.needs in capsys.readouterr().out
 
 
-def test_an_instruction_set_that_cannot_run_is_skipped_with_the_reason(
+def test_unsupported_instruction_sets_are_skipped_with_the_reason(
     run_parts, monkeypatch, capsys
 ) -> None:
     part = next(part for part in run_parts.FULL_PARTS if part.name == "avx512")
@@ -168,7 +166,7 @@ def test_an_instruction_set_that_cannot_run_is_skipped_with_the_reason(
     assert "avx2, generic" in result.reasons[0][0] and "avx2, generic" in capsys.readouterr().out
 
 
-def test_the_settings_cover_every_value(run_parts, monkeypatch) -> None:
+def test_settings_cover_every_value(run_parts, monkeypatch) -> None:
     """Each instruction set occurs once, PyTorch's two with one and two threads, three new seeds."""
     parts = importlib.import_module("parts")
     settings = [dict(part.environment) for part in parts.SETTINGS]

@@ -22,7 +22,7 @@ def drawn() -> list[torch.Tensor]:
     return [by_default, own, query]
 
 
-def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
+def test_shift_changes_every_seed_and_preserves_equality(request) -> None:
     set_by_option = request.config.getoption("--torch-seed")
     try:
         runs = []
@@ -41,7 +41,7 @@ def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
         shift_seeds(set_by_option)
 
 
-def test_a_process_of_a_test_draws_as_the_test(monkeypatch) -> None:
+def test_child_processes_draw_like_their_test(monkeypatch) -> None:
     print_drawn = "import support, torch; torch.manual_seed(3); print(torch.randn(1).item())"
     set_by_option = os.environ.get("PYTRANSFORMER_TEST_SEED", "0")
     try:

@@ -109,13 +109,16 @@ WITHIN = {  # further folders that a box covers
 }
 LOOKED_AT = ("pytransformer", "pytransformer/ops", "pytransformer/ops/_backends", "csrc")
 STYLE = """
-  .ground { fill: #ffffff } text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1f2328 }
+  .ground { fill: #ffffff }
+  text { font-family: system-ui, sans-serif; text-anchor: middle; fill: #1f2328 }
   .title { font-size: 15px; font-weight: 600 } .text { font-size: 12px }
   rect.box { stroke-width: 1.5 } .outside { fill: #f6f8fa; stroke: #8c959f; stroke-dasharray: 4 3 }
-  .python { fill: #ddf4ff; stroke: #0969da } .backend { fill: #fff8c5; stroke: #9a6700 } .kernel { fill: #dafbe1; stroke: #1a7f37 }
+  .python { fill: #ddf4ff; stroke: #0969da } .backend { fill: #fff8c5; stroke: #9a6700 }
+  .kernel { fill: #dafbe1; stroke: #1a7f37 }
   @media (prefers-color-scheme: dark) {
     .ground { fill: #0d1117 } text { fill: #f0f6fc } .outside { fill: #161b22; stroke: #9198a1 }
-    .python { fill: #0c2d6b; stroke: #58a6ff } .backend { fill: #4b2900; stroke: #d29922 } .kernel { fill: #033a16; stroke: #3fb950 }
+    .python { fill: #0c2d6b; stroke: #58a6ff } .backend { fill: #4b2900; stroke: #d29922 }
+    .kernel { fill: #033a16; stroke: #3fb950 }
   }
 """
 

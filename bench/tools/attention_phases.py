@@ -97,10 +97,8 @@ def usable(isa: str) -> tuple[str, list[str]]:
     """Return the set's name and compiler flags; request AMX tiles from the system."""
     module, why_not = machine.introspection()
     if module is None or isa not in module.usable_isas():
-        raise SystemExit(
-            "attention_phases:"
-            f" {why_not or f'{isa} is not among {module.usable_isas()}, what was built and runs here'}"
-        )
+        why_not = why_not or f"{isa} must be one of {module.usable_isas()}, which this CPU runs"
+        raise SystemExit(f"attention_phases: {why_not}")
     software = isa.startswith("amx") and module.build_info()["cpu"].get("tiles_in_software")
     return (
         (f"{isa}, {machine.SOFTWARE_TILES}", ["-DPT_TILES_IN_SOFTWARE"]) if software else (isa, [])

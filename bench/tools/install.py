@@ -106,7 +106,7 @@ def fingerprint(constraints: Path, extras: str) -> str:
 def main() -> None:
     if sys.version_info < MIN_PYTHON:
         sys.exit(
-            f"install: Python {sys.version.split()[0]} is too old: wanted >="
+            f"install: Python {sys.version.split()[0]} is too old: expected >="
             f" {'.'.join(map(str, MIN_PYTHON))}"
         )
     parser = argparse.ArgumentParser(

@@ -155,10 +155,8 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
     rows = []
-    print(
-        "C++ fast path:"
-        f" {fast_path.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
-    )
+    print("C++ fast path:", fast_path.why_not() or "loaded")
+    print(f"{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}")
     for op in (name for name in problems() if options.only in name):
         for mode in modes(op):
             row = measure(op, mode, options.rounds, options.repeat)

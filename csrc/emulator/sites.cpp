@@ -26,8 +26,8 @@ struct Planted {
     for (unsigned i = 0; i < 3; ++i)
       if (std::string(text, at) == kNames[i]) fault = Fault(1u << i);
     if (!colon || fault == kNone) {
-      std::fprintf(stderr, "PYTRANSFORMER_FAULT=%s: wanted drop, shift or flip, @, file, :, line\n",
-                   text);
+      std::fprintf(
+          stderr, "PYTRANSFORMER_FAULT=%s: expected drop, shift or flip, @, file, :, line\n", text);
       std::exit(2);
     }
     file = std::string(at + 1, colon);

@@ -69,19 +69,19 @@ _DELEGATED = {
         "pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"
     ),
     "bench models": _Command(
-        "pytransformer.cli.benchmark.models", "whole models: ours, PyTorch's sdpa and eager code"
+        "pytransformer.cli.benchmark.models", "full models: ours, PyTorch's sdpa and eager code"
     ),
 }
 
 _EPILOG = """\
 examples:
-  pytransformer demo                            checked and timed beside PyTorch in about a minute
-  pytransformer doctor                          what works here
+  pytransformer demo                          check ops and time them beside PyTorch, one minute
+  pytransformer doctor                        list the backends that work on this machine
   pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
-  pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/
-  pytransformer verify                          every backend, each in a process of its own, in two minutes
-  pytransformer train translate --data FILE     a translator in minutes, in ./results/translate/
-  pytransformer train bert --data gettext:Django,Sphinx     or spanbert, gpt, t5, moe; in ./results/bert/
+  pytransformer bench --quick                 time every op, one minute; ./results/bench-<date>/
+  pytransformer verify                        verify every backend, two minutes
+  pytransformer train translate --data FILE   train a translator; ./results/translate/
+  pytransformer train bert --data gettext:Django,Sphinx   also spanbert, gpt, t5 and moe
   pytransformer translate "a casa preta custa vinte reais."
 """
 
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="pytransformer",
-        description="Fused attention, normalisation and feed-forward kernels for PyTorch.",
+        description="Fused attention, normalization and feed-forward kernels for PyTorch.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

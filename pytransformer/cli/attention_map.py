@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the model reads, or the image that it looks at; not needed for positions",
     )
     parser.add_argument(
-        "--target", metavar="TEXT", help="what a decoder says (default: what the translator says)"
+        "--target", metavar="TEXT", help="the decoder's text (default: the translation)"
     )
     parser.add_argument(
         "--second",
@@ -158,7 +158,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         translator = Translator.load(folder)
         return translator.model, partial(_translator_inputs, translator)
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; wanted one that holds a model")
+        raise UsageError(f"{folder} is not a folder; expected the folder of a model")
     kind = _hugging_face_type(folder)
     if kind is not None and kind not in hugging_face_types():
         model = attention_of_hf.load(folder)
@@ -246,7 +246,7 @@ def _strip_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Input
 
 def _no_tokenizer(folder: Path) -> Any:
     def encode(text: str, arguments: argparse.Namespace) -> Any:
-        raise UsageError(f"{folder} holds no tokenizer.json to read the text with")
+        raise UsageError(f"{folder} has no tokenizer.json for the text")
 
     return encode
 

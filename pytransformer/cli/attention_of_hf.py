@@ -71,7 +71,7 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
     name = type(model).__name__
     if not found:
         raise ValueError(
-            f"{name} returns no attention weights of whole sequences: there is nothing to draw"
+            f"{name} returns no attention weights of full sequences: there is nothing to plot"
         )
     which = which_stack(found, which, name)
     return viz.Seen(which, found[which])

@@ -344,7 +344,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         report["gpu"],
     )
     facts("Installation", [
-        ("pytransformer", here["pytransformer"] + (f" at {here['commit']}" if here["commit"] else "")),
+        ("pytransformer", " at ".join(filter(None, (here["pytransformer"], here["commit"])))),
         ("in", here["path"]), ("Python", here["python"]), ("torch", here["torch"]),
         ("Triton", here["triton"] or "not installed"), ("system", here["system"]),
     ])  # fmt: skip
@@ -364,10 +364,13 @@ def show(console: Console, report: dict[str, Any]) -> None:
         ("eager calls", fast_path_told(native_["fast_path_why_not"])),
     ])  # fmt: skip
     cuda_ = report["cuda"]
+    built_for = f"not built: {cuda_['reason']}"
+    if cuda_["built"]:
+        built_for = f"{', '.join(cuda_['archs'])} with nvcc {cuda_['nvcc']}"
+    runs = "yes" if cuda_["why_not"] is None else f"no: {cuda_['why_not']}"
     facts("CUDA library", [
-        ("built for", f"{', '.join(cuda_['archs'])} with nvcc {cuda_['nvcc']}" if cuda_["built"] else f"not built: {cuda_['reason']}"),
-        ("loaded", "yes" if cuda_["loaded"] else None), ("holds", cuda_["ops"]),
-        ("runs here", ("yes" if cuda_["why_not"] is None else f"no: {cuda_['why_not']}") if cuda_["loaded"] else None),
+        ("built for", built_for), ("loaded", "yes" if cuda_["loaded"] else None),
+        ("holds", cuda_["ops"]), ("runs here", runs if cuda_["loaded"] else None),
     ])  # fmt: skip
     facts("GPU", [("found", gpu_["devices"]), ("none", gpu_["why_not"])])
 

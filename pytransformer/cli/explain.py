@@ -17,7 +17,7 @@ from pytransformer.console import Console
 
 _EXAMPLES = """
 examples:
-  pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --bias t5 --dropout 0.1 --grad
+  pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --bias t5 --grad
   pytransformer explain attention --shape 1,32,1,8192,128 --kv-heads 8 --causal bottom_right
   pytransformer explain feed_forward --shape 4096,1024,4096 --activation silu --gated
 """
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why"
+            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` gives the reason"
         )
     try:
         args, kwargs = explained.call(arguments)

@@ -62,9 +62,9 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
     )
     how.add_argument(
         "--mesh", metavar="data=N,context=N,tensor=N",
-        help="of torchrun's processes, how many groups have other batches, and how many share one: each with some rows of its sequences "
-        "(context), or with some of the heads, hidden layer and vocabulary (tensor) (default: all "
-        "have other batches)",
+        help="split torchrun's processes: data groups have different batches; processes of a "
+        "group share one and split its sequences (context), or heads, hidden layer and vocabulary "
+        "(tensor) (default: data only)",
     )  # fmt: skip
     how.add_argument(
         "--shard",
@@ -73,10 +73,11 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
     )
     how.add_argument(
         "--timeout", type=float, metavar="SECONDS",
-        help="how long a process waits for another; longer than an evaluation and a checkpoint take (default 600)",
+        help="max time that a process waits for another; must exceed an evaluation and a "
+        "checkpoint (default 600)",
     )  # fmt: skip
     how.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --out"
+        "--resume", action="store_true", help="resume from the newest checkpoint in --out"
     )
 
 

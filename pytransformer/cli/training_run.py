@@ -105,7 +105,7 @@ class Run:
             checkpoints(self.out) or any(self.out.glob("*/checkpoint-*.safetensors"))
         ):
             raise ValueError(
-                f"{self.out} holds checkpoints already: go on with --resume, or name another folder"
+                f"{self.out} has checkpoints already: resume with --resume, or name another folder"
                 " with --out"
             )
         self._options = options

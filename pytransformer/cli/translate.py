@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     texts = arguments.text or [line.strip() for line in sys.stdin if line.strip()]
     if any(not text.strip() for text in texts):
-        raise UsageError("an empty sentence; wanted some words")
+        raise UsageError("an empty sentence; expected some words")
     try:
         for text in texts:
             console.print(translator.translate([text], beams=arguments.beams)[0])

@@ -226,8 +226,8 @@ def _check_blocks(blocks: BlockParts, query: torch.Tensor, totals: tuple[int, in
     shape, wanted = blocks.mask.shape, (*query.shape[:2], *totals)
     if any(n not in (1, m) for n, m in zip(shape[:2], wanted)) or shape[2:] != wanted[2:]:
         raise ValueError(
-            f"{OP}: attn_mask is a block mask of {shape}; wanted that of the whole sequence, (B or"
-            f" 1, Hq or 1, Lq, Lk) of {wanted}"
+            f"{OP}: attn_mask must be a block mask of the full sequence, (B or 1, Hq or 1, Lq, Lk)"
+            f" of {wanted}, got {shape}"
         )
     check_same(OP, "query", query, "attn_mask", blocks.mask.blocks.offsets)
 

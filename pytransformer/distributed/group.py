@@ -152,10 +152,8 @@ def describe(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         numbers = value.tolist() if value.dim() <= 1 and not value.is_floating_point() else ""
-        return (
-            f"{str(value.dtype)[6:]}{list(value.shape)}{' with gradient' if value.requires_grad else ''}"
-            f" {numbers}".rstrip()
-        )
+        gradient = " with gradient" if value.requires_grad else ""
+        return f"{str(value.dtype)[6:]}{list(value.shape)}{gradient} {numbers}".rstrip()
     if (blocks := BlockParts.of(value)) is not None:
         return (
             f"block mask of {blocks.mask.shape}, blocks of {blocks.mask.block_size}, checksum"

@@ -205,7 +205,7 @@ class _Swap:
     def _check_heads(self, entries: int, shape: Sequence[int]) -> None:
         if entries != self.heads:
             raise ValueError(
-                f"{OP}: wanted one entry for each of query's {self.heads} heads, got shape"
+                f"{OP}: expected one entry for each of query's {self.heads} heads, got shape"
                 f" {tuple(shape)}"
             )
 

@@ -104,9 +104,7 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
             check_labels(labels, decoder_input_ids.shape)
         step = self._step(past_key_values, decoder_input_ids, decoder_attention_mask)
         if self.context is not None and input_ids is None:
-            raise ValueError(
-                "in context_parallel give input_ids, which tell how long the source is"
-            )
+            raise ValueError("in context_parallel give input_ids, which have the source's length")
         source = (
             memory.shape[1] if self.context is None or input_ids is None else input_ids.shape[1]
         )

@@ -243,7 +243,7 @@ def read_hugging_face(
     if not (folder / CONFIG).is_file():
         refuse_pickle(folder)
         raise FileNotFoundError(
-            f"{folder} holds no {CONFIG}; load_hf wants the folder of a Hugging Face model"
+            f"{folder} holds no {CONFIG}; load_hf needs the folder of a Hugging Face model"
         )
     config = read_json(folder / CONFIG)
     if (folder / INDEX).is_file():

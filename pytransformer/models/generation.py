@@ -66,14 +66,14 @@ class Decoding:
             raise ValueError(f"Decoding: top_p must be above 0 and at most 1, got {self.top_p}")
         if self.sample and self.beams > 1:
             raise ValueError(
-                "Decoding: beam search does not draw; wanted sample=False or beams=1, got"
+                "Decoding: beam search does not draw; expected sample=False or beams=1, got"
                 f" beams={self.beams}"
             )
         if not self.sample and (
             self.top_k is not None or self.top_p is not None or self.temperature != 1.0
         ):
             raise ValueError(
-                "Decoding: temperature, top_k and top_p are for drawing; wanted sample=True"
+                "Decoding: temperature, top_k and top_p are for drawing; expected sample=True"
             )
 
 
@@ -129,7 +129,7 @@ def generate(
     how = decoding or Decoding(**settings)
     if decoding is not None and settings:
         raise ValueError(
-            f"generate: wanted decoding or its fields, got both: {', '.join(settings)}"
+            f"generate: expected decoding or its fields, got both: {', '.join(settings)}"
         )
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise ValueError(
@@ -192,9 +192,7 @@ def compact(
         )
     lengths = mask.sum(1)
     for b in (lengths == 0).nonzero()[:1, 0].tolist():
-        raise ValueError(
-            f"generate: prompt {b} has no tokens; wanted at least one, what a new one is to follow"
-        )
+        raise ValueError(f"generate: prompt {b} has no tokens; expected at least one")
     if bool(mask.all()):
         return input_ids, None, prefix_lengths
     order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[

@@ -113,7 +113,7 @@ class Batcher:
     ) -> None:
         if hasattr(model, "encode"):
             raise ValueError(
-                f"Batcher: {type(model).__name__} answers sources; wanted a model that continues"
+                f"Batcher: {type(model).__name__} answers sources; expected a model that continues"
                 " prompts; use generate"
             )
         for name, value in (("slots", slots), ("piece", piece)):
@@ -161,7 +161,7 @@ class Batcher:
         """
         if decoding is not None and settings:
             raise ValueError(
-                f"Batcher.submit: wanted decoding or its fields, got both: {', '.join(settings)}"
+                f"Batcher.submit: expected decoding or its fields, got both: {', '.join(settings)}"
             )
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
@@ -170,7 +170,7 @@ class Batcher:
         request = _Request(self._ids(prompt), decoding or Decoding(**settings), generator)
         if request.how.beams > 1 or not request.how.use_cache:
             raise ValueError(
-                "Batcher.submit: wanted beams=1 and use_cache=True; generate does the others"
+                "Batcher.submit: expected beams=1 and use_cache=True; generate does the others"
             )
         pages, positions, longest = (
             self.cache.pages,
@@ -206,7 +206,7 @@ class Batcher:
                 f"Batcher.submit: prompt must be token ids, one integer each; {error}"
             ) from None
         if not ids:
-            raise ValueError("Batcher.submit: the prompt has no tokens; wanted at least one")
+            raise ValueError("Batcher.submit: the prompt has no tokens; expected at least one")
         size = getattr(getattr(self.model, "config", None), "vocab_size", None)
         for token in (min(ids), max(ids)):
             if token < 0 or (size is not None and token >= size):

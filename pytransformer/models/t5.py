@@ -186,7 +186,9 @@ class T5(EncoderDecoder):
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         if at is not None:
-            raise ValueError("T5 knows relative positions only: decoder_position_ids must be None")
+            raise ValueError(
+                "T5 supports relative positions only: decoder_position_ids must be None"
+            )
         visible = {**step.visible, "bias": self.decoder_bias()}
         return self._finish(
             self.decoder(self.embedding(self._rows(ids)), visible, *context, cache, wanted)

@@ -218,7 +218,7 @@ def new_tokens(
     if lengths is not None and new.device.type == "cpu":
         for b in ((new < 0) | (new > columns)).nonzero()[:1, 0].tolist():
             raise ValueError(
-                f"{who}: sequence {b} holds {held[b]} tokens and {columns} columns came; wanted a"
+                f"{who}: sequence {b} holds {held[b]} tokens and {columns} columns came; expected a"
                 f" length from {held[b]} to {held[b] + columns}, cached tokens included, got"
                 f" {total[b]}"
             )
@@ -410,7 +410,7 @@ class KeyValueCache(DecoderCache):
             step = self._ragged(batch, columns, None)
         else:
             raise ValueError(
-                "KeyValueCache: its sequences differ in length; wanted attention_mask as lengths"
+                "KeyValueCache: its sequences differ in length; expected attention_mask as lengths"
                 f" ({batch},), cached tokens included, or None, got shape"
                 f" {tuple(attention_mask.shape)}"
             )
@@ -463,7 +463,7 @@ class KeyValueCache(DecoderCache):
 
     def reserve(self, tokens: int) -> Reserved:
         if not self.layers or any(layer.stored is None for layer in self.layers):
-            raise ValueError("KeyValueCache: let it read a prompt first: its buffers are made then")
+            raise ValueError("KeyValueCache: run a prompt first, which allocates its buffers")
         lengths, longest = self.lengths, self.length
         if longest + tokens > self.max_length:  # on a GPU the length is an upper bound
             longest = int(lengths.max())

@@ -49,7 +49,7 @@ class ConvolutionSubsampling(nn.Module):
         super().__init__()
         if input_dim < self.WINDOW:
             raise ValueError(
-                f"ConvolutionSubsampling: wanted at least {self.WINDOW} features a frame, got"
+                f"ConvolutionSubsampling: expected at least {self.WINDOW} features a frame, got"
                 f" {input_dim}"
             )
         self.first = nn.Conv2d(1, d_model, 3, stride=2)
@@ -79,7 +79,7 @@ class ConvolutionSubsampling(nn.Module):
         """Return (B, frames(L), d_model) from (B, L, input_dim)."""
         if x.shape[1] < self.WINDOW:
             raise ValueError(
-                f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}"
+                f"ConvolutionSubsampling: expected at least {self.WINDOW} frames, got {x.shape[1]}"
             )
         x = nn.functional.relu(self.first(x[:, None]))
         x = nn.functional.relu(self.second(x))  # [B, d_model, L', F']

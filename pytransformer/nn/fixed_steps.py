@@ -98,7 +98,7 @@ class FixedSteps(DecoderCache):
             asked, some = torch.full_like(held, columns), False
         else:
             raise ValueError(
-                f"FixedSteps: wanted attention_mask as lengths ({batch},) or None, got"
+                f"FixedSteps: expected attention_mask as lengths ({batch},) or None, got"
                 f" {tuple(attention_mask.shape)}"
             )
         if held.device.type == "cpu" and not torch.compiler.is_compiling():

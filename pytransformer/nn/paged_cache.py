@@ -55,8 +55,8 @@ class PagedLayer:
     def _next(self) -> Step:
         if self.step is None or self.step.positions is None:
             raise ValueError(
-                "PagedCache: call cache.step before its layers, as models do: it says in which"
-                " pages the tokens are to lie"
+                "PagedCache: call cache.step before its layers, as models do; it assigns the pages"
+                " of the tokens"
             )
         return self.step
 
@@ -160,7 +160,7 @@ class PagedCache(DecoderCache):
         if lengths is None and attention_mask is not None:
             if bool((held != start).any()):
                 raise ValueError(
-                    "PagedCache: its sequences differ in length; wanted attention_mask as lengths"
+                    "PagedCache: its sequences differ in length; expected attention_mask as lengths"
                     f" ({batch},), cached tokens included, or None, got shape"
                     f" {tuple(attention_mask.shape)}"
                 )
@@ -215,7 +215,7 @@ class PagedCache(DecoderCache):
         """Set the rows of the next call, each a different sequence."""
         if len(set(names)) != len(names) or any(name not in self.pages.tables for name in names):
             raise ValueError(
-                f"PagedCache.select: wanted different open sequences, got {list(names)}"
+                f"PagedCache.select: expected different open sequences, got {list(names)}"
             )
         if any(layer.cross is not None for layer in self.layers):
             raise ValueError(
@@ -263,7 +263,7 @@ class PagedCache(DecoderCache):
                 unchanged.
         """
         if not self.rows or any(layer.stored is None for layer in self.layers):
-            raise ValueError("PagedCache: let it read a prompt first: its pools are made then")
+            raise ValueError("PagedCache: run a prompt first, which allocates its pools")
         lengths, longest, names = self.lengths, self.length, list(self.rows)
         with self.transaction():
             copies = self.pages.grow(dict.fromkeys(names, tokens))

@@ -72,8 +72,8 @@ class RelativeMultiHeadAttention(MultiHeadAttention):
         sinusoids = visible["sinusoids"]
         if "bias" in others or query.dim() != 4 or sinusoids.shape[0] != 2 * query.shape[2]:
             raise ValueError(
-                "RelativeMultiHeadAttention: wanted (B, L, d_model) without bias, and sinusoids of"
-                f" 2 L distances; got queries of shape {tuple(query.shape)}, sinusoids of"
+                "RelativeMultiHeadAttention: expected (B, L, d_model) without bias, and sinusoids"
+                f" of 2 L distances; got queries of shape {tuple(query.shape)}, sinusoids of"
                 f" {tuple(sinusoids.shape)} and {', '.join(others) or 'nothing else'}"
             )
         # [heads, 2 L, D].

@@ -158,7 +158,7 @@ def check_pages(
         )
     if key_lengths is None:
         raise ValueError(
-            "attention: page_table needs key_lengths; they say which pages of the table are a"
+            "attention: page_table needs key_lengths; they select the pages of the table that are a"
             " sequence's"
         )
     if pool.shape[2] == 0:
@@ -312,8 +312,8 @@ def block_tensors(
         or blocks.shape[2:] != full[2:]
     ):
         raise ValueError(
-            f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq,"
-            f" Lk) of {tuple(full)}"
+            "attention: attn_mask must be a block mask of (B or 1, Hq or 1, Lq, Lk) of"
+            f" {tuple(full)}, got {blocks.shape}"
         )
     return blocks.blocks, None
 

@@ -278,7 +278,7 @@ def _prepare(
             " keys themselves"
         )
     if is_sharded(a):
-        raise TypeError(f"{op}: takes no DTensors; give each rank's heads by to_local()")
+        raise TypeError(f"{op}: does not support DTensors; give each rank's heads by to_local()")
     return a, backend, bool(strict)
 
 

@@ -63,13 +63,15 @@ from .masks import AlibiBias, RelativePositionBias
 # lengths, prefix, ALiBi, T5 and dropout use absolute indices; dense tensors and segments use local
 # indices. Only dropout reads the batch and head starts, modulo 2^32: slopes, table and sinks
 # contain only the call's heads.
-ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
-Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
-Tensor? dropout_seed, Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
+ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias,
+Tensor? slopes, Tensor? table, Tensor? sinks,
+Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths,
+Tensor? query_segments, Tensor? key_segments, Tensor? dropout_seed,
+Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
 Tensor? block_bits, Tensor? page_table, Tensor? key_scale, Tensor? value_scale,
 bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt global_keys,
-SymInt batch_start, SymInt head_start, SymInt query_start, SymInt key_start, float scale, float softcap, float dropout_p,
-bool deterministic""".replace("\n", " ")
+SymInt batch_start, SymInt head_start, SymInt query_start, SymInt key_start,
+float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 
 

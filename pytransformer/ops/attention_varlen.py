@@ -34,10 +34,11 @@ from .masks import AlibiBias, RelativePositionBias
 # Shapes: query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B +
 # 1,) int64. The rest is as in attention. A batch element is a sequence, and batch_start is the
 # index of the first.
-ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
-Tensor? sinks, Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal,
-SymInt left, SymInt right, SymInt global_keys, SymInt batch_start, SymInt head_start, float scale, float softcap, float dropout_p,
-bool deterministic""".replace("\n", " ")
+ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+Tensor? slopes, Tensor? table, Tensor? sinks, Tensor? dropout_seed,
+SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal,
+SymInt left, SymInt right, SymInt global_keys, SymInt batch_start, SymInt head_start,
+float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:

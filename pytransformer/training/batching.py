@@ -45,7 +45,8 @@ class Batches:
             raise ValueError("Batches: no example to make a batch of")
         if lengths is not None and len(lengths) != len(examples):
             raise ValueError(
-                f"Batches: wanted a length for each of {len(examples)} examples, got {len(lengths)}"
+                f"Batches: expected a length for each of {len(examples)} examples, got"
+                f" {len(lengths)}"
             )
         self.examples, self.collate, self.seed = examples, collate, seed
         self.batch_size = min(batch_size, len(examples))

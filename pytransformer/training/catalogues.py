@@ -147,7 +147,7 @@ def catalogue_pairs(packages: Iterable[str], source: str, target: str) -> Corpus
             :func:`find_catalogues` fails.
     """
     if language_tag(source) == language_tag(target):
-        raise ValueError(f"gettext: --from and --to are both {source!r}; wanted two languages")
+        raise ValueError(f"gettext: --from and --to are both {source!r}; expected two languages")
     kept: dict[Pair, None] = {}
     left_out: dict[str, int] = defaultdict(int)
     described = []

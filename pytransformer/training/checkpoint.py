@@ -84,7 +84,7 @@ def newest_whole(folder: Path) -> tuple[Path, Checkpoint, list[str]] | None:
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
-        raise ValueError(f"{folder} holds no checkpoint that can be read: {'; '.join(wrong)}")
+        raise ValueError(f"{folder} has no readable checkpoint: {'; '.join(wrong)}")
     return None
 
 

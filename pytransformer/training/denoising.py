@@ -42,7 +42,7 @@ def corrupt_spans(
         ValueError: fewer than two tokens, or too few sentinels.
     """
     if len(ids) < 2:
-        raise ValueError(f"corrupt_spans: wanted at least two tokens, got {len(ids)}")
+        raise ValueError(f"corrupt_spans: expected at least two tokens, got {len(ids)}")
     hidden = min(max(1, round(share * len(ids))), len(ids) - 1)
     spans = min(max(1, round(hidden / mean_length)), len(ids) - hidden + 1, hidden)
     if spans + 1 > len(sentinels):
@@ -101,7 +101,7 @@ def sampling_rates(
     """
     if temperature < 1 or min(sizes.values()) < 1:
         raise ValueError(
-            f"sampling_rates: wanted a temperature and sizes of at least 1, got {temperature} and"
+            f"sampling_rates: expected a temperature and sizes of at least 1, got {temperature} and"
             f" {dict(sizes)}"
         )
     weights = {name: min(size, limit or size) ** (1 / temperature) for name, size in sizes.items()}

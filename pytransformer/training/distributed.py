@@ -117,7 +117,7 @@ def distributed(
     if size == 1:
         if others := {name: n for name, n in (mesh or {}).items() if n != 1}:
             raise ValueError(
-                f"mesh: {others} wants several processes, and this is one: start them with torchrun"
+                f"mesh: {others} needs several processes, got one: start them with torchrun"
                 " --nproc-per-node"
             )
         yield World(device=torch.device(kind))

@@ -107,7 +107,7 @@ def summed_up(docstring: str) -> Pair | str:
         return "a summary of other length"
     source = " ".join(text[:LONGEST])
     return (
-        "the summary stands in the text"
+        "the text contains the summary"
         if sentence_key(summary) in sentence_key(source)
         else Pair(source, summary)
     )

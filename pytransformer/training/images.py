@@ -73,7 +73,7 @@ class ImageFolder:
         ]
         if not self.files:
             raise ValueError(
-                f"ImageFolder: no image in {root}: wanted {root}/<class>/<name> with one of"
+                f"ImageFolder: no image in {root}: expected {root}/<class>/<name> with one of"
                 f" {', '.join(SUFFIXES)}"
             )
 

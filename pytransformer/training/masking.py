@@ -145,7 +145,7 @@ def next_sentence_pairs(
     documents = [document for document in documents if document]
     if len(documents) < 2:
         raise ValueError(
-            "next_sentence_pairs: wanted at least two documents with sentences, got"
+            "next_sentence_pairs: expected at least two documents with sentences, got"
             f" {len(documents)}"
         )
     pairs = []

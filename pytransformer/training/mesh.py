@@ -92,14 +92,13 @@ class Mesh:
         names = mesh.mesh_dim_names or ()
         if not names or set(names) - set(AXES):
             raise ValueError(
-                f"mesh: wanted dimensions among {', '.join(AXES)}, got"
+                f"mesh: expected dimensions among {', '.join(AXES)}, got"
                 f" {', '.join(names) or 'none with a name'}: init_device_mesh(device, shape,"
                 f" mesh_dim_names={AXES})"
             )
         if mesh.size() != dist.get_world_size():
             raise ValueError(
-                f"mesh: it has {mesh.size()} of {dist.get_world_size()} ranks: all train, so"
-                " wanted all"
+                f"mesh: it must have all {dist.get_world_size()} ranks, got {mesh.size()}"
             )
         sizes = dict(zip(names, mesh.mesh.shape))
         ranks = mesh.mesh.permute([names.index(name) for name in AXES if name in names])

@@ -66,18 +66,17 @@ class SplitModel:
         """
         if isinstance(make, torch.optim.Optimizer):
             raise ValueError(
-                f"Trainer: the mesh {self.mesh} splits parameters when the trainer is made: give"
-                " what makes an optimizer of parameters, as"
-                f" partial(torch.optim.{type(make).__name__}, lr=0.0)"
+                f"Trainer: optimizer must be a function of parameters, because the mesh {self.mesh}"
+                f" splits them; pass partial(torch.optim.{type(make).__name__}, lr=0.0)"
             )
         optimizer = make(
             [{"params": group} for group in by_mesh(self._parameters.values()).values()]
         )
         if (name := type(optimizer).__name__) in BY_MATRIX:
             raise ValueError(
-                f"Trainer: {name} looks at whole matrices, of which a rank of {self.mesh} has"
-                " parts: give an optimizer that goes number by number, as AdamW, or a mesh of data"
-                " alone, without shard"
+                f"Trainer: {name} needs full matrices, of which a rank of {self.mesh} has"
+                " parts; use an elementwise optimizer such as AdamW, or a mesh of data alone,"
+                " without shard"
             )
         return optimizer
 
@@ -93,7 +92,7 @@ class SplitModel:
         """
         wrong = sorted(self._shapes.keys() ^ state.keys())
         wrong += [
-            f"{n} is {tuple(t.shape)}, wanted {tuple(self._shapes[n])}"
+            f"{n} is {tuple(t.shape)}, expected {tuple(self._shapes[n])}"
             for n, t in state.items()
             if n in self._shapes and t.shape != self._shapes[n]
         ]

@@ -27,7 +27,7 @@ def translation_scores(said: Sequence[str], wanted: Sequence[str]) -> dict[str, 
     sacrebleu = require("sacrebleu", "corpora", "BLEU and chrF")
     if not said or len(said) != len(wanted):
         raise ValueError(
-            f"translation_scores: wanted a translation for each reference, got {len(said)} and"
+            f"translation_scores: expected a translation for each reference, got {len(said)} and"
             f" {len(wanted)}"
         )
     scores: dict[str, Any] = {}

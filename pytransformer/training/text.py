@@ -31,13 +31,13 @@ def read_pairs(path: str | Path) -> list[Pair]:
                 else f"{len(columns)} column{'s' * (len(columns) != 1)}"
             )
             raise ValueError(
-                f"{path}, line {number}: wanted two texts with a tab between them, got {got}:"
+                f"{path}, line {number}: expected two texts with a tab between them, got {got}:"
                 f" {line[:60]!r}"
             )
         pairs.append(Pair(*columns))
     if not pairs:
         raise ValueError(
-            f"{path} is empty: wanted sentence pairs, one a line, with a tab between the two"
+            f"{path} is empty: expected sentence pairs, one a line, with a tab between the two"
         )
     return pairs
 
@@ -51,7 +51,7 @@ def read_texts(path: str | Path) -> list[str]:
     """
     texts = [line.strip() for _, line in _lines(Path(path))]
     if not texts:
-        raise ValueError(f"{path} is empty: wanted texts, one a line")
+        raise ValueError(f"{path} is empty: expected texts, one a line")
     return texts
 
 
@@ -65,7 +65,7 @@ def write_pairs(path: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
     for pair in pairs:
         if any(not text.strip() or any(mark in text for mark in "\t\n\r") for text in pair):
             raise ValueError(
-                f"write_pairs: wanted two texts without tabs and line breaks, got {pair!r}"
+                f"write_pairs: expected two texts without tabs and line breaks, got {pair!r}"
             )
         lines.append("\t".join(pair) + "\n")
     Path(path).write_text("".join(lines), encoding="utf-8")

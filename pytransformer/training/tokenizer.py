@@ -24,7 +24,7 @@ class Tokenizer:
         ids = {name: inner.token_to_id(name) for name in SPECIAL}
         if missing := [name for name, number in ids.items() if number is None]:
             raise ValueError(
-                f"Tokenizer: no token {', '.join(missing)}; wanted a tokenizer made by"
+                f"Tokenizer: no token {', '.join(missing)}; expected a tokenizer made by"
                 " Tokenizer.train"
             )
         self.pad_id, self.unknown_id, self.start_id, self.end_id, self.mask_id = ids.values()

@@ -41,7 +41,9 @@ def save(drawn: Any, path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"save: wanted a path that ends with {' or '.join(SUFFIXES)}, got {path}")
+        raise ValueError(
+            f"save: expected a path that ends with {' or '.join(SUFFIXES)}, got {path}"
+        )
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "pytransformer"}):
@@ -79,5 +81,5 @@ def check_tokens(
     if tokens is None:
         return None
     if len(tokens) != count:
-        raise ValueError(f"{name}: wanted {count} {argument}, one for each, got {len(tokens)}")
+        raise ValueError(f"{name}: expected {count} {argument}, one for each, got {len(tokens)}")
     return labels(tokens)

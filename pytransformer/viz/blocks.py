@@ -22,7 +22,7 @@ def block_map(mask: BlockMask, *, title: str = "") -> Any:
         TypeError: not a :class:`pytransformer.BlockMask`.
     """
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"block_map: wanted a pytransformer.BlockMask, got {type(mask).__name__}")
+        raise TypeError(f"block_map: expected a pytransformer.BlockMask, got {type(mask).__name__}")
     rows, keys = mask.block_size
     fig = figure(5.5, 5.5)
     from matplotlib.collections import PolyCollection

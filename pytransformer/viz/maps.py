@@ -71,7 +71,7 @@ def gallery(
     heads = range(weights.shape[1]) if heads is None else heads
     if (len(layers), len(heads)) != tuple(weights.shape[:2]):
         raise ValueError(
-            f"gallery: wanted names of {tuple(weights.shape[:2])} layers and heads, got"
+            f"gallery: expected names of {tuple(weights.shape[:2])} layers and heads, got"
             f" {len(layers)}, {len(heads)}"
         )
     fig = figure(0.9 + 1.15 * len(heads), 0.9 + 1.15 * len(layers))

@@ -131,7 +131,7 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
     there = _stacks(model)
     if not there:
         raise ValueError(
-            f"{type(model).__name__} mixes tokens without attention: there are no weights to draw"
+            f"{type(model).__name__} mixes tokens without attention: there are no weights to plot"
         )
     which = which_stack(there, which, type(model).__name__)
     training = model.training
@@ -186,7 +186,7 @@ def load_model(folder: Path) -> Any:
     """
     config = folder / "config.json"
     if not config.is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; wanted the folder of a model")
+        raise FileNotFoundError(f"{folder} has no config.json; expected the folder of a model")
     facts = json.loads(config.read_text())
     if "model" in facts:
         if facts["model"] not in models.__all__:
@@ -197,7 +197,7 @@ def load_model(folder: Path) -> Any:
     kind, kinds = facts.get("model_type"), hugging_face_types()
     if kind not in kinds:
         raise ValueError(
-            f"{folder} holds a Hugging Face model of type {kind!r}; wanted one of"
+            f"{folder} holds a Hugging Face model of type {kind!r}; expected one of"
             f" {', '.join(sorted(kinds))}"
         )
     return kinds[kind].load_hf(folder)

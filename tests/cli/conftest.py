@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the command line as a person does: in a process of its own, outside the repository."""
+"""Run the command line in a process outside the repository."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Watch:
-    """A clock that only sleeping moves on: on a busy machine, too, a sleep takes what it says."""
+    """A clock that only sleep advances, so a busy machine does not matter."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,7 +34,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """The benchmark's clock, stopped but for its own `sleep`."""
+    """Replace the benchmark's clock by one that only its `sleep` advances."""
     stopped = Watch()
     monkeypatch.setattr(clock, "time", stopped)
     return stopped
@@ -42,8 +42,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark's clock counts what this process has of the processor, not what others leave it
-    waiting."""
+    """Make the benchmark's clock count this process's CPU time."""
     monkeypatch.setattr(
         clock, "time", SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep)
     )
@@ -51,8 +50,10 @@ def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """The environment of a command: this checkout first, no terminal's width, and nothing inherited
-    that changes output."""
+    """Return an environment for a command.
+
+    This checkout is first, the terminal has no width, and no inherited variable changes output.
+    """
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -66,7 +67,7 @@ def environment() -> dict[str, str]:
 def cli(
     tmp_path: Path, environment: dict[str, str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`cli("bench", "--quick")`: the finished process, its output as text."""
+    """Return `cli("bench", "--quick")`: it runs a process and returns it with text output."""
 
     def run(*arguments: str, expect: int = 0, **changes: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -87,8 +88,7 @@ def cli(
 
 @pytest.fixture
 def hide(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, str]]:
-    """`hide("rich")`: changes to the environment under which these modules cannot be found, as if
-    never installed."""
+    """Return `hide("rich")`: the environment in which these modules are not importable."""
 
     def changes(*modules: str) -> dict[str, str]:
         folder = tmp_path / "site"
@@ -105,7 +105,7 @@ def hide(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str,
 
 @pytest.fixture
 def tool() -> Callable[[str], ModuleType]:
-    """`tool("performance")`: the module bench/tools/performance.py, loaded anew."""
+    """Return `tool("performance")`: the module bench/tools/performance.py, freshly loaded."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / "tools" / f"{name}.py")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer attention-map` takes every model of pytransformer.models, and Hugging Face's that
-have no class there."""
+"""`pytransformer attention-map` supports pytransformer.models and other Hugging Face models."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def draw(folder: Path, what: str, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_model_of_ours(
+def test_every_model_can_be_plotted(
     name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
 ) -> None:
     model, folder = build(name).eval(), tmp_path / "model"
@@ -67,7 +66,7 @@ def test_every_model_of_ours(
     if name == "FNet" or isinstance(model, Mixer):
         assert (
             code == USAGE
-            and "mixes tokens without attention: there are no weights to draw"
+            and "mixes tokens without attention: there are no weights to plot"
             in capsys.readouterr().err
         )
         return
@@ -84,8 +83,8 @@ def test_every_model_of_ours(
     ) in capsys.readouterr().err
 
 
-def test_the_columns_of_a_strip_are_a_conformer_s_frames(picture: str, tmp_path: Path) -> None:
-    """40 x 9 pixels, 9 features: 40 columns, of which the subsampling leaves 9 frames."""
+def test_strip_columns_are_conformer_frames(picture: str, tmp_path: Path) -> None:
+    """40 x 9 pixels with 9 features are 40 columns, which the subsampling reduces to 9 frames."""
     build("Conformer-ctc").save(tmp_path / "model")
     code, drawn = draw(tmp_path / "model", picture, "--kind", "heat")
     assert code == OK and drawn.count("<!-- 8 -->") == 2 and drawn.count("<!-- 9 -->") == 0
@@ -101,10 +100,10 @@ HUGGING_FACE = {
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_models_of_hugging_face(
+def test_hugging_face_weights_equal_eager(
     families: Any, name: str, tokenizer: Any, picture: str, tmp_path: Path, capsys: Any
 ) -> None:
-    """As transformers' own eager code gives the weights; the command draws them."""
+    """The command plots them."""
     family, folder = families.FAMILIES[name], tmp_path / "model"
     whole = family.build("eager")
     whole.base_model.save_pretrained(folder)
@@ -114,11 +113,11 @@ def test_models_of_hugging_face(
         theirs = whole.base_model.eval()(**inputs, output_attentions=True)
     seen = attention_of(load(folder), inputs)
     assert seen.which == HUGGING_FACE[name]
-    wanted = torch.stack(theirs["cross_attentions" if name == "bart" else "attentions"])[:, 0]
-    assert_same_elements(seen.weights(), wanted)
-    assert_same_elements(seen.weights([1], [1, 0], [2, -1]), wanted[1:2, [1, 0]][:, :, [2, -1]])
-    i, j = (torch.arange(n) for n in wanted.shape[2:])
-    far = (wanted * (j - i[:, None]).abs()).sum(-1).mean(-1)
+    expected = torch.stack(theirs["cross_attentions" if name == "bart" else "attentions"])[:, 0]
+    assert_same_elements(seen.weights(), expected)
+    assert_same_elements(seen.weights([1], [1, 0], [2, -1]), expected[1:2, [1, 0]][:, :, [2, -1]])
+    i, j = (torch.arange(n) for n in expected.shape[2:])
+    far = (expected * (j - i[:, None]).abs()).sum(-1).mean(-1)
     assert_same_logits(seen.distances(), far)
     for kind in ("gallery", "heat", "distance"):
         code, _ = draw(folder, picture if family.kind == "image" else "the cat saw", "--kind", kind)
@@ -130,7 +129,7 @@ def test_models_of_hugging_face(
         )
 
 
-def test_what_a_model_has_not_is_named(families: Any, tmp_path: Path) -> None:
+def test_missing_layers_and_heads_are_named(families: Any, tmp_path: Path) -> None:
     families.FAMILIES["llama"].build("eager").base_model.save_pretrained(tmp_path / "model")
     inputs = {k: v[:1] for k, v in families.inputs_of(families.FAMILIES["llama"], "none").items()}
     with pytest.raises(ValueError, match="LlamaModel has no cross attention; it has decoder"):

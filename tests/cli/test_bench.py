@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench command: what it writes, what it refuses to time, and how it ends when stopped."""
+"""The bench command: its files, the results that it refuses to time, and interruption."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pytransformer.cli import INTERRUPTED, OK, WRONG, main, providers
 from pytransformer.cli.benchmark import command, memory, plan, report, results
 from pytransformer.cli.benchmark.runner import Options, Runner
 
-# Memory filled with NaN would be measured with the rest. One thread: problems this small are
-# fastest so.
+# Measurements would include the time to fill memory with NaN. One thread is fastest for these
+# sizes.
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
-SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  # which take seconds
+SMALL = ("--size", "small", "--min-time", "0", "--threads", "1", "--no-peaks")  # takes seconds
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """The folder of one small benchmark, run without a terminal."""
+    """Run one small benchmark without a terminal and return its folder."""
     folder = tmp_path_factory.mktemp("bench")
     arguments = [
         "bench",
@@ -47,7 +47,7 @@ def written(tmp_path_factory) -> Path:
     return folder
 
 
-def test_results_fit_the_schema_and_cover_what_was_asked(written):
+def test_results_match_the_schema_and_the_request(written):
     document = report.load(written / "results.json")
     assert document["complete"] is True
     rows = document["rows"]
@@ -79,7 +79,7 @@ def test_peak_memory_is_measured(written):
     assert all(row["peak_bytes"] is not None for row in rows)
 
 
-def test_csv_has_ligers_columns(written):
+def test_csv_has_the_columns_of_liger(written):
     with open(written / "results.csv", newline="") as file:
         lines = list(csv.reader(file))
     assert lines[0] == (
@@ -93,7 +93,7 @@ def test_csv_has_ligers_columns(written):
         assert json.loads(cell["extra_benchmark_config_str"])["case"] in ("full", "dropout")
 
 
-def test_report_and_plots(written):
+def test_report_and_plots_are_written(written):
     text = (written / "report.md").read_text()
     for name in ("speed.png", "memory.png", "accuracy.png"):
         assert f"![{name}]({name})" in text
@@ -101,10 +101,10 @@ def test_report_and_plots(written):
     assert "| case | shape | dtype |" in text
 
 
-# ---- the schema
+# ---- schema
 
 
-def test_validation_finds_each_fault(written):
+def test_validation_detects_each_fault(written):
     document = json.loads((written / "results.json").read_text())
     assert results.validate(document) == []
 
@@ -129,7 +129,7 @@ def test_validation_finds_each_fault(written):
     )
 
 
-# ---- what is not timed
+# ---- refused measurements
 
 
 def _with(*extra: providers.Provider):
@@ -172,7 +172,7 @@ def _off_by(factor: float, gradient_factor: float = 1.0) -> providers.Provider:
         (_off_by(1.0, 0.0), "bwd", "query"),
     ],
 )
-def test_a_wrong_kernel_is_never_timed(fault, mode, where):
+def test_wrong_kernels_are_never_timed(fault, mode, where):
     runner = _runner(fault)
     runner.run(_step(mode))
     assert "planted" not in {row["backend"] for row in runner.rows}
@@ -183,13 +183,13 @@ def test_a_wrong_kernel_is_never_timed(fault, mode, where):
     assert entry["error"] is None or entry["error"] > 1e-4
 
 
-def test_the_planted_fault_alone_is_what_is_refused():
+def test_only_planted_faults_are_refused():
     runner = _runner(_off_by(1.0))
     runner.run(_step("fwd+bwd"))
     assert "planted" in {row["backend"] for row in runner.rows}
 
 
-def test_a_wrong_mask_in_a_peer_is_found():
+def test_wrong_masks_of_peers_are_detected():
     def acausal(problem):
         query, key, value = (problem.named[n] for n in ("query", "key", "value"))
         return providers.Prepared(
@@ -207,7 +207,7 @@ def test_a_wrong_mask_in_a_peer_is_found():
     assert runner.not_run[0]["status"] == "wrong" and "off by" in runner.not_run[0]["reason"]
 
 
-def test_a_crash_is_a_finding_about_its_provider_alone():
+def test_crashes_affect_only_their_implementation():
     def crash(problem):
         def forward():
             raise RuntimeError("boom |<b>\x1b[31m")
@@ -221,7 +221,7 @@ def test_a_crash_is_a_finding_about_its_provider_alone():
     assert entry["status"] == "failed"
 
 
-def test_a_wrong_result_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
+def test_wrong_results_exit_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "Runner", partial(Runner, find=_with(_off_by(1.01))))
     arguments = [
         "bench",
@@ -271,7 +271,7 @@ def test_default_folder_is_named_after_the_date(cli, tmp_path):
     assert rows and all(row["error"] is None for row in rows), "--no-verify must not claim an error"
 
 
-def test_without_matplotlib_and_rich(cli, hide, tmp_path):
+def test_bench_runs_without_matplotlib_and_rich(cli, hide, tmp_path):
     text = cli(
         "bench", "attention", "--case", "full", *SMALL, "--mode", "fwd", "--no-memory", "--out",
         "here",
@@ -283,8 +283,7 @@ def test_without_matplotlib_and_rich(cli, hide, tmp_path):
 
 
 def test_ctrl_c_leaves_partial_results(tmp_path, environment):
-    """The signal comes while a later step runs; what was done before is written and marked as
-    incomplete."""
+    """The signal arrives in a later step; finished steps are written and marked incomplete."""
     bench = [
         sys.executable,
         "-m",
@@ -299,26 +298,26 @@ def test_ctrl_c_leaves_partial_results(tmp_path, environment):
     process = subprocess.Popen(
         [*bench, "--out", "here", "--no-memory"], cwd=tmp_path, env=environment,
         stdout=subprocess.PIPE, text=True,
-        # a run in the background ignores it
+        # a background process ignores it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    said = []
+    output = []
     for line in process.stdout:
-        said.append(line)
+        output.append(line)
         if line.startswith("[3/"):
             process.send_signal(signal.SIGINT)
             break
-    said += process.stdout.readlines()
+    output += process.stdout.readlines()
     assert process.wait(timeout=120) == INTERRUPTED
     document = report.load(tmp_path / "here" / "results.json")
     assert document["complete"] is False
     assert document["rows"], "the steps before the signal are kept"
-    assert f"Interrupted: {len(document['rows'])} rows are in here" in "".join(said)
+    assert f"Interrupted: {len(document['rows'])} rows are in here" in "".join(output)
     assert "partial results" in (tmp_path / "here" / "report.md").read_text()
 
 
-def test_progress_on_a_terminal(tmp_path, environment):
-    """In a pseudo-terminal: a bar with the time left, gone at the end."""
+def test_progress_bar_appears_on_a_terminal(tmp_path, environment):
+    """A pseudo-terminal shows a bar with the remaining time, which is removed at the end."""
     master, slave = pty.openpty()
     bench = [
         sys.executable,
@@ -337,15 +336,15 @@ def test_progress_on_a_terminal(tmp_path, environment):
         stdin=slave, stdout=slave, stderr=slave,
     )  # fmt: skip
     os.close(slave)
-    said = b""
+    output = b""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
             part = os.read(master, 65536)
-        except OSError:  # the other end is closed: the process has finished
+        except OSError:  # closed at the other end: the process has finished
             break
-        said += part
-    assert process.wait(timeout=60) == OK, said.decode()
-    assert b"s left" in said or b"nearly done" in said
-    assert b"attention full float32 fwd+bwd" in said
-    assert b"[1/2]" not in said, "a line per step is for logs"
+        output += part
+    assert process.wait(timeout=60) == OK, output.decode()
+    assert b"s left" in output or b"nearly done" in output
+    assert b"attention full float32 fwd+bwd" in output
+    assert b"[1/2]" not in output, "a line per step is for logs"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench models: what it refuses, and one line-up whole."""
+"""bench models: errors, and one complete comparison."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ pytest.importorskip("transformers", reason='transformers is not installed (the e
         (["--layers", "13"], "--layers must be from 1 to 12, got 13"),
     ],
 )
-def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "models", *arguments]) == USAGE
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow  # base-size models
 @pytest.mark.unpoisoned
-def test_one_model(tmp_path: Path) -> None:
+def test_one_model_is_measured(tmp_path: Path) -> None:
     arguments = [
         "vit",
         "--layers",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each command as a person runs it: what it prints, how it exits."""
+"""Output and exit code of each command, run as a process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_command_has_help(capsys, command):
     assert capsys.readouterr().out.startswith(f"usage: pytransformer {command}")
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.strip() == f"pytransformer {pytransformer.__version__}"
@@ -74,10 +74,10 @@ def test_version(capsys):
         ),
     ],
 )
-def test_errors_say_what_to_do(capsys, arguments, said):
+def test_errors_have_a_hint(capsys, arguments, said):
     try:
         code = main(arguments)
-    except SystemExit as stop:  # argparse's own errors
+    except SystemExit as stop:  # argparse's errors
         code = stop.code
     printed = capsys.readouterr()
     assert code == USAGE
@@ -85,7 +85,7 @@ def test_errors_say_what_to_do(capsys, arguments, said):
     assert printed.out == ""
 
 
-def test_an_error_ends_the_process_without_a_traceback(cli):
+def test_errors_print_no_traceback(cli):
     done = cli("bench", "atention", expect=USAGE)
     assert (
         done.stderr
@@ -129,8 +129,8 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
 
     monkeypatch.setattr(providers, "prepare_ours", two_percent_off)
     assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
-    said = capsys.readouterr().out
-    assert "WRONG" in said and "checks failed" in said
+    output = capsys.readouterr().out
+    assert "WRONG" in output and "checks failed" in output
 
 
 def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
@@ -153,7 +153,7 @@ def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
     assert len(next(row for row in rows if row[0] == "cpu")[2]) > 10, "no reason beside the refusal"
 
 
-def test_explain_takes_every_option():
+def test_explain_accepts_every_option():
     options = [
         "explain", "attention", "--shape", "2,8,64,96,32", "--dtype", "bf16", "--kv-heads", "2",
         "--value-dim", "48",

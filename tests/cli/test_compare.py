@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench compare: what counts as a change, and what is noise."""
+"""bench compare: changes and noise."""
 
 from __future__ import annotations
 
@@ -83,22 +83,22 @@ def kinds(after: dict[str, Any], threshold: float = 0.1) -> list[str]:
     return [change.kind for change in compare.compare(BEFORE, after, threshold)]
 
 
-def test_the_same_twice_is_no_change() -> None:
+def test_equal_results_are_no_change() -> None:
     assert kinds(copy.deepcopy(BEFORE)) == []
 
 
-def test_a_slowed_kernel_is_flagged() -> None:
+def test_slowed_kernels_are_flagged() -> None:
     (change,) = compare.compare(BEFORE, document(row("cpu", 1.3), row("torch", 2.0)))
     assert (change.kind, change.worse) == ("slower", True)
     assert change.ratio == pytest.approx(1.3)
     assert change.detail == "0.500 before, 0.650 now of PyTorch's time"
 
 
-def test_a_slower_machine_is_not() -> None:
+def test_slower_machines_are_not_flagged() -> None:
     assert kinds(document(row("cpu", 3.0), row("torch", 6.0))) == []
 
 
-def test_a_faster_machine_hides_nothing() -> None:
+def test_faster_machines_hide_no_change() -> None:
     assert kinds(document(row("cpu", 0.8), row("torch", 1.0))) == ["slower"]
 
 
@@ -110,9 +110,9 @@ def test_noise_and_small_changes_are_not_flagged() -> None:
     assert kinds(document(row("cpu", 1.08), row("torch", 2.0)), threshold=0.05) == ["slower"]
 
 
-def test_what_did_not_change_tells_the_noise() -> None:
+def test_noise_is_estimated_from_unchanged_rows() -> None:
     old = document(row("cpu", 1.0), row("torch", 2.0), row("naive", 4.0))
-    for naive in (8.0, 2.0):  # twice as slow, or as fast, though nothing in it had changed
+    for naive in (8.0, 2.0):  # twice as slow, or as fast, without a change
         new = document(row("cpu", 1.8), row("torch", 2.0), row("naive", naive))
         assert compare.noise(old, new) == pytest.approx(1.95), (
             "between no change at all and the one row's"
@@ -127,7 +127,7 @@ def test_what_did_not_change_tells_the_noise() -> None:
     )
 
 
-def test_a_peer_that_changed_alone_is_no_change_of_ours() -> None:
+def test_changes_of_a_peer_alone_are_not_flagged() -> None:
     others = [
         row(name, 3.0, case=case) for case in ("causal", "window") for name in ("torch", "naive")
     ]
@@ -144,7 +144,7 @@ def test_a_peer_that_changed_alone_is_no_change_of_ours() -> None:
     )
 
 
-def test_several_runs_are_taken_together() -> None:
+def test_several_runs_are_combined() -> None:
     runs = [document(row("cpu", ms), row("torch", 2.0)) for ms in (0.9, 1.0, 1.6)]
     together = compare.merged(runs)
     assert [(r["p20_ms"], r["median_ms"], r["p80_ms"]) for r in together["rows"][:1]] == [
@@ -158,7 +158,7 @@ def test_several_runs_are_taken_together() -> None:
     ] == ["slower"]
 
 
-def test_a_faster_kernel_is_told_and_no_regression() -> None:
+def test_faster_kernels_are_reported_and_no_regression() -> None:
     changes = compare.compare(BEFORE, document(row("cpu", 0.5), row("torch", 2.0)))
     assert [(c.kind, c.worse) for c in changes] == [("faster", False)]
 
@@ -178,7 +178,7 @@ def test_quantiles_of_few_samples_are_not_trusted() -> None:
         ), "too few to say anything"
 
 
-def test_without_pytorch_naive_code_is_the_measure() -> None:
+def test_naive_code_is_the_baseline_without_pytorch() -> None:
     old = document(row("cpu", 1.0), row("naive", 4.0))
     assert compare.compare(old, document(row("cpu", 1.5), row("naive", 6.0))) == []
     (change,) = compare.compare(old, document(row("cpu", 1.5), row("naive", 4.0)))
@@ -188,12 +188,12 @@ def test_without_pytorch_naive_code_is_the_measure() -> None:
     )
 
 
-def test_without_peers_times_count_as_they_are() -> None:
+def test_absolute_times_count_without_peers() -> None:
     (change,) = compare.compare(document(row("cpu", 1.0)), document(row("cpu", 1.5)))
     assert (change.kind, change.detail) == ("slower", "1.00 ms before, 1.50 ms now")
 
 
-def test_the_reference_is_judged_by_its_errors_alone() -> None:
+def test_only_errors_of_the_reference_are_compared() -> None:
     old = document(row("reference", 1.0), row("torch", 2.0))
     assert compare.compare(old, document(row("reference", 9.0), row("torch", 2.0))) == []
     (change,) = compare.compare(
@@ -202,12 +202,12 @@ def test_the_reference_is_judged_by_its_errors_alone() -> None:
     assert change.kind == "less exact"
 
 
-def test_errors_that_grow_are_flagged() -> None:
+def test_growing_errors_are_flagged() -> None:
     assert kinds(document(row("cpu", 1.0, bound_used=0.9), row("torch", 2.0))) == ["less exact"]
     assert kinds(document(row("cpu", 1.0, bound_used=0.3), row("torch", 2.0))) == []
 
 
-def test_rows_that_vanish_are_flagged() -> None:
+def test_missing_rows_are_flagged() -> None:
     assert kinds(document(row("torch", 2.0))) == ["lost"]
     reason = {
         "op": "attention",
@@ -222,25 +222,27 @@ def test_rows_that_vanish_are_flagged() -> None:
     assert kinds(document()) == [], "a line-up that was not run says nothing"
 
 
-def test_peers_are_not_judged() -> None:
+def test_peers_are_not_compared() -> None:
     assert kinds(document(row("cpu", 1.0), row("torch", 2.0), row("naive", 9.0))) == []
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_changes_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, made in (("a", BEFORE), ("b", document(row("cpu", 1.5), row("torch", 2.0)))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(made))
     a, b = str(tmp_path / "a"), str(tmp_path / "b" / "results.json")
     assert main(["bench", "compare", a, a]) == OK
     assert main(["bench", "compare", a, b]) == WRONG
-    said = capsys.readouterr().out
-    assert "2 rows in both; 1 worse, 0 better." in said
-    assert "slower" in said
+    output = capsys.readouterr().out
+    assert "2 rows in both; 1 worse, 0 better." in output
+    assert "slower" in output
     (tmp_path / "c.json").write_text("{}")
     assert main(["bench", "compare", a, str(tmp_path / "c.json")]) == USAGE
     assert main(["bench", "compare", a, str(tmp_path / "none.json")]) == USAGE
     assert main(["bench", "compare", a, b, "--threshold", "-1"]) == USAGE
-    said = capsys.readouterr().err
-    assert "is not a results file of schema" in said
-    assert "cannot read" in said
-    assert "--threshold must be 0 or more" in said
+    output = capsys.readouterr().err
+    assert "is not a results file of schema" in output
+    assert "cannot read" in output
+    assert "--threshold must be 0 or more" in output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer demo`: what it prints, and that wrong results end it with exit code 1."""
+"""`pytransformer demo`: its output, and exit code 1 for wrong results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unpoisoned
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short problems, a batch of two short rows, one round."""
+    """Make the problems small: a batch of two short rows, one round."""
     monkeypatch.setattr(demo, "SHAPE", {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 64, "Lk": 64, "D": 16})
     monkeypatch.setattr(demo, "MIN_TIME", 0.0)
     monkeypatch.setattr(demo, "CASES", ("causal", "t5_bias"))

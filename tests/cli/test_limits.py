@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row's limit is said to be, and what it is told by: the roofs, the call's floor, the
-kernels alone, a settled clock."""
+"""The reported limit of a row, from roofs, call floor, kernel-only time and a settled clock."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from pytransformer.cli.benchmark import clock, limits, memory, plan, report, res
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
-# 1 TFLOP/s; 100 GB/s of what a cache holds, 10 of what none does, 20 where it is only read.
+# 1 TFLOP/s; 100 GB/s in cache, 10 outside it, 20 for reads only.
 PEAKS = {
     "tflops": {"float32": 1.0},
     "gbps": 10.0,
@@ -41,12 +40,12 @@ def row(
     }  # fmt: skip
 
 
-# Work, traffic and times of which one part is by far the largest; what it takes of 10 ms.
+# Work, traffic and times with one dominant part, in a call of 10 ms.
 KNOWN = [
     ("product", 0.8, row(8, 1, 10, 0.01, 9.9)),
-    ("bandwidth", 0.9, row(1, 180, 10, 0.01, 9.9)),  # no cache holds it: at 20 GB/s
+    ("bandwidth", 0.9, row(1, 180, 10, 0.01, 9.9)),  # exceeds the cache: at 20 GB/s
     ("bandwidth", 0.9, row(0.01, 18, 1, 0.01, 0.99, "cold")),
-    ("kernel", 0.81, row(0.01, 18, 1, 0.01, 0.99)),  # the same where a cache holds it: 0.18 ms
+    ("kernel", 0.81, row(0.01, 18, 1, 0.01, 0.99)),  # the same in cache: 0.18 ms
     ("call", 0.7, row(0.1, 0.1, 10, 7, 2)),
     ("allocator", 0.6, row(1, 1, 10, 0.1, 3.9)),
     ("kernel", 0.85, row(1, 1, 10, 0.5, 9.5)),
@@ -56,14 +55,14 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("name", "share", "measured"), KNOWN)
-def test_the_limit_is_the_part_that_takes_most(name: str, share: float, measured: dict) -> None:
+def test_limit_is_the_largest_part(name: str, share: float, measured: dict) -> None:
     found, shares = limits.of(measured, PEAKS)
     assert found == name and name in limits.LIMITS
     assert shares[name] == pytest.approx(share, abs=0.03)
     assert set(shares) <= set(limits.LIMITS) and min(shares.values()) >= 0
 
 
-def test_without_what_it_is_told_by_there_is_no_limit() -> None:
+def test_missing_measurements_give_no_limit() -> None:
     measured = KNOWN[0][2]
     assert limits.of(measured, None) is None
     assert limits.of({**measured, "floor_ms": None}, PEAKS) is None
@@ -73,7 +72,7 @@ def test_without_what_it_is_told_by_there_is_no_limit() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The document of a small benchmark with peaks."""
+    """Return the document of a small benchmark with peaks."""
     folder: Path = tmp_path_factory.mktemp("limits")
     small = (
         "--size",
@@ -92,7 +91,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_every_row_says_what_limits_it(written: dict) -> None:
+def test_every_row_has_a_limit(written: dict) -> None:
     assert results.validate(written) == []
     for found in written["rows"]:
         assert (found["limit"], found["limit_shares"]) == limits.of(found, written["peaks"])
@@ -107,7 +106,7 @@ def test_every_row_says_what_limits_it(written: dict) -> None:
         )
 
 
-def test_a_document_with_another_limit_is_refused(written: dict) -> None:
+def test_documents_with_a_wrong_limit_are_refused(written: dict) -> None:
     def faults(change) -> str:
         broken = json.loads(json.dumps(written))
         change(broken)
@@ -122,7 +121,7 @@ def test_a_document_with_another_limit_is_refused(written: dict) -> None:
     slower = {
         "median_ms": slow * 2,
         "p80_ms": slow * 3,
-    }  # of 0.999 p80_ms nothing was seen where all samples were alike
+    }  # 0.999 p80_ms has no effect if all samples are equal
     assert "rows[0].limit" in faults(lambda d: d["rows"][0].update(slower))
     assert "rows[0].limit" in faults(lambda d: d["rows"][0].update(limit=None, limit_shares=None))
     assert ".limit" in faults(lambda d: d["peaks"].update(copy_gbps={"1000": 1e-3}))
@@ -132,7 +131,7 @@ def test_a_document_with_another_limit_is_refused(written: dict) -> None:
 @pytest.mark.parametrize(
     "name", ["layer_norm", "full", "feed_forward_gelu", "linear_cross_entropy"]
 )
-def test_kernels_alone_compute_the_same_into_the_same_tensors(name: str) -> None:
+def test_kernel_only_calls_write_the_same_results(name: str) -> None:
     case = plan.case(name, "small")
     problem = providers.Problem.make(case, torch.float32, "cpu", seed=5, grad=False)
     found = [p for p in providers.ours(case.op) if p.name == "cpu"]
@@ -146,24 +145,24 @@ def test_kernels_alone_compute_the_same_into_the_same_tensors(name: str) -> None
         alone = limits.kernels_alone(case.op, "cpu", lambda: kept.append(call()))
         assert alone is not None
         (result,) = kept
-        wanted = [t.clone() for t in result]
+        expected = [t.clone() for t in result]
         for t in result:
             t.fill_(float("nan"))
         alone()
-    if name != "linear_cross_entropy":  # whose loss is a sum over what the kernel writes
-        assert all(torch.equal(t, w) for t, w in zip(result, wanted))
+    if name != "linear_cross_entropy":  # its loss is a sum over the kernel's output
+        assert all(torch.equal(t, w) for t, w in zip(result, expected))
 
 
-def test_a_peer_has_no_kernels_alone() -> None:
+def test_peers_have_no_kernel_only_calls() -> None:
     x = torch.ones(3)
     assert limits.kernels_alone("layer_norm", "cpu", lambda: x + 1) is None
 
 
-# ---- the clock
+# ---- clock
 
 
 @pytest.mark.usefixtures("watch")
-def test_calls_that_get_faster_are_called_until_they_do_not() -> None:
+def test_warm_up_continues_while_calls_get_faster() -> None:
     takes = iter([0.02, 0.015, 0.01, 0.006])
 
     def call() -> None:
@@ -177,9 +176,8 @@ def test_calls_that_get_faster_are_called_until_they_do_not() -> None:
 
 
 @pytest.mark.usefixtures("watch")
-def test_a_sample_does_not_pay_for_its_neighbour() -> None:
-    """What the other contender left costs the first call after it: nine times the call itself, and
-    no sample may show it."""
+def test_samples_exclude_the_cost_of_the_previous_contender() -> None:
+    """The first call after another contender costs nine times as much; no sample includes it."""
     last: list[str] = []
 
     def contender(name: str) -> clock.Contender:
@@ -193,12 +191,14 @@ def test_a_sample_does_not_pay_for_its_neighbour() -> None:
     assert all(timing.p80_ms == pytest.approx(5) for timing in timings.values())
 
 
-def test_what_tells_the_limit_is_measured_only_where_it_was_asked_for() -> None:
+def test_limit_measurements_run_on_request_only() -> None:
     step = plan.Step(plan.case("layer_norm", "small"), torch.float32, "fwd")
-    for wanted in (True, False):
+    for expected in (True, False):
         runs = runner.Runner(
-            runner.Options(memory=False, min_time=0.0, limits=wanted, backends=("naive",)),
+            runner.Options(memory=False, min_time=0.0, limits=expected, backends=("naive",)),
             memory.MemoryProbe(),
         )
         runs.run(step)
-        assert (runs.rows[0]["floor_ms"] is not None) == wanted and runs.rows[0]["alone_ms"] is None
+        assert (runs.rows[0]["floor_ms"] is not None) == expected and runs.rows[0][
+            "alone_ms"
+        ] is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind the figures: the exact answers, the clock, the memory probe."""
+"""Measurement: exact references, the clock, the memory probe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _found(case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=plan.dtype_name)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
+def test_reference_detects_each_planted_error(case, dtype):
     problem, found, solution = _found(case, dtype)
     assert set(found) == {
         *OPS[case.op].returned,
@@ -40,7 +40,7 @@ def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
         *problem.leaves,
     }
     assert check.judge(problem, found, solution, peer=False).wrong is None
-    # Spoil the largest element by some ten times what its bound allows.
+    # Change the largest element by about ten times its bound.
     for name, value in found.items():
         result = solution.results[name]
         largest = value.abs().argmax()
@@ -55,11 +55,11 @@ def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_every_peer_is_right_or_says_why_not(case):
+def test_every_peer_is_right_or_gives_a_reason(case):
     problem = providers.Problem.make(case, torch.float32, "cpu", seed=3, grad=True)
     grads = check.upstream(problem, seed=4)
     for provider in providers.providers(case.op):
-        if provider.name not in (providers.NAIVE, providers.TORCH):  # the others: test_peers
+        if provider.name not in (providers.NAIVE, providers.TORCH):  # test_peers has the others
             continue
         checked = problem
         if provider.prepare(problem).own_dropout:
@@ -70,8 +70,8 @@ def test_every_peer_is_right_or_says_why_not(case):
         )
 
 
-def test_the_bound_of_cross_entropy_holds_for_many_classes():
-    """With the classes the log of the sum grows, and its rounding moves every probability."""
+def test_cross_entropy_bound_holds_for_many_classes():
+    """The log of the sum grows with the classes, and its rounding changes every probability."""
     case = plan.resized(
         plan.case("linear_cross_entropy", "small"), {"rows": 256, "d": 256, "classes": 8192}
     )
@@ -85,7 +85,7 @@ def test_every_public_op_can_be_checked():
     assert set(plan.OPS) == set(OPS)
 
 
-def test_no_list_asks_for_a_gradient_that_is_not_there():
+def test_suites_request_no_missing_gradient():
     steps = [*plan.quick(plan.OPS, plan.QUICK_MODES), *suites.aims()]
     assert any(step.case.forward_only for step in steps)
     assert all(step.mode == "fwd" or not step.case.forward_only for step in steps)
@@ -93,13 +93,13 @@ def test_no_list_asks_for_a_gradient_that_is_not_there():
     assert "B8 H32/8 L1 D128" in shown
 
 
-def test_a_lost_gradient_is_found_in_a_peer():
+def test_missing_gradients_of_peers_are_detected():
     problem, found, solution = _found(plan.case("bias", "small"), torch.float32)
     verdict = check.judge(problem, {**found, "bias": None}, solution, peer=True)
     assert verdict.wrong is not None and verdict.wrong.startswith("bias is off by 1 ")
 
 
-# ---- the clock
+# ---- clock
 
 
 def _sleeper(seconds: float) -> clock.Contender:
@@ -118,14 +118,14 @@ def test_clock_orders_contenders_and_quantiles():
 
 
 @pytest.mark.usefixtures("watch")
-def test_clock_interleaves():
-    """In every round each contender takes its turn, and no one always comes first."""
+def test_clock_interleaves_contenders():
+    """Each contender runs in every round, and the first one rotates."""
     turns: list[str] = []
 
     def contender(name: str) -> clock.Contender:
         def call() -> None:
             turns.append(name)
-            clock.time.sleep(0.06)  # long enough for one warm-up call and one call a sample
+            clock.time.sleep(0.06)  # long enough for one warm-up call and one call per sample
 
         return clock.Contender(call, contextlib.nullcontext)
 
@@ -136,14 +136,14 @@ def test_clock_interleaves():
 
 
 @pytest.mark.usefixtures("watch")
-def test_the_clock_loses_its_patience_with_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "PATIENCE", 0.07)  # seconds of calls, the untimed ones among them
+def test_clock_limits_samples_of_slow_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "PATIENCE", 0.07)  # seconds of calls, untimed ones included
     timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.0)
     assert timings["slow"].samples == 2 < clock.MIN_ROUNDS <= timings["fast"].samples
 
 
 @pytest.mark.usefixtures("watch")
-def test_one_sample_is_enough_of_a_long_call_that_is_many_times_slower() -> None:
+def test_much_slower_long_calls_get_one_sample() -> None:
     seconds = {"hopeless": 0.4, "slow": 0.2, "fast": 0.06, "short": 0.004, "many times": 0.04}
     timings = clock.interleaved(
         {name: _sleeper(seconds[name]) for name in ("hopeless", "slow", "fast")}, min_time=0.0
@@ -159,7 +159,7 @@ def test_one_sample_is_enough_of_a_long_call_that_is_many_times_slower() -> None
 
 
 @pytest.mark.usefixtures("watch")
-def test_short_calls_get_their_samples_when_the_time_is_gone() -> None:
+def test_short_calls_get_their_samples_after_the_time_limit() -> None:
     called = {"slow": 0.06, "brief": 0.02, "short": 0.004}
 
     def samples(patient: bool | None) -> dict[str, int]:
@@ -171,16 +171,18 @@ def test_short_calls_get_their_samples_when_the_time_is_gone() -> None:
     assert samples(None) == samples(False) == dict.fromkeys(called, 1), "--quick keeps its minute"
 
 
-def test_quantile_interpolates():
+def test_quantiles_are_interpolated():
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.5) == 3.0
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.2) == pytest.approx(1.8)
     assert clock.quantile([7.0], 0.8) == 7.0
 
 
 @pytest.mark.parametrize("rounds", [3, clock.MIN_ROUNDS])
-def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: pytest.MonkeyPatch):
-    """Of --quick once, of a suite with the samples of short calls; on a busy machine the calls
-    count as short too."""
+def test_every_step_runs_after_the_time_limit(rounds: int, monkeypatch: pytest.MonkeyPatch):
+    """--quick runs a step once, a suite with the samples of short calls.
+
+    On a busy machine every call counts as short.
+    """
     monkeypatch.setattr(clock, "SHORT_SECONDS", 10.0)
 
     def run(name: str, size: int) -> runner.Runner:
@@ -194,7 +196,7 @@ def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: p
         assert all(row["peak_bytes"] is None for row in late.rows)
         return late
 
-    # No fused backend takes a head size of 1000: the reference is all there is.
+    # No fused backend supports head dim 1000, so only the reference runs.
     assert {row["backend"] for row in run("full", 1000).rows} == {"reference", "naive", "torch"}
     late = run("full", 32)
     fused = {row["backend"] for row in late.rows} - {"reference", "naive", "torch"}
@@ -205,7 +207,7 @@ def test_when_the_time_is_gone_every_step_still_runs(rounds: int, monkeypatch: p
 # ---- memory
 
 
-def test_peak_memory_of_naive_attention_is_its_score_matrices():
+def test_naive_attention_peaks_at_its_score_matrices():
     if memory.why_not() is not None:
         pytest.skip(memory.why_not())
     case = plan.resized(
@@ -229,7 +231,7 @@ def test_peak_memory_of_naive_attention_is_its_score_matrices():
 # ---- names in reports
 
 
-def test_a_narrow_terminal_gets_fewer_columns():
+def test_narrow_terminals_get_fewer_columns():
     row = [f"{name} value" for name in report.COLUMNS]
     columns, cells = report.fitting([row], None)
     assert columns == report.COLUMNS and cells == [row]
@@ -260,7 +262,7 @@ def test_names_are_escaped_in_every_report():
     )
 
 
-def test_a_report_shows_kernel_times_and_regimes_where_they_were_measured():
+def test_reports_have_measured_kernel_times_and_regimes():
     step = plan.Step(plan.case("full", "small"), torch.float32, "fwd")
     runs = runner.Runner(
         runner.Options(memory=False, min_time=0.0, sustained=0.01, backends=("naive",)),

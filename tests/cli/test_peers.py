@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that take part on request, sweeps, and their pictures."""
+"""Peers that run on request, sweeps, and their plots."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def run(case: str, *backends: str, mode: str = "fwd") -> Runner:
     return runner
 
 
-def test_who_is_not_named_is_not_even_refused() -> None:
+def test_peers_on_request_are_absent_by_default() -> None:
     runner = run("full")
     assert not {entry["backend"] for entry in (*runner.rows, *runner.not_run)} & set(
         providers.ON_REQUEST
     )
 
 
-def test_pytorchs_kernels_one_by_one() -> None:
+def test_pytorch_kernels_run_separately() -> None:
     runner = run("full", "torch_flash", "torch_math", "torch_cudnn")
     assert {row["backend"]: row["provider"] for row in runner.rows} == {
         "torch_flash": "scaled_dot_product_attention [flash]",
@@ -45,14 +45,14 @@ def test_pytorchs_kernels_one_by_one() -> None:
     ]
 
 
-def test_those_for_gpus_say_so() -> None:
+def test_gpu_only_peers_name_the_gpu_in_their_reason() -> None:
     reasons = {e["backend"]: e["reason"] for e in run("full", "flash_attn").not_run}
     reasons |= {e["backend"]: e["reason"] for e in run("rms_norm", "liger", "quack").not_run}
     assert set(reasons) == {"flash_attn", "liger", "quack"}
     assert all("GPU" in reason for reason in reasons.values())
 
 
-@pytest.mark.slow  # the compiler takes 20 s a case
+@pytest.mark.slow  # the compiler needs 20 s per case
 @pytest.mark.parametrize(
     "case",
     [
@@ -68,7 +68,7 @@ def test_those_for_gpus_say_so() -> None:
         "gqa",
     ],
 )
-def test_flex_attention_computes_the_case(case: str) -> None:
+def test_flex_attention_runs_the_case(case: str) -> None:
     runner = run(case, "flex")
     assert [row["backend"] for row in runner.rows] == ["flex"], runner.not_run
     assert runner.rows[0]["error"] <= runner.rows[0]["error_bound"]
@@ -78,14 +78,14 @@ def test_flex_attention_computes_the_case(case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["causal", "add_norm", "feed_forward_gelu", "linear_cross_entropy"]
 )
-def test_compiled_naive_code_takes_part(case: str) -> None:
+def test_compiled_naive_code_runs(case: str) -> None:
     runner = run(case, "compile", mode="fwd+bwd")
     assert [row["provider"].split(":")[0] for row in runner.rows] == ["torch.compile"], (
         runner.not_run
     )
 
 
-def test_a_sweep_draws_its_curves(tmp_path: Path) -> None:
+def test_sweeps_plot_curves(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = [
         "bench",
@@ -115,7 +115,7 @@ def test_a_sweep_draws_its_curves(tmp_path: Path) -> None:
         assert f"({name})" in text
 
 
-def test_what_varies_is_found() -> None:
+def test_sweeps_detect_the_varying_dimension() -> None:
     def row(**shape: int) -> dict[str, object]:
         return {
             "op": "attention",
@@ -145,26 +145,27 @@ def test_what_varies_is_found() -> None:
         ),
     ],
 )
-def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code = main(["bench", *arguments])
-    except SystemExit as stop:  # argparse
+    except SystemExit as stop:  # argparse's error
         code = stop.code
     assert code == USAGE
     assert said in capsys.readouterr().err
 
 
-def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
-    """Each `pytransformer bench` that bench/gpu.sh would run is understood: on a GPU there is no
-    time to find out."""
+def test_bench_accepts_the_commands_of_the_gpu_run(tmp_path: Path) -> None:
+    """This covers each `pytransformer bench` in bench/gpu.sh."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
     ).stdout
     commands = [
         line.partition("-m pytransformer ")[2].split()
-        for line in said.splitlines()
+        for line in output.splitlines()
         if " -m pytransformer bench" in line
     ]
     assert len(commands) >= 6
@@ -174,9 +175,8 @@ def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
         assert steps and arguments.device == "cuda", words
 
 
-def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
-    """Few files, for a machine that gives back no more; and a later run carries out the steps that
-    are asked for."""
+def test_gpu_run_writes_its_logs_after_failures(tmp_path: Path) -> None:
+    """It writes few files, and a later run can run selected steps."""
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": "false"}
     assert (
@@ -189,14 +189,14 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
     ]
     assert (tmp_path / "steps.txt").read_text().count(
         "exit code 1"
-    ) == 2  # as it should be, and with slow kernels
+    ) == 2  # expected times, and slow kernels
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         assert "logs/install.log" in archive.getnames()
     environment |= {"DRY_RUN": "1", "ONLY": "portable|decode"}
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    steps = [line.partition(" (")[0] for line in said.splitlines() if " s): " in line]
+    steps = [line.partition(" (")[0] for line in output.splitlines() if " s): " in line]
     assert [step for step in steps if not step.startswith("decode_8k_B=")] == [
         "install",
         "test_cuda_portable",
@@ -205,7 +205,7 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
     assert len(steps) == 3 + 5
 
 
-def test_the_products_peak_is_the_best_of_pytorchs_and_ours() -> None:
+def test_gemm_peak_is_the_max_of_pytorch_and_ours() -> None:
     rates = {"mm": 2.0, "ours": 1.0}
 
     asked = []

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed suites, the check of large problems in part, and the figures of a row that only they
-need."""
+"""Benchmark suites, checks of parts of large problems, and the figures of a row."""
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ from pytransformer.testing.patterns import PATTERNS
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
 
-# ---- what runs
+# ---- contents
 
 
-def test_the_suite_has_every_case_with_an_aim() -> None:
+def test_suite_has_every_case_with_a_target() -> None:
     steps = list(suites.aims())
     assert len({(s.case.name, tuple(s.case.shape.items()), s.dtype, s.mode) for s in steps}) == len(
         steps
@@ -71,7 +70,7 @@ def test_the_suite_has_every_case_with_an_aim() -> None:
     assert ops == set(plan.OPS)
 
 
-def test_naive_code_is_left_out_where_it_would_take_all_the_time_and_that_is_said() -> None:
+def test_slow_naive_code_is_left_out_with_a_reason() -> None:
     large = next(
         s for s in suites.aims() if s.case.shape.get("Lq") == 4096 and s.case.shape["B"] == 2
     )
@@ -90,7 +89,7 @@ def test_naive_code_is_left_out_where_it_would_take_all_the_time_and_that_is_sai
     assert [row["backend"] for row in asked.rows] == ["naive"], "who is named takes part"
 
 
-def test_patterns_by_length_and_who_cannot_skip() -> None:
+def test_patterns_leave_out_dense_peers_at_long_lengths() -> None:
     steps = list(suites.patterns())
     assert {s.case.shape["Lk"] for s in steps} == {1024 << n for n in range(7)} and {
         s.case.name for s in steps
@@ -104,13 +103,13 @@ def test_patterns_by_length_and_who_cannot_skip() -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_flex_attention_is_told_the_same_pattern(name: str) -> None:
+def test_flex_attention_gets_the_same_pattern(name: str) -> None:
     mask = PATTERNS[name].make(1000, "cpu")
     i, j = torch.broadcast_tensors(torch.arange(1000)[:, None], torch.arange(1000))
     assert torch.equal(PATTERNS[name].mask_mod(mask)(0, 0, i, j), mask.to_dense()[0, 0])
 
 
-def test_rows_of_patterns_have_the_share_of_blocks_and_a_reason_is_short() -> None:
+def test_pattern_rows_have_the_block_share_and_short_reasons() -> None:
     done = runner.Runner(
         runner.Options(memory=False, min_time=0.0, backends=("reference", "torch")),
         memory.MemoryProbe(),
@@ -137,7 +136,7 @@ def test_rows_of_patterns_have_the_share_of_blocks_and_a_reason_is_short() -> No
     )
 
 
-def test_a_blank_reason_is_no_reason() -> None:
+def test_blank_reasons_are_invalid() -> None:
     blank = {
         "op": "a",
         "backend": "b",
@@ -157,12 +156,10 @@ def test_a_blank_reason_is_no_reason() -> None:
         "not_run": [blank | {"error": None, "error_bound": None}],
         "environment": results.environment("cpu", "x"),
     }
-    assert results.validate(document) == [
-        "not_run[0].reason is blank: who does not take part says why"
-    ]
+    assert results.validate(document) == ["not_run[0].reason must not be blank"]
 
 
-def test_an_instruction_set_holds_every_library(environment: dict[str, str]) -> None:
+def test_instruction_set_limits_every_library(environment: dict[str, str]) -> None:
     for isa in command.ISAS:
         names = {
             "PYTRANSFORMER_CPU_ISA",
@@ -220,7 +217,7 @@ def _verdict(case: str, change=lambda found: found) -> check.Verdict:
         "blocks",
     ],
 )
-def test_in_part_the_reference_is_right(case: str, few_pairs: None) -> None:
+def test_partial_checks_accept_the_reference(case: str, few_pairs: None) -> None:
     assert _verdict(case).wrong is None
 
 
@@ -229,12 +226,12 @@ def _spoil(name: str, factor: float):
 
 
 @pytest.mark.parametrize("name", ["out", "query", "key", "value"])
-def test_in_part_errors_are_found(name: str, few_pairs: None) -> None:
+def test_partial_checks_detect_errors(name: str, few_pairs: None) -> None:
     verdict = _verdict("causal", _spoil(name, 1.001))
     assert verdict.wrong is not None and verdict.wrong.startswith(name)
 
 
-def test_in_part_a_gradient_where_none_is_due_is_found(few_pairs: None) -> None:
+def test_partial_checks_detect_unexpected_gradients(few_pairs: None) -> None:
     def leak(found):
         problem = providers.Problem.make(
             plan.case("causal", "small"), torch.float32, "cpu", seed=3, grad=True
@@ -247,7 +244,7 @@ def test_in_part_a_gradient_where_none_is_due_is_found(few_pairs: None) -> None:
     assert (_verdict("causal", leak).wrong or "").startswith("query")
 
 
-def test_in_part_a_wrong_mask_is_found(few_pairs: None) -> None:
+def test_partial_checks_detect_wrong_masks(few_pairs: None) -> None:
     def acausal(found):
         problem = providers.Problem.make(
             plan.case("full", "small"), torch.float32, "cpu", seed=3, grad=True
@@ -260,7 +257,7 @@ def test_in_part_a_wrong_mask_is_found(few_pairs: None) -> None:
     assert (_verdict("causal", acausal).wrong or "").startswith("out")
 
 
-def test_problems_that_rows_do_not_separate_are_solved_whole(few_pairs: None) -> None:
+def test_inseparable_problems_are_checked_in_full(few_pairs: None) -> None:
     for case in ("dropout", "bias", "t5_bias", "bool_mask", "layer_norm"):
         problem = providers.Problem.make(
             plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=False
@@ -271,14 +268,14 @@ def test_problems_that_rows_do_not_separate_are_solved_whole(few_pairs: None) ->
 # ---- figures
 
 
-def test_time_over_a_peer_is_taken_round_by_round() -> None:
+def test_time_ratios_are_computed_per_round() -> None:
     ours = clock.Timing(2.0, 1.0, 3.0, 3, {0: 1.0, 1: 2.0, 2: 3.0})
     peer = clock.Timing(4.0, 2.0, 6.0, 4, {0: 2.0, 1: 4.0, 2: 6.0, 3: 1.0})
     assert ours.over(peer) == [0.5, 0.5, 0.5], "a round that is slow for both says nothing"
     assert ours.over(clock.Timing(1.0, 1.0, 1.0, 2, {0: 1.0, 1: 1.0})) is None
 
 
-def test_cold_caches_are_emptied_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_mode_flushes_caches_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "evicting_bytes", lambda: 64)
     cold, calls = clock._CpuClock(cold=True), []
     before = cold.flush.clone()
@@ -287,10 +284,10 @@ def test_cold_caches_are_emptied_before_each_call(monkeypatch: pytest.MonkeyPatc
     assert clock._CpuClock(cold=False).flush is None
 
 
-def test_burst_and_sustained_are_told_apart(watch) -> None:
+def test_burst_and_sustained_times_differ(watch) -> None:
     last = [watch.now]
 
-    def tired() -> None:  # slow when called again at once
+    def tired() -> None:  # slow if called again immediately
         rested = watch.now - last[0] > clock.REST_SECONDS / 2
         watch.sleep(0.001 if rested else 0.01)
         last[0] = watch.now
@@ -299,7 +296,7 @@ def test_burst_and_sustained_are_told_apart(watch) -> None:
     assert burst == pytest.approx(1) and sustained == pytest.approx(10)
 
 
-def test_kernel_time_is_the_sum_of_what_the_profiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_time_is_the_sum_of_profiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     class Profile(contextlib.nullcontext):
         def __enter__(self):
             return self
@@ -316,7 +313,7 @@ def test_kernel_time_is_the_sum_of_what_the_profiler_saw(monkeypatch: pytest.Mon
     )
 
 
-def test_saved_bytes_are_what_backward_needs_beyond_the_inputs() -> None:
+def test_saved_bytes_exclude_the_inputs() -> None:
     def saved(name: str, backend: str) -> int:
         case = plan.resized(plan.case(name, "small"), {"rows": 64, "d": 64, "hidden": 256})
         problem = providers.Problem.make(case, torch.float32, "cpu", seed=1, grad=True)
@@ -332,7 +329,7 @@ def test_saved_bytes_are_what_backward_needs_beyond_the_inputs() -> None:
 
 
 def _slowed(factor: float):
-    """Our providers, their forward called several times."""
+    """Return our implementations with the forward called several times."""
 
     def prepare(provider: providers.Provider, problem: providers.Problem) -> providers.Prepared:
         right = provider.prepare(problem)
@@ -355,9 +352,7 @@ def _slowed(factor: float):
 
 
 @pytest.mark.usefixtures("processor_time")
-def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_compare_flags_only_a_slowed_kernel(tmp_path: Path, monkeypatch, capsys) -> None:
     what = [
         "bench",
         "attention",
@@ -379,7 +374,7 @@ def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(
         "--shape",
         "L=256",
     ]
-    for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so that what drifts drifts for both
+    for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so drift affects both
         assert main([*what, "--out", str(tmp_path / name)]) == OK
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), (
@@ -390,14 +385,14 @@ def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(
     capsys.readouterr()
     for _ in range(2):
         assert main(["bench", "compare", a, str(tmp_path / "slow")]) == WRONG
-        said = capsys.readouterr().out
-        assert "slower" in said and "0 better" in said
+        output = capsys.readouterr().out
+        assert "slower" in output and "0 better" in output
 
 
-# ---- pictures
+# ---- plots
 
 
-def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(
+def test_cases_of_several_shapes_have_one_bar_and_a_curve(
     tmp_path: Path,
 ) -> None:
     document = None
@@ -451,11 +446,10 @@ def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(
 
 
 @pytest.mark.slow
-def test_the_suite_from_the_command_line_to_the_document(
+def test_suite_runs_from_the_command_line_to_the_document(
     tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of the suite at small shapes: checked, timed, drawn, and told by docs/performance.md's
-    tool."""
+    """Part of the suite runs at small shapes: checks, times, plots and the tool of the docs."""
     whole, steps = suites.aims, {}
     limits = {
         "B": 1,
@@ -467,7 +461,7 @@ def test_the_suite_from_the_command_line_to_the_document(
         "hidden": 128,
         "classes": 100,
     }
-    wanted = (
+    expected = (
         "full",
         "causal",
         "key_padding",
@@ -489,7 +483,7 @@ def test_the_suite_from_the_command_line_to_the_document(
             smaller = dataclasses.replace(
                 step, case=plan.resized(step.case, shape), sustained=step.sustained / 100
             )
-            if step.case.name in wanted and step.dtype == torch.bfloat16:
+            if step.case.name in expected and step.dtype == torch.bfloat16:
                 steps.setdefault(
                     (smaller.case.name, tuple(smaller.case.shape.items()), step.dtype, step.mode),
                     smaller,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of bench/tools: documents that are made of committed results are current, and the tools
-say what is so."""
+"""bench/tools: generated documents match the committed results, and the tools report facts."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def test_performance_tables_match_the_committed_medians(tool) -> None:
 
 
 def test_committed_medians_are_complete_and_consistent(tool) -> None:
-    """Ratios, quantiles and shares agree with the times in the same file."""
+    """Ratios, quantiles and shares agree with the times in the file."""
     performance = tool("performance")
     for name, run in performance.load().items():
         assert len(run.rows) <= 550, name
@@ -61,7 +60,7 @@ def test_committed_medians_are_complete_and_consistent(tool) -> None:
 
 
 def _document(ours: dict[str, float], peer: dict[str, float], **more) -> dict:
-    """Return a results file with one problem of plain attention."""
+    """Return a results file with one case of plain attention."""
     shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
     base = {
         "op": "attention",
@@ -93,7 +92,7 @@ def _document(ours: dict[str, float], peer: dict[str, float], **more) -> dict:
     }
 
 
-def test_medians_read_back_what_they_wrote(tool, tmp_path: Path) -> None:
+def test_medians_round_trip(tool, tmp_path: Path) -> None:
     medians = tool("medians")
     run, file = tmp_path / "run", tmp_path / "medians.csv"
     run.mkdir()
@@ -107,7 +106,7 @@ def test_medians_read_back_what_they_wrote(tool, tmp_path: Path) -> None:
         medians.main([str(tmp_path / "nothing"), str(file)])
 
 
-def test_performance_marks_slower_rows_and_counts_reached_aims(tool, tmp_path: Path) -> None:
+def test_performance_marks_slower_rows_and_counts_reached_targets(tool, tmp_path: Path) -> None:
     performance, medians = tool("performance"), tool("medians")
     (tmp_path / "results.json").write_text(
         json.dumps(_document({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 2.7}))
@@ -147,7 +146,7 @@ def test_performance_run_executes_every_command_in_its_folder(
         performance.run_all(tmp_path / "run")
 
 
-def test_every_committed_results_file_fits_its_schema() -> None:
+def test_committed_results_match_their_schema() -> None:
     for path in (ROOT / "bench" / "results").rglob("results.json"):
         assert results.validate(json.loads(path.read_text())) == [], path
 
@@ -164,8 +163,8 @@ def test_phases_match_the_header(tool) -> None:
 
 
 @pytest.mark.slow
-def test_every_phase_is_noted(tmp_path: Path) -> None:
-    """On the generic set; the tool itself refuses wrong results and phases without a note."""
+def test_every_phase_has_a_note(tmp_path: Path) -> None:
+    """It uses the generic set; the tool refuses wrong results and phases without a note."""
     out = tmp_path / "phases.json"
     script = ROOT / "bench" / "tools" / "attention_phases.py"
     options = [
@@ -211,7 +210,7 @@ def test_accuracy_table_matches_the_committed_errors(tool, tmp_path: Path) -> No
     assert (tmp_path / "again.csv").read_bytes() == golden.RESULTS.read_bytes()
 
 
-def test_errors_are_of_every_tensor_and_backend(tool) -> None:
+def test_errors_cover_every_tensor_and_backend(tool) -> None:
     golden = tool("golden")
     found = golden.errors(plan.case("bias", "small"), "float32")
     assert {"naive", "torch"} <= set(found)
@@ -230,7 +229,7 @@ def test_errors_are_of_every_tensor_and_backend(tool) -> None:
 # ---- pytest-benchmark
 
 
-def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
+def test_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
     if importlib.util.find_spec("pytest_benchmark") is None:
         pytest.skip("pytest-benchmark is not installed")
     out = tmp_path / "timed.json"
@@ -253,7 +252,7 @@ def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
     command += ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1"]
     alone = {
         k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")
-    }  # under which the plugin times nothing
+    }  # the plugin times nothing with it
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     timed = json.loads(out.read_text())["benchmarks"]
@@ -268,7 +267,7 @@ def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
 # ---- test_then_time, inspect, ab, overhead
 
 
-def test_the_tests_run_first_and_stops_at_a_failure(tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_run_first_and_stop_at_a_failure(tool, monkeypatch: pytest.MonkeyPatch) -> None:
     verify, ran = tool("test_then_time"), []
 
     def run(command: list[str], **_) -> SimpleNamespace:
@@ -289,7 +288,7 @@ def test_the_tests_run_first_and_stops_at_a_failure(tool, monkeypatch: pytest.Mo
         verify.family_of("softmax")
 
 
-def test_inspect_shows_the_committed_tables(tool) -> None:
+def test_inspect_prints_the_committed_tables(tool) -> None:
     inspect = tool("inspect_kernels")
     script = ROOT / "bench" / "tools" / "inspect_kernels.py"
 
@@ -315,7 +314,7 @@ def test_inspect_shows_the_committed_tables(tool) -> None:
     assert {kernel: inspect.family_of(kernel) for kernel in kernels} == kernels
 
 
-def test_ab_takes_turns_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ab_interleaves_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ab, ran = tool("ab"), []
     monkeypatch.setattr(
         ab, "pytransformer", lambda checkout, *words: ran.append((checkout.name, words)) or 0
@@ -350,7 +349,7 @@ def test_ab_takes_turns_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_
     )
 
 
-def test_overhead_writes_what_it_measured(
+def test_overhead_writes_its_measurements(
     tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     overhead = tool("overhead")
@@ -366,15 +365,17 @@ def test_overhead_writes_what_it_measured(
     assert all(r[f"{who}_us"] > 0 for r in document["rows"] for who in ("ours", "python", "torch"))
 
 
-def test_steps_run_apart_and_none_takes_another_with_it(
-    tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """What bench/gpu.sh calls; one that fails, one that takes too long, and one after them."""
-    common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd --shape"
+def test_steps_fail_independently(tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """bench/gpu.sh calls this tool.
+
+    One step fails, one exceeds its time, one follows them.
+    """
+    common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd"
+    torch_case = f"layer_norm --case layer_norm {common} --shape rows=64,d=64 --backends torch"
     (tmp_path / "steps").write_text(f"""\
 wrong 60 PYTRANSFORMER_CPU_ISA=generic attention --no-such-option
-long 5 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01 --sustained 600
-right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01
+long 5 {torch_case} --min-time 0.01 --sustained 600
+right 60 {torch_case} --min-time 0.01
 """)
     assert (
         tool("steps").main(
@@ -382,14 +383,14 @@ right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --m
         )
         == 1
     )
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert (
-        "wrong: exit code 2" in said
-        and "--no-such-option" in said
-        and "long: stopped" in said
-        and "right: exit code 0" in said
+        "wrong: exit code 2" in output
+        and "--no-such-option" in output
+        and "long: stopped" in output
+        and "right: exit code 0" in output
     )
-    assert "layer_norm layer_norm fwd: torch 0.0" in said
+    assert "layer_norm layer_norm fwd: torch 0.0" in output
     assert (
         tool("steps").main(
             [str(tmp_path / "steps"), "--seconds", "1", "--out", str(tmp_path / "out")]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer verify` and `pt.verify`: what they check, write and say; that a broken backend
-costs itself alone."""
+"""`pytransformer verify` and `pt.verify`: checks, results, reports, broken backends."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
     )
 
 
-def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_verify_writes_results_for_doctor(cli: Callable[..., Any], tmp_path: Path) -> None:
     keep = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache"), "PYTRANSFORMER_VERIFY": "first"}
     (found,) = json.loads(
         cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout
@@ -46,7 +45,7 @@ def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_p
     assert found["complete"] == [["rms_norm", "cpu", dtype] for dtype in plan.DTYPES]
     text = cli(
         "verify", "--op", "layer_norm", "--backend", "cpu", **keep
-    ).stdout  # another run adds to the first
+    ).stdout  # a second run adds to the first
     assert "layer_norm" in text and "rms_norm" in text and found["path"] in text
     report = json.loads(cli("doctor", "--json", **keep).stdout)
     (results,) = report["verification"]
@@ -56,7 +55,7 @@ def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_p
     assert "'atention'" in cli("verify", "--op", "atention", expect=USAGE).stderr
 
 
-def test_the_function_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_equals_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
     (found,) = pt.verify(ops=["rms_norm"], backends=["cpu"], devices=["cpu"])
     assert found["checks"] and Path(found["path"]).parent == tmp_path
@@ -66,10 +65,10 @@ def test_the_function_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.falls_back
 @pytest.mark.parametrize("fault", ["wrong numbers", "crash"])
-def test_a_broken_backend_costs_itself_alone(
+def test_broken_backends_do_not_affect_others(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1, the lines that say so, and calls go to the next backend from then on."""
+    """Exit code is 1, the output names the failure, and calls use the next backend."""
     checks = plan.checks
     monkeypatch.setattr(
         plan,
@@ -104,9 +103,11 @@ def test_a_broken_backend_costs_itself_alone(
         assert "Not right here" in capsys.readouterr().out
 
 
-def test_everything_is_checked() -> None:
-    """Each backend, op, dtype and case, core cases with wide heads, a large mask; what is most used
-    comes first."""
+def test_verify_checks_everything() -> None:
+    """Each backend, op, dtype and case; core cases have wide heads and a large mask.
+
+    The most frequent cases come first.
+    """
     for backend in ("cpu", "torch", "cuda"):
         jobs = plan.checks(backend, "cuda", OPS)
         assert {job["op"] for job in jobs} == {
@@ -125,11 +126,13 @@ def test_everything_is_checked() -> None:
         assert jobs[0]["dtype"] == "bfloat16"
 
 
-def test_a_run_whose_time_was_up_is_gone_on_with(
+def test_interrupted_runs_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it found right stays checked; what was not checked or not right is checked. After a
-    whole run all is checked anew."""
+    """Passed checks are kept; missing and failed ones run again.
+
+    After a complete run all run again.
+    """
     monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
     outcomes = ["right", "declined", "wrong", "not checked"]
     ran: list[int] = []
@@ -161,19 +164,21 @@ def test_a_run_whose_time_was_up_is_gone_on_with(
     assert ran[2] == total
 
 
-def test_an_order_needs_a_clear_lead_in_every_case() -> None:
+def test_order_needs_a_clear_lead_in_every_case() -> None:
     def times(*rows: tuple[float, float]) -> list[dict[str, Any]]:
         return [{"op": "attention", "ms": {"cpu": cpu, "torch": theirs}} for cpu, theirs in rows]
 
     assert plan.order(times((2.0, 1.0), (1.5, 1.0))) == {"attention": ["torch", "cpu"]}
-    assert plan.order(times((2.0, 1.0), (1.0, 1.2))) == {}  # slower in one
-    assert plan.order(times((1.05, 1.0), (1.05, 1.0))) == {}  # by too little
+    assert plan.order(times((2.0, 1.0), (1.0, 1.2))) == {}  # slower in one case
+    assert plan.order(times((1.05, 1.0), (1.05, 1.0))) == {}  # a lead below the threshold
     assert plan.order(times((1.0, 1.0))) == {} and plan.order([]) == {}
 
 
-def test_first_check_has_every_feature_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the call's last dimension: all core cases if there is time, else one; none after a wrong
-    one."""
+def test_first_check_covers_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses the call's last dimension: all core cases if time allows, else one.
+
+    A failure ends it.
+    """
     ran: list[tuple[str, int]] = []
     outcomes: dict[str, str] = {}
 
@@ -207,7 +212,7 @@ def test_first_check_runs_real_cases() -> None:
     assert result["outcome"] == "right" and result["lines"][0]["bound_used"] <= 1
 
 
-def test_times_are_of_those_that_are_right() -> None:
+def test_times_cover_only_passed_checks() -> None:
     line = {"op": "attention", "case": "full", "dtype": "float32", "outcome": "right"}
     found = [line | {"backend": b} for b in ("cpu", "torch", "reference")]
     (job,) = plan.timings(found, "cpu", ["attention"])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of attention on the CPU: against float64 within the bound, and what the fuzzer cannot
-see from outside.
+"""Gradients of attention on the CPU: within the bound of float64, at sizes that cross blocks.
 
-The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (128) and keys
+The fuzzer draws every keyword at small sizes. Sizes here cross blocks of queries (128) and keys
 (192), splits and phases.
 """
 
@@ -35,7 +34,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """query, key, value and grad_out for (B, Hq, Hkv, Lq, Lk, D, Dv)."""
+    """Return query, key, value and grad_out for (B, Hq, Hkv, Lq, Lk, D, Dv)."""
     b, hq, hkv, lq, lk, d, dv = shape
     sizes = {
         "query": (b, hq, lq, d),
@@ -49,8 +48,10 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def gradients(
     t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any
 ) -> dict[str, torch.Tensor]:
-    """Gradients by name of query, key, value and of every floating-point term, on the backend under
-    test."""
+    """Return the gradients by name on the backend under test.
+
+    They cover query, key, value and every floating-point term.
+    """
     inputs = {name: t[name].detach().requires_grad_() for name in ("query", "key", "value")}
     bias = keywords.get("bias")
     for name, term in (("attn_mask", keywords.get("attn_mask")), ("bias", bias)):
@@ -150,7 +151,7 @@ FEATURES: dict[str, Any] = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients(dtype: torch.dtype, feature: str) -> None:
+def test_gradients_within_the_bound(dtype: torch.dtype, feature: str) -> None:
     t = draw((2, 4, 2, 257, 389, 40, 24), dtype)
     work = torch.float64 if dtype == torch.float64 else torch.float32
     check(t, torch.randn(2, 4, 257, dtype=work), **FEATURES[feature]())
@@ -158,14 +159,16 @@ def test_gradients(dtype: torch.dtype, feature: str) -> None:
 
 @pytest.mark.parametrize("feature", ["plain", "dropout", "t5", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_instruction_set(isa: str, dtype: torch.dtype, feature: str) -> None:
+def test_every_instruction_set_within_the_bound(isa: str, dtype: torch.dtype, feature: str) -> None:
     check(draw((2, 4, 2, 257, 389, 72, 72), dtype), **FEATURES[feature]())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_long_sums_are_cut(seed: int) -> None:
-    """Heads of 256, data not around zero: where one sum runs over a head, c of out and of value's
-    gradient is 4 to 10; in four parts 2."""
+def test_long_sums_are_split(seed: int) -> None:
+    """One sum over a head of 256 columns away from zero has c of 4 to 10.
+
+    The columns belong to out and to value's gradient; four partial sums have c of 2.
+    """
     torch.manual_seed(seed)
     t = {name: x + 2 for name, x in draw((1, 1, 1, 200, 200, 256, 256), torch.float32).items()}
     exact = oracle.solve(**t, scale=0.25)
@@ -180,7 +183,7 @@ def test_long_sums_are_cut(seed: int) -> None:
 @pytest.mark.parametrize(
     "feature", ["plain", "shared_bias", "bias_of_heads", "alibi", "t5", "sinks"]
 )
-def test_threads_change_nothing(feature: str) -> None:
+def test_number_of_threads_changes_no_bit(feature: str) -> None:
     t, keywords = draw((2, 4, 2, 257, 389, 40, 24), torch.bfloat16), FEATURES[feature]()
     threads = torch.get_num_threads()
     found = []
@@ -194,7 +197,7 @@ def test_threads_change_nothing(feature: str) -> None:
     same(found[1], found[2])
 
 
-def test_batch_neighbours_change_nothing() -> None:
+def test_other_sequences_change_no_bit() -> None:
     t = draw((3, 4, 2, 257, 389, 40, 24), torch.float32)
     lengths = {
         "query_lengths": torch.tensor([257, 1, 130]),
@@ -212,9 +215,8 @@ def test_batch_neighbours_change_nothing() -> None:
         )
 
 
-def test_more_than_one_phase() -> None:
-    """20 query heads of one key head need more scratch than a phase has: dK and dV are carried
-    on."""
+def test_several_phases_accumulate_dk_and_dv() -> None:
+    """20 query heads of one key head need more scratch than one phase has."""
     check(
         draw((1, 20, 1, 300, 300, 512, 512), torch.float32),
         causal="top_left",
@@ -223,7 +225,7 @@ def test_more_than_one_phase() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "sinks"])
-def test_one_gradient_alone_is_the_same(wanted: str) -> None:
+def test_single_gradients_equal_those_of_all(wanted: str) -> None:
     t, bias, sinks = (
         draw((2, 4, 2, 130, 200, 40, 24), torch.bfloat16),
         torch.randn(2, 1, 130, 200),
@@ -250,9 +252,11 @@ def test_one_gradient_alone_is_the_same(wanted: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
-    """lse cannot hold finfo.min + log(n): the maximum and the sum are found again, and weights are
-    1 / n."""
+def test_rows_of_finfo_min_recompute_their_maximum(dtype: torch.dtype) -> None:
+    """lse cannot represent finfo.min + log(n).
+
+    The kernel recomputes the maximum and the sum, and the weights are 1 / n.
+    """
     t = draw((1, 2, 2, 140, 200, 40, 24), dtype)
     mask = torch.zeros(1, 1, 140, 200, dtype=dtype if dtype not in HALF else torch.float32)
     mask[..., 3:9, :], mask[..., 150:] = torch.finfo(mask.dtype).min, -math.inf
@@ -271,7 +275,7 @@ def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
+def test_hidden_rows_do_not_affect_gradients(dtype: torch.dtype) -> None:
     t = draw((2, 4, 2, 130, 200, 40, 24), dtype)
     mask = torch.rand(2, 1, 1, 200) > 0.3
     keywords = {
@@ -304,7 +308,7 @@ def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ("bool", "float", "segments"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_key_hidden_pair_by_pair_reaches_nothing(dtype: torch.dtype, kind: str) -> None:
+def test_keys_hidden_by_a_dense_mask_do_not_affect_gradients(dtype: torch.dtype, kind: str) -> None:
     t = draw((2, 4, 2, 130, 200, 40, 24), dtype)
     dead = torch.zeros(200, dtype=torch.bool)
     dead[5::9] = True
@@ -324,9 +328,8 @@ def test_a_key_hidden_pair_by_pair_reaches_nothing(dtype: torch.dtype, kind: str
     same(gradients(t, **keywords), clean)
 
 
-def test_segments_that_cannot_meet_cost_nothing() -> None:
-    """Unsorted, but far apart in the two halves: the backward must find that out rather than
-    multiply."""
+def test_disjoint_segments_cost_no_products() -> None:
+    """Unsorted segments of the two halves never match, so backward skips their tiles."""
     t = draw((1, 1, 1, 1024, 1024, 64, 64), torch.float32)
     alternating = torch.arange(1024) % 2
     halves = torch.arange(1024) // 512 * 10 + alternating
@@ -349,7 +352,7 @@ def test_segments_that_cannot_meet_cost_nothing() -> None:
 @pytest.mark.parametrize(
     "shape", [(0, 2, 1, 5, 6, 8, 8), (2, 2, 1, 0, 6, 8, 8), (2, 2, 1, 5, 0, 8, 8)]
 )
-def test_empty(shape: tuple[int, ...]) -> None:
+def test_empty_inputs(shape: tuple[int, ...]) -> None:
     for gradient in gradients(
         draw(shape, torch.float32), bias=pt.AlibiBias(torch.rand(shape[1]))
     ).values():
@@ -357,9 +360,11 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_an_earlier_call_left_in_scratch_reaches_nothing(dtype: torch.dtype) -> None:
-    """The softcap's derivative is not written behind the last key; NaN of an earlier call once came
-    back from there."""
+def test_stale_scratch_does_not_affect_gradients(dtype: torch.dtype) -> None:
+    """The softcap's derivative is not stored behind the last key.
+
+    NaN of an earlier call once leaked from there.
+    """
 
     def gradients(keys: int, fill: float) -> tuple[torch.Tensor, ...]:
         leaves = [torch.randn(1, 1, n, 48).to(dtype).requires_grad_() for n in (15, keys, keys)]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward on the CPU: against float64 within the bound, and what the fuzzer cannot see
-from outside.
+"""Attention forward on the CPU: within the bound of float64, at sizes that cross blocks.
 
-The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (96), tiles
-(512) and splits of keys.
+The fuzzer draws every keyword at small sizes. Sizes here cross blocks of queries (96), tiles (512)
+and splits of keys.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def attend(t: dict[str, Tensor], **keywords: Any) -> dict[str, Tensor]:
 
 
 def check(t: dict[str, Tensor], **keywords: Any) -> None:
-    """Every instruction set against one exact solution, which takes longer than all of them."""
+    """Check every instruction set against one exact solution, the slowest part."""
     exact = oracle.solve(**t, **keywords)
     try:
         for name in ISAS:
@@ -72,7 +71,7 @@ def raw(
     first: int = 0, starts: tuple[int, int] = (0, 0), longest: tuple[int, int] | None = None,
     **terms: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The raw op, which takes absolute starts and checks values itself."""
+    """Call the raw op, which takes absolute starts and checks values itself."""
     rows, heads = (
         (query.shape[0], query.shape[1]) if query.dim() == 3 else (query.shape[2], query.shape[1])
     )
@@ -106,7 +105,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_that_cross_blocks(shape: str, dtype: torch.dtype) -> None:
+def test_shapes_across_blocks_within_the_bound(shape: str, dtype: torch.dtype) -> None:
     t = draw(*SHAPES[shape], dtype)
     check(t, causal="bottom_right")
     lengths = torch.randint(0, t["key"].shape[2] + 1, (t["key"].shape[0],))
@@ -153,7 +152,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_keywords_over_several_tiles(name: str, dtype: torch.dtype) -> None:
+def test_keywords_over_several_tiles_within_the_bound(name: str, dtype: torch.dtype) -> None:
     t = draw(2, 2, 1, 131, 545, 32, 48, dtype)
     check(t, **KEYWORDS[name])
     few = t | {"query": t["query"][:, :, :5]}
@@ -173,7 +172,7 @@ def test_keywords_over_several_tiles(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", ("blocks", "grouped", "stacked", "decode"))
-def test_bits_depend_on_neither_threads_nor_neighbours(shape: str, isa: str) -> None:
+def test_bits_do_not_depend_on_threads_or_other_sequences(shape: str, isa: str) -> None:
     sizes = list(SHAPES[shape])
     sizes[0] = 3
     t = draw(*sizes, torch.bfloat16)
@@ -227,9 +226,8 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
     assert packed[-3:].count_nonzero() == 0 and bool((packed_lse[:, -3:] == -math.inf).all())
 
 
-def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
-    """Queries and keys cut at odd places, keys merged by lse: what a ring of devices computes.
-    Dropout and ALiBi included."""
+def test_chunks_by_absolute_starts_equal_the_full_call(isa: str) -> None:
+    """A ring of devices splits queries and keys and merges by lse; dropout and ALiBi are on."""
     t = draw(1, 2, 2, 150, 421, 16, 16, torch.float32)
     terms = dict(slopes=torch.tensor([0.05, 0.3]), p=0.2, left=100, right=290, first=20)
     whole, whole_lse = raw(*t.values(), **terms)
@@ -249,12 +247,12 @@ def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
 
 
 @pytest.mark.parametrize("few", (False, True))
-def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
+def test_hidden_keys_do_not_affect_the_output(few: bool, isa: str) -> None:
     t = draw(1, 2, 1, 4 if few else 120, 700, 32, 32, torch.bfloat16)
     alive = torch.rand(700) < 0.8
     alive[600:] = False
     hidden = torch.where(alive, 0.0, -math.inf)
-    wanted = attend(t, attn_mask=alive[None, None, None])
+    expected = attend(t, attn_mask=alive[None, None, None])
     for name in ("key", "value"):
         t[name][:, :, ~alive] = math.nan
     for keywords in (
@@ -262,13 +260,13 @@ def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
         dict(attn_mask=hidden[None, None, None]),
     ):
         found = attend(t, **keywords)
-        torch.testing.assert_close(found["out"], wanted["out"], rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(found["lse"], wanted["lse"])
+        torch.testing.assert_close(found["out"], expected["out"], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(found["lse"], expected["lse"])
 
 
 @pytest.mark.parametrize("rows", (1, 2, 9, 120))
 @pytest.mark.parametrize("kind", ("bool", "float", "bias", "segments", "sorted_segments"))
-def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(
+def test_keys_hidden_by_a_dense_mask_do_not_affect_the_output(
     kind: str, rows: int, isa: str
 ) -> None:
     t = draw(2, 4, 2, rows, 600, 40, 24, torch.bfloat16)
@@ -290,11 +288,11 @@ def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(
         keywords["attn_mask"].masked_fill_(
             dead[:, :1, None], False if kind == "bool" else -math.inf
         )
-    wanted = attend(t, **keywords)
-    assert wanted["out"].isfinite().all()
+    expected = attend(t, **keywords)
+    assert expected["out"].isfinite().all()
     t["key"][dead], t["value"][dead] = math.nan, math.inf
     found = attend(t, **keywords)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -314,11 +312,13 @@ def test_extreme_and_dead_rows(dtype: torch.dtype, isa: str) -> None:
 
 @pytest.mark.parametrize(
     "ramp", [1.0, 20.0, 400.0]
-)  # from the first key to the last, of a row's scores: powers of e
+)  # a row's scores from the first to the last key, as powers of e
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scores_that_rise_and_fall_along_the_keys(dtype: torch.dtype, ramp: float) -> None:
-    """The maximum of the first keys is not that of the row: weights past 2^8 of it are begun again,
-    those past 2^128 would be infinite."""
+def test_rescaling_of_scores_that_rise_and_fall(dtype: torch.dtype, ramp: float) -> None:
+    """The maximum of a row is not in its first keys.
+
+    Weights beyond 2^8 of the running maximum rescale; beyond 2^128 they would be infinite.
+    """
     t = draw(1, 2, 2, 40, 1300, 64, 64, dtype)
     rise = torch.linspace(0, ramp, 1300).view(1, 1, -1)
     rise[..., 700] = 1.5 * ramp  # in the middle of a tile
@@ -342,7 +342,7 @@ def test_zero_sizes_and_many_heads(isa: str) -> None:
 
 
 def test_addresses_are_64_bit() -> None:
-    far = torch.empty(2**31 + 4096, dtype=torch.bfloat16)  # untouched pages cost nothing
+    far = torch.empty(2**31 + 4096, dtype=torch.bfloat16)  # untouched pages need no memory
     key = far.as_strided((1, 2, 20, 16), (0, 2**31, 16, 1))
     key.copy_(torch.randn(key.shape))
     t = draw(1, 2, 2, 20, 20, 16, 16, torch.bfloat16)
@@ -353,7 +353,7 @@ def test_addresses_are_64_bit() -> None:
 
 SCRATCH = """
 import json, torch, pytransformer as pt
-query, key, value = torch.randn(1, 16, 200, 16), torch.randn(1, 16, 8_000, 16), torch.randn(1, 16, 8_000, 16)
+query, key, value = (torch.randn(1, 16, length, 16) for length in (200, 8_000, 8_000))
 held = []
 for causal in (None, "bottom_right"):
     pt.attention(query, key, value, causal=causal, backend="cpu", strict=True)
@@ -364,11 +364,10 @@ print(json.dumps([torch.ops.pytransformer_C.cpu_isa(), *held]))
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_scratch_memory_is_bounded(isa: str) -> None:
-    """Linear in the lengths: packed operands of some heads, and a tile for each thread, 22 MB; a
-    matrix of scores has 98.
+    """Scratch is linear in the lengths: 22 MB, where a matrix of scores needs 98 MB.
 
-    In a process of its own: this one's kernels keep what other tests needed, those of each
-    instruction set for themselves.
+    It contains packed operands of some heads and a tile per thread. The test starts a process
+    because the kernels of each instruction set keep the scratch of earlier calls.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTRANSFORMER_CPU_ISA": isa}
     done = subprocess.run(
@@ -390,16 +389,16 @@ def test_scratch_memory_is_bounded(isa: str) -> None:
     [
         (
             dict(key_lengths=torch.tensor([6, 4])),
-            r"ValueError: key_lengths\[0\] is 6; wanted between 0 and 5",
+            r"ValueError: key_lengths\[0\] is 6; expected between 0 and 5",
         ),
         (
             dict(query_lengths=torch.tensor([3, -1])),
-            r"ValueError: query_lengths\[1\] is -1; wanted between 0 and 3",
+            r"ValueError: query_lengths\[1\] is -1; expected between 0 and 3",
         ),
         (dict(prefix_lengths=torch.tensor([0, 9])), r"ValueError: prefix_lengths\[1\] is 9"),
         (
             dict(mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)),
-            "mask has size 4 in dimension 3; wanted 5 or 1",
+            "mask has size 4 in dimension 3; expected 5 or 1",
         ),
     ],
 )
@@ -410,15 +409,15 @@ def test_values_are_checked_before_an_address_is_computed(
         raw(*draw(2, 1, 1, 3, 5, 8, 8, torch.float32).values(), causal="top_left", **terms)
 
 
-def test_wide_heads_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; wanted 1 to 512"):
+def test_unsupported_head_dims_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; expected 1 to 512"):
         raw(*draw(1, 1, 1, 2, 3, 513, 8, torch.float32).values())
 
 
 @pytest.mark.parametrize(
     ("cu", "message"),
     [
-        ([1, 4, 9], r"cu_seqlens_k\[0\] is 1; wanted 0"),
+        ([1, 4, 9], r"cu_seqlens_k\[0\] is 1; expected 0"),
         ([0, 5, 3], "cu_seqlens_k falls from 5 to 3"),
         ([0, 4, 10], "cu_seqlens_k ends at 10, but there are only 9 rows"),
         ([0, 8, 9], "gives sequence 0 8 rows, but the longest was said to be 6"),

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boolean masks by tiles on the CPU (csrc/cpu/attention/tiles.h): 16 queries x 64 keys that hide
-all of their pairs, none, or some.
+"""Tiles of boolean masks on the CPU (csrc/cpu/attention/tiles.h): empty, full and partial.
 
-Masks have all three kinds and edges at odd places, and sizes cross blocks of queries (96, 128) and
-of keys (192, 512).
+A tile is 16 queries x 64 keys. Masks have all three kinds and odd boundaries; sizes cross blocks of
+queries (96, 128) and keys (192, 512).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def band(width: int) -> Tensor:
 
 
 def blocks(shape: tuple[int, ...], rows: int, keys: int, share: float) -> Tensor:
-    """Random blocks, visible or hidden as a whole."""
+    """Return random blocks, each fully visible or hidden."""
     *outer, lq, lk = shape
     small = torch.rand(*outer, -(-lq // rows), -(-lk // keys)) < share
     return small.repeat_interleave(rows, -2).repeat_interleave(keys, -1)[..., :lq, :lk]
@@ -83,7 +82,7 @@ def run(t: dict[str, Tensor], grad_out: Tensor, **keywords: Any) -> dict[str, Te
 
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @pytest.mark.parametrize("name", MASKS)
-def test_tiles_change_no_value_and_no_gradient(name: str, keywords: str) -> None:
+def test_tile_lists_change_no_result(name: str, keywords: str) -> None:
     mask = MASKS[name]()
     dtype = torch.bfloat16 if (len(name) + len(keywords)) % 4 == 0 else torch.float32
     t = draw(dtype)
@@ -96,8 +95,8 @@ def test_tiles_change_no_value_and_no_gradient(name: str, keywords: str) -> None
 
 @pytest.mark.parametrize("rows", (1, 4, 9))
 @pytest.mark.parametrize("name", ("aligned blocks by head", "band", "expanded"))
-def test_few_queries(name: str, rows: int) -> None:
-    """Keys read where they lie, or packed tile by tile over splits."""
+def test_few_queries_within_the_bound(name: str, rows: int) -> None:
+    """Keys are read in place, or packed tile by tile over splits."""
     mask = MASKS[name]()[..., :rows, :]
     t, grad_out = draw(torch.float32, rows), torch.randn(B, H, rows, D)
     exact = oracle.solve(**t, grad_out=grad_out, attn_mask=mask)
@@ -109,7 +108,7 @@ def test_few_queries(name: str, rows: int) -> None:
     assert not wrong, "; ".join(wrong)
 
 
-def test_a_broadcast_mask_is_its_expanded_copy() -> None:
+def test_broadcast_masks_equal_their_expanded_copy() -> None:
     t, grad_out = draw(torch.float32), torch.randn(B, H, LQ, D)
     for shape in ((1, 1, LQ, LK), (B, 1, LQ, LK), (1, H, LQ, LK), (B, H, 1, LK), (LQ, 1)):
         mask = blocks(shape, 16, 64, 0.4)
@@ -118,7 +117,7 @@ def test_a_broadcast_mask_is_its_expanded_copy() -> None:
         assert all(torch.equal(one[n], two[n]) for n in one), shape
 
 
-def test_bits_depend_on_neither_threads_nor_neighbours() -> None:
+def test_bits_do_not_depend_on_threads_or_other_sequences() -> None:
     t, grad_out = draw(torch.float32), torch.randn(B, H, LQ, D)
     keywords: dict[str, Any] = dict(
         attn_mask=blocks((LQ, LK), 23, 90, 0.3), key_lengths=torch.tensor([433, LK])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the CPU kernels round to bfloat16 and widen it: bit for bit as PyTorch does, NaN for NaN.
+"""The CPU kernels round to bfloat16 and widen it like PyTorch, bit for bit, NaN included.
 
-Numbers below the smallest normal one may be zeros: the instruction that rounds to bfloat16
-(VCVTNEPS2BF16) neither takes nor makes them.
+Subnormals may become zero: the rounding instruction (VCVTNEPS2BF16) neither reads nor writes them.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ def every_bfloat16() -> torch.Tensor:
 
 
 def stored_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """x + residual as the kernel keeps it in residual_out: added in float32, rounded to
-    bfloat16."""
+    """Return x + residual as stored in residual_out: added in float32, rounded to bfloat16."""
     weight = torch.ones(x.shape[-1])
     return pt.add_norm(x, residual, weight, backend="cpu", strict=True)[1]
 
 
-@pytest.mark.parametrize("columns", [256, 250])  # whole vectors, and a rest
+@pytest.mark.parametrize("columns", [256, 250])  # full vectors, and a tail
 def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
     x = every_bfloat16()
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +37,7 @@ def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
         16,
         17,
         30,
-    ):  # of the exponents: 8 is halfway, 9 and more decide beside it
+    ):  # exponents: 8 is halfway; 9 and more break the tie
         step = torch.where(torch.rand(x.shape, generator=generator) < 0.5, -1.0, 1.0) * 2.0**-shift
         odd = 1 + torch.randint(0, 128, x.shape, generator=generator) / 128
         for factor in (step, step * odd):
@@ -60,12 +58,12 @@ def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
             assert ((got - want)[rest].abs() <= 2 * TINY + want[rest].abs() / 256).all()
 
 
-def test_a_nan_of_any_payload_stays_one() -> None:
+def test_every_nan_payload_remains_nan() -> None:
     x = every_bfloat16()
     x = x[x.isnan()]
     x = x[: x.numel() // 2 * 2].view(2, -1)
     assert stored_sum(x, torch.zeros_like(x)).isnan().all()
-    # of which rounding alone would make a zero, or infinity
+    # rounding alone would give zero or infinity
     payloads = torch.tensor(
         [0x7FFFFFFF, -1, 0x7FFF8000, 0x7FC00001, 0x7F800001, -0x7FFFFF], dtype=torch.int32
     ).repeat(4, 4)

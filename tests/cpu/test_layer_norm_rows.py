@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's norms: stores past the caches, and rows that begin with what is unlike the rest."""
+"""The CPU's norms: streaming stores, and rows whose first value is an outlier."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytransformer as pt
 
 @pytest.mark.parametrize("kind", ("layer", "rms"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -> None:
-    """Results of 12 MB and more are stored past the caches; the same rows in parts are not. Bit by
-    bit the same."""
+def test_large_results_equal_those_of_their_parts(dtype: torch.dtype, kind: str) -> None:
+    """Results of 12 MB and more use streaming stores; parts of the rows do not."""
     generator = torch.Generator().manual_seed(2)
     x, residual = (torch.randn(6528, 1024, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(1024, generator=generator).to(dtype)
@@ -42,11 +41,13 @@ def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -
         (torch.float16, torch.float16, "layer"),
     ),
 )
-def test_large_gradients_are_those_of_their_parts(
+def test_large_gradients_equal_those_of_their_parts(
     dtype: torch.dtype, stream: torch.dtype, kind: str
 ) -> None:
-    """Gradients of 12 MB and more are stored past the caches too. Dropout of a half scales by two:
-    that rounds nothing."""
+    """Gradients of 12 MB and more use streaming stores.
+
+    Dropout of 0.5 scales by two, which rounds nothing.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def normal(to: torch.dtype) -> torch.Tensor:
@@ -74,20 +75,19 @@ def test_large_gradients_are_those_of_their_parts(
         )
         h = (
             torch.where(kept, 2 * tensors[0], 0).float() + tensors[1].float()
-        )  # x where dropout has been
+        )  # x where dropout removes it
         x = gradients(torch.zeros_like(tensors[0]), h.to(stream), *tensors[2:])
         dropped = gradients(*tensors, p=0.5)
     least = (
         torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    )  # subnormal numbers, doubled, have no bit more
+    )  # a doubled subnormal has no extra bit
     assert torch.equal(dropped[1], x[1])
     torch.testing.assert_close(dropped[0], torch.where(kept, 2 * x[0], 0), rtol=0, atol=least)
 
 
 @pytest.mark.parametrize("columns", (1, 2, 3, 5, 64, 1000))
 @pytest.mark.parametrize("first", (0.0, 1e3, -1e6))
-def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:
-    """No first number may decide how exact the statistics are."""
+def test_statistics_do_not_depend_on_the_first_value(columns: int, first: float) -> None:
     x = (
         torch.randn(9, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         + 100
@@ -98,14 +98,14 @@ def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:
         got = pt.layer_norm(x, (columns,), eps=1e-3)
         added, _ = pt.add_norm(torch.zeros_like(x), x, torch.ones(columns), eps=1e-3)
     exact = torch.nn.functional.layer_norm(x.double(), (columns,), eps=1e-3)
-    # An input of size s has its last bit at eps s; what that is in units of the row's deviation no
-    # kernel can know better.
+    # In units of the row's deviation, no kernel can be more exact than eps s, the last bit of an
+    # input of size s.
     deviation = (x.double().var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
     allowed = 4 * torch.finfo(torch.float32).eps * (1 + exact.abs() + x.double().abs() / deviation)
     assert ((got - exact).abs() <= allowed).all() and ((added - exact).abs() <= allowed).all()
 
 
-def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
+def test_dropout_removes_a_nan_at_the_start_of_a_row() -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(4))
     weight = torch.ones(32)
     kept = pt.add_norm(torch.ones(64, 32), None, weight, dropout_p=0.5, dropout_seed=7)[1] != 0
@@ -120,9 +120,11 @@ def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
 
 @pytest.mark.parametrize("deviations", (0.0, 0.12, 0.95, 1.0, 1.9, 30.0))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: float) -> None:
-    """The mean and rstd that backward gets are float32's, on both sides of the limit of one look,
-    as far as a mean of that size can be."""
+def test_one_pass_statistics_are_as_accurate(dtype: torch.dtype, deviations: float) -> None:
+    """The mean and rstd for backward are accurate to float32, on both sides of the one-pass limit.
+
+    The size of the mean bounds the accuracy.
+    """
     x = (torch.randn(2048, 1024, generator=torch.Generator().manual_seed(6)) + deviations).to(dtype)
     pt.layer_norm(x[:1], (1024,), backend="cpu")  # loads the library
     out, mean, rstd = torch.empty_like(x), torch.empty(2048), torch.empty(2048)
@@ -135,9 +137,11 @@ def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: 
     assert ((rstd - exact).abs() <= 4 * eps * exact).all()
 
 
-def test_backward_takes_the_rounding_of_the_mean_out() -> None:
-    """Of mean 100 and deviation 0.1: a mean in float32 is off by up to 4e-6, and every xhat of the
-    row by ten times that."""
+def test_backward_corrects_the_rounding_of_the_mean() -> None:
+    """With mean 100 and deviation 0.1, a float32 mean is off by up to 4e-6.
+
+    Every xhat of the row is then off by ten times that.
+    """
     x = 100 + 0.1 * torch.randn(16, 1000, generator=torch.Generator().manual_seed(8))
     for row in x:
         weight = torch.ones(1000, requires_grad=True)

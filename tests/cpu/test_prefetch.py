@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products ask for what they read next: GCC 12 drops calls of a function that only asks, and no
-result shows it."""
+"""The CPU gemm prefetches: GCC 12 drops calls of a function that only prefetches.
+
+No result shows the loss.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytransformer
 from pytransformer.ops._core import native
 
 
-def test_products_prefetch() -> None:
+def test_gemm_contains_prefetch_instructions() -> None:
     library = Path(pytransformer.__file__).parent / native.LIBRARY_NAME
     if not library.exists():
         pytest.skip("no CPU library was built here")

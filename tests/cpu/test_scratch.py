@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``pt.explain`` says that a call holds is what its kernels then hold: the plan that they
-follow is the one that is asked.
+"""``pt.explain`` predicts the scratch memory of the kernels, because both read one plan.
 
-With one thread the figure is exact, to the byte of the huge pages that arenas are made of. Kernels
-keep their arenas, so each case runs in
-a process of its own, forked before any kernel has run.
+With one thread the figure is exact, to the byte of the arenas' huge pages. Kernels keep their
+arenas, so each case runs in a process that is forked before any kernel runs.
 """
 
 from __future__ import annotations
@@ -45,23 +43,35 @@ def add_norm(dtype, rows, columns):
 
 
 def feed_forward(dtype, rows, width, hidden, gated):
-    x, w1, w2, gate = leaves(dtype, (rows, width), (hidden, width), (width, hidden), (hidden, width))
+    x, w1, w2, gate = leaves(
+        dtype, (rows, width), (hidden, width), (width, hidden), (hidden, width)
+    )
     tensors = (3 if gated else 2) * rows * hidden * dtype.itemsize
-    return "feed_forward", (x, w1, None, w2, None), dict(gate_weight=gate if gated else None, dropout_p=0.1, dropout_seed=1), tensors
+    terms = dict(gate_weight=gate if gated else None, dropout_p=0.1, dropout_seed=1)
+    return "feed_forward", (x, w1, None, w2, None), terms, tensors
 
 
 def linear_cross_entropy(dtype, rows, width, classes, bias):
     x, w, b = leaves(dtype, (rows, width), (classes, width), (classes,))
-    return "linear_cross_entropy", (x, w, torch.arange(rows) % classes), dict(bias=b if bias else None), 4 * rows
+    terms = dict(bias=b if bias else None)
+    return "linear_cross_entropy", (x, w, torch.arange(rows) % classes), terms, 4 * rows
 
 
 def attention(dtype, batch, heads, queries, keys, width, kind=""):
-    q, k, v = leaves(dtype, (batch, heads, queries, width), (batch, 2, keys, width), (batch, 2, keys, width))
+    kv_shape = (batch, 2, keys, width)
+    q, k, v = leaves(dtype, (batch, heads, queries, width), kv_shape, kv_shape)
     mask = torch.rand(batch, 1, queries, keys) < 0.5
     bias, = leaves(torch.float32, (1, heads, queries, keys))
-    terms = {"": {}, "mask": dict(attn_mask=mask), "bias": dict(bias=bias), "dropout": dict(dropout_p=0.1, dropout_seed=1)}
-    terms |= {"causal": dict(causal="top_left"), "lengths": dict(key_lengths=torch.full((batch,), keys - 3))}
-    terms |= {"blocks": dict(attn_mask=pt.BlockMask.longformer(queries, window=32)) if queries == keys else {}}
+    terms = {
+        "": {},
+        "mask": dict(attn_mask=mask),
+        "bias": dict(bias=bias),
+        "dropout": dict(dropout_p=0.1, dropout_seed=1),
+        "causal": dict(causal="top_left"),
+        "lengths": dict(key_lengths=torch.full((batch,), keys - 3)),
+    }
+    if queries == keys:
+        terms["blocks"] = dict(attn_mask=pt.BlockMask.longformer(queries, window=32))
     return "attention", (q, k, v), terms[kind], bias.numel() * 4 if kind == "bias" else 0
 
 
@@ -69,8 +79,9 @@ def measure(case, directions):
     name, dtype, *sizes = case
     op, tensors, keywords, apart = globals()[name](getattr(torch, dtype), *sizes)
     if directions == "forward":
-        tensors = [t.detach() if isinstance(t, torch.Tensor) else t for t in tensors]
-        keywords = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in keywords.items()}
+        detach = lambda t: t.detach() if isinstance(t, torch.Tensor) else t
+        tensors = [detach(t) for t in tensors]
+        keywords = {n: detach(t) for n, t in keywords.items()}
         apart = 0
     planned = pt.explain(op, *tensors, **keywords).extra_bytes["cpu"] - apart
     out = getattr(pt, op)(*tensors, backend="cpu", strict=True, **keywords)
@@ -114,7 +125,7 @@ FORWARD = [case for case in CASES if case[0] == "attention"]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_what_explain_says_is_what_kernels_hold(isa: str) -> None:
+def test_explain_predicts_the_scratch_of_kernels(isa: str) -> None:
     asked = [(case, "both") for case in CASES] + [(case, "forward") for case in FORWARD]
     environment = {
         **os.environ,
@@ -140,7 +151,7 @@ def test_what_explain_says_is_what_kernels_hold(isa: str) -> None:
     assert not wrong, f"planned, held: {wrong}\n{done.stderr}"
 
 
-def test_explain_says_which_length_is_wrong_as_the_call_does() -> None:
+def test_explain_raises_the_length_error_of_the_call() -> None:
     q, lengths = torch.randn(2, 2, 9, 16), torch.tensor([3, 99])
     with pytest.raises(ValueError, match="key_lengths must be between 0 and 9, got 99") as called:
         pt.attention(q, q, q, key_lengths=lengths)
@@ -151,7 +162,7 @@ def test_explain_says_which_length_is_wrong_as_the_call_does() -> None:
     assert str(explained.value) == str(called.value)
 
 
-def test_threads_have_arenas_of_their_own() -> None:
+def test_threads_have_separate_arenas() -> None:
     x, before = torch.randn(4000, 512), torch.get_num_threads()
     scratch = torch.ops.pytransformer_C.layer_norm_scratch
     try:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel layers of every op, without torch, against double loops: on this machine, and for
-aarch64 under emulation.
+"""The kernel layers without torch against double loops: here, and for aarch64 in qemu.
 
-Each program of `standalone/` is linked with its op's kernels and judges them by itself. For aarch64
-it is built twice, with the kernels'
-vectors in NEON registers and taken apart into scalars, and qemu runs it where it is installed.
+Each program of `standalone/` links its op's kernels and checks them. The aarch64 build exists
+twice, with NEON vectors and with scalars, and qemu runs it if installed.
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ def judge(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_here(op: str, tmp_path: Path) -> None:
-    """The generic set's vectors, as this machine's compiler has them."""
+def test_kernels_equal_loops_on_this_machine(op: str, tmp_path: Path) -> None:
+    """The generic set uses the vectors of this machine's compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here")
@@ -83,7 +81,7 @@ def test_here(op: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vectors", AARCH64)
 @pytest.mark.parametrize("op", OPS)
-def test_on_aarch64(op: str, vectors: str, tmp_path: Path) -> None:
+def test_kernels_equal_loops_on_aarch64(op: str, vectors: str, tmp_path: Path) -> None:
     compiler, emulator = (
         shutil.which(f"{CROSS}-g++"),
         shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64"),

@@ -31,9 +31,8 @@ def run(command: list[str]) -> None:
 
 @pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
 @pytest.mark.parametrize("op", ("attention", "feed_forward"))
-def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
-    """Forward and backward: no data race, no stray access, no undefined behaviour, and the bits of
-    one thread."""
+def test_four_threads_have_no_data_race(op: str, sanitizer: str, tmp_path: Path) -> None:
+    """Forward and backward have no stray access and give the bits of one thread."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here")
@@ -56,6 +55,6 @@ def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
     ]
     options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
     run([compiler, *options, *FLAGS, *map(str, sources), "-o", str(program)])
-    # ThreadSanitizer cannot place its shadow under the address randomisation of recent kernels.
+    # ThreadSanitizer cannot map its shadow under the address randomization of recent kernels.
     fixed = ["setarch", os.uname().machine, "-R"] if shutil.which("setarch") else []
     run([*fixed, str(program)])

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruction set amx_bf16 on processors without AMX: its code with the tile instructions of
-csrc/cpu/core/tiles_in_software.h.
+"""The instruction set amx_bf16 without AMX, by csrc/cpu/core/tiles_in_software.h.
 
-What the tiles compute is judged bit by bit against the manual's order of operations, the
-micro-kernel against double loops; the slow tests
-judge whole ops, with the address sanitizer, which sees a tile that is read or written beyond its
-operand.
+The tile instructions are compared bit by bit with the manual's order of operations, the micro-
+kernel with double loops. The slow tests run full ops under the address sanitizer, which detects a
+tile access beyond its operand.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def run(command: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def compiler() -> list[str]:
-    """The compiler with the set's flags as the build has them; what it makes runs here."""
+    """Return the compiler with the set's flags in the build; its programs run here."""
     isas = runpy.run_path(str(CSRC / "toolchain.py"))["ISAS"]
     isa = next(isa for isa in isas if isa.name == SET)
     found = shutil.which("g++")
@@ -78,7 +76,9 @@ def judge(program: Path) -> None:
     assert len(lines) >= 3 and all(": ok, " in line for line in lines), lines
 
 
-def test_tiles_and_the_micro_kernel(compiler: list[str], tmp_path: Path) -> None:
+def test_tile_instructions_and_micro_kernel_equal_loops(
+    compiler: list[str], tmp_path: Path
+) -> None:
     program = tmp_path / "tiles"
     run([*compiler, str(PROGRAMS / "tiles.cpp"), "-o", str(program)])
     judge(program)
@@ -86,7 +86,7 @@ def test_tiles_and_the_micro_kernel(compiler: list[str], tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ("attention", "feed_forward", "cross_entropy"))
-def test_ops_on_tiles(op: str, compiler: list[str], tmp_path: Path) -> None:
+def test_ops_run_on_software_tiles(op: str, compiler: list[str], tmp_path: Path) -> None:
     program = tmp_path / op
     sources = [
         PROGRAMS / f"{op}.cpp",
@@ -102,7 +102,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import native_build
 plan = native_build.make_plan("0")
-print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, plan.build_info()["cpu"]["tiles_in_software"])
+info = plan.build_info()["cpu"]["tiles_in_software"]
+print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, info)
 """
 
 
@@ -117,7 +118,7 @@ print("-DPT_TILES_IN_SOFTWARE" in plan.flags, plan.directory.name, plan.build_in
         ),
     ],
 )
-def test_software_tiles_are_asked_for_and_in_no_wheel(options: dict[str, str], told: str) -> None:
+def test_software_tiles_are_opt_in_and_in_no_wheel(options: dict[str, str], told: str) -> None:
     others = {
         name: value
         for name, value in os.environ.items()
@@ -136,7 +137,7 @@ def test_software_tiles_are_asked_for_and_in_no_wheel(options: dict[str, str], t
 @pytest.mark.parametrize(
     ("software", "told"), [(False, "amx_bf16"), (True, f"amx_bf16, {machine.SOFTWARE_TILES}")]
 )
-def test_results_tell_software_tiles(
+def test_results_record_software_tiles(
     software: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = SimpleNamespace(

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kernel of libpytransformer_cuda.so takes: registers, stack, shared memory, wide and
-narrow accesses, matrix instructions.
+"""Resources of each kernel of libpytransformer_cuda.so: registers, memory, instructions.
 
     python tests/cuda/resources.py              compare the built library with resources.json
-    python tests/cuda/resources.py --write      write the table for the architectures that are built
+    python tests/cuda/resources.py --write      write the table for the built architectures
 
-No GPU is needed. The tools that read the binary, cuobjdump and nvdisasm, are those of CUDA or of
-Triton's wheel.
+No GPU is needed. cuobjdump and nvdisasm of CUDA or of Triton's wheel read the binary.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import native
 
 sys.path.append(str(Path(__file__).parent))
-import sass  # beside this file, which bench/tools/inspect_kernels.py loads by its path
+import sass  # in this folder; bench/tools/inspect_kernels.py loads this file by its path
 
 TABLE = Path(__file__).with_name("resources.json")
 LIBRARY = native.PACKAGE / cuda_library.LIBRARY_NAME
 COUNTED = {
-    "wide": r"\b(?:LDG|STG|LDGSTS)\.E(?:\.\w+)*\.128\b",  # accesses of 16 bytes
+    "wide": r"\b(?:LDG|STG|LDGSTS)\.E(?:\.\w+)*\.128\b",  # 16-byte accesses
     "narrow": r"\b(?:LDG|STG)\.E(?!(?:\.\w+)*\.128\b)",
-    "products": r"\bHMMA\b",  # by a warp
+    "products": r"\bHMMA\b",  # warp instructions
     "warpgroup_products": r"\bHGMMA\b",
 }
 
 
 def tools() -> Path | None:
-    """The folder of cuobjdump and nvdisasm, or None."""
+    """Return the folder of cuobjdump and nvdisasm, or None."""
     spec = importlib.util.find_spec("triton")
     folders = [Path(path).parent for path in (shutil.which("nvdisasm"),) if path]
     if spec and spec.submodule_search_locations:
@@ -53,14 +51,14 @@ def tools() -> Path | None:
 
 
 def why_not() -> str | None:
-    """None if the library can be examined here, else the reason."""
+    """Return None if the library can be examined here, else the reason."""
     if not LIBRARY.exists():
         return cuda_library.why_not_loaded("layer_norm_fwd")
     return None if tools() else "cuobjdump and nvdisasm were not found: install CUDA's or triton"
 
 
 def _dump(*options: str) -> Iterator[str]:
-    """What cuobjdump prints of the library, line by line."""
+    """Yield the lines that cuobjdump prints of the library."""
     folder = tools()
     assert folder
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
@@ -73,26 +71,27 @@ def _dump(*options: str) -> Iterator[str]:
 
 
 def readable(symbols: list[str]) -> dict[str, str]:
-    """Mangled -> the kernel's name and template arguments, without namespaces and parameters."""
-    told = subprocess.run(
+    """Return mangled -> kernel name and template arguments, without namespaces and parameters."""
+    output = subprocess.run(
         ["c++filt", *symbols], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    told = [
-        re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in told
-    ]  # an argument that is an enumerator
+    output = [
+        re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in output
+    ]  # an enumerator as argument
     short = [
         re.sub(r"\bpt::(?:\w+::)*", "", re.sub(r"\(pt::.*\)$", "", name)).removeprefix("void ")
-        for name in told
+        for name in output
     ]
     return dict(zip(symbols, short))
 
 
 @functools.cache
 def dumped_code() -> dict[tuple[str, str], list[str]]:
-    """The instructions of each kernel's SASS, by architecture and symbol.
+    """Return the SASS instructions of each kernel, by architecture and symbol.
 
-    They are parsed while cuobjdump works, and the encodings, two thirds of its 420 MB for
-    sm_90a, are dropped on the way."""
+    They are parsed while cuobjdump runs, and the encodings, two thirds of its 420 MB for sm_90a,
+    are dropped.
+    """
     code: dict[tuple[str, str], list[str]] = {}
     current: list[str] = []
     arch = ""
@@ -108,8 +107,7 @@ def dumped_code() -> dict[tuple[str, str], list[str]]:
 
 
 def hazards() -> list[str]:
-    """What kernels for sm_90a do to the registers of a wgmma in flight, or to those that setmaxnreg
-    took away: sass.py."""
+    """Return accesses to registers of a wgmma in flight, or released by setmaxnreg: sass.py."""
     code = {symbol: lines for (arch, symbol), lines in dumped_code().items() if arch == "sm_90a"}
     names = readable(sorted(code))
     return [
@@ -120,8 +118,10 @@ def hazards() -> list[str]:
 
 
 def serial() -> list[str]:
-    """Forward kernels for sm_90a that wait for P V before the softmax which is to run under it:
-    ptxas may move arithmetic behind a wait."""
+    """Return sm_90a forward kernels that wait for P V before the softmax that should overlap it.
+
+    ptxas may move arithmetic behind a wait.
+    """
     code = {
         symbol: "\n".join(lines)
         for (_, symbol), lines in dumped_code().items()
@@ -140,7 +140,7 @@ def serial() -> list[str]:
 
 
 def measure() -> dict[str, dict[str, int]]:
-    """Resources by "sm_… kernel"."""
+    """Return the resources by "sm_… kernel"."""
     table: dict[tuple[str, str], dict[str, int]] = {}
     arch = ""
     lines = _dump("--dump-resource-usage")
@@ -168,10 +168,11 @@ def measure() -> dict[str, dict[str, int]]:
 
 
 def faults(table: dict[str, dict[str, int]]) -> list[str]:
-    """What a kernel must not do: keep anything in local memory. A kernel of typed rows must access
-    them 16 bytes at a time; attention in
-    16 bits must copy each of its operands so (in loops: an instruction a place), and multiply on
-    the tensor cores."""
+    """Return the faults of kernels: local memory, narrow accesses, no tensor cores.
+
+    Kernels of typed rows must access 16 bytes at a time. 16-bit attention must copy each operand so
+    (in loops: one instruction per site) and use tensor cores.
+    """
     found = [
         f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]
     ]
@@ -194,7 +195,7 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
                 f"{key}: {used['warpgroup_products']} products of warpgroups, {used['wide']} wide"
                 " accesses"
             )
-        # The gradient of a mask or bias takes two products, and is written as lanes have it, two
+        # The gradient of a mask or bias has two products and is written in the lanes' layout, two
         # elements at a time.
         least, wide = (8, 0) if "sm90_attention_bwd_dbias_" in key else (20, 4)
         if re.search(r"sm90_attention_", key) and (
@@ -208,7 +209,7 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
 
 
 def compare(table: dict[str, dict[str, int]], kept: dict[str, dict[str, int]]) -> list[str]:
-    """Lines that tell what differs, for the architectures of `table`."""
+    """Return the lines that differ, for the architectures of `table`."""
     archs = {key.split()[0] for key in table}
     expected = {key: used for key, used in kept.items() if key.split()[0] in archs}
     keys = sorted(table.keys() | expected.keys())
@@ -233,13 +234,13 @@ def main() -> int:
     )
     wrong = faults(table) + hazards()
     if write:
-        archs = {key.split()[0] for key in table}  # the others keep their lines
+        archs = {key.split()[0] for key in table}  # the other architectures stay unchanged
         table |= {key: used for key, used in kept["kernels"].items() if key.split()[0] not in archs}
         lines = ",\n".join(
             f"    {json.dumps(key)}: {json.dumps(used)}" for key, used in sorted(table.items())
         )
         TABLE.write_text(f'{{\n  "nvcc": "{nvcc}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
-    elif kept["nvcc"] == nvcc:  # another compiler allots other registers
+    elif kept["nvcc"] == nvcc:  # another compiler allocates other registers
         wrong += compare(table, kept["kernels"])
     print(*wrong, sep="\n")
     return int(bool(wrong))

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SASS for sm_90a must not do, by data flow over what cuobjdump prints of a kernel.
+"""Hazards in SASS for sm_90a, by data flow over the output of cuobjdump.
 
-While a wgmma is in flight its accumulators and its operand registers may be touched by no other
-instruction: a group ends with the
-instruction that has gsb0, and is over at a WARPGROUP.DEPBAR that lets no more groups than came
-after it run on. And after a setmaxnreg
-no register may be used that it took away, or that it did not give.
+While a wgmma is in flight, no other instruction may access its accumulators and operand registers.
+A group ends with the instruction that has gsb0, and completes at a WARPGROUP.DEPBAR that allows no
+more groups than those after it. After a setmaxnreg, no register that it released or did not grant
+may be used.
 
-Which registers an instruction reads and writes is taken from its text, generously: 64 and 128 bits
+An instruction's text gives the registers that it reads and writes, conservatively: 64 and 128 bits
 are two and four registers.
 """
 
@@ -22,8 +21,8 @@ LINE = re.compile(r"\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
 WGMMA = re.compile(r"HGMMA\.64x(\d+)x16\S*\s+R(\d+),\s*(?:R(\d+),\s*)?gdesc")
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
 ADDRESS = re.compile(r"0x([0-9a-f]+)")
-STATES = 1_000_000  # that a kernel may have: some 10,000 is usual
-# Whose first operand is no register that they write.
+STATES = 1_000_000  # max instructions of a kernel; 10,000 is usual
+# Their first operand is no register that they write.
 WRITES_NONE = (
     "ST",
     "RED",
@@ -42,7 +41,7 @@ WRITES_NONE = (
     "MEMBAR",
     "FENCE",
 )
-# Which may write more than one.
+# These may write more than one.
 WRITES_WIDE = ("LD", "IMAD", "F2", "I2", "MOV", "SHF", "LEA", "DADD")
 Registers = frozenset[int]
 NONE: Registers = frozenset()
@@ -58,7 +57,7 @@ class Instruction(NamedTuple):
 
 
 class Group(NamedTuple):
-    """wgmma that are in flight; `open`: more may join."""
+    """A group of wgmma in flight; `open`: more may join."""
 
     accumulators: Registers
     operands: Registers
@@ -71,7 +70,7 @@ def _span(first: str | int, count: int) -> Registers:
 
 @functools.lru_cache(maxsize=1 << 16)
 def touched(text: str) -> tuple[Registers, Registers]:
-    """The registers that an instruction writes, and those that it reads."""
+    """Return the registers that an instruction writes, and those that it reads."""
     if m := WGMMA.match(text):
         return _span(m[2], int(m[1]) // 2), _span(m[3], 4) if m[3] else NONE
     name, _, rest = text.partition(" ")
@@ -83,7 +82,7 @@ def touched(text: str) -> tuple[Registers, Registers]:
         if "[" in operand:
             count = (
                 2 if ".64]" in operand or ".64+" in operand else 1
-            )  # an address, of global memory or of shared
+            )  # an address in global or shared memory
         elif first:
             count = width if name.startswith(WRITES_WIDE) else 1
         else:
@@ -102,7 +101,7 @@ def touched(text: str) -> tuple[Registers, Registers]:
 
 
 class Kernel:
-    """A kernel's instructions, and where control goes from each."""
+    """A kernel's instructions and control flow."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         matches = filter(None, map(LINE.match, lines))
@@ -111,8 +110,8 @@ class Kernel:
         self.indirect = [
             i for i, instruction in enumerate(self.code) if instruction.text.startswith("BRX")
         ]
-        # Where an indirect branch goes its text does not say: to what follows a jump and no other
-        # branch goes to, up to the next such.
+        # An indirect branch does not name its targets: they are the instructions after a jump
+        # without another branch to them, up to the next such instruction.
         targets = {
             self._target(i)
             for i, instruction in enumerate(self.code)
@@ -132,7 +131,7 @@ class Kernel:
         return self.at.get(int(found[1], 16)) if found else None
 
     def after(self, i: int) -> list[int]:
-        """Instructions that may come next."""
+        """Return the possible next instructions."""
         _, predicated, text = self.code[i]
         following = [i + 1] if i + 1 < len(self.code) else []
         if text.startswith("BRX"):
@@ -156,7 +155,7 @@ class Kernel:
         return seen
 
     def touched(self, i: int) -> tuple[Registers, Registers]:
-        """By the instruction, or by the function that it calls."""
+        """Return the registers of the instruction, or of the function that it calls."""
         text = self.code[i].text
         target = self._target(i) if text.startswith("CALL") else None
         if target is None:
@@ -166,7 +165,7 @@ class Kernel:
 
 
 def _joined(flight: tuple[Group, ...], text: str) -> tuple[Group, ...]:
-    """What is in flight after a wgmma."""
+    """Return the groups in flight after a wgmma."""
     accumulators, operands = touched(text)
     if flight and flight[-1].open:
         accumulators, operands = (
@@ -178,7 +177,7 @@ def _joined(flight: tuple[Group, ...], text: str) -> tuple[Group, ...]:
 
 
 def _clashes(kernel: Kernel, i: int, flight: tuple[Group, ...]) -> str | None:
-    """What the instruction must not do while that is in flight."""
+    """Return the instruction's hazards with these groups in flight."""
     text = kernel.code[i].text
     written, read = kernel.touched(i)
     if WGMMA.match(text):
@@ -196,7 +195,7 @@ def _clashes(kernel: Kernel, i: int, flight: tuple[Group, ...]) -> str | None:
 
 
 def wgmma_faults(kernel: Kernel) -> list[str]:
-    """Registers of a wgmma touched while it is in flight, and groups that are never waited for."""
+    """Return accesses to registers of a wgmma in flight, and groups without a wait."""
     found: set[str] = set()
     seen: set[tuple[int, tuple[Group, ...]]] = set()
     ahead: list[tuple[int, tuple[Group, ...]]] = [(0, ())] if kernel.code else []
@@ -223,7 +222,7 @@ def wgmma_faults(kernel: Kernel) -> list[str]:
 
 
 def register_faults(kernel: Kernel) -> list[str]:
-    """Registers used after a setmaxnreg that did not leave or give them."""
+    """Return uses of registers that a setmaxnreg released or did not grant."""
     found = []
     for start, instruction in enumerate(kernel.code):
         m = re.match(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S* .*?0x([0-9a-f]+)$", instruction.text)
@@ -238,6 +237,6 @@ def register_faults(kernel: Kernel) -> list[str]:
 
 
 def faults(lines: Iterable[str]) -> list[str]:
-    """Of a kernel's SASS, a line each."""
+    """Return the faults of a kernel's SASS, one per line."""
     kernel = Kernel(lines)
     return wgmma_faults(kernel) + register_faults(kernel)

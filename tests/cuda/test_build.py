@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of an install where nvcc fails: a compiler of our own stands in for it, in a tree of
-a few sources."""
+"""Installs with a failing nvcc: a stub compiler in a tree of a few sources."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from types import ModuleType
 import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-# Makes an empty object of every source, but dies on one of name bad*.
+# Makes an empty object of every source, but fails for names bad*.
 NVCC = """#!/bin/sh
 case "$*" in
   *--version*) echo "Cuda compilation tools, release 13.0, V{version}"; exit 0 ;;
@@ -38,7 +37,7 @@ SLOW = (
 def builder(
     native_tree: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> ModuleType:
-    """native_build over a tree of one CPU source and one CUDA source, good.cu."""
+    """Return native_build over a tree of one CPU source and one CUDA source, good.cu."""
     sources = {"cpu/nothing.cpp": "int nothing;\n", "cuda/some/good.cu": ""}
     module = native_tree(
         sources, {"CPU_ISAS": "generic", "BINDINGS": "0", "CUDA_ARCHS": "sm_90a", "CUDA": "auto"}
@@ -64,7 +63,7 @@ def fake_nvcc(
 
 
 def installed(builder: ModuleType, package: Path) -> tuple[set[str], dict[str, object]]:
-    """The libraries that an install leaves, and what it says of CUDA."""
+    """Return the libraries of an install and its report about CUDA."""
     plan = builder.make_plan("1.0")
     builder.install(plan, builder.build(plan), package)
     information = json.loads((package / "_build_info.json").read_text())
@@ -75,34 +74,38 @@ def installed(builder: ModuleType, package: Path) -> tuple[set[str], dict[str, o
     ("death", "reason"),
     [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")],
 )
-def test_a_cuda_part_that_does_not_compile_is_left_out(
+def test_failing_cuda_part_is_left_out(
     death: str, reason: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the reason kept, which doctor shows. Asked for, it fails. Once the source compiles it is
-    back."""
+    """doctor shows the stored reason; a forced CUDA build fails.
+
+    Once the source compiles, the part is back.
+    """
     fake_nvcc(tmp_path, monkeypatch, death)
     bad = tmp_path / "csrc/cuda/some/bad.cu"
     bad.touch()
-    libraries, told = installed(builder, tmp_path / "package")
-    assert libraries == {"libpytransformer_cpu.so"} and not told["built"] and "archs" not in told
-    assert str(told["reason"]).startswith(
+    libraries, output = installed(builder, tmp_path / "package")
+    assert (
+        libraries == {"libpytransformer_cpu.so"} and not output["built"] and "archs" not in output
+    )
+    assert str(output["reason"]).startswith(
         "nvcc 13.0.88 fails on cuda/some/bad.cu: "
-    ) and reason in str(told["reason"])
+    ) and reason in str(output["reason"])
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
     with pytest.raises(
         builder.BuildError, match=f"PYTRANSFORMER_CUDA=1, but it cannot be built: .*{reason}"
     ):
         installed(builder, tmp_path / "package")
     bad.unlink()
-    libraries, told = installed(builder, tmp_path / "package")
+    libraries, output = installed(builder, tmp_path / "package")
     assert (
         libraries == {"libpytransformer_cpu.so", "libpytransformer_cuda.so"}
-        and told["built"]
-        and told["nvcc"] == "13.0.88"
+        and output["built"]
+        and output["nvcc"] == "13.0.88"
     )
 
 
-def test_other_failures_are_not_cudas(
+def test_other_failures_are_not_attributed_to_cuda(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvcc(tmp_path, monkeypatch)
@@ -112,12 +115,12 @@ def test_other_failures_are_not_cudas(
 
 
 @pytest.mark.parametrize("version", ["12.8.93", "12.9.86"])
-def test_an_old_nvcc_is_refused_by_name(
+def test_old_nvcc_is_refused_by_name(
     version: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is compiled."""
+    """The check precedes any compilation."""
     fake_nvcc(tmp_path, monkeypatch, version=version)
-    assert f"nvcc {version} is too old: wanted >= 13.0" in str(
+    assert f"nvcc {version} is too old: expected >= 13.0" in str(
         builder.make_plan("1.0").why_not_cuda
     )
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")

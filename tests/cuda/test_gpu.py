@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms' problems on a GPU, compiled: what bench/gpu.sh runs. (tests/emulator runs them on the
-CPU.)"""
+"""The norms' problems compiled on a GPU, for bench/gpu.sh; tests/emulator runs them on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ RANDOM, SEED = 300, 13
 
 
 def wrong(problem: fuzz_layer_norm.Problem) -> list[str]:
-    """What is wrong with the backend on this problem, whose tensors are on the CPU."""
+    """Return the errors of the backend on this problem, whose tensors are on the CPU."""
     results, record = fuzz_layer_norm.run(problem, "cuda", "cuda")
     again, _ = fuzz_layer_norm.run(problem, "cuda", "cuda")
     solution = oracle.Solution(
@@ -96,7 +95,7 @@ def test_dropout_mask() -> None:
 
 
 def test_addresses_beyond_32_bits() -> None:
-    """More than 2^31 elements, forward and backward: the last rows are those of a small tensor."""
+    """Run more than 2^31 elements forward and backward; the last rows equal a small tensor's."""
     rows, columns = 2**31 // 4096 + 100, 4096
     x = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
     x[-50:] = torch.randn(50, columns, device="cuda").bfloat16()
@@ -120,7 +119,7 @@ def test_cuda_graph() -> None:
 def test_another_stream_and_the_current_device() -> None:
     x = torch.randn(2000, 1024, device="cuda")
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which writes x
+    stream.wait_stream(torch.cuda.current_stream())  # writes x
     with torch.cuda.stream(stream):
         y = pt.layer_norm(x * 2, 1024, backend="cuda")
     stream.synchronize()

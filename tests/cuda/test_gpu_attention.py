@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen by the CUDA C++ backend on a GPU: what bench/gpu.sh runs.
-(tests/emulator runs the same on the CPU.)"""
+"""attention and attention_varlen of the CUDA backend on a GPU, for bench/gpu.sh.
+
+tests/emulator runs the same problems on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ LARGE = (  # more tiles than a GPU has multiprocessors
 
 
 def _to(x: Any, device: str) -> Any:
-    """Tensors, also those inside a bias, on a device, with leaves of their own."""
+    """Move tensors, also inside a bias, to a device as new leaves."""
     if isinstance(x, torch.Tensor):
         moved = x.detach().to(device)
         return moved.requires_grad_() if moved.dtype.is_floating_point else moved
@@ -59,8 +61,7 @@ def _to(x: Any, device: str) -> Any:
 
 
 def check(args: Any, keywords: dict[str, Any], data: str = "zero_mean") -> None:
-    """Two runs on the GPU give equal bits, unless they need not, within the bounds of float64 for
-    such data."""
+    """Run twice on the GPU and compare bits, unless nondeterministic, and float64's bounds."""
     on_gpu = tuple(_to(t, "cuda") for t in args), {k: _to(v, "cuda") for k, v in keywords.items()}
     inputs = leaves("attention", *on_gpu)
     runs = []
@@ -139,7 +140,7 @@ def test_random_problems() -> None:
 
 
 def test_addresses_beyond_32_bits() -> None:
-    """More than 2^31 elements, forward and backward: the last sequence is as if it were alone."""
+    """Run more than 2^31 elements forward and backward; the last sequence equals a call alone."""
     batch, heads, length, head_dim = 2**31 // (64 * 4096 * 64) + 4, 64, 4096, 64
     query = torch.zeros(batch, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
     query[-1].normal_()
@@ -170,8 +171,8 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton", "reference"])
-def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths and offsets beyond the tensors: clamped, and with PYTRANSFORMER_CHECK=1 refused."""
+def test_values_are_checked_on_request(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and offsets beyond the tensors are clamped; PYTRANSFORMER_CHECK=1 raises."""
     x = torch.randn(2, 2, 40, 64, device="cuda", dtype=torch.bfloat16)
     long, last = torch.tensor([40, 41], device="cuda"), torch.tensor([0, 41], device="cuda")
     packed = (x[0].transpose(0, 1), x[0].transpose(0, 1), x[0].transpose(0, 1), last, last, 41, 41)
@@ -189,9 +190,11 @@ def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.unpoisoned
-def test_a_thread_without_a_context() -> None:
-    """The first CUDA call of a new thread is ours, and makes tensor maps: its memory is what the
-    allocator kept."""
+def test_new_threads_create_a_context() -> None:
+    """The first CUDA call of a new thread is ours and encodes tensor maps.
+
+    Its memory comes from the allocator's cache.
+    """
     query = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16)
 
     def call() -> torch.Tensor:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged keys, split keys of few queries, and eight-bit keys and values, by the CUDA C++ backend on
-a GPU: what bench/gpu.sh runs.
+"""Paged keys, split KV and 8-bit caches of the CUDA backend on a GPU, for bench/gpu.sh.
 
-tests/emulator runs the same on the CPU.
+tests/emulator runs the same problems on the CPU.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_each_problem(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the portable kernels, which alone read pages: keys in one piece give their bits where the
-    same kernels run."""
+    """Portable kernels read pages; contiguous keys give their bits on the same kernels."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     assert problem.check()
 
@@ -41,7 +39,7 @@ def test_each_problem(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("heads", [1, 8, 32])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_one_token_over_8192_keys(batch: int, heads: int) -> None:
-    """In pages the bits of keys in one piece, close to float64; and those of a sequence alone."""
+    """Paged bits equal contiguous ones, close to float64, and those of a sequence alone."""
     lengths = torch.tensor([8192 - 97 * b for b in range(batch)])
     shared = max(1, heads // 4)
     shapes = (batch, heads, 1, 128), (batch, shared, 8192, 128), (batch, shared, 8192, 128)
@@ -60,7 +58,7 @@ def test_one_token_over_8192_keys(batch: int, heads: int) -> None:
     assert (whole.cpu().double() - exact).abs().max() < 4e-3
 
 
-def test_entries_outside_the_pool_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_entries_outside_the_pool_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     query, pools, lengths = page_problems.inputs(1, 16, BF16, device="cuda")
     table = pools.table.clone()
     table[0, 3] = -5
@@ -70,8 +68,10 @@ def test_entries_outside_the_pool_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_recorded_step_reads_new_lengths_and_pages() -> None:
-    """In a CUDA graph: the grid is of the longest sequence, lengths and table are read as it
-    runs."""
+    """In a CUDA graph the grid fits the longest sequence.
+
+    Lengths and table are read at run time.
+    """
     query, pools, lengths = page_problems.inputs(1, 16, BF16, (600, 0, 130), "cuda")
     table = pools.table.clone()
     step = lambda: page_problems.attend(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy on products by warpgroups, compiled: what bench/gpu.sh runs. (tests/emulator
-runs the same on the CPU.)"""
+"""linear_cross_entropy on the warpgroup gemm on a GPU, for bench/gpu.sh.
+
+tests/emulator runs the same problems on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ RANDOM, SEED = 300, 29
 
 
 def wrong(problem: fuzz_cross_entropy.Problem) -> list[str]:
-    """From float64, beyond the bound; two runs that differ."""
+    """Return errors beyond the bound of float64, and differences of two runs."""
     return fuzz_cross_entropy.judge(problem, "cuda", True, "cuda")[1]
 
 
 @pytest.mark.parametrize("path", ["", "sm90"])
 def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain products by the library, and by the kernels too; rows in chunks as the emulator takes
-    them, and all at once."""
+    """Plain gemms run on the library and on the kernels.
+
+    Rows run in the emulator's chunks and all at once.
+    """
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     for small in (False, True):
         if small:
@@ -66,7 +70,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_many_classes() -> None:
-    """As a language model has them, some rows ignored, against the reference."""
+    """Run a language model's number of classes with ignored rows, against the reference."""
     x, w = (torch.randn(n, 512, device="cuda", dtype=torch.bfloat16) for n in (1500, 50257))
     target = torch.randint(0, 50257, (1500,), device="cuda")
     target[::7] = -100
@@ -87,7 +91,7 @@ def test_many_classes() -> None:
 
 
 @pytest.mark.parametrize("wrong_class", [-(2**63), -1, 300, 2**63 - 1])
-def test_a_wrong_target_reaches_no_other_memory(wrong_class: int) -> None:
+def test_bad_targets_read_nothing_outside(wrong_class: int) -> None:
     x, w = (
         torch.randn(n, 64, device="cuda", dtype=torch.float16).requires_grad_() for n in (200, 300)
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products by warpgroups and feed_forward on them, compiled: what bench/gpu.sh runs.
-(tests/emulator runs the same on the CPU.)"""
+"""The warpgroup gemm and feed_forward compiled on a GPU, for bench/gpu.sh.
+
+tests/emulator runs the same problems on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ LARGE = (
 
 
 def library_product(problem: matmul_problems.Problem) -> bounds.Check:
-    """How far PyTorch's product is from float64: sums in tensor cores are truncated, and a long one
-    may leave the bound there too."""
+    """Return the distance of PyTorch's gemm from float64.
+
+    Tensor cores truncate sums, and a long sum may exceed the bound there too.
+    """
     a, b = matmul_problems.operands(problem, "cuda")[:2]
     return matmul_problems.compare(a @ b, [a, b])
 
@@ -46,14 +50,14 @@ def library_product(problem: matmul_problems.Problem) -> bounds.Check:
 def test_products(problem: matmul_problems.Problem) -> None:
     assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cuda")) is None
     found = matmul_problems.differences(problem, "cuda")
-    # On an H100 an element of 5,000 terms is at 1.28 of its bound, by cuBLAS's product too, with
-    # the same bits: no other error is accepted.
+    # On an H100 an element of 5,000 terms reaches 1.28 of its bound; cuBLAS gives the same bits. No
+    # other error is accepted.
     assert found == [] or found == [str(library_product(problem))]
 
 
 @pytest.mark.parametrize("path", ["", "sm90"])
 def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain products by the library, and by the kernels too."""
+    """Plain gemms run on the library and on the kernels."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     for name, problem in feed_forward_problems.PROBLEMS.items():
         assert (found := feed_forward_problems.differences(problem, "cuda")) == [], (
@@ -79,7 +83,7 @@ def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("case", cases("feed_forward"), ids=lambda c: c.name)
 def test_case(case: Case, dtype: torch.dtype) -> None:
-    """Close to the reference, equal bits twice."""
+    """Results are close to the reference, with equal bits twice."""
     args, kwargs = case.make("cuda", dtype, seed=0, requires_grad=True)
     inputs = leaves(case.op, args, kwargs)
 

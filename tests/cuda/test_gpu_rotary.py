@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv by the CUDA kernels on a GPU: what bench/gpu.sh runs. (tests/emulator runs
-them on the CPU.)"""
+"""rotary and append_kv of the CUDA kernels on a GPU, for bench/gpu.sh.
+
+tests/emulator runs the same problems on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def test_random_problems() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_without_a_norm_the_bits_are_those_of_the_cpu(interleaved: bool) -> None:
-    """What the emulator says of the order of roundings holds for the compiler's code."""
+def test_bits_without_a_norm_equal_the_cpu(interleaved: bool) -> None:
+    """nvcc's code rounds in the order of the emulator."""
     x, (cos, sin) = torch.randn(2, 8, 33, 128), torch.randn(2, 2, 33, 128)  # tables (2, 33, 128)
     found = pt.rotary(
         x.cuda(), cos=cos.cuda(), sin=sin.cuda(), interleaved=interleaved, backend="cuda"
@@ -61,7 +63,7 @@ def test_without_a_norm_the_bits_are_those_of_the_cpu(interleaved: bool) -> None
 
 
 def test_rotary_addresses_beyond_32_bits() -> None:
-    """Rows far apart, and more than 2^31 numbers in all."""
+    """Rows are far apart, and there are more than 2^31 elements."""
     x = torch.zeros(1, 2, 2**31 // 256 + 40, 128, device="cuda", dtype=torch.bfloat16)
     x[:, 1, -40:] = torch.randn(40, 128, device="cuda")
     cos, sin = pt.RotaryPositions(128).tables(
@@ -91,8 +93,8 @@ def test_in_cuda_graphs() -> None:
     assert torch.equal(cache.value[:, :, :9], x)
 
 
-def test_a_position_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written nowhere, and told with PYTRANSFORMER_CHECK=1."""
+def test_positions_outside_the_cache_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not write them; PYTRANSFORMER_CHECK=1 raises."""
     cache = pt.KeyValues(*(torch.zeros(1, 1, 3, 8, device="cuda") for _ in range(2)))
     rows, positions = (
         [torch.ones(1, 1, 1, 8, device="cuda")] * 3,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA backend without a GPU: contexts, probe, launches and tensor maps
-against stubs of runtime and driver.
+"""The host side of the CUDA backend without a GPU, against stubs of runtime and driver.
 
-CUDA's own runtime talks to a stub of the driver as far as its version; beyond that it checks that
-the driver is NVIDIA's.
+It covers contexts, probe, launches and tensor maps. CUDA's runtime accepts a stub driver for its
+version only; beyond that it requires NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PROBED = (
 )
 
 
-def test_against_stubs(tmp_path: Path) -> None:
+def test_host_layer_runs_against_stubs(tmp_path: Path) -> None:
     """host_layer.cu has the expectations."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")
@@ -55,9 +54,8 @@ def test_against_stubs(tmp_path: Path) -> None:
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
 @pytest.mark.parametrize("version", [None, 12040, 0])
-def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
-    """By the built library, with the runtime that is part of it, and a driver that tells only its
-    version."""
+def test_old_driver_is_reported(version: int | None, tmp_path: Path) -> None:
+    """The built library and its runtime meet a driver that reports only its version."""
     environment = dict(os.environ)
     if version is not None:
         if shutil.which("gcc") is None:
@@ -97,15 +95,14 @@ def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
     ), done.stdout
 
 
-def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every op of the backend, once for each device; ROCm's GPUs are refused before they are
-    asked."""
-    device, told = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
+def test_probe_gives_the_reason_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op of the backend uses it; ROCm's GPUs are refused before the driver is queried."""
+    device, output = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
     asked = []
 
     def driver(index: int) -> str:
         asked.append(index)
-        return told
+        return output
 
     monkeypatch.setattr(cuda_library, "why_not_loaded", lambda op: None)
     monkeypatch.setattr(cuda_library, "why_not_capability", lambda capability, archs: None)
@@ -120,7 +117,7 @@ def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         "rotary_fwd",
         "append_kv",
     ):
-        assert cuda_library.why_not(op, device) == told
+        assert cuda_library.why_not(op, device) == output
     assert asked == [0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA library on a machine without a GPU: it loads and tells why it cannot run; how it is
-built."""
+"""The CUDA library without a GPU: it loads and gives the reason why it cannot run; its build."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 @needs_library
-def test_it_loads_and_has_its_ops() -> None:
+def test_library_loads_and_registers_its_ops() -> None:
     for op in ("layer_norm_fwd", "layer_norm_bwd", "rotary_fwd", "rotary_bwd", "append_kv"):
         assert cuda_library.why_not_loaded(op) is None
         schema = getattr(torch.ops.pytransformer_C, f"cuda_{op}").default._schema
@@ -34,9 +33,8 @@ def test_it_loads_and_has_its_ops() -> None:
 
 
 @needs_library
-def test_it_needs_only_the_stable_abi() -> None:
-    """No symbol of Python; of torch none but the C functions that stay the same; no CUDA library of
-    its own choosing."""
+def test_library_uses_only_the_stable_abi() -> None:
+    """It links no Python symbol, only torch's stable C functions, and no other CUDA library."""
     out = subprocess.run(
         ["nm", "-D", "--undefined-only", native.PACKAGE / cuda_library.LIBRARY_NAME],
         capture_output=True,
@@ -52,9 +50,8 @@ def test_it_needs_only_the_stable_abi() -> None:
 
 
 @needs_library
-def test_doctor_lists_it() -> None:
-    """What it was built for, which kernels it holds, and why they do not run here, if they do
-    not."""
+def test_doctor_lists_the_cuda_library() -> None:
+    """The entry has architectures, kernels and the reason why they do not run here."""
     from pytransformer.cli import doctor
 
     report = doctor.cuda()
@@ -68,15 +65,15 @@ def test_doctor_lists_it() -> None:
     )
 
 
-def test_cpu_tensors_are_not_for_it() -> None:
-    """Which is no fallback: nobody expects a CUDA kernel to run on them."""
+def test_cpu_tensors_are_declined() -> None:
+    """A decline is no fallback: a CUDA kernel never runs on CPU tensors."""
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons["cuda"]
     assert reason is not None and reason.startswith("runs on CUDA devices")
     with pytest.raises(pt.BackendError, match="runs on CUDA devices"):
         pt.layer_norm(torch.zeros(1, 8), 8, backend="cuda")
 
 
-def test_kernels_see_no_torch_header() -> None:
+def test_kernels_include_no_torch_header() -> None:
     for path in (
         *CSRC.glob("cuda/**/*.cuh"),
         *CSRC.glob("cuda/**/*.cu"),
@@ -103,14 +100,14 @@ def test_kernels_see_no_torch_header() -> None:
         ((9, 0), [], "was built for no architecture"),
     ],
 )
-def test_which_gpus_a_build_serves(
+def test_build_serves_compatible_gpus(
     capability: tuple[int, int], archs: list[str], reason: str | None
 ) -> None:
     found = cuda_library.why_not_capability(capability, archs)
     assert found is None if reason is None else found is not None and reason in found
 
 
-def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_options_select_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("cuda_build", CSRC / "cuda_build.py")
     assert spec and spec.loader
     build = importlib.util.module_from_spec(spec)
@@ -128,20 +125,27 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert hopper in only and portable not in only
     monkeypatch.setenv(
-        "PYTRANSFORMER_CUDA_ARCHS", "sm_80"
-    )  # its kernels are empty there, and never asked for
+        "PYTRANSFORMER_CUDA_ARCHS",
+        "sm_80",
+        # Its kernels are empty there and never selected.
+    )
     only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert portable in only and "-DPT_BUILT_SM90A" not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
-    with pytest.raises(ValueError, match="names hopper; wanted all, native or names such as sm_80"):
+    with pytest.raises(
+        ValueError, match="names hopper; expected all, native or names such as sm_80"
+    ):
         build.archs()
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "all")
     assert build.archs() == list(build.ARCHS)
     assert build.gencode()[0] == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
     monkeypatch.delenv("PYTRANSFORMER_CUDA_ARCHS")
     monkeypatch.setattr(
-        build, "native_archs", lambda: ["sm_90a"]
-    )  # by default those of the machine
+        build,
+        "native_archs",
+        lambda: ["sm_90a"],
+        # The default is the machine's architecture.
+    )
     assert build.archs() == ["sm_90a"]
     monkeypatch.setattr(build, "native_archs", list)
     assert build.find_nvcc() is None or "nvidia-smi shows no GPU" in (build.why_not() or "")
@@ -162,9 +166,13 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ptxas info    : Used 128 registers, used 1 barriers", False),
     ],
 )
-def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: Path) -> None:
-    """Whatever the compiler's exit code: ptxas tells of these as remarks. The object goes away, so
-    that the next build tries again."""
+def test_build_fails_on_ptxas_performance_remarks(
+    message: str, refused: bool, tmp_path: Path
+) -> None:
+    """The compiler exits with 0.
+
+    The object is deleted, so the next build tries again.
+    """
     compiler = ["sh", "-c", 'touch "$0"; echo "$1"', tmp_path / "k.o", message]
     command = [
         sys.executable,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test that spoils the CUDA context takes no other test with it: the hooks of tests/conftest.py.
-Needs no GPU."""
+"""A test that corrupts the CUDA context fails alone: the hooks of tests/conftest.py.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ import pytest
 spec = importlib.util.spec_from_file_location("shared", {str(SHARED)!r})
 shared = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(shared)
-pytest_runtest_protocol, pytest_runtest_logreport = shared.pytest_runtest_protocol, shared.pytest_runtest_logreport
+pytest_runtest_protocol = shared.pytest_runtest_protocol
+pytest_runtest_logreport = shared.pytest_runtest_logreport
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
@@ -45,8 +48,8 @@ def test_after():
 """
 
 
-def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
-    """And what failed is told at once."""
+def test_other_tests_run_in_another_worker(tmp_path: Path) -> None:
+    """The failure is reported immediately."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_three.py").write_text(TESTS)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -65,14 +68,14 @@ def test_the_others_run_in_another_worker(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "test_spoils lost the CUDA context: an illegal memory access" in said
-    assert said.index("FAILED ") < said.index("= FAILURES =") and "its own message" in said
-    assert "2 passed" in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "test_spoils lost the CUDA context: an illegal memory access" in output
+    assert output.index("FAILED ") < output.index("= FAILURES =") and "its own message" in output
+    assert "2 passed" in output
 
 
-def test_without_workers_the_run_ends(
+def test_run_ends_without_workers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location("shared", SHARED)

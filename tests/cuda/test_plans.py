@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CUDA backend chooses kernels, tiles and blocks as it should: pure functions,
-asked through _C without a GPU."""
+"""The host side of the CUDA backend selects kernels, tiles and blocks: pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
         (768, {"residual_out": "float16"}, "any", 96, 96),
     ],
 )
-def test_which_kernel(
+def test_norm_kernel_depends_on_shape_and_dtype(
     columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int
 ) -> None:
     chosen = plan(1000, columns, **changed)
@@ -63,15 +62,15 @@ def test_which_kernel(
 
 
 @needs_bindings
-def test_how_many_blocks() -> None:
+def test_norm_blocks_depend_on_rows() -> None:
     assert plan(1000, 768)["blocks"] == 250
     assert plan(1, 4096)["blocks"] == 1
     assert (
         plan(2**40, 768, aligned=False)["blocks"] == 2**30
-    )  # a grid holds no more; blocks go on to further rows
+    )  # max grid size; blocks loop over further rows
     assert (
         plan(100_000, 768)["blocks"] == plan(100_000, 4096)["blocks"] == 132 * 4
-    )  # persistent, as the others
+    )  # persistent, like the others
     assert plan(10, 4096, backward=True)["blocks"] == 10
     assert plan(100_000, 768, backward=True)["blocks"] == 132 * 2
     assert plan(100_000, 4096, backward=True, multiprocessors=2)["blocks"] == 4
@@ -80,8 +79,7 @@ def test_how_many_blocks() -> None:
 @needs_bindings
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_row_fits_its_kernel(backward: bool) -> None:
-    """No shape asks for more threads or shared memory than a block may have, or for a kernel too
-    narrow for it."""
+    """No shape needs more threads or shared memory than a block has, or a wider kernel."""
     for columns in (
         1,
         7,
@@ -104,7 +102,7 @@ def test_every_row_fits_its_kernel(backward: bool) -> None:
         for aligned in (False, columns % 8 == 0):
             chosen = plan(5000, columns, backward=backward, aligned=aligned)
             assert chosen["threads"] % 32 == 0 and 32 <= chosen["threads"] <= 512
-            assert chosen["smem_bytes"] <= 99 * 1024  # of sm_120
+            assert chosen["smem_bytes"] <= 99 * 1024  # on sm_120
             vectors = {"lanes": 4, "block": 2 if backward else 4, "any": 2**31}[chosen["kernel"]]
             assert columns <= chosen["lanes"] * 8 * vectors
 
@@ -200,7 +198,7 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_dbias", {"adds": "rows", "dtype": "float32"}, "float32"),
     ],
 )
-def test_what_the_kernels_for_sm_90a_take(
+def test_sm90_kernels_support_listed_problems(
     direction: str, changed: dict[str, Any], reason: str | None
 ) -> None:
     found = sm90_plan(direction, **changed)["why_not"]
@@ -208,8 +206,8 @@ def test_what_the_kernels_for_sm_90a_take(
 
 
 @needs_bindings
-def test_how_blocks_share_d_query() -> None:
-    """A tile of queries of each head has its sums, whole; blocks are not persistent."""
+def test_blocks_accumulate_d_query_per_tile() -> None:
+    """Each head's Q tile has full sums; blocks are not persistent."""
     assert sm90_plan("bwd_fused", num_queries=65)["dq_accum"] == 2 * 16 * 128 * 128
     assert (
         sm90_plan("bwd_fused", num_queries=65, head_dim=40, value_dim=40)["dq_accum"]
@@ -225,7 +223,7 @@ def test_how_blocks_share_d_query() -> None:
         sm90_plan("bwd_fused", key_heads=2)["blocks"] == 2 * 2 * 32
         and sm90_plan("bwd_dkdv")["blocks"] == 132
     )
-    # In order, blocks that begin at the same time are of many heads.
+    # In order, blocks that start together belong to many heads.
     assert (
         sm90_plan("bwd_fused")["section"] == 1
         and sm90_plan("bwd_fused", deterministic=True)["section"] == 16
@@ -233,9 +231,11 @@ def test_how_blocks_share_d_query() -> None:
 
 
 @needs_bindings
-def test_how_tiles_are_shared() -> None:
-    """Equal tiles, or pairs, by persistent blocks, head by head; others by blocks of their own, in
-    sections of heads that L2 holds."""
+def test_persistent_blocks_get_equal_tiles_or_pairs() -> None:
+    """Equal tiles, or pairs, use persistent blocks, head by head.
+
+    Others use one block per tile, in sections of heads that fit L2.
+    """
     full, causal, window = (
         sm90_plan(),
         sm90_plan(even=False),
@@ -248,7 +248,7 @@ def test_how_tiles_are_shared() -> None:
         132,
         True,
     )
-    # 2 MB of keys and values a head
+    # 2 MB of keys and values per head
     assert (window["tiles"], window["section"], window["blocks"], window["paired"]) == (
         32,
         16,
@@ -257,12 +257,12 @@ def test_how_tiles_are_shared() -> None:
     )
     assert (
         sm90_plan("bwd_dq", even=False, num_keys=4352)["section"] == 11
-    )  # of 15 at most, three sections and none small
+    )  # at most 15: three sections, none small
     assert (
         sm90_plan("bwd_dq", even=False, num_keys=65536)["section"] == 1
         and sm90_plan(even=False, num_keys=128)["section"] == 32
     )
-    # Pairs: an even number of tiles, and hardly a block without one in the last round.
+    # Pairs: an even number of tiles, and almost no block without one in the last round.
     for changed in ({"num_queries": 4000}, {"heads": 16 + 4, "key_heads": 4}):
         assert sm90_plan(even=False, **changed)["paired"]
     for changed in (
@@ -283,7 +283,7 @@ def test_how_tiles_are_shared() -> None:
         == sm90_plan("bwd_dq", bounds_only=False)["blocks"]
         == 132
     )
-    # Wide heads with a score_mod or an elementwise mask keep one tile a block.
+    # Wide heads with a score_mod or an elementwise mask keep one tile per block.
     assert sm90_plan("bwd_dkdv", head_dim=256, bounds_only=False)["blocks"] == 64 * 32
     assert sm90_plan("bwd_dq", head_dim=256, elementwise_mask=True)["blocks"] == 32 * 32
     # Parts of a dense gradient are 128 x 128, and their blocks persistent.
@@ -306,7 +306,7 @@ def test_how_tiles_are_shared() -> None:
         (3, {"dtype": "float16", "value_dim": 40, "key_heads": 2}),
         (3, {"padded": True}),
         (3, {"even": False, "left_window": True}),
-        (3, {"even": False, "num_queries": 3960}),  # 31 tiles for two cannot be paired
+        (3, {"even": False, "num_queries": 3960}),  # 31 tiles for two consumers cannot be paired
         (2, {"even": False}),
         (2, {"bounds_only": False}),
         (2, {"elementwise_mask": True}),
@@ -316,13 +316,16 @@ def test_how_tiles_are_shared() -> None:
         (
             2,
             {"num_queries": 1024, "sequences": 1},
-        ),  # six tiles a head would leave a quarter of the multiprocessors idle
+            # Six tiles per head would leave a quarter of the multiprocessors idle.
+        ),
         (3, {"num_queries": 1152, "sequences": 1}),
     ],
 )
-def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, Any]) -> None:
-    """At head size 64, of only bounds, where tiles are not paired and those of 192 queries are done
-    sooner than those of 128."""
+def test_three_consumers_need_faster_tiles(consumers: int, changed: dict[str, Any]) -> None:
+    """Head dim is 64, bounds only, tiles unpaired.
+
+    Tiles of 192 queries must finish sooner than tiles of 128.
+    """
     plan = sm90_plan(**{"head_dim": 64, "value_dim": 64} | changed)
     assert plan["consumers"] == consumers and not (consumers == 3 and plan["paired"])
     assert plan["tiles"] == -(-changed.get("num_queries", 4096) // (64 * consumers))
@@ -342,7 +345,7 @@ def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, An
             True,
             256,
             True,
-        ),  # no kernel of float32 knows only bounds, nor of 128
+        ),  # bounds-only kernels do not support float32 or head dim 128
         ("bwd_dq", "bfloat16", 128, True, 128, False),
         ("bwd_dq", "bfloat16", 256, True, 256, True),
         ("bwd_dkdv", "bfloat16", 64, True, 64, False),
@@ -351,7 +354,7 @@ def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, An
         ("bwd_dbias", "bfloat16", 64, False, 256, True),
     ],
 )
-def test_which_attention_kernel(
+def test_attention_kernel_depends_on_dtype_and_head_dim(
     pass_: str, dtype: str, head_dim: int, bounds_only: bool, head_class: int, has_score_mod: bool
 ) -> None:
     from pytransformer import _C
@@ -362,7 +365,7 @@ def test_which_attention_kernel(
 
 @needs_bindings
 def test_every_attention_kernel_fits_every_gpu() -> None:
-    """Of sm_80 and later: sm_120 gives a block 99 KB."""
+    """This covers sm_80 and later: sm_120 has 99 KB per block."""
     from pytransformer import _C
 
     for pass_, dtype in itertools.product(
@@ -408,15 +411,17 @@ def matmul_plan(
         ({"rows": 2**30, "columns": 2**30}, "more than 2^31 tiles"),
     ],
 )
-def test_what_products_for_sm_90a_take(changed: dict[str, Any], reason: str | None) -> None:
+def test_sm90_gemm_supports_listed_operands(changed: dict[str, Any], reason: str | None) -> None:
     found = matmul_plan(**changed)["why_not"]
     assert found is None if reason is None else found is not None and reason in found
 
 
 @needs_bindings
-def test_how_products_are_shared() -> None:
-    """Persistent blocks; tiles of 128 x 256, of 128 columns where two products share them, in
-    groups of 16 rows of tiles."""
+def test_gemm_blocks_share_tiles() -> None:
+    """Blocks are persistent; tiles are 128 x 256, or 128 columns if two products share them.
+
+    Groups have 16 rows of tiles.
+    """
     large, few, gated = matmul_plan(), matmul_plan(rows=100, columns=300), matmul_plan(gated=True)
     assert (large["down"], large["across"], large["group"], large["blocks"], large["halves"]) == (
         64,
@@ -449,25 +454,26 @@ def test_how_products_are_shared() -> None:
         (1024, 2112, False, 2, 72),  # 72: narrow ones would need two rounds
         (2048, 2048, False, 2, 128),
         (2048, 2304, False, 1, 288),  # 144: the second round would be almost empty
-        (2048, 3072, False, 1, 384),  # 192 of two rounds' 264: just
+        (2048, 3072, False, 1, 384),  # 192 of two rounds' 264: just enough
         (2048, 3328, False, 2, 208),
         (2048, 1024, True, 2, 128),
         (1024, 1024, True, 1, 128),
-        (65536, 128, False, 1, 512),  # no wide tile would be more than half full
+        (65536, 128, False, 1, 512),  # wide tiles would be at most half full
         (8192, 4096, False, 2, 1024),
     ],
 )
-def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, tiles: int) -> None:
-    """Half as wide where that many would leave multiprocessors idle, and narrow ones are done
-    sooner."""
+def test_gemm_tile_width_depends_on_occupancy(
+    rows: int, columns: int, gated: bool, halves: int, tiles: int
+) -> None:
+    """Tiles are half as wide if wide ones leave multiprocessors idle and narrow ones are faster."""
     found = matmul_plan(rows=rows, columns=columns, gated=gated)
     assert (found["halves"], found["down"] * found["across"]) == (halves, tiles)
     assert found["blocks"] == min(tiles, 132)
 
 
 @needs_bindings
-def test_which_gemms_cublas_does() -> None:
-    """All, until a run on a GPU says otherwise, but where ours are asked for."""
+def test_cublas_runs_every_gemm_by_default() -> None:
+    """A measured GPU run may change the default; forced kernels run ours."""
     assert matmul_plan()["use_cublas"] and not matmul_plan(ours=True)["use_cublas"]
     assert matmul_plan(rows=16)["use_cublas"] and not matmul_plan(rows=16, ours=True)["use_cublas"]
 
@@ -482,10 +488,10 @@ def test_which_gemms_cublas_does() -> None:
         (2**30, 2**30, False, 2**23, 2**54, 2**25),
     ],
 )
-def test_what_cross_entropys_tiles_leave(
+def test_cross_entropy_partials_per_tile(
     rows: int, classes: int, smooth: bool, tiles: int, partials: int, blocks: int
 ) -> None:
-    """Two or three numbers for each row and 128 classes."""
+    """A row and 128 classes have two or three numbers."""
     from pytransformer import _C
 
     plan = _C.cuda_cross_entropy_plan(rows, classes, smooth)
@@ -517,16 +523,18 @@ def rotary_plan(rows: int, dim: int, turned: int, **changed: Any) -> dict[str, A
         (64, 0, {}, True, (0, 4), 4),
         (96, 24, {"interleaved": True}, True, (2, 7), 8),
         (96, 24, {}, False, (2, 7), 32),  # the second half begins off 16 bytes
-        (512, 8, {"interleaved": True}, False, (1, 33), 32),  # a chunk more than a warp has lanes
+        (512, 8, {"interleaved": True}, False, (1, 33), 32),  # one chunk more than a warp has lanes
         (66, 66, {}, False, (5, 5), 32),
         (128, 128, {"aligned": False}, False, (8, 8), 32),
     ],
 )
-def test_how_heads_are_cut(
+def test_rotary_chunks_per_head(
     dim: int, turned: int, changed: dict[str, Any], whole: bool, chunks: tuple[int, int], lanes: int
 ) -> None:
-    """A lane has 16 columns, pairs with one another; rows of other widths are read an element at a
-    time."""
+    """A lane has 16 columns, with both elements of a pair.
+
+    Rows of other widths are read by element.
+    """
     found = rotary_plan(1000, dim, turned, **changed)
     assert (found["whole"], (found["pair_chunks"], found["chunks"]), found["lanes"]) == (
         whole,
@@ -536,7 +544,7 @@ def test_how_heads_are_cut(
 
 
 @needs_bindings
-def test_how_many_blocks_share_heads() -> None:
+def test_rotary_blocks_share_heads() -> None:
     assert rotary_plan(33, 128, 128)["blocks"] == 3 and rotary_plan(33, 128, 128)["smem_bytes"] == 0
     assert rotary_plan(2**31 - 2**14, 64, 64)["blocks"] == 2**26 - 2**9
     few, many = (rotary_plan(rows, 128, 128, sums=True) for rows in (33, 10**6))
@@ -548,6 +556,6 @@ def test_how_many_blocks_share_heads() -> None:
 
 
 @needs_bindings
-def test_a_wrong_dtype_is_refused() -> None:
+def test_bad_dtype_raises() -> None:
     with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
         plan(1, 8, x="float64")

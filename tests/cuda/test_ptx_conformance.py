@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each PTX function in the emulator and on a GPU with equal random inputs: the first step of any
-GPU run.
+"""Compare each PTX function in the emulator and on a GPU for random inputs.
 
-On the GPU's machine the program comes from build/conformance, where it is if nvcc built it
-beforehand, or from nvcc there:
+This is the first step of any GPU run. The GPU machine uses the program in build/conformance if nvcc
+built it in advance, or builds it:
 
-    python tests/cuda/test_ptx_conformance.py            builds it, on any machine with nvcc
+    python tests/cuda/test_ptx_conformance.py            build it on any machine with nvcc
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "build" / "conformance"
 COMPILE = ("nvcc", "-std=c++17", "--expt-relaxed-constexpr", "-I", ROOT / "csrc", "-x", "cu")
 SEEDS = (1, 2, 3)
-SECONDS = 30  # that a program may take
-# ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the
-# logarithm is small.
+SECONDS = 30  # seconds per program
+# ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 if the logarithm
+# is small.
 APPROXIMATE = {"approximate": (2.0**-21, 2.0**-21)}
 FLOATS = {
     "arithmetic": (0, 1, 2, 5, 6, 7, 8)
-}  # columns of 9 that are float32; a NaN's bits are not defined
+}  # the float32 columns of 9; a NaN's bits are undefined
 
 
 def build(capability: tuple[int, int]) -> Path:
-    """The program for GPUs of this compute capability, compiled unless it is there."""
+    """Return the program for GPUs of this compute capability; compile it if missing."""
     number = "{}{}".format(*capability)
     hopper = capability == (9, 0)
     program = DIRECTORY / f"conformance_sm_{number}"
@@ -78,19 +77,22 @@ def emulated(name: str = "conformance", more: tuple[str, ...] = ()) -> Path:
 
 
 def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
-    """What it prints; where it fails or hangs, an error that says after what."""
+    """Return the program's output.
+
+    On a failure or hang, raise an error that names the last case.
+    """
     with subprocess.Popen(
         [program, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         try:
-            said, complaint = running.communicate(timeout=SECONDS)
+            output, complaint = running.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             running.kill()
-            said, complaint = running.communicate()
+            output, complaint = running.communicate()
             complaint += f"it hangs: {SECONDS} s"
-    reached = said.splitlines()[-1].split()[0] if said else "nothing"
+    reached = output.splitlines()[-1].split()[0] if output else "nothing"
     assert running.returncode == 0, f"after {reached}: {complaint}"
-    lines = (line.split() for line in said.splitlines())
+    lines = (line.split() for line in output.splitlines())
     return {
         name: torch.tensor([int(word, 16) for word in rest], dtype=torch.int64)
         for name, *rest in lines
@@ -100,8 +102,7 @@ def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
 def differences(
     ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exact: bool = False
 ) -> list[str]:
-    """What differs between two runs, a line for each name; if `exact`, approximate functions
-    too."""
+    """Return the differences of two runs, one line per name; with `exact`, approximations too."""
     found = [f"{name}: only one of the two ran it" for name in sorted(ours.keys() ^ theirs.keys())]
     for name in sorted(ours.keys() & theirs.keys()):
         a, b = ours[name], theirs[name]
@@ -126,8 +127,11 @@ def differences(
     return found
 
 
-def test_the_comparison_finds_differences() -> None:
-    """A wrong bit, a missing case; not the bits of a NaN or the last of an approximation."""
+def test_comparison_detects_differences() -> None:
+    """A wrong bit and a missing case count.
+
+    NaN bits and the last bit of an approximation do not.
+    """
     nan, one = 0x7FC00000, 0x3F800000
     ours = {
         "memory": torch.tensor([1, 2]),
@@ -156,7 +160,7 @@ def test_the_comparison_finds_differences() -> None:
 @pytest.mark.parametrize(
     "end, told", [("exec sleep 60", "it hangs"), ("echo lost >&2; exit 1", "lost")]
 )
-def test_it_says_how_far_a_program_came(
+def test_failing_programs_report_their_progress(
     end: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "SECONDS", 1)
@@ -171,17 +175,20 @@ def test_it_says_how_far_a_program_came(
     platform.machine() != "x86_64" or "fma" not in machine.cpu_features(),
     reason="needs a CPU with FMA3",
 )
-def test_contraction_changes_nothing() -> None:
-    """nvcc makes one instruction, which rounds once, of a product and a sum; g++ does so when it is
-    told to. A compiler's choice must
-    not decide what is compared: not the approximate functions' inputs either."""
+def test_contraction_changes_no_input() -> None:
+    """nvcc fuses a product and a sum; g++ does so only with a flag.
+
+    The choice must not affect the comparison or the inputs of the approximate functions.
+    """
     contracted = words(emulated("contracted", ("-mfma", "-ffp-contract=fast")), 1)
     assert differences(words(emulated(), 1), contracted, exact=True) == []
 
 
 def contractions(ptx: str) -> list[str]:
-    """Float instructions outside inline PTX that ptxas may contract, or nvcc has: each with its
-    kernel."""
+    """Return float instructions outside inline PTX that nvcc contracted or ptxas may.
+
+    Each comes with its kernel.
+    """
     found, kernel = [], ""
     for line in re.sub(
         r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL
@@ -193,8 +200,7 @@ def contractions(ptx: str) -> list[str]:
 
 
 def test_nvcc_contracts_nothing(tmp_path: Path) -> None:
-    """In the kernels of the program all products are explicit: no mul or fma but those of
-    csrc/cuda/ptx."""
+    """All products of the program are explicit: only csrc/cuda/ptx has mul or fma."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")
     (tmp_path / "planted.cu").write_text(
@@ -212,13 +218,12 @@ def test_nvcc_contracts_nothing(tmp_path: Path) -> None:
         assert [re.sub(r"_Z7|Pf:.*", "", line) for line in found] == wrong
 
 
-# Which change nothing that a program could compare.
+# They change nothing that a program could compare.
 NOTHING_TO_SHOW = {"opaque", "grid_size", "fence_operand"}
 
 
-def test_every_instruction_is_in_it() -> None:
-    """Each function of csrc/cuda/ptx is called by a kernel of conformance*.cuh, or by what that
-    calls of csrc/cuda/tile."""
+def test_program_covers_every_ptx_function() -> None:
+    """A kernel of conformance*.cuh calls each function of csrc/cuda/ptx, or csrc/cuda/tile does."""
     headers = "".join(path.read_text() for path in (ROOT / "csrc/cuda/ptx").glob("*.cuh"))
     functions = set(re.findall(r"PT_DEVICE (?:constexpr )?\w+ (\w+)\(", headers)) - NOTHING_TO_SHOW
     users = [
@@ -229,8 +234,8 @@ def test_every_instruction_is_in_it() -> None:
     assert len(functions) > 50 and functions - called == set()
 
 
-def test_it_compiles_for_hopper() -> None:
-    """What a GPU will run; without nvcc here, skipped."""
+def test_program_compiles_for_hopper() -> None:
+    """Without nvcc the test skips."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc was not found")
     assert build((9, 0)).exists()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built CUDA library takes what the committed table says. See resources.py."""
+"""The built CUDA library has the resources of the committed table: see resources.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).with_name("resources.py")
-EPILOGUES = {  # of products -> what they are for
+EPILOGUES = {  # products -> their purpose
     "Linear": "matmul fwd", "Sums": "matmul fwd", "Hidden": "feed_forward fwd",
     "DHidden": "feed_forward bwd",
     "RowPartials": "cross_entropy fwd", "DLogits": "cross_entropy bwd",
@@ -43,14 +43,14 @@ def test_no_kernel_uses_local_memory_and_rows_move_16_bytes_at_a_time(
     assert resources.faults(table) == []
 
 
-def test_no_register_of_a_product_is_touched_in_flight(resources: ModuleType, table: dict) -> None:
-    """And none that setmaxnreg took away, in any kernel for sm_90a."""
+def test_no_wgmma_register_is_accessed_in_flight(resources: ModuleType, table: dict) -> None:
+    """No sm_90a kernel accesses a register that setmaxnreg released either."""
     if not any("sm_90a sm90_" in key for key in table):
         pytest.skip("the library has no kernels for sm_90a")
     assert resources.hazards() == []
 
 
-def test_the_softmax_runs_under_a_product(resources: ModuleType, table: dict) -> None:
+def test_softmax_overlaps_a_product(resources: ModuleType, table: dict) -> None:
     assert resources.serial() == []
 
 
@@ -86,7 +86,7 @@ SASS = """
         ("FADD R3, R2, R2", "LDS.64 R6, [R2]", "overwrites R6, which a wgmma in flight reads"),
         ("FADD R3, R2, R2", "MOV R5, R2", "overwrites R5"),
         ("FADD R3, R2, R2", "@P1 BRA 0x00a0", "0xa0 STG.E.128 desc[UR4][R2.64], R24: touches R24"),
-        ("FADD R3, R56, R4", "FADD R3, R24, R4", "touches R24"),  # of the group that still runs
+        ("FADD R3, R56, R4", "FADD R3, R24, R4", "touches R24"),  # the group is still in flight
         ("gsb0, 0x0 ;", "gsb0, 0x1 ;", "touches R24"),
         ("R24, gdesc[UR24]", "R80, gdesc[UR24]", "shares some of its registers"),
         ("R24, gdesc[UR24]", "R4, gdesc[UR24]", "shares some of its registers"),
@@ -94,14 +94,14 @@ SASS = """
             "R56, gdesc[UR20], R56, gsb0",
             "R56, gdesc[UR20], R56",
             "touches R56",
-        ),  # both are one group, which may run on
+        ),  # both are one group, which may stay in flight
         ("!UPT, gsb0 ;", "!UPT ;", "waits before the last group ends"),
         ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "EXIT", "a wgmma is in flight"),
         ("MOV R23, R1", "MOV R24, R1", "uses R24 after 0xc0 USETMAXREG.DEALLOC"),
         ("FADD R3, R2, R2", "FADD R240, R2, R2", "uses R240 after 0x10 USETMAXREG.TRY_ALLOC"),
     ],
 )
-def test_planted_hazards_are_found(
+def test_planted_hazards_are_detected(
     old: str, new: str, fault: str | None, resources: ModuleType
 ) -> None:
     assert old in SASS
@@ -114,8 +114,8 @@ def test_planted_hazards_are_found(
         assert any(fault in line for line in found), found
 
 
-def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
-    """Differs: `python tests/cuda/resources.py --write`, and look at what changed."""
+def test_table_is_current(resources: ModuleType, table: dict) -> None:
+    """On failure run `python tests/cuda/resources.py --write` and review the changes."""
     kept = json.loads(resources.TABLE.read_text())
     built_with = (resources.native.build_info() or {})["cuda"]["nvcc"]
     if kept["nvcc"] != built_with:
@@ -125,8 +125,8 @@ def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
     assert resources.compare(table, kept["kernels"]) == []
 
 
-def test_the_table_has_no_faults(resources: ModuleType) -> None:
-    """Of no architecture, also of those that were not built here."""
+def test_table_has_no_faults(resources: ModuleType) -> None:
+    """Architectures that are not built here are included."""
     assert resources.faults(json.loads(resources.TABLE.read_text())["kernels"]) == []
 
 
@@ -145,8 +145,7 @@ def test_few_instantiations(resources: ModuleType) -> None:
 
 
 def _direction(kernel: str) -> str:
-    """The op and the direction that a kernel is for, by its name; portable kernels and those for
-    sm_90a together."""
+    """Return the op and the direction of a kernel name, portable and sm_90a alike."""
     if epilogue := re.search(r"sm90_matmul_kernel<.*Operands<[^>]*>, (\w+)", kernel):
         return EPILOGUES[epilogue[1]]
     found = re.search(
@@ -157,7 +156,7 @@ def _direction(kernel: str) -> str:
     return f"{found[1]} {found[2] or ('bwd' if 'reduce' in kernel else 'fwd')}"
 
 
-def test_a_kernel_more_is_found(
+def test_additional_kernels_are_detected(
     resources: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = json.loads(resources.TABLE.read_text())
@@ -175,7 +174,7 @@ def test_a_kernel_more_is_found(
         monkeypatch.undo()
 
 
-def test_faults_are_found(resources: ModuleType) -> None:
+def test_faults_are_detected(resources: ModuleType) -> None:
     used = {
         "registers": 64,
         "stack": 0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that tests of torch.distributed share."""
+"""Processes shared by the tests of torch.distributed."""
 
 from __future__ import annotations
 

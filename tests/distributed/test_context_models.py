@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose sequences several ranks share: the loss of one process on each, and its gradient in
-the sum over the ranks."""
+"""Models with sequences split over ranks: losses and summed gradients equal one process."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from support.ranks import Pool
 from support.split_models import make
 from support.split_training import CONFIGS, in_context, loss_and_gradients
 
-ROWS, LENGTH = 3, 13  # of no even number of rows for any ranks
+ROWS, LENGTH = 3, 13  # not an even number of rows for any number of ranks
 NOTHING = {"dropout": 0.0}
 
 
@@ -27,7 +26,7 @@ def padded_at_the_end(length: int) -> torch.Tensor:
 
 
 LENGTHS = torch.tensor([LENGTH, 6, 0])
-LABELS = torch.where(torch.arange(LENGTH) < 2, ids(), -100)  # of the first rank alone
+LABELS = torch.where(torch.arange(LENGTH) < 2, ids(), -100)  # on the first rank only
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "GPT": ("GPT", {}, {}),
     "GPT, padding on the left": ("GPT", {}, {"attention_mask": padded_at_the_end(LENGTH).flip(1)}),
@@ -62,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_those_of_one_process(pool: Pool, name: str, ranks: int) -> None:
+def test_loss_and_gradients_equal_one_process(pool: Pool, name: str, ranks: int) -> None:
     model, changes, more = CASES[name]
     made = model, CONFIGS[model] | NOTHING | changes, torch.float64
     given = {"input_ids": ids(), "labels": ids(), **more}

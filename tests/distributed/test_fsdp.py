@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 on two processes: every op computes with gathered parameters, and refuses freed ones by
-name."""
+"""FSDP2 on two processes: every op uses gathered parameters and refuses freed ones by name."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pytransformer.ops._core.registry import OPS
 from support.ranks import Pool
 from support.split_fsdp import gradients_and_refusal
 
-# A case of each op with parameters beside the first input.
+# A case of each op with parameters besides the first input.
 CASES = {
     "attention": "sinks",
     "attention_varlen": "varlen_sinks",
@@ -24,9 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_fsdp_computes_right_gradients_and_freed_parameters_are_refused(
-    pool: Pool, op: str
-) -> None:
+def test_fsdp_gradients_are_right_and_freed_parameters_refused(pool: Pool, op: str) -> None:
     for message in pool.run(2, gradients_and_refusal, CASES[op]):
         assert (
             message.startswith(f"{op}: ")

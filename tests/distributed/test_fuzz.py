@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems split over processes, judged by the bounds that hold for one process."""
+"""Random problems split over processes stay within the bounds of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED = {
         ("ulysses", 2, "contiguous"),
     ],
 )
-def test_within_the_bounds(
+def test_random_problems_within_the_bounds(
     pool: Pool, scheme: str, ranks: int, layout: str, pytestconfig: pytest.Config
 ) -> None:
     seed = pytestconfig.getoption("--fuzz-seed")
@@ -54,8 +54,8 @@ def test_within_the_bounds(
 
 
 @pytest.mark.slow
-def test_eight_processes() -> None:
-    """Some problems on eight ranks, of a pool of their own."""
+def test_eight_processes_within_the_bounds() -> None:
+    """A separate pool runs some problems on eight ranks."""
     processes, judged = Pool(8), 0
     try:
         for case in range(10):

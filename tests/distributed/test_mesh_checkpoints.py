@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a mesh: gone on with on other meshes and alone, after a process was killed, and
-refused where they cannot be."""
+"""Checkpoints of a mesh resume on other meshes and alone, after a kill too, or are refused."""
 
 from __future__ import annotations
 
@@ -23,13 +22,15 @@ from support.ranks import Pool
 from support.split_training import Job, difference, on_a_mesh, refusal_to_resume
 
 MESH = {"data": 2, "tensor": 2}
-SECONDS = 20.0  # that a process waits for another, also until all have started
+SECONDS = 20.0  # max seconds that a process waits for another, startup included
 
 
 @pytest.mark.parametrize("model", ["GPT", pytest.param("T5", marks=pytest.mark.slow)])
-def test_a_run_goes_on_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -> None:
-    """On 2 x 2 ranks, with parameters over the data, on 4 x 1, on 1 x 4 and in one process: losses
-    and weights of one that went through."""
+def test_runs_resume_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -> None:
+    """Meshes are 2 x 2, sharded over the data, 4 x 1, 1 x 4 and one process.
+
+    Losses and weights equal those of an uninterrupted run.
+    """
     job = Job(model, steps=20, a_step=4)
     want = job.run()
     job = job._replace(out=str(tmp_path))
@@ -51,7 +52,7 @@ def test_a_run_goes_on_on_other_meshes(pool: Pool, tmp_path: Path, model: str) -
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "shard"])
-def test_the_same_mesh_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, shard: bool) -> None:
+def test_same_mesh_resumes_bit_for_bit(pool: Pool, tmp_path: Path, shard: bool) -> None:
     job = Job("GPT", steps=8, dtype=torch.float32)
     want = pool.run(4, on_a_mesh, job, MESH, shard)
     pool.run(4, on_a_mesh, job._replace(out=str(tmp_path), until=3), MESH, shard)
@@ -63,18 +64,18 @@ def test_the_same_mesh_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, shard: bo
         )
 
 
-def test_other_batches_a_step_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_other_batches_per_step_are_refused(pool: Pool, tmp_path: Path) -> None:
     job = Job("GPT", steps=6, until=1, out=str(tmp_path))
     job.run()
-    for changed, told in (
+    for changed, output in (
         (job._replace(a_step=4), "it has batches a step 2 instead of 4"),
         (
             job._replace(changes={"hidden": 32}),
-            r"does not fit the model.*w1.weight is \(24, 16\), wanted \(32, 16\)",
+            r"does not fit the model.*w1.weight is \(24, 16\), expected \(32, 16\)",
         ),
     ):
         assert all(
-            re.search(told, error) for error in pool.run(4, refusal_to_resume, changed, MESH)
+            re.search(output, error) for error in pool.run(4, refusal_to_resume, changed, MESH)
         )
 
 
@@ -89,7 +90,7 @@ with distributed("cpu", mesh={"data": 2, "tensor": 2}, timeout=float(sys.argv[2]
 
 
 def start(out: Path) -> list[subprocess.Popen[str]]:
-    """Four processes, as torchrun starts them, but with nobody who ends the others."""
+    """Start four processes like torchrun, without a parent that ends the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,11 +116,13 @@ def start(out: Path) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize("how", [
     signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
 ], ids=lambda s: s.name)  # fmt: skip
-def test_a_lost_process_ends_the_others_and_nothing_is_lost(
+def test_lost_process_ends_the_others_and_the_run_resumes(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    """One is killed, or stands still, after the first checkpoint: the others say so and end;
-    started again, all end as one process does."""
+    """One is killed or stopped after the first checkpoint; the others report it and end.
+
+    A restart ends like one process.
+    """
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     want = Job("GPT").run()
@@ -133,13 +136,11 @@ def test_a_lost_process_ends_the_others_and_nothing_is_lost(
         ):
             time.sleep(0.01)
         processes[3].send_signal(how)
+        message = "another process of the run has ended, or did not answer within 20 s"
         for process in processes[:3]:
-            told = process.communicate(timeout=SECONDS + 60)[1]
-            assert (
-                process.returncode == 1
-                and "LostProcess: another process of the run has ended, or did not answer within 20 s"
-                in told
-            )
+            stderr = process.communicate(timeout=SECONDS + 60)[1]
+            assert process.returncode == 1
+            assert f"LostProcess: {message}" in stderr
     finally:
         for process in processes:
             process.kill()

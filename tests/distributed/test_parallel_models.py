@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models split over a device mesh: training by tensor_parallel_plan(), by FSDP2 and by both against
-one process."""
+"""Models split by tensor_parallel_plan(), by FSDP2 and by both against one process."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
 
 
 def config_of(name: str, data_ranks: int) -> dict[str, Any]:
-    """Without dropout where ranks have different rows: each counts its own from 0."""
+    """Return a config, without dropout if ranks have different rows: each counts from 0."""
     config = CONFIGS[name]
     return (
         config | {n: 0.0 for n in config.keys() | {"dropout"} if n.endswith("dropout")}
@@ -82,7 +81,7 @@ def alone(name: str, data_ranks: int) -> tuple[list[torch.Tensor], dict[str, tor
 
 
 def difference(found: Any, want: Any) -> float:
-    """The largest of losses and parameters, relative to the largest of each."""
+    """Return the max difference of losses and parameters, relative to the max of each."""
     (losses, state), (their_losses, their_state) = found, want
     assert state.keys() == their_state.keys()
     pairs = [*zip(losses, their_losses), *((state[n], t) for n, t in their_state.items())]
@@ -94,18 +93,19 @@ def difference(found: Any, want: Any) -> float:
     ("T5", (1, 2)), ("T5", (2, 1)), ("T5", (2, 2)),
     ("BERT", (1, 2)), ("ViT", (1, 2)), ("ViT", (2, 2)), ("Transformer", (1, 2)),
 ], ids=str)  # fmt: skip
-def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
-    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``ranks``:
-    ranks of FSDP2, of the heads."""
+def test_training_equals_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
+    """Four steps of AdamW with clipped float64 gradients.
+
+    ``ranks`` are the ranks of FSDP2 and of the heads.
+    """
     made = name, config_of(name, ranks[0]), torch.float64
     for found in pool.run(ranks[0] * ranks[1], trained, made, batches(name), ranks):
         assert difference(found, alone(name, ranks[0])) < 1e-9
 
 
 @pytest.mark.parametrize("name", small_models.CONFIGS)
-def test_gradients_of_every_model(pool: Pool, name: str) -> None:
-    """Padding that is packed away, grouped queries, ALiBi, heads of any size, every head that a
-    model has; each parameter's gradient."""
+def test_gradients_of_every_model_equal_one_process(pool: Pool, name: str) -> None:
+    """Packed padding, grouped queries, ALiBi, any head dim, every head of a model."""
     want = loss_and_gradients(small(name), name)
     for found in pool.run(2, split_gradients, name):
         assert found.keys() == want.keys()
@@ -117,13 +117,13 @@ def test_gradients_of_every_model(pool: Pool, name: str) -> None:
     "gradients of what is whole are not added up", "results are not added up", "b2 on every rank",
     "lse of the rank's own classes",
 ])  # fmt: skip
-def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str) -> None:
     made = "GPT", CONFIGS["GPT"], torch.float64
     found = pool.run(2, trained, made, batches("GPT"), (1, 2), fault)
     assert max(difference(f, alone("GPT", 1)) for f in found) > 1e-3
 
 
-def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
+def test_converted_hugging_face_models_run_under_fsdp(pool: Pool) -> None:
     pytest.importorskip("transformers")
     steps = [
         {"input_ids": b["input_ids"], "labels": b["input_ids"][:, 0] % 2} for b in batches("GPT")
@@ -135,10 +135,11 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["GPT", "T5"])
-def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> None:
-    """GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last
-    too, and with
-    each attention; T5 without dropout none."""
+def test_bytes_equal_the_formulas(pool: Pool, name: str, ranks: int) -> None:
+    """GPT's dropout broadcasts seeds; T5 without dropout broadcasts none.
+
+    Each norm but the first of a stack, its last norm and each attention broadcast one.
+    """
     c, rows, width = CONFIGS[name] | ({"dropout": 0.0} if name == "T5" else {}), 8 * 9, 16 * 4
     layers, learned = c["num_layers"], 8 * 8 if name == "GPT" else rows
     sums = {"GPT": (2 * layers + 1, 2 * layers), "T5": (5 * layers + 2, 6 * layers)}[name]
@@ -154,9 +155,8 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> N
         assert found == (forward, backward)
 
 
-def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
-    """On 2 x 2 ranks each has a quarter of every matrix that the plan splits, and by FSDP2 half of
-    all others."""
+def test_parameters_decrease_with_the_ranks(pool: Pool) -> None:
+    """Each of 2 x 2 ranks has a quarter of the split matrices and, with FSDP2, half of the rest."""
     made = "GPT", CONFIGS["GPT"] | {"vocab_size": 64}, torch.float32
     for found in pool.run(4, sizes, made, 2):
         for name, (own, full) in found.items():
@@ -164,7 +164,7 @@ def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
             assert own == full // (4 if matrix or "qkv" in name or "w1" in name else 2), name
 
 
-def test_a_split_model_is_saved_from_its_gathered_state(pool: Pool, tmp_path: Path) -> None:
+def test_split_models_save_their_gathered_state(pool: Pool, tmp_path: Path) -> None:
     made = "GPT", CONFIGS["GPT"], torch.float32
     for refused, same in pool.run(2, saved_and_back, made, str(tmp_path)):
         assert "its parameters are split over ranks" in refused and same
@@ -187,5 +187,5 @@ REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     model, changes, seeds, why = REFUSED[name]
     made = model, CONFIGS[model] | changes, torch.float64
-    for told in pool.run(2, refusal, made, seeds, **batches(model)[0]):
-        assert why in told, told
+    for output in pool.run(2, refusal, made, seeds, **batches(model)[0]):
+        assert why in output, output

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes, sends and receives what: against every pair of rows looked at, without any
-process."""
+"""Plans of ring attention against an enumeration of all pairs of rows, without processes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def plan_of(pattern: Pattern, ranks: int, layout: str) -> RingPlan:
 
 
 def visible_pairs(p: Pattern) -> torch.Tensor:
-    """(Lq, Lk), by the oracle of the op itself."""
+    """Return (Lq, Lk) from the op's oracle."""
     keys = LENGTH + p.offset
     keywords = oracle.Keywords(
         causal=None if not p.causal else "bottom_right" if p.offset else "top_left",
@@ -57,9 +56,11 @@ def visible_pairs(p: Pattern) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
-def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) -> None:
-    """None is missed, and none is computed in vain: of each keyword alone, visibility by ranges is
-    exact."""
+def test_tiles_equal_those_with_visible_pairs(name: str, ranks: int, layout: str) -> None:
+    """No visible tile is missing and no hidden one is computed.
+
+    For each single keyword, visibility by ranges is exact.
+    """
     plan, pairs = plan_of(PATTERNS[name], ranks, layout), visible_pairs(PATTERNS[name])
     for rank, step in itertools.product(range(ranks), range(ranks)):
         keys = plan.keys[plan.owner(rank, step)]
@@ -72,12 +73,11 @@ def test_tiles_are_those_with_visible_pairs(name: str, ranks: int, layout: str) 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("ranks, layout", WORLDS)
-def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str) -> None:
-    """And the gradients of every chunk that a rank has used reach the chunk's owner, each share
-    once."""
+def test_keys_arrive_once_from_their_owner(name: str, ranks: int, layout: str) -> None:
+    """Each gradient of a used chunk returns to the owner once."""
     plan = plan_of(PATTERNS[name], ranks, layout)
     has = {0: {(rank, rank, j) for rank in range(ranks) for j in range(len(plan.keys[rank]))}}
-    sums: dict[tuple[int, int, int], list[int]] = {}  # (rank, owner, chunk) -> whose shares
+    sums: dict[tuple[int, int, int], list[int]] = {}  # (rank, owner, chunk) -> ranks
     home: dict[tuple[int, int], list[int]] = {}
     for step in range(1, ranks):
         has[step] = set()
@@ -116,13 +116,13 @@ def test_keys_come_once_and_from_who_has_them(name: str, ranks: int, layout: str
 
 
 def sent(plan: RingPlan) -> int:
-    """Chunks that cross between ranks, forward."""
+    """Count the chunks that cross between ranks in forward."""
     return sum(len(plan.key_messages(step)) for step in range(1, plan.ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_is_hidden_is_not_sent(ranks: int) -> None:
-    """The formulas of docs/distributed.md, in chunks."""
+def test_hidden_chunks_are_not_sent(ranks: int) -> None:
+    """The numbers are those of docs/distributed.md."""
     n = ranks
     assert sent(plan_of(Pattern(), n, "contiguous")) == n * (n - 1)
     assert sent(plan_of(Pattern(causal=True), n, "contiguous")) == n * (n - 1) // 2
@@ -133,9 +133,8 @@ def test_what_is_hidden_is_not_sent(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_zigzag_is_even(ranks: int) -> None:
-    """Every rank has the same number of tiles under causality: 2n + 1 (of a quarter of those of the
-    contiguous layout)."""
+def test_zigzag_balances_causal_tiles(ranks: int) -> None:
+    """Every rank has 2n + 1 tiles, each a quarter of a contiguous tile."""
     even, uneven = (
         plan_of(Pattern(causal=True), ranks, layout) for layout in ("zigzag", "contiguous")
     )
@@ -147,7 +146,7 @@ def test_zigzag_is_even(ranks: int) -> None:
     assert [tiles(uneven, r) for r in range(ranks)] == [r + 1 for r in range(ranks)]
 
 
-def test_shards_join_in_order() -> None:
+def test_shards_concatenate_in_order() -> None:
     whole = torch.arange(24)
     for ranks, layout in ((2, "zigzag"), (3, "zigzag"), (4, "contiguous")):
         shards = [
@@ -158,7 +157,7 @@ def test_shards_join_in_order() -> None:
     assert chunk_ranges("zigzag", 2, 8) == ((range(2), range(6, 8)), (range(2, 4), range(4, 6)))
 
 
-def test_a_message_names_its_ends() -> None:
+def test_messages_name_their_ranks() -> None:
     plan = plan_of(Pattern(causal=True), 2, "contiguous")
     assert plan.key_messages(1) == (Message(source=0, target=1, owner=0, chunk=0),)
     assert plan.gradient_messages(1) == (Message(source=1, target=0, owner=0, chunk=0),)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention on real processes: one dropout mask, the bytes of the formulas, bits, refusals,
-planted faults."""
+"""Ring attention on processes: dropout mask, bytes, bits, errors and planted faults."""
 
 from __future__ import annotations
 
@@ -43,8 +42,10 @@ def problem_of(
     dtype: torch.dtype = torch.float64,
     **given: Any,
 ) -> Problem:
-    """A problem of normal data; floating tensors of ``given`` take gradients, as do query, key and
-    value."""
+    """Return a problem of normal data.
+
+    Query, key, value and floating tensors of ``given`` require gradients.
+    """
     shapes = {"query": heads, "key": key_heads, "value": key_heads}
     tensors = {name: torch.randn(2, h, length, dim).to(dtype) for name, h in shapes.items()}
     tensors |= {
@@ -59,14 +60,14 @@ def problem_of(
 
 
 def in_blocks(problem: Problem, seen: torch.Tensor) -> Problem:
-    """The problem with a block mask that shows ``seen``."""
+    """Return the problem with a block mask that shows ``seen``."""
     return dataclasses.replace(
         problem, keywords=problem.keywords | {"attn_mask": seen}, block_size=(32, 32)
     )
 
 
 def stripes(length: int) -> torch.Tensor:
-    """What is near, and every 16th key; another set for each of four heads."""
+    """Return a mask of near keys and every 16th key, with another set for each of four heads."""
     i, j = torch.arange(length)[:, None], torch.arange(length)
     return torch.stack([((i - j).abs() < 5) | ((i - j) % 16 == h) for h in range(4)])[None]
 
@@ -82,10 +83,8 @@ def wrong(problem: Problem, shards: list[Any], layout: str) -> list[str]:
     "scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")]
 )
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_dropout_mask_is_that_of_one_process(
-    pool: Pool, ranks: int, scheme: str, layout: str
-) -> None:
-    """With value the identity and all scores alike, out shows the mask."""
+def test_dropout_mask_equals_one_process(pool: Pool, ranks: int, scheme: str, layout: str) -> None:
+    """Value as the identity and equal scores expose the mask in out."""
     length, seed, p, heads = 48, 7, 0.4, 12 if scheme == "ulysses" else 2
     q, eye = torch.zeros(2, heads, length, 8), torch.eye(length).expand(2, heads, length, length)
     shards = pool.run(ranks, outputs, scheme, layout, q, q, eye, dropout_p=p, dropout_seed=seed)
@@ -98,8 +97,8 @@ def test_the_dropout_mask_is_that_of_one_process(
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None:
-    """Both ways of differentiating a tile: by the row's lse, and through the tile's own softmax."""
+def test_every_backend_is_right_in_float64(pool: Pool, backend: str, layout: str) -> None:
+    """Tiles are differentiated by the row's lse and through their own softmax."""
     problem = problem_of(
         causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
         sinks=torch.randn(4).double(),
@@ -115,8 +114,8 @@ def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None
     "scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")]
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None:
-    """Of each head its own; with rows of finfo.min, whose tiles are computed with a shift."""
+def test_block_masks_within_the_bound(pool: Pool, backend: str, scheme: str, layout: str) -> None:
+    """Each head has another mask; tiles with rows of finfo.min use a shift."""
     lowest = torch.zeros(1, 1, 48, 48).double()
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
     problem = in_blocks(
@@ -127,8 +126,8 @@ def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None
     )
 
 
-def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
-    """Documents of 64 rows on four ranks of 32: each rank gets its neighbour's keys alone."""
+def test_ring_skips_blocks_hidden_by_a_block_mask(pool: Pool) -> None:
+    """Documents of 64 rows on four ranks of 32: each rank gets only its neighbor's keys."""
     length, dim = 128, 8
     seen = torch.block_diag(*[torch.ones(64, 64)] * 2).bool()[None, None]
     problem = in_blocks(problem_of(length=length, dtype=torch.float32), seen)
@@ -137,9 +136,11 @@ def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
     assert [sent["isend"] for sent in found] == [3 * chunk] * 4
 
 
-def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
-    """NCCL wants every rank in a group's first call; of these documents two ranks see their own
-    rows alone, and never send."""
+def test_all_ranks_synchronize_before_sends(pool: Pool) -> None:
+    """NCCL needs every rank in a group's first call.
+
+    Two ranks see only their own rows and never send.
+    """
     seen = torch.block_diag(torch.ones(64, 64), torch.ones(32, 32), torch.ones(32, 32)).bool()[
         None, None
     ]
@@ -150,7 +151,7 @@ def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
     assert others[0].count("batch_isend_irecv") >= 4
 
 
-def test_two_runs_give_the_same_bits(pool: Pool) -> None:
+def test_repeated_runs_give_equal_bits(pool: Pool) -> None:
     problem = problem_of(
         dtype=torch.float32, causal="top_left", table=torch.randn(8, 4), t5=(False, 20)
     )
@@ -159,9 +160,8 @@ def test_two_runs_give_the_same_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
-    """Forward and backward. Not quite half on four ranks of what it is on two, between which no
-    gradient is handed on."""
+def test_memory_decreases_with_the_ranks(pool: Pool, layout: str) -> None:
+    """Four ranks need more than half the memory of two, which pass no gradient on."""
     problem = problem_of(length=1024, dim=32, dtype=torch.float32, causal="top_left")
     two, four = (max(pool.run(ranks, peak_bytes, problem, layout)) for ranks in (2, 4))
     print(f"{layout}: {two:,} bytes on two ranks, {four:,} on four")
@@ -169,15 +169,19 @@ def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
 
 
 def ulysses_bytes(ranks: int, batch: int, rows: int, heads: list[tuple[int, int]]) -> int:
-    """What one rank sends in one direction: of each (heads, head size) all but the part that
-    stays."""
+    """Return the bytes that one rank sends in one direction.
+
+    Each (heads, head dim) sends all but the local part.
+    """
     return sum(batch * rows * h * d for h, d in heads) * 4 * (ranks - 1) // ranks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None:
-    """query, key, value and out forward, lse where it is asked for, and their gradients backward;
-    one more key head than ranks' worth."""
+def test_ulysses_bytes_equal_the_formula(pool: Pool, layout: str) -> None:
+    """Forward sends query, key, value, out and a requested lse; backward sends their gradients.
+
+    There is one more key head than ranks.
+    """
     ranks, length, dim = 2, 48, 8
     problem = problem_of(dtype=torch.float32, causal="top_left")
     one_way = ulysses_bytes(
@@ -188,8 +192,8 @@ def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None
 
 
 @pytest.mark.parametrize("scheme, ranks", [("ulysses", 2), ("ulysses", 4)])
-def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
-    """Two key heads for four ranks: each is sent to two."""
+def test_ulysses_is_right_in_float64(pool: Pool, scheme: str, ranks: int) -> None:
+    """Four ranks share two key heads: each is sent to two."""
     problem = problem_of(
         causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20),
         sinks=torch.randn(4).double(),
@@ -203,13 +207,13 @@ def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
     )
 
 
-def test_ulysses_refuses(pool: Pool) -> None:
+def test_ulysses_refuses_unsupported_calls(pool: Pool) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ((1, 3, 4, 8), {}, "2 ranks must divide query's heads"),
     ]
     for shape, options, why in cases:
         assert all(
-            why in told for told in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2)
+            why in output for output in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2)
         )
 
 
@@ -217,8 +221,8 @@ def test_ulysses_refuses(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str
 )
-def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
-    """docs/distributed.md: K and V forward; in backward again, and their gradients in float32."""
+def test_ring_bytes_equal_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
+    """docs/distributed.md: K and V in forward; again in backward, with float32 gradients."""
     ranks, batch, key_heads, length, dim = 4, 2, 2, 48, 8
     problem = problem_of(dtype=torch.float32, **keywords)
     found = pool.run(ranks, bytes_sent, problem, "ring", layout)
@@ -226,10 +230,10 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict
     chunks = {
         ("contiguous", 0): ranks * (ranks - 1),
         ("contiguous", 1): ranks * (ranks - 1) // 2,
-        ("contiguous", 2): ranks - 1,  # the window reaches into the shard before
+        ("contiguous", 2): ranks - 1,  # the window extends into the previous shard
         ("zigzag", 0): 2 * ranks * (ranks - 1),
         ("zigzag", 1): 3 * ranks * (ranks - 1) // 2,
-        # 8 chunks of 6 rows, each seen by the two after it: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other
+        # 8 chunks of 6 rows, each visible to the next two: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other
         # ranks
         ("zigzag", 2): 11,
     }[layout, len(keywords)]
@@ -238,8 +242,8 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
-    """Rows of finfo.min besides others; a sink would take all their weight."""
+def test_planted_faults_are_detected(pool: Pool, fault: str | None) -> None:
+    """Rows of finfo.min are mixed with others; a sink would get all their weight."""
     lowest = torch.zeros(1, 1, 48, 48)
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
     sinks = {"sinks": torch.randn(4)} if fault and "sink" in fault else {}
@@ -252,13 +256,13 @@ def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
     shards = pool.run(2, attend_with, fault, problem, "ring", "contiguous")
     try:
         found = wrong(problem, shards, "contiguous")
-    except AssertionError as error:  # what all ranks must have alike is not
+    except AssertionError as error:  # arguments that must be equal on all ranks differ
         found = [str(error)]
     assert bool(found) == (fault is not None), found
 
 
-def test_a_share_of_the_gradients_each(pool: Pool) -> None:
-    """sum_gradients=False: the shares add up to the whole."""
+def test_gradient_shares_sum_to_the_full_gradient(pool: Pool) -> None:
+    """sum_gradients=False leaves a share on each rank."""
     problem = problem_of(causal="top_left", table=torch.randn(8, 4).double(), t5=(False, 20))
     whole, shares = (
         pool.run(2, attend, problem, "ring", "zigzag", sum_gradients=both) for both in (True, False)
@@ -267,11 +271,11 @@ def test_a_share_of_the_gradients_each(pool: Pool) -> None:
     assert not torch.equal(shares[0]["table"], shares[1]["table"])
     assert torch.equal(
         shares[0]["table"] + shares[1]["table"], whole[0]["table"]
-    )  # one sum of two, so to the bit
+    )  # one sum of two terms, so bits are equal
 
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
-def test_the_first_rank_draws_the_seed(pool: Pool, scheme: str) -> None:
+def test_first_rank_draws_the_seed(pool: Pool, scheme: str) -> None:
     assert len(set(pool.run(3, seed_drawn, scheme))) == 1
 
 
@@ -303,7 +307,7 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
         "must be a multiple of 2, got 5: pad the sequence"),
     "a group": (SHAPES, [{"group": 3}] * 2, "group must be a ProcessGroup or None, got int"),
     "a part of a block mask": (SHAPES, [{"attn_mask": BLOCKS[2]}] * 2,
-        "wanted that of the whole sequence"),
+        "must be a block mask of the full sequence"),
     "block masks": (SHAPES, [{"attn_mask": mask} for mask in BLOCKS[:2]],
         "the same attn_mask, got block mask of (1, 1, 8, 8)"),
     "pages": (SHAPES, [{"page_table": torch.zeros(1, 1, dtype=torch.int32)}] * 2,
@@ -330,14 +334,14 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     shapes, by_rank, why = REFUSED[name]
-    for told in pool.run(2, refusal, "ring", shapes, by_rank):
-        assert told.startswith(
+    for output in pool.run(2, refusal, "ring", shapes, by_rank):
+        assert output.startswith(
             "ValueError: ring_attention" if name.split()[-1] != "mask" else "ValueError"
-        ), told
-        assert why in told
+        ), output
+        assert why in output
 
 
-def test_alone_it_says_how_to_start() -> None:
+def test_single_process_error_has_a_start_hint() -> None:
     x = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match="start the processes with torchrun"):
         ring_attention(x, x, x)
@@ -362,9 +366,8 @@ assert group() is None, "something holds the group"
 """
 
 
-def test_the_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
-    """A group that outlives it keeps gloo's threads, and the process may abort while Python
-    exits."""
+def test_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
+    """Otherwise gloo's threads remain, and the process may abort at exit."""
     command = [sys.executable, "-c", GROUP_ENDS, str(tmp_path / "store")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr

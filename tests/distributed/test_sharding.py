@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: every named case split in every way that its op knows, against float64;
-refusals; planted faults."""
+"""The ops on DTensors: every case split in every supported way against float64; errors; faults."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ OP = {c.name: c.op for op in RULES for c in cases(op=op)}
 
 
 def wrong(name: str, dtype: torch.dtype, ranks: list[Any]) -> list[str]:
-    """What is outside the bounds of one process; the ranks must all have the same."""
+    """Return the errors beyond the bounds of one process; all ranks must agree."""
     exact: Solution = solve(name, dtype)
     assert all(bounds.other_bits(ranks[0], other) == [] for other in ranks[1:])
     return [
@@ -60,16 +59,18 @@ def even(name: str, way: Way, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) -> None:
-    """Every way, in float64; the first in float32 too. Whole on every rank, where dropout is one
-    process's."""
+def test_values_and_gradients_equal_one_process(pool: Pool, name: str) -> None:
+    """Every split runs in float64, the first in float32 too.
+
+    Dropout needs the full tensors on every rank.
+    """
     dtypes = {torch.float64: ways_of(name), torch.float32: ways_of(name)[1:2]}
     for dtype, way in ((dtype, way) for dtype, ways in dtypes.items() for way in ways):
         found = pool.run(2, compute, name, dtype, [way.name], (2,))
         if way.refused is not None:
-            assert all(way.refused in told for told in found)
+            assert all(way.refused in output for output in found)
         elif not even(name, way, 2):
-            assert all("which 2 ranks do not divide: use fewer ranks" in told for told in found)
+            assert all("which 2 ranks do not divide: use fewer ranks" in output for output in found)
         else:
             assert not wrong(name, dtype, found), (way.name, dtype)
 
@@ -91,13 +92,13 @@ def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) ->
     ],
     ids=str,
 )
-def test_a_mesh_of_two_dimensions(pool: Pool, name: str, split: list[str]) -> None:
+def test_two_dimensional_meshes_equal_one_process(pool: Pool, name: str, split: list[str]) -> None:
     assert not wrong(name, torch.float32, pool.run(4, compute, name, torch.float32, split, (2, 2)))
     assert not wrong(name, torch.float64, pool.run(4, compute, name, torch.float64, split, (2, 2)))
 
 
 LOSSES = {
-    "two ranks": (2, (2,), {"weight": [Shard(0)]}),  # x, target and bias plain
+    "two ranks": (2, (2,), {"weight": [Shard(0)]}),  # x, target and bias are plain tensors
     "four ranks": (4, (4,), {"x": [Replicate()], "weight": [Shard(0)], "bias": [Shard(0)]}),
     "rows and classes": (4, (2, 2),
         {"x": [Shard(0), Replicate()], "target": [Shard(0), Replicate()],
@@ -107,9 +108,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("how", LOSSES)
-def test_random_losses(pool: Pool, how: str) -> None:
-    """Each dtype, reduction, smoothing, ignored rows that hold NaN, fewer classes than ranks; each
-    backend that the CPU has in turn."""
+def test_random_losses_within_the_bounds(pool: Pool, how: str) -> None:
+    """Cover dtypes, reductions, smoothing, ignored NaN rows, and fewer classes than ranks.
+
+    Each CPU backend runs in turn.
+    """
     ranks, shape, places = LOSSES[how]
     computed = set()
     for number in range(18):
@@ -152,7 +155,7 @@ SEEN_BY = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str) -> None:
     name, way = SEEN_BY[fault]
     assert not wrong(name, torch.float32, pool.run(2, compute, name, torch.float32, [way], (2,)))
     assert wrong(
@@ -163,8 +166,10 @@ def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
 
 
 def shown(op: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A call that shows its dropout mask in the first output: scores that are alike, or the
-    identity for weights."""
+    """Return a call whose first output exposes its dropout mask.
+
+    Scores are equal, or the weights the identity.
+    """
     ones, eye = torch.ones(5, 3, 64), torch.eye(64)
     if op == "add_norm":
         return {"x": ones, "residual": 0 * ones, "weight": torch.ones(64)}, {}
@@ -195,10 +200,10 @@ MASKS = [
 
 @pytest.mark.parametrize("op, split", MASKS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_dropout_mask_is_that_of_one_process(
+def test_dropout_mask_equals_one_process(
     pool: Pool, ranks: int, op: str, split: dict[str, int]
 ) -> None:
-    """Bit for bit, parts of different sizes among them."""
+    """Bits are equal, also for parts of different sizes."""
     tensors, keywords = shown(op)
     keywords |= {"dropout_p": 0.4, "dropout_seed": 7}
     want = getattr(pt, op)(**tensors, **keywords)
@@ -242,19 +247,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses(pool: Pool, name: str) -> None:
     op, tensors, keywords, why = REFUSED[name]
-    for told in pool.run(2, refusal, (2,), op, tensors, **keywords):
-        assert told.startswith(f"ValueError: {op}: ") and why in told, told
+    for output in pool.run(2, refusal, (2,), op, tensors, **keywords):
+        assert output.startswith(f"ValueError: {op}: ") and why in output, output
 
 
 def test_second_derivatives_are_refused(pool: Pool) -> None:
-    assert all("without create_graph=True" in told for told in pool.run(2, second_derivative))
+    assert all("without create_graph=True" in output for output in pool.run(2, second_derivative))
 
 
 def test_two_meshes_are_refused(pool: Pool) -> None:
-    assert all("distribute both over the same mesh" in told for told in pool.run(4, other_mesh))
+    assert all("distribute both over the same mesh" in output for output in pool.run(4, other_mesh))
 
 
-def test_what_takes_no_dtensors_says_what_to_give(pool: Pool) -> None:
+def test_ops_without_dtensor_support_give_a_hint(pool: Pool) -> None:
     for weights, ring in pool.run(2, plain_only):
         assert (
             "attention_weights: query, key and lse must be plain tensors" in weights
@@ -262,7 +267,7 @@ def test_what_takes_no_dtensors_says_what_to_give(pool: Pool) -> None:
         )
 
 
-def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
+def test_bad_target_of_one_rank_raises_on_all(pool: Pool) -> None:
     first, last = pool.run(2, wrong_target)
     assert (
         "another rank's target is out of range" in first
@@ -270,15 +275,15 @@ def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
     )
 
 
-def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
-    """So nothing is refused for it: rows of dimension 1 on a mesh (4, 1)."""
+def test_mesh_dimensions_of_one_rank_split_nothing(pool: Pool) -> None:
+    """They cause no error: rows of dimension 1 on a mesh (4, 1)."""
     _, tensors, keywords, _ = REFUSED["dropout of rows that do not follow each other"]
     split = {n: (shape, [Replicate(), *where]) for n, (shape, where) in tensors.items()}
     assert pool.run(4, refusal, (4, 1), "add_norm", split, **keywords) == [""] * 4
 
 
 @pytest.mark.parametrize("place", [None, 0])
-def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
+def test_partial_placements_are_reduced(pool: Pool, place: int | None) -> None:
     shapes = {"x": (5, 8), "w1": (12, 8), "w2": (8, 12), "b2": (8,), "weight": (8,), "grad": (5, 8)}
     t = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
     leaves = [t[n].clone().requires_grad_() for n in ("x", "w1", "w2", "b2", "weight")]
@@ -295,6 +300,6 @@ def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
             torch.testing.assert_close(found[name], want.detach(), rtol=CURVE, atol=CURVE, msg=name)
 
 
-def test_the_first_rank_draws_the_seed(pool: Pool) -> None:
+def test_first_rank_draws_the_seed(pool: Pool) -> None:
     first, second = pool.run(2, mask_drawn)
     assert 0 < int((first == 0).sum()) < first.numel() and torch.equal(first, second)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over several ranks: the results of one process with all tokens, the bytes of the formula,
-refusals, planted faults."""
+"""Experts split over ranks: results of one process, bytes of the formula, errors, faults."""
 
 from __future__ import annotations
 
@@ -31,8 +30,10 @@ TOKENS = {2: (9, 4), 4: (7, 0, 5, 3)}
 
 
 def problem(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tokens and upstream gradients of each rank. One feature of all tokens is large: some experts
-    are wanted more than others."""
+    """Return tokens and upstream gradients of each rank.
+
+    One large feature makes some experts more frequent.
+    """
     torch.manual_seed(1)
     tokens = [torch.randn(n, D_MODEL, dtype=dtype) for n in TOKENS[ranks]]
     for t in tokens:
@@ -43,7 +44,7 @@ def problem(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
 def wrong(
     pool: Pool, ranks: int, name: str, dtype: torch.dtype, fault: str | None = None
 ) -> tuple[list[str], int]:
-    """(what differs from one process, the bytes sent)."""
+    """Return (differences from one process, sent bytes)."""
     tokens, grads = problem(ranks, dtype)
     want = results(mixture(OPTIONS[name], dtype), torch.cat(tokens), torch.cat(grads), 1.0)
     found = pool.run(ranks, mixed, OPTIONS[name], tokens, grads, fault)
@@ -62,18 +63,14 @@ def wrong(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_results_are_those_of_one_process(
-    pool: Pool, name: str, ranks: int, dtype: torch.dtype
-) -> None:
-    """Out, balance loss and every gradient, with as many tokens as one likes on each rank, none
-    too."""
+def test_results_equal_one_process(pool: Pool, name: str, ranks: int, dtype: torch.dtype) -> None:
+    """Compare out, balance loss and gradients for any number of tokens per rank, zero included."""
     assert wrong(pool, ranks, name, dtype)[0] == []
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_bytes_are_those_of_the_formula(pool: Pool, name: str) -> None:
-    """Of each slot whose expert is on another rank one row there and one back, and the same for
-    gradients."""
+def test_bytes_equal_the_formula(pool: Pool, name: str) -> None:
+    """A slot with an expert on another rank sends a row there and back, and in backward."""
     tokens, _ = problem(2, torch.float32)
     m = mixture(OPTIONS[name], torch.float32)
     x = torch.cat(tokens)
@@ -86,7 +83,7 @@ def test_bytes_are_those_of_the_formula(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+def test_planted_faults_are_detected(pool: Pool, fault: str) -> None:
     assert wrong(pool, 2, "little room", torch.float64, fault)[0]
 
 
@@ -96,10 +93,10 @@ def test_every_rank_refuses(pool: Pool) -> None:
         ({"num_experts": 4}, 7, "group must be a ProcessGroup"),
     ]
     for options, given, why in cases:
-        assert all(why in told for told in pool.run(2, refusal, options, given))
+        assert all(why in output for output in pool.run(2, refusal, options, given))
 
 
-def test_training_with_fsdp_is_that_of_one_process(pool: Pool) -> None:
+def test_training_with_fsdp_equals_one_process(pool: Pool) -> None:
     config = {
         "d_model": 16, "num_heads": 4, "hidden": 24, "num_layers": 2, "vocab_size": 61,
         "max_length": 16, "attention_dropout": 0.0,

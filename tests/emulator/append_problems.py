@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv into caches in eight bits by the backend "cuda", bit for bit. A GPU runs them too."""
+"""append_kv into 8-bit caches on the backend "cuda", bit for bit; a GPU runs these too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support import rotary_eight_bits
 
 RAW_OP = "append_kv"
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
-# Whole rows of 4 and 16 lanes, and rows of any kind; dtypes of the cache and the query, columns,
-# pages, columns that turn.
+# Full rows of 4 and 16 lanes, and other rows; dtypes of the cache and the query, columns, pages,
+# rotated columns.
 CASES = {
     "whole rows in pages": (E4M3, BF16, (64, 24), 4, 32),
     "whole rows": (INT8, F16, (48, 64), None, 0),
@@ -31,7 +31,7 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         return [] if problem.check() else ["other bits than quantize_kv gives"]
     except RuntimeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the portable attention kernels."""
+"""Problems that cover every path of the portable attention kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Problem(NamedTuple):
-    """Shapes are (B, Hq, Hkv, Lq, Lk, D, Dv)."""
+    """A problem; shapes are (B, Hq, Hkv, Lq, Lk, D, Dv)."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, int, int, int, int, int, int]
-    keywords: Callable[[Any], dict[str, Any]]  # of a function that draws normal tensors
+    keywords: Callable[[Any], dict[str, Any]]  # a function of a generator of normal tensors
 
 
 def alibi(draw: Any, heads: int) -> pt.AlibiBias:
@@ -42,8 +42,10 @@ def integers(*values: int) -> torch.Tensor:
 def padding(
     num_keys: int, *visible: tuple[int, int], holes: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A mask of keys alone: of each sequence those of its range are visible, but for `holes`,
-    normal numbers, above 1."""
+    """Return a key-padding mask: each sequence's range is visible except `holes` above 1.
+
+    `holes` are normal numbers.
+    """
     keys = torch.arange(num_keys)
     mask = torch.stack([(keys >= lo) & (keys < hi) for lo, hi in visible])[:, None, None]
     return mask if holes is None else mask & (holes < 1)
@@ -52,8 +54,10 @@ def padding(
 def by_blocks(
     draw: Any, shape: tuple[int, int, int, int], queries: int = 128, keys: int = 128
 ) -> torch.Tensor:
-    """A boolean mask of (B, H, Lq, Lk): of its blocks a third hide all, a sixth all but one pair,
-    and a sixth some of their pairs."""
+    """Return a boolean mask (B, H, Lq, Lk) of random blocks.
+
+    A third hide all pairs, a sixth all but one, a sixth some.
+    """
     down, across = -(-shape[2] // queries), -(-shape[3] // keys)
     spread = lambda t: t.repeat_interleave(queries, 2).repeat_interleave(keys, 3)[
         ..., : shape[2], : shape[3]
@@ -71,9 +75,9 @@ def in_blocks(draw: Any, shape: tuple[int, int, int, int], queries: int, keys: i
     )
 
 
-# Each class of head sizes and each dtype, plain and general, forward and backward; several tiles
-# with tails on both sides, tiles that are whole, cut and left out; each kind of bound, term and
-# gradient shape. Both of the rows that see nothing: by bounds, and by a mask.
+# Each class of head dims and each dtype, bounds-only and with a score_mod, forward and backward;
+# several tiles with tails on both sides; full, partial and skipped tiles; each bound, score term
+# and gradient shape. Rows without visible keys, by bounds and by a mask.
 PROBLEMS = (
     Problem("plain 64", BF16, (1, 2, 2, 140, 150, 64, 64), lambda n: {"causal": "top_left"}),
     Problem("plain 128", BF16, (1, 2, 1, 70, 90, 72, 96),
@@ -95,8 +99,8 @@ PROBLEMS = (
             "query_segments": torch.arange(70)[None] // 30,
                    "key_segments": torch.arange(130)[None] // 50},
     ),
-    # Key padding: behind and before, of several words, with holes; sequences and queries that see
-    # nothing.
+    # Key padding: at either end, of several words, with gaps; sequences and queries without visible
+    # keys.
     Problem(
         "padding", BF16, (4, 4, 2, 40, 150, 64, 64),
         lambda n: {"attn_mask": padding(150, (0, 131), (70, 150), (64, 65), (0, 0)),
@@ -155,8 +159,8 @@ PROBLEMS = (
                    "key_lengths": torch.tensor([60, 5]),
                    "query_lengths": torch.tensor([33, 40]), "dropout_p": 0.2, "dropout_seed": 3},
     ),
-    # Block masks: lists of each head and sequence, or of all; blocks of one tile and of several,
-    # and others than the tensors' lengths.
+    # Block masks: lists per head and sequence, or shared; blocks of one and of several tiles, and
+    # lengths that differ from the tensors'.
     Problem("blocks", BF16, (1, 2, 1, 300, 410, 64, 64),
         lambda n: {"attn_mask": in_blocks(n, (1, 2, 300, 410), 128, 64)}),
     Problem(
@@ -182,8 +186,8 @@ PROBLEMS = (
         lambda n: {"attn_mask": in_blocks(n, (2, 2, 100, 70), 64, 32), "bias": n(2, 1, 1, 70),
             "causal": "top_left"},
     ),
-    # Dense masks whose blocks are listed: by head and sequence, or for all; rows of whole words of
-    # 16 keys, or not; queries side by side.
+    # Dense masks with listed blocks: per head and sequence, or shared; rows of whole 16-key words,
+    # or not; transposed queries.
     Problem("listed", BF16, (1, 2, 1, 300, 410, 64, 64),
         lambda n: {"attn_mask": by_blocks(n, (1, 2, 300, 410))}),
     Problem(
@@ -210,8 +214,8 @@ PROBLEMS = (
         lambda n: {"attn_mask": by_blocks(n, (1, 1, 300, 1), keys=1), "bias": n(1, 1, 1, 140),
             "causal": "top_left"},
     ),
-    # Global keys: tiles between them and the windows, of which keys are no query's; within one tile
-    # with a window's; masks that hide some.
+    # Global keys: tiles between them and the windows that no query sees; in one tile with a window;
+    # masks that hide some.
     Problem(
         "global keys", BF16, (1, 2, 1, 70, 300, 64, 64),
         lambda n: {"window": (20, 5), "global_keys": 5, "causal": "bottom_right",
@@ -266,8 +270,10 @@ def problems() -> Iterator[Problem]:
 
 
 def arguments(problem: Problem) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Those of the call: query, key and value, (B, L, H, D) in memory if there are several
-    sequences; and keywords."""
+    """Return the call's query, key, value and keywords.
+
+    Memory is (B, L, H, D) if there are several sequences.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(problem.name.encode()))
     draw = lambda *shape: torch.randn(*shape, generator=generator)
     batch, heads, key_heads, num_q, num_k, head_dim, value_dim = problem.shape
@@ -281,7 +287,7 @@ def arguments(problem: Problem) -> tuple[tuple[torch.Tensor, ...], dict[str, Any
 
 
 def wrong(problem: Problem, poisoned: bool = True) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         check_attention(*arguments(problem), "cuda", poisoned=poisoned)
     except (RuntimeError, AssertionError) as error:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks whose lists were changed after they were checked: wrong results are allowed, and no
-address outside the tensors."""
+"""Block masks with lists changed after the check: wrong results are allowed, bad accesses not."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pytransformer.ops._core import fast_path
 __all__ = ["RAW_OP", "problems", "wrong"]
 
 SHAPE = (1, 2, 270, 400)
-# name -> (tensor of the mask, where, value)
+# name -> (tensor of the mask, index, value)
 CHANGES = {
     "a block behind the last": ("entries", (1, 0), 1_000_000_000),
     "a block before the first": ("entries", (1, 0), -1),
@@ -48,7 +47,7 @@ def problems() -> Iterator[Problem]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What the emulator says of forward and backward with these lists."""
+    """Return the emulator's errors in forward and backward with these lists."""
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(*shape, generator=generator)
     mask = in_blocks(draw, SHAPE, 128, 64)

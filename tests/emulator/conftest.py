@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs here runs in the emulator (csrc/emulator), which is built first: one to two minutes of
-compiling, once."""
+"""Build and load the emulator (csrc/emulator) for these tests: one to two minutes, once."""
 
 from __future__ import annotations
 
@@ -46,9 +45,9 @@ def builder() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")  # not longer: to later modules a call's backend would be another
+@pytest.fixture(scope="module")  # not longer: later modules would see another backend
 def emulated(builder: ModuleType) -> Iterator[Path]:
-    """The library of emulated ops; while it lives, the backend "cuda" takes CPU tensors."""
+    """Load the library of emulated ops; the backend "cuda" then accepts CPU tensors."""
     library = builder.library(faults=FAULTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTRANSFORMER_EMULATE", str(library))
@@ -58,16 +57,16 @@ def emulated(builder: ModuleType) -> Iterator[Path]:
 
 @pytest.fixture
 def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated GPU that has the instructions of sm_90a."""
+    """Imitate a GPU with the instructions of sm_90a."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
 
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
-    """The order in which the emulator runs threads: what a test finds with one it finds again with
-    the same.
+    """Set the order in which the emulator runs threads; results are reproducible.
 
-    The first three share the problems (see ``share``); with slow tests each problem runs under 20.
+    The first three schedules share the problems (see ``share``); with slow tests each problem runs
+    under 20.
     """
     torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
     return request.param
@@ -75,8 +74,10 @@ def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
 
 @pytest.fixture
 def share(schedule: int) -> Callable[[Iterable[Any]], list[Any]]:
-    """Takes a test's problems and returns those of this schedule: a third, or under the schedules
-    of slow tests all."""
+    """Return a function that selects this schedule's problems.
+
+    It selects a third, or all under the schedules of slow tests.
+    """
     return lambda problems: (
         list(problems)[schedule - 1 :: SHARED] if schedule <= SHARED else list(problems)
     )
@@ -84,7 +85,7 @@ def share(schedule: int) -> Callable[[Iterable[Any]], list[Any]]:
 
 @pytest.fixture(scope="session")
 def answers(builder: ModuleType) -> dict[str, torch.Tensor]:
-    """What the conformance program leaves in the emulator: name -> words, as int64."""
+    """Return the conformance program's results in the emulator: name -> words, as int64."""
     program = builder.program("conformance", [ROOT / "tests" / "cuda" / "conformance.cpp"])
     done = subprocess.run([program, "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the cross-entropy kernels for sm_90a."""
+"""Problems that cover every path of the cross-entropy kernels for sm_90a."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def problem(
     layout: str = "contiguous",
     **keywords: Any,
 ) -> Problem:
-    """Of rows, d, classes; every gradient, but for those not `wanted`. Ignored: every third row,
-    which holds NaN."""
+    """Return a problem of rows, d and classes, with the gradients in `wanted`.
+
+    Every third row is ignored and contains NaN.
+    """
     rows, d, classes = sizes
     torch.manual_seed(rows + classes)
     x, weight = (torch.randn(n, d, dtype=F64) for n in (rows, classes))
@@ -43,8 +45,8 @@ def problem(
     return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), keywords, wanted)
 
 
-# Tiles of 128 rows and 256 classes, or 128 where these are few, steps of 64; emulated, forward
-# takes 128 or 256 rows at a time and backward 128 or more of few classes; there are two
+# Tiles of 128 rows and 256 classes, or 128 if these are few, steps of 64. Emulated, forward
+# processes 128 or 256 rows at a time and backward 128 or more of few classes, on two
 # multiprocessors.
 PROBLEMS = {
     "several tiles": problem(BF16, (150, 72, 600), F32, ignored=True, label_smoothing=0.1),
@@ -67,7 +69,7 @@ def problems() -> Iterator[Named]:
 
 
 def wrong(named: Named) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     before = torch.ops.pytransformer_C.emulator_products()
     _, found = fuzz_cross_entropy.judge(named.problem, "cuda", False)
     if not found and torch.ops.pytransformer_C.emulator_products() == before:

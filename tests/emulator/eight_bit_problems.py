@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits by the backend "cuda": against float64 on the numbers that they
-stand for, in pages the bits of keys in one
-piece. Rows that no query sees, and their scales, are NaN. A GPU runs them too."""
+"""8-bit keys and values on "cuda" against float64 on dequantized values; a GPU runs these too.
+
+Paged results have the bits of contiguous ones. Hidden rows and their scales are NaN.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,8 @@ from support.pages import in_pages
 __all__ = ["RAW_OP", "problems", "wrong"]
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
-# Each kernel: keys split or not, of each dtype and class of head sizes; several tiles, of which
-# some are cut or left out. With each problem the dtype of keys and values, and the size of a page
-# or 0.
+# Each kernel: with and without split KV, per dtype and class of head dims; several tiles, some
+# partial or skipped. Each problem has the dtype of keys and values, and a page size or 0.
 DESCRIBED = (
     (INT8, 16, Described("one token in pages", BF16, (2, 4, 2, 1, 600, 64, 48),
                          lambda n: {"causal": "bottom_right",
@@ -54,8 +54,10 @@ DESCRIBED = (
 
 
 def spread(value: Tensor) -> Tensor:
-    """Rows that differ by three orders of magnitude: a weight times a small scale must keep its
-    bits."""
+    """Return rows whose magnitudes differ by 1000.
+
+    A weight times a small scale must keep its bits.
+    """
     return (
         value.float()
         * torch.logspace(-3, 0, value.shape[2])[
@@ -65,7 +67,7 @@ def spread(value: Tensor) -> Tensor:
 
 
 def stored(rows: Tensor, eight: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(numbers, scales) of rows, of which those with a NaN have nothing else."""
+    """Return (values, scales) of rows; a row with a NaN contains nothing else."""
     numbers, scale = pt.quantize_kv(rows, eight)
     nobody = scale.isnan()[..., None].expand(numbers.shape)
     return numbers.view(torch.uint8).masked_fill(nobody, 0x7F).view(eight), scale
@@ -97,7 +99,7 @@ def attend(
     keywords: dict[str, Any],
     device: str,
 ) -> list[Tensor]:
-    """out and lse."""
+    """Return out and lse."""
     (key, key_scale), (value, value_scale) = (stored(t, eight) for t in rows)
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in keywords.items()}
     if isinstance(bias := keywords.get("bias"), pt.AlibiBias):
@@ -118,8 +120,10 @@ def attend(
 
 
 def every_number(eight: torch.dtype, query_dtype: torch.dtype, device: str) -> bool:
-    """All numbers of the dtype, subnormals and both zeros too, as values that one query takes
-    whole; then a hidden NaN of a scale."""
+    """Use all codes of the dtype as values that one query reads, then a hidden NaN scale.
+
+    Subnormals and both zeros are included.
+    """
     every = torch.arange(256, dtype=torch.uint8).view(eight)
     numbers = every.float().nan_to_num(0)
     rows = numbers.to(eight).view(1, 1, 256, 1).expand(1, 1, 256, 64).contiguous().to(device)
@@ -156,7 +160,7 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         return [] if problem.check() else ["beyond the bounds, or other bits"]
     except RuntimeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the feed-forward kernels for sm_90a."""
+"""Problems that cover every path of the feed-forward kernels for sm_90a."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def problem(
     layout: str = "contiguous",
     **keywords: Any,
 ) -> Problem:
-    """Of rows, d, hidden, d_out: the tensors `names`, their gradients (but for those not `wanted`),
-    biases of a dtype of their own."""
+    """Return a problem of rows, d, hidden and d_out with the tensors in `names`.
+
+    It has the gradients in `wanted`, and biases have their own dtype.
+    """
     rows, d, hidden, out = sizes
     torch.manual_seed(rows + hidden)
     shapes = {
@@ -57,8 +59,8 @@ def problem(
     )
 
 
-# Tiles of 128 rows and 256 columns of hidden, 128 of each product if gated, or half as many where
-# two blocks have too few of these.
+# Tiles of 128 rows and 256 columns of hidden, 128 of each gemm if gated, or half as many if two
+# blocks have too few of these.
 PROBLEMS = {
     "relu": problem(BF16, (200, 72, 528, 40), (*WEIGHTS, *BIASES), dropout_p=0.3,
         dropout_seed=-(2**62) + 5),
@@ -87,7 +89,7 @@ def problems() -> Iterator[Named]:
 
 
 def wrong(named: Named) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     before = torch.ops.pytransformer_C.emulator_products()
     found = differences(named.problem)
     if not found and torch.ops.pytransformer_C.emulator_products() == before:
@@ -96,7 +98,7 @@ def wrong(named: Named) -> list[str]:
 
 
 def differences(problem: Problem, device: str = "cpu") -> list[str]:
-    """From float64, beyond the bound, of the problem's tensors on a device."""
+    """Return differences from float64 beyond the bound, for tensors on a device."""
     moved = dataclasses.replace(
         problem, tensors={n: t.to(device) for n, t in problem.tensors.items()}
     )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of the backward for sm_90a that makes all gradients at once, in any order and in the
-order of keys."""
+"""Problems of the fused sm_90a backward, in any order and in the order of keys."""
 
 from __future__ import annotations
 
@@ -11,21 +10,21 @@ from attention_problems import BF16, F16, Problem, integers, padding
 
 
 def unordered(problem: Problem) -> Problem:
-    """The same by the kernel that adds d_query across blocks."""
+    """Return the problem for the kernel that adds d_query across blocks."""
     return problem._replace(
         name=f"{problem.name}, unordered",
         keywords=lambda n: {**problem.keywords(n), "deterministic": False},
     )
 
 
-# Several blocks of keys add to the same queries: from three places, over several heads of a group,
-# around the end of a head's tiles.
+# Several KV blocks add to the same queries: from three positions, over several heads of a group,
+# around the last tile of a head.
 ANY_ORDER = (
     Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80),
         lambda n: {"deterministic": False}),
     Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128),
         lambda n: {"deterministic": False}),
-    # Keys that are not there, or hidden, would weigh more than float32 holds.
+    # Missing or hidden keys whose weights would overflow float32.
     Problem("one key, unordered", BF16, (1, 1, 1, 300, 1, 64, 64),
         lambda n: {"deterministic": False, "scale": 16.0}),
     Problem(
@@ -35,8 +34,8 @@ ANY_ORDER = (
                    "deterministic": False, "scale": 32.0},
     ),
 )  # fmt: skip
-# Of many keys the same kernel, where blocks take turns: the first of a tile's blocks is that of the
-# first key, or of a later one.
+# The same kernel with many keys, where blocks add in turn: the first block of a tile is that of the
+# first key or of a later one.
 IN_ORDER = (
     Problem("many keys in order, grouped", BF16, (1, 2, 1, 200, 1060, 128, 128), lambda n: {}),
     Problem("many keys in order, causal", F16, (2, 1, 1, 300, 1024, 64, 64),
@@ -60,5 +59,5 @@ IN_ORDER = (
 
 
 def any_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """These in any order, and those of this file."""
+    """Yield the unordered problems of sm90_problems and of this file."""
     return (*map(unordered, problems), *ANY_ORDER)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the norm kernels."""
+"""Problems that cover every path of the norm kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support import fuzz_layer_norm
 RAW_OP = "layer_norm_fwd"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
-# (op, rows, columns, x, residual, kind, dropout): short, middle and long rows of lanes, blocks of
-# one and several warps, the kernel for any with columns that are no multiple of eight and rows too
-# wide for registers; each pair of dtypes that has kernels of its own, and one that has none; more
-# rows than blocks run at once.
+# (op, rows, columns, x, residual, norm, dropout): short, middle and long rows, blocks of one and
+# several warps, the fallback kernel with columns that are no multiple of eight and rows too wide
+# for registers; each pair of dtypes with special kernels, and one without; more rows than blocks
+# run at once.
 SHAPES = (
     ("layer_norm", 70, 64, torch.float32, None, "layer", 0.0),
     ("layer_norm", 37, 136, torch.bfloat16, None, "layer", 0.0),
@@ -38,8 +38,10 @@ SHAPES = (
 
 
 def problems() -> Iterator[Problem]:
-    """One problem for each of SHAPES, with every gradient; one with rows that are not aligned, and
-    one of rows of two strides."""
+    """Yield a problem per entry of SHAPES with every gradient.
+
+    Unaligned rows and rows of two strides follow.
+    """
     for number, (op, rows, columns, x, residual, kind, p) in enumerate(SHAPES):
         torch.manual_seed(number)
         normal = lambda *shape, dtype=x: torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -49,7 +51,7 @@ def problems() -> Iterator[Problem]:
         tensors["weight"] = 1 + normal(columns, dtype=LOW[number % 3])
         if op != "rms_norm":
             tensors["bias"] = normal(columns, dtype=LOW[(number + 1) % 3])
-        wanted = list(tensors)
+        expected = list(tensors)
         tensors["grad_out"] = normal(rows, columns)
         keywords = {}
         if op == "add_norm":
@@ -58,19 +60,18 @@ def problems() -> Iterator[Problem]:
                 {"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {}
             )
         problem = Problem(
-            op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted
+            op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, expected
         )
         yield problem
         if number == 0:  # rows that do not begin at a multiple of 16 bytes
             yield replace(problem, layouts=problem.layouts | {"x": "offset"})
-        if rows == 35:  # rows of two strides, several of which a block has in turn
+        if rows == 35:  # rows of two strides, several per block
             grid = {n: t.reshape(5, 7, columns) if t.dim() == 2 else t for n, t in tensors.items()}
             yield replace(problem, tensors=grid, layouts=problem.layouts | {"x": "rows_first"})
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
-    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels
-    refuse."""
+    """Yield (number, problem) of the fuzzer, without float64, which the kernels refuse."""
     case = 0
     while count:
         problem = fuzz_layer_norm.draw(seed, case)
@@ -81,7 +82,7 @@ def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         results, record = fuzz_layer_norm.run(problem, "cuda")
     except (RuntimeError, AssertionError) as error:
@@ -101,5 +102,5 @@ def wrong(problem: Problem) -> list[str]:
 
 
 def unaligned(problem: Problem) -> Problem:
-    """The same with tensors that begin off 16 bytes: for the kernel for any rows."""
+    """Return the problem with tensors that begin off 16 bytes, for the fallback kernel."""
     return replace(problem, layouts=dict.fromkeys(problem.layouts, "offset"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the products by warpgroups."""
+"""Problems that cover every path of the warpgroup gemm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 class Problem(NamedTuple):
     name: str
     dtype: torch.dtype
-    layout: str  # of a and b: n as (rows, k) and (k, columns), t transposed
+    layout: str  # layouts of a and b: n is (rows, k) and (k, columns), t transposed
     rows: int
     columns: int
     depth: int
@@ -36,10 +36,10 @@ PROBLEMS = (
     Problem("columns with columns", BF16, "tn", 264, 136, 100, gap=24),
     Problem("two loops", F16, "nn", 64, 72, 130, second=200),
     Problem("more tiles than blocks", BF16, "nt", 400, 520, 64, bias=BF16),
-    Problem("two groups", F16, "nt", 2126, 264, 16),  # of rows of tiles
+    Problem("two groups", F16, "nt", 2126, 264, 16),  # in rows of tiles
     Problem(
         "led", BF16, "nt", 300, 500, 384, bias=F32
-    ),  # more steps than stages, in three wide tiles a block
+    ),  # more steps than stages, in three wide tiles per block
     Problem("led, columns with columns", F16, "tn", 520, 200, 256, gap=8),
     Problem("one tile", BF16, "nn", 128, 128, 320, bias=BF16),
     Problem("narrow", F16, "tn", 70, 8, 16),
@@ -52,8 +52,7 @@ def problems() -> Iterator[Problem]:
 
 
 def laid(logical: torch.Tensor, transposed: bool, gap: int) -> torch.Tensor:
-    """The same numbers in memory whose rows, or columns, begin at multiples of 16 bytes; NaN
-    between them."""
+    """Return a copy whose rows or columns begin at multiples of 16 bytes, with NaN between them."""
     t = logical.t() if transposed else logical
     memory = torch.full(
         (t.shape[0], -(-t.shape[1] // 8) * 8 + gap), torch.nan, dtype=t.dtype, device=t.device
@@ -64,7 +63,7 @@ def laid(logical: torch.Tensor, transposed: bool, gap: int) -> torch.Tensor:
 
 
 def operands(problem: Problem, device: str = "cpu") -> list[torch.Tensor]:
-    """a, b and, if there is one, the second pair."""
+    """Return a, b and, if present, the second pair."""
     torch.manual_seed(problem.rows)
     found = []
     for depth in filter(None, (problem.depth, problem.second)):
@@ -77,7 +76,7 @@ def operands(problem: Problem, device: str = "cpu") -> list[torch.Tensor]:
 def multiply(
     problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The kernels' result with the columns behind it that its rows hold."""
+    """Return the kernels' result with the padding columns of its rows."""
     width = -(-problem.columns // 8) * 8
     out = torch.full(
         (problem.rows, width + problem.gap), torch.nan, dtype=problem.dtype, device=given[0].device
@@ -92,8 +91,10 @@ def multiply(
 def compare(
     out: torch.Tensor, given: list[torch.Tensor], *terms: torch.Tensor | None
 ) -> bounds.Check:
-    """Of a @ b of each pair and the terms, summed in float32 and rounded to out's dtype, with
-    float64."""
+    """Compare the sum of a @ b of each pair and the terms with float64.
+
+    The kernel sums in float32 and rounds to out's dtype.
+    """
     exact = size = torch.zeros((), dtype=torch.float64, device=given[0].device)
     for a, b in zip(given[::2], given[1::2]):
         exact, size = exact + a.double() @ b.double(), size + a.double().abs() @ b.double().abs()
@@ -107,7 +108,7 @@ def compare(
 
 
 def differences(problem: Problem, device: str = "cpu") -> list[str]:
-    """From float64, beyond the bound; what is written behind the result."""
+    """Return differences from float64 beyond the bound, and writes behind the result."""
     given = operands(problem, device)
     bias = None if problem.bias is None else torch.randn(problem.columns).to(device, problem.bias)
     try:
@@ -122,7 +123,7 @@ def differences(problem: Problem, device: str = "cpu") -> list[str]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the kernels on this problem."""
+    """Return the errors of the kernels on this problem."""
     before = torch.ops.pytransformer_C.emulator_products()
     if found := differences(problem):
         return found

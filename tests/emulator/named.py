@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of the fuzzers with names, as run_problems.py wants them."""
+"""The fuzzers' problems by name, for run_problems.py."""
 
 from __future__ import annotations
 

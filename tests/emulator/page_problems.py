@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages, beside the same keys in one piece: the backend "cuda" gives the same
-bits. A GPU runs them too."""
+"""Paged and contiguous keys and values give the same bits on "cuda"; a GPU runs these too."""
 
 from __future__ import annotations
 
@@ -37,8 +36,10 @@ def inputs(
     lengths: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
 ) -> tuple[Tensor, Pools, Tensor]:
-    """Queries, pools in an order of memory that in_pages draws, NaN wherever nobody may read, and
-    lengths."""
+    """Return queries, pools in random page order, and lengths.
+
+    Rows that no call may read contain NaN.
+    """
     batch, lk, n = len(lengths), max(lengths), torch.tensor(lengths, device=device)
     query, key, value = (
         draw(batch, 4, lq, 16),
@@ -70,7 +71,7 @@ def same(query: Tensor, pools: Pools, lengths: Tensor, **options: Any) -> bool:
 
 
 def clamped(query: Tensor, pools: Pools, lengths: Tensor) -> bool:
-    """Where nobody looks, as on a GPU, an entry outside the pool is the nearest page."""
+    """Return the table with entries clamped to the pool, as on a GPU without checks."""
     last = pools.tensors[0].shape[0] - 1
     table, nearest = pools.table.to(torch.int64, copy=True), pools.table.to(torch.int64, copy=True)
     table[0, 3], table[0, 4], table[2, 0] = -5, 2**40, last + 1
@@ -97,7 +98,7 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         return [] if problem.check() else ["other bits than keys in one piece give"]
     except RuntimeError as error:

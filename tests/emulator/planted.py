@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a module of problems with a fault planted in the kernels, in a process of its own.
+"""Run a module of problems with a planted fault in a process.
 
-A server imports torch once and forks a process for each run, which loads the emulator's library
-with PYTRANSFORMER_FAULT set: a fault costs
-no compiling and no start of Python, and may crash or hang.
+A server imports torch once and forks a process per run, which loads the emulator's library with
+PYTRANSFORMER_FAULT set. A fault costs no compilation and no start of Python, and may crash or hang.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from run_problems import PRELOADED, send_first_wrong
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-LIMIT = 120  # seconds that a run may take
+LIMIT = 120  # seconds per run
 
 
 @functools.cache
@@ -35,14 +34,13 @@ def found(
     path: str = "portable",
     **environment: str,
 ) -> str:
-    """What a module of problems tells of the library with this fault planted; nothing if it finds
-    nothing wrong.
+    """Return the output of a module of problems with this fault planted; empty if all pass.
 
     fault: a name of text_faults.py, or a call site (csrc/emulator/sites.h). path:
     PYTRANSFORMER_CUDA_PATH.
 
     Raises:
-        RuntimeError: the run crashed, or took too long.
+        RuntimeError: the run crashed, or exceeded its time.
     """
     environment |= {
         "PYTRANSFORMER_EMULATE": str(library),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the rotary kernels."""
+"""Problems that cover every path of the rotary kernels."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def _rows(name: str, dtype: torch.dtype, shape: tuple[int, ...], turned: int, **more: Any) -> Named:
-    """rotary of x by tables whose halves differ, with every gradient."""
+    """Return rotary of x by tables whose halves differ, with every gradient."""
     keywords = {n: more[n] for n in ("interleaved", "eps", "weight_offset") if n in more}
     batch, _, length, dim = shape
     tensors = {"x": _normal(*shape, dtype=dtype)}
     if "weight" in more:
         tensors["weight"] = 1 + _normal(dim, dtype=more["weight"])
-    wanted = list(tensors)
+    expected = list(tensors)
     for table in ("cos", "sin"):
         tensors[table] = _normal(
             more.get("tables", batch), length, turned, dtype=more.get("table", F32)
         )
     tensors["grad_out"] = _normal(*shape, dtype=dtype)
     layouts = dict.fromkeys(tensors, "contiguous") | more.get("layouts", {})
-    return Named(name, Problem("rotary", dtype, "zero_mean", tensors, layouts, keywords, wanted))
+    return Named(name, Problem("rotary", dtype, "zero_mean", tensors, layouts, keywords, expected))
 
 
 def _step(
     name: str, dtype: torch.dtype, dims: tuple[int, int], page: int | None, **more: Any
 ) -> Named:
-    """append_kv of two sequences, one key of which is padding."""
+    """Return append_kv of two sequences, one key of which is padding."""
     batch, heads, kv, length, room = 2, 3, 2, 5, 12
     dim, value_dim = dims
     tensors = {
@@ -82,9 +82,11 @@ def _normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def problems() -> Iterator[Named]:
-    """Whole rows of 4 to 32 lanes, in both layouts and each dtype, with idle lanes, with more rows
-    than blocks run at once; rows of any
-    kind; caches in one piece and in pages by tables of both dtypes."""
+    """Yield rows of 4 to 32 lanes, other rows, and caches.
+
+    Both layouts and each dtype have idle lanes and more rows than blocks run at once. Caches are
+    contiguous and paged, with tables of both dtypes.
+    """
     torch.manual_seed(0)
     yield _rows("halves", F32, (1, 2, 5, 64), 64)
     yield _rows("norm", BF16, (2, 3, 25, 128), 128, weight=F16, table=BF16, eps=0.1)
@@ -110,8 +112,7 @@ def problems() -> Iterator[Named]:
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
-    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels
-    refuse."""
+    """Yield (number, problem) of the fuzzer, without float64, which the kernels refuse."""
     case = 0
     while count:
         problem = fuzz_rotary.draw(seed, case)
@@ -122,7 +123,7 @@ def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
 
 
 def wrong(problem: Named | Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         return fuzz_rotary.judge(
             problem.problem if isinstance(problem, Named) else problem, "cuda", False

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a module's problems in the emulator, one after another: for planted faults, and for variants
-of the kernels.
+"""Run a module's problems in the emulator: for planted faults and for kernel variants.
 
-PYTRANSFORMER_EMULATE=<library> python tests/emulator/run_problems.py MODULE SCHEDULE [PROBLEM]
+    PYTRANSFORMER_EMULATE=<library> python tests/emulator/run_problems.py MODULE SCHEDULE [PROBLEM]
 
-Prints the first thing wrong and exits with 3 (1 is what Python exits with if it is the script that
-fails). PROBLEM: the only one to run.
+The command prints the first error and exits with 3, because Python exits with 1 if the script
+fails. PROBLEM selects one problem.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def first_wrong(module: str, schedule: int, only: str = "") -> str:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(
         True, warn_only=True
-    )  # fresh memory, the library's scratch too, is filled with NaN
+    )  # fill fresh memory, the library's scratch included, with NaN
     script = importlib.import_module(module)
     assert (reason := cuda_library.why_not(script.RAW_OP, torch.device("cpu"))) is None, (
         reason

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults at the calls of ptx functions, and for each the problem that finds it.
+"""Faults at the calls of ptx functions, and the problem that detects each.
 
-    python tests/emulator/sites.py          finds problems for faults that sites.json does not have
-                                            yet: 12 minutes and more
-    python tests/emulator/sites.py --all    finds all again: 40 minutes
+    python tests/emulator/sites.py          find problems for faults that sites.json lacks:
+                                            12 minutes and more
+    python tests/emulator/sites.py --all    find all of them: 40 minutes
 
-The emulator makes a call at one place in the sources wrong (csrc/emulator/sites.h): it leaves the
-call out, shifts an address or flips a
-parity. sites.json names each fault by instruction, file and the text of the line, so that code may
-move. It gives the problem that finds
-the fault, or the reason why none does.
+The emulator changes one call in the sources (csrc/emulator/sites.h): it drops the call, shifts an
+address or flips a parity. sites.json names each fault by instruction, file and the text of the
+line, so code may move. It gives the problem that detects the fault, or the reason why none does.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ RUNS = (
     ("sm90_problems", "sm90"),
 )
 TO_EXPLAIN = "no problem finds it: say why, or write one"
-TRIED = 12  # problems that reach a site, the quickest first
+TRIED = 12  # problems that reach a site, the fastest first
 
 
 class Run(NamedTuple):
-    """A problem that the emulator runs."""
+    """A problem in the emulator."""
 
     problems: str
     path: str
@@ -66,14 +64,14 @@ class SiteFault(NamedTuple):
 
     file: str  # below csrc/
     instruction: str
-    text: str  # of the line
+    text: str  # the text of the line
     fault: str
 
     def __str__(self) -> str:
         return f"{self.fault} {self.instruction} | {self.file} | {self.text}"
 
     def planted(self) -> str | None:
-        """PYTRANSFORMER_FAULT, or None if the file has no such line."""
+        """Return PYTRANSFORMER_FAULT, or None if the file has no such line."""
         places = lines(self.file)
         return (
             f"{self.fault}@{self.file}:{places.index(self.text) + 1}"
@@ -84,8 +82,10 @@ class SiteFault(NamedTuple):
 
 @functools.cache
 def lines(file: str) -> list[str]:
-    """The lines of a file below csrc/, without indentation; the second of the same text ends in "
-    #2"."""
+    """Return the lines of a file below csrc/, without indentation.
+
+    A repeated text ends in " #2".
+    """
     seen, found = Counter[str](), []
     for line in (planted.CSRC / file).read_text().splitlines():
         seen[text := line.strip()] += 1
@@ -100,7 +100,7 @@ def parsed(text: str) -> SiteFault:
 
 
 def entries() -> dict[SiteFault, Run | str]:
-    """sites.json: the problem that finds each fault, or why none does."""
+    """Return sites.json: the problem that detects each fault, or the reason why none does."""
     read = json.loads(LISTED.read_text()) if LISTED.is_file() else {}
     return {
         parsed(name): found if isinstance(found, str) else Run(*found)
@@ -117,7 +117,7 @@ def unseen() -> dict[SiteFault, str]:
 
 
 def reached(library: Path, run: Run) -> tuple[set[SiteFault], float]:
-    """The faults of all calls that the problem makes, and the seconds it takes."""
+    """Return the faults at all calls of a problem, and the seconds it takes."""
     with tempfile.TemporaryDirectory() as folder:
         record, start = Path(folder) / "sites", time.monotonic()
         wrong = planted.found(
@@ -137,8 +137,10 @@ def reached(library: Path, run: Run) -> tuple[set[SiteFault], float]:
 
 
 def finds(library: Path, fault: SiteFault, run: Run, schedule: int = 1) -> bool:
-    """Return True if the problem shows the fault: by a message, a wrong number, or a process that
-    ends or hangs."""
+    """Return True if the problem detects the fault.
+
+    The process prints a message or a wrong number, crashes or hangs.
+    """
     place = fault.planted()
     assert place is not None, f"the sources have no such line: {fault}"
     try:
@@ -194,7 +196,7 @@ def main() -> int:
 
 
 def write(found: dict[SiteFault, Run | str]) -> None:
-    """sites.json, a line for each fault."""
+    """Write sites.json, one line per fault."""
     lines = (f"{json.dumps(str(fault))}: {json.dumps(found[fault])}" for fault in sorted(found))
     LISTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

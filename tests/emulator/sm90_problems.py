@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that reach every path of the attention kernels for sm_90a."""
+"""Problems that cover every path of the attention kernels for sm_90a."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ RAW_OP = attention_problems.RAW_OP
 
 
 def some(t: torch.Tensor) -> torch.Tensor:
-    """A mask of which a third is -inf, and the third row all."""
+    """Return a mask with -inf in a third of the pairs and in the full third row."""
     hidden = (t > 0.4) | (torch.arange(t.shape[-2]) == 2)[:, None]
     return t.masked_fill(hidden, -torch.inf)
 
 
 # Blocks of 128 rows, in forward also of 192; tiles of 128 streamed rows, 64 or 96 in some passes.
 # More tiles than the emulated GPU has multiprocessors, and full attention, give persistent blocks.
-# Head sizes of each class, whole and not.
+# Head dims of each class, full and padded.
 BOTH_WAYS = (
     Problem("grouped", BF16, (1, 2, 1, 150, 300, 64, 64), lambda n: {}),
     Problem("full", F16, (1, 2, 2, 200, 140, 128, 128), lambda n: {}),
     Problem("causal", BF16, (1, 1, 1, 300, 300, 128, 128), lambda n: {"causal": "top_left"}),
-    # Three consumers: several tiles of 192 queries and a tail, of which one has no rows; heads in
-    # groups; persistent blocks, and not.
+    # Three consumers: several tiles of 192 queries and a tail that leaves one consumer without
+    # rows; heads in groups; persistent blocks and others.
     Problem("three consumers", BF16, (1, 4, 2, 440, 300, 64, 64), lambda n: {}),
     Problem(
         "three consumers, causal", F16, (2, 2, 2, 330, 400, 40, 64),
@@ -69,12 +69,11 @@ BOTH_WAYS = (
         lambda n: {"causal": "top_left", "prefix_lengths": integers(100, 10)}),
     Problem("weights of all sizes", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 2.0}),
     Problem("one tile", BF16, (1, 1, 1, 40, 40, 72, 72), lambda n: {"scale": 0.05}),
-    # lse beyond 2^24, of which float32 has even numbers alone: weights made from it are more than
-    # 1.
+    # lse beyond 2^24, of which float32 represents only even numbers: the weights exceed 1.
     Problem("large scores", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 1e6}),
 )  # fmt: skip
-# In the backward consumers share 64 keys: several tiles of these, persistent and not; weights from
-# one consumer to the other.
+# Backward consumers share 64 keys: several tiles, persistent and not; one consumer passes weights
+# to the other.
 WIDE = (
     Problem("wide", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {}),
     Problem("wide, grouped", BF16, (1, 2, 1, 150, 330, 256, 256), lambda n: {}),
@@ -88,7 +87,7 @@ WIDE = (
     Problem("wide, large scores", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {"scale": 5e5}),
     Problem("wide, one tile", BF16, (1, 1, 1, 40, 40, 256, 256), lambda n: {"scale": 0.05}),
 )  # fmt: skip
-# Panels that query and key have not, or value, or none of them, of each class.
+# Column panels that only some of query, key and value have, per class.
 UNLIKE = (
     Problem("192 and 128", BF16, (1, 2, 1, 140, 150, 192, 128),
         lambda n: {"causal": "bottom_right"}),
@@ -100,8 +99,8 @@ UNLIKE = (
     Problem("72 and 16, mask", BF16, (1, 1, 1, 40, 160, 72, 16),
         lambda n: {"attn_mask": n(40, 160) > 0}),
 )  # fmt: skip
-# With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that
-# some tiles are wholly beyond, or none.
+# With score terms: tiles of 96, 64 or 48 in backward, in pieces of 16. Some tiles lie fully beyond
+# the distances of T5's tables.
 TERMS = (
     Problem("sinks", BF16, (1, 2, 1, 140, 200, 64, 64),
         lambda n: {"sinks": torch.tensor([1.5, 20.0]), "causal": "bottom_right"}),
@@ -159,7 +158,7 @@ TERMS = (
         lambda n: {"bias": t5(n, 2, False, 300, 32), "causal": "top_left"},
     ),
 )  # fmt: skip
-# Key padding: bounds, and where keys between them are hidden bits; NaN in all that nobody sees.
+# Key padding: bounds, and bits for keys hidden between them; hidden rows contain NaN.
 PADDING = (
     Problem(
         "padding", BF16, (4, 2, 1, 140, 300, 64, 64),
@@ -178,7 +177,7 @@ PADDING = (
         lambda n: {"attn_mask": padding(290, (0, 290), holes=n(290)),
             "key_lengths": integers(290, 150)},
     ),
-    # With a left window queries in the midst of holes see nothing.
+    # With a left window, queries within padding gaps have no visible keys.
     Problem(
         "holes and window", BF16, (1, 1, 1, 200, 200, 64, 64),
         lambda n: {"attn_mask": (torch.arange(200) < 60) | (torch.arange(200) >= 150),
@@ -206,8 +205,8 @@ PADDING = (
                    "causal": "bottom_right"},
     ),
 )  # fmt: skip
-# And beside elementwise masks. These, and the backward of all of them, recompute what met NaN: so
-# they run without it, too.
+# With elementwise masks too. These, and every backward, recompute tiles that met NaN, so they also
+# run without it.
 PADDED_LOOKUPS = (
     Problem(
         "holes and bias", F16, (2, 1, 1, 40, 264, 128, 128),
@@ -227,9 +226,9 @@ PADDED_LOOKUPS = (
                    "key_segments": torch.arange(200)[None] // 120},
     ),
 )  # fmt: skip
-# What is looked up pair by pair, in backward a visit's pairs as bits.
+# Elementwise masks, in backward as bits of a tile's pairs.
 LOOKUPS = (
-    # Boolean masks: 16 keys a load, or one by one; of every broadcast shape.
+    # Boolean masks: 16 keys per load, or one by one; of every broadcast shape.
     Problem("mask", BF16, (2, 1, 1, 150, 272, 64, 64),
         lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
     Problem(
@@ -245,8 +244,8 @@ LOOKUPS = (
         lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
     Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64),
         lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
-    # Keys that nobody sees hold NaN: tiles are recomputed, of several sequences, more than blocks
-    # do it, and of several queries.
+    # Hidden keys contain NaN: more blocks than one recompute tiles of several sequences and
+    # queries.
     Problem("hidden keys", BF16, (6, 1, 1, 40, 300, 64, 64),
         lambda n: {"attn_mask": (n(6, 1, 1, 300) > -0.5).repeat(1, 1, 40, 1)}),
     Problem(
@@ -254,15 +253,15 @@ LOOKUPS = (
         lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3,
             "dropout_seed": 3},
     ),
-    # A key and a query that nobody sees, in the last head; the window keeps them from the first
-    # tiles: few flags are raised.
+    # A hidden key and a hidden query in the last head; the window keeps them from the first tiles,
+    # so few flags are set.
     Problem(
         "one hidden key", BF16, (2, 2, 2, 300, 300, 64, 64),
         lambda n: {"attn_mask": (torch.arange(4).view(2, 2, 1,
             1) < 3) | (torch.arange(300) != 290) & (torch.arange(300) != 290)[:, None],
                    "window": (20, 20)},
     ),
-    # Of 136 tiles in each pass, for each of which one of a few blocks asks, the last is recomputed.
+    # Each pass has 136 tiles, and one of a few blocks requests each; the last is recomputed.
     Problem(
         "the last of many heads", BF16, (34, 4, 4, 33, 20, 64, 64),
         lambda n: {"attn_mask": (torch.arange(34 * 4).view(34, 4, 1,
@@ -293,7 +292,7 @@ LOOKUPS = (
             "query_segments": torch.arange(130)[None] // 70,
                    "key_segments": torch.arange(160)[None] // 70, "softcap": 3.0},
     ),
-    # Floating masks and biases whose rows are copied, of 16 bits and of 32; some rows see nothing,
+    # Floating masks and biases with copied rows of 16 and 32 bits; some rows have no visible keys,
     # some pairs are -inf.
     Problem(
         "bf16 mask", BF16, (1, 2, 2, 130, 272, 128, 128),
@@ -331,7 +330,7 @@ LOOKUPS = (
         lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
     Problem("f32 bias", F16, (1, 1, 1, 130, 270, 128, 128),
         lambda n: {"bias": n(1, 1, 130, 270), "window": (250, 60)}),
-    # Rows that begin anywhere.
+    # Rows at any alignment.
     Problem(
         "odd bf16 mask", BF16, (2, 2, 1, 71, 151, 128, 128),
         lambda n: {"attn_mask": some(n(2, 2, 71, 151)).to(BF16), "causal": "bottom_right",
@@ -360,9 +359,9 @@ LOOKUPS = (
                    "dropout_p": 0.2, "dropout_seed": 6},
     ),
 )  # fmt: skip
-# Those whose d_query, d_key and d_value the portable kernels make.
+# Problems whose d_query, d_key and d_value use the portable kernels.
 FORWARD = (
-    # Wide heads: elementwise masks beside a score_mod.
+    # Wide heads: elementwise masks with a score_mod.
     Problem(
         "192 and 64, mask, softcap", F16, (1, 2, 2, 40, 144, 192, 64),
         lambda n: {"attn_mask": n(2, 40, 144) > 0, "softcap": 4.0},
@@ -376,7 +375,7 @@ FORWARD = (
         "wide, f32 mask, dropout", F16, (1, 1, 1, 40, 150, 256, 256),
         lambda n: {"attn_mask": some(n(1, 1, 40, 150)), "dropout_p": 0.3, "dropout_seed": 3},
     ),
-    # Block masks, and a dense one that is listed; blocks of one tile and of two.
+    # Block masks, and a dense one with listed blocks; blocks of one tile and of two.
     Problem("blocks", BF16, (1, 2, 1, 300, 520, 64, 64),
         lambda n: {"attn_mask": in_blocks(n, (1, 2, 300, 520), 128, 128)}),
     Problem(
@@ -393,8 +392,8 @@ FORWARD = (
         lambda n: {"attn_mask": by_blocks(n, (1, 1, 300, 410)), "bias": t5(n, 2, True),
             "sinks": n(2)},
     ),
-    # Floating masks and biases one by one, and two of them; some rows see nothing, some pairs are
-    # -inf.
+    # Floating masks and biases one by one, and two of them; some rows have no visible keys, some
+    # pairs are -inf.
     Problem(
         "f32 mask and bias", BF16, (2, 2, 2, 70, 140, 64, 64),
         lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": n(2, 70, 140),
@@ -417,10 +416,9 @@ FORWARD = (
                    "bias": torch.full((1, 140), torch.finfo(torch.float32).min)},
     ),
 )  # fmt: skip
-# Gradients of masks and biases: several parts a block, tiles of keys that are seen or not, sums
-# over sequences, heads, both or neither.
-# Other problems have such gradients too, stored in pairs or one by one; those that are sums over
-# queries or keys are the portable kernels'.
+# Gradients of masks and biases: several parts per block, visible and hidden KV tiles, sums over
+# sequences, heads, both or neither. Other problems have such gradients too, stored in pairs or one
+# by one; the portable kernels compute sums over queries or keys.
 DENSE = (
     Problem(
         "gradient of all heads", BF16, (3, 2, 1, 270, 304, 64, 64),
@@ -454,7 +452,7 @@ def problems() -> Iterator[Problem]:
 
 
 def gradients(problem: Problem, schedule: int) -> list[torch.Tensor]:
-    """Of the first three arguments, with threads and blocks in another order."""
+    """Return the gradients of the first three arguments in another thread and block order."""
     tensors, keywords = arguments(problem)
     torch.ops.pytransformer_C.emulator_schedule(schedule)
     inputs = [t.detach().requires_grad_() for t in tensors[:3]]
@@ -463,7 +461,7 @@ def gradients(problem: Problem, schedule: int) -> list[torch.Tensor]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the kernels for sm_90a on this problem."""
+    """Return the errors of the sm_90a kernels on this problem."""
     args, keywords = arguments(problem)
     products, by_warps = (
         [torch.ops.pytransformer_C.emulator_products()],
@@ -484,12 +482,16 @@ def wrong(problem: Problem) -> list[str]:
         first, *others = (gradients(problem, schedule) for schedule in range(1, 5))
         if not all(torch.equal(a, b) for other in others for a, b in zip(first, other)):
             found.append("bits that differ from run to run")
-    for told in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split(
+    for output in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split(
         "; "
-    ):  # nothing without _C
+    ):  # nothing to compare without _C
         left = ("d_query", "d_key") if problem in FORWARD else ()
-        if "portable" in told and "the gradient is a sum" not in told and not told.startswith(left):
-            found.append(told)
+        if (
+            "portable" in output
+            and "the gradient is a sum" not in output
+            and not output.startswith(left)
+        ):
+            found.append(output)
     forward, both = products[1] - products[0], products[2] - products[1]
     if not forward or (problem not in FORWARD and forward == both):
         found.append(f"{forward} products of warpgroups in forward, {both} in forward and backward")

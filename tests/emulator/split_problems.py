@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few queries, whose keys the backend "cuda" splits over blocks: against float64, and the same bits
-in any batch. A GPU runs them too."""
+"""Decode: "cuda" splits KV over blocks, within float64's bound, with equal bits in any batch.
+
+A GPU runs these too.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from pytransformer.testing import bounds, oracle
 
 __all__ = ["RAW_OP", "problems", "wrong"]
 
-# Two and three splits of 256 keys, or of 512 where there are two tiles of rows, with tails; heads
-# of a group with terms of their own. In 16 bits calls of bounds alone have a kernel of their own:
-# the first three, and not those with a scale below zero or padding.
+# Two and three splits of 256 keys, or of 512 for two tiles of rows, with tails; heads of a group
+# with separate score terms. In 16 bits, bounds-only calls have a special kernel: the first three
+# problems, but not those with a negative scale or padding.
 DESCRIBED = (
     Described(
         "one token", BF16, (2, 4, 2, 1, 600, 64, 48),
@@ -60,7 +62,7 @@ DESCRIBED = (
 
 
 def right(described: Described, device: str) -> bool:
-    """Within the bounds of float64, whatever rows hold that take part in no pair."""
+    """Check the bounds of float64, with NaN in rows without a visible pair."""
     (query, key, value), keywords = arguments(described)
     solution = oracle.solve(query, key, value, **keywords)
     dead = [solution.dead_queries, solution.unseen_keys, solution.unseen_keys]
@@ -83,9 +85,11 @@ def right(described: Described, device: str) -> bool:
 
 
 def same_in_any_batch(device: str, dtype: torch.dtype = F32, **options: Any) -> bool:
-    """Sequences with room for 16,640 keys, for which splits are longer: the bits that each gives
-    alone, without room. The second has one
-    split, and nothing to merge."""
+    """Check that each sequence has the bits of a call alone, without spare capacity.
+
+    Capacity for 16,640 keys makes the splits longer. The second sequence has one split and nothing
+    to merge.
+    """
     lengths = torch.tensor([600, 33])
     query, key, value = (
         draw(2, h, n, 16, seed=n + h).to(device, dtype) for h, n in ((2, 1), (1, 16640), (1, 16640))
@@ -126,7 +130,7 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         return [] if problem.check() else ["beyond the bounds, or other bits"]
     except RuntimeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on a part of a larger problem, whose dropout mask is that of the larger one."""
+"""Calls on a part of a larger problem have the dropout mask of the larger problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Problem(NamedTuple):
 
 def problems() -> Iterator[Problem]:
     yield Problem("sequences and heads", lambda: check_slices("cuda"))
-    # By the kernels for sm_90a, from bits that were made before; packed, drawn in each pass.
+    # The sm_90a kernels, from bits drawn in advance; packed, drawn in each pass.
     yield Problem("sequences and heads, bits", lambda: check_slices("cuda", torch.bfloat16))
     yield Problem(
         "sequences and heads, packed", lambda: check_slices("cuda", torch.bfloat16, packed=True)
@@ -31,7 +31,7 @@ def problems() -> Iterator[Problem]:
 
 
 def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the backend "cuda" on this problem."""
+    """Return the errors of the backend "cuda" on this problem."""
     try:
         problem.check()
     except (RuntimeError, AssertionError) as error:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen by the backend "cuda", the kernels run in the emulator, through
-the public API."""
+"""attention and attention_varlen on the emulated backend "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ PACKED = list(cases("attention_varlen", "small"))
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     for problem in share(attention_problems.problems()):
         assert (found := attention_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 
 def test_random_problems(schedule: int, share: Share) -> None:
-    """Guarded and poisoned memory, every keyword, packed and padded, equal bits twice."""
+    """Memory is guarded and poisoned; every keyword, packed and padded, gives equal bits twice."""
     cases = [
         n
         for n in range(schedule * 1000, schedule * 1000 + FUZZ_CASES)
@@ -51,15 +50,15 @@ def test_random_problems(schedule: int, share: Share) -> None:
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case, schedule: int) -> None:
-    """The named cases that tests and benchmarks share, in turn in each dtype."""
+def test_case_within_the_bound(case: Case, schedule: int) -> None:
+    """Each shared named case runs in the next dtype in turn."""
     args, keywords = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0)
     check_attention(args, keywords, "cuda")
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
 @pytest.mark.parametrize("case", PACKED, ids=lambda c: c.name)
-def test_packed_case(case: Case, schedule: int) -> None:
+def test_packed_case_within_the_bound(case: Case, schedule: int) -> None:
     dtype = DTYPES[PACKED.index(case) % 3]
     check_packed(*case.make("cpu", dtype, seed=0), "cuda")
 
@@ -70,7 +69,7 @@ def test_packed_case(case: Case, schedule: int) -> None:
     [(torch.bfloat16, "portable"), (torch.float32, "portable"), (torch.bfloat16, "sm90")],
 )
 @pytest.mark.parametrize("padded", [False, True])
-def test_dropout_mask(
+def test_dropout_mask_equals_the_reference(
     dtype: torch.dtype,
     path: str,
     query_start: int,
@@ -78,12 +77,11 @@ def test_dropout_mask(
     padded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit the reference's mask in each pass, wherever the tensors lie in the sequence, and
-    whatever padding hides.
+    """Each pass has the reference's bits, for all starts and padding.
 
-    With zero queries all weights of a row are equal: value the identity shows them in out, a
-    gradient of ones in d_value, and as
-    their share of delta in d_query, whose keys are the identity too.
+    With zero queries all weights of a row are equal. Value as the identity exposes them in out, a
+    gradient of ones in d_value, and the keys, also the identity, expose their share of delta in
+    d_query.
     """
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
@@ -102,13 +100,13 @@ def test_dropout_mask(
     keep = keep if visible is None else keep & visible
     out, lse = attention_op.fwd(*a, "cuda", True)
     assert torch.equal(out != 0, keep)
-    # d_value[j, c] = the weight of query c for key j, if the gradient of out picks query c in
-    # column c.
+    # d_value[j, c] = weight of query c for key j, if the gradient of out selects query c in column
+    # c.
     grad = torch.eye(num_queries, num_keys, dtype=dtype).expand(2, heads, -1, -1)
     gradients = attention_op.bwd(grad, None, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
     assert torch.equal(gradients[2][..., :num_queries].mT != 0, keep)
-    # With delta taken off by a gradient of lse, d_query[i, j] = scale * weight * keep * keep_scale
-    # * grad[i, j].
+    # A gradient of lse cancels delta: d_query[i, j] = scale * weight * keep * keep_scale * grad[i,
+    # j].
     ones = torch.ones_like(query)
     delta = (out.double() * ones.double()).sum(-1).float()
     gradients = attention_op.bwd(ones, delta, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
@@ -117,7 +115,7 @@ def test_dropout_mask(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
-def test_slices(
+def test_slices_equal_the_full_call(
     dtype: torch.dtype, path: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
@@ -126,14 +124,16 @@ def test_slices(
 
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_starts(causal: str, mask: str) -> None:
+def test_starts_select_a_tile_of_a_larger_problem(causal: str, mask: str) -> None:
     check_starts("cuda", causal, mask_kind=mask)
 
 
 @pytest.mark.parametrize("path", ["portable", "sm90"])
-def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 visible keys of 700 cost as many products as 128 of 128, before or behind, forward and
-    backward; what the rest holds, none."""
+def test_padding_tiles_cost_no_products(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 visible keys of 700 cost the products of 128 of 128, forward and backward.
+
+    The padding contains NaN.
+    """
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, n, 64).bfloat16() for n in (40, 700, 700))
@@ -148,7 +148,7 @@ def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatc
             t[:, :, start : start + 128] = of[:, :, :128]
         inputs = [t.requires_grad_() for t in inputs]
         before = [torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)]
-        with fast_path.off():  # whose second call of a kind computes twice, to record it
+        with fast_path.off():  # the second call of a key computes twice, to record it
             out = pt.attention(
                 *inputs,
                 attn_mask=attention_problems.padding(size, (start, start + 128)),
@@ -170,7 +170,7 @@ def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatc
         assert all(torch.equal(first, other) for other in others)
 
 
-def test_a_sequence_gives_the_same_bits_alone() -> None:
+def test_sequence_gives_the_same_bits_alone() -> None:
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(2, 2, 45, 40, dtype=torch.bfloat16) for _ in range(4))
     keywords = {
@@ -187,9 +187,8 @@ def test_a_sequence_gives_the_same_bits_alone() -> None:
         assert torch.equal(both, alone)
 
 
-def test_what_hidden_rows_hold_reaches_nothing() -> None:
-    """NaN in keys and values that a mask hides, in padding, and in rows of queries and gradients
-    that see nothing."""
+def test_masked_rows_do_not_affect_results() -> None:
+    """Hidden keys and values, padding, and queries without visible keys contain NaN."""
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(1, 1, 40, 64, dtype=torch.bfloat16) for _ in range(4))
     mask = torch.rand(1, 1, 40, 40) > 0.3
@@ -211,15 +210,17 @@ def test_what_hidden_rows_hold_reaches_nothing() -> None:
         assert torch.equal(clean, poisoned) and bool(clean.isfinite().all())
 
 
-def test_one_operand_alone_is_copied() -> None:
-    """Of float32 a head size of 20 is whole multiples of 16 bytes: a copy of query, which is not
-    aligned, has as many columns as key."""
+def test_single_unaligned_operand_is_copied() -> None:
+    """A float32 head dim of 20 is a multiple of 16 bytes.
+
+    The copy of the unaligned query has as many columns as key.
+    """
     query, key, value = (torch.randn(1, 1, 30, 20) for _ in range(3))
     shifted = torch.cat([query, query[..., :1]], -1).roll(1, -1)[..., 1:]
     check_attention((shifted, key, value), {}, "cuda")
 
 
-def test_zero_sizes() -> None:
+def test_empty_inputs() -> None:
     for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
         inputs = [t.requires_grad_() for t in (query, key, torch.zeros(1, 1, 1, 1))]
@@ -231,11 +232,11 @@ def test_zero_sizes() -> None:
             assert not grad.count_nonzero()
 
 
-def test_no_packed_sequences() -> None:
+def test_empty_packed_batch() -> None:
     check_no_sequences("cuda", "cpu")
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["cuda"]
 
@@ -245,8 +246,8 @@ def test_what_it_refuses() -> None:
     assert "positions below" in reason(torch.zeros(1, 1, 1, 1).expand(1, 1, 2**28, 1))
 
 
-def test_the_edge_checks_what_kernels_rely_on() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+def test_binding_checks_preconditions() -> None:
+    """A caller without the public function gets the kernels' preconditions as errors."""
     from pytransformer.ops._backends.cuda import library as cuda_library
 
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)

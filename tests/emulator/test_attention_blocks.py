@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks by the backend "cuda", in the emulator: what they cost, whose lists are read, what is
-refused. Values and gradients:
-attention_problems.py and the fuzzer."""
+"""Block masks on the emulated backend "cuda": cost, lists, errors.
+
+Values and gradients are in attention_problems.py and the fuzzer.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +34,28 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def results(inputs: list[Tensor], **keywords: Any) -> list[Tensor]:
-    """out and the gradients of all inputs."""
+    """Return out and the gradients of all inputs."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     out = pt.attention(*inputs, **keywords, backend="cuda", strict=True)
     return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
 
 def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
-    """The same, and how many matrix products ran."""
+    """Return out, the gradients and the number of matrix products."""
     count = lambda: sum(
         torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)
     )
     before = count()
-    with fast_path.off():  # whose second call of a kind computes twice, to record it
+    with fast_path.off():  # the second call of a key computes twice, to record it
         found = results(inputs, **keywords)
     return found, count() - before
 
 
-def test_blocks_that_nobody_sees_cost_nothing() -> None:
-    """Two documents as whole blocks give the bits of two sequences, for as many products, whatever
-    other blocks hold."""
+def test_empty_blocks_cost_no_products() -> None:
+    """Two documents as full blocks give the bits and the products of two sequences.
+
+    The contents of other blocks do not matter.
+    """
     torch.manual_seed(0)
     inputs = [normal(2, 1, 128, 32) for _ in range(3)]
     ids = torch.arange(256) // 128
@@ -75,9 +78,8 @@ def test_blocks_that_nobody_sees_cost_nothing() -> None:
 
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize(("size", "forward"), [(128, True), ((128, 64), False)])
-def test_on_sm90a(size: Any, forward: bool) -> None:
-    """Its own kernels walk the lists in forward, where a tile lies within one block; else the
-    portable ones do."""
+def test_sm90_forward_walks_block_lists(size: Any, forward: bool) -> None:
+    """The sm_90a forward does if a tile lies within one block; else the portable kernels run."""
     generator = torch.Generator().manual_seed(1)
     rows, keys = (size, size) if isinstance(size, int) else size
     mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 300, 520), rows, keys)
@@ -98,9 +100,8 @@ def test_on_sm90a(size: Any, forward: bool) -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
-    """Forward of two documents as whole blocks has the bits of two sequences, for as many products
-    of warpgroups."""
+def test_empty_blocks_cost_no_sm90_products() -> None:
+    """Forward of two documents as full blocks equals two sequences, in bits and products."""
     torch.manual_seed(0)
     inputs = [normal(2, 1, 256, 32) for _ in range(3)]
     ids = torch.arange(512) // 256
@@ -123,7 +124,7 @@ def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
     )
 
 
-def test_an_empty_mask() -> None:
+def test_empty_masks_give_zeros() -> None:
     mask = pt.BlockMask.from_dense(torch.zeros(130, 200, dtype=torch.bool), block_size=128)
     inputs = [normal(1, 2, n, 32) for n in (130, 200, 200)]
     found, made = products(inputs, attn_mask=mask)
@@ -131,11 +132,11 @@ def test_an_empty_mask() -> None:
 
 
 @pytest.mark.parametrize("problem", list(block_list_problems.problems()), ids=str)
-def test_wrong_lists_read_nothing_outside(problem: block_list_problems.Problem) -> None:
+def test_bad_lists_read_nothing_outside(problem: block_list_problems.Problem) -> None:
     assert block_list_problems.wrong(problem) == []
 
 
-def test_flex_masks() -> None:
+def test_flex_masks_equal_block_masks() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     made = flex.create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 150), None, None, 300, 300, device="cpu"
@@ -146,28 +147,27 @@ def test_flex_masks() -> None:
         torch.testing.assert_close(ours, want)
 
 
-def test_other_masks_of_the_same_kind() -> None:
-    """A mask's tensors are read anew in each call: nothing that the fast path recorded of one is
-    used for another."""
+def test_masks_of_equal_shape_are_not_confused() -> None:
+    """Each call reads its mask's tensors; a recorded program stores none of them."""
     generator = torch.Generator().manual_seed(1)
     masks = [
         in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 2, 140, 260), 128, 64)
         for _ in range(2)
     ]
     inputs = [normal(1, 2, n, 64) for n in (140, 260, 260)]
-    wanted = []
+    expected = []
     with fast_path.off():
-        wanted = [results(inputs, attn_mask=mask) for mask in masks]
+        expected = [results(inputs, attn_mask=mask) for mask in masks]
     for _ in range(3):
-        for mask, want in zip(masks, wanted):
+        for mask, want in zip(masks, expected):
             assert all(
                 torch.equal(ours, their)
                 for ours, their in zip(results(inputs, attn_mask=mask), want)
             )
-    assert not torch.equal(wanted[0][0], wanted[1][0])
+    assert not torch.equal(expected[0][0], expected[1][0])
 
 
-# ---- what is refused, and told
+# ---- unsupported calls and explain
 
 
 def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
@@ -199,7 +199,7 @@ def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
         (32, torch.float32, 256, None),
     ],
 )
-def test_blocks_smaller_than_a_tile(
+def test_blocks_smaller_than_a_tile_give_a_reason(
     size: Any, dtype: torch.dtype, head_dim: int, least: str | None
 ) -> None:
     reason = explained(size, dtype, head_dim).reasons["cuda"]
@@ -210,7 +210,7 @@ def test_blocks_smaller_than_a_tile(
     )
 
 
-def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_kernel_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         "66.7% of the 9 blocks of 128 x 128 pairs run" in note for note in explained(128).notes
     )
@@ -223,7 +223,7 @@ def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_the_edge_checks_shapes() -> None:
+def test_binding_checks_shapes() -> None:
     query, lse = torch.zeros(1, 2, 200, 64, dtype=BF16), torch.zeros(1, 2, 200)
     mask = pt.BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool).tril(), block_size=128)
     dense = torch.ones(1, 1, 200, 200, dtype=torch.bool)
@@ -287,12 +287,11 @@ def test_the_edge_checks_shapes() -> None:
 def test_random_problems_with_block_masks(
     schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves
-    nothing."""
+    """These are the fuzzer's problems with a block mask; some must use list-walking kernels."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     fits = lambda problem: problem.block_size and problem.dtype != torch.float64
     found = share([n for n, problem in drawn if fits(problem)][:FUZZ_CASES])
-    given: list[tuple[int, int]] = []  # the block sizes of the masks that calls got
+    given: list[tuple[int, int]] = []  # the block sizes of the masks in the calls
     inner = fuzz_attention.in_blocks
     monkeypatch.setattr(fuzz_attention, "in_blocks", lambda *a: (given.append(a[2]), inner(*a))[1])
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits by the backend "cuda", in the emulator. Random problems:
-test_attention.py; on every
-backend: tests/ops/test_eight_bits.py."""
+"""8-bit keys and values on the emulated backend "cuda".
+
+Random problems are in test_attention.py; tests/ops/test_eight_bits.py covers every backend.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 @pytest.mark.parametrize(
     "problem", list(eight_bit_problems.problems()), ids=lambda problem: problem.name
 )
-def test_each_problem(problem: Problem) -> None:
+def test_each_problem_is_right(problem: Problem) -> None:
     assert eight_bit_problems.wrong(problem) == []
 
 
@@ -34,7 +35,7 @@ def inputs(
 
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("lq", [1, 20])
-def test_on_sm90a_the_portable_kernels_run(lq: int) -> None:
+def test_portable_kernels_run_on_sm90(lq: int) -> None:
     args, scales = inputs(lq)
     before = torch.ops.pytransformer_C.emulator_products()
     pt.attention(*args, **scales, backend="cuda", strict=True)  # type: ignore[call-overload]
@@ -53,8 +54,8 @@ def test_on_sm90a_the_portable_kernels_run(lq: int) -> None:
 
 
 @pytest.mark.parametrize(("lq", "keys", "dtype"), [(1, 300, F32), (40, 70, BF16)])
-def test_one_scale_is_read_where_it_is(lq: int, keys: int, dtype: torch.dtype) -> None:
-    """Of a head, and in all, without memory: strides of 0."""
+def test_broadcast_scales_are_read_in_place(lq: int, keys: int, dtype: torch.dtype) -> None:
+    """One scale per head and one in all have strides of 0."""
     args, scales = inputs(lq, dtype=dtype, keys=keys)
     for shape in ((), (2, 1), (1, 1, keys)):
         given = {name: draw(*shape, seed=5).abs() * 0.01 for name in scales}
@@ -63,8 +64,8 @@ def test_one_scale_is_read_where_it_is(lq: int, keys: int, dtype: torch.dtype) -
         assert torch.equal(*both)
 
 
-def test_what_is_copied() -> None:
-    """Rows of 72 numbers are no multiple of 16 bytes: all of them, at every call."""
+def test_unaligned_rows_are_copied() -> None:
+    """Rows of 72 bytes, not a multiple of 16, are copied in every call."""
     args, scales = inputs(1, dim=72)
     found, even = (
         pt.explain("attention", *i[0], **i[1], backend="cuda").extra_bytes["cuda"]

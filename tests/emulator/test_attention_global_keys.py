@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global keys by the backend "cuda", in the emulator: what they cost, who runs, which indices
-count. Values and gradients:
-attention_problems.py and the fuzzer."""
+"""Global keys on the emulated backend "cuda": cost, selected kernels, indices.
+
+Values and gradients are in attention_problems.py and the fuzzer.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,13 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
-    """out and the gradients of query, key, value and, if there is a fourth, bias; and how many
-    matrix products ran."""
+    """Return out, the gradients of all inputs, and the number of matrix products."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     count = lambda: sum(
         torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)
     )
     before = count()
-    with fast_path.off():  # whose second call of a kind computes twice, to record it
+    with fast_path.off():  # the second call of a key computes twice, to record it
         bias = inputs[3] if inputs[3:] else None
         out = pt.attention(*inputs[:3], bias=bias, **keywords, backend="cuda", strict=True)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
@@ -47,13 +47,15 @@ def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("dtype, dim", [(BF16, 64), (BF16, 128), (torch.float16, 192)])
-def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> None:
-    """512 keys between the global ones and the first window, whatever they hold: the bits of a call
-    without them, for as many products."""
+def test_gap_costs_no_products(dtype: torch.dtype, dim: int) -> None:
+    """512 keys lie between the global keys and the first window.
+
+    Bits and products are those of a call without them.
+    """
     torch.manual_seed(0)
     query, key, value = (normal(1, 1, n, dim, dtype=dtype) for n in (130, 384, 384))
     keywords = {"window": (60, 0), "global_keys": 70, "causal": "bottom_right"}
-    bias = normal(130, 1, dtype=dtype)  # its gradient is a sum over all tiles of keys
+    bias = normal(130, 1, dtype=dtype)  # its gradient is a sum over all KV tiles
     want, fewest = results([query, key, value, bias], **keywords)
     between = torch.full((1, 1, 512, dim), torch.nan, dtype=dtype)
     far = [torch.cat([t[:, :, :128], between, t[:, :, 128:]], 2) for t in (key, value)]
@@ -66,9 +68,11 @@ def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> No
         assert not ours[:, :, 128:640].count_nonzero()
 
 
-def test_a_windows_own_tiles_and_no_others() -> None:
-    """A tile of 128 queries at the end of 4,096 keys sees one tile of global keys and those of its
-    window: 8 of 128."""
+def test_only_tiles_of_the_window_and_global_keys_run() -> None:
+    """128 queries at the end of 4,096 keys see one tile of global keys and their window.
+
+    That is 8 tiles of 128.
+    """
     torch.manual_seed(1)
     inputs = [normal(1, 1, n, 64) for n in (128, 4096, 4096)]
     products = {}
@@ -93,7 +97,7 @@ def test_a_windows_own_tiles_and_no_others() -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_the_portable_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_kernels_run_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [normal(1, 2, 140, 64) for _ in range(3)]
     keywords: dict[str, Any] = {"window": (20, 3), "global_keys": 4}
     before = torch.ops.pytransformer_C.emulator_products()
@@ -105,23 +109,25 @@ def test_on_sm90a_the_portable_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(*both) for both in zip([*found, *unordered], [*want, *want]))
 
 
-def test_explain_tells_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     query = normal(1, 1, 140, 64)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
-    told = lambda **keywords: pt.explain(
+    output = lambda **keywords: pt.explain(
         "attention", query, query, query, **keywords, backend="cuda"
     )
-    (note,) = (n for n in told(window=(20, 3), global_keys=4).notes if n.startswith("cuda:"))
+    (note,) = (n for n in output(window=(20, 3), global_keys=4).notes if n.startswith("cuda:"))
     assert note.count("portable kernels: with global_keys there are two runs of tiles of keys") == 3
-    (note,) = (n for n in told(window=(20, 3)).notes if n.startswith("cuda:"))
+    (note,) = (n for n in output(window=(20, 3)).notes if n.startswith("cuda:"))
     assert "portable" not in note
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("first", [10, 46, 60, 115, 1000])
-def test_a_piece_of_a_sequence_goes_by_absolute_indices(dtype: torch.dtype, first: int) -> None:
-    """Keys 45 to 115, for queries 90 to 135 and a window of 20; dropout's groups begin before the
-    first key."""
+def test_chunks_use_absolute_indices(dtype: torch.dtype, first: int) -> None:
+    """Keys are 45 to 115, queries 90 to 135, the window 20.
+
+    Dropout's groups begin before the first key.
+    """
     torch.manual_seed(0)
     tensors = [normal(2, 2, n, 24, dtype=dtype).requires_grad_() for n in (45, 70, 70)]
     found = {}
@@ -158,7 +164,7 @@ def test_packed_equals_padded() -> None:
     )
 
 
-def test_another_number_of_global_keys_is_recorded_apart() -> None:
+def test_programs_differ_by_number_of_global_keys() -> None:
     inputs = [normal(1, 1, 90, 64) for _ in range(3)]
     call = lambda first: pt.attention(
         *inputs, window=(9, 0), global_keys=first, backend="cuda", strict=True
@@ -172,7 +178,7 @@ def test_another_number_of_global_keys_is_recorded_apart() -> None:
     assert not torch.equal(want[3], want[40])
 
 
-def test_the_edge_checks_what_kernels_rely_on() -> None:
+def test_binding_checks_global_keys() -> None:
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
 
     def call(left: int, global_keys: int) -> None:
@@ -186,7 +192,7 @@ def test_the_edge_checks_what_kernels_rely_on() -> None:
 
 
 def test_random_problems_with_global_keys(schedule: int, share: Share) -> None:
-    """Those of the fuzzer that have them; none is declined."""
+    """The backend declines none of the fuzzer's problems with global keys."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     fits = lambda problem: "global_keys" in problem.features and problem.dtype != torch.float64
     found = share([n for n, problem in drawn if fits(problem)][:FUZZ_CASES])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense boolean masks by the backend "cuda", whose blocks are listed first, in the emulator: what
-they cost, when lists are made, whatever
-the mask's strides. Values and gradients of chosen problems: attention_problems.py."""
+"""Dense boolean masks on the emulated backend "cuda": block lists, their cost, strides.
+
+attention_problems.py has values and gradients of chosen problems.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def draw() -> Any:
 
 @pytest.fixture
 def unlisted() -> Iterator[pytest.MonkeyPatch]:
-    """As on a GPU, where masks of this size are not worth the pass."""
+    """Disable lists, as on a GPU for masks of this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_attention, "LISTING_EMULATED", LISTING)
         yield patch
@@ -46,12 +47,14 @@ def inputs(*shape: int, heads: int = 2, dtype: torch.dtype = BF16) -> list[Tenso
     return [normal(1, heads, n, 64, dtype=dtype) for n in (shape[0], shape[1], shape[1])]
 
 
-# ---- what it costs
+# ---- cost
 
 
-def test_a_dense_mask_costs_what_its_blocks_do(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
-    """As many products as the same block mask, and its bits; without lists the same bits for more
-    products."""
+def test_dense_mask_costs_its_visible_blocks(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
+    """Products and bits equal those of the block mask.
+
+    Without lists the bits are equal and the products more.
+    """
     mask, given = by_blocks(draw, (1, 1, *SHAPE)), inputs(*SHAPE)
     blocks = pt.BlockMask.from_dense(mask, block_size=128)
     assert 0 < blocks.share < 0.7
@@ -65,39 +68,39 @@ def test_a_dense_mask_costs_what_its_blocks_do(draw: Any, unlisted: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_what_empty_blocks_hold_reaches_nothing(draw: Any, dtype: torch.dtype) -> None:
-    """NaN in keys and values, queries and upstream gradients of blocks that are empty for all that
-    they meet: not a bit changes."""
+def test_empty_blocks_do_not_affect_results(draw: Any, dtype: torch.dtype) -> None:
+    """NaN in keys, values, queries and upstream gradients of empty blocks changes no bit."""
     mask = by_blocks(draw, (1, 1, *SHAPE))
-    mask[..., 128:256], mask[..., 128:256, :] = False, False  # a block of keys, and one of queries
+    mask[..., 128:256], mask[..., 128:256, :] = False, False  # a block of keys and one of queries
     clean, other = inputs(*SHAPE, dtype=dtype), []
     for t in clean:
         other.append(t.clone())
         other[-1][..., 128:256, :] = torch.nan
     for one, two in zip(results(clean, attn_mask=mask), results(other, attn_mask=mask)):
-        two = two.where(one != 0, 0.0)  # the rows of NaN give zeros
+        two = two.where(one != 0, 0.0)  # the NaN rows give zeros
         assert torch.equal(one, two) and not one[..., 128:256, :].count_nonzero()
 
 
-def test_an_empty_mask() -> None:
+def test_empty_masks_give_zeros() -> None:
     found, made = products(inputs(*SHAPE), attn_mask=torch.zeros(*SHAPE, dtype=torch.bool))
     assert made == 0 and all(not t.count_nonzero() for t in found)
 
 
-def test_pairs_of_a_full_block_are_not_asked(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_blocks_read_no_mask(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of ones has the bits of no mask by the same kernels."""
     given, mask = inputs(*SHAPE), torch.ones(*SHAPE, dtype=torch.bool)
-    mask = mask.mT.contiguous().mT  # or it would be read as a mask of keys: a stride of 0
+    # A stride of 0 would make it key padding.
+    mask = mask.mT.contiguous().mT
     zero = pt.AlibiBias(torch.zeros(2))  # the kernels with score_mod
     for one, two in zip(results(given, attn_mask=mask, bias=zero), results(given, bias=zero)):
         assert torch.equal(one, two)
 
 
-# ---- the mask's strides
+# ---- strides
 
 
 def strided(mask: Tensor, how: str) -> Tensor:
-    """The same mask, lying otherwise."""
+    """Return the same mask in another memory layout."""
     rows, keys = mask.shape[-2:]
     if how == "every second key":
         wide = torch.ones(*mask.shape[:-1], 2 * keys, dtype=torch.bool)
@@ -125,11 +128,11 @@ def test_strides_change_no_bit(how: str, shape: tuple[int, int], draw: Any) -> N
     assert all(torch.equal(*both) for both in zip(want, found))
 
 
-# ---- when
+# ---- selection
 
 
-def test_when_a_mask_is_listed() -> None:
-    """By the backend's own rule, which is Triton's."""
+def test_lists_follow_the_rule_of_the_backend() -> None:
+    """Triton has the same rule."""
 
     def listed(heads: int, mask: Tensor, **changes: Any) -> bool:
         q, k = (
@@ -152,9 +155,11 @@ def test_when_a_mask_is_listed() -> None:
 
 @pytest.mark.usefixtures("sm90")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_beside_the_kernels_for_sm90a(dropout: float, draw: Any) -> None:
-    """Forward walks lists by the one and by the other; so does the backward of the portable ones,
-    which have wide heads with dropout."""
+def test_sm90_and_portable_kernels_walk_lists(dropout: float, draw: Any) -> None:
+    """Both walk lists in forward, and the portable kernels in backward.
+
+    Wide heads with dropout are included.
+    """
     shape = (140, 260)
     mask, query = by_blocks(draw, (1, 1, *shape)), draw(1, 2, shape[0], 160).to(BF16)
     keys = [draw(1, 1, shape[1], 160).to(BF16) for _ in range(2)]
@@ -165,14 +170,14 @@ def test_beside_the_kernels_for_sm90a(dropout: float, draw: Any) -> None:
     assert "blocks of 128 x 128 pairs run" in note and ("portable kernels" in note) == bool(dropout)
 
 
-def test_explain_tells_how_much_runs(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_share(draw: Any, unlisted: pytest.MonkeyPatch) -> None:
     mask, given = by_blocks(draw, (1, 1, *SHAPE)), inputs(*SHAPE)
-    told = lambda: pt.explain("attention", *given, attn_mask=mask, backend="cuda")
-    without = told()
+    output = lambda: pt.explain("attention", *given, attn_mask=mask, backend="cuda")
+    without = output()
     assert not any("blocks" in note for note in without.notes)
     unlisted.undo()
     blocks = pt.BlockMask.from_dense(mask, block_size=128)
-    with_lists = told()
+    with_lists = output()
     (note,) = (note for note in with_lists.notes if "attn_mask" in note)
     assert f"{blocks.share:.1%} of the 12 blocks of 128 x 128 pairs run" in note
     assert with_lists.extra_bytes["cuda"] - without.extra_bytes["cuda"] == 4 * (
@@ -219,7 +224,7 @@ def random_problem(seed: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 
 def test_random_problems(schedule: int, share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against float64, whatever rows hold that take part in no pair; and all of them with lists."""
+    """Rows without a visible pair contain NaN; float64 is the reference; all problems use lists."""
     listed: list[bool] = []
     inner = type(attention_op.prepare(*inputs(1, 1))[0]).lists_mask
     monkeypatch.setattr(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages by the backend "cuda", in the emulator: the contiguous path's bits, what
-is read and what is not. Against
-float64: the fuzzer of test_attention.py."""
+"""Paged keys and values on the emulated backend "cuda": bits of the contiguous path, reads.
+
+The fuzzer of test_attention.py compares with float64.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
 def keywords(lq: int, width: int) -> dict[str, dict[str, Any]]:
-    """Of a call over so many keys."""
+    """Return keywords for a call with this many keys."""
     return {
         "gap, sinks": {"causal": "bottom_right", "window": (30, 0), "global_keys": 5,
             "sinks": draw(4, seed=3)},
@@ -44,9 +45,10 @@ def keywords(lq: int, width: int) -> dict[str, dict[str, Any]]:
     ("lq", "page_size", "dtype"),
     [(1, 1, F32), (1, 16, BF16), (5, 7, F16), (5, 128, F32), (40, 7, BF16), (40, 32, F16)],
 )
-def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int, dtype: torch.dtype) -> None:
-    """A page in several tiles, and several pages in a tile; sizes that are powers of two and one
-    that is not."""
+def test_pages_equal_the_contiguous_path_bit_for_bit(
+    lq: int, page_size: int, dtype: torch.dtype
+) -> None:
+    """A page spans several tiles, or a tile several pages; one page size is no power of two."""
     problem = inputs(lq, page_size, dtype)
     assert same(*problem)
     assert same(*problem, causal="bottom_right", window=(50, 3))
@@ -54,12 +56,14 @@ def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int, dtype: torch.d
 
 @pytest.mark.parametrize("name", keywords(1, 1))
 @pytest.mark.parametrize(("lq", "dtype"), [(2, BF16), (40, F32)])
-def test_with_the_other_keywords(lq: int, dtype: torch.dtype, name: str) -> None:
+def test_pages_with_other_keywords_equal_the_contiguous_path(
+    lq: int, dtype: torch.dtype, name: str
+) -> None:
     problem = inputs(lq, 16, dtype)
     assert same(*problem, **keywords(lq, problem[1].num_keys)[name])
 
 
-def test_a_block_mask() -> None:
+def test_pages_with_a_block_mask_equal_the_contiguous_path() -> None:
     problem = inputs(40, 16, F32)
     mask = pt.BlockMask.from_function(
         lambda b, h, i, j: j // 32 != 1, None, None, 40, problem[1].num_keys, block_size=32
@@ -68,7 +72,7 @@ def test_a_block_mask() -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_the_portable_kernels_run() -> None:
+def test_portable_kernels_run_on_sm90() -> None:
     query, pools, lengths = inputs(40, 16, BF16)
     before = torch.ops.pytransformer_C.emulator_products()
     attend(query, *pools.tensors, lengths, page_table=pools.table)
@@ -82,8 +86,8 @@ def test_on_sm90a_the_portable_kernels_run() -> None:
     assert "forward by the portable kernels: keys in pages" in note and "d_" not in note
 
 
-def test_entries_outside_the_pool() -> None:
-    """Named where the op looks, as with PYTRANSFORMER_CHECK=1 on a GPU; else clamped."""
+def test_table_entries_outside_the_pool_raise_or_are_clamped() -> None:
+    """The op raises if it checks values, as with PYTRANSFORMER_CHECK=1 on a GPU; else it clamps."""
     for lq in (1, 40):
         query, pools, lengths = inputs(lq, 16, BF16)
         assert page_problems.clamped(query, pools, lengths)
@@ -99,12 +103,12 @@ def test_backward_is_refused() -> None:
     query, pools, lengths = inputs(1, 16, F32)
     a = attention_op.prepare(query, *pools.tensors, page_table=pools.table, key_lengths=lengths)[0]
     out, lse = attention_op(a, "cuda", True)
-    wanted = [True] + [False] * (len(attention_op.differentiable) - 1)
+    expected = [True] + [False] * (len(attention_op.differentiable) - 1)
     with pytest.raises(ValueError, match="page_table has no gradients"):
-        attention_op.bwd(out, None, *a, out, lse, wanted, "cuda", True)
+        attention_op.bwd(out, None, *a, out, lse, expected, "cuda", True)
 
 
-def test_no_keys_no_pages() -> None:
+def test_empty_keys_and_pages() -> None:
     query, nothing = draw(3, 4, 2, 16), torch.zeros(3, dtype=torch.int64)
     for pages, width in ((0, 0), (0, 2), (3, 0), (3, 2)):
         pools = torch.full((pages, 2, 16, 16), torch.nan), torch.full((pages, 2, 16, 24), torch.nan)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels for sm_90a (TMA and wgmma) by the backend "cuda", run in the emulator
-through the public API."""
+"""The attention kernels for sm_90a (TMA and wgmma) in the emulator, through the public API."""
 
 from __future__ import annotations
 
@@ -23,15 +22,14 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(share: Share) -> None:
-    """Each problem against float64, by kernels of warpgroups and no others."""
+def test_every_path_is_right(share: Share) -> None:
+    """Only warpgroup kernels run; float64 is the reference."""
     for problem in share(sm90_problems.problems()):
         assert (found := sm90_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 
 def test_random_problems() -> None:
-    """Of the fuzzer's problems those of 16 bits: packed and padded, strided, poisoned; equal bits
-    twice."""
+    """Run the fuzzer's 16-bit problems: packed, padded, strided, poisoned; equal bits twice."""
     numbers = [
         n for n in range(DRAWN) if draw(FUZZ_SEED, n).dtype in (torch.bfloat16, torch.float16)
     ]
@@ -42,7 +40,7 @@ def test_random_problems() -> None:
 
 
 def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
-    """Keywords that hide one key from every query."""
+    """Return keywords that hide one key from every query."""
     visible = torch.ones(1, 1, rows, rows, dtype=torch.bool)
     visible[..., row] = False
     if kind == "mask":
@@ -57,13 +55,12 @@ def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
-def test_what_hidden_pairs_hold_reaches_nothing(
+def test_hidden_pairs_do_not_affect_forward(
     kind: str, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles that met it are recomputed by the portable kernels, to the same bits as those make
-    them; others are left alone."""
+    """Portable kernels recompute the affected tiles, to their own bits; other tiles stay."""
     torch.manual_seed(0)
-    rows, row = 300, 200  # queries before 128 do not come near
+    rows, row = 300, 200  # queries before 128 do not reach it
     query, key, value = (torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(3))
     keywords: dict[str, Any] = {
         "causal": "top_left",
@@ -85,16 +82,18 @@ def test_what_hidden_pairs_hold_reaches_nothing(
 
 
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
-def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in a key and a value that nobody sees, in a query that sees nothing and its upstream
-    gradient: the tiles of both passes that met
-    them are recomputed, to the bits of the portable kernels; others are left alone."""
+def test_hidden_pairs_do_not_affect_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hidden key and value, a query without visible keys and its upstream gradient are NaN.
+
+    Portable kernels recompute the affected tiles of both passes, to their own bits; other tiles
+    stay.
+    """
     torch.manual_seed(0)
     rows, key_row, query_row = (
         300,
         200,
         140,
-    )  # queries before 128 do not come near that key, keys from 192 on not that query
+    )  # queries before 128 do not reach that key, keys from 192 on not that query
     tensors = [torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(4)]
     keywords: dict[str, Any] = {"causal": "top_left", "backend": "cuda"} | hidden_by(
         kind, key_row, rows
@@ -142,9 +141,8 @@ def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.Monke
     )
 
 
-def test_what_is_seen_is_not_hidden() -> None:
-    """NaN in a value: in every row that sees it, though its tile was made twice, and in no other
-    head."""
+def test_visible_nan_reaches_every_row_that_sees_it() -> None:
+    """The tile is computed twice; other heads are unaffected."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 140, 64, dtype=torch.float16) for _ in range(3))
     mask = torch.rand(1, 1, 140, 140) > 0.5
@@ -155,23 +153,21 @@ def test_what_is_seen_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
-def test_small_float16_weights(schedule: int) -> None:
-    """Weights below 2^-24 count where they meet a large dP: heavy-tailed problems in which they
-    once were lost."""
+def test_small_float16_weights_count(schedule: int) -> None:
+    """Weights below 2^-24 matter for a large dP, as in these heavy-tailed problems."""
     report = fuzz("attention", ["cuda"], 5, [3147, 3718, 4566, 4680, 5367], stop_after=5)
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_starts(causal: str, mask: str) -> None:
-    """Tiles of keys begin where dropout's groups do, before the first key; so do words of key
-    padding."""
+def test_starts_select_a_tile_of_a_larger_problem(causal: str, mask: str) -> None:
+    """KV tiles begin at dropout groups before the first key, as do words of key padding."""
     check_starts("cuda", causal, torch.float16, mask)
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
-def test_packed_dropout(schedule: int) -> None:
+def test_packed_dropout_equals_padded(schedule: int) -> None:
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300)
@@ -186,9 +182,8 @@ def test_packed_dropout(schedule: int) -> None:
     check_packed((query, key, value, *offsets, 150, 160), keywords, "cuda")
 
 
-def test_packed_by_three_consumers() -> None:
-    """Sequences whose mean fills three consumers: the bits are those that two give of padded
-    ones."""
+def test_three_consumers_give_the_bits_of_two() -> None:
+    """Packed sequences whose mean fills three consumers equal padded ones with two."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(n, 2, 64, generator=generator).half() for n in (330, 430, 430))
     offsets = (torch.tensor([0, 130, 330]), torch.tensor([0, 150, 430]))
@@ -196,8 +191,10 @@ def test_packed_by_three_consumers() -> None:
 
 
 def test_random_problems_unordered() -> None:
-    """Of those the ones with nothing but bounds, by the kernel that adds d_query across blocks;
-    equal bits are not asked for."""
+    """Bounds-only problems run on the kernel that adds d_query across blocks.
+
+    Equal bits are not required.
+    """
     found, taken, numbers = [], 0, iter(range(10**6))
     while taken < FUZZ_CASES:
         problem = draw(FUZZ_SEED, number := next(numbers))
@@ -217,17 +214,17 @@ def test_random_problems_unordered() -> None:
     assert found == []
 
 
-def test_five_products_instead_of_seven() -> None:
-    """deterministic=False multiplies less where all gradients are wanted, and not otherwise."""
+def test_fused_backward_computes_fewer_products() -> None:
+    """With all gradients, deterministic=False runs the fused backward: 5 products, not 7."""
     torch.manual_seed(2)
     tensors = [torch.randn(1, 1, n, 128).half() for n in (128, 256, 256)]
     counts = {}
-    for deterministic, wanted in ((True, 3), (False, 3), (True, 1), (False, 1)):
-        inputs = [t.clone().requires_grad_(i < wanted) for i, t in enumerate(tensors)]
+    for deterministic, expected in ((True, 3), (False, 3), (True, 1), (False, 1)):
+        inputs = [t.clone().requires_grad_(i < expected) for i, t in enumerate(tensors)]
         out = pt.attention(*inputs, deterministic=deterministic, backend="cuda")
         before = torch.ops.pytransformer_C.emulator_products()
-        torch.autograd.grad(out.float().square().sum(), inputs[:wanted])
-        counts[deterministic, wanted] = torch.ops.pytransformer_C.emulator_products() - before
+        torch.autograd.grad(out.float().square().sum(), inputs[:expected])
+        counts[deterministic, expected] = torch.ops.pytransformer_C.emulator_products() - before
     assert (
         counts[False, 3] < counts[True, 3]
         and counts[False, 1] == counts[True, 1] < counts[False, 3]
@@ -256,7 +253,7 @@ def test_schedules_give_equal_bits() -> None:
     importlib.util.find_spec("pytransformer._C") is None,
     reason="_C was not built (_build_info.json says why)",
 )
-def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.zeros(1, 2, 40, 64, dtype=torch.float16)
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
     assert taken.count("by the kernels for sm_90a") == 3
@@ -301,8 +298,8 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_portable_kernels_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32, and PYTRANSFORMER_CUDA_PATH=portable: no product of a warpgroup."""
+def test_portable_kernels_run_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 and PYTRANSFORMER_CUDA_PATH=portable run no warpgroup product."""
     query, key = torch.randn(1, 1, 40, 64).half(), torch.randn(1, 1, 30, 64).half()
     products = torch.ops.pytransformer_C.emulator_products
     before = products()

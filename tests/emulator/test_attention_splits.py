@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of few queries split over blocks by the backend "cuda", in the emulator. Random problems:
-test_attention.py; in pages, the bits
-of keys in one piece: test_attention_pages.py."""
+"""Split KV for few queries on the emulated backend "cuda".
+
+Random problems are in test_attention.py, and test_attention_pages.py compares paged keys.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ def planned(query: torch.Tensor, key: torch.Tensor, **keywords: object) -> dict[
 @pytest.mark.parametrize(
     "problem", list(split_problems.problems()), ids=lambda problem: problem.name
 )
-def test_each_problem(problem: Problem) -> None:
+def test_each_problem_is_right(problem: Problem) -> None:
     assert split_problems.wrong(problem) == []
 
 
-def test_packed_sequences() -> None:
-    """The bits of padded ones, forward and backward: of one, three, no and two new tokens."""
+def test_packed_equals_padded() -> None:
+    """Sequences have one, three, no and two new tokens; forward and backward run."""
     queries, keys = torch.tensor([0, 1, 4, 4, 6]), torch.tensor([0, 300, 340, 600, 617])
     args = (
         draw(6, 4, 24).to(BF16),
@@ -47,12 +48,12 @@ def test_packed_sequences() -> None:
     check_packed(args, {"causal": "bottom_right"}, "cuda")
 
 
-def test_which_calls_split() -> None:
-    """By the rows of a key head, never by the number of keys; block masks do not."""
+def test_split_kv_depends_on_rows_only() -> None:
+    """The rows of a key head decide, never the number of keys; block masks do not split."""
     key = torch.zeros(1, 2, 2000, 64)
     assert (
         planned(torch.zeros(1, 16, 4, 64), key)["splits"] == 4
-    )  # two tiles of rows, 512 keys a split
+    )  # two tiles of rows, 512 keys per split
     assert planned(torch.zeros(1, 16, 2, 64), key)["splits"] == 8
     few = planned(torch.zeros(1, 2, 1, 64), key[:, :, :256])
     assert (few["splits"], few["workspace"]) == (1, 0)
@@ -68,7 +69,7 @@ def test_which_calls_split() -> None:
     assert planned(torch.zeros(1, 2, 1, 64), key, attn_mask=mask)["splits"] == 0
 
 
-def test_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = draw(2, 4, 1, 64).to(BF16), draw(2, 2, 600, 64).to(BF16)
     found = pt.explain("attention", query, key, key, backend="cuda")
     assert any("keys split over up to 3 blocks" in note for note in found.notes)
@@ -89,16 +90,18 @@ def test_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_too() -> None:
+def test_split_kv_runs_on_sm90() -> None:
     query, key = draw(1, 2, 1, 64).to(BF16), draw(1, 2, 300, 64).to(BF16)
     before = torch.ops.pytransformer_C.emulator_products()
     pt.attention(query, key, key, backend="cuda", strict=True)
     assert torch.ops.pytransformer_C.emulator_products() == before
 
 
-def test_groups_share_what_is_read() -> None:
-    """As many products for 16 query heads of a key head as for one, and for a window at the end of
-    1,024 keys those of a tile."""
+def test_groups_share_their_reads() -> None:
+    """16 query heads of a key head cost the products of one.
+
+    A window at the end of 1,024 keys costs one tile.
+    """
     products = {}
     for name, heads, keywords in (
         ("one", 1, {}),

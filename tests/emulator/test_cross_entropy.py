@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy by the backend "cuda", the kernels for sm_90a run in the emulator, through
-the public API."""
+"""linear_cross_entropy on the emulated sm_90a kernels of "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 23, 40, 400
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     for named in share(cross_entropy_problems.problems()):
         assert (found := cross_entropy_problems.wrong(named)) == [], f"{named}: {found}"
 
 
 def test_random_problems() -> None:
-    """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
+    """Run the fuzzer's 16-bit problems: strided, guarded, poisoned; equal bits twice."""
     half = [
         n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
     ]
@@ -40,7 +39,7 @@ def test_random_problems() -> None:
 
 
 @pytest.mark.parametrize("case", cases("linear_cross_entropy", "small"), ids=lambda c: c.name)
-def test_case(case: Case) -> None:
+def test_case_within_the_bound(case: Case) -> None:
     for dtype in cuda_matmul.DTYPES:
         _, wrong = fuzz_cross_entropy.judge(fuzz_cross_entropy.of_case(case, dtype), "cuda", False)
         assert not wrong, "\n".join(wrong)
@@ -56,8 +55,8 @@ def test_schedules_give_equal_bits(name: str) -> None:
         assert torch.equal(found, runs[1][result]), result
 
 
-def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
+def test_library_gemm_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs without measurements use it: fewer warpgroup products, the same bound."""
     products = torch.ops.pytransformer_C.emulator_products
     counts = []
     for use_cublas in (False, True):
@@ -71,8 +70,8 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < counts[1] < counts[0]
 
 
-def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of d_logits, and of forward's partials; every row has its turn in both."""
+def test_logits_need_one_chunk_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for d_logits and forward's partials; both process every row."""
     calls = []
 
     def call(op: str, device: torch.device, x: torch.Tensor, *given: object) -> None:
@@ -96,9 +95,11 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 * 128 * 300 < extra < 600 * 300
 
 
-def test_rows_of_very_different_weight_keep_their_digits() -> None:
-    """bfloat16, upstream gradients from 1e-12 to 1: each row of dx has the bits that it has
-    alone."""
+def test_rows_of_different_gradients_stay_accurate() -> None:
+    """Upstream gradients are 1e-12 to 1 in bfloat16.
+
+    Each row of dx has the bits of the row alone.
+    """
     x, w = (
         torch.randn(8, 24).bfloat16().requires_grad_(),
         torch.randn(90, 24).bfloat16().requires_grad_(),
@@ -114,9 +115,8 @@ def test_rows_of_very_different_weight_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("upstream", [2.0**-20, 2.0**16])
-def test_float16_at_any_upstream_scale(upstream: float) -> None:
-    """A power of two in the upstream gradient is one in the float32 gradient of the bias: no digit
-    of d_logits is lost."""
+def test_float16_gradients_scale_exactly(upstream: float) -> None:
+    """A power of two upstream scales the bias's float32 gradient: d_logits loses no digit."""
     x, w, bias = (
         torch.randn(90, 40).half(),
         torch.randn(200, 40).half(),
@@ -133,14 +133,14 @@ def test_float16_at_any_upstream_scale(upstream: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", cuda_matmul.DTYPES)
-def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
+def test_a_shift_of_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
     at_zero = results_at_offset(0.0, "cuda", dtype)
     for offset in (2.0**10, 2.0**20):
         assert all(map(torch.equal, results_at_offset(offset, "cuda", dtype), at_zero)), offset
 
 
-def test_extreme_logits() -> None:
-    """-inf in the bias hides a class; a class apart from all others has the whole of the sum."""
+def test_extreme_logits_within_the_bound() -> None:
+    """A bias of -inf hides a class; a class far above the others dominates the sum."""
     x, w = torch.randn(20, 16).bfloat16(), torch.randn(300, 16).bfloat16()
     bias = torch.zeros(300)
     bias[::2], bias[7] = -torch.inf, 3e4
@@ -156,7 +156,7 @@ def test_extreme_logits() -> None:
     assert (hidden == torch.inf).all()
 
 
-def test_a_non_finite_row_stays_one() -> None:
+def test_non_finite_rows_do_not_spread() -> None:
     x, w = torch.randn(140, 24).half(), torch.randn(300, 24).half()
     x[3, 5], x[77, 0] = torch.nan, torch.inf
     x.requires_grad_()
@@ -168,7 +168,7 @@ def test_a_non_finite_row_stays_one() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
-def test_nothing_to_do(shape: tuple[int, int]) -> None:
+def test_empty_inputs(shape: tuple[int, int]) -> None:
     x, w = (
         torch.randn(shape).half().requires_grad_(),
         torch.randn(5, shape[1]).half().requires_grad_(),
@@ -181,18 +181,18 @@ def test_nothing_to_do(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(loss.detach(), shape[0] * torch.tensor(5.0).log())
 
 
-def test_a_wrong_target_is_told() -> None:
+def test_bad_targets_raise() -> None:
     x, w = torch.randn(2, 8).half(), torch.randn(5, 8).half()
     with pytest.raises(ValueError, match="target must be between 0 and 4"):
         pt.linear_cross_entropy(x, w, torch.tensor([1, 5]), backend="cuda")
 
 
 @pytest.mark.parametrize("wrong", [-(2**63), -1, 300, 2**63 - 1])
-def test_a_wrong_target_reaches_no_other_memory(
-    wrong: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU nobody looks at values: it is the nearest class there. (The emulator stops at an
-    access outside.)"""
+def test_bad_targets_read_nothing_outside(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU does not check values: the kernel clamps the class.
+
+    The emulator stops at an access outside.
+    """
     x, w = torch.randn(3, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
     a = pt.ops.cross_entropy.linear_cross_entropy_op.Arguments
     found = []
@@ -206,7 +206,7 @@ def test_a_wrong_target_reaches_no_other_memory(
     assert all(torch.equal(*pair) for pair in zip(*found)) and found[0][0].isfinite().all()
 
 
-def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_arguments_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, target = torch.zeros(4, 16), torch.zeros(8, 16), torch.zeros(4, dtype=torch.int64)
     ask = lambda x: pt.explain("linear_cross_entropy", x, w.to(x.dtype), target).reasons["cuda"]
     assert "bfloat16 or float16, got float32" in ask(x) and ask(x.half()) is None
@@ -215,8 +215,8 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         pt.linear_cross_entropy(x.half(), w.half(), target, backend="cuda")
 
 
-def test_the_edge_checks_shapes() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+def test_binding_checks_shapes() -> None:
+    """A caller without the public function gets the kernels' preconditions as errors."""
     x, w, target = (
         torch.zeros(4, 16).half(),
         torch.zeros(8, 16).half(),

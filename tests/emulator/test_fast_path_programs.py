@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded program (csrc/fast_path/program.h) gives the backend's results bit for bit on other
-numbers.
+"""A recorded program (csrc/fast_path/program.h) gives the backend's bits for other values.
 
-By the backend "cuda", whose kernels the emulator runs: its ops are steps of the program, as
-allocations, views and PyTorch's own ops are.
-What is launched from Triton is compared by tests/triton/stub/warm.py.
+The backend is "cuda", whose kernels the emulator runs: its ops are steps of the program, like
+allocations, views and PyTorch's ops. tests/triton/stub/warm.py compares Triton's launches.
 """
 
 from __future__ import annotations
@@ -34,9 +32,10 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU lengths and targets are looked at, which no program does; and no switch says how
-    exact products are, which a program
-    has one answer to."""
+    """Imitate a GPU: no check of lengths and targets, and one fixed precision of products.
+
+    A CPU call checks values, which no program does.
+    """
     whole = tensors._whole_sums
     monkeypatch.setattr(tensors, "_whole_sums", lambda device: whole(torch.device("cuda")))
     for backend in (gpu_attention, gpu_cross_entropy):
@@ -68,12 +67,12 @@ def parameters() -> list[Tensor]:
     return [normal(5, 16), normal(24, 16), normal(24), normal(16, 24)]
 
 
-# (function, a new set of its tensors)
+# (function, new tensors for it)
 Problem = tuple[Callable[..., Any], Callable[[], list[Tensor]]]
 PROBLEMS: dict[str, Problem] = {
     "plain": (attention, qkv),
     "dropout": (lambda *t: attention(*t, causal="bottom_right", dropout_p=0.2), qkv),
-    # with a float32 copy of d_query, and turns
+    # with a float32 copy of d_query, and in turns
     "gradients at once": (attention, lambda: qkv(24, 1024)),
     "an int seed": (lambda *t: attention(*t, dropout_p=0.2, dropout_seed=3), qkv),
     "memory order, lse": (lambda *t: attention(*across(*t), return_lse=True),
@@ -88,7 +87,7 @@ PROBLEMS: dict[str, Problem] = {
         lambda: [*qkv(), normal(2, dtype=F32)]),
     "a mask with gradient": (lambda q, k, v, m: attention(q, k, v, attn_mask=m),
         lambda: [*qkv(), normal(24, 24)]),
-    # A mask whose blocks are listed anew in each call: another structure each time.
+    # A mask whose blocks are listed in each call has another structure each time.
     "a listed mask": (
         lambda q, k, v, m: attention(q, k, v,
             attn_mask=m.repeat_interleave(128, 0).repeat_interleave(128, 1)[:140, :260] > 0),
@@ -124,12 +123,12 @@ PROBLEMS: dict[str, Problem] = {
 
 
 def results(function: Callable[..., Any], inputs: list[Tensor], seed: int) -> list[Tensor]:
-    """Outputs and gradients, and the outputs where nothing needs a gradient."""
+    """Return outputs and gradients, and the outputs of a call without gradients."""
     torch.manual_seed(seed)
     found = function(*inputs)
     outputs = found if isinstance(found, tuple) else (found,)
-    wanted = [t for t in inputs if t.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, [torch.full_like(o, 0.5) for o in outputs])
+    expected = [t for t in inputs if t.requires_grad]
+    gradients = torch.autograd.grad(outputs, expected, [torch.full_like(o, 0.5) for o in outputs])
     with torch.no_grad():
         torch.manual_seed(seed)
         found = function(*inputs)
@@ -138,7 +137,7 @@ def results(function: Callable[..., Any], inputs: list[Tensor], seed: int) -> li
 
 @pytest.fixture
 def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The bodies of raw ops that Python runs."""
+    """Record the bodies of raw ops that Python runs."""
     ran: list[str] = []
     for name in ("run", "run_backward"):
         body = getattr(Op, name)
@@ -151,9 +150,9 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_programs_give_what_was_recorded(name: str, in_python: list[str]) -> None:
+def test_programs_equal_the_recorded_calls(name: str, in_python: list[str]) -> None:
     function, make = PROBLEMS[name]
-    for time in range(5):  # of forward and backward the first is Python's, the second recorded
+    for time in range(5):  # Python runs the first forward and backward; the second is recorded
         inputs = make()
         in_python.clear()
         got = results(function, inputs, time)
@@ -163,8 +162,8 @@ def test_programs_give_what_was_recorded(name: str, in_python: list[str]) -> Non
     assert by_fast_path, fast_path.programs()
 
 
-def test_arguments_by_name_are_recorded_too() -> None:
-    """Arguments have the form that the kernel of ``activate()`` passes on a GPU."""
+def test_calls_with_keywords_are_recorded() -> None:
+    """The arguments have the form that the kernel of ``activate()`` passes on a GPU."""
     query, key, value = (t.detach() for t in qkv())
     given = {
         "query": query,
@@ -196,7 +195,7 @@ WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize("watcher", WATCHERS)
-def test_a_watched_call_is_pythons(watcher: str, in_python: list[str]) -> None:
+def test_observed_calls_use_the_python_path(watcher: str, in_python: list[str]) -> None:
     inputs = [t.detach() for t in qkv()]
     for _ in range(3):
         attention(*inputs)
@@ -211,7 +210,7 @@ def test_a_watched_call_is_pythons(watcher: str, in_python: list[str]) -> None:
     assert found.dtype == (torch.float16 if "autocast" in watcher else BF16)
 
 
-def test_an_environment_variable_of_ours_decides_too(
+def test_environment_variables_invalidate_programs(
     in_python: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = qkv()
@@ -223,7 +222,7 @@ def test_an_environment_variable_of_ours_decides_too(
     assert in_python
 
 
-def test_what_looks_at_values_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_check_values_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "looks_at_values", lambda device: True)
     q, k, v = qkv()
     for _ in range(4):
@@ -233,14 +232,14 @@ def test_what_looks_at_values_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -
     assert any("no tensor" in reason or "holds" in reason for reason in fast_path.programs()[1])
 
 
-def test_a_call_that_is_wrong_stays_wrong() -> None:
+def test_bad_calls_raise_every_time() -> None:
     q, k, v = qkv()
     for _ in range(4):
         with pytest.raises(ValueError, match="same head size"):
             attention(q, k[..., :8], v)
 
 
-def test_second_derivatives_are_the_references() -> None:
+def test_second_derivatives_equal_the_reference() -> None:
     inputs = qkv(lq=8, lk=8)
     found = []
     for _ in range(4):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward by the backend "cuda", the kernels for sm_90a run in the emulator, through the
-public API."""
+"""feed_forward on the emulated sm_90a kernels of "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 41, 40, 400
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     for named in share(feed_forward_problems.problems()):
         assert (found := feed_forward_problems.wrong(named)) == [], f"{named}: {found}"
 
 
 def test_random_problems() -> None:
-    """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
+    """Run the fuzzer's 16-bit problems: strided, guarded, poisoned; equal bits twice."""
     half = [
         n for n in range(DRAWN) if fuzz_feed_forward.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
     ]
@@ -39,8 +38,8 @@ def test_random_problems() -> None:
     assert report.cases == FUZZ_CASES
 
 
-def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
+def test_library_gemm_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs without measurements use it: fewer warpgroup products, the same bound."""
     products = torch.ops.pytransformer_C.emulator_products
     counts = []
     for use_cublas in (False, True):
@@ -64,8 +63,8 @@ def test_schedules_give_equal_bits() -> None:
         assert torch.equal(result, runs[1][name]), name
 
 
-def test_dropout_mask() -> None:
-    """Bit for bit the reference's, forward and backward: the identity for weights shows hidden."""
+def test_dropout_mask_equals_the_reference() -> None:
+    """Forward and backward have its bits; identity weights expose hidden."""
     x, eye = (
         torch.full((5, 30, 264), 3.0, dtype=torch.float16, requires_grad=True),
         torch.eye(264, dtype=torch.float16),
@@ -79,7 +78,7 @@ def test_dropout_mask() -> None:
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
 
 
-def test_a_part_of_a_larger_problem() -> None:
+def test_slices_have_the_dropout_of_the_full_problem() -> None:
     check_hidden_starts("cuda", (0, 32, 96), torch.bfloat16)
     with pytest.raises(pt.BackendError, match="column_start is a multiple of 32, got 5"):
         check_hidden_starts("cuda", (5,), torch.bfloat16)
@@ -103,8 +102,8 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", fuzz_feed_forward.ACTIVATIONS)
-def test_activations_and_slopes(activation: str) -> None:
-    """Of numbers of every size, against float64: x to hidden and back by identities."""
+def test_activations_and_slopes_within_the_bound(activation: str) -> None:
+    """Numbers of every magnitude pass from x to hidden and back by identities."""
     x = torch.cat(
         [
             torch.linspace(-14, 14, 1000),
@@ -123,7 +122,7 @@ def test_activations_and_slopes(activation: str) -> None:
         assert (error <= torch.finfo(torch.float16).eps * exact.abs() + 2.0**-14).all(), error.max()
 
 
-def test_a_non_finite_row_stays_one() -> None:
+def test_non_finite_rows_do_not_spread() -> None:
     t = {n: v.clone() for n, v in PROBLEMS["relu"].tensors.items()}
     t["x"][2, 3], t["x"][100, 0] = torch.nan, torch.inf
     for activation in fuzz_feed_forward.ACTIVATIONS:
@@ -135,7 +134,7 @@ def test_a_non_finite_row_stays_one() -> None:
         assert not out[~others].isfinite().any() and out[others].isfinite().all()
 
 
-def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_arguments_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.zeros(4, 16), torch.zeros(16, 16)
     assert (
         "bfloat16 or float16, got float32"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm by the backend "cuda", the kernels run in the emulator, through
-the public API."""
+"""layer_norm, rms_norm and add_norm on the emulated backend "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ FUZZ_CASES, FUZZ_SEED = 100, 21
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     for problem in share(layer_norm_problems.problems()):
         assert (found := layer_norm_problems.wrong(problem)) == [], f"{problem}: {found}"
 
@@ -45,9 +44,8 @@ def test_random_problems(share: Share) -> None:
 @pytest.mark.parametrize(
     "case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name
 )
-def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
-    """The named cases that tests and benchmarks share: close to the reference, equal bits under
-    another schedule."""
+def test_case_equals_the_reference(case: Case, schedule: int, dtype: torch.dtype) -> None:
+    """The shared named cases are close to the reference and give equal bits in another schedule."""
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
     leaves = [
         t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad
@@ -68,9 +66,11 @@ def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("columns", [64, 300, 1032, 12304])
-def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
-    """Bit for bit, forward and backward, whichever kernel computes it; columns past a group of 32
-    and unaligned ones too."""
+def test_dropout_mask_equals_the_reference(columns: int) -> None:
+    """Forward and backward agree bit for bit in every kernel.
+
+    Rows beyond 32 columns and unaligned rows are included.
+    """
     x, seed = torch.full((3, columns), 7.0, requires_grad=True), -(2**40) + 12345
     for p in (0.1, 0.5, 0.999, 1.0):
         streams = [
@@ -83,13 +83,12 @@ def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [33, 264])
-def test_rows_of_a_larger_problem(columns: int) -> None:
+def test_slices_of_rows_have_the_dropout_of_the_full_problem(columns: int) -> None:
     check_norm_starts("cuda", columns)
 
 
-def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
-    """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time,
-    within the bound."""
+def test_strides_and_alignment_keep_results_within_the_bound() -> None:
+    """Layouts of inputs and upstream gradients select 16-byte or single-element accesses."""
     problem = next(p for p in layer_norm_problems.problems() if p.tensors["x"].shape[1] == 96)
     for layout in LAYOUTS:
         laid = {
@@ -99,7 +98,7 @@ def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
         assert layer_norm_problems.wrong(dataclasses.replace(problem, layouts=laid)) == [], layout
 
 
-def test_nan_and_inf_stay_in_their_row() -> None:
+def test_nan_and_inf_do_not_spread() -> None:
     x = torch.randn(40, 72)
     x[2, 3], x[4, 0] = float("nan"), float("inf")
     y = pt.layer_norm(x, 72, backend="cuda")
@@ -107,7 +106,7 @@ def test_nan_and_inf_stay_in_their_row() -> None:
     assert torch.equal(y[17:18], pt.layer_norm(x[17:18], 72, backend="cuda"))
 
 
-def test_a_large_mean_costs_no_digits() -> None:
+def test_large_mean_loses_no_accuracy() -> None:
     x = 100 + 0.1 * torch.randn(8, 1000)
     for columns in (1000, 999):
         ours = pt.layer_norm(x[:, :columns], columns, backend="cuda").double()
@@ -115,12 +114,12 @@ def test_a_large_mean_costs_no_digits() -> None:
         assert (ours - exact).abs().max() < 2e-6
 
 
-def test_a_constant_row_becomes_the_bias() -> None:
+def test_constant_rows_give_the_bias() -> None:
     assert not constant_rows_off_their_bias("cuda", 768) + constant_rows_off_their_bias("cuda", 999)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])
-def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+def test_empty_inputs(shape: tuple[int, ...]) -> None:
     x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
     dx, dw = torch.autograd.grad(pt.layer_norm(x, shape[-1], w, backend="cuda").sum(), (x, w))
     assert dx.shape == x.shape and torch.equal(dw, torch.zeros_like(w))
@@ -133,19 +132,19 @@ def test_memory_order_is_kept() -> None:
     assert y.stride() == dx.stride() == x.stride()
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
     with pytest.raises(pt.BackendError, match="float32, bfloat16 or float16, got x in float64"):
         pt.layer_norm(torch.zeros(2, 8, dtype=torch.float64), 8, backend="cuda")
 
 
-def test_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTRANSFORMER_EMULATE", str(tmp_path / "none.so"))
     with pytest.raises(pt.BackendError, match=r"there is no emulated library .*none\.so"):
         pt.layer_norm(torch.zeros(2, 8), 8, backend="cuda")
 
 
-def test_the_edge_checks_shapes() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+def test_binding_checks_shapes() -> None:
+    """A caller without the public function gets the kernels' preconditions as errors."""
     from pytransformer.ops._backends.cuda import library as cuda_library
 
     x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)

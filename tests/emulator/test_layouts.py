@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator against the layouts that the PTX ISA manual documents, worked out here by hand and
-by other means than the kernels'.
+"""The emulator against the layouts of the PTX ISA manual, derived independently of the kernels.
 
-Kernel and emulator share beliefs: were both wrong, every kernel test would pass. So the tables
-below are typed from the manual's figures,
-and the results computed with plain matrix products.
+Kernel and emulator share assumptions: if both were wrong, every kernel test would pass. The tables
+below come from the manual's figures, and plain matrix products give the results.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ Answers = dict[str, Tensor]
 SHAPES_OF = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "tile" / "product_shapes.h"
 SHAPES = re.compile(r"\bproduct_of_(?:tiles|weights)\(\d")  # in the table of shapes
 
-# mma.m16n8k16, figures "layout for the matrix fragment": lane -> the (row, column) of each element
-# it holds, in order.
+# mma.m16n8k16, figures "layout for the matrix fragment": lane -> the (row, column) of each of its
+# elements, in order.
 A_FRAGMENT = {
     0: [(0, 0), (0, 1), (8, 0), (8, 1), (0, 8), (0, 9), (8, 8), (8, 9)],
     1: [(0, 2), (0, 3), (8, 2), (8, 3), (0, 10), (0, 11), (8, 10), (8, 11)],
@@ -50,8 +48,8 @@ D_FRAGMENT = {
     32: [(16, 0), (16, 1), (24, 0), (24, 1), (16, 8), (16, 9)],
     127: [(55, 6), (55, 7), (63, 6), (63, 7), (55, 14), (55, 15)],
 }
-# The 128-byte swizzle: for each of eight rows, which 16-byte chunk of the row lies in place 0, 1,
-# ..., 7.
+# The 128-byte swizzle: for each of eight rows, the 16-byte chunk of the row at position 0, 1, ...,
+# 7.
 SWIZZLE_128B = [
     [0, 1, 2, 3, 4, 5, 6, 7],
     [1, 0, 3, 2, 5, 4, 7, 6],
@@ -69,13 +67,12 @@ def floats(words: Tensor) -> Tensor:
 
 
 def halves(words: Tensor, dtype: torch.dtype = torch.uint16) -> Tensor:
-    """The 16-bit elements of the words, low half first."""
+    """Return the 16-bit elements of the words, low half first."""
     return words.to(torch.uint32).view(dtype)
 
 
 def fragment(kind: str, lane: int) -> list[tuple[int, int]]:
-    """The manual's formulas: group = lane >> 2, thread_in_group = lane % 4, for element i of the
-    fragment."""
+    """Return the manual's formulas for element i: group = lane >> 2, thread_in_group = lane % 4."""
     group, q = lane >> 2, lane % 4
     if kind == "A":
         return [
@@ -88,7 +85,7 @@ def fragment(kind: str, lane: int) -> list[tuple[int, int]]:
 
 
 def unfold(kind: str, shape: tuple[int, int], elements: Tensor) -> Tensor:
-    """The matrix whose fragments these are, lane by lane."""
+    """Return the matrix of these fragments, lane by lane."""
     matrix = torch.full(shape, float("nan"))
     for lane, row in enumerate(elements.view(32, -1).float()):
         for place, value in zip(fragment(kind, lane), row):
@@ -97,7 +94,7 @@ def unfold(kind: str, shape: tuple[int, int], elements: Tensor) -> Tensor:
 
 
 def swizzled(tile: Tensor) -> Tensor:
-    """A tile of rows of 128 bytes, 64 elements each, as TMA leaves it."""
+    """Return a tile of rows of 128 bytes, 64 elements each, as TMA writes it."""
     rows = tile.view(-1, 8, 8)
     return torch.stack([row[SWIZZLE_128B[r % 8]] for r, row in enumerate(rows)]).flatten()
 
@@ -105,13 +102,13 @@ def swizzled(tile: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "table"), [("A", A_FRAGMENT), ("B", B_FRAGMENT), ("C", C_FRAGMENT)]
 )
-def test_the_formulas_are_the_figures(kind: str, table: dict[int, list[tuple[int, int]]]) -> None:
+def test_formulas_match_the_figures(kind: str, table: dict[int, list[tuple[int, int]]]) -> None:
     for lane, places in table.items():
         assert fragment(kind, lane) == places
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mma(dtype: torch.dtype, answers: Answers) -> None:
+def test_mma_equals_a_product(dtype: torch.dtype, answers: Answers) -> None:
     name = "mma_bf16" if dtype == torch.bfloat16 else "mma_f16"
     a = unfold("A", (16, 16), halves(answers[f"a:{name}"], dtype))
     b = unfold("B", (16, 8), halves(answers[f"b:{name}"], dtype))
@@ -119,9 +116,8 @@ def test_mma(dtype: torch.dtype, answers: Answers) -> None:
     assert torch.equal(d, a @ b + c)
 
 
-def test_ldmatrix(answers: Answers) -> None:
-    """Row l / 4, elements 2 (l % 4) and the next, of the four matrices; transposed the matrix is
-    read as its transpose."""
+def test_ldmatrix_reads_the_layout_of_the_manual(answers: Answers) -> None:
+    """It reads row l / 4, elements 2 (l % 4) and the next, of four matrices, or their transpose."""
     matrices = halves(answers["in:ldmatrix"]).view(4, 8, 8)
     plain, transposed = (
         halves(answers["ldmatrix"].view(32, 8)[:, part]).view(32, 4, 2)
@@ -137,7 +133,7 @@ def test_ldmatrix(answers: Answers) -> None:
             )
 
 
-def test_stmatrix_and_swizzle(answers: Answers) -> None:
+def test_stmatrix_writes_the_swizzled_layout(answers: Answers) -> None:
     assert torch.equal(
         halves(answers["stmatrix"]).int(),
         swizzled(halves(answers["in:stmatrix"]).view(64, 64).int()),
@@ -145,15 +141,15 @@ def test_stmatrix_and_swizzle(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize(("x", "y"), [(0, 0), (64, 0), (0, 24), (8, 30), (-8, -3), (128, 8)])
-def test_tma_box(x: int, y: int, answers: Answers) -> None:
-    """24 rows of 64 elements of a tensor of 40 x 72, zeros outside, swizzled."""
+def test_tma_reads_swizzled_boxes(x: int, y: int, answers: Answers) -> None:
+    """Read 24 rows of 64 elements of a tensor of 40 x 72; outside are zeros."""
     source = torch.zeros(100, 300, dtype=torch.int32)
     source[20:60, 50:122] = halves(answers["in:tma"]).view(40, 72).int()
     box = source[20 + y : 44 + y, 50 + x : 114 + x]
     assert torch.equal(halves(answers[f"tma_2d({x},{y})"]).int(), swizzled(box.contiguous()))
 
 
-def test_tma_of_rank_3(answers: Answers) -> None:
+def test_tma_reads_rank_3(answers: Answers) -> None:
     source = torch.zeros(4, 30, 200, dtype=torch.int32)
     source[:, :10, :72] = halves(answers["in:tma"]).view(4, 10, 72).int()
     assert torch.equal(
@@ -161,7 +157,7 @@ def test_tma_of_rank_3(answers: Answers) -> None:
     )
 
 
-def test_tma_of_rank_4(answers: Answers) -> None:
+def test_tma_reads_rank_4(answers: Answers) -> None:
     source = torch.zeros(2, 2, 30, 200, dtype=torch.int32)
     source[:, :, 10:20, :72] = halves(answers["in:tma"]).view(2, 2, 10, 72).int()
     assert torch.equal(
@@ -169,8 +165,8 @@ def test_tma_of_rank_4(answers: Answers) -> None:
     )
 
 
-def test_wgmma_accumulators(answers: Answers) -> None:
-    """And, since the operands lie there, the core-matrix layout without swizzle."""
+def test_wgmma_accumulators_have_the_layout_of_the_manual(answers: Answers) -> None:
+    """The operands also cover the core-matrix layout without swizzle."""
     rows, columns = (floats(answers[f"wgmma_{name}"]).view(128, 32) for name in ("rows", "columns"))
     for thread, places in D_FRAGMENT.items():
         assert list(zip(rows[thread, :6].tolist(), columns[thread, :6].tolist())) == places
@@ -181,9 +177,8 @@ def test_wgmma_accumulators(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
-    """Every shape that kernels use, by its name: widths from 32 to 256, and panels of 32 to 176
-    rows."""
+def test_wgmma_equals_a_product(dtype: torch.dtype, answers: Answers) -> None:
+    """Run every shape of the kernels by name: widths 32 to 256, panels of 32 to 176 rows."""
     names = [key.removeprefix("a:") for key in answers if key.startswith("a:wgmma_")]
     names = [name for name in names if name.endswith("_f16") == (dtype == torch.float16)]
     assert len(names) == len(SHAPES.findall(SHAPES_OF.read_text())) > 15
@@ -196,9 +191,8 @@ def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
         assert torch.equal(floats(answers[name]).view(64, -1), a @ b), name
 
 
-def test_tiles_in_a_ring(answers: Answers) -> None:
-    """Seven steps of 64 columns by two buffers, multiplied and read; and a product with rows of B
-    cleared."""
+def test_ring_buffers_deliver_their_tiles(answers: Answers) -> None:
+    """Seven steps of 64 columns use two buffers; one product clears rows of B."""
     a, b = (
         halves(answers[f"{key}:steps"], torch.bfloat16).float().view(64, 448) for key in ("a", "b")
     )
@@ -215,15 +209,17 @@ def test_tiles_in_a_ring(answers: Answers) -> None:
             ..., :16
         ]  # warp, row, step, half, the first 16 columns
         for lane in range(32):
-            wanted = torch.stack(
+            expected = torch.stack(
                 [tiles[:, row, :, :, column] for row, column in fragment("A", lane)], -1
             )
-            assert torch.equal(read[:, matrix, :, :, lane], wanted.permute(1, 2, 0, 3))
+            assert torch.equal(read[:, matrix, :, :, lane], expected.permute(1, 2, 0, 3))
 
 
-def test_descriptor_fields(answers: Answers) -> None:
-    """Bits 0-13: address / 16; 16-29: leading byte offset / 16; 32-45: stride byte offset / 16;
-    62-63: swizzle."""
+def test_descriptor_fields_match_the_manual(answers: Answers) -> None:
+    """Bits 0-13: address / 16; 16-29: LBO / 16; 32-45: SBO / 16; 62-63: swizzle.
+
+    LBO and SBO are the leading and stride byte offsets.
+    """
     words = answers["descriptors"].view(-1, 2)[:3].tolist()
     assert words == [
         [0x0001_0040, 0x4000_0040],  # address 0x400, LBO 16, SBO 1024, 128 bytes
@@ -232,9 +228,11 @@ def test_descriptor_fields(answers: Answers) -> None:
     ]
 
 
-def test_cp_async(answers: Answers) -> None:
-    """128 copies of 16 bytes in reversed order, then of t % 17 bytes and zeros; a thread reads
-    those of its neighbour."""
+def test_cp_async_copies_and_fills_with_zeros(answers: Answers) -> None:
+    """128 copies of 16 bytes run in reversed order, then of t % 17 bytes and zeros.
+
+    A thread reads its neighbor's bytes.
+    """
     source, got = (
         answers["in:cp_async"].to(torch.uint32).view(torch.uint8),
         answers["cp_async"].to(torch.uint32).view(torch.uint8),
@@ -242,12 +240,12 @@ def test_cp_async(answers: Answers) -> None:
     whole, got = source[:2048].view(128, 16), got.view(128, 32)
     assert torch.equal(got[:, :16], whole.flip(0))
     for t in range(128):
-        wanted = source[2048:].view(128, 16)[t ^ 1].clone()
-        wanted[(t ^ 1) % 17 :] = 0
-        assert torch.equal(got[t, 16:], wanted)
+        expected = source[2048:].view(128, 16)[t ^ 1].clone()
+        expected[(t ^ 1) % 17 :] = 0
+        assert torch.equal(got[t, 16:], expected)
 
 
-def test_memory_and_meetings(answers: Answers) -> None:
+def test_memory_operations_and_shuffles(answers: Answers) -> None:
     words = answers["in:memory"].view(128, 4)
     mixed = words ^ words.flip(0)
     assert torch.equal(answers["memory"][:512].view(128, 4), mixed)
@@ -257,10 +255,12 @@ def test_memory_and_meetings(answers: Answers) -> None:
     assert torch.equal(answers["memory"][1536:1664], shifted)
     assert torch.equal(answers["memory"][1664:1920].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
     rows = torch.arange(128)[:, None]
-    wanted = words[rows[:, 0] ^ 9].where(
-        (rows % 3 > 0) & (rows % 5 > 0), 0
-    )  # zeros where nothing is loaded, or stored
-    assert torch.equal(answers["memory"][1920:].view(128, 4), wanted)
+    expected = words[rows[:, 0] ^ 9].where(
+        (rows % 3 > 0) & (rows % 5 > 0),
+        0,
+        # Zeros if the predicate of the load or the store is false.
+    )
+    assert torch.equal(answers["memory"][1920:].view(128, 4), expected)
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
     t = torch.arange(64)
@@ -272,7 +272,7 @@ def test_memory_and_meetings(answers: Answers) -> None:
     )
 
 
-def test_numbers(answers: Answers) -> None:
+def test_arithmetic_and_conversions(answers: Answers) -> None:
     inputs, results = (
         floats(answers["in:arithmetic"]).view(256, 3),
         answers["arithmetic"].view(256, 9),
@@ -283,7 +283,8 @@ def test_numbers(answers: Answers) -> None:
         torch.testing.assert_close(floats(results[:, i]), want, rtol=0, atol=0, equal_nan=True)
     fused = (
         a.double() * b.double() + c.double()
-    ).float()  # one rounding more than the instruction where the product is long
+        # It rounds once more than the instruction if the product is long.
+    ).float()
     torch.testing.assert_close(floats(results[:, 2]), fused, rtol=2e-7, atol=1e-44, equal_nan=True)
     for i, dtype in ((3, torch.bfloat16), (4, torch.float16)):
         packed = halves(results[:, i], dtype).view(256, 2)
@@ -300,7 +301,7 @@ def test_numbers(answers: Answers) -> None:
         )
 
 
-def test_sums(answers: Answers) -> None:
+def test_atomics_and_reductions(answers: Answers) -> None:
     assert answers["atomics"].tolist() == [50 * sum(range(i, 64, 4)) for i in range(4)]
     values, sums = floats(answers["in:reductions"]), floats(answers["reductions"])
     assert torch.equal(sums[:256], 20 * values) and (sums[256:] == 20).all()

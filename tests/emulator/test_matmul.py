@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products by warpgroups (csrc/cuda/matmul), run in the emulator by their raw op."""
+"""The warpgroup gemm (csrc/cuda/matmul) in the emulator, by its raw op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loaded(emulated: object) -> None:
     assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cpu")) is None
 
 
-def test_every_path(share: Share) -> None:
+def test_every_path_is_right(share: Share) -> None:
     for problem in share(matmul_problems.problems()):
         assert (found := matmul_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
@@ -34,9 +34,11 @@ def test_schedules_give_equal_bits() -> None:
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_sums_in_float32(layout: str) -> None:
-    """Unrounded, onto what is there or not; nothing is written behind the rows' multiple of eight
-    columns."""
+def test_float32_results_are_unrounded(layout: str) -> None:
+    """They replace or add to the output; nothing is written beyond the padded columns.
+
+    The padding rounds the columns up to a multiple of eight.
+    """
     a, b = operands(Problem("sums", BF16, layout, 150, 300, 72))
     begun = torch.randn(150, 312)
     for add in (False, True):
@@ -47,8 +49,8 @@ def test_sums_in_float32(layout: str) -> None:
         assert torch.equal(out[:, 304:], begun[:, 304:])
 
 
-def test_a_non_finite_row_stays_one() -> None:
-    """Beyond the operands' end are zeros: what lies there in memory reaches nothing."""
+def test_non_finite_rows_do_not_spread() -> None:
+    """Zeros follow the operands, so memory behind them has no effect."""
     problem = Problem("NaN", BF16, "nt", 140, 40, 24, gap=8)
     a, b = operands(problem)
     a[3, 5], b[7, 11] = torch.nan, torch.inf
@@ -68,7 +70,7 @@ def test_a_non_finite_row_stays_one() -> None:
         (lambda a, b: (a.t().contiguous().t(), b.t().contiguous().t()), "both operands"),
     ],
 )
-def test_what_they_refuse(change: object, message: str) -> None:
+def test_unsupported_operands_raise(change: object, message: str) -> None:
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 24).bfloat16()
     with pytest.raises(RuntimeError, match=message):
         a, b = change(a, b)
@@ -77,7 +79,7 @@ def test_what_they_refuse(change: object, message: str) -> None:
         )
 
 
-def test_they_are_for_sm_90a(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemm_requires_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     a = torch.randn(16, 16).half()
     with pytest.raises(RuntimeError, match="for sm_90a"):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator notices what the PTX ISA leaves undefined, and says where: messages.cpp has the
-expectations."""
+"""The emulator reports operations that the PTX ISA leaves undefined: see messages.cpp."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_what_the_emulator_notices(seed: int, builder: ModuleType) -> None:
+def test_emulator_reports_undefined_operations(seed: int, builder: ModuleType) -> None:
     program = builder.program("messages", [Path(__file__).with_name("messages.cpp")])
     done = subprocess.run([program, str(seed)], capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault planted in the kernels is found by a problem: those of arithmetic (text_faults.py),
-and those of call sites (sites.py)."""
+"""A problem detects every planted fault: arithmetic (text_faults.py), call sites (sites.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ PTX = re.compile(
 
 
 def some(faults: Iterable[Any], every: int) -> list[Any]:
-    """Return parameters: the first of every ``every`` runs in `make test`, the others are slow
-    tests."""
+    """Return parameters: one in ``every`` runs in `make test`; the others are slow tests."""
     name = lambda fault: fault.name if isinstance(fault, TextFault) else str(fault)
     return [
         pytest.param(f, marks=[pytest.mark.slow] * (i % every > 0), id=name(f))
@@ -34,14 +32,14 @@ def some(faults: Iterable[Any], every: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("fault", some(FAULTS, 4))
-def test_a_fault_of_arithmetic_is_found(fault: TextFault, emulated: Path) -> None:
+def test_arithmetic_faults_are_detected(fault: TextFault, emulated: Path) -> None:
     assert planted.found(emulated, fault.problems, fault.name, 1, fault.problem, fault.path), (
         "not found"
     )
 
 
 @pytest.mark.parametrize("fault", some(sorted(LISTED), 24))
-def test_a_fault_at_a_call_site_is_found(fault: SiteFault, emulated: Path) -> None:
+def test_call_site_faults_are_detected(fault: SiteFault, emulated: Path) -> None:
     assert sites.finds(emulated, fault, LISTED[fault]), f"not found by {LISTED[fault]}"
 
 
@@ -50,7 +48,7 @@ def test_names_are_unique() -> None:
     assert all(f"PT_FAULT({fault.name})" in fault.faulty for fault in FAULTS)
 
 
-def test_the_sources_have_no_faults() -> None:
+def test_sources_contain_no_faults() -> None:
     texts = {
         path: path.read_text()
         for path in planted.CSRC.rglob("*")
@@ -59,14 +57,14 @@ def test_the_sources_have_no_faults() -> None:
     assert [path.name for path, text in texts.items() if "PT_FAULT" in text] == ["fault.h"]
 
 
-def test_a_text_that_is_not_there_once_is_an_error(builder: ModuleType, tmp_path: Path) -> None:
+def test_fault_texts_must_match_once(builder: ModuleType, tmp_path: Path) -> None:
     for text in ("no such text", "return"):
         with pytest.raises(ValueError, match=r"is there \d+ times"):
             builder.copies(tmp_path, [FAULTS[0]._replace(text=text)])
 
 
-def test_every_call_of_a_ptx_function_is_listed() -> None:
-    """By file and line: with a fault that a problem finds, or with the reason why none does."""
+def test_every_ptx_call_is_listed() -> None:
+    """Each file and line has a fault with its problem, or the reason why no problem shows it."""
     names = set(
         PTX.findall(
             "".join(path.read_text() for path in (planted.CSRC / "cuda" / "ptx").glob("*.cuh"))
@@ -88,19 +86,19 @@ def test_every_call_of_a_ptx_function_is_listed() -> None:
     assert sorted(calls - handed_on - listed) == []
 
 
-def test_every_listed_line_is_there() -> None:
+def test_every_listed_line_exists() -> None:
     assert [str(fault) for fault in (*LISTED, *UNSEEN) if fault.planted() is None] == []
     assert sites.TO_EXPLAIN not in UNSEEN.values()
 
 
 @pytest.mark.parametrize("name", ["no_such_fault", "drop", "turn@cuda/tile/ring.cuh:1"])
-def test_an_unknown_fault_is_an_error(name: str, emulated: Path) -> None:
+def test_unknown_faults_raise(name: str, emulated: Path) -> None:
     with pytest.raises(RuntimeError, match="exit code 2"):
         planted.found(emulated, "sm90_problems", name, 1, "one tile", "sm90")
 
 
 @pytest.mark.parametrize(("problems", "path"), sites.RUNS)
-def test_without_a_fault_nothing_is_found(problems: str, path: str, emulated: Path) -> None:
-    """By the first problem; the others run without a fault in the tests of each op."""
+def test_unmodified_kernels_pass(problems: str, path: str, emulated: Path) -> None:
+    """Only each module's first problem runs; each op's tests run the others."""
     first = next(run for run in sites.problems() if run.problems == problems)
     assert planted.found(emulated, problems, "", 1, first.problem, path) == ""

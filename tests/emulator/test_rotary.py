@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv by the backend "cuda", the kernels run in the emulator, through the public
-API."""
+"""rotary and append_kv on the emulated backend "cuda", through the public API."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
 @pytest.mark.parametrize("schedule", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
-def test_every_path(schedule: int) -> None:
+def test_every_path_is_right(schedule: int) -> None:
     for problem in rotary_problems.problems():
         assert (found := rotary_problems.wrong(problem)) == [], f"{problem}: {found}"
 
@@ -33,7 +32,7 @@ def test_every_path(schedule: int) -> None:
 @pytest.mark.parametrize(
     "problem", list(append_problems.problems()), ids=lambda problem: problem.name
 )
-def test_into_eight_bits(problem: Any) -> None:
+def test_8_bit_caches_equal_quantize_kv(problem: Any) -> None:
     assert append_problems.wrong(problem) == []
 
 
@@ -48,9 +47,8 @@ def test_random_problems(count: int) -> None:
 
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)
-def test_case(case: Case) -> None:
-    """Outputs, caches and all gradients of a shared case against float64, with equal bits under
-    another schedule."""
+def test_case_within_the_bound(case: Case) -> None:
+    """Outputs, caches and gradients of the shared cases keep their bits in another schedule."""
     problem = Problem.make(case, BF16, "cpu", seed=0, grad=True)
     grads = check.upstream(problem, seed=1)
     found = check.compute(problem, prepare_ours("cuda", problem), grads)
@@ -65,9 +63,11 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dims", [64, 24])
-def test_without_a_norm_the_bits_are_the_cpus(dims: int, interleaved: bool) -> None:
-    """Both round every product but the last, into which the sum is fused; an instruction set
-    without such a sum does not."""
+def test_bits_without_a_norm_equal_the_cpu(dims: int, interleaved: bool) -> None:
+    """Both round every product but the last, which is fused with the sum.
+
+    Instruction sets without FMA round it too.
+    """
     native = pytest.importorskip(
         "pytransformer._C", reason="_C was not built (_build_info.json says why)"
     )
@@ -88,7 +88,7 @@ def test_without_a_norm_the_bits_are_the_cpus(dims: int, interleaved: bool) -> N
         )
 
 
-def test_gradients_asked_for_one_by_one() -> None:
+def test_single_gradients_equal_those_of_all() -> None:
     x, weight, positions = (
         torch.randn(2, 3, 2, 40, requires_grad=True),
         torch.randn(40, requires_grad=True),
@@ -109,10 +109,10 @@ def _store(columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [16, 18])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_place_outside_is_written_by_nobody(
+def test_positions_outside_the_cache_are_not_written(
     columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the check, which is not made on a GPU: positions and pages outside the cache."""
+    """The kernel gets positions and pages outside the cache, unchecked as on a GPU."""
     monkeypatch.setattr(gpu_rotary, "looks_at_values", lambda device: False)
     store, values = _store(columns), _store(columns)
     cache = pt.KeyValues(store[1:5], values[1:5], torch.tensor([[0, 9], [-3, 2]], dtype=dtype))
@@ -125,9 +125,8 @@ def test_a_place_outside_is_written_by_nobody(
         assert (kept == 5.0).all()
 
 
-def test_what_is_copied_keeps_every_bit() -> None:
-    """A NaN's too, which arithmetic would replace; and a query without heads, where only a cache is
-    written."""
+def test_copied_values_keep_every_bit() -> None:
+    """Arithmetic would replace NaN payloads; a query without heads only writes the cache."""
     bits = torch.tensor([0x7F81, -1, 0x0001, 0x7FC5] * 4, dtype=torch.int16)
     for columns in (16, 13):
         value = bits[:columns].view(BF16).expand(1, 1, 2, columns)
@@ -144,8 +143,8 @@ def test_what_is_copied_keeps_every_bit() -> None:
         )
 
 
-def test_a_position_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU with PYTRANSFORMER_CHECK=1; here always."""
+def test_positions_outside_the_cache_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU raises with PYTRANSFORMER_CHECK=1; the emulator always does."""
     cache = pt.KeyValues(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
     rows = [torch.ones(1, 1, 1, 8)] * 3
     with pytest.raises(
@@ -155,7 +154,7 @@ def test_a_position_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert not cache.key.any()
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs() -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
         out = pt.rotary(x, torch.zeros(shape[2], dtype=torch.int64), weight=weight, backend="cuda")
@@ -168,8 +167,7 @@ def test_tables_in_float64_are_rounded() -> None:
     assert torch.equal(found, pt.rotary(x, cos=cos.float(), sin=sin.float(), backend="cuda"))
 
 
-def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
+def test_unsupported_arguments_give_a_reason() -> None:
     positions = torch.arange(3)
     reasons = lambda **given: pt.explain(
         "rotary", given.pop("x", torch.zeros(1, 1, 3, 8)), positions, **given
@@ -182,8 +180,8 @@ def test_reasons() -> None:
     )
 
 
-def test_the_edge_checks_shapes() -> None:
-    """A caller that bypasses the public function learns what the kernels rely on."""
+def test_binding_checks_shapes() -> None:
+    """A caller without the public function gets the kernels' preconditions as errors."""
     x = torch.zeros(1, 2, 3, 8)
     arguments: list[Any] = [x, None, None, None, x.new_empty(1, 2, 3, 7), None, False, 1e-6, 0.0]
     with pytest.raises(RuntimeError, match=r"out must have the shape \(1, heads, 3, 8\)"):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fault in the CUDA kernel itself: the check at the first call finds it in a process of its own,
-and the next backend computes.
-Emulated."""
+"""The check at first use detects a fault in the emulated CUDA kernel in its own process.
+
+The next backend then computes.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 
 
 @pytest.mark.parametrize("fault", ["", "one_key_too_many"])
-def test_broken_kernel_is_found_and_reported_once(
+def test_broken_kernel_is_detected_and_reported_once(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of text_faults.py is planted where the check runs; without it the backend is used."""
+    """The check plants a fault of text_faults.py; without the fault the backend is used."""
     way = WAYS["attention"]
     want = way()
     monkeypatch.setitem(checking.ENVIRONMENT, "PYTRANSFORMER_FAULT", fault)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA kernels that are refused before they run: the next backend computes. What ran and failed is
-raised. Emulated."""
+"""CUDA kernels that do not start fall back to the next backend; later failures raise.
+
+The kernels are emulated.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, p
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
-# What csrc/cuda puts before the runtime's own words, and where.
+# The prefix of csrc/cuda before the runtime's message.
 STARTS = {"a kernel could not be launched: ": "launch.cuh", "CUDA: ": "device.cu"}
 DRIVER, MAPS = "the driver has no ", "cuTensorMapEncodeTiled failed: "
 BEFORE = [
@@ -26,7 +28,7 @@ BEFORE = [
 ]
 
 
-def test_these_are_the_library_s_words() -> None:
+def test_messages_have_the_prefix_of_the_library() -> None:
     for start, file in STARTS.items():
         assert f'"{start}"' in (CSRC / file).read_text()
     assert (
@@ -35,12 +37,14 @@ def test_these_are_the_library_s_words() -> None:
     )
 
 
-# A model's way once: it is that of attention, 14 s of the emulator apart.
+# Run a full model once: it duplicates attention and takes 14 s of the emulator.
 @pytest.mark.parametrize(
     "error, way",
     [*((e, w) for e in BEFORE for w in WAYS if w != "hugging_face"), (BEFORE[0], "hugging_face")],
 )
-def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, way: str) -> None:
+def test_failures_fall_back_to_the_next_backend(
+    monkeypatch: pytest.MonkeyPatch, error: str, way: str
+) -> None:
     want = WAYS[way]()
     for then in ("cpu", "reference"):
         with preferred("cuda", then=then):
@@ -48,7 +52,7 @@ def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, 
             check(way, want, "cuda", error)
 
 
-def test_backward_alone_fails() -> None:
+def test_failing_backward_falls_back() -> None:
     want = attention()
     error = RuntimeError("a kernel could not be launched: too many resources requested for launch")
     with preferred("cuda", only_backward=error):
@@ -59,7 +63,9 @@ def test_backward_alone_fails() -> None:
     "text",
     [*(start + text for start in STARTS for text in FAULTS), "attention: head sizes up to 256"],
 )
-def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_failures_of_running_kernels_are_raised_unchanged(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     error = RuntimeError(text)
     monkeypatch.setattr(cuda_library, "call", failing(lambda: error))
     with preferred("cuda"), pytest.raises(RuntimeError) as caught:
@@ -67,10 +73,10 @@ def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch,
     assert caught.value is error and not pt.fallbacks()
 
 
-def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(
+def test_missing_kernel_images_fall_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The norms and networks too: one op's way down is every op's."""
+    """Norms and networks fall back like attention."""
     monkeypatch.setattr(
         cuda_library,
         "call",
@@ -84,7 +90,7 @@ def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(
     warned = pytest.warns(
         RuntimeWarning, match="layer_norm.*runs on the backend cpu: cuda: did not run: RuntimeError"
     )
-    with fast_path.off(), warned:  # the fast path does not look where a backend is at home
+    with fast_path.off(), warned:  # the fast path skips the device check of backends
         for _ in range(2):
             torch.testing.assert_close(pt.layer_norm(x, 8, weight), want)
     (record,) = pt.fallbacks()

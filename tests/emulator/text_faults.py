@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic faults of the kernels: bounds, scales, sums of rows and places that no call of a ptx
-function shows.
+"""Arithmetic faults of the kernels: bounds, scales, row sums and positions.
 
-The emulator's build replaces ``text`` by ``faulty`` in its own copy of the file, and
-PYTRANSFORMER_FAULT=name plants the fault when the
-library is loaded (csrc/emulator/fault.h). Each text occurs once in its file. Faults at call sites
-are enumerated: see sites.py.
+No call of a ptx function shows them. The emulator's build replaces ``text`` by ``faulty`` in its
+copy of the file, and PYTRANSFORMER_FAULT=name plants the fault when the library is loaded
+(csrc/emulator/fault.h). Each text occurs once in its file. sites.py enumerates faults at call
+sites.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ class TextFault(NamedTuple):
     file: str  # below csrc/
     text: str
     faulty: str
-    problems: str  # the module whose problems find it
+    problems: str  # the module of problems that detects it
     path: str  # PYTRANSFORMER_CUDA_PATH
-    problem: str = ""  # the name of one that shows it; empty: all are run
+    problem: str = ""  # the name of a problem that detects it; empty: run all
 
 
 FAULTS = (
@@ -109,8 +108,10 @@ FAULTS = (
     TextFault(
         "flags_for_half_a_tile_backward",
         "cuda/attention/plan.h",
-        "padding_gaps))\n    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
-        "padding_gaps))\n    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 :"
+        "padding_gaps))\n"
+        "    plan.recompute = {nullptr, plan.sm90.tile.rows(), plan.sm90.order.tiles};",
+        "padding_gaps))\n"
+        "    plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 :"
         " plan.sm90.tile.rows(), plan.sm90.order.tiles};",
         "sm90_problems",
         "sm90",

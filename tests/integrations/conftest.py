@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the integration tests: a forced backend, transformers with our implementation
-registered, nothing left active."""
+"""Fixtures of the integration tests: forced backends, registered transformers, no leaks."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture
 def backend(backend: str) -> Iterator[str]:
-    """Each backend of attention, forced: a call it cannot do fails the test."""
+    """Force each backend of attention: an unsupported call fails the test."""
     with pt.use_backend(attention=backend):
         yield backend
 
 
 @pytest.fixture(autouse=True)
 def never_left_active() -> Iterator[None]:
-    """No test may leave PyTorch's attention replaced."""
+    """Check that a test does not leave PyTorch's attention replaced."""
     from pytransformer import drop_in
 
     yield

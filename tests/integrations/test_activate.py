@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""activate(): PyTorch's own scaled_dot_product_attention, and the modules built on it, on our
-kernels."""
+"""activate(): PyTorch's scaled_dot_product_attention and the modules on it use our kernels."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_same_as_pytorch(backend: str, name: str) -> None:
+def test_results_equal_pytorch(backend: str, name: str) -> None:
     want = CALLS[name]()
     with pt.activate(), trace() as ran:
         got = CALLS[name]()
@@ -82,7 +81,7 @@ def test_same_as_pytorch(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", masks())
-def test_gradients_with_masks(backend: str, name: str) -> None:
+def test_gradients_with_masks_equal_pytorch(backend: str, name: str) -> None:
     inputs = [*tensors(2), masks()[name]]
     weights = torch.randn(2, 4, 7, 8, generator=torch.Generator().manual_seed(6))
 
@@ -110,20 +109,20 @@ def test_mask_and_causal_intersect(backend: str) -> None:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(backend: str, context: Any) -> None:
+def test_inference_equals_pytorch(backend: str, context: Any) -> None:
     with pt.activate(), trace() as ran, context():
         sdpa(*tensors(2))
     assert ran == [("attention_fwd", backend)]
 
 
-def test_autocast(backend: str) -> None:
+def test_autocast_equals_pytorch(backend: str) -> None:
     with pt.activate(), trace() as ran, torch.autocast("cpu", torch.bfloat16):
         out = sdpa(*tensors(2))
     assert out.dtype == torch.bfloat16
     assert ran == [("attention_fwd", backend)]
 
 
-def test_meta_and_fake_tensors() -> None:
+def test_meta_and_fake_tensors_have_the_shapes_of_pytorch() -> None:
     from torch._subclasses import FakeTensorMode
 
     with pt.activate():
@@ -154,7 +153,7 @@ def test_compiled_code_runs_our_op(backend: str) -> None:
 
 def test_dropout_follows_the_seed(backend: str) -> None:
     q, k, _ = tensors(2)
-    eye = torch.eye(9)[None, None].expand(2, 4, 9, 9)  # the weights themselves come out
+    eye = torch.eye(9)[None, None].expand(2, 4, 9, 9)  # the identity as value returns the weights
     with pt.activate():
         outs = []
         for seed in (1, 1, 2):
@@ -173,7 +172,9 @@ def test_dropout_follows_the_seed(backend: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("which", ["plain", "padding", "causal", "padding and causal", "additive"])
-def test_multihead_attention(backend: str, training: bool, need_weights: bool, which: str) -> None:
+def test_multihead_attention_equals_pytorch(
+    backend: str, training: bool, need_weights: bool, which: str
+) -> None:
     module = torch.nn.MultiheadAttention(16, 4, batch_first=True).train(training)
     x = torch.randn(2, 6, 16)
     padding = torch.arange(6)[None] >= torch.tensor([6, 4])[:, None]
@@ -196,8 +197,8 @@ def test_multihead_attention(backend: str, training: bool, need_weights: bool, w
     want = run()
     with pt.activate(), trace() as ran:
         got = run()
-    # need_weights=True asks for the weights themselves, which PyTorch computes with bmm: no
-    # attention op at all.
+    # need_weights=True requires the weights, which PyTorch computes with bmm and without an
+    # attention op.
     assert len(ran) == (0 if need_weights else 1 + training)
     assert {b for _, b in ran} <= {backend}
     for mine, theirs in zip(got, want, strict=True):
@@ -206,7 +207,7 @@ def test_multihead_attention(backend: str, training: bool, need_weights: bool, w
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer(backend: str, training: bool, norm_first: bool) -> None:
+def test_transformer_equals_pytorch(backend: str, training: bool, norm_first: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
@@ -239,7 +240,7 @@ def test_transformer(backend: str, training: bool, norm_first: bool) -> None:
         assert ((mine - theirs).norm() / theirs.norm().clamp_min(1.0)).item() < LIMIT
 
 
-# ---- what ours cannot do goes to PyTorch's kernel, and is told
+# ---- unsupported calls use PyTorch's kernel and are recorded
 
 
 class Subclass(torch.Tensor):
@@ -266,7 +267,7 @@ def test_fallbacks_are_recorded(name: str) -> None:
     with (
         pt.activate(),
         pt.use_backend(attention="reference"),
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True) as output,
     ):
         warnings.simplefilter("always")
         for _ in range(2):
@@ -278,7 +279,7 @@ def test_fallbacks_are_recorded(name: str) -> None:
     assert reason in record.reason
     assert record.call_site.startswith("test_activate.py:")
     assert record.count == 2
-    assert sum(reason in str(w.message) for w in told) == 1
+    assert sum(reason in str(w.message) for w in output) == 1
 
 
 @pytest.mark.falls_back
@@ -289,8 +290,8 @@ def test_strict_refuses_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.falls_back
-def test_the_reference_is_never_used_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no fused backend can do it, PyTorch's kernel is the better one: linear in memory."""
+def test_reference_is_never_an_implicit_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's kernel, which needs linear memory, runs if no fused backend supports a call."""
     from pytransformer.ops._core.registry import OPS
 
     monkeypatch.setattr(
@@ -307,7 +308,7 @@ def test_the_reference_is_never_used_unasked(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:pytransformer.scaled_dot_product_attention")
-def test_bad_input_gets_pytorchs_own_error(backend: str) -> None:
+def test_bad_input_raises_pytorchs_error(backend: str) -> None:
     q, k, v = tensors(2)
     bad: list[Callable[[], Any]] = [
         lambda: sdpa(q, k[..., :4], v),
@@ -328,11 +329,10 @@ def test_bad_input_gets_pytorchs_own_error(backend: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, dict(is_causal=True), dict(dropout_p=0.1), dict(enable_gqa=True)], ids=str
 )
-def test_key_and_value_of_other_lengths_are_refused(
+def test_keys_and_values_of_different_lengths_are_refused(
     keys: int, values: int, settings: dict[str, Any]
 ) -> None:
-    """PyTorch's flash kernel reads past the end of the shorter one, and gives what it finds
-    there."""
+    """PyTorch's flash kernel reads past the end of the shorter one and returns that memory."""
     q, k, v = (torch.randn(2, 4, n, 8) for n in (7, keys, values))
     calls = [
         (q, k, v),
@@ -349,7 +349,7 @@ def test_key_and_value_of_other_lengths_are_refused(
                 sdpa(*inputs, **settings)
 
 
-# ---- the switch itself
+# ---- the switch
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def calls_ours() -> Callable[[], bool]:
     return ours
 
 
-def test_nesting_and_repeating(calls_ours: Callable[[], bool]) -> None:
+def test_activations_nest_and_repeat(calls_ours: Callable[[], bool]) -> None:
     assert not calls_ours()
     with pt.activate():
         with pt.activate():
@@ -379,14 +379,14 @@ def test_nesting_and_repeating(calls_ours: Callable[[], bool]) -> None:
     assert not calls_ours()
 
 
-def test_restored_after_an_error(calls_ours: Callable[[], bool]) -> None:
+def test_errors_restore_pytorch(calls_ours: Callable[[], bool]) -> None:
     with pytest.raises(KeyError), pt.activate():
         raise KeyError
     assert not calls_ours()
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_fast_path_is_off_while_active_and_then_as_it_was(before: bool) -> None:
+def test_torch_fast_path_is_off_while_active_and_restored(before: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(before)
     try:
         with pt.activate():
@@ -399,7 +399,7 @@ def test_fast_path_is_off_while_active_and_then_as_it_was(before: bool) -> None:
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_pytorchs_results_are_back_bit_for_bit() -> None:
+def test_deactivation_restores_pytorchs_bits() -> None:
     q, k, v = tensors(2)
     key = "aten::scaled_dot_product_attention"
     before, table = sdpa(q, k, v), torch._C._dispatch_dump_table(key)
@@ -409,15 +409,15 @@ def test_pytorchs_results_are_back_bit_for_bit() -> None:
     assert torch.equal(sdpa(q, k, v), before)
 
 
-def test_no_override_warning() -> None:
-    with warnings.catch_warnings(record=True) as told:
+def test_activation_emits_no_override_warning() -> None:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         with pt.activate():
             pass
-    assert told == []
+    assert output == []
 
 
-def test_threads() -> None:
+def test_threads_may_activate_concurrently() -> None:
     q, k, v = tensors(2)
     want, errors = sdpa(q, k, v), []
 

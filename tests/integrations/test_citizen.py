@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted models among the rest of PyTorch: deterministic algorithms, checkpoints, autocast,
-torch.func, DDP, forks, threads."""
+"""Converted models within PyTorch: determinism, checkpoints, autocast, torch.func, DDP, threads."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ LIMIT = model_distance_limit(torch.float32)
 def run(
     model: Any, family: Any, inputs: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and all gradients as one vector."""
+    """Return logits, and all gradients as one vector."""
     logits, grads = results(model, family, inputs)
     return logits, flat(grads)
 
@@ -55,19 +54,21 @@ def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """PyTorch raises where an operation has no deterministic algorithm."""
+    """Make PyTorch raise if an operation has no deterministic algorithm."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])
-def test_deterministic_algorithms(hugging_face: Any, deterministic: None, name: str) -> None:
+def test_models_run_with_deterministic_algorithms(
+    hugging_face: Any, deterministic: None, name: str
+) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(5)  # of the dropout masks
+        torch.manual_seed(5)  # seeds of the dropout masks
         return run(model, family, inputs)
 
     (logits, grads), (again, grads_again) = step(), step()
@@ -79,7 +80,9 @@ def test_deterministic_algorithms(hugging_face: Any, deterministic: None, name: 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
-def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant: bool) -> None:
+def test_checkpoint_replay_repeats_the_dropout_mask(
+    hugging_face: Any, name: str, reentrant: bool
+) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
     for module in model.modules():
@@ -96,14 +99,13 @@ def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant
         replayed, replayed_grads = step()
     assert sum(op == "attention_fwd" for op, _ in ran) == 2 * family.attentions
     assert torch.equal(replayed, logits)
-    assert distance(replayed_grads, grads) < LIMIT  # a replay may add them up in another order
+    assert distance(replayed_grads, grads) < LIMIT  # a replay may sum in another order
     assert not torch.equal(run(model, family, inputs)[0], logits), "there was no dropout to replay"
 
 
 @pytest.mark.unpoisoned
-def test_peak_memory(hugging_face: Any) -> None:
-    """Checkpoints save what they should, and T5 at length 4,096 has room for no (H, L, L) tensor:
-    measured in fresh processes."""
+def test_checkpoints_save_memory_and_t5_has_no_score_matrix(hugging_face: Any) -> None:
+    """T5 at length 4,096 has room for no (H, L, L) tensor; fresh processes measure the peaks."""
     if (reason := proof_memory.why_not()) is not None:
         pytest.skip(reason)
     asked = [("bert checkpointed", "kept"), ("bert checkpointed", "checkpointed"),
@@ -124,9 +126,11 @@ def test_peak_memory(hugging_face: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated"])
-def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) -> None:
-    """Against eager code, which builds the bias; buckets and distances as in the published
-    models."""
+def test_gradient_of_the_t5_table_at_length_512(hugging_face: Any, name: str) -> None:
+    """Eager code, which builds the bias, is the reference.
+
+    Buckets and distances equal those of the published models.
+    """
     family = FAMILIES[name]
     ids = torch.randint(3, 50, (1, 512), generator=torch.Generator().manual_seed(0))
     inputs = {
@@ -150,7 +154,7 @@ def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) 
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_autocast_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
+def test_autocast_is_as_accurate_as_eager(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right", batch=MANY)
     real = real_tokens(family, inputs)
@@ -162,7 +166,7 @@ def test_autocast_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
     assert distance(ours, exact) < AS_EXACT * distance(eager, exact)
 
 
-def test_gradients_of_each_example_by_vmap() -> None:
+def test_vmap_gives_per_example_gradients() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     pt.integrations.convert(layer)
     parameters = {n: p.detach() for n, p in layer.named_parameters()}
@@ -201,8 +205,8 @@ def test_threads_share_a_model(hugging_face: Any) -> None:
             assert torch.equal(got, want)
 
 
-def test_a_forked_process_computes() -> None:
-    """After the parent's threads have run: a child has none of them, and must not wait for them."""
+def test_forked_processes_compute() -> None:
+    """A child has none of its parent's threads and must not wait for them."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
     pt.integrations.convert(layer)
     x = torch.randn(4, 64, 64)
@@ -242,13 +246,15 @@ parallel(**inputs).logits.square().mean().backward()
 if rank == 0:
     torch.save({n: p.grad for n, p in model.named_parameters()}, sys.argv[2])
 torch.distributed.barrier()
-os._exit(0)  # gloo's threads outlive destroy_process_group after DDP, and abort an interpreter that ends: pytorch/pytorch#190489
+# After DDP, gloo's threads outlive destroy_process_group and abort the interpreter at its exit:
+# pytorch/pytorch#190489.
+os._exit(0)
 """
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "t5"])
-def test_data_parallel_gradients_are_those_of_the_whole_batch(
+def test_ddp_gradients_equal_those_of_the_full_batch(
     hugging_face: Any, name: str, tmp_path: Path
 ) -> None:
     family = FAMILIES[name]
@@ -281,11 +287,11 @@ def test_data_parallel_gradients_are_those_of_the_whole_batch(
     )
 
 
-# ---- what a step allocates
+# ---- allocations of a step
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the operations that make new tensors."""
+    """Count the operations that create tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,13 +315,13 @@ class Allocated(TorchDispatchMode):
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart", "vit"])
-def test_nothing_is_copied_on_the_way(hugging_face: Any, name: str) -> None:
-    """A training step hands views to our ops and takes views from them; no dense mask is made."""
+def test_training_steps_copy_no_operands(hugging_face: Any, name: str) -> None:
+    """A step passes views to our ops, returns views, and builds no dense mask."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
     if family.kind != "image":
         inputs["use_cache"] = (
-            False  # a cache concatenates keys and values, whose gradients then lie otherwise
+            False  # a cache concatenates keys and values, whose gradients then have other strides
         )
     model = build(family, "pytransformer")
     run(model, family, inputs)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every compat function has an effect or is refused by name, as docs/compat.md
-lists."""
+"""Every argument of every compat function has an effect or is refused, as docs/compat.md lists."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ ANGLES = torch.arange(9.0)[:, None] * torch.tensor([1.0, 0.3])  # two pairs: one
 
 
 def subjects() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """By name: the function, a valid call, and for each argument another value."""
+    """Return by name the function, a valid call, and another value for each argument."""
     pools = {"k": rows(2, 4), "v": rows(2, 4), "block_table": torch.tensor([[0], [1]])}
     cache = {
         "q": rows(2, 2),
@@ -136,14 +135,14 @@ def parameters(name: str) -> set[str]:
 
 
 def outcome(function: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call returns; caches are copied, because a call writes into them."""
+    """Return the tensors of a call; copy the caches, because a call writes into them."""
     copied = {k: v.clone() if k.endswith("_cache") else v for k, v in arguments.items()}
     result = function(**copied)
     return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
 
 
 def documented() -> dict[str, tuple[set[str], set[str]]]:
-    """By function: the arguments that docs/compat.md lists as supported and as refused."""
+    """Return by function the arguments that docs/compat.md lists as supported and as refused."""
     lines = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     return {
         name: (set(re.findall(r"`(\w+)`", yes)), set(re.findall(r"`(\w+)`", no)))
@@ -168,8 +167,7 @@ def test_documented_table_names_every_function_and_argument() -> None:
 def test_every_argument_has_an_effect_or_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An argument that docs/compat.md calls supported changes the result, reaches the op or is
-    checked."""
+    """A supported argument changes the result, reaches the op or is checked."""
     function, call, others = subjects()[name]
     _, refused = documented()[name]
     assert others.keys() == parameters(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compat.flash_attn against flash-attn's definition, written out per sequence in float64."""
+"""compat.flash_attn against flash-attn's definition, per sequence in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def formula(
     alibi_slopes: Tensor | None = None, softmax_scale: float | None = None, hidden: int = 0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One sequence: q (Lq, H, D), k and v (Lk, Hkv, D) to out (Lq, H, D) and lse (H, Lq).
+    """Return out (Lq, H, D) and lse (H, Lq) of one sequence: q (Lq, H, D), k and v (Lk, Hkv, D).
 
     The first ``hidden`` keys are padding at the left.
     """
@@ -61,7 +61,7 @@ def row_of(slopes: Tensor | None, b: int) -> Tensor | None:
 
 
 def draw_scores(rng: random.Random, batch: int, heads: int) -> dict[str, Any]:
-    """Arguments of the scores; None stands for the default."""
+    """Draw the score arguments; None is the default."""
     slopes = rng.choice((None, None, torch.rand(heads), torch.rand(batch, heads)))
     drawn = {
         "causal": rng.random() < 0.5,
@@ -74,7 +74,7 @@ def draw_scores(rng: random.Random, batch: int, heads: int) -> dict[str, Any]:
 
 
 def draw_sizes(rng: random.Random) -> tuple[int, int, int, int]:
-    """Sequences, heads of queries and of keys, head size."""
+    """Draw sequences, numbers of query and key heads, and the head dim."""
     groups = rng.choice((1, 1, 2, 3))
     heads = rng.choice((1, 2))
     return rng.choice((1, 2, 3)), heads * groups, heads, rng.choice((8, 16, 20))
@@ -85,7 +85,7 @@ def compare(ours: Tensor, expected: Tensor, what: str) -> None:
 
 
 def compare_lse(ours: Tensor, expected: Tensor, what: str) -> None:
-    """Compare the sums themselves: a logarithm near 0 has no relative error."""
+    """Compare the sums: a logarithm near 0 has no relative error."""
     assert ours.dtype == torch.float32 and torch.equal(ours.isneginf(), expected.isneginf())
     compare(ours.exp(), expected.exp(), what)
 
@@ -105,7 +105,7 @@ def check(
     grad = torch.randn(out.shape).to(out.dtype)
     ours = torch.autograd.grad(out, leaves, grad)
     exact = torch.autograd.grad(expected[0], copies, grad.double())
-    # Compare one vector: a query that sees one key has a gradient of 0 up to rounding errors.
+    # Compare one vector: the gradient of a query with one visible key is 0 up to rounding.
     compare(
         *(torch.cat([t.flatten() for t in grads]) for grads in (ours, exact)),
         f"gradients of {what}",
@@ -113,7 +113,7 @@ def check(
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """A random leaf and its copy in float64."""
+    """Return a random leaf and its copy in float64."""
     x = torch.randn(*shape).to(dtype)
     return x.requires_grad_(), x.detach().double().requires_grad_()
 
@@ -200,7 +200,7 @@ def test_packed_functions_equal_the_formula(layout: str) -> None:
 
 
 def test_packed_function_ignores_rows_outside_every_sequence() -> None:
-    """Also where it pads: a window without causality and other lengths of keys."""
+    """It pads for a window without causality and for other key lengths."""
     for window in ((-1, -1), (2, 1)):
         q, k, v = (torch.randn(n, 2, 8) for n in (9, 12, 12))
         ends = (offsets_of([3, 4]), offsets_of([5, 6]), 4, 6)
@@ -216,8 +216,7 @@ def test_packed_function_ignores_rows_outside_every_sequence() -> None:
 
 
 def paged(cache: Tensor, table: Tensor, size: int) -> Tensor:
-    """Return a pool of pages with the contents of a cache (B, capacity, H, D), other pages
-    random."""
+    """Return a pool of pages with a cache (B, capacity, H, D); other pages are random."""
     pool = torch.randn(int(table.max()) + 3, size, *cache.shape[2:])
     for b, n in ((b, n) for b in range(table.shape[0]) for n in range(table.shape[1])):
         pool[table[b, n]] = cache[b, n * size : (n + 1) * size]
@@ -256,8 +255,7 @@ def test_packed_queries_over_pages_equal_the_formula() -> None:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate pairs of the first columns of x (L, H, D) by angles given as cos and sin (L,
-    pairs)."""
+    """Rotate pairs of the first columns of x (L, H, D) by cos and sin (L, pairs)."""
     pairs = cos.shape[-1]
     x, cos, sin = x.double(), cos.double()[:, None], sin.double()[:, None]
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -270,7 +268,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @torch.no_grad()
 def test_cache_function_equals_the_formula() -> None:
-    """With and without new keys, rotary, pages, rows of a larger cache and left padding."""
+    """Cases have new keys, rotary, pages, rows of a larger cache and left padding, or not."""
     rng = random.Random(4)
     for case in range(2 * CASES):
         batch, heads, kv_heads, width = draw_sizes(rng)
@@ -360,14 +358,14 @@ def test_full_cache_is_read_without_cache_seqlens() -> None:
     compare(out, expected, "out by pages")
 
 
-def test_dropout_drops_alike_for_one_seed_and_differs_between_calls() -> None:
+def test_dropout_repeats_for_one_seed_and_differs_between_calls() -> None:
     q, k, v = (torch.randn(2, 16, 2, 8) for _ in range(3))
     torch.manual_seed(1)
     first, second = (flash_attn.flash_attn_func(q, k, v, 0.5) for _ in range(2))
     torch.manual_seed(1)
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, 0.5), first)
     assert not torch.equal(first, second)
-    slopes = torch.zeros(2, 2)  # one call per sequence: each draws its own mask
+    slopes = torch.zeros(2, 2)  # one call per sequence: each draws a separate mask
     out = flash_attn.flash_attn_func(
         *(t[:1].expand(2, -1, -1, -1) for t in (q, k, v)), 0.5, alibi_slopes=slopes
     )

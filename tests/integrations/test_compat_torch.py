@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""integrations.torch: PyTorch's registry of flash attention activates our kernels and restores its
-own."""
+"""integrations.torch: PyTorch's flash attention registry activates our kernels and restores."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ OPS = (
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Register; end what the test activates, and take the name out again."""
+    """Register; deactivate and remove the name after the test."""
     from torch.nn.attention import _registry
 
     before = dict(_registry._FLASH_ATTENTION_IMPLS)
@@ -45,7 +44,7 @@ def cpu_kernels() -> list[bool]:
 
 
 def backend_of_a_masked_call() -> str:
-    """The raw op that PyTorch's attention with a mask runs, or ""."""
+    """Return the raw op that PyTorch's masked attention runs, or ""."""
     from pytransformer.ops._core.registry import trace
 
     q = torch.randn(1, 2, 5, 8)
@@ -58,7 +57,7 @@ def test_activation_by_the_registry_runs_our_kernels_and_restores_exactly(regist
     assert "pytransformer" in registry.list_flash_attention_impls()
     before = cpu_kernels()
     assert not any(before) and backend_of_a_masked_call() == ""
-    for _ in range(2):  # also again after it was restored
+    for _ in range(2):  # also again after a restore
         registry.activate_flash_attention_impl("pytransformer")
         assert registry.current_flash_attention_impl() == "pytransformer"
         assert drop_in.is_active() and all(cpu_kernels())
@@ -97,7 +96,7 @@ def test_register_names_the_missing_registry(monkeypatch: pytest.MonkeyPatch) ->
 def test_varlen_attn_equals_the_packed_function_on_cpu(
     window: tuple[int, int], registered: None
 ) -> None:
-    """Bit for bit, gradients too; test_compat_flash_attn compares that function with a formula."""
+    """Compare bits and gradients; test_compat_flash_attn compares that function with a formula."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
     registry.activate_flash_attention_impl("pytransformer")
@@ -154,7 +153,7 @@ def test_varlen_attn_reads_pages_and_lengths_on_cpu(registered: None) -> None:
         assert torch.equal(paged, expected)
     more = [
         torch.cat((t[:5], torch.full((2, 2, 8), torch.nan), t[5:])) for t in keys
-    ]  # rows behind those in use
+    ]  # rows behind the used ones
     ends = cu_q, torch.tensor([0, 7, 15], dtype=torch.int32), 3, 8
     assert torch.equal(
         varlen_attn(q, *more, *ends, seqused_k=used),

@@ -15,12 +15,12 @@ import pytransformer.compat.xformers as xops
 from pytransformer.compat.liger import LigerFusedLinearCrossEntropyLoss
 from pytransformer.testing.bounds import agree
 
-CASES = 12  # per kind of attn_bias
+CASES = 12  # per class of attn_bias
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
-    """(B, Lq, H, D) with a bias that broadcasts to (B, H, Lq, Lk); a row without a key is 0."""
+    """Return (B, Lq, H, D) for a bias of (B, H, Lq, Lk) by broadcast; rows without a key are 0."""
     scores = (
         torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         + bias
@@ -35,7 +35,7 @@ def hide(visible: Tensor) -> Tensor:
 
 
 def band(left: float, right: float, bottom_right: bool) -> Callable[[int, int], Tensor]:
-    """Return what a pair (Lq, Lk) sees, -inf elsewhere."""
+    """Return the additive mask (Lq, Lk): 0 for visible pairs, -inf elsewhere."""
 
     def bias(queries: int, keys: int) -> Tensor:
         i = torch.arange(queries)[:, None] + (keys - queries if bottom_right else 0)

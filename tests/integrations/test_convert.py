@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(): converted Hugging Face models against their own eager code."""
+"""convert(): converted Hugging Face models against their eager code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def converted(family: Family) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
-def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: str) -> None:
+def test_outputs_and_gradients_equal_eager(hugging_face: Any, name: str, padding: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, padding)
     eager = family.build("eager")
@@ -68,7 +68,7 @@ def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: s
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
 @pytest.mark.parametrize("name", GENERATIVE)
-def test_generation_as_eager(hugging_face: Any, name: str, cache: str | None) -> None:
+def test_generation_equals_eager(hugging_face: Any, name: str, cache: str | None) -> None:
     family = FAMILIES[name]
     inputs = {k: v for k, v in inputs_of(family, "left").items() if not k.startswith("decoder_")}
     settings = dict(max_new_tokens=7, do_sample=False, use_cache=cache is not None)
@@ -82,7 +82,7 @@ DROPS = ["bert", "gpt2", "t5", "t5-gated", "bart", "marian", "whisper", "vit"]
 
 
 def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the model keeps a probability of dropout."""
+    """Return the places of a model's dropout probabilities."""
     names = ("dropout", "activation_dropout", "attention_dropout")
     return [
         (m, n)
@@ -93,9 +93,8 @@ def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 @pytest.mark.parametrize("name", DROPS)
-def test_every_dropout_drops_where_it_did(hugging_face: Any, name: str) -> None:
-    """Dropout with probability 1 is not random: alone at each place in turn, it must do what it
-    does in eager code."""
+def test_every_dropout_applies_where_eager_applies_it(hugging_face: Any, name: str) -> None:
+    """Dropout with probability 1 is deterministic; each place is tested alone."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
     models = [family.build("eager").train(), converted(family).train()]
@@ -119,9 +118,11 @@ def test_every_dropout_drops_where_it_did(hugging_face: Any, name: str) -> None:
     assert compared >= len(places[0]) - 2
 
 
-def test_what_ran(hugging_face: Any) -> None:
-    """A layer of BERT: one attention, one network, two sums with their norms; and the norms of
-    embeddings and head."""
+def test_converted_layers_run_fused_ops(hugging_face: Any) -> None:
+    """A BERT layer is one attention, one network and two sums with their norms.
+
+    Embeddings and head have norms.
+    """
     family = FAMILIES["bert"]
     model = converted(family)
     with torch.no_grad(), trace() as ran:
@@ -166,9 +167,11 @@ def test_linear_layers_of_gpt2_run_within_the_tables_rows(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
-    """Distances count from the last key: one query after cached keys, several, and several under a
-    mask of the user's own."""
+def test_t5_distances_after_a_cache_equal_eager(hugging_face: Any, masked: bool) -> None:
+    """Distances count from the last key.
+
+    Cases: one query after cached keys, several, and several under a user's mask.
+    """
     family = FAMILIES["t5"]
     inputs = inputs_of(family, "none")
     ids = inputs["decoder_input_ids"]
@@ -197,7 +200,7 @@ def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
         ~(seen | torch.eye(6, dtype=torch.bool)), torch.finfo(torch.float32).min
     )
     model = family.build("eager")
-    gain = 4.0  # the table's own effect is small at initialisation
+    gain = 4.0  # the table's effect is small at initialization
     twin = converted(family)
     for m in (model, twin):
         with torch.no_grad():
@@ -207,10 +210,11 @@ def test_positions_of_t5_after_a_cache(hugging_face: Any, masked: bool) -> None:
     assert distance(logits(twin), logits(model)) < LIMIT
 
 
-def test_t5_makes_nothing_quadratic(hugging_face: Any) -> None:
-    """No tensor of a forward and backward pass at length 4,096 has as many elements as one head's
-    scores. (Unconverted it has:
-    seen at a length where that takes no time.)"""
+def test_t5_allocates_no_quadratic_tensor(hugging_face: Any) -> None:
+    """At length 4,096 no tensor of forward and backward has as many elements as one head's scores.
+
+    The unconverted model allocates one, shown at a shorter length.
+    """
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -251,7 +255,7 @@ def test_compiles_and_exports_without_a_graph_break(hugging_face: Any, name: str
         assert distance(exported.module()(**inputs, use_cache=False).logits[real], logits) < LIMIT
 
 
-def test_revert_gives_everything_back(hugging_face: Any) -> None:
+def test_revert_restores_everything(hugging_face: Any) -> None:
     family = FAMILIES["t5"]
     model = family.build("eager")
     before = [type(m) for m in model.modules()]
@@ -272,7 +276,7 @@ def test_copies_stay_converted(hugging_face: Any) -> None:
         assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
 
 
-def test_kinds_choose(hugging_face: Any) -> None:
+def test_kinds_select_the_converted_modules(hugging_face: Any) -> None:
     model = FAMILIES["bert"].build("eager")
     assert {what for _, _, what in pt.integrations.convert(model, kinds=["norm"]).converted} == {
         "layer_norm"
@@ -280,7 +284,7 @@ def test_kinds_choose(hugging_face: Any) -> None:
 
 
 def test_converted_t5_still_runs_on_other_implementations(hugging_face: Any) -> None:
-    """The table goes to no attention function but ours."""
+    """The table is passed only to our attention function."""
     family = FAMILIES["t5"]
     inputs = inputs_of(family, "left")
     logits, _ = run(family.build("eager"), family, inputs)
@@ -289,24 +293,24 @@ def test_converted_t5_still_runs_on_other_implementations(hugging_face: Any) -> 
     assert distance(run(model, family, inputs)[0], logits) < LIMIT
 
 
-# ---- what is left alone, and why
+# ---- modules left unchanged, and the reasons
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, _, reason in pt.integrations.convert(model).skipped}
 
 
-def test_a_class_of_the_same_name_is_left_alone() -> None:
+def test_classes_of_the_same_name_are_not_converted() -> None:
     class LlamaRMSNorm(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
 
     model = nn.Sequential(LlamaRMSNorm())
-    assert "not one that convert knows" in reasons(model)["0"]
+    assert "convert does not support its class" in reasons(model)["0"]
     assert model(torch.ones(1)).item() == 2
 
 
-def test_a_subclass_is_left_alone() -> None:
+def test_subclasses_are_not_converted() -> None:
     class Shifted(nn.LayerNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + 1
@@ -315,7 +319,7 @@ def test_a_subclass_is_left_alone() -> None:
     assert pt.integrations.convert(model).converted == []
 
 
-def test_changed_code_is_left_alone(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_is_not_converted(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -366,7 +370,7 @@ def test_changed_code_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_a_module_that_cannot_be_fused_is_left_alone(
+def test_modules_that_cannot_be_fused_are_not_converted(
     hugging_face: Any, change: Any, where: str, reason: str
 ) -> None:
     model = FAMILIES["bert"].build("eager")
@@ -374,7 +378,7 @@ def test_a_module_that_cannot_be_fused_is_left_alone(
     assert reason in reasons(model)[f"bert.encoder.{where}"]
 
 
-def test_the_report_reads(hugging_face: Any) -> None:
+def test_report_is_readable(hugging_face: Any) -> None:
     report = str(pt.integrations.convert(FAMILIES["gpt2"].build("eager")))
     assert "2 x GPT2Block (as transformer.h.0): add_norm" in report
     assert (
@@ -383,7 +387,7 @@ def test_the_report_reads(hugging_face: Any) -> None:
     )
 
 
-def test_bad_input() -> None:
+def test_bad_input_is_named() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         pt.integrations.convert({})  # type: ignore[arg-type]
     with pytest.raises(

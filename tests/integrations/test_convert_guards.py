@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted model equals its unconverted twin after any change of an inner module, before or
-after convert().
+"""A converted model equals its unconverted twin after any change of an inner module.
 
-The sweep changes each module in turn: hooks, a ``forward`` of the instance, other classes,
-parametrizations, and the mode of
-dropouts. A fused module that bypasses the changed one must step aside.
+The sweep changes each module before or after convert(): hooks, a ``forward`` of the instance, other
+classes, parametrizations, and the mode of dropouts. A fused module that bypasses the changed one
+must fall back.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def training_dropout(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(name)
     if not isinstance(module, nn.Dropout):
         return False
-    module.train().p = 1.0  # which drops everything, whatever generator draws the mask
+    module.train().p = 1.0  # drops everything, whichever generator draws the mask
     return True
 
 
@@ -142,11 +141,13 @@ CHANGES: dict[str, Callable[[nn.Module, str], bool]] = {
 def differing(
     build: Callable[[], nn.Module], call: Callable[[nn.Module], torch.Tensor]
 ) -> tuple[int, list[str]]:
-    """Return the number of cases, and those in which the converted model differs from the
-    unconverted or raises."""
+    """Return the numbers of cases and of failures.
+
+    A case fails if the converted model differs from the unconverted one or raises.
+    """
     cases, wrong = 0, []
     for name, _ in build().named_modules():
-        if not name or ".1." in f"{name}.":  # one layer of each kind
+        if not name or ".1." in f"{name}.":  # one layer per class
             continue
         for what, change in CHANGES.items():
             expected_of, before, after = build(), build(), build()
@@ -196,8 +197,8 @@ def test_hugging_face_models_equal_their_unconverted_twins(hugging_face: Any, na
 def test_torch_layers_equal_their_unconverted_twins(activation: Any, norm_first: bool) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        # Not nn.Transformer: it copies its layers, and torch's copy of a layer loses an activation
-        # that is a module.
+        # Leave out nn.Transformer: it copies its layers, and torch's copy of a layer loses an
+        # activation that is a module.
         made = [
             cls(16, 2, 24, activation=activation, batch_first=True, norm_first=norm_first)
             for cls in LAYERS
@@ -206,9 +207,7 @@ def test_torch_layers_equal_their_unconverted_twins(activation: Any, norm_first:
 
     x, y = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(
-        False
-    )  # PyTorch's own fast path bypasses modules that were changed
+    torch.backends.mha.set_fastpath_enabled(False)  # PyTorch's fast path bypasses changed modules
     try:
         cases, wrong = differing(build, lambda model: model["decoder"](y, model["encoder"](x)))
     finally:
@@ -217,8 +216,7 @@ def test_torch_layers_equal_their_unconverted_twins(activation: Any, norm_first:
 
 
 def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (class or file, name) of every forward of the model, and of every function that a
-    rule's method reaches."""
+    """Yield (class or file, name) of every forward and every function in a rule's method."""
     found: list[tuple[Any, str]] = []
     for cls in dict.fromkeys(type(m) for m in model.modules()):
         found.append((cls, "forward"))
@@ -231,11 +229,10 @@ def replaceable(model: nn.Module) -> Iterator[tuple[Any, str]]:
     "name",
     [pytest.param(n, marks=() if n in QUICK_CODE else (pytest.mark.slow,)) for n in FAMILIES],
 )
-def test_code_replaced_in_a_class_or_file_counts(
+def test_replaced_code_in_a_class_or_file_takes_effect(
     hugging_face: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward replaced in its class, or a function in its file, counts before and after
-    convert(), even if a wrapper looks like it."""
+    """A replaced forward or function counts before and after convert(), behind a wrapper too."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
     call = lambda model: model(**inputs).logits
@@ -273,7 +270,7 @@ def test_code_replaced_in_a_class_or_file_counts(
 
 @pytest.mark.parametrize("kinds", [("block",), KINDS], ids=["block", "all"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
-def test_a_layer_may_be_called_alone_and_without_a_mask(
+def test_layers_can_be_called_alone_and_without_a_mask(
     hugging_face: Any, name: str, kinds: tuple[str, ...]
 ) -> None:
     from transformers import AutoConfig, AutoModel

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(model, kinds=[..., "padding"]): BERT's layers on real tokens alone, against eager
-code."""
+"""convert(model, kinds=[..., "padding"]): BERT's layers on real tokens only, against eager code."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def attentions(model: nn.Module, inputs: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_the_same_at_real_tokens(hugging_face: Any, name: str) -> None:
+def test_results_at_real_tokens_equal_eager(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
     logits, grads = run(family.build("eager"), family, inputs)
@@ -56,7 +55,7 @@ def test_the_same_at_real_tokens(hugging_face: Any, name: str) -> None:
     )
 
 
-def test_checkpoints_and_dropout(hugging_face: Any) -> None:
+def test_checkpoints_repeat_dropout_and_stay_packed(hugging_face: Any) -> None:
     family = FAMILIES["bert"]
     inputs, model = inputs_of(family, "right"), packed("bert").train()
 
@@ -72,8 +71,8 @@ def test_checkpoints_and_dropout(hugging_face: Any) -> None:
     assert torch.equal(again, logits) and distance(flat(grads_again), flat(grads)) < LIMIT
 
 
-def test_where_padding_stays(hugging_face: Any) -> None:
-    """Only padding that nobody asks about is left out."""
+def test_padding_remains_if_its_outputs_are_visible(hugging_face: Any) -> None:
+    """Padding is removed only if no caller can read it."""
     family, model = FAMILIES["bert"], packed("bert")
     right = inputs_of(family, "right")
     assert attentions(model, right) == {"attention_varlen_fwd"}
@@ -91,7 +90,7 @@ def test_where_padding_stays(hugging_face: Any) -> None:
 
 
 @pytest.mark.unpoisoned
-def test_a_trace_has_its_padding(hugging_face: Any) -> None:
+def test_compiled_models_keep_padding(hugging_face: Any) -> None:
     family, model = FAMILIES["bert"], packed("bert")
     inputs = inputs_of(family, "right")
     with torch.no_grad():

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert(): attention that turns queries and keys by position, against transformers' eager
-code."""
+"""convert(): rotary attention against transformers' eager code."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, implementation: str | None = None) -> Any:
-    """Converted; on our attention, which GPT-J calls by itself."""
+    """Return a converted model; our attention runs in it, also where GPT-J calls it itself."""
     model = MODELS[name].build(
         implementation or ("eager" if name == "gptj" else "pytransformer"), dtype
     )
@@ -88,7 +87,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, implementation: str | N
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: str) -> None:
+def test_outputs_and_gradients_equal_eager(hugging_face: Any, name: str, padding: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, padding)
     logits, grads = run(family.build("eager"), family, inputs)
@@ -106,7 +105,7 @@ def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: s
             assert gradient.norm() > 0
             assert (
                 distance(our_grads[of], gradient) < 4 * LIMIT
-            )  # a sum over rows, of a vector far smaller than its terms
+            )  # a sum over rows of a vector much smaller than its terms
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -122,7 +121,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "gptj"]
 )
-def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
+def test_generation_equals_eager(hugging_face: Any, name: str, way: str) -> None:
     inputs = inputs_of(MODELS[name], "left")
     settings: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, **WAYS[way]}
     tokens = []
@@ -134,8 +133,10 @@ def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
-def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> None:
-    """In pieces of 4, 1, 3 and 3 tokens: what eager code has on the whole sequence."""
+def test_user_caches_in_chunks_equal_the_full_sequence(
+    hugging_face: Any, name: str, kind: str
+) -> None:
+    """Chunks of 4, 1, 3 and 3 tokens give eager code's result on the full sequence."""
     family = MODELS[name]
     ids = inputs_of(family, "none")["input_ids"]
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -156,7 +157,7 @@ def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> No
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
-def test_every_attention_of_transformers_still_serves(
+def test_every_attention_implementation_still_runs(
     hugging_face: Any, name: str, implementation: str
 ) -> None:
     family = MODELS[name]
@@ -167,9 +168,8 @@ def test_every_attention_of_transformers_still_serves(
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gptj"])
-def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: str) -> None:
-    """Windows, softcaps and scalings too, which not every attention function takes from the
-    mask."""
+def test_attention_receives_the_arguments_of_the_model(hugging_face: Any, name: str) -> None:
+    """Windows, softcaps and scales too, which not every attention function reads from the mask."""
     handed: list[dict[str, Any]] = []
 
     def spy(
@@ -198,8 +198,8 @@ def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: st
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
-def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
-    """The norm, both products and their sum are rounded once, where eager code rounds each."""
+def test_bfloat16_is_as_accurate_as_eager(hugging_face: Any, name: str) -> None:
+    """The norm, both products and their sum are rounded once; eager code rounds each."""
     family = MODELS[name]
     inputs = inputs_of(family, "right", batch=MANY)
     exact, _ = run(family.build("eager"), family, inputs)
@@ -210,7 +210,7 @@ def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
     assert distance(ours, exact) < AS_EXACT * distance(eager, exact)
 
 
-def test_positions_of_the_users_own(hugging_face: Any) -> None:
+def test_user_positions_equal_eager(hugging_face: Any) -> None:
     family = MODELS["qwen3"]
     inputs = inputs_of(family, "none")
     inputs["position_ids"] = (
@@ -226,8 +226,8 @@ def test_positions_of_the_users_own(hugging_face: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "gpt_neox"])
-def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> None:
-    """With probability 1 dropout is not random: attention then adds nothing."""
+def test_attention_dropout_applies_where_eager_applies_it(hugging_face: Any, name: str) -> None:
+    """Dropout with probability 1 is deterministic: attention then adds nothing."""
     family = MODELS[name]
     inputs = inputs_of(family, "none")
     outs = []
@@ -245,8 +245,8 @@ def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> 
     assert distance(outs[1], run(build(name), family, inputs)[0]) > 100 * LIMIT
 
 
-def test_tables_that_are_learned_stay_the_models_own(hugging_face: Any) -> None:
-    """Our op has no gradient for cos and sin; such a call runs the model's own code."""
+def test_learned_tables_run_the_model_code(hugging_face: Any) -> None:
+    """Our op has no gradient for cos and sin."""
     from transformers.models.llama import modeling_llama
 
     model = build("llama", implementation="eager")
@@ -278,14 +278,16 @@ def test_compiles_without_a_graph_break(hugging_face: Any, name: str) -> None:
         assert distance(compiled(**inputs).logits[real], want) < LIMIT
 
 
-# ---- what is left alone, and why
+# ---- modules left unchanged, and the reasons
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, _, reason in pt.integrations.convert(model).skipped}
 
 
-def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rotations_are_not_converted(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama import modeling_llama
 
     def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -299,7 +301,7 @@ def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
     )
 
 
-def test_norms_with_hooks_or_of_another_kind_are_left_alone(hugging_face: Any) -> None:
+def test_norms_with_hooks_or_of_another_class_are_not_converted(hugging_face: Any) -> None:
     model = MODELS["qwen3"].build("eager")
     model.model.layers[0].self_attn.k_norm.register_forward_hook(lambda *a: None)
     model.model.layers[1].self_attn.q_norm = nn.Identity()
@@ -321,9 +323,7 @@ def test_hooks_of_projections_are_called(hugging_face: Any) -> None:
     assert called == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def test_an_unknown_attention_is_told(hugging_face: Any) -> None:
+def test_unknown_attention_is_reported(hugging_face: Any) -> None:
     model = Family("Olmo2ForCausalLM", "Olmo2Config", _decoder(), "decoder").build("eager")
-    want = (
-        "its file turns queries and keys by position, but its class is not one that convert knows"
-    )
+    want = "its file rotates queries and keys by position, but convert does not support its class"
     assert reasons(model)["model.layers.0.self_attn"] == want

@@ -42,7 +42,7 @@ def additive(hidden: torch.Tensor) -> torch.Tensor:
 def both(
     module: nn.Module, inputs: tuple[torch.Tensor, ...], **kwargs: Any
 ) -> list[list[torch.Tensor]]:
-    """Output and gradients of inputs and parameters, of the module and of its converted twin."""
+    """Return output and gradients of the module and of its converted twin."""
     twin = copy.deepcopy(module)
     assert pt.integrations.convert(twin).converted
     results = []
@@ -88,14 +88,14 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_multi_head_attention(masks: str, batch_first: bool) -> None:
+def test_multihead_attention_equals_torch(masks: str, batch_first: bool) -> None:
     module = nn.MultiheadAttention(E, H, batch_first=batch_first)
     x = torch.randn(B, L, E) if batch_first else torch.randn(L, B, E)
     check(both(module, (x, x, x), need_weights=False, **MASKS[masks]))
 
 
 @pytest.mark.parametrize("settings", [{}, dict(kdim=20, vdim=24), dict(bias=False)])
-def test_cross_attention(settings: dict[str, Any]) -> None:
+def test_cross_attention_equals_torch(settings: dict[str, Any]) -> None:
     module = nn.MultiheadAttention(E, H, batch_first=True, **settings)
     x, k, v = (
         torch.randn(B, L, E),
@@ -105,7 +105,7 @@ def test_cross_attention(settings: dict[str, Any]) -> None:
     check(both(module, (x, k, v), need_weights=False, key_padding_mask=padding(M)))
 
 
-def test_weights_are_torchs_own() -> None:
+def test_weights_equal_torch() -> None:
     module = nn.MultiheadAttention(E, H, batch_first=True)
     twin = copy.deepcopy(module)
     pt.integrations.convert(twin)
@@ -114,7 +114,7 @@ def test_weights_are_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("settings", [dict(add_bias_kv=True), dict(add_zero_attn=True)])
-def test_extra_keys_are_left_to_torch(settings: dict[str, Any]) -> None:
+def test_extra_keys_use_torch(settings: dict[str, Any]) -> None:
     report = pt.integrations.convert(nn.MultiheadAttention(E, H, **settings))
     assert report.converted == []
     assert next(iter(settings)) in report.skipped[0][2]
@@ -123,7 +123,9 @@ def test_extra_keys_are_left_to_torch(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_layers_of_the_transformer(norm_first: bool, batch_first: bool, activation: str) -> None:
+def test_transformer_layers_equal_torch(
+    norm_first: bool, batch_first: bool, activation: str
+) -> None:
     settings = dict(
         dropout=0.0, activation=activation, norm_first=norm_first, batch_first=batch_first
     )
@@ -137,9 +139,8 @@ def test_layers_of_the_transformer(norm_first: bool, batch_first: bool, activati
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_dropout_drops_where_it_did(norm_first: bool) -> None:
-    """Probability 1 is not random: each of the six dropouts in turn has the effect it has in
-    torch."""
+def test_dropout_applies_where_torch_applies_it(norm_first: bool) -> None:
+    """Dropout with probability 1 is deterministic; each of the six places is tested alone."""
     layer = nn.TransformerDecoderLayer(E, H, 48, 0.0, norm_first=norm_first, batch_first=True)
     x, memory = torch.randn(B, L, E), torch.randn(B, M, E)
     for name in ("dropout", "dropout1", "dropout2", "dropout3"):
@@ -152,9 +153,8 @@ def test_dropout_drops_where_it_did(norm_first: bool) -> None:
         check(both(dropped, (x, memory)))
 
 
-def test_inference_takes_no_other_way() -> None:
-    """nn.TransformerEncoder packs padded batches and fuses layers of its own in inference;
-    converted, it must not."""
+def test_inference_does_not_use_the_torch_fast_path() -> None:
+    """nn.TransformerEncoder packs batches and fuses layers in inference, unless converted."""
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(E, H, 48, batch_first=True), 2
     ).eval()
@@ -167,7 +167,7 @@ def test_inference_takes_no_other_way() -> None:
     assert ((ours - expected).norm() / expected.norm()).item() < LIMIT
 
 
-def test_half_precision_and_autocast() -> None:
+def test_half_precision_and_autocast_equal_torch() -> None:
     exact = nn.TransformerEncoderLayer(E, H, 48, 0.0, batch_first=True)
     x = torch.randn(MANY, L, E)
     expected = exact(x)

@@ -21,7 +21,7 @@ def _quick_and_strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def without_numbers(line: str) -> str:
-    """A row without the numbers of its reasons, which depend on the rows before it."""
+    """Return a row without the numbers of its reasons, which depend on earlier rows."""
     return "".join(c for c in line if c not in "()0123456789")
 
 
@@ -35,9 +35,8 @@ def without_numbers(line: str) -> str:
         for name in FAMILIES
     ],
 )
-def test_each_row_is_true(hugging_face: Any, name: str) -> None:
-    """Raises where a cell says "ours" and differs; and what the cells say is what the document
-    says."""
+def test_each_row_equals_a_new_comparison(hugging_face: Any, name: str) -> None:
+    """A cell with "ours" raises on a difference; the document equals the cells."""
     made = lines({name: row(name)})
     written = DOC.read_text().splitlines()
     assert made[0] in written, (
@@ -49,8 +48,7 @@ def test_each_row_is_true(hugging_face: Any, name: str) -> None:
         assert any(line.endswith(reason.partition(" ")[2]) for line in written), reason
 
 
-def test_a_difference_is_no_cell(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way in which a model may go wrong silently raises."""
+def test_silent_differences_raise(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bert = FAMILIES["bert"]
     same = drop_in_table.FEATURES["right"]
     with monkeypatch.context() as patch:
@@ -70,6 +68,6 @@ def test_a_difference_is_no_cell(hugging_face: Any, monkeypatch: pytest.MonkeyPa
             same(bert)
         with pytest.raises(
             Different, match="other tokens"
-        ):  # random weights may say the same whatever they see: one of a few
+        ):  # random weights may give equal results for any mask: one of a few must differ
             for name in ("t5", "bart", "gpt2", "llama"):
                 FEATURES["tokens"](FAMILIES[name])

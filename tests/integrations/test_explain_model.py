@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pt.explain(model, inputs): what ran where, and what ran past us."""
+"""pt.explain(model, inputs) reports the backend of each layer and attention that bypasses us."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytransformer.cli import OK, USAGE, main
 from pytransformer.testing.hugging_face import FAMILIES, inputs_of
 
 
-def test_each_layer_is_told(hugging_face: Any) -> None:
+def test_each_layer_is_reported(hugging_face: Any) -> None:
     family = FAMILIES["bert"]
     model = family.build("pytransformer")
     pt.integrations.convert(model)
@@ -54,8 +54,8 @@ def test_bypassed_attention_gets_advice_that_works(hugging_face: Any, implementa
     assert not any("attn_implementation" in advice for _, _, advice in after.bypassed)
 
 
-def test_a_model_that_ignores_the_setting_shows(hugging_face: Any) -> None:
-    """Bloom takes attn_implementation and computes attention its own way."""
+def test_models_that_ignore_the_setting_are_reported(hugging_face: Any) -> None:
+    """Bloom accepts attn_implementation but computes attention itself."""
     from transformers import BloomConfig, BloomModel
 
     model = BloomModel._from_config(BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2))
@@ -76,10 +76,12 @@ def test_inputs_by_position_and_hooks_that_raise() -> None:
     assert pt.explain(model, torch.randn(2, 4)).calls != []
 
 
-def test_doctor_knows_architectures(hugging_face: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_architectures(
+    hugging_face: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--model", "t5"]) == OK
-    said = capsys.readouterr().out
-    assert "T5ForConditionalGeneration" in said
-    assert "attention with the table of biases inside the kernel" in said
+    output = capsys.readouterr().out
+    assert "T5ForConditionalGeneration" in output
+    assert "attention with the table of biases inside the kernel" in output
     assert main(["doctor", "--model", "gpt5"]) == USAGE
     assert "unknown architecture 'gpt5'; there are bert" in capsys.readouterr().err

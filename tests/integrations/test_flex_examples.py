@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexAttention's published examples as calls of pt.attention, against flex_attention run
-eagerly."""
+"""FlexAttention's published examples as pt.attention calls, against eager flex_attention."""
 
 from __future__ import annotations
 
@@ -69,8 +68,8 @@ def distances() -> torch.Tensor:
     return TABLE[torch.arange(L)[:, None] - torch.arange(L) + L - 1]
 
 
-# mask_mod, score_mod, and the same of us. Its ALiBi adds slope * (j - i), which is ours where j <=
-# i.
+# mask_mod, score_mod, and our arguments. Its ALiBi adds slope * (j - i), which equals ours where j
+# <= i.
 EXAMPLES: dict[str, tuple[Mod | None, Mod | None, Callable[[], dict[str, Any]]]] = {
     "full": (None, None, dict),
     "causal": (causal, None, lambda: dict(causal="top_left")),
@@ -100,9 +99,11 @@ EXAMPLES: dict[str, tuple[Mod | None, Mod | None, Callable[[], dict[str, Any]]]]
 
 @pytest.mark.parametrize("heads", [H, 2], ids=["heads", "grouped heads"])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, heads: int, backend: str) -> None:
-    """Output and lse; gradients, which flex_attention has not on the CPU, by plain code with the
-    same functions."""
+def test_examples_equal_flex_attention(name: str, heads: int, backend: str) -> None:
+    """Compare output and lse.
+
+    flex_attention has no CPU gradients, so plain code with the same functions gives them.
+    """
     mask_mod, score_mod, ours = EXAMPLES[name]
     leaves = [torch.randn(B, n, L, D, requires_grad=True) for n in (H, heads, heads)]
     block_mask = None if mask_mod is None else create_block_mask(mask_mod, B, H, L, L, device="cpu")
@@ -137,8 +138,7 @@ def written_out(
     return scores.softmax(-1) @ v
 
 
-def test_the_examples_differ() -> None:
-    """No two of them give the same result."""
+def test_examples_differ_from_each_other() -> None:
     q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
     outs = [pt.attention(q, k, v, **ours()) for _, _, ours in EXAMPLES.values()]
     for i, one in enumerate(outs):

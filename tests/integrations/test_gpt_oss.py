@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-OSS of transformers on our attention: sinks in sliding and in full layers; logits, gradients,
-generation with a cache."""
+"""GPT-OSS on our attention: sinks in sliding and full layers, logits, gradients, generation."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def eager() -> Any:
         eos_token_id=60, layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     config._attn_implementation = config._experts_implementation = (
-        "eager"  # grouped products know no float64
+        "eager"  # grouped products do not support float64
     )
     model = transformers.GptOssForCausalLM(config).double().eval()
     with torch.no_grad():
@@ -57,8 +56,10 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def test_logits_and_gradients(eager: Any, ours: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Of every parameter, the sinks' of each layer among them."""
+def test_logits_and_gradients_equal_eager(
+    eager: Any, ours: Any, inputs: dict[str, torch.Tensor]
+) -> None:
+    """All parameters are compared, each layer's sinks among them."""
     seen, grads = inputs["attention_mask"].bool(), []
     for model in (eager, ours):
         model.zero_grad()
@@ -77,8 +78,10 @@ def test_logits_and_gradients(eager: Any, ours: Any, inputs: dict[str, torch.Ten
     assert all(bool(got[name].any()) for name in got if "sinks" in name)
 
 
-def test_generation_with_a_cache(eager: Any, ours: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Past the window of five; the tokens and each step's scores."""
+def test_generation_with_a_cache_equals_eager(
+    eager: Any, ours: Any, inputs: dict[str, torch.Tensor]
+) -> None:
+    """Tokens and each step's scores are compared beyond the window of five."""
     options = dict(
         max_new_tokens=12,
         do_sample=False,
@@ -92,10 +95,10 @@ def test_generation_with_a_cache(eager: Any, ours: Any, inputs: dict[str, torch.
         assert distance(a, b) < LIMIT
 
 
-def test_it_runs_on_the_op(
+def test_each_layer_is_one_call_with_sinks(
     ours: Any, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call a layer that has the sinks; nothing is multiplied afterwards."""
+    """No multiplication follows the call."""
     from pytransformer.integrations.hugging_face import attention
 
     given = []

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' cache with room to grow: what DynamicCache returns, whatever happens to it in
-between, and without its copies."""
+"""A transformers cache with spare capacity returns DynamicCache's tensors, without its copies."""
 
 from __future__ import annotations
 
@@ -44,13 +43,13 @@ def states(rows: int, seed: int, batch: int = 2, **options: Any) -> list[torch.T
     ids=str,
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_generates_as_with_transformers_own(
+def test_generation_equals_dynamic_cache(
     hugging_face: Any, name: str, settings: dict[str, Any]
 ) -> None:
     family = FAMILIES[name]
     model = family.build("pytransformer")
     inputs = inputs_of(family, "left")
-    if "prompt_lookup_num_tokens" in settings:  # of one sequence
+    if "prompt_lookup_num_tokens" in settings:  # for one sequence
         inputs = {key: t[:1] for key, t in inputs_of(family, "none").items()}
     found = []
     for cache in (DynamicCache(config=model.config), growing_cache(model)):
@@ -88,16 +87,15 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "crop": lambda layer: layer.crop(-1),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
     "select": lambda layer: layer.batch_select_indices(torch.tensor([1, 1])),
-    # Before 5.23 transformers' own fills what it handed out with zeros, and goes on behind them.
+    # Before 5.23 DynamicCache fills returned tensors with zeros and continues behind them.
     **({"reset": lambda layer: layer.reset()} if "reset" in vars(DynamicLayer) else {}),
     "offload": lambda layer: (layer.offload(), layer.prefetch()) if layer.is_initialized else None,
 }
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_histories_and_kept_tensors(seed: int) -> None:
-    """Each update returns the same numbers, and no tensor that was returned, nor one that a copy
-    holds, changes afterwards."""
+def test_random_histories_equal_dynamic_cache(seed: int) -> None:
+    """Updates return equal values, and neither returned tensors nor copies change later."""
     rng = random.Random(seed)
     ours, theirs, kept = GrowingLayer(), DynamicLayer(), []
     for i in range(60):
@@ -107,7 +105,7 @@ def test_random_histories_and_kept_tensors(seed: int) -> None:
                 CHANGES[change](layer)
         elif change == "copy":
             ours = rng.choice([copy.copy, copy.deepcopy])(ours)
-        elif change == "branch":  # the other goes its own way
+        elif change == "branch":  # the copy continues separately
             other = copy.copy(ours)
             with torch.no_grad():
                 kept += [(t, t.clone()) for t in other.update(*states(2, 1000 + i))]
@@ -120,7 +118,7 @@ def test_random_histories_and_kept_tensors(seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in kept)
 
 
-def test_a_token_is_written_where_there_is_room() -> None:
+def test_tokens_are_written_in_place_if_capacity_allows() -> None:
     layer = GrowingLayer()
     with torch.no_grad():
         first = layer.update(*states(100, 0))[0].data_ptr()
@@ -129,8 +127,8 @@ def test_a_token_is_written_where_there_is_room() -> None:
         assert layer.update(*states(1, 1))[0].data_ptr() != first
 
 
-def test_gradients_are_as_with_transformers_own() -> None:
-    """Of what is cached, and of queries that saw the cache before it grew."""
+def test_gradients_equal_dynamic_cache() -> None:
+    """This includes cached tensors and queries that saw the cache before it grew."""
     grads = []
     for layer in (GrowingLayer(), DynamicLayer()):
         with torch.no_grad():
@@ -147,8 +145,8 @@ def test_gradients_are_as_with_transformers_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_a_backward_finds_the_keys_that_it_saw() -> None:
-    """Queries that need a gradient and keys that need none, token after token."""
+def test_backward_uses_the_keys_of_its_forward() -> None:
+    """Queries need a gradient and keys need none, token after token."""
     layer, query, total = GrowingLayer(), torch.ones(8, requires_grad=True), torch.zeros(())
     for i in range(4):
         total = total + (layer.update(*states(1, i))[0] * query).sum()

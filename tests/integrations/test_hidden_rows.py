@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a query that sees nothing gives: zeros with us, a mean of everything in PyTorch. Where
-models padded on the left show it.
+"""Queries without visible keys: zeros here, a mean of all values in PyTorch.
 
-SeamlessM4T-v2's speech encoder: in the gradients of its LayerNorms. MiniMax-M3: in its logits.
+Left padding exposes the difference in two models: SeamlessM4T-v2's speech encoder in the gradients
+of its LayerNorms, MiniMax-M3 in its logits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gradients(hugging_face: ModuleType, one_thread: None) -> Any:
     features = torch.randn(2, 23, 16, dtype=torch.float64)
 
     def run(implementation: str, sequences: int) -> torch.Tensor:
-        """All gradients of a loss on the first sequences, in float64."""
+        """Return all gradients of a loss on the first sequences, in float64."""
         torch.manual_seed(0)
         model = SeamlessM4Tv2SpeechEncoder._from_config(
             config, attn_implementation=implementation, dtype=torch.float64
@@ -48,7 +48,7 @@ def gradients(hugging_face: ModuleType, one_thread: None) -> Any:
 
 
 def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's attention gives zeros to a query that sees nothing."""
+    """Make PyTorch's attention return zeros for a query without visible keys."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -67,13 +67,13 @@ def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_zeros)
 
 
-def test_large_gradients_are_those_of_rows_of_zeros(
+def test_large_gradients_come_from_rows_of_zeros(
     gradients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of padding that see no key are zeros with us, a mean of everything in PyTorch. LayerNorm
-    divides a gradient by sqrt(eps)
-    = 1/316 there, layer after layer: PyTorch's own attention, made to give zeros, has the same
-    gradients."""
+    """LayerNorm divides a gradient by sqrt(eps) = 1/316 in rows of zeros, layer after layer.
+
+    PyTorch's attention has the same gradients if it returns zeros for padding rows.
+    """
     want = gradients("sdpa", 2)
     give_zeros(monkeypatch)
     zeros, ours = gradients("sdpa", 2), gradients("pytransformer", 2)
@@ -81,17 +81,18 @@ def test_large_gradients_are_those_of_rows_of_zeros(
     assert (ours - zeros).norm() < 1e-12 * zeros.norm()
 
 
-def test_a_loss_on_real_rows_has_pytorchs_gradients(gradients: Any) -> None:
+def test_losses_on_real_rows_have_pytorchs_gradients(gradients: Any) -> None:
     want, ours = gradients("sdpa", 1), gradients("pytransformer", 1)
     assert want.norm() < 1e4
     assert (ours - want).norm() < 1e-12 * want.norm()
 
 
 def test_minimax_m3_scores_its_padding(hugging_face: ModuleType, one_thread: None) -> None:
-    """Its indexer scores the keys at padding too, so that they decide which blocks of keys a real
-    query keeps. What stands there is what
-    the layer before made of queries that see nothing: zeros with us and sdpa, a mean in eager
-    code. Both keep other blocks."""
+    """The indexer scores padding keys, which then decide the selected blocks.
+
+    These keys come from queries without visible keys in the layer before: zeros in ours and sdpa, a
+    mean in eager code. The selected blocks differ.
+    """
     from support.sweep.subjects import subjects
 
     subject = subjects("minimax_m3_vl_text")[0]

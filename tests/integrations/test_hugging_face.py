@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models with attn_implementation="pytransformer" against their own eager code."""
+"""Hugging Face models with attn_implementation="pytransformer" against their eager code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from pytransformer.testing.hugging_face import (
     run,
 )
 
-LIMIT = model_distance_limit(torch.float32)  # test_a_wrong_mask_shows: what it must catch
+# Faults that test_wrong_masks_exceed_the_limit must detect.
+LIMIT = model_distance_limit(torch.float32)
 
 PADDED = [
     (name, padding)
@@ -35,7 +36,7 @@ GENERATIVE = [name for name, f in FAMILIES.items() if f.kind in ("decoder", "seq
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
-def test_outputs_and_gradients_as_eager(
+def test_outputs_and_gradients_equal_eager(
     hugging_face: Any, backend: str, name: str, padding: str
 ) -> None:
     family = FAMILIES[name]
@@ -59,7 +60,9 @@ def test_outputs_and_gradients_as_eager(
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
 @pytest.mark.parametrize("name", GENERATIVE)
-def test_generation_as_eager(hugging_face: Any, backend: str, name: str, cache: str | None) -> None:
+def test_generation_equals_eager(
+    hugging_face: Any, backend: str, name: str, cache: str | None
+) -> None:
     family = FAMILIES[name]
     inputs = {k: v for k, v in inputs_of(family, "left").items() if not k.startswith("decoder_")}
     settings = dict(
@@ -76,7 +79,7 @@ def test_generation_as_eager(hugging_face: Any, backend: str, name: str, cache: 
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit"])
-def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, backend: str, name: str) -> None:
+def test_bfloat16_is_as_accurate_as_eager(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right", batch=MANY)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
@@ -87,8 +90,8 @@ def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, backend: str, name: st
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_prompt_in_two_parts(hugging_face: Any, backend: str, name: str) -> None:
-    """Several queries after cached keys: the causal diagonal is aligned to the last key."""
+def test_prompts_in_two_parts_equal_eager(hugging_face: Any, backend: str, name: str) -> None:
+    """Several queries follow cached keys: the causal diagonal is aligned to the last key."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "left")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -107,8 +110,8 @@ def test_a_prompt_in_two_parts(hugging_face: Any, backend: str, name: str) -> No
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_of_the_users_own(hugging_face: Any, backend: str, name: str, kind: str) -> None:
-    """A 4-dimensional mask is the whole mask: nothing is added to it, not even causality."""
+def test_user_masks_equal_eager(hugging_face: Any, backend: str, name: str, kind: str) -> None:
+    """A 4-dimensional mask is complete: nothing is added to it, not even causality."""
     family = FAMILIES[name]
     inputs = inputs_of(family, "none")
     allowed = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(5)) < 0.5
@@ -122,8 +125,8 @@ def test_masks_of_the_users_own(hugging_face: Any, backend: str, name: str, kind
     assert distance(flat(our_grads), flat(grads)) < LIMIT
 
 
-@pytest.mark.parametrize("name", FAMILIES)  # GPT-2 does not tell its attention that it was asked
-def test_attention_weights_as_eager(hugging_face: Any, backend: str, name: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)  # GPT-2 does not pass the request on to its attention
+def test_attention_weights_equal_eager(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
     inputs = inputs_of(family, "right")
     with torch.no_grad():
@@ -141,14 +144,14 @@ def test_attention_weights_as_eager(hugging_face: Any, backend: str, name: str) 
             assert weights.shape == theirs.shape
             if (
                 queries is not None and theirs.shape[2] == queries.shape[1]
-            ):  # a row of padding may see nothing: zeros
+            ):  # a padding row may see no key: zeros
                 theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
             assert distance(weights, theirs) < LIMIT
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_gradient_checkpointing(
+def test_gradient_checkpointing_equals_eager(
     hugging_face: Any, backend: str, name: str, reentrant: bool
 ) -> None:
     """The lowered mask survives the replay, which detaches it."""
@@ -200,10 +203,10 @@ def test_dropout_follows_the_global_seed(hugging_face: Any, backend: str) -> Non
     assert not torch.equal(logits(1), logits(2))
 
 
-def test_a_wrong_mask_shows(
+def test_wrong_masks_exceed_the_limit(
     hugging_face: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each way of getting the mask wrong must exceed the limit that the tests above allow."""
+    """Each fault must exceed the limit of the tests above."""
     from transformers import AttentionMaskInterface
 
     from pytransformer.integrations import hugging_face as ours
@@ -222,8 +225,7 @@ def test_a_wrong_mask_shows(
         return replace(mask, causal="bottom_right" if mask.causal is None else "top_left")
 
     def bare(*args: Any, **kwargs: Any) -> Any:
-        """What a padding mask became before it had a type of its own: a tensor that says nothing of
-        causality."""
+        """Return a padding mask as a plain tensor, which has no causality."""
         return ours.attention_mask(*args, **kwargs).padding
 
     def shifted(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -257,7 +259,7 @@ def test_a_wrong_mask_shows(
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "clip"])
-def test_switch_reaches_the_models_inside(hugging_face: Any, name: str) -> None:
+def test_switch_reaches_inner_models(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
     model = family.build("sdpa")
     for implementation, calls in (("pytransformer", family.attentions), ("sdpa", 0)):

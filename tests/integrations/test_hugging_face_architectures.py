@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that read masks in ways of their own, each right or refused: a mask, a keyword,
-causality that a module denies."""
+"""Architectures with special masks or keywords are right or refused."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ SEQ2SEQ = dict(
     encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=0,
     decoder_start_token_id=0,
 )  # fmt: skip
-LATENT = dict(  # multi-head latent attention, of which an indexer selects 3 keys a query
+LATENT = dict(  # multi-head latent attention whose indexer selects 3 keys per query
     DECODER, num_key_value_heads=4, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16,
     qk_rope_head_dim=8,
     qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
@@ -46,9 +45,9 @@ TWO_TOWERS = dict(
     hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2,
 )  # fmt: skip
 
-# model: its config and that one's settings, and how often it calls attention
+# model: its config, that config's settings, and the number of attention calls
 RIGHT: dict[str, tuple[str, dict[str, Any], int]] = {
-    # modules that say nothing of causality, or the contrary of what their masks say
+    # modules without is_causal, or with the opposite of their masks
     "AlignTextModel": ("AlignTextConfig", SMALL, 2),
     "ClapTextModel": ("ClapTextConfig", SMALL, 2),
     "SplinterModel": ("SplinterConfig", SMALL, 2),
@@ -64,9 +63,9 @@ RIGHT: dict[str, tuple[str, dict[str, Any], int]] = {
     "InformerModel": ("InformerConfig", dict(
         prediction_length=4, context_length=10, lags_sequence=[1, 2], num_time_features=2,
         d_model=32, encoder_attention_heads=4,
-        decoder_attention_heads=4), 2),  # and as many ProbSparse attentions, which are its own
+        decoder_attention_heads=4), 2),  # and as many ProbSparse attentions of the model's own
     "BridgeTowerModel": ("BridgeTowerConfig", TWO_TOWERS, 10),
-    # keys selected by an indexer, sinks in the softmax, a mask that the model works on
+    # keys selected by an indexer, sinks in the softmax, a mask that the model modifies
     "DeepseekV32ForCausalLM": ("DeepseekV32Config", LATENT, 2),
     "GlmMoeDsaForCausalLM": ("GlmMoeDsaConfig", dict(LATENT, indexer_types=["full"] * 2), 2),
     "AXK2ForCausalLM": ("AXK2Config", dict(LATENT, gated_norm_rank=8), 2),
@@ -82,7 +81,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], int]] = {
     "DogeForCausalLM": ("DogeConfig", dict(DECODER, keep_window_size=4), 2),
 }  # fmt: skip
 
-# model: its config. These raise before anything is built, so that the defaults will do.
+# model: its config. These raise before anything is built, so the defaults suffice.
 REFUSED = {
     name: config or f"{name.removesuffix('Model')}Config"
     for name, config in {
@@ -145,7 +144,7 @@ def inputs_of(name: str, padding: str) -> dict[str, torch.Tensor]:
 
 
 def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All floating outputs of real tokens in one vector, and all gradients in another."""
+    """Return all floating outputs of real tokens in one vector, and all gradients in another."""
     model.zero_grad()
     torch.manual_seed(5)  # Informer draws keys
     real = inputs["attention_mask"].bool() if "attention_mask" in inputs else None
@@ -166,7 +165,7 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", RIGHT)
-def test_right(hugging_face: Any, name: str, padding: str) -> None:
+def test_supported_architectures_equal_eager(hugging_face: Any, name: str, padding: str) -> None:
     if not hasattr(hugging_face, name):
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
     inputs = inputs_of(name, padding)
@@ -179,9 +178,13 @@ def test_right(hugging_face: Any, name: str, padding: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_when_it_is_built(hugging_face: Any, name: str) -> None:
-    """Attention of its own: some added our masks to scores, others had no class for our name, and
-    ended in a KeyError."""
+def test_unsupported_architectures_are_refused_at_construction(
+    hugging_face: Any, name: str
+) -> None:
+    """They compute attention themselves.
+
+    Some added our masks to scores; others had no class for our name and raised a KeyError.
+    """
     model, config = (getattr(hugging_face, n, None) for n in (name, REFUSED[name]))
     if model is None or config is None:
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
@@ -197,7 +200,7 @@ def small_bloom(hugging_face: Any, implementation: str | None) -> Any:
     return hugging_face.BloomModel._from_config(config, attn_implementation=implementation)
 
 
-def test_other_implementations_are_as_they_were(hugging_face: Any) -> None:
+def test_other_implementations_are_unchanged(hugging_face: Any) -> None:
     for implementation in ("eager", None):
         assert small_bloom(hugging_face, implementation).config._attn_implementation == "eager"
     with pytest.raises(
@@ -212,7 +215,7 @@ def test_other_implementations_are_as_they_were(hugging_face: Any) -> None:
     )
 
 
-def test_switching_a_model_that_cannot_is_refused(hugging_face: Any) -> None:
+def test_switching_an_unsupported_model_is_refused(hugging_face: Any) -> None:
     model = small_bloom(hugging_face, "eager")
     with pytest.raises(
         ValueError, match=r"BloomModel \(model type 'bloom'\) computes attention in code of its own"
@@ -222,9 +225,8 @@ def test_switching_a_model_that_cannot_is_refused(hugging_face: Any) -> None:
     pt.integrations.transformers.switch(model, "eager")
 
 
-def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
-    """The sentence's advice for models of which one part is refused; masks of either part stay its
-    own."""
+def test_parts_of_a_model_can_stay_eager(hugging_face: Any) -> None:
+    """The error's advice works for models with one refused part; each part gets its own masks."""
     text = dict(SMALL, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
     vision = dict(
         hidden_size=32,
@@ -256,8 +258,8 @@ def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
         assert (ran, distance(got, want) < LIMIT) == (calls, True), implementation
 
 
-def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
-    """The mask is then an input of the compiled graph, with other lengths at every call."""
+def test_single_compiled_layers_accept_the_mask(hugging_face: Any) -> None:
+    """The mask is an input of the compiled graph, with other lengths at every call."""
     want, ours = (
         built("SplinterModel", "eager"),
         copy.deepcopy(built("SplinterModel", "pytransformer")),
@@ -285,10 +287,10 @@ def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
             "SplinterModel",
             "_mask_terms",
             lambda *_: (None, "top_left", None, None),
-        ),  # a mask read as another
+        ),  # a misread mask
     ],
 )
-def test_a_fault_shows(
+def test_planted_faults_exceed_the_limit(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any
 ) -> None:
     from transformers import AttentionMaskInterface

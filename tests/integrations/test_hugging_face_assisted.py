@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' assisted generation on our attention: drafts of a smaller model, or looked up in
-the prompt, and sdpa's tokens."""
+"""Assisted generation of transformers on our attention gives sdpa's tokens.
+
+Drafts come from a smaller model or from the prompt.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ NEW = 16
 
 
 def repeated(name: str) -> torch.Tensor:
-    """A prompt, (1, 24), in which there is something to look up."""
+    """Return a prompt (1, 24) with a repeated part to look up."""
     ids = inputs_of(FAMILIES[name], "none")["input_ids"][:1, :8]
     return ids.repeat(1, 3)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("how", ["a model", "a worse model", "looked up"])
-def test_tokens_as_sdpa(hugging_face: Any, name: str, how: str) -> None:
-    """Several drafts are read in one call behind the cache, and refused ones cropped from it."""
+def test_tokens_equal_sdpa(hugging_face: Any, name: str, how: str) -> None:
+    """One call reads several drafts behind the cache; rejected ones are cropped from it."""
     ids, family = repeated(name), FAMILIES[name]
 
     def tokens(implementation: str, assisted: bool = True) -> torch.Tensor:

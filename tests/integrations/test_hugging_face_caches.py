@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own generate on our attention, with each of its caches: the tokens of eager code
-and of sdpa, and no dense mask."""
+"""transformers' generate with each cache class: tokens of eager code and sdpa, no dense mask."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ HOW: dict[str, dict[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
     "drawn": {"do_sample": True, "temperature": 0.8, "top_k": 20},
 }
-NEW = 14  # more than mistral's and gemma2's windows, so that their caches roll
+NEW = 14  # longer than the windows of mistral and gemma2, so that their caches roll
 
 
 @pytest.fixture
@@ -37,10 +36,10 @@ def no_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "t5", "bart"])
-def test_tokens_as_eager_and_sdpa(
+def test_tokens_equal_eager_and_sdpa(
     hugging_face: Any, no_dense_mask: None, name: str, cache: str, how: str
 ) -> None:
-    """A batch of sequences of different lengths."""
+    """The batch has sequences of different lengths."""
     family = FAMILIES[name]
     inputs = {k: v for k, v in inputs_of(family, "left").items() if not k.startswith("decoder_")}
     settings = dict(max_new_tokens=NEW, min_new_tokens=NEW, **HOW[how])
@@ -58,5 +57,5 @@ def test_tokens_as_eager_and_sdpa(
     assert {backend for _, backend in ran} == {"cpu"}
     for theirs in ("eager", "sdpa"):
         if theirs == "sdpa" and name == "gemma2":
-            continue  # it knows no softcap
+            continue  # sdpa does not support softcap
         assert torch.equal(ours, tokens(theirs)), theirs

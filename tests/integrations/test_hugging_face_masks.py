@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowered masks say exactly what transformers' own dense mask says; what is not understood
-stays dense or is refused."""
+"""Lowered masks equal transformers' dense masks; other masks stay dense or are refused."""
 
 from __future__ import annotations
 
@@ -34,9 +33,10 @@ def masking(hugging_face: ModuleType) -> ModuleType:
 def as_dense(
     ours: ModuleType, mask: Any, shape: tuple[int, ...], is_causal: bool = True
 ) -> torch.Tensor:
-    """What :func:`attention_forward` makes of a mask, as (B, 1, Lq, Lk) bool, found by asking it:
-    each value is a one-hot
-    vector, so that the output is the row of weights."""
+    """Return the mask that :func:`attention_forward` applies, as (B, 1, Lq, Lk) bool.
+
+    Each value is a one-hot vector, so the output is the row of weights.
+    """
     batch, _, num_queries, num_keys = shape
     module = SimpleNamespace(is_causal=is_causal)
     query, key = torch.zeros(batch, 1, num_queries, 8), torch.zeros(batch, 1, num_keys, 8)
@@ -57,7 +57,7 @@ PATTERNS = [
     "packed",
 ]
 LENGTHS = [  # queries, keys, first query, first key
-    (5, 5, 0, 0),  # plain
+    (5, 5, 0, 0),  # no cache
     (1, 6, 5, 0),  # decoding
     (3, 8, 5, 0),  # several queries after a cache
     (3, 5, 7, 5),  # after a sliding cache that dropped keys
@@ -69,7 +69,7 @@ LENGTHS = [  # queries, keys, first query, first key
 @pytest.mark.parametrize("padding", ["none", "left", "right", "short"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_means_what_the_dense_mask_means(
+def test_lowered_masks_equal_the_dense_masks(
     ours: ModuleType,
     masking: ModuleType,
     pattern: str,
@@ -109,7 +109,7 @@ def test_means_what_the_dense_mask_means(
     exact = masking.sdpa_mask(
         **arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
-    # As the models call it: no skipping where anything was added to the plain pattern.
+    # Models call it this way: no skipping if anything was added to the plain pattern.
     plain = pattern not in ("or", "and", "packed")
     mask = ours.attention_mask(
         **arguments,
@@ -117,7 +117,7 @@ def test_means_what_the_dense_mask_means(
         allow_is_bidirectional_skip=plain and both_ways,
     )
     shape = (2, 1, num_queries, num_keys)
-    for is_causal in (True, False):  # a module's opinion is not asked
+    for is_causal in (True, False):  # the module's is_causal is ignored
         assert torch.equal(as_dense(ours, mask, shape, is_causal), exact.expand(shape))
     if mask is None:
         assert exact.all()
@@ -131,7 +131,7 @@ def test_means_what_the_dense_mask_means(
 @pytest.mark.parametrize(
     "lengths", [(3, 4096, 0), (1, 4096, 900), (5, 4096, 4091), (2, 4096, 4090)]
 )
-def test_a_static_cache_is_lengths(
+def test_static_caches_become_key_lengths(
     ours: ModuleType,
     masking: ModuleType,
     lengths: tuple[int, int, int],
@@ -139,8 +139,10 @@ def test_a_static_cache_is_lengths(
     padding: str | None,
     as_tensor: bool,
 ) -> None:
-    """No (Lq, Lk) mask: a diagonal that ends where the keys do. What the cache counts later does
-    not reach a mask that was made before."""
+    """There is no (Lq, Lk) mask but a diagonal that ends at the last key.
+
+    Later updates of the cache do not change an existing mask.
+    """
     num_queries, num_keys, before = lengths
     function = (
         masking.causal_mask_function
@@ -187,7 +189,7 @@ def test_queries_past_the_keys_are_dense(ours: ModuleType, masking: ModuleType) 
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window", "bidirectional"])
-def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, pattern: str) -> None:
+def test_no_quadratic_mask_is_built(ours: ModuleType, masking: ModuleType, pattern: str) -> None:
     function = {
         "causal": masking.causal_mask_function,
         "window": masking.sliding_window_causal_mask_function(100),
@@ -208,7 +210,7 @@ def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, patte
     assert (plain.dense, plain.padding) == (None, None)
 
 
-def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: ModuleType) -> None:
+def test_windows_are_recognized_by_their_pattern(ours: ModuleType, masking: ModuleType) -> None:
     def overlay(sliding_window: int) -> Any:
         def inner_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
             return kv_idx >= q_idx - sliding_window
@@ -235,11 +237,13 @@ def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: Modu
         assert ours.causal_window(other) is None
 
 
-def test_padding_does_not_take_causality_from_the_module(
+def test_padding_masks_ignore_the_causality_of_the_module(
     ours: ModuleType, masking: ModuleType
 ) -> None:
-    """BridgeTower gives bidirectional masks to modules that call themselves causal; ALIGN's modules
-    say nothing."""
+    """BridgeTower passes bidirectional masks to causal modules.
+
+    ALIGN's modules have no is_causal.
+    """
     real = torch.tensor([[True, True, True, False]])
     mask = ours.attention_mask(
         1,
@@ -252,8 +256,8 @@ def test_padding_does_not_take_causality_from_the_module(
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4)), real[:, None, None].expand(1, 1, 4, 4))
 
 
-def test_no_mask_hides_nothing(ours: ModuleType) -> None:
-    """As in eager code: Splinter's modules say nothing of causality, which sdpa takes for True."""
+def test_missing_masks_hide_nothing(ours: ModuleType) -> None:
+    """Splinter's modules have no is_causal, which sdpa reads as True; eager code hides nothing."""
     everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     for is_causal in (True, False):
         assert torch.equal(as_dense(ours, None, (1, 1, 4, 4), is_causal), everything)
@@ -262,7 +266,7 @@ def test_no_mask_hides_nothing(ours: ModuleType) -> None:
     call(ours, is_causal=False)
 
 
-# ---- what attention is handed besides
+# ---- other keywords of attention
 
 
 def call(ours: ModuleType, mask: Any = None, **more: Any) -> Any:
@@ -284,8 +288,7 @@ def test_unknown_keywords_are_refused(ours: ModuleType) -> None:
 
 
 def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
-    """What the attention functions in transformers' models read of their keywords, by name, and the
-    model's folders."""
+    """Return the keywords that transformers' eager attention functions read, by name and folder."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in folder.glob("models/*/modeling_*.py"):
         for text in re.findall(
@@ -310,20 +313,20 @@ def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_eager_code_reads_no_harmless_keyword(hugging_face: ModuleType) -> None:
-    """Nor one that we do not know: what it reads, our attention takes or honours."""
+def test_eager_code_reads_only_supported_keywords(hugging_face: ModuleType) -> None:
+    """Every keyword that eager code reads has an effect on our attention too."""
     from pytransformer.integrations.hugging_face import keywords
 
     read = read_by_eager_code(Path(hugging_face.__file__).parent)
     assert read.keys() >= {"query", "softcap", "position_bias"}
     assert not read.keys() & keywords.HARMLESS.keys()
     named = set(inspect.signature(pt.integrations.hugging_face.attention_forward).parameters)
-    others = {"query_states": "query", "key_states": "key", "value_states": "value"}  # by position
+    others = {"query_states": "query", "key_states": "key", "value_states": "value"}  # positional
     assert {others.get(name, name) for name in read} <= named | keywords.HONOURED
 
 
-def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
-    """Models with a generate of their own hand them all on (Parakeet)."""
+def test_options_of_generate_are_ignored(ours: ModuleType) -> None:
+    """Models with a generate method pass them all to attention (Parakeet)."""
     options = dict(
         max_new_tokens=5,
         num_beams=1,
@@ -334,10 +337,8 @@ def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
     assert torch.equal(call(ours, **options)[0], call(ours)[0])
 
 
-def test_a_mask_that_the_model_extends_is_eager_codes(
-    ours: ModuleType, masking: ModuleType
-) -> None:
-    """DeepSeek V4 adds columns to a tensor, and leaves what is none as it is."""
+def test_masks_that_a_model_extends_are_dense(ours: ModuleType, masking: ModuleType) -> None:
+    """DeepSeek V4 adds columns to a mask tensor and passes other masks unchanged."""
     config = SimpleNamespace(model_type="deepseek_v4")
     arguments: dict[str, Any] = dict(
         attention_mask=torch.tensor([[False, True, True, True]]), dtype=torch.float32, config=config
@@ -349,7 +350,7 @@ def test_a_mask_that_the_model_extends_is_eager_codes(
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4))[..., 1:, :], (mask == 0)[..., 1:, :])
 
 
-def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
+def test_selected_indices_are_limited_to_visible_keys(ours: ModuleType) -> None:
     indices = torch.tensor([[[0, 3], [1, 3], [1, 2], [0, 3]]], dtype=torch.int32)
     kept = torch.zeros(1, 1, 4, 4, dtype=torch.bool).scatter_(-1, indices.long()[:, None], True)
     causal = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -361,8 +362,8 @@ def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["s_aux", "sinks"])
-def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> None:
-    """A sink is one more key, whose score is given and whose value is zero."""
+def test_sinks_share_the_softmax(ours: ModuleType, name: str) -> None:
+    """A sink is one more key with a given score and a value of zero."""
     x = torch.linspace(-1, 1, 64).view(1, 2, 4, 8)
     sinks = (
         torch.tensor([0.3, -2.0], requires_grad=True)
@@ -385,18 +386,15 @@ def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> No
     torch.testing.assert_close(*gradients)
 
 
-# ---- a mask is for our attention alone
+# ---- a mask object serves only our attention
 
 
 class Config:
     model_type = "toy"
 
 
-def test_what_touches_a_mask_gets_what_eager_code_gets(
-    ours: ModuleType, masking: ModuleType
-) -> None:
-    """Models with attention of their own add it to scores, indexers slice it, others convert,
-    compare or measure it."""
+def test_operations_on_a_mask_see_the_eager_mask(ours: ModuleType, masking: ModuleType) -> None:
+    """Models add it to scores, slice, convert, compare and measure it."""
     real = torch.tensor([[False, True, True, True]])
     scores = torch.linspace(-1, 1, 32).view(1, 2, 4, 4)
     touches: list[Any] = [
@@ -446,10 +444,13 @@ def test_writing_into_a_mask_is_refused(ours: ModuleType) -> None:
             write()
 
 
-def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: ModuleType) -> None:
-    """Nemotron ASR hides where ``logical_not`` of its mask says True, and zeroes rows in which all
-    is 0: the reverse of eager code's
-    additive mask."""
+def test_models_that_read_masks_as_bool_get_the_sdpa_mask(
+    ours: ModuleType, masking: ModuleType
+) -> None:
+    """Nemotron ASR hides where ``logical_not`` of its mask is True and zeroes rows of all zeros.
+
+    That is the reverse of eager code's additive mask.
+    """
     real = torch.tensor([[True, True, False]])
     for model_type in ("toy", "nemotron_asr_streaming_encoder"):
         mask = ours.attention_mask(
@@ -465,8 +466,8 @@ def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: Modu
             assert mask.dtype == torch.bool
 
 
-def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: ModuleType) -> None:
-    """None where eager code gets None; causality is never left to a guess."""
+def test_only_masks_that_hide_nothing_become_none(ours: ModuleType, masking: ModuleType) -> None:
+    """Eager code gets None in the same cases; causality is always explicit."""
     both_ways: dict[str, Any] = dict(
         mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True
     )
@@ -485,12 +486,12 @@ def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: M
         assert ours.attention_mask(1, *lengths, lengths[1] - lengths[0]) is not None
 
 
-def test_a_mask_travels(ours: ModuleType) -> None:
+def test_masks_can_be_moved_and_copied(ours: ModuleType) -> None:
     real = torch.tensor([[True, True, False]])
     mask = ours.attention_mask(1, 3, 3, attention_mask=real)
     assert (
         ours.attention_mask(1, 1, 9, attention_mask=mask) is mask
-    )  # generate asks ahead of the model
+    )  # generate prepares masks before the model does
     assert mask.contiguous() is mask.detach() is mask
     there = mask.to("meta")
     assert (there.padding.device.type, there.device.type, there.causal) == (
@@ -502,8 +503,8 @@ def test_a_mask_travels(ours: ModuleType) -> None:
     assert torch.equal(as_dense(ours, twin, (1, 1, 3, 3)), as_dense(ours, mask, (1, 1, 3, 3)))
 
 
-def test_a_mask_for_one_query_is_for_all(ours: ModuleType, masking: ModuleType) -> None:
-    """As eager code broadcasts it: BridgeTower asks for one row."""
+def test_one_query_masks_broadcast(ours: ModuleType, masking: ModuleType) -> None:
+    """BridgeTower builds one row, which eager code broadcasts."""
     real = torch.tensor([[False, True, True, True]])
     window = masking.sliding_window_causal_mask_function(2)
     for function in (masking.bidirectional_mask_function, masking.causal_mask_function, window):
@@ -513,13 +514,13 @@ def test_a_mask_for_one_query_is_for_all(ours: ModuleType, masking: ModuleType) 
         assert torch.equal(got, exact.expand(1, 1, 4, 4))
 
 
-def test_a_mask_for_other_lengths_is_refused(ours: ModuleType) -> None:
+def test_masks_of_other_lengths_are_refused(ours: ModuleType) -> None:
     for lengths in ((3, 4), (4, 5), (1, 5)):
         with pytest.raises(ValueError, match=r"has 4 queries and 4 keys, and its mask is for"):
             call(ours, ours.attention_mask(1, *lengths))
 
 
-def test_a_batch_of_one_broadcasts(ours: ModuleType) -> None:
+def test_masks_of_batch_one_broadcast(ours: ModuleType) -> None:
     query, key = torch.randn(1, 2, 3, 8), torch.randn(4, 2, 5, 8)
     module = SimpleNamespace(is_causal=False)
     with pt.use_backend(attention="reference"):

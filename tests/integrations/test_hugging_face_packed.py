@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches in registered models: equal to separate sequences, and linear in memory."""
+"""Packed batches in registered models equal separate sequences, with linear memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def gradients(model: Any, logits: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_packed_sequences_equal_separate_ones(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, given: str
 ) -> None:
-    """Offsets alone leave positions to the model, so the separate calls count on from the same
-    ones."""
+    """Offsets leave positions to the model, so the separate calls continue them."""
     from pytransformer.integrations.hugging_face import lowering, mask
 
     model = FAMILIES[name].build("pytransformer")
@@ -66,7 +65,7 @@ def test_packed_sequences_equal_separate_ones(
 
 
 def test_packed_rows_with_weights_equal_eager(hugging_face: Any) -> None:
-    """Two rows with different boundaries; weights need segments in place of offsets."""
+    """Two rows have different boundaries; weights need segments in place of offsets."""
     ids = torch.randint(4, 30, (2, 25), generator=torch.Generator().manual_seed(3))
     places = torch.cat([POSITIONS, torch.arange(25)[None]])
     results = [
@@ -126,10 +125,13 @@ PEAK = """
 import resource, sys, torch, transformers as T, pytransformer as pt
 pt.integrations.transformers.register()
 length = int(sys.argv[1])
-config = T.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+config = T.LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+)
 model = T.LlamaModel._from_config(config, attn_implementation="pytransformer")
 places = torch.arange(512).repeat(length // 512)[None]
-model(input_ids=places % 32, position_ids=places, use_cache=False).last_hidden_state.sum().backward()
+out = model(input_ids=places % 32, position_ids=places, use_cache=False)
+out.last_hidden_state.sum().backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' continuous batching on our attention: its own tokens, keys read in their pages, and
-no page that nobody wrote."""
+"""transformers' continuous batching on our attention: equal tokens, keys read in their pages.
+
+Unwritten pages contain NaN.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,21 @@ def paged(hugging_face: Any) -> ModuleType:
 
 
 def tokens(model: Any, **settings: Any) -> list[list[int]]:
-    """Seven requests over pages of 4, of which there are too few for all, and pieces of up to 16
-    tokens a step."""
+    """Return the tokens of seven requests over pages of 4, too few for all.
+
+    A step has up to 16 tokens.
+    """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     how = GenerationConfig(max_new_tokens=9, eos_token_id=-1, pad_token_id=0, **settings)
     batching = ContinuousBatchingConfig(
         page_size=4, num_blocks=24, max_batch_tokens=16, seed=3 if settings["do_sample"] else None
     )
-    said = model.generate_batch(
+    output = model.generate_batch(
         PROMPTS, generation_config=how, continuous_batching_config=batching, progress_bar=False
     )
-    assert len(said) == len(PROMPTS)
-    return [said[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
+    assert len(output) == len(PROMPTS)
+    return [output[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
 
 
 def model_updates_cache() -> bool:
@@ -68,7 +72,7 @@ def model_updates_cache() -> bool:
 
 @pytest.fixture
 def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in every page that is not written yet."""
+    """Fill every unwritten page with NaN."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     made = PagedAttentionCache.__init__
@@ -83,8 +87,10 @@ def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads start with the context of their parent: transformers runs the model in one, and
-    trace() is of a context."""
+    """Give threads the context of their parent.
+
+    transformers runs the model in a thread, and trace() belongs to a context.
+    """
     start = threading.Thread.start
 
     def inherit(thread: threading.Thread) -> None:
@@ -104,17 +110,17 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_tokens_as_transformers_own(
+def test_tokens_equal_transformers(
     paged: ModuleType, request: pytest.FixtureRequest, name: str, how: str
 ) -> None:
     theirs = tokens(FAMILIES[name].build("paged|eager"), **HOW[how])
     model = FAMILIES[name].build("eager")
     if how == "greedy":
-        for prompt, said in zip(PROMPTS, theirs):
+        for prompt, output in zip(PROMPTS, theirs):
             alone = model.generate(
                 torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False
             )
-            assert alone[0, len(prompt) :].tolist() == said, "what transformers itself says alone"
+            assert alone[0, len(prompt) :].tolist() == output, "what transformers itself says alone"
     request.getfixturevalue("poisoned_pages")
     request.getfixturevalue("threads_inherit")
     with pt.integrations.transformers.continuous_batching(model), trace() as ran:
@@ -129,8 +135,8 @@ def test_tokens_as_transformers_own(
     assert {backend for _, backend in ran} == {"cpu"}
 
 
-def test_a_table_from_places(paged: ModuleType) -> None:
-    """Three requests of 5, 1 and 8 keys in pages of 4: 2, 1 and 2 pages."""
+def test_page_table_follows_from_cache_positions(paged: ModuleType) -> None:
+    """Three requests of 5, 1 and 8 keys in pages of 4 need 2, 1 and 2 pages."""
     lies = [*range(40, 44), 8, 12, *range(4, 8), *range(20, 24)]
     pages, lengths = paged.table_of(
         torch.tensor(lies), torch.tensor([0, 5, 6, 14], dtype=torch.int32), 4
@@ -143,7 +149,7 @@ def test_a_table_from_places(paged: ModuleType) -> None:
     ]
 
 
-def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
+def test_paged_implementation_needs_continuous_batching(paged: ModuleType) -> None:
     model, ids = FAMILIES["llama"].build("pytransformer"), torch.tensor([[5, 6, 7]])
     want = model(ids).logits
     with (
@@ -163,7 +169,7 @@ def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
         tokens(model, do_sample=False)
 
 
-def test_what_else_is_refused(hugging_face: Any, paged: ModuleType) -> None:
+def test_unsupported_arguments_are_refused(hugging_face: Any, paged: ModuleType) -> None:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     cache, t = object.__new__(PagedAttentionCache), torch.zeros(1, 2, 3, 4)
@@ -174,8 +180,8 @@ def test_what_else_is_refused(hugging_face: Any, paged: ModuleType) -> None:
         ({"dropout": 0.1}, "or dropout, in continuous batching"),
         ({"visible": t}, "the keyword 'visible'"),
     ]
-    for given, said in refused:
-        with pytest.raises(ValueError, match=said):
+    for given, output in refused:
+        with pytest.raises(ValueError, match=output):
             paged.paged_attention_forward(
                 module, t, t, t, **{"attention_mask": None, "cache": cache, **given}
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registered models in other processes, and what register() reports when it cannot import."""
+"""Registered models in other processes, and the report of register() if an import fails."""
 
 from __future__ import annotations
 

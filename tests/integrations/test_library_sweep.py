@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sweep over timm's families and diffusers' models: its results here, all of it where the
-libraries are, and planted faults."""
+"""The sweep over timm's families and diffusers' models: committed results and planted faults.
+
+The full sweep needs the libraries.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ RESULTS = libraries.load_results()["rows"]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], libraries.Rows]:
-    """The row of a subject; a skip where its library is not installed."""
+    """Return the row of a subject; skip if its library is not installed."""
     monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
 
     def rows(subject: str) -> libraries.Rows:
@@ -28,7 +30,7 @@ def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], 
             (
                 libraries.load("timm"),
                 libraries.load(library),
-            )  # timm declares what torchvision, which diffusers imports, lacks
+            )  # timm lacks declarations that torchvision, which diffusers imports, needs
         except (ImportError, RuntimeError) as error:
             pytest.skip(f"{library} cannot be imported: {str(error).splitlines()[0]}")
         return libraries.rows(subject)
@@ -36,12 +38,12 @@ def found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[[str], 
     return rows
 
 
-def test_nothing_is_wrong() -> None:
+def test_no_model_is_wrong() -> None:
     assert {row["verdict"] for row in RESULTS.values()} <= libraries.VERDICTS.keys() - {"wrong"}
     assert sum(row["verdict"].startswith("ours") for row in RESULTS.values()) > 35
 
 
-def test_the_page_is_made_of_the_results() -> None:
+def test_page_equals_the_results() -> None:
     made = libraries.page(libraries.load_results())
     assert libraries.DOC.read_text() == made, (
         "run: PYTHONPATH=tests/support python -m support.sweep.libraries --write"
@@ -52,7 +54,7 @@ def test_the_page_is_made_of_the_results() -> None:
 @pytest.mark.parametrize(
     "subject", sorted(name.partition(":")[0] for name, row in RESULTS.items() if "cells" in row)
 )
-def test_subject(found: Callable[[str], libraries.Rows], subject: str) -> None:
+def test_subjects_match_the_results(found: Callable[[str], libraries.Rows], subject: str) -> None:
     for name, row in found(subject).items():
         assert kinds(row) == kinds(RESULTS[name]), name
 
@@ -70,15 +72,17 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask, scale=0.9)
 
 
-FAULTS = {"mask": 3, "scale": 6}  # where they stand among the arguments of drop_in._lower
+FAULTS = {"mask": 3, "scale": 6}  # their positions among the arguments of drop_in._lower
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_planted_faults_are_found(
+def test_planted_faults_are_detected(
     monkeypatch: pytest.MonkeyPatch, one_thread: None, fault: str | None
 ) -> None:
-    """The judgement, without a library: a call that loses its mask or its scale is wrong, and one
-    that loses nothing is ours."""
+    """Without a library, a call that loses its mask or its scale is wrong.
+
+    A call that loses nothing is ours.
+    """
     from pytransformer import drop_in
     from pytransformer.ops._core import fast_path
     from support.sweep.subjects import stirred
@@ -89,7 +93,7 @@ def test_planted_faults_are_found(
     if fault is not None:
         true, lost = drop_in._lower, FAULTS[fault]
         monkeypatch.setattr(drop_in, "_lower", lambda *a: true(*a[:lost], None, *a[lost + 1 :]))
-    with fast_path.off():  # which would not ask drop_in
+    with fast_path.off():  # this call would not use drop_in
         verdict = libraries.row(model, inputs, theirs)["verdict"]
     assert verdict == ("ours" if fault is None else "wrong")
     assert not pt.fallbacks()

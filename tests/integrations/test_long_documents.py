@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Longformer, LED, BigBird and BigBird-Pegasus converted: hidden states and gradients as eager
-code's, at padding too."""
+"""Longformer, LED, BigBird and BigBird-Pegasus converted: states and gradients equal eager code."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ SEQ2SEQ = dict(
     encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=1, decoder_start_token_id=2, **NO_DROPOUT,
 )  # fmt: skip
 BLOCKS = dict(attention_type="block_sparse", block_size=4, num_random_blocks=2)
-# model, config, settings, the length at which its attention is its own
+# model, config, settings, and the length from which its sparse attention runs
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "longformer": (
         "LongformerModel", "LongformerConfig",
@@ -87,18 +86,18 @@ def inputs_of(
     found = dict(input_ids=ids.masked_fill(mask == 0, 1), attention_mask=mask)
     if name in ("led", "bigbird_pegasus"):
         found["decoder_input_ids"] = torch.randint(5, 61, (3, 6), generator=generator)
-    if tokens != "none":  # in one sequence none, in another at padding too, which does not count
-        wanted = torch.zeros_like(ids)
-        wanted[:, 0] = 1
+    if tokens != "none":  # one sequence without padding, another with padding, which does not count
+        expected = torch.zeros_like(ids)
+        expected[:, 0] = 1
         if tokens == "several":
-            wanted[1, [3, length // 2, length - 1]] = 1
-            wanted[2] = 0
-        found["global_attention_mask"] = wanted
+            expected[1, [3, length // 2, length - 1]] = 1
+            expected[2] = 0
+        found["global_attention_mask"] = expected
     return found
 
 
 def states(output: Any) -> list[torch.Tensor]:
-    """The hidden states of every layer, encoder's and decoder's."""
+    """Return the hidden states of every layer of encoder and decoder."""
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     return [t for name in names for t in getattr(output, name, None) or ()]
 
@@ -115,7 +114,7 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 @pytest.fixture
 def exact_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longformer's eager code asks for a softmax in float32, of float64 too."""
+    """Make Longformer's eager code, which asks for a float32 softmax, use float64."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
 
@@ -143,7 +142,7 @@ CASES = [
     [(*case, torch.float64) for case in CASES]
     + [(*case, torch.float32) for case in CASES if case[1] == 59 and case[2] == "right"],
 )
-def test_as_eager_code(
+def test_states_and_gradients_equal_eager(
     hugging_face: Any,
     exact_softmax: None,
     name: str,
@@ -160,7 +159,7 @@ def test_as_eager_code(
     calls = sum(op == "attention_fwd" for op, _ in ran)
     decoder = {"led": 4, "bigbird_pegasus": 0}.get(
         name, 0
-    )  # Pegasus's decoder asks the interface, here eager's
+    )  # Pegasus's decoder uses the interface, here the eager function
     assert calls == decoder + (2 if tokens == "none" else 4)
     limit = model_distance_limit(dtype)
     assert distance(got, want) < limit and distance(gradients, want_gradients) < limit, (
@@ -181,11 +180,13 @@ def test_as_eager_code(
         ),
     ],
 )
-def test_random_blocks_in_training_are_those_of_the_layer(
+def test_random_blocks_in_training_equal_the_layer(
     hugging_face: Any, name: str, length: int, more: Any
 ) -> None:
-    """numpy's generator, seeded by the layer: other blocks for each head. Blocks of 1,024 tokens
-    are drawn by a second plan."""
+    """numpy's generator, seeded by the layer, draws other blocks for each head.
+
+    A second plan draws blocks for 1,024 tokens.
+    """
     model = built(hugging_face, name, **more).train()
     ours, inputs = converted(model), inputs_of(name, length, "right")
     want, want_gradients = results(model, inputs)
@@ -201,12 +202,14 @@ def test_random_blocks_in_training_are_those_of_the_layer(
     assert distance(got, want) < limit and distance(gradients, want_gradients) < limit
     assert (
         distance(results(model.eval(), inputs)[0], want) > 1e-3
-    )  # in eval mode other blocks are seen
+    )  # in eval mode other blocks are visible
 
 
-def test_in_eval_mode_the_first_block_counts_once_more_for_each_draw(hugging_face: Any) -> None:
-    """Which is what eager code computes, and what a mask alone cannot say: with one copy left out,
-    results differ by 2e-2 and more."""
+def test_eval_mode_repeats_the_first_block(hugging_face: Any) -> None:
+    """Eager code counts it once per draw, which no mask can express.
+
+    Without one copy the results differ by 2e-2 and more.
+    """
     model = built(hugging_face, "big_bird", torch.float64)
     inputs = inputs_of("big_bird", 64)
     want, ours = results(model, inputs)[0], converted(model)
@@ -222,7 +225,7 @@ def test_in_eval_mode_the_first_block_counts_once_more_for_each_draw(hugging_fac
     assert distance(results(ours, inputs)[0], want) > 1e-3
 
 
-def test_short_sequences_switch_the_type_and_stay_ours(hugging_face: Any) -> None:
+def test_short_sequences_switch_the_type_and_stay_converted(hugging_face: Any) -> None:
     for name in ("big_bird", "bigbird_pegasus"):
         model = built(hugging_face, name, torch.float64)
         ours, inputs = converted(model), inputs_of(name, 30, "left")
@@ -237,9 +240,8 @@ def test_short_sequences_switch_the_type_and_stay_ours(hugging_face: Any) -> Non
 
 
 @pytest.mark.parametrize("length", [30, 59])
-def test_with_a_decoder_on_the_interface(hugging_face: Any, length: int) -> None:
-    """BigBird-Pegasus may ask our interface, in its decoder; its encoder then gets our mask object,
-    of short sequences."""
+def test_decoders_may_use_the_attention_interface(hugging_face: Any, length: int) -> None:
+    """BigBird-Pegasus's encoder then gets our mask object for short sequences."""
     model = built(hugging_face, "bigbird_pegasus", torch.float64)
     ours, inputs = converted(model), inputs_of("bigbird_pegasus", length, "right")
     pt.integrations.transformers.switch(ours)
@@ -264,9 +266,11 @@ def test_weights_come_from_eager_code(hugging_face: Any) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
-    """By our generator: the mean over draws is the result without dropout, as eager code's is;
-    hidden queries stay 0."""
+def test_attention_dropout_is_supported(hugging_face: Any) -> None:
+    """Our generator draws; the mean over draws equals the result without dropout.
+
+    Hidden queries stay 0.
+    """
     for name, tokens in (("longformer", "first"), ("led", "several")):
         model = converted(built(hugging_face, name))
         module = next(m for m in model.modules() if type(m).__name__ in ATTENTION)
@@ -288,9 +292,8 @@ def test_dropout_of_weights_is_honoured(hugging_face: Any) -> None:
         assert (error <= 6 * draws.std(0) / 200**0.5 + 1e-5).all()
 
 
-def test_decoders_with_a_cache(hugging_face: Any) -> None:
-    """LED's decoder, and BigBird's as a decoder: cached steps, and cross-attention of which the
-    keys are kept."""
+def test_decoders_with_a_cache_equal_eager(hugging_face: Any) -> None:
+    """LED's and BigBird's decoders run cached steps and cross-attention with stored keys."""
     led = hugging_face.LEDForConditionalGeneration(
         hugging_face.LEDConfig(**MODELS["led"][2])
     ).eval()
@@ -301,7 +304,7 @@ def test_decoders_with_a_cache(hugging_face: Any) -> None:
         given = {
             k: v for k, v in inputs_of(name, 24, "left").items() if not k.startswith("decoder")
         }
-        said = dict(
+        output = dict(
             max_new_tokens=5,
             min_new_tokens=5,
             do_sample=False,
@@ -309,19 +312,19 @@ def test_decoders_with_a_cache(hugging_face: Any) -> None:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        want, ours = model.generate(**given, **said), converted(model)
+        want, ours = model.generate(**given, **output), converted(model)
         with trace() as ran:
-            got = ours.generate(**given, **said)
+            got = ours.generate(**given, **output)
         calls = (
             2 + 5 * 4 if name == "led" else 5 * 2
-        )  # encoder once; in a step self- and cross-attention of two layers
+        )  # encoder once; each step has self- and cross-attention of two layers
         assert sum(op == "attention_fwd" for op, _ in ran) == calls
         for one, two in zip(got.logits, want.logits):
             assert distance(one, two) < model_distance_limit(torch.float32)
         assert torch.equal(got.sequences, want.sequences)
 
 
-def test_code_that_nobody_has_looked_at_is_left_alone(
+def test_unreviewed_code_is_not_converted(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
@@ -335,7 +338,7 @@ def test_code_that_nobody_has_looked_at_is_left_alone(
     )
 
 
-def test_pickled_and_back(hugging_face: Any) -> None:
+def test_converted_models_pickle(hugging_face: Any) -> None:
     model = built(hugging_face, "big_bird")
     ours, inputs = converted(model), inputs_of("big_bird", 64)
     again = pickle.loads(pickle.dumps(ours))

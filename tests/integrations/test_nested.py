@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested tensors, strided and jagged: scaled_dot_product_attention and the modules of torch.nn on
-packed sequences."""
+"""Nested tensors, strided and jagged: attention and torch.nn modules on packed sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     yield
-    torch._dynamo.reset()  # activate() warns where something is
+    torch._dynamo.reset()  # activate() warns if something is
 
 
 def sequences(lengths: tuple[int, ...], *shape: int) -> list[torch.Tensor]:
@@ -50,7 +49,7 @@ def ours(*inputs: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-    """Output and gradients of a nested result and of its sequences alone."""
+    """Compare output and gradients of a nested result with those of its sequences alone."""
     parts = got.unbind()
     for part, alone in zip(parts, want, strict=True):
         assert_same_elements(part, alone)
@@ -69,7 +68,7 @@ def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]
 @pytest.mark.parametrize(
     "settings", [{}, dict(is_causal=True), dict(enable_gqa=True, scale=0.3)], ids=str
 )
-def test_attention(
+def test_attention_equals_separate_sequences(
     layout: torch.layout, call: Callable[..., Any], keys: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
     queries, others = (
@@ -89,7 +88,7 @@ def test_attention(
 
 
 @BOTH_LAYOUTS
-def test_without_heads(layout: torch.layout) -> None:
+def test_attention_without_heads_equals_separate_sequences(layout: torch.layout) -> None:
     parts = sequences(LENGTHS, 8)
     x = nest(parts, layout)
     same(
@@ -99,8 +98,8 @@ def test_without_heads(layout: torch.layout) -> None:
     )
 
 
-def test_jagged_results_go_on() -> None:
-    """The result has query's ragged dimension: a residual can be added."""
+def test_jagged_results_have_the_ragged_dimension_of_query() -> None:
+    """A residual can be added."""
     x = nest(sequences(LENGTHS, 4, 8), torch.jagged)
     y = pt.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3).transpose(1, 2)
     assert (x + y).shape == x.shape
@@ -118,7 +117,7 @@ COMPILED: dict[str, Callable[..., torch.Tensor]] = {
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "activate")) for name in COMPILED],
 )
-def test_compiled(name: str) -> None:
+def test_compiled_calls_equal_eager(name: str) -> None:
     torch._dynamo.reset()
     with pt.activate(), trace() as ran:
         one_graph(COMPILED[name])
@@ -126,8 +125,10 @@ def test_compiled(name: str) -> None:
 
 
 def one_graph(call: Callable[..., torch.Tensor]) -> None:
-    """Jagged ones in one graph, gradients too, for other lengths as well. torch.compile itself
-    takes no strided ones."""
+    """Compile jagged calls of several lengths to one graph, with gradients.
+
+    torch.compile does not support strided nested tensors.
+    """
     compiled = torch.compile(
         lambda *x: call(*(t.transpose(1, 2) for t in x)), backend="aot_eager", fullgraph=True
     )
@@ -150,7 +151,7 @@ def one_graph(call: Callable[..., torch.Tensor]) -> None:
             assert_same_elements(mine, theirs, gradient=True)
 
 
-def test_compiled_calls_check_lengths_as_they_run() -> None:
+def test_compiled_calls_check_lengths_at_run_time() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(pt.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
     q, k, v, other = (
@@ -167,8 +168,10 @@ def test_compiled_calls_check_lengths_as_they_run() -> None:
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: bool) -> None:
-    """PyTorch itself takes strided ones, in inference alone."""
+def test_transformer_encoder_equals_torch(
+    layout: torch.layout, training: bool, norm_first: bool
+) -> None:
+    """PyTorch supports strided ones only in inference."""
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first), 2
     )
@@ -181,7 +184,7 @@ def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: b
 
 
 @BOTH_LAYOUTS
-def test_cross_attention_module(layout: torch.layout) -> None:
+def test_cross_attention_modules_equal_separate_sequences(layout: torch.layout) -> None:
     module = nn.MultiheadAttention(16, 4, kdim=8, vdim=8, bias=False, batch_first=True)
     queries, others = sequences(LENGTHS, 16), sequences(KEYS, 8)
     with pt.activate():
@@ -209,7 +212,7 @@ def test_weights_come_from_pytorchs_fast_path() -> None:
     assert torch.equal(got[1], want[1]) and torch.equal(got[0].values(), want[0].values())
 
 
-def test_modules_are_as_they_were() -> None:
+def test_modules_are_restored() -> None:
     call, jagged = (
         nn.MultiheadAttention.__call__,
         torch.nested._internal.ops.jagged_scaled_dot_product_attention,
@@ -229,7 +232,7 @@ def test_modules_can_be_scripted() -> None:
 
 
 @BOTH_LAYOUTS
-def test_bad_input_is_named(layout: torch.layout) -> None:
+def test_bad_nested_input_is_named(layout: torch.layout) -> None:
     attend = pt.scaled_dot_product_attention
     x = nest(sequences(LENGTHS, 4, 8), layout).transpose(1, 2)
     other = nest(sequences(KEYS, 4, 8), layout).transpose(1, 2)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""timm and diffusers: their models under activate() and after convert(), against themselves.
-Skipped where they cannot be imported."""
+"""timm and diffusers models, activated and converted, against themselves.
+
+A missing library skips.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ LIMIT = model_distance_limit(torch.float32)
 
 
 def load(name: str) -> ModuleType:
-    """The library, or a skip that says why not."""
+    """Import the library or skip with the reason."""
     try:
         return libraries.load(name)
     except (ImportError, RuntimeError) as error:
@@ -39,7 +41,7 @@ def _strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: nn.Module, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and all gradients of a loss on it, as one vector."""
+    """Return the output and all gradients of a loss on it, as one vector."""
     model.zero_grad()
     out = model(*inputs)
     out = getattr(out, "sample", out)
@@ -63,7 +65,9 @@ def vit(timm: ModuleType, **settings: Any) -> nn.Module:
     "settings",
     [{}, dict(qk_norm=True), dict(init_values=0.5), dict(class_token=False, global_pool="avg")],
 )
-def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -> None:
+def test_timm_vision_transformers_equal_their_own_code(
+    timm: ModuleType, settings: dict[str, Any]
+) -> None:
     images = torch.randn(3, 3, 32, 32)
     model = vit(timm, **settings).eval()
     out, grads = run(model, images)
@@ -93,8 +97,8 @@ def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -
     assert torch.equal(run(model, images)[0], out)
 
 
-def test_timm_s_dropouts_drop_where_they_did(timm: ModuleType) -> None:
-    """Dropout with probability 1 is not random: alone at each place in turn."""
+def test_timm_dropouts_apply_in_the_same_places(timm: ModuleType) -> None:
+    """Dropout with probability 1 is deterministic; each place is tested alone."""
     images = torch.randn(2, 3, 32, 32)
     theirs, ours = (
         vit(timm, drop_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5).train() for _ in range(2)
@@ -115,14 +119,14 @@ def test_timm_s_dropouts_drop_where_they_did(timm: ModuleType) -> None:
             assert mine.norm() == 0
 
 
-def test_timm_s_other_settings_are_told(timm: ModuleType) -> None:
+def test_unsupported_timm_settings_are_reported(timm: ModuleType) -> None:
     model = vit(timm, scale_mlp_norm=True)
     reasons = {of: reason for _, of, reason in pt.integrations.convert(model).skipped}
     assert "norm between its linear layers" in reasons["Mlp"]
 
 
-def test_diffusers(timm: ModuleType) -> None:
-    """A conditional U-Net, self- and cross-attention, and a diffusion Transformer."""
+def test_diffusers_models_equal_their_own_code(timm: ModuleType) -> None:
+    """A conditional U-Net (self- and cross-attention) and a diffusion Transformer run."""
     diffusers = load("diffusers")
     torch.manual_seed(3)
     unet = diffusers.UNet2DConditionModel(

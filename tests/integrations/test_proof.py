@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drop-in proof: what it calls proven, and what it does not."""
+"""The drop-in proof: it accepts equal results on our kernels and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytransformer.cli import proof, proof_memory, proof_models
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of two short sentences, and a narrow encoder."""
+    """Return a batch of two short sentences and a narrow encoder."""
     monkeypatch.setattr(proof_models, "WIDTH", 64)
     monkeypatch.setattr(proof_models, "HIDDEN", 128)
     text = proof_models.read_text()
@@ -75,13 +75,13 @@ def test_a_wrong_result_is_not_a_proof(
     monkeypatch.setattr(
         drop_in.attention_op, "prepare", lambda *a, attn_mask=None, **more: prepare(*a, **more)
     )
-    with fast_path.off():  # which does not ask `prepare`
+    with fast_path.off():  # this path does not call `prepare`
         assert proof.run(["torch", "--no-memory", "--out", str(tmp_path)]) == 1
     _, entry = entry_of(tmp_path)
     assert any("outputs differ" in problem for problem in entry["problems"])
 
 
-def test_without_transformers_it_says_what_to_install(
+def test_missing_transformers_raises_with_a_hint(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = proof.importlib.util.find_spec
@@ -94,7 +94,7 @@ def test_without_transformers_it_says_what_to_install(
     assert "pytransformer-kernels[hf]" in capsys.readouterr().out
 
 
-def test_the_sentences() -> None:
+def test_proof_text_has_uneven_lengths() -> None:
     assert len(proof_models.SENTENCES.read_text(encoding="utf-8").splitlines()) == 32
     text = proof_models.read_text()
     lengths = text.real.sum(1)
@@ -104,7 +104,7 @@ def test_the_sentences() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_peak_memory_of_fresh_processes() -> None:
+def test_peak_memory_is_measured_in_fresh_processes() -> None:
     if (reason := proof_memory.why_not()) is not None:
         pytest.skip(reason)
     peaks = proof_memory.peaks([("torch", "torch"), ("torch", "pytransformer")])

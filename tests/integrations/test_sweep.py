@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sweep over transformers' architectures: a sample here, all of it in `make test-full`, and
-planted faults that the sample finds."""
+"""The sweep over transformers' architectures: a sample, and planted faults that it must detect.
+
+`make test-full` runs all architectures.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,7 @@ import torch
 
 from support.sweep import report
 
-# By the way in which each hands its mask and its attention on: the mechanisms that went wrong in
-# one model or another.
+# One per way of passing masks and attention: mechanisms that were wrong in some model.
 SAMPLE = {
     "causality from the mask function, plain": ("llama", "gpt2", "opt"),
     "causality and a sliding window": ("mistral", "gemma3_text", "qwen3_next"),
@@ -83,18 +84,20 @@ def wrong(rows: report.Rows) -> set[str]:
 
 
 def committed_for(version: str) -> report.Rows:
-    """The committed rows, none for another version of transformers: nothing may be wrong there
-    either, but much may be another way."""
+    """Return the committed rows; none for another version of transformers.
+
+    Another version may differ but must not be wrong.
+    """
     results = report.load(report.place(version))
     return results["rows"] if results["transformers"] == version else {}
 
 
 @pytest.mark.parametrize("path", [report.RESULTS, report.OLDER], ids=lambda path: path.stem)
-def test_nothing_is_wrong(path: Path) -> None:
+def test_no_architecture_is_wrong(path: Path) -> None:
     assert not wrong(report.load(path)["rows"])
 
 
-def test_results_stand_by_their_version() -> None:
+def test_results_file_depends_on_the_version() -> None:
     assert report.place(report.load()["transformers"]) == report.place("99.0.0") == report.RESULTS
     assert report.place(report.load(report.OLDER)["transformers"]) == report.OLDER
 
@@ -105,7 +108,7 @@ def test_results_stand_by_their_version() -> None:
         ((1.0, 2.0), (1.0, 2.0), "same"),
         ((1.0, 5.0), (1.0, 5.0), "as sdpa"),
         ((1.0, NAN), (1.0, NAN), "as sdpa"),
-        ((1.0, NAN), (NAN, NAN), "as sdpa"),  # what ours spares is eager code's
+        ((1.0, NAN), (NAN, NAN), "as sdpa"),  # an exemption of ours is one of eager code
         ((3.0, NAN), (NAN, NAN), "differs"),
         ((1.0, NAN), (1.0, 2.0), "differs"),
         ((1.0, NAN), (1.0, 5.0), "differs"),
@@ -113,7 +116,7 @@ def test_results_stand_by_their_version() -> None:
         ((1.0, 2.0), (1.0, NAN), "same"),
     ],
 )
-def test_as_sdpa_means_no_worse_anywhere(
+def test_as_sdpa_rows_are_nowhere_worse_than_sdpa(
     ours: tuple[float, float], sdpa: tuple[float, float], says: str
 ) -> None:
     from support.sweep.compare import Outcome, judge
@@ -124,8 +127,8 @@ def test_as_sdpa_means_no_worse_anywhere(
     assert judge(mine, eager, lambda: theirs, dict, padded=True).partition(":")[0] == says
 
 
-def test_as_sdpa_needs_an_excuse() -> None:
-    """Without padding, and with finite results of eager code, what sdpa does wrong is wrong."""
+def test_as_sdpa_needs_padding_or_non_finite_eager_results() -> None:
+    """In other cases sdpa's error counts as wrong."""
     from support.sweep.compare import AS_SDPA, Outcome, judge
 
     eager, off, lost = (
@@ -137,8 +140,8 @@ def test_as_sdpa_needs_an_excuse() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_what_a_model_leaves_uninitialised_is_filled() -> None:
-    """With the same numbers at every build, and never with what stood in memory."""
+def test_uninitialized_parameters_are_filled() -> None:
+    """Every build gets the same values, never the contents of memory."""
     from support.sweep.subjects import nan_where_uninitialised, stirred
 
     def build() -> torch.nn.Module:
@@ -171,7 +174,7 @@ def test_architectures_file_matches_the_results() -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.falls_back
 @pytest.mark.parametrize("model_type", TYPES)
-def test_sample(hugging_face: Any, model_type: str) -> None:
+def test_sampled_architectures_match_the_results(hugging_face: Any, model_type: str) -> None:
     from support.sweep.subjects import model_types
 
     if model_type not in model_types():
@@ -185,11 +188,13 @@ def test_sample(hugging_face: Any, model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("letter", sorted({name[0] for name in report.load()["rows"]}))
-def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> None:
+def test_all_architectures_match_the_results(
+    hugging_face: Any, tmp_path: Path, letter: str
+) -> None:
     from support.sweep.subjects import model_types
 
     types = [model_type for model_type in model_types() if model_type.startswith(letter)]
-    if not types:  # the command would take that for all
+    if not types:  # the command would read that as "all"
         pytest.skip(f"transformers {hugging_face.__version__} has no model type in {letter}")
     committed = {
         name: row
@@ -208,18 +213,18 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     ]
     subprocess.run(
         command, stdout=subprocess.DEVNULL
-    )  # its exit code says that some are wrong, which are named below
+    )  # its exit code reports wrong rows, which the assertion below names
     found = json.loads((tmp_path / "rows.json").read_text())
     assert not wrong(found)
-    # Of those not built, the libraries here may make more.
+    # The libraries here may build some that the committed run could not.
     built = {name for name, row in committed.items() if row["verdict"] != "not built"}
     assert {name: report.kinds(found[name]) for name in built} == {
         name: report.kinds(committed[name]) for name in built
     }
 
 
-def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has rows is not tried again; what it adds is there at once."""
+def test_interrupted_runs_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Existing rows are not computed again; new rows are written immediately."""
     from support.sweep import __main__ as command
 
     file, row = tmp_path / "rows.json", {"verdict": "ours"}
@@ -243,7 +248,7 @@ def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(tmp_path.iterdir()) == [file]
 
 
-# ---- faults in the interface that the sample must find
+# ---- faults in the interface that the sample must detect
 
 
 def lost_causality(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
@@ -298,7 +303,7 @@ FAULTS = {
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(
+def test_planted_faults_are_detected(
     hugging_face: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface

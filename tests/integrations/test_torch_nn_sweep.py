@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.nn's attention modules with every kind of mask they take, under activate(), converted, and
-both, against PyTorch."""
+"""torch.nn's attention modules with every mask, activated, converted and both, against PyTorch."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ KINDS = (
 
 
 def attention_masks(queries: int, keys: int) -> dict[str, torch.Tensor | None]:
-    """Each leaves every query its first key."""
+    """Return masks that each keep every query's first key visible."""
     hidden = torch.rand(B * H, queries, keys, generator=torch.Generator().manual_seed(7)) < 0.4
     hidden[:, :, 0] = False
     later = torch.ones(queries, keys, dtype=torch.bool).triu(1)
@@ -75,7 +74,7 @@ def paddings(length: int) -> dict[str, torch.Tensor | None]:
 
 
 def calls(kind: str) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
-    """(name, lengths of the inputs, keywords) of each combination of masks."""
+    """Yield (name, lengths of the inputs, keywords) of each combination of masks."""
     names = (
         ("attn_mask", "key_padding_mask")
         if kind.startswith("Multi")
@@ -125,8 +124,7 @@ def calls(kind: str) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
 def run(
     model: nn.Module, lengths: tuple[int, ...], keywords: dict[str, Any], batch_first: bool
 ) -> list[torch.Tensor]:
-    """The output at real positions, and gradients of inputs and parameters where the model
-    trains."""
+    """Return the output at real positions, and gradients if the model trains."""
     generator = torch.Generator().manual_seed(11)
     inputs = [
         torch.randn(B, n, E, generator=generator).transpose(0, 0 if batch_first else 1)
@@ -141,7 +139,7 @@ def run(
             *(leaves * 3 if isinstance(model, nn.MultiheadAttention) else leaves), **keywords
         )
     out = (out[0] if isinstance(out, tuple) else out).transpose(0, 0 if batch_first else 1)
-    out = torch.cat([out[0], out[1, : out.shape[1] - 3]])  # what paddings() leaves
+    out = torch.cat([out[0], out[1, : out.shape[1] - 3]])  # padding() keeps these
     if not model.training:
         return [out]
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -154,8 +152,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def _slow_path(never_left_active: None) -> Iterator[None]:
-    """PyTorch's code as it trains: the fast path of nn.TransformerEncoderLayer takes an additive
-    mask for a bool one (2.13)."""
+    """Disable torch.nn's fast path: it reads an additive mask as a bool mask (2.13)."""
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
@@ -167,7 +164,9 @@ def _slow_path(never_left_active: None) -> Iterator[None]:
     "settings", [dict(), dict(batch_first=True), dict(batch_first=True, norm_first=True)], ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_mask(kind: str, settings: dict[str, bool], training: bool, way: str) -> None:
+def test_every_mask_equals_pytorch(
+    kind: str, settings: dict[str, bool], training: bool, way: str
+) -> None:
     settings = dict(batch_first=False) | settings
     if kind == "MultiheadAttention" and "norm_first" in settings:
         settings = dict(batch_first=True)
@@ -204,9 +203,10 @@ SETTINGS_OF_ATTENTION: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("way", ["activate", "convert", "both"])
 @pytest.mark.parametrize("name", SETTINGS_OF_ATTENTION)
-def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -> None:
-    """Cross-attention of nn.MultiheadAttention with each of its options, each mask, and the weights
-    that `need_weights` asks for."""
+def test_every_setting_of_attention_equals_pytorch(
+    name: str, way: str, weights: bool | None
+) -> None:
+    """Cross-attention runs with each option, each mask, and the weights of `need_weights`."""
     settings = SETTINGS_OF_ATTENTION[name]
     torch.manual_seed(5)
     model = nn.MultiheadAttention(E, H, batch_first=True, **settings)
@@ -238,8 +238,7 @@ def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -
 def attended(
     model: nn.Module, leaves: list[torch.Tensor], keywords: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """The output, the weights where they are asked for, and the gradients of inputs and
-    parameters."""
+    """Return the output, the weights if requested, and all gradients."""
     out, weights = model(*leaves, **keywords)
     assert (weights is not None) == keywords["need_weights"]
     parameters = list(model.parameters())

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of models share: Hugging Face quiet and offline, one thread, fused backends or an
-error."""
+"""Fixtures of the model tests: quiet and offline Hugging Face, one thread, strict backends."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _quick_and_strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models this small are fastest on one thread. What a fused backend cannot do raises."""
+    """Use one thread, fastest for these sizes, and make unsupported calls raise."""
     monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
 
 

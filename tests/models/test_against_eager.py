@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder-decoder against torch.nn.Transformer; gradients against Hugging Face's; and both
-while they train."""
+"""Gradients and training curves equal torch.nn.Transformer and Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from support.small_models import build, inputs
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor"
-)  # PyTorch on its own pre-norm encoder
+)  # PyTorch about its own pre-norm encoder
 
 LAYOUTS = {
     "post": {},
@@ -49,9 +48,11 @@ def _batch(padding: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_gradients_as_torch_nn_transformer(layout: str, padding: str):
-    """Gradients in float64: in float32 a hidden unit within rounding of ReLU's kink, 4e-9 once, may
-    be on on one side alone."""
+def test_logits_and_gradients_equal_torch_nn_transformer(layout: str, padding: str):
+    """Gradients are float64.
+
+    In float32 rounding may move a hidden unit across ReLU's kink (4e-9 once) on one side only.
+    """
     ours, theirs = _pair(layout)
     given = _batch(padding)
     labels = given.pop("labels")
@@ -64,7 +65,7 @@ def test_logits_and_gradients_as_torch_nn_transformer(layout: str, padding: str)
     assert ours.num_parameters() == sum(p.numel() for p in theirs.parameters())
     out.loss.backward()
     loss.backward()
-    # Gradients under their names, translated as the weights were.
+    # Gradients by name, translated like the weights.
     with torch.no_grad():
         for p in ours.parameters():
             p.copy_(p.grad)
@@ -110,8 +111,8 @@ def _hugging_face_pair(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_as_hugging_face(hugging_face: Any, name: str):
-    """Every parameter's, T5's relative-position tables among them."""
+def test_gradients_equal_hugging_face(hugging_face: Any, name: str):
+    """This covers every parameter, T5's relative-position tables among them."""
     ours, theirs, given = _hugging_face_pair(hugging_face, name, torch.float32)
     ours(**given).loss.backward()
     theirs(**given).loss.backward()
@@ -139,13 +140,13 @@ def _curve(
 
 
 def _assert_same_curve(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    assert theirs[-1] < 0.7 * theirs[0]  # it learns, or equal curves would say little
+    assert theirs[-1] < 0.7 * theirs[0]  # the loss falls; equal curves prove little otherwise
     worst = ((ours - theirs) / theirs).abs().max().item()
     assert worst <= CURVE, f"losses differ by {worst:.1e} of themselves, allowed {CURVE:.0e}"
 
 
 @pytest.mark.parametrize("layout", ["post", "pre"])
-def test_training_curves_as_torch_nn_transformer(layout: str):
+def test_training_curves_equal_torch_nn_transformer(layout: str):
     ours, theirs = _pair(layout, torch.float64)
     given = _batch("right")
     labels = given.pop("labels")
@@ -159,15 +160,13 @@ def test_training_curves_as_torch_nn_transformer(layout: str):
     _assert_same_curve(curve, twin)
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", "gpt2"]
-)  # T5's modules compute in float32 whatever they are given
-def test_training_curves_as_hugging_face(hugging_face: Any, name: str):
+@pytest.mark.parametrize("name", ["bert", "gpt2"])  # T5's modules always compute in float32
+def test_training_curves_equal_hugging_face(hugging_face: Any, name: str):
     ours, theirs, given = _hugging_face_pair(hugging_face, name, torch.float64)
     labels = given.pop("labels")
     following = labels if name == "bert" else F.pad(labels[:, 1:], (0, 1), value=-100)
 
-    def their_loss() -> torch.Tensor:  # their own loss casts logits to float32
+    def their_loss() -> torch.Tensor:  # their loss casts logits to float32
         return F.cross_entropy(theirs(**given).logits.flatten(0, 1), following.flatten())
 
     _assert_same_curve(
@@ -177,9 +176,8 @@ def test_training_curves_as_hugging_face(hugging_face: Any, name: str):
 
 @pytest.mark.unpoisoned
 @torch.no_grad()
-def test_compiled_as_one_graph():
-    """No graph break in any part of a decoder; the eager backend of the compiler, as only the graph
-    is of interest."""
+def test_decoders_compile_to_one_graph():
+    """No part of a decoder breaks the graph; the compiler's eager backend suffices for this."""
     model, ids = build("GPT").eval(), torch.randint(3, 29, (2, 8))
     mask = torch.ones_like(ids)
     compiled = torch.compile(lambda: model(ids, mask).logits, fullgraph=True, backend="eager")

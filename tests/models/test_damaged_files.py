@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files from elsewhere: what they hold is loaded right, or refused with one clear error."""
+"""Damaged or foreign files load correctly or raise one clear error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytransformer.models import GPT, GPTConfig, _files
 from pytransformer.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 
 CONFIG = GPTConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_length=8)
-COUNT = 1000  # of damages
+COUNT = 1000  # number of damages
 HUGGING_FACE = dict(
     model_type="gpt2", vocab_size=31, n_positions=12, n_embd=16, n_layer=1, n_head=4,
     activation_function="gelu_new", embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1,
@@ -33,7 +33,7 @@ HUGGING_FACE = dict(
 
 
 def damaged(data: bytes, header: int, rng: random.Random) -> bytes:
-    """The file with one damage: a flip, a hole, or another length."""
+    """Return the file with one damage: a flipped byte, a gap, or another length."""
     kind, changed = rng.randrange(6), bytearray(data)
     place = rng.randrange(header if kind == 0 else len(data))
     if kind < 2:
@@ -51,8 +51,7 @@ def damaged(data: bytes, header: int, rng: random.Random) -> bytes:
 
 
 def sweep(file: Path, load: Callable[[], Any], right: Callable[[Any], bool]) -> None:
-    """Load the file with one damage after another: the result is right, or the error is a
-    ValueError."""
+    """Load the file with each damage: the result is right, or a ValueError is raised."""
     good, rng = file.read_bytes(), random.Random(0)
     header = 8 + struct.unpack("<Q", good[:8])[0]
     for number in range(COUNT):
@@ -139,7 +138,7 @@ WRONG_HEADERS = {
 
 
 @pytest.mark.parametrize("text", WRONG_HEADERS.values(), ids=WRONG_HEADERS.keys())
-def test_a_wrong_config_is_refused_before_anything_is_built(text: str, tmp_path: Path) -> None:
+def test_bad_configs_are_refused_before_the_model_is_built(text: str, tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors", {"pytransformer": text})
     start = time.process_time()
     with pytest.raises(ValueError, match=r"\w"):
@@ -159,8 +158,8 @@ for name in models.__all__:
 """
 
 
-def test_a_header_of_any_length_is_no_pickle(tmp_path: Path) -> None:
-    """A pickle's first byte is also the first byte of every 32nd header length."""
+def test_headers_of_any_length_are_not_pickles(tmp_path: Path) -> None:
+    """A pickle's first byte is the first byte of every 32nd header length."""
     GPT(GPTConfig(**ABOUT["config"])).save(tmp_path)
     tensors, metadata = _files.tensors(tmp_path / "model.safetensors")
     first_bytes = set()
@@ -173,7 +172,7 @@ def test_a_header_of_any_length_is_no_pickle(tmp_path: Path) -> None:
     assert 0x80 in first_bytes
 
 
-def test_a_config_is_checked_without_the_compiler() -> None:
+def test_config_checks_do_not_import_the_compiler() -> None:
     """Some operations on the meta device import torch._dynamo, which takes two seconds."""
     command = [sys.executable, "-c", WITHOUT_MEMORY]
     checked = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -185,7 +184,7 @@ def test_a_config_is_checked_without_the_compiler() -> None:
     [(name, value) for name in HUGGING_FACE for value in (None, "x", -4, [], {"a": 1})]
     + [("n_layer", 10**7), ("n_positions", 2**62), ("vocab_size", 2**20), ("n_head", 0)],
 )
-def test_a_wrong_hugging_face_config_gives_one_error(name: str, value: Any, tmp_path: Path) -> None:
+def test_bad_hugging_face_configs_raise_one_error(name: str, value: Any, tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**HUGGING_FACE, name: value}))
     with pytest.raises(ValueError, match=r"\w"):
@@ -193,7 +192,7 @@ def test_a_wrong_hugging_face_config_gives_one_error(name: str, value: Any, tmp_
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_a_hugging_face_config_without_a_field_gives_one_error(name: str, tmp_path: Path) -> None:
+def test_hugging_face_configs_without_a_field_raise_one_error(name: str, tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     short = {key: value for key, value in HUGGING_FACE.items() if key != name}
     (tmp_path / "config.json").write_text(json.dumps(short))
@@ -204,7 +203,7 @@ def test_a_hugging_face_config_without_a_field_gives_one_error(name: str, tmp_pa
 @pytest.mark.parametrize(
     "index", ["..", ".", "", "a/b", "../x", "/etc/passwd", "a\\b", "\0", 5, None]
 )
-def test_an_index_stays_in_its_folder(index: Any, tmp_path: Path) -> None:
+def test_index_paths_stay_in_the_folder(index: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"secret": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -215,7 +214,7 @@ def test_an_index_stays_in_its_folder(index: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}', "{}", "\xff"])
-def test_a_wrong_index_is_refused(text: str, tmp_path: Path) -> None:
+def test_bad_indices_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / _files.INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=_files.INDEX):
@@ -225,7 +224,7 @@ def test_a_wrong_index_is_refused(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["$(touch pwned).bin", "'; touch pwned; '.bin", '"`touch pwned`".bin']
 )
-def test_the_command_of_the_pickle_message_runs_nothing_else(name: str, tmp_path: Path) -> None:
+def test_command_in_the_pickle_message_runs_no_code_of_the_file(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     torch.save({"w": torch.arange(3.0)}, file)
     with pytest.raises(ValueError, match="is a pickle") as refusal:
@@ -250,7 +249,7 @@ def test_saved_files_follow_the_umask(umask: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2**63, _files.MAX_HEADER + 1])
-def test_a_header_over_the_limit_is_not_read(size: int, tmp_path: Path) -> None:
+def test_headers_over_the_limit_are_not_read(size: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with open(file, "wb") as sparse:
         sparse.write(struct.pack("<Q", size))

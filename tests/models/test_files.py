@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on disk: what is saved comes back, an interruption loses nothing, and nothing but
-safetensors is read."""
+"""Weights on disk: round trips, interrupted saves, and safetensors as the only format."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from support.small_models import CONFIGS, build, inputs
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_saved_comes_back(name: str, tmp_path: Path):
+def test_saved_models_round_trip(name: str, tmp_path: Path):
     model = build(name).eval()
     for p in model.parameters():
         p.normal_()
@@ -32,7 +31,7 @@ def test_what_is_saved_comes_back(name: str, tmp_path: Path):
     assert json.loads((tmp_path / "config.json").read_text())["model"] == name.split("-")[0]
 
 
-def test_a_dtype_comes_back_and_settings_may_change(tmp_path: Path):
+def test_dtypes_round_trip_and_settings_may_change(tmp_path: Path):
     build("GPT").to(torch.bfloat16).save(tmp_path)
     loaded = models.GPT.load(tmp_path, dropout=0.5)
     assert loaded.embedding.weight.dtype == torch.bfloat16
@@ -42,7 +41,7 @@ def test_a_dtype_comes_back_and_settings_may_change(tmp_path: Path):
 
 
 @pytest.mark.parametrize("moment", ["writing", "moving"])
-def test_an_interrupted_save_leaves_what_was_there(
+def test_interrupted_saves_leave_the_old_files(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     first, second = build("GPT"), build("GPT")
@@ -72,7 +71,7 @@ def test_an_interrupted_save_leaves_what_was_there(
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "weights.pt", "model.safetensors", "weights"]
 )
-def test_a_pickle_is_refused_with_the_command_that_converts_it(name: str, tmp_path: Path):
+def test_pickles_are_refused_with_a_conversion_command(name: str, tmp_path: Path):
     torch.save(build("GPT").state_dict(), tmp_path / name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     for load in (models.GPT.load, models.GPT.load_hf):
@@ -88,8 +87,8 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(name: str, tmp_pa
                 load(target)
 
 
-def test_the_command_converts(tmp_path: Path):
-    """The command in the message does what the message says."""
+def test_conversion_command_converts(tmp_path: Path):
+    """The test runs the command of the message."""
     model, file = build("GPT"), tmp_path / "weights.bin"
     torch.save(model.state_dict(), file)
     with pytest.raises(ValueError) as refusal:
@@ -102,7 +101,7 @@ def test_the_command_converts(tmp_path: Path):
     assert state.keys() == model.state_dict().keys()
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path):
+def test_mismatched_tensors_are_named(tmp_path: Path):
     build("GPT").save(tmp_path)
     state, about = _files.read(tmp_path)
 
@@ -147,7 +146,7 @@ def test_other_files_are_refused(tmp_path: Path):
         models.GPT.load(tmp_path)
 
 
-def test_a_hugging_face_folder_in_several_files(hugging_face: Any, tmp_path: Path):
+def test_sharded_hugging_face_folders_load(hugging_face: Any, tmp_path: Path):
     config = hugging_face.GPT2Config(vocab_size=31, n_positions=12, n_embd=16, n_layer=3, n_head=4)
     theirs = hugging_face.GPT2LMHeadModel(config)
     theirs.save_pretrained(tmp_path, max_shard_size="8KB")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: the same tokens with a cache and without, in any batch; beams that find the best;
-draws with the right shares."""
+"""Generation: equal tokens with and without cache and in any batch; beam search; sampling."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def t5(**changes):
 
 
 def _sharpened(model):
-    """Weights so large that tokens differ in likelihood, and what was read long ago still
-    matters."""
+    """Return a model with weights so large that tokens differ and early context matters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -104,14 +102,16 @@ def model(request):
 
 @pytest.fixture
 def inputs(model, prompts):
-    """Prompts for a decoder; for an encoder, whose positions count from the first column, sources
-    padded at the end."""
+    """Return prompts for a decoder, or padded sources for an encoder-decoder.
+
+    Source positions count from the first column, so padding is at the end.
+    """
     return tuple(t.flip(1) for t in prompts) if hasattr(model, "encode") else prompts
 
 
 @pytest.fixture
 def prompts():
-    """(ids, mask), three sequences padded on the left."""
+    """Return (ids, mask) of three sequences padded on the left."""
     ids = torch.randint(4, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) >= torch.tensor([0, 4, 7])[:, None]
     return ids.masked_fill(~mask, 0), mask.long()
@@ -119,9 +119,8 @@ def prompts():
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "pages of 4, shuffled"])
 @pytest.mark.parametrize("how", HOW)
-def test_the_cache_changes_nothing(model, inputs, how, kind):
-    """Of 9 beams, 24 tokens each, no more pages of 4 are ever in use than without sharing, 6
-    each."""
+def test_cache_changes_no_token(model, inputs, how, kind):
+    """9 beams of 24 tokens never use more pages of 4 than without sharing, 6 each."""
     settings = dict(HOW[how], max_new_tokens=15, stop=(STOP,))
     seeded = lambda **more: generate(
         model, *inputs, **settings, **more, generator=torch.Generator().manual_seed(2)
@@ -144,7 +143,7 @@ def test_the_cache_changes_nothing(model, inputs, how, kind):
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams"])
-def test_a_batch_is_what_its_sequences_are_alone(model, inputs, how):
+def test_batches_equal_single_sequences(model, inputs, how):
     settings = dict(HOW[how], max_new_tokens=12, stop=(STOP,))
     together = generate(model, *inputs, **settings).lists()
     for ids, mask, tokens in zip(*inputs, together):
@@ -152,7 +151,7 @@ def test_a_batch_is_what_its_sequences_are_alone(model, inputs, how):
         assert alone.lists() == [tokens]
 
 
-def test_greedy_takes_the_likeliest_and_stops(model, prompts):
+def test_greedy_selects_the_likeliest_token_and_stops(model, prompts):
     ids = prompts[0][:1]
     (tokens,) = generate(model, ids, max_new_tokens=10).lists()
     assert len(tokens) == 10
@@ -171,20 +170,22 @@ def test_greedy_takes_the_likeliest_and_stops(model, prompts):
 
 
 def _score(model, source, tokens, how):
-    """log p of these tokens and the stop token, penalised for their length, by one teacher-forced
-    call."""
+    """Return log p of these tokens and the stop token by one teacher-forced call.
+
+    It includes the length penalty.
+    """
     read = torch.tensor([[2, *tokens]])
     logits = model(source, decoder_input_ids=read).logits[0].log_softmax(-1)
-    said = [*tokens, STOP]
+    output = [*tokens, STOP]
     return (
-        sum(logits[i, t].item() for i, t in enumerate(said))
-        / ((5 + len(said)) / 6) ** how.length_penalty
+        sum(logits[i, t].item() for i, t in enumerate(output))
+        / ((5 + len(output)) / 6) ** how.length_penalty
     )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-def test_beam_search_finds_the_best_of_all_sequences(alpha):
-    """With as many beams as there are beginnings nothing is lost: then it is exhaustive search."""
+def test_beam_search_equals_exhaustive_search(alpha):
+    """The beams cover every prefix, so nothing is pruned."""
     torch.manual_seed(3)
     config = TransformerConfig(
         vocab_size=5, d_model=16, hidden=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1
@@ -199,7 +200,7 @@ def test_beam_search_finds_the_best_of_all_sequences(alpha):
         for n in range(4)
         for t in itertools.product(others, repeat=n)
     }
-    for t in itertools.product(others, repeat=4):  # cut off at the longest length: no stop token
+    for t in itertools.product(others, repeat=4):  # truncated at the max length: no stop token
         logits = (
             model(source, decoder_input_ids=torch.tensor([[2, *t[:-1]]])).logits[0].log_softmax(-1)
         )
@@ -213,7 +214,7 @@ def test_beam_search_finds_the_best_of_all_sequences(alpha):
 
 
 class _Table(torch.nn.Module):
-    """A language of one memory: the next token's probabilities hang on the last token alone."""
+    """A language model in which the next token depends on the last token alone."""
 
     def __init__(self, following):
         super().__init__()
@@ -223,9 +224,11 @@ class _Table(torch.nn.Module):
         return SimpleNamespace(logits=self.logits[input_ids])
 
 
-def test_a_beam_that_ends_makes_room_for_the_next_best():
-    """Stop 0.4, A 0.3, B 0.29: with two beams A and B go on beside the ended one, and B wins by the
-    length penalty."""
+def test_ended_beams_make_room_for_the_next_best():
+    """Stop has 0.4, A 0.3, B 0.29: with two beams A and B continue beside the ended one.
+
+    B wins by the length penalty.
+    """
     stop, a, b = 0, 1, 2
     model = _Table(
         [[1, 0, 0, 0, 0], [0.2] * 5, [0.99, 0.01, 0, 0, 0], [0.4, 0.3, 0.29, 0.01, 0], [0.2] * 5]
@@ -243,7 +246,7 @@ def test_more_beams_never_score_worse_than_greedy_here():
     assert beam.scores.item() >= greedy.scores.item() - 1e-4
 
 
-def test_what_is_drawn_has_its_share():
+def test_samples_follow_the_distribution():
     model = gpt()
     ids = torch.tensor([[7, 8, 9]]).expand(4000, 3)
     drawn = generate(
@@ -254,12 +257,12 @@ def test_what_is_drawn_has_its_share():
         temperature=3.0,
         generator=torch.Generator().manual_seed(1),
     )
-    wanted = (model(ids[:1]).logits[0, -1] / 3).softmax(-1)
+    expected = (model(ids[:1]).logits[0, -1] / 3).softmax(-1)
     share = torch.bincount(drawn.tokens[:, 0], minlength=VOCABULARY) / 4000
-    assert ((share - wanted).abs() < 4.5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
+    assert ((share - expected).abs() < 4.5 * (expected * (1 - expected) / 4000).sqrt() + 1e-9).all()
 
 
-def test_filters_keep_what_they_should():
+def test_filters_select_top_k_and_top_p():
     logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
     kept = lambda k, p: (filtered(logits, k, p) > -torch.inf)[0].tolist()
     assert kept(2, None) == [True, False, True, False]
@@ -274,7 +277,7 @@ def test_filters_keep_what_they_should():
     assert kept(99, 1.0) == [True] * 4
 
 
-def test_a_prefix_sees_itself(prompts):
+def test_prefix_is_bidirectional_in_generation(prompts):
     model, ids = gpt(), prompts[0][:1]
     prefix = torch.tensor([9])
     cached = generate(model, ids, max_new_tokens=8, prefix_lengths=prefix).lists()
@@ -286,7 +289,7 @@ def test_a_prefix_sees_itself(prompts):
     assert cached[0][0] == first
 
 
-def test_generation_leaves_the_model_as_it_was(prompts):
+def test_generation_restores_the_model(prompts):
     model = gpt(dropout=0.5).train()
     assert (
         generate(model, *prompts, max_new_tokens=5).lists()
@@ -304,11 +307,11 @@ def test_generation_leaves_the_model_as_it_was(prompts):
         ({"sample": True, "top_k": 0}, "top_k must be at least 1, got 0"),
         ({"sample": True, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"sample": True, "beams": 2}, "beam search does not draw"),
-        ({"top_k": 3}, "for drawing; wanted sample=True"),
+        ({"top_k": 3}, "for drawing; expected sample=True"),
         ({"max_new_tokens": 41}, "9 tokens and 41 new ones are more than the model's 48 positions"),
     ],
 )
-def test_settings_must_make_sense(prompts, settings, said):
+def test_invalid_settings_are_refused(prompts, settings, said):
     with pytest.raises(ValueError, match=said):
         generate(gpt(), prompts[0], **settings)
 
@@ -323,9 +326,8 @@ PADDED = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("side", PADDED)
 @pytest.mark.parametrize("name", ["gpt", "gpt alibi", "gpt grouped"])
-def test_padding_may_stand_anywhere(name, side, how):
-    """Each prompt is what its tokens are alone, and the mask is lengths in the end: nothing of
-    padding reaches attention."""
+def test_padding_may_be_anywhere(name, side, how):
+    """Each prompt equals its tokens alone: the mask becomes lengths, which hide padding."""
     model, mask = MODELS[name](), torch.tensor(PADDED[side])
     tokens = torch.randint(4, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(4))
     settings = dict(HOW[how], max_new_tokens=9, stop=(STOP,))
@@ -349,14 +351,14 @@ def test_padding_may_stand_anywhere(name, side, how):
             generator=torch.Generator().manual_seed(3),
         ).lists()
     )
-    if how != "drawn":  # the draws of a batch come from one generator
+    if how != "drawn":  # one generator draws for the batch
         assert together.lists() == [
             run(t[None, :n], None).lists()[0] for t, n in zip(tokens, lengths.tolist())
         ]
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
-def test_a_prefix_of_a_padded_prompt_is_counted_in_columns(cache):
+def test_prefix_lengths_count_columns_of_padded_prompts(cache):
     model, ids = gpt(), torch.tensor([[0, 0, 5, 9, 7, 8, 6], [4, 11, 5, 9, 7, 8, 6]])
     mask, prefix = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]), torch.tensor([5, 4])
     together = generate(
@@ -374,7 +376,7 @@ def test_a_prefix_of_a_padded_prompt_is_counted_in_columns(cache):
     )
 
 
-def test_a_cache_is_used_again_and_must_be_empty(prompts):
+def test_caches_can_be_reused_if_empty(prompts):
     model = gpt()
     cache, want = model.make_cache(40), generate(model, *prompts, max_new_tokens=6).lists()
     for rows in (3, 2, 3):
@@ -400,7 +402,7 @@ def test_a_cache_is_used_again_and_must_be_empty(prompts):
         generate(model, *prompts, cache="pages", max_new_tokens=2)
 
 
-def test_prompts_that_cannot_be_continued(prompts):
+def test_invalid_prompts_are_refused(prompts):
     ids, mask = prompts
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         generate(gpt(), ids, mask * torch.tensor([[1], [0], [1]]))

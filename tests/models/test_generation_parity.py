@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our generate beside transformers' own, of the same weights: the same tokens for prompts of
-different lengths, from every cache."""
+"""Our generate gives the tokens of transformers' for padded prompts, from every cache."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from pytransformer.testing.hugging_face import FAMILIES, inputs_of
 
 NEW = 9
 OURS: dict[str, Any] = {"gpt2": GPT, "t5": T5, "marian": Transformer}
-# Their beam search divides by length^penalty and ours by Wu et al.'s ((5 + length) / 6)^alpha:
-# without a penalty both compare log p. Their temperature comes before top-k, as ours.
+# Their beam search divides by length^penalty, ours by Wu et al.'s ((5 + length) / 6)^alpha; without
+# a penalty both compare log p. Their temperature precedes top-k, like ours.
 HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({}, {"do_sample": False}),
     "beams": (
@@ -33,13 +32,13 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("cache", ["contiguous", "paged", "pages of 4"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OURS)
-def test_the_tokens_of_transformers(hugging_face: Any, name: str, how: str, cache: str) -> None:
+def test_tokens_equal_transformers(hugging_face: Any, name: str, how: str, cache: str) -> None:
     family = FAMILIES[name]
     theirs = family.build("eager")
     for part in theirs.modules():
         if (
             "Sinusoidal" in type(part).__name__
-        ):  # a fixed table, of which the family's larger weights have made another
+        ):  # a fixed table, which the family's larger weights have changed
             part.weight.data = nn.sinusoidal(*part.weight.shape, halves=True)
     model = OURS[name].from_hf(theirs)
     inputs = {

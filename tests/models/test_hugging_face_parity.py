@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our models give the logits of Hugging Face's, weight for weight, on random small configs and
-padded batches."""
+"""Our models give the logits of Hugging Face's on random small configs and padded batches."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Case:
     kind: str = "encoder"
 
     def pair(self, hugging_face: Any) -> tuple[Any, Any]:
-        """Their model in eval mode with weights large enough that attention matters, and ours made
-        from it."""
+        """Return their model in eval mode, with weights large enough for attention, and ours."""
         torch.manual_seed(5)
         config = getattr(hugging_face, self.config)(**self.settings)
         theirs = (
@@ -143,11 +141,11 @@ def inputs_of(kind: str, padding: str) -> dict[str, torch.Tensor]:
 def labels_of(case: Case, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if case.kind in ("image", "classifier"):
         return {"labels": torch.tensor([1, 0, 2])}
-    if case.kind == "answer":  # the second one's end was cut off
+    if case.kind == "answer":  # truncation removed the second one's end
         last = int(inputs["attention_mask"][2].nonzero()[-1])
         return {"labels": torch.tensor([[1, 3], [5, 40], [last, last]])}
     ids = inputs.get("decoder_input_ids", inputs["input_ids"])
-    # The token after left padding is predicted by padding, of which nothing is promised.
+    # Padding predicts the token after left padding, so its value is undefined.
     after_padding = torch.nn.functional.pad(ids[:, :-1] == PAD, (1, 0))
     labels = {"labels": ids.masked_fill((ids == PAD) | after_padding, -100)}
     if case.theirs.endswith("ForPreTraining"):
@@ -168,7 +166,7 @@ def their_logits(found: Any) -> torch.Tensor:
 
 
 def real(inputs: dict[str, torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-    """The logits of what is not padding."""
+    """Return the logits at real tokens."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     return logits if mask is None or logits.dim() < 3 else logits[mask.bool()]
 
@@ -181,7 +179,9 @@ PADDED = [
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
-def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: str) -> None:
+def test_logits_and_loss_equal_hugging_face(
+    hugging_face: Any, no_grad: None, name: str, padding: str
+) -> None:
     case = CASES[name]
     theirs, ours = case.pair(hugging_face)
     inputs = inputs_of(case.kind, padding)
@@ -190,7 +190,8 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
     assert_same_logits(real(inputs, a.logits), real(inputs, their_logits(b)))
     if "seq_relationship_logits" in b:
         assert_same_logits(a.next_sentence_logits, b.seq_relationship_logits)
-    if case.kind == "answer" and padding != "none":  # theirs lets answers begin and end in padding
+    # Hugging Face lets answers start and end in padding.
+    if case.kind == "answer" and padding != "none":
         hidden = inputs["attention_mask"][..., None] == 0
         assert (a.logits.masked_select(hidden) == torch.finfo(a.logits.dtype).min).all()
         assert_same_logits(
@@ -205,8 +206,10 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["bert", "fnet", "gpt2", "marian", "t5", "t5-v1.1", "vit"])
-def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) -> None:
-    """Sizes, depths, heads, activations, eps and padding drawn at random."""
+def test_random_configs_equal_hugging_face(
+    hugging_face: Any, no_grad: None, name: str, seed: int
+) -> None:
+    """Sizes, depths, heads, activations, eps and padding are random."""
     draw = random.Random(f"{name} {seed}")
     heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
     names = {
@@ -255,7 +258,7 @@ def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_folder_of_hugging_face_loads(
+def test_hugging_face_folders_load(
     hugging_face: Any, no_grad: None, name: str, tmp_path: Path
 ) -> None:
     case = CASES[name]
@@ -269,7 +272,7 @@ def test_a_folder_of_hugging_face_loads(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameter_counts(hugging_face: Any, name: str) -> None:
+def test_parameter_counts_equal_hugging_face(hugging_face: Any, name: str) -> None:
     case = CASES[name]
     theirs, ours = case.pair(hugging_face)
     trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)

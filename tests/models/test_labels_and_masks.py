@@ -41,8 +41,8 @@ def test_labels_of_a_square_batch_flattened_raise() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "attention_mask" in inputs(name)])
-def test_a_floating_mask_raises(name: str) -> None:
-    """An additive one would hide the tokens and show the padding."""
+def test_floating_masks_raise(name: str) -> None:
+    """An additive mask would hide the tokens and show the padding."""
     model, given = build(name).eval(), inputs(name)
     mask = given["attention_mask"]
     additive = torch.zeros(mask.shape).masked_fill(mask == 0, -torch.inf)

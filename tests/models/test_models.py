@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every model promises: gradients everywhere, presets, caches, masks, refusals."""
+"""Properties of every model: gradients, presets, caches, masks and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_gradients_reach_every_parameter(name: str):
     model(**inputs(name)).loss.backward()
     for parameter, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), parameter
-        if "qkv.bias" in parameter:  # the keys' part has no effect on a softmax
+        if "qkv.bias" in parameter:  # the key bias has no effect on a softmax
             width = p.numel() // 3
             assert p.grad[:width].abs().sum() > 0 and p.grad[2 * width :].abs().sum() > 0, parameter
         elif not any(
@@ -42,7 +42,7 @@ def test_gradients_reach_every_parameter(name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_dropout_acts_in_training_and_only_there(name: str):
+def test_dropout_acts_only_in_training(name: str):
     if "dropout" not in {f.name for f in dataclasses.fields(CONFIGS[name])}:
         return
     model = build(name, dropout=0.3)
@@ -54,7 +54,7 @@ def test_dropout_acts_in_training_and_only_there(name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bfloat16(name: str):
+def test_bfloat16_is_close_to_float32(name: str):
     model = build(name).to(torch.bfloat16).eval()
     given = {
         k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs(name).items()
@@ -65,7 +65,7 @@ def test_bfloat16(name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_training_step_under_autocast(name: str):
+def test_training_steps_run_under_autocast(name: str):
     model = build(name).train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**inputs(name)).loss
@@ -85,7 +85,7 @@ def test_a_training_step_under_autocast(name: str):
 @pytest.mark.parametrize(
     "name", [n for n in CONFIGS if "attention_mask" in inputs(n) and n != "FNet"]
 )
-def test_padding_changes_nothing_and_lengths_are_masks(name: str):
+def test_padding_has_no_effect_and_lengths_equal_masks(name: str):
     model, given = build(name).eval(), inputs(name)
     given = {
         k: v
@@ -120,7 +120,7 @@ def test_padding_changes_nothing_and_lengths_are_masks(name: str):
 @torch.no_grad()
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_same_logits_with_and_without_cache(name: str, padding: str):
+def test_logits_are_equal_with_and_without_cache(name: str, padding: str):
     model = build(name).eval()
     source, ids = torch.randint(3, 29, (3, 8)), torch.randint(3, 29, (3, 9))
     mask = torch.ones_like(ids)
@@ -159,7 +159,7 @@ def test_same_logits_with_and_without_cache(name: str, padding: str):
 
 
 @torch.no_grad()
-def test_left_padding_with_positions_of_its_own_is_no_padding():
+def test_left_padding_with_position_ids_has_no_effect():
     model, ids = build("GPT").eval(), torch.randint(3, 29, (1, 6))
     padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.tensor([[0] * 3 + [1] * 6])
     out = model(padded, mask, position_ids=nn.position_ids(mask, 9)).logits[:, 3:]
@@ -167,7 +167,7 @@ def test_left_padding_with_positions_of_its_own_is_no_padding():
 
 
 @torch.no_grad()
-def test_a_prefix_sees_all_of_itself_and_nothing_after():
+def test_prefix_is_bidirectional_and_causal_afterwards():
     model, ids = build("GPT").eval(), torch.randint(3, 29, (1, 8))
     prefix = torch.tensor([4])
     plain, seen = model(ids).logits, model(ids, prefix_lengths=prefix).logits
@@ -180,12 +180,12 @@ def test_a_prefix_sees_all_of_itself_and_nothing_after():
 
 
 @torch.no_grad()
-def test_logits_to_keep():
+def test_logits_to_keep_selects_the_last_positions():
     model, ids = build("GPT").eval(), torch.randint(3, 29, (2, 8))
     assert_same_logits(model(ids, logits_to_keep=2).logits, model(ids).logits[:, -2:])
 
 
-def test_a_window_and_alibi_run_past_the_training_length():
+def test_windows_and_alibi_support_longer_sequences():
     model = build("GPT-alibi").eval()
     assert model(torch.randint(3, 29, (1, 40))).logits.shape == (1, 40, 31)
     ids = torch.randint(3, 29, (1, 12))
@@ -198,7 +198,7 @@ def test_a_window_and_alibi_run_past_the_training_length():
 # ---- losses
 
 
-def test_gpt_learns_the_next_token():
+def test_gpt_loss_predicts_the_next_token():
     model, given = build("GPT").eval(), inputs("GPT")
     out = model(**given)
     expected = torch.nn.functional.cross_entropy(
@@ -207,7 +207,7 @@ def test_gpt_learns_the_next_token():
     assert_same_logits(out.loss, expected)
 
 
-def test_label_smoothing_in_training_only():
+def test_label_smoothing_acts_only_in_training():
     model, given = build("Transformer", dropout=0.0).train(), inputs("Transformer")
     for training, smoothing in ((True, 0.1), (False, 0.0)):
         out = model.train(training)(**given)
@@ -217,9 +217,8 @@ def test_label_smoothing_in_training_only():
         assert_same_logits(out.loss, expected)
 
 
-def test_experts_that_no_layer_has_cost_nothing():
-    """Every second layer is a mixture: with one layer a stack there is none, whatever experts
-    says."""
+def test_models_without_mixture_layers_have_no_balance_loss():
+    """Every second layer is a mixture, so one layer per stack has none, whatever experts is."""
     given = inputs("Transformer-pre")
     losses = [
         build("Transformer-pre", experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0)
@@ -230,7 +229,7 @@ def test_experts_that_no_layer_has_cost_nothing():
     assert torch.equal(*losses)
 
 
-def test_decoder_inputs_are_the_labels_shifted_right():
+def test_decoder_inputs_are_shifted_labels():
     model, given = (
         build("Transformer", start_token_id=5, pad_token_id=7).eval(),
         inputs("Transformer"),
@@ -248,9 +247,11 @@ def test_decoder_inputs_are_the_labels_shifted_right():
     assert torch.equal(out.logits, expected.logits) and torch.equal(out.loss, expected.loss)
 
 
-def test_the_boundary_loss_sees_the_bounds_and_the_place_only():
-    """SpanBERT: y_i from the tokens outside the span and i's place in it; by hand from the head's
-    own layers."""
+def test_boundary_loss_depends_on_bounds_and_position_only():
+    """SpanBERT predicts y_i from the tokens around the span and i's position in it.
+
+    The expected value uses the head's layers.
+    """
     model, given = build("BERT").eval(), inputs("BERT")
     hidden, head = torch.randn(3, 9, 16), model.boundary
     masked = given["labels"] != -100
@@ -268,7 +269,7 @@ def test_the_boundary_loss_sees_the_bounds_and_the_place_only():
             head.predicted(hidden, masked, torch.tensor(bounds).expand(3, 9, 2))
 
 
-def test_the_losses_of_bert_add_up():
+def test_bert_loss_is_the_sum_of_its_heads():
     model, given = build("BERT").eval(), inputs("BERT")
     total = model(**given).loss
     trunk = {k: given[k] for k in ("input_ids", "attention_mask", "token_type_ids")}
@@ -280,7 +281,7 @@ def test_the_losses_of_bert_add_up():
     assert_same_logits(total, mlm + nsp + boundary)
 
 
-def test_fine_tuning_keeps_the_trunk():
+def test_fine_tuning_loads_the_trunk():
     model = build("BERT")
     tuned = model.with_heads("classification", num_labels=5)
     assert (
@@ -292,7 +293,7 @@ def test_fine_tuning_keeps_the_trunk():
 
 # ---- presets
 
-SIZES = {  # millions, as published
+SIZES = {  # published sizes in millions
     ("BERT", "base"): 110, ("BERT", "large"): 336, ("ViT", "B/16"): 86.6, ("ViT", "L/16"): 304.3,
     ("ViT", "H/14"): 632,
     ("GPT", "base"): 124.4, ("GPT", "xl"): 1557.6, ("T5", "base"): 222.9, ("T5", "large"): 737.7,
@@ -316,9 +317,13 @@ def test_presets_have_the_published_sizes(name: str, preset: str):
     ("preset", "published", "units"),
     [("small", 10.3, 320), ("base", 30.7, 640), ("large", 118.8, 640)],
 )
-def test_conformer_presets_are_the_published_encoders(preset: str, published: float, units: int):
-    """Published are encoder and decoder (Gulati et al. 2020, table 1): an LSTM of so many units,
-    the embedding and the joint network."""
+def test_conformer_presets_have_the_published_encoder_sizes(
+    preset: str, published: float, units: int
+):
+    """Gulati et al. 2020, table 1, list encoder and decoder.
+
+    The decoder is an LSTM of so many units, the embedding and the joint network.
+    """
     with torch.device("meta"):
         ours = models.Conformer.from_preset(preset).num_parameters() / 1e6
     without_lstm = published - 4 * units * 2 * units / 1e6
@@ -343,7 +348,7 @@ def test_every_preset_builds_and_changes():
         assert models.GPT.from_preset("base", num_layers=1).config.num_layers == 1
 
 
-# ---- refusals
+# ---- errors
 
 
 def test_unknown_names_are_refused():
@@ -367,7 +372,7 @@ def test_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize("name", ["GPT", "BERT", "FNet", "Transformer", "Transformer-pre"])
-def test_a_sequence_longer_than_the_positions(name: str):
+def test_sequences_longer_than_the_positions_are_refused(name: str):
     ids = torch.randint(3, 29, (1, 13))
     with pytest.raises(ValueError, match="13 tokens is longer than the model's 12 positions"):
         build(name)(ids)
@@ -376,14 +381,14 @@ def test_a_sequence_longer_than_the_positions(name: str):
 @torch.no_grad()
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["Conformer-ctc", "Mixer-separable"])
-def test_models_without_a_cache_compile_as_one_graph(name: str):
+def test_models_without_a_cache_compile_to_one_graph(name: str):
     model, given = build(name).eval(), inputs(name)
     given.pop("labels")
     compiled = torch.compile(lambda: model(**given).logits, fullgraph=True, backend="eager")
     assert_same_logits(compiled(), model(**given).logits)
 
 
-def test_missing_inputs_and_heads():
+def test_missing_inputs_and_heads_are_named():
     with pytest.raises(ValueError, match="input_ids, or encoder_outputs"):
         build("T5")(labels=torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="relative positions only"):
@@ -410,7 +415,7 @@ def test_missing_inputs_and_heads():
         )
 
 
-def test_one_fine_tuned_head_at_a_time():
+def test_several_fine_tuned_heads_are_refused():
     with pytest.raises(
         ValueError,
         match="one of the heads classification, tagging, answer at a time; got tagging, answer",
@@ -419,8 +424,7 @@ def test_one_fine_tuned_head_at_a_time():
 
 
 def test_heads_for_tagging_and_answers_learn():
-    """From a pre-trained trunk: which tokens are even; where the only run of a token begins and
-    ends."""
+    """From a pre-trained trunk they learn the even tokens and the bounds of a token's only run."""
     torch.manual_seed(0)
     trunk = build("BERT", dropout=0.0, attention_dropout=0.0)
     ids = torch.randint(3, 29, (32, 9))

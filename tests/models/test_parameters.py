@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters counted by part: as others count them, and by hand."""
+"""Parameter counts by part equal published and worked ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def table(name: str, preset: str) -> models.ParameterTable:
 
 
 @pytest.mark.unpoisoned  # nothing is allocated on meta
-def test_the_translator_of_the_notes():
-    """TensorFlow's tutorial prints these: encoder and decoder with their embeddings, and the last
-    layer with its bias."""
+def test_translator_has_the_published_parameter_count():
+    """TensorFlow's tutorial prints these counts.
+
+    They are encoder and decoder with embeddings, and the last layer with its bias.
+    """
     counted = table("Transformer", "notes")
     assert counted.parts == {"encoder": 3_632_768, "decoder": 5_647_104, "output": 904_290}
     assert counted.total == 10_184_162
@@ -26,7 +28,7 @@ def test_the_translator_of_the_notes():
     d, heads = 128, 8
     wide = (
         3 * (d * heads * d + heads * d) + heads * d * d + d
-    )  # queries, keys and values of 8 heads of 128, and back
+    )  # queries, keys and values of 8 heads of 128, and the output
     assert each["encoder", "self-attention"] == each["decoder", "cross-attention"] == (wide, 4)
     assert each["encoder", "feed-forward"] == (2 * d * 512 + 512 + d, 4)
     assert each["decoder", "norms"] == (3 * 2 * d, 4)
@@ -37,7 +39,7 @@ def test_the_translator_of_the_notes():
 
 
 @pytest.mark.unpoisoned
-def test_bert_and_vit_as_the_papers_count_them():
+def test_bert_and_vit_have_the_published_parameter_counts():
     bert = table("BERT", "base").parts
     assert bert["embeddings"] == (30522 + 512 + 2 + 2) * 768, (
         "words, positions, segments, and a norm's two vectors"
@@ -64,7 +66,7 @@ def test_every_parameter_is_counted_once(name: str):
     assert len(lines) == len(counted.rows) + len(counted.parts) + 1
 
 
-def test_a_shared_embedding_belongs_to_neither_side():
+def test_shared_embeddings_are_a_separate_part():
     assert list(build("Transformer").parameter_table().parts) == [
         "embeddings",
         "encoder",

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: whatever joins and leaves, a request's tokens are those of generate
-alone."""
+"""Continuous batching: a request's tokens equal those of generate, whatever joins and leaves."""
 
 from __future__ import annotations
 
@@ -55,11 +54,13 @@ def seeded(number: int) -> torch.Generator:
     [(1, 3, 12, True), (4, 5, 20, True), (16, 100, 200, False), (5, 1, 14, True)],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_each_request_is_what_it_is_alone(
+def test_each_request_equals_generate(
     name: str, slots: int, piece: int, pages: int, share: bool
 ) -> None:
-    """Prompts that begin alike, drawn and greedy; more requests than slots, more tokens than pages;
-    free rows are NaN before each step."""
+    """Prompts share prefixes, drawn and greedy; requests exceed slots and tokens exceed pages.
+
+    Free rows are NaN before each step.
+    """
     model, rng = gpt(**MODELS[name]), random.Random(slots)
     cache = model.make_paged_cache(pages, page_size=4)
     batcher = Batcher(model, cache, slots=slots, piece=piece, share=share)
@@ -94,7 +95,7 @@ def test_each_request_is_what_it_is_alone(
     assert (shared > 0) == (share and slots > 1)
 
 
-def test_a_long_prompt_does_not_stop_the_others() -> None:
+def test_long_prompts_do_not_block_other_requests() -> None:
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(40, page_size=4), slots=2, piece=2)
     short = batcher.submit([5], max_new_tokens=6)
@@ -104,13 +105,13 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
     assert ends == [short], "15 pieces of the other have not been read by then"
 
 
-def test_what_cannot_be_served_is_refused_at_once() -> None:
+def test_unservable_requests_are_refused_immediately() -> None:
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(3, page_size=4), slots=2)
     refused: list[tuple[list[int], dict[str, Any], str]] = [
         ([], {}, "the prompt has no tokens"),
-        ([5], {"beams": 2}, "wanted beams=1 and use_cache=True"),
-        ([5], {"use_cache": False}, "wanted beams=1 and use_cache=True"),
+        ([5], {"beams": 2}, "expected beams=1 and use_cache=True"),
+        ([5], {"use_cache": False}, "expected beams=1 and use_cache=True"),
         ([5] * 8, {"max_new_tokens": 6}, "13 positions need 4 pages of 4, and the cache has 3"),
         ([5] * 8, {"max_new_tokens": 42}, "49 positions, and the model has 48"),
         ([5], {"decoding": Decoding(), "stop": (3,)}, "got both: stop"),
@@ -120,8 +121,8 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
         ([-1, 5], {}, "ids must be from 0 to 22, the end of the vocabulary, got -1"),
         ([5, 2**40], {}, f"got {2**40}"),
     ]
-    for prompt, settings, said in refused:
-        with pytest.raises(ValueError, match=said):
+    for prompt, settings, output in refused:
+        with pytest.raises(ValueError, match=output):
             batcher.submit(prompt, **settings)
     for wrong in (
         [5.0],
@@ -148,24 +149,26 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("length", [7, 8, 9])
-def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
-    """The last token is always read, for its logits are wanted; so of 8 tokens in pages of 4 one
-    page is found, not two."""
+def test_repeated_prompts_reuse_pages(length: int) -> None:
+    """The last token is always computed because its logits are needed.
+
+    A prompt of 8 tokens in pages of 4 reuses one page, not two.
+    """
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4))
-    prompt, said, read = list(range(4, 4 + length)), [], []
+    prompt, output, read = list(range(4, 4 + length)), [], []
     for _ in range(2):
         batcher.submit(prompt, max_new_tokens=3)
         batcher._admit()
         read.append(batcher._active[0].read)
         while batcher.busy:
-            said += [finished.tokens for finished in batcher.step()]
+            output += [finished.tokens for finished in batcher.step()]
     assert read == [0, 4 * ((length - 1) // 4)]
-    assert said == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
+    assert output == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
 
 
-def test_cancel_ends_a_request_with_its_tokens_so_far() -> None:
-    """One that runs, one that waits behind another, one that has ended."""
+def test_cancel_returns_the_tokens_so_far() -> None:
+    """One request runs, one waits behind another, one has ended."""
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(8, page_size=4), slots=1)
     running, waiting, last = (batcher.submit([token], max_new_tokens=6) for token in (5, 6, 7))
@@ -184,7 +187,7 @@ def test_cancel_ends_a_request_with_its_tokens_so_far() -> None:
     assert batcher.cache.pages.available == 8 and not batcher._cancelled
 
 
-def test_submodules_return_to_their_own_modes() -> None:
+def test_submodules_return_to_their_modes() -> None:
     model = gpt().train()
     model.decoder.blocks[0].eval()
     modes = [module.training for module in model.modules()]
@@ -196,7 +199,7 @@ def test_submodules_return_to_their_own_modes() -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_threads_that_submit_and_cancel_get_one_result_a_request() -> None:
+def test_threads_get_one_result_per_request() -> None:
     model = gpt()
     batcher = Batcher(model, model.make_paged_cache(40, page_size=4), slots=8)
     numbers: list[int] = []

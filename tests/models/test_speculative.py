@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several drafts a step, in a chain or in a tree, kept or refused: the tokens are those of greedy
-decoding, one by one."""
+"""Speculative decoding with chains and trees of drafts gives the tokens of greedy decoding."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def gpt(seed: int = 5, **changes: Any) -> GPT:
             **changes,
         )
     )
-    with torch.no_grad():  # so that tokens differ in likelihood, and what was read long ago matters
+    with torch.no_grad():  # makes tokens differ in likelihood, and early context matter
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.mul_(5 if "embedding" in name else 3)
@@ -65,8 +64,10 @@ def greedy(
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("branches", [1, 3])
-def test_trees(positions: str, kind: str, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are the right continuation, to some depth, and wrong ones beside it, in any order."""
+def test_trees_give_the_tokens_of_greedy_decoding(
+    positions: str, kind: str, branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are the right continuation to some depth, with wrong ones, in any order."""
     model, shown, rng = gpt(positions=positions), example(), random.Random(3)
     prompt = torch.randint(4, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
     want = greedy(model, prompt)[0]
@@ -87,8 +88,8 @@ def test_trees(positions: str, kind: str, branches: int, monkeypatch: pytest.Mon
             text += shown.step(model, cache, text, branches, 4)
             calls, cropped = calls + 1, cropped + (cache.length + 1 < len(text))
     assert text[: len(whole)] == whole
-    assert calls <= 0.7 * NEW  # most guesses were kept
-    assert branches == 1 or cropped  # and some lay behind refused ones
+    assert calls <= 0.7 * NEW  # most drafts were accepted
+    assert branches == 1 or cropped  # some of them behind rejected ones
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
@@ -97,9 +98,8 @@ def test_trees(positions: str, kind: str, branches: int, monkeypatch: pytest.Mon
     [{}, {"positions": "rotary"}, {"positions": "alibi", "num_kv_heads": 2}, {"window": 6}],
     ids=str,
 )
-def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
-    """A batch of prompts of different lengths, each with its own drafts: a weaker model's, whose
-    cache is cropped likewise."""
+def test_draft_models_give_the_tokens_of_greedy_decoding(kind: str, config: dict[str, Any]) -> None:
+    """Prompts have different lengths and separate drafts of a weaker model with its own cache."""
     model, drafter = gpt(**config), gpt(**config)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -111,29 +111,29 @@ def test_chains_of_a_draft_model(kind: str, config: dict[str, Any]) -> None:
     with torch.no_grad():
         token = model(prompts, lengths, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
         drafter(prompts, lengths, past_key_values=drafts)
-        told = [[t] for t in token[:, 0].tolist()]
-        while min(map(len, told)) < NEW:
+        output = [[t] for t in token[:, 0].tolist()]
+        while min(map(len, output)) < NEW:
             held, chain = cache.lengths.clone(), [token]
             for _ in range(4):
                 chain.append(
                     drafter(chain[-1], past_key_values=drafts, logits_to_keep=1).logits.argmax(-1)
                 )
-            read = torch.cat(chain[:-1], 1)  # the certain token, and three drafts
+            read = torch.cat(chain[:-1], 1)  # the certain token and three drafts
             answers = model(read, past_key_values=cache).logits.argmax(-1)
             right = (read[:, 1:] == answers[:, :-1]).int().cumprod(1).sum(1)
             token = answers.gather(1, right[:, None])
             for b, n in enumerate(right.tolist()):
-                told[b] += answers[b, : n + 1].tolist()
+                output[b] += answers[b, : n + 1].tolist()
                 kept += n
             cache.crop(held + 1 + right), drafts.crop(held + 1 + right)
-    assert [t[:NEW] for t in told] == want
+    assert [t[:NEW] for t in output] == want
     assert kept > 0 and torch.equal(
-        cache.lengths, lengths + torch.tensor([len(t) - 1 for t in told])
+        cache.lengths, lengths + torch.tensor([len(t) - 1 for t in output])
     )
 
 
-def test_refused_drafts_leave_nothing() -> None:
-    """What was read and cropped changes no later bit, in a tree and in a chain."""
+def test_rejected_drafts_change_no_later_bit() -> None:
+    """This holds for a tree and for a chain."""
     model = gpt()
     prompt = torch.randint(4, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
     for kind in ("contiguous", "paged"):
@@ -151,8 +151,8 @@ def test_refused_drafts_leave_nothing() -> None:
         assert torch.equal(*found)
 
 
-def test_a_tree_s_paths_are_read_alone() -> None:
-    """Each node's logits are those of its path read as a plain sequence."""
+def test_tree_paths_equal_plain_sequences() -> None:
+    """Each node's logits equal those of its path."""
     model, tree = gpt(positions="rotary"), example().Tree([4, 5])
     for path in ([6, 7, 8], [6, 9], [10], [6, 7, 11]):
         tree.add(path)
@@ -171,7 +171,7 @@ def test_a_tree_s_paths_are_read_alone() -> None:
 
 
 @pytest.mark.parametrize("config", [{"positions": "alibi"}, {"window": 6}], ids=str)
-def test_what_goes_by_places_refuses_a_tree(config: dict[str, Any]) -> None:
+def test_position_dependent_models_refuse_trees(config: dict[str, Any]) -> None:
     model = gpt(**config)
     with pytest.raises(
         ValueError,
@@ -186,7 +186,7 @@ def test_what_goes_by_places_refuses_a_tree(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_other_trees_are_refused(kind: str) -> None:
+def test_invalid_trees_are_refused(kind: str) -> None:
     model = gpt()
     cache = cache_of(model, kind)
     ids = torch.ones(2, 3, dtype=torch.int64)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in serving, generation and calls with a cache: survivors get the tokens that they
-get alone.
+"""Faults planted in serving, generation and cached calls: survivors get their usual tokens.
 
-A plant raises once, at the n-th event of a kind: the entry or exit of a module, an operation of
-torch, a page that is taken, or a line
-of the code that keeps the books, for KeyboardInterrupt may come at any line. Memory that nobody
-holds is NaN before every call.
+A plant raises once, at the n-th event of a class: entry or exit of a module, an operation of torch,
+an allocated page, or a line of the bookkeeping code, because KeyboardInterrupt may come at any
+line. Free memory is NaN before every call.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ OF_THE_BATCH = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
 class Plant:
-    """Raises ``error`` at the event number ``at``, once."""
+    """Raises ``error`` once, at the event number ``at``."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         self.at, self.error, self.raised = at, error, False
@@ -94,9 +92,11 @@ def _lines(plant: Plant) -> Iterator[None]:
 
 @functools.cache
 def uninterrupted(file: str) -> frozenset[int]:
-    """Lines before which the interpreter handles no signal, though it traces them: the return of a
-    name
-    after an assignment, and the end of a ``with`` block, which is traced as its first line."""
+    """Return the traced lines before which the interpreter handles no signal.
+
+    They are the return of a name after an assignment, and the end of a ``with`` block, which is
+    traced as its first line.
+    """
     with open(file, encoding="utf-8") as lines:
         return frozenset(
             number
@@ -123,7 +123,7 @@ def planted(kind: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def _scaled(model: Any) -> Any:
-    """The model with sharper distributions, so that a wrong key changes tokens."""
+    """Return the model with sharper distributions, so a wrong key changes tokens."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
@@ -211,12 +211,12 @@ def alone(number: int) -> tuple[list[int], float]:
 
 
 def agree(batcher: Batcher) -> None:
-    """Cache and requests hold the same positions, and no sequence is left over."""
+    """Check that cache and requests have the same positions and no sequence is left."""
     assert {r.sequence: r.read for r in batcher._running()} == batcher.cache.pages.lengths
 
 
 def check(results: dict[int, Finished], plants: list[Plant]) -> int:
-    """Compare the requests that survived with ``generate`` and return their number."""
+    """Compare the surviving requests with ``generate`` and return their number."""
     assert results.keys() == set(range(len(REQUESTS)))
     survivors = 0
     for number, (_, tokens, score, error) in results.items():
@@ -237,8 +237,10 @@ def check(results: dict[int, Finished], plants: list[Plant]) -> int:
 
 
 def serve(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Plant], int]:
-    """Serve all requests with a plant at this event of each step. Returns the plants that raised,
-    and the number of survivors."""
+    """Serve all requests with a plant at this event of each step.
+
+    Return the plants that raised and the number of survivors.
+    """
     cache = gpt().make_paged_cache(9, page_size=4)
     batcher, plants, results = (
         Batcher(gpt(), cache, slots=3, piece=4),
@@ -277,8 +279,10 @@ def serve(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Pla
 
 
 def exhaust(kind: str, stride: int, run: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
-    """Run for events 0, stride, … until one is beyond every call. Returns the sums of what the runs
-    return: (plants, survivors)."""
+    """Run for events 0, stride, … until one is beyond every call.
+
+    Return the sums of the runs' results: (plants, survivors).
+    """
     totals = [0, 0]
     for at in range(random.Random(kind).randrange(stride), 10**6, stride):
         plants, survivors = run(at)
@@ -306,7 +310,7 @@ def test_survivors_of_a_fault_in_a_step_get_the_tokens_of_generate(
 
 
 def caches(model: Any, kind: str) -> nn.DecoderCache:
-    """An empty cache; a paged one holds another sequence."""
+    """Return an empty cache; a paged one has another sequence."""
     if kind == "contiguous":
         return model.make_cache(24)
     cache = model.make_paged_cache(40, page_size=4)
@@ -335,7 +339,7 @@ GENERATE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "stride"), [("modules", 53), ("operations", 211), ("pages", 3), ("lines", 137)]
 )
-def test_generate_that_raises_leaves_a_cache_as_it_was(
+def test_failing_generate_restores_the_cache(
     name: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, cached, settings = GENERATE[name]
@@ -366,7 +370,7 @@ def test_generate_that_raises_leaves_a_cache_as_it_was(
             assert error is plant.error
         assert (
             modes(model) == before or kind == "lines"
-        )  # a line of what restores them can be interrupted too
+        )  # the restoring code can be interrupted too
         model.eval()
         assert cache.length == 0
         poison(cache)
@@ -385,7 +389,7 @@ def test_generate_that_raises_leaves_a_cache_as_it_was(
 
 
 def _chain(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
-    """Two prompts of different lengths, a token each, tokens for one of them, a chain of drafts."""
+    """Prepare two prompts of different lengths, a token each, more for one, a chain of drafts."""
     call = lambda ids, lengths=None: model(torch.tensor(ids), lengths, past_key_values=cache)
     return [
         lambda: call([[5, 6, 7, 8, 9], [9, 8, 7, 0, 0]], torch.tensor([5, 3])),
@@ -406,7 +410,7 @@ def _tree(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
 
 
 def _fork(cache: Any, model: Any) -> list[Callable[[], Any]]:
-    """Two sequences share a page that is full in part, which the next call copies."""
+    """Prepare two sequences that share a partially full page, which the next call copies."""
     model(torch.tensor([[5, 6, 7, 8, 9, 10]]), past_key_values=cache)
     cache.rows = [*cache.rows, cache.fork(cache.rows[0])]
     return [lambda: model(torch.tensor([[4, 5], [6, 7]]), past_key_values=cache)]
@@ -450,7 +454,7 @@ CACHES: dict[str, Callable[[Any], nn.DecoderCache]] = {
     ("name", "cached"), [(n, c) for n in CALLS for c in CACHES if n != "fork" or c == "paged"]
 )
 @pytest.mark.parametrize(("kind", "stride"), [("modules", 7), ("operations", 29), ("pages", 1)])
-def test_a_call_that_raises_changes_no_later_logit(
+def test_failing_calls_change_no_later_logit(
     name: str, cached: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, scenario = CALLS[name]
@@ -471,7 +475,7 @@ def test_a_call_that_raises_changes_no_later_logit(
                     out = call()
             except BaseException as error:
                 assert error is plant.error
-                if name != "fixed":  # it has room beyond the lengths
+                if name != "fixed":  # its capacity exceeds the lengths
                     assert (
                         torch.equal(cache.lengths, before)
                         or before.sum() == cache.lengths.sum() == 0
@@ -488,7 +492,7 @@ def test_a_call_that_raises_changes_no_later_logit(
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", CACHES)
-def test_a_first_call_that_raises_leaves_no_keys_of_its_source(
+def test_failing_first_calls_leave_no_cross_attention_keys(
     cached: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, start = t5(), torch.tensor([[0, 5]])

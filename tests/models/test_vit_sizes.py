@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ViT at other sizes than squares, and at another size than it was trained at."""
+"""ViT with rectangular images, and with other sizes than in training."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def vit(image_size: int | tuple[int, int]) -> ViT:
     return model
 
 
-def test_rectangles(tmp_path: Path) -> None:
+def test_rectangles_equal_transposed_images(tmp_path: Path) -> None:
     model, images = vit((16, 32)), torch.randn(2, 1, 16, 32)
     out = model(images)
     assert out.last_hidden_state.shape == (2, 1 + 16 * 32 // 4**2, 16)
     model.save(tmp_path)
     assert torch.equal(ViT.load(tmp_path).eval()(images).logits, out.logits)
-    # The picture turned, with the positions turned too and each patch's pixels: the same model.
+    # The transposed image, with transposed positions and patch pixels, is the same model.
     turned = vit((32, 16))
     state = model.state()
     state["positions.weight"] = torch.cat(
@@ -66,7 +66,7 @@ def test_rectangles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(16, 16), (32, 48), (8, 24)])
-def test_another_size_as_transformers_interpolates(size: tuple[int, int]) -> None:
+def test_interpolated_positions_equal_transformers(size: tuple[int, int]) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=16,
@@ -90,7 +90,7 @@ def test_another_size_as_transformers_interpolates(size: tuple[int, int]) -> Non
     )
 
 
-def test_distances_in_the_plane() -> None:
+def test_mean_distances_are_two_dimensional() -> None:
     model = vit((8, 12))  # 2 x 3 patches
     images = torch.randn(2, 1, 8, 12)
     seen = viz.attention_of(model, {"pixel_values": images})
@@ -111,7 +111,7 @@ def test_distances_in_the_plane() -> None:
 
 
 @pytest.mark.parametrize("kind", ["distance", "gallery", "heat", "lines", "positions"])
-def test_attention_maps_of_an_image(
+def test_attention_map_plots_an_image(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")

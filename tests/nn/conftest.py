@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of modules share: one thread, fused backends or an error."""
+"""Fixtures of the module tests: one thread, and errors for calls without a fused backend."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _quick_and_strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules this small are fastest on one thread. What a fused backend cannot do raises."""
+    """Use one thread, fastest for these sizes, and make unsupported calls raise."""
     monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")

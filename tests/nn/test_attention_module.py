@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention: equal to PyTorch's module, cached as not cached, seen through taps."""
+"""Multi-head attention equals PyTorch's module; caches, beams, lengths and taps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
 
 
-def test_as_torch_multihead_attention():
+def test_module_equals_torch_multihead_attention():
     theirs = torch.nn.MultiheadAttention(24, 4, batch_first=True)
     ours = nn.MultiHeadAttention(24, 4)
     ours.qkv.load_state_dict({"weight": theirs.in_proj_weight, "bias": theirs.in_proj_bias + 1})
@@ -32,7 +32,7 @@ def test_parameter_count_does_not_depend_on_the_number_of_heads():
     assert counts == {4 * 24 * 25}
 
 
-def test_heads_of_a_free_size_and_grouped_queries():
+def test_head_dim_and_grouped_queries_are_free():
     layer = nn.MultiHeadAttention(10, 6, num_kv_heads=2, head_dim=8)
     assert layer.qkv.weight.shape == ((6 + 2 + 2) * 8, 10)
     assert layer.out.weight.shape == (10, 48)
@@ -48,9 +48,11 @@ def test_heads_of_a_free_size_and_grouped_queries():
 
 
 @pytest.mark.parametrize("cross", [False, True])
-def test_values_of_a_size_of_their_own(cross: bool):
-    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3; the scale is that of
-    the keys."""
+def test_value_dim_is_independent(cross: bool):
+    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3.
+
+    The scale is that of the keys.
+    """
     layer = nn.MultiHeadAttention(10, 4, num_kv_heads=2, head_dim=8, value_dim=3, cross=cross)
     x, context = torch.randn(2, 5, 10), torch.randn(2, 7, 10)
     if cross:
@@ -73,13 +75,13 @@ def test_values_of_a_size_of_their_own(cross: bool):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(3, None, None), (4, 3, 8), (0, None, 8), (4, 0, 8)]
 )
-def test_impossible_heads_are_refused(heads: int, kv_heads: int | None, head_dim: int | None):
+def test_invalid_heads_are_refused(heads: int, kv_heads: int | None, head_dim: int | None):
     with pytest.raises(ValueError, match="multiple"):
         nn.MultiHeadAttention(32, heads, num_kv_heads=kv_heads, head_dim=head_dim)
 
 
 @torch.no_grad()
-def test_cached_as_at_once():
+def test_cached_chunks_equal_the_full_sequence():
     layer = nn.MultiHeadAttention(16, 4, num_kv_heads=2).eval()
     x, cache = torch.randn(2, 9, 16), nn.LayerCache(9)
     expected = layer(x, causal="top_left")
@@ -107,10 +109,10 @@ def test_context_is_projected_once():
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [[1, 0, 2], [2, 2, 0], [0, 0, 1, 1, 2, 2], [1]])
-def test_reordered_cache_is_the_cache_of_reordered_rows(rows: list[int]):
+def test_reordered_cache_equals_the_cache_of_reordered_rows(rows: list[int]):
     layers = [nn.MultiHeadAttention(16, 4).eval(), nn.MultiHeadAttention(16, 4, cross=True).eval()]
-    # Nine positions: more rows than a product of few has, however many sequences there are, so that
-    # all round alike.
+    # Nine positions: more rows than the decode gemm supports for any number of sequences, so all
+    # round alike.
     x, new, context = torch.randn(3, 9, 16), torch.randn(len(rows), 1, 16), torch.randn(3, 9, 16)
 
     def start(rows: torch.Tensor) -> nn.KeyValueCache:
@@ -127,7 +129,7 @@ def test_reordered_cache_is_the_cache_of_reordered_rows(rows: list[int]):
 
 
 @torch.no_grad()
-def test_beams_of_one_source_may_leave_the_cross_keys():
+def test_reorder_can_skip_the_cross_keys():
     layer = nn.MultiHeadAttention(8, 2, cross=True)
     cache = nn.KeyValueCache(1, 4)
     layer(torch.randn(2, 1, 8), torch.randn(2, 3, 8), cache=cache.layers[0])
@@ -137,7 +139,7 @@ def test_beams_of_one_source_may_leave_the_cross_keys():
 
 
 @torch.no_grad()
-def test_cropped_and_reset_cache():
+def test_cropped_and_reset_caches_equal_new_ones():
     layer, cache = nn.MultiHeadAttention(8, 2), nn.KeyValueCache(1, 6)
     x = torch.randn(1, 6, 8)
     layer(x[:, :5], cache=cache.layers[0], causal="top_left")
@@ -151,7 +153,7 @@ def test_cropped_and_reset_cache():
     layer(torch.randn(4, 2, 8), cache=cache.layers[0])  # another batch size
 
 
-def test_a_cache_refuses_what_it_cannot_hold():
+def test_invalid_cache_updates_are_refused():
     layer, cache = nn.MultiHeadAttention(8, 2), nn.KeyValueCache(1, 6)
     with pytest.raises(ValueError, match="inference"):
         layer(torch.randn(1, 2, 8), cache=cache.layers[0])
@@ -185,7 +187,7 @@ def test_masks_are_never_expanded():
 
 
 @torch.no_grad()
-def test_lengths_mean_what_a_right_padding_mask_means_cached_too():
+def test_lengths_equal_a_right_padding_mask_with_and_without_cache():
     layer = nn.MultiHeadAttention(16, 4).eval()
     x, lengths = torch.randn(2, 7, 16), torch.tensor([7, 5])
     mask = torch.arange(7) < lengths[:, None]
@@ -203,7 +205,7 @@ def test_position_ids_count_from_the_first_token():
     assert nn.position_ids(mask, 1).tolist() == [[2], [4]]
 
 
-def test_taps_see_weights_and_outputs_and_leave_nothing():
+def test_taps_see_weights_and_outputs_and_leave_no_state():
     model = torch.nn.ModuleDict({"a": nn.MultiHeadAttention(8, 2), "b": torch.nn.Linear(8, 8)})
     x = torch.randn(2, 5, 8)
 
@@ -237,7 +239,7 @@ def _qkv(tap: nn.AttentionTap) -> tuple[torch.Tensor, ...]:
 
 
 def test_sinks_are_learned_and_scale_no_score():
-    """Zeros at first: softmax off by one."""
+    """Sinks start at zero, which is softmax off by one."""
     layer = nn.MultiHeadAttention(16, 4, sinks=True)
     x = torch.randn(2, 5, 16)
     q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of sequences that differ in length: each is what it is alone, and nothing that is no token
-is ever read."""
+"""Caches of sequences of different lengths: each equals the sequence alone; no padding is read."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def contiguous() -> nn.DecoderCache:
 
 
 def paged(page_size: int) -> nn.DecoderCache:
-    """Pages in an order of their own, and no more than the tests need."""
+    """Return a cache with pages in random order and no spare page."""
     cache = nn.PagedCache(1, 6 * -(-MAX // page_size), page_size)
     torch.manual_seed(7)
     cache.pages._free = torch.randperm(cache.pages.num_pages).tolist()
@@ -48,8 +47,7 @@ def feed(
     x: torch.Tensor,
     counts: list[int] | None,
 ) -> torch.Tensor:
-    """The rows' next tokens: counts[b] of each, the columns behind them full of NaN; None: all
-    columns of all."""
+    """Append counts[b] of each row's tokens, NaN in the columns behind; None: all columns."""
     if counts is None:
         step = cache.step(x)
     else:
@@ -61,8 +59,10 @@ def feed(
 def tokens(
     attention: nn.MultiHeadAttention, cache: nn.DecoderCache, rounds: list[list[int] | int]
 ) -> None:
-    """Rounds of new tokens, each sequence's a prefix of its own row; every output is that of the
-    whole row read at once."""
+    """Append rounds of new tokens and compare each output with the full row.
+
+    Each sequence is a prefix of its row.
+    """
     x = torch.randn(BATCH, MAX, WIDTH, generator=torch.Generator().manual_seed(5))
     whole = attention(x, causal="top_left")
     done = [0] * BATCH
@@ -91,13 +91,13 @@ ROUNDS: dict[str, list[list[int] | int]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROUNDS)
-def test_each_sequence_is_what_it_is_alone(backend: str, cache: Any, name: str) -> None:
+def test_each_sequence_equals_the_sequence_alone(backend: str, cache: Any, name: str) -> None:
     with pt.use_backend(attention=backend):
         tokens(layer(), cache, ROUNDS[name])
 
 
 @torch.no_grad()
-def test_reordered_and_cropped(cache: Any) -> None:
+def test_reordered_and_cropped_caches_equal_new_ones(cache: Any) -> None:
     attention = layer()
     x = torch.randn(BATCH, MAX, WIDTH)
     whole = attention(x, causal="top_left")
@@ -126,13 +126,13 @@ def test_reordered_and_cropped(cache: Any) -> None:
 
 
 @torch.no_grad()
-def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
+def test_invalid_lengths_are_named(cache: Any) -> None:
     x = torch.randn(BATCH, 9, WIDTH)
     feed(layer(), cache, x, [5, 1, 9, 3])
     with pytest.raises(
         ValueError,
         match=(
-            r"sequence 1 holds 1 tokens and 2 columns came; wanted a length from 1 to 3, .* got 4"
+            r"sequence 1 holds 1 tokens and 2 columns came; expected a length from 1 to 3, .* got 4"
         ),
     ):
         cache.step(x[:, :2], torch.tensor([5, 4, 9, 3]))
@@ -140,7 +140,7 @@ def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
         cache.step(x[:, :2], torch.tensor([5, 1, 8, 3]))
     with pytest.raises(
         ValueError,
-        match=r"differ in length; wanted attention_mask as lengths \(4,\).* got shape \(4, 10\)",
+        match=r"differ in length; expected attention_mask as lengths \(4,\).* got shape \(4, 10\)",
     ):
         cache.step(x[:, :1], torch.ones(BATCH, 10))
     with pytest.raises(ValueError, match=r"holds 4 sequences, got 3"):
@@ -152,7 +152,7 @@ def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_buffer_ends_where_it_was_said() -> None:
+def test_writes_beyond_max_length_raise() -> None:
     cache: Any = nn.KeyValueCache(1, 10)
     x = torch.randn(BATCH, 9, WIDTH)
     feed(layer(), cache, x, [5, 1, 9, 3])
@@ -167,9 +167,11 @@ def test_a_buffer_ends_where_it_was_said() -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_the_caches_write_by_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a query there is no head to turn, which is no reason for the reference, whose list of
-    tokens a GPU would be waited for."""
+def test_caches_write_with_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without a query needs no rotation but must not use the reference.
+
+    The reference's list of tokens would synchronize with a GPU.
+    """
     from pytransformer.nn.cache import write
     from pytransformer.ops.append_kv import append_kv_op
 

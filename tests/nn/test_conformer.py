@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relative positions, subsampling, CTC and separable convolutions, by hand: sums over pairs,
-windows and paths written out."""
+"""Relative positions, subsampling, CTC and separable convolutions against explicit sums."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _sinusoid(distance: int, d: int) -> torch.Tensor:
 def _relative_by_hand(
     layer: nn.RelativeMultiHeadAttention, x: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Transformer-XL's score of each pair by itself; x (L, d), visible (L, L)."""
+    """Return Transformer-XL's score of each pair; x (L, d), visible (L, L)."""
     length, d = x.shape
     size = layer.head_dim
     q, k, v = layer.qkv(x).chunk(3, -1)
@@ -57,22 +56,22 @@ def _layer() -> nn.RelativeMultiHeadAttention:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_relative_attention_is_its_equation(length: int) -> None:
+def test_relative_attention_equals_its_equation(length: int) -> None:
     layer, x = _layer(), torch.randn(1, length, 12)
     out = layer(x, sinusoids=nn.relative_sinusoids(length, 12, x))
     mine = torch.autograd.grad(random_sum(out), list(layer.parameters()))
     by_hand = _relative_by_hand(layer, x[0], torch.ones(length, length, dtype=torch.bool))
     theirs = torch.autograd.grad(random_sum(by_hand), list(layer.parameters()))
     assert_same_logits(out[0], by_hand)
-    for (name, _), ours, wanted in zip(layer.named_parameters(), mine, theirs):
+    for (name, _), ours, expected in zip(layer.named_parameters(), mine, theirs):
         if length > 1 or name in (
             "out.weight",
             "out.bias",
-        ):  # one key has weight 1, whatever is learned of its score
-            assert_same_gradient(ours, wanted)
+        ):  # one key has weight 1 for any score
+            assert_same_gradient(ours, expected)
 
 
-def test_relative_attention_with_padding_on_either_side() -> None:
+def test_relative_attention_supports_padding_on_either_side() -> None:
     layer, x = _layer(), torch.randn(2, 7, 12)
     mask = torch.tensor([[1] * 4 + [0] * 3, [0] * 2 + [1] * 5])
     out = layer(x, sinusoids=nn.relative_sinusoids(7, 12, x), **nn.padding(mask, 2, 7))
@@ -83,7 +82,7 @@ def test_relative_attention_with_padding_on_either_side() -> None:
         assert_same_logits(out[row, start:end], alone)
 
 
-def test_relative_attention_is_seen_as_it_was_computed() -> None:
+def test_taps_see_the_weights_of_relative_attention() -> None:
     layer, x = _layer(), torch.randn(1, 6, 12)
     with nn.taps(torch.nn.ModuleDict({"layer": layer}), "layer") as seen:
         out = layer(x, sinusoids=nn.relative_sinusoids(6, 12, x))
@@ -91,7 +90,7 @@ def test_relative_attention_is_seen_as_it_was_computed() -> None:
     assert_same_logits(layer.out((tap.weights() @ tap.value).transpose(1, 2).flatten(2)), out)
 
 
-def test_relative_attention_says_what_it_wants() -> None:
+def test_relative_attention_names_its_arguments() -> None:
     layer, x = _layer(), torch.randn(1, 6, 12)
     with pytest.raises(ValueError, match="give sinusoids=relative_sinusoids"):
         layer(x)
@@ -103,7 +102,7 @@ def test_relative_attention_says_what_it_wants() -> None:
             layer(x, **given)
 
 
-def test_subsampled_frames_read_their_windows() -> None:
+def test_subsampled_frames_depend_on_their_windows() -> None:
     layer, x = nn.ConvolutionSubsampling(9, 6), torch.randn(1, 20, 9)
     out = layer(x)
     assert out.shape == (1, nn.ConvolutionSubsampling.frames(20), 6) == (1, 4, 6)
@@ -125,27 +124,26 @@ def test_subsampled_frames_read_their_windows() -> None:
 
 
 @pytest.mark.parametrize("features", (7, 10, 11))
-def test_one_column_of_features_is_convolved_over_time(features: int) -> None:
+def test_single_features_are_convolved_over_time(features: int) -> None:
     layer, x = nn.ConvolutionSubsampling(features, 16), torch.randn(3, 33, features)
     plain = F.conv2d(
         F.relu(layer.first(x[:, None])), layer.second.weight, layer.second.bias, stride=2
     )
-    wanted = layer.out(F.relu(plain).transpose(1, 2).flatten(2))
-    assert_same_logits(layer(x), wanted)
+    expected = layer.out(F.relu(plain).transpose(1, 2).flatten(2))
+    assert_same_logits(layer(x), expected)
     for _ in range(
         20
-        # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX where there is one
-        # column
+        # in bfloat16 PyTorch's Conv2d returns unwritten memory on CPUs with AMX for one column
     ):
         freed = [
             torch.full((1 << power,), torch.nan) for power in range(6, 18)
-        ]  # what the next tensors of such sizes find
+        ]  # reused by the next tensors of these sizes
         del freed
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            assert (layer(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
+            assert (layer(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def test_lengths_are_carried_through_the_subsampling() -> None:
+def test_subsampling_returns_output_lengths() -> None:
     layer = nn.ConvolutionSubsampling(9, 6)
     lengths = torch.arange(34)
     ends = torch.arange(33) < lengths[:, None]
@@ -158,7 +156,7 @@ def test_lengths_are_carried_through_the_subsampling() -> None:
 
 
 def _paths(labels: list[int], frames: int, classes: int) -> list[tuple[int, ...]]:
-    """Every way to say the labels, one class a frame: repeats once, blanks out."""
+    """Yield every CTC path of the labels, one class per frame: repeats collapse, blanks drop."""
     ways = itertools.product(range(classes), repeat=frames)
     return [
         path
@@ -167,16 +165,16 @@ def _paths(labels: list[int], frames: int, classes: int) -> list[tuple[int, ...]
     ]
 
 
-def test_ctc_adds_up_every_path() -> None:
+def test_ctc_sums_every_path() -> None:
     logits, labels = torch.randn(3, 5, 3), torch.tensor([[1, 2, -100], [2, 2, 1], [1, -100, -100]])
     keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]).bool()
     p, total = logits.softmax(-1), 0.0
     for row in range(3):
-        wanted, frames = (
+        expected, frames = (
             [n for n in labels[row].tolist() if n > 0],
             keep[row].nonzero().flatten().tolist(),
         )
-        paths = _paths(wanted, len(frames), 3)
+        paths = _paths(expected, len(frames), 3)
         total -= math.log(
             sum(math.prod(p[row, f, c].item() for f, c in zip(frames, path)) for path in paths)
         )
@@ -190,7 +188,7 @@ def test_ctc_adds_up_every_path() -> None:
     )
 
 
-def test_ctc_reads_the_best_path() -> None:
+def test_ctc_decodes_the_best_path() -> None:
     best = torch.tensor([[0, 2, 2, 0, 2, 1], [1, 1, 1, 2, 2, 0]])
     logits = F.one_hot(best, 3).float()
     assert nn.ctc_read(logits) == [[2, 2, 1], [1, 2]]
@@ -205,8 +203,8 @@ def test_ctc_reads_the_best_path() -> None:
 
 
 @torch.no_grad()
-def test_a_conformer_reads_a_sequence_as_alone() -> None:
-    """Subsampling, relative positions and CTC together, whatever a batch pads."""
+def test_conformer_output_does_not_depend_on_the_batch() -> None:
+    """Subsampling, relative positions and CTC ignore a batch's padding."""
     model, x, labels = build("Conformer-ctc").eval(), torch.randn(1, 21, 9), torch.tensor([[4, 9]])
     padded = torch.full((2, 33, 9), torch.nan)
     padded[0, :21], padded[1, 12:] = x[0], x[0]  # 12 is a multiple of the stride
@@ -223,7 +221,7 @@ def test_a_conformer_reads_a_sequence_as_alone() -> None:
 # ---- separable convolutions
 
 
-def test_separable_mixing_is_its_equation() -> None:
+def test_separable_mixing_equals_its_equation() -> None:
     layer, x = nn.SeparableMixing(4, 3), torch.randn(2, 5, 4)
     inner = layer.depthwise.bias.expand(2, 5, 4).clone()
     for i in range(5):
@@ -245,7 +243,7 @@ def test_separable_mixing_is_its_equation() -> None:
         nn.SeparableMixing(4, 4)
 
 
-def test_separable_mixing_of_patches_is_in_the_plane() -> None:
+def test_separable_mixing_of_patches_is_two_dimensional() -> None:
     layer, x = nn.SeparableMixing(4, 3, grid=(3, 5)), torch.randn(1, 15, 4)
     out = layer(x)
     for place in range(15):

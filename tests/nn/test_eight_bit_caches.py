@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in eight bits: in pages or not, in pieces or whole, alone or in a batch, the same numbers;
-forks and copies take their scales."""
+"""8-bit caches, paged or not, in chunks or not, alone or in a batch, give equal values.
+
+Forks and copies include the scales.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,8 @@ def caches(dtype: torch.dtype, length: int = 40) -> dict[str, nn.DecoderCache]:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_the_rows_are_those_of_quantize_kv(kind: str, dtype: torch.dtype) -> None:
-    """Step by step: what attention reads is what was appended, rounded row by row."""
+def test_cached_rows_equal_quantize_kv(kind: str, dtype: torch.dtype) -> None:
+    """Attention reads each appended row as quantized alone."""
     attention, cache = layer(), caches(dtype)[kind]
     x = torch.randn(2, 17, WIDTH, generator=torch.Generator().manual_seed(1))
     held: list[list[torch.Tensor]] = [[], []]
@@ -84,9 +86,11 @@ def test_the_rows_are_those_of_quantize_kv(kind: str, dtype: torch.dtype) -> Non
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_forks_copies_and_free_pages(dtype: torch.dtype) -> None:
-    """Every free row is poison before every call; each sequence is at every step what it is alone
-    in a contiguous cache."""
+def test_forks_and_copies_equal_contiguous_caches(dtype: torch.dtype) -> None:
+    """Every free row is NaN before every call.
+
+    Each sequence equals a contiguous cache of the sequence alone.
+    """
     attention, rng = layer(), random.Random(3)
     cache = nn.PagedCache(1, 24, 4, dtype)
     words = torch.randn(3, 40, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -133,7 +137,7 @@ def test_forks_copies_and_free_pages(dtype: torch.dtype) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_reordered_and_cropped(kind: str, dtype: torch.dtype) -> None:
+def test_reordered_and_cropped_caches_equal_new_ones(kind: str, dtype: torch.dtype) -> None:
     attention, cache, other = layer(), caches(dtype)[kind], caches(dtype)["contiguous"]
     x = torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(4))
     feed(attention, cache, x[:, :6])
@@ -147,8 +151,10 @@ def test_reordered_and_cropped(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "grouped", "t5"])
 @pytest.mark.parametrize("how", [{}, {"beams": 3}], ids=["greedy", "beams"])
-def test_generate_in_pages_is_generate(how: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    """Prompts of different lengths, padded on the left: tokens and scores of the two caches."""
+def test_paged_generate_equals_contiguous(
+    how: dict[str, Any], name: str, dtype: torch.dtype
+) -> None:
+    """Prompts have different lengths and left padding; tokens and scores are compared."""
     if name == "t5":
         torch.manual_seed(8)
         shape: dict[str, Any] = dict(
@@ -169,9 +175,8 @@ def test_generate_in_pages_is_generate(how: dict[str, Any], name: str, dtype: to
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_the_batcher(dtype: torch.dtype) -> None:
-    """Requests in pieces, sharing pages, are what they are alone; free rows are poison before each
-    step."""
+def test_batcher_equals_requests_alone(dtype: torch.dtype) -> None:
+    """Requests come in chunks and share pages; free rows are NaN before each step."""
     model, rng = gpt(), random.Random(1)
     cache = model.make_paged_cache(20, 4, dtype)
     batcher = Batcher(model, cache, slots=4, piece=5)
@@ -196,7 +201,7 @@ def test_the_batcher(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_tap_sees_the_numbers(kind: str) -> None:
+def test_taps_see_dequantized_values(kind: str) -> None:
     model, ids = gpt(), torch.randint(4, 23, (2, 9), generator=torch.Generator().manual_seed(2))
     cache = (
         model.make_cache(9, torch.int8)
@@ -216,8 +221,8 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
             make()
 
 
-def test_memory() -> None:
-    """Of a head of 32 numbers int8 takes 36 bytes a key, float32 128."""
+def test_8_bit_caches_need_less_memory() -> None:
+    """A head of 32 numbers needs 36 bytes per key in int8, 128 in float32."""
     model = gpt(num_kv_heads=1)
     sizes = {}
     for dtype in (None, torch.int8):

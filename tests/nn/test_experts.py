@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: by hand, against transformers' Switch and NLLB-MoE, and the two ways of
-computing the experts against each other."""
+"""Mixtures of experts: worked examples, transformers' Switch and NLLB-MoE, two implementations."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _mixture(**options: Any) -> nn.MixtureOfExperts:
-    """Three experts that return 1, 2 and 3 times a unit vector, and a router whose gates for log p
-    are p."""
+    """Return three experts, 1, 2 and 3 times a unit vector, and a router with gates p for log p."""
     mixture = nn.MixtureOfExperts(3, 4, 3, **options)
     with torch.no_grad():
         mixture.router.weight.copy_(torch.eye(3))
@@ -34,10 +32,10 @@ def _mixture(**options: Any) -> nn.MixtureOfExperts:
     return mixture
 
 
-# ---- by hand
+# ---- worked examples
 
 
-def test_the_two_best_experts_by_their_gates() -> None:
+def test_top_2_experts_are_weighted_by_their_gates() -> None:
     out = _mixture()(GATES.log()[None])
     expected = torch.tensor([
         [0.6 / 0.9, 2 * 0.3 / 0.9, 0], [0.5 / 0.8, 0, 3 * 0.3 / 0.8],
@@ -46,18 +44,18 @@ def test_the_two_best_experts_by_their_gates() -> None:
     torch.testing.assert_close(out, expected[None])
 
 
-def test_one_choice_is_scaled_by_its_gate() -> None:
+def test_top_1_expert_is_scaled_by_its_gate() -> None:
     expected = torch.tensor([[0.6, 0, 0], [0.5, 0, 0], [0, 1.6, 0], [0, 0, 1.5]])
     torch.testing.assert_close(_mixture(choices=1)(GATES.log()), expected)
 
 
-def test_three_choices_are_all_experts() -> None:
+def test_top_3_of_3_uses_all_experts() -> None:
     torch.testing.assert_close(
         _mixture(choices=3)(GATES.log()), GATES * torch.tensor([1.0, 2.0, 3.0])
     )
 
 
-def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity() -> None:
+def test_first_choices_fill_the_capacity_first() -> None:
     out = _mixture(capacity_factor=0.375)(GATES.log())  # ceil(2 * 4 / 3 * 0.375) = 1 token each
     expected = torch.tensor(
         [[0.6 / 0.9, 0, 0], [0, 0, 0], [0, 2 * 0.8 / 0.95, 0], [0, 0, 3 * 0.5 / 0.8]]
@@ -65,7 +63,7 @@ def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity() -> 
     torch.testing.assert_close(out, expected)
 
 
-def test_a_random_second_choice_comes_with_twice_its_weight() -> None:
+def test_random_second_choices_have_twice_their_weight() -> None:
     torch.manual_seed(0)
     gates = torch.tensor([0.7, 0.2, 0.1]).expand(4000, 3)
     mixture = _mixture(second="random").train()
@@ -75,13 +73,13 @@ def test_a_random_second_choice_comes_with_twice_its_weight() -> None:
     torch.testing.assert_close(out[came, 1], torch.full((int(came.sum()),), 2 * 0.2 / 0.9))
     assert abs(came.float().mean() - 2 * 0.2 / 0.9) < 4 * (0.444 * 0.556 / 4000) ** 0.5
     assert (mixture.eval()(gates.log())[:, 1] > 0).all()
-    # Those that stay away take no room: of 4,000 first choices of expert 0 and about 1,780 second
-    # ones of expert 1, all have it.
+    # Dropped choices need no capacity: the 4,000 first choices of expert 0 and about 1,780 second
+    # ones of expert 1 all fit.
     roomy = _mixture(second="random", capacity_factor=1.5).train()
     assert (roomy(gates.log())[:, 0] > 0).all()
 
 
-def test_balance_loss() -> None:
+def test_balance_loss_equals_a_worked_example() -> None:
     mixture = _mixture()
     mixture(GATES.log())
     # First choices 0, 0, 1, 2; mean gates (1.45, 1.6, 0.95) / 4.
@@ -98,7 +96,7 @@ def test_balance_loss() -> None:
     assert mixture.router.weight.grad is not None
 
 
-def test_every_expert_and_the_router_learn() -> None:
+def test_every_expert_and_the_router_get_gradients() -> None:
     mixture = nn.MixtureOfExperts(8, 16, 4)
     mixture(torch.randn(2, 30, 8)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in mixture.parameters())
@@ -124,7 +122,7 @@ def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None
         nn.MixtureOfExperts(**{"d_model": 8, "hidden": 16, "num_experts": 4, **options})
 
 
-# ---- against each expert by itself
+# ---- against each expert alone
 
 
 def _one_by_hand(experts: nn.Experts, e: int, x: torch.Tensor) -> torch.Tensor:
@@ -141,9 +139,8 @@ def _one_by_hand(experts: nn.Experts, e: int, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["_one_by_one", "_grouped"])
-def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
-    """Values and gradients, with an expert that has no rows, and rows after the last that no expert
-    may touch."""
+def test_both_implementations_equal_single_experts(kind: str, way: str) -> None:
+    """One expert has no rows, and rows after the last belong to no expert; gradients agree too."""
     torch.manual_seed(3)
     experts = nn.Experts(4, 16, 24, **KINDS[kind])
     starts = torch.tensor([0, 5, 5, 6, 13], dtype=torch.int32)
@@ -166,8 +163,8 @@ def test_both_ways_are_the_experts_one_by_one(kind: str, way: str) -> None:
         assert_same_logits(a[:13] if a is ours[0] else a, b[:13] if b is theirs[0] else b)
 
 
-def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without an expert come out undefined, and go back so: poisoned here."""
+def test_tokens_without_an_expert_get_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an expert are undefined in both directions; the test fills them with NaN."""
     mixture, inner = nn.MixtureOfExperts(8, 16, 4, capacity_factor=0.5), nn.Experts.forward
 
     class Poisoned(torch.autograd.Function):
@@ -196,9 +193,8 @@ def test_what_no_expert_took_is_zero_whatever_is_there(monkeypatch: pytest.Monke
         assert torch.equal(ours, theirs)
 
 
-def test_one_graph_for_any_split_and_autocast() -> None:
-    """torch.compile takes it whole, so nothing in it waits for what a tensor holds; and the grouped
-    products take autocast's dtype."""
+def test_any_split_compiles_to_one_graph_and_autocast_applies() -> None:
+    """No operation reads a tensor's values; grouped gemms use autocast's dtype."""
     torch.manual_seed(5)
     mixture = nn.MixtureOfExperts(16, 32, 4, capacity_factor=1.0)
     compiled = torch.compile(mixture, backend="aot_eager", fullgraph=True)
@@ -215,9 +211,8 @@ def test_one_graph_for_any_split_and_autocast() -> None:
 # ---- against transformers
 
 
-def test_switch() -> None:
-    """Its sparse network, a sequence at a time, whose experts take so many tokens of each; and its
-    loss."""
+def test_switch_equals_transformers() -> None:
+    """Compare the sparse network, whose capacity is per sequence, and its loss."""
     switch = pytest.importorskip(
         "transformers.models.switch_transformers.modeling_switch_transformers"
     )
@@ -250,9 +245,11 @@ def test_switch() -> None:
 
 
 @pytest.mark.parametrize("capacity", [40, 6])
-def test_nllb_moe_router(capacity: int) -> None:
-    """Which experts each token goes to, and with what weight; its layer's own loop over experts is
-    left out (5.23's reads a wrong mask)."""
+def test_nllb_moe_router_equals_transformers(capacity: int) -> None:
+    """Compare the experts of each token and their weights.
+
+    The layer's loop over experts is left out: 5.23's reads a wrong mask.
+    """
     nllb = pytest.importorskip("transformers.models.nllb_moe.modeling_nllb_moe")
     torch.manual_seed(6)
     config = nllb.NllbMoeConfig(

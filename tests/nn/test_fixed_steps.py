@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that the host only starts: the tokens of ordinary decoding, nothing read on the host,
-recorded once and run again."""
+"""Decoding steps without host reads: tokens of ordinary decoding, recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def gpt(**changes: Any) -> GPT:
             **changes,
         )
     ).eval()
-    with torch.no_grad():  # so that tokens differ in likelihood, and what was read long ago matters
+    with torch.no_grad():  # makes tokens differ in likelihood, and early context matter
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.mul_(5 if "embedding" in name else 3)
@@ -47,7 +46,7 @@ def gpt(**changes: Any) -> GPT:
 
 
 def caches(model: GPT) -> dict[str, nn.DecoderCache]:
-    """Read are prompts of different lengths; pages lie in any order."""
+    """Return caches after prompts of different lengths; pages have any order."""
     made: dict[str, nn.DecoderCache] = {
         "contiguous": model.make_cache(),
         "contiguous, int8": model.make_cache(dtype=torch.int8),
@@ -63,7 +62,7 @@ def caches(model: GPT) -> dict[str, nn.DecoderCache]:
 
 
 def prompt(model: GPT, cache: nn.DecoderCache) -> torch.Tensor:
-    """The first new token of each."""
+    """Return the first new token of each sequence."""
     ids = torch.randint(4, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return (
@@ -72,7 +71,7 @@ def prompt(model: GPT, cache: nn.DecoderCache) -> torch.Tensor:
 
 
 def step(model: GPT, cache: nn.DecoderCache, token: torch.Tensor) -> None:
-    """The next token in the last one's place."""
+    """Write the next token in place of the last one."""
     with torch.no_grad():
         token.copy_(model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1))
 
@@ -92,7 +91,7 @@ def model(request: pytest.FixtureRequest) -> GPT:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "contiguous, int8", "paged", "paged, e4m3"])
-def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
+def test_fixed_steps_give_the_tokens_of_ordinary_steps(model: GPT, kind: str) -> None:
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
     before = cache.pages.available if isinstance(cache, nn.PagedCache) else 0
@@ -102,10 +101,10 @@ def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
         assert torch.equal(token, expected)
     fixed.finish()
     assert cache.lengths.tolist() == (LENGTHS + 3).tolist()
-    if isinstance(cache, nn.PagedCache):  # what was reserved in vain is back
+    if isinstance(cache, nn.PagedCache):  # unused reservations are returned
         taken = sum(-(-(n + 3) // 4) - -(-n // 4) for n in LENGTHS.tolist())
         assert before - cache.pages.available == taken
-    for expected in want[3:5]:  # ordinary steps, and again others
+    for expected in want[3:5]:  # ordinary steps, and fixed ones again
         step(model, cache, token)
         assert torch.equal(token, expected)
     fixed = nn.FixedSteps(cache, 2)
@@ -115,9 +114,11 @@ def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_recorded_step_runs_again(model: GPT, kind: str) -> None:
-    """The operations of one step, run again on the same memory without Python: every later token is
-    right, as in a CUDA graph."""
+def test_recorded_steps_can_be_replayed(model: GPT, kind: str) -> None:
+    """The operations of one step run again on the same memory without Python.
+
+    Every later token is right, as in a CUDA graph.
+    """
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
     fixed = nn.FixedSteps(cache, NEW)
@@ -132,7 +133,7 @@ def test_a_recorded_step_runs_again(model: GPT, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("contiguous", marks=pytest.mark.slow), "paged"])
-def test_a_compiled_step_is_one_graph(model: GPT, kind: str) -> None:
+def test_steps_compile_to_one_graph(model: GPT, kind: str) -> None:
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
     fixed = nn.FixedSteps(cache, NEW)
@@ -142,13 +143,13 @@ def test_a_compiled_step_is_one_graph(model: GPT, kind: str) -> None:
     for expected in want:
         compiled(model, fixed, token)
         assert torch.equal(token, expected)
-    assert counter.frame_count == 1  # nothing of a step is a constant of it
+    assert counter.frame_count == 1  # no value of a step is a constant of it
     fixed.finish()
     assert cache.lengths.tolist() == (LENGTHS + NEW).tolist()
 
 
 class OnMeta(nn.FixedSteps):
-    """The same steps without any number: whoever reads one fails."""
+    """The same steps on the meta device: a read of a value fails."""
 
     def __init__(self, cache: nn.DecoderCache, tokens: int) -> None:
         super().__init__(cache, tokens)
@@ -159,14 +160,14 @@ class OnMeta(nn.FixedSteps):
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("columns", [1, 3])
-def test_nothing_is_the_hosts(model: GPT, kind: str, columns: int) -> None:
+def test_fixed_steps_read_nothing_on_the_host(model: GPT, kind: str, columns: int) -> None:
     cache = caches(model)[kind]
     prompt(model, cache)
     steps, model = OnMeta(cache, columns), model.to("meta")
     ids = torch.zeros(3, columns, dtype=torch.int64, device="meta")
     with torch.no_grad(), DeviceOnly() as watched:
         out = model(ids, past_key_values=steps, logits_to_keep=1).logits.argmax(-1)
-        steps.crop(steps.lengths - 1)  # a draft that was refused
+        steps.crop(steps.lengths - 1)  # a rejected draft
     assert out.shape == (3, 1) and out.is_meta
     assert {str(func) for func, *_ in watched.tape} >= {
         "pytransformer.attention_fwd.default",
@@ -174,8 +175,8 @@ def test_nothing_is_the_hosts(model: GPT, kind: str, columns: int) -> None:
     }
 
 
-def test_ordinary_steps_are_the_hosts() -> None:
-    """The watcher sees it: the ordinary caches read lengths."""
+def test_ordinary_steps_read_on_the_host() -> None:
+    """The observer detects that ordinary caches read lengths."""
     model = gpt()
     for cache in caches(model).values():
         token = prompt(model, cache)
@@ -184,8 +185,8 @@ def test_ordinary_steps_are_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_some_get_no_token(model: GPT, kind: str) -> None:
-    """Lengths on the device say whose column is a token; with crop, whose draft was refused."""
+def test_sequences_may_get_no_token(model: GPT, kind: str) -> None:
+    """Lengths on the device select the columns that are tokens; crop selects rejected drafts."""
     plain, cache = (caches(model)[kind] for _ in range(2))
     prompt(model, plain), prompt(model, cache)
     fixed = nn.FixedSteps(cache, 6)
@@ -203,9 +204,11 @@ def test_some_get_no_token(model: GPT, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_no_step_goes_beyond_its_room(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU raises; where nothing is looked at no other sequence's page is written or read, and
-    finish() tells."""
+def test_steps_stay_within_their_reservation(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU raises.
+
+    Without checks no other sequence's page is written or read, and finish() raises.
+    """
     model = gpt()
     cache = caches(model)[kind]
     token = prompt(model, cache)
@@ -232,8 +235,8 @@ def test_no_step_goes_beyond_its_room(kind: str, monkeypatch: pytest.MonkeyPatch
     assert cache.lengths.tolist() == (LENGTHS + 2).tolist()
 
 
-def test_a_shared_page_is_copied_before_the_steps() -> None:
-    """Beams that share a half full page write each its own."""
+def test_shared_pages_are_copied_before_the_steps() -> None:
+    """Beams that share a half-full page write separate copies."""
     model, want = gpt(), None
     for kind in ("contiguous", "paged"):
         cache = caches(model)[kind]
@@ -247,7 +250,7 @@ def test_a_shared_page_is_copied_before_the_steps() -> None:
         assert torch.equal(token, want)
 
 
-def test_an_encoders_keys_stay() -> None:
+def test_cross_attention_keys_remain() -> None:
     torch.manual_seed(8)
     model = T5(
         T5Config(
@@ -280,10 +283,10 @@ def test_an_encoders_keys_stay() -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_what_is_refused(kind: str) -> None:
+def test_unsupported_caches_are_refused(kind: str) -> None:
     model = gpt()
     cache = caches(model)[kind]
-    with pytest.raises(ValueError, match="read a prompt first"):
+    with pytest.raises(ValueError, match="run a prompt first"):
         nn.FixedSteps(cache, 1)
     token = prompt(model, cache)
     with pytest.raises((ValueError, nn.OutOfPages), match=r"max_length=24|more pages"):

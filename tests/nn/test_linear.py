@@ -212,7 +212,7 @@ def test_derivatives_of_any_order_are_right() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shapes_and_strides(calls: list[int], layout: str) -> None:
+def test_shapes_and_strides_within_the_bound(calls: list[int], layout: str) -> None:
     x, weight, bias = operands(6, 96, 40, torch.float32, layout=layout)
     want = F.linear(x, weight, bias)
     with torch.inference_mode():
@@ -276,7 +276,7 @@ def test_nan_stays_in_its_row_and_column(calls: list[int], layout: str, dtype: t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_threads_and_other_rows_change_nothing(
+def test_threads_and_other_rows_change_no_bit(
     calls: list[int], dtype: torch.dtype, layout: str
 ) -> None:
     x, weight, bias = operands(8, 770, 1000, dtype, layout=layout)

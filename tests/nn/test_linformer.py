@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linformer: plain code in float64 for every sharing, padding that reaches nothing, what is
-refused."""
+"""Linformer equals plain code in float64 for every sharing; padding has no effect; errors."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pytransformer import nn
 
 
 def plain(layer: nn.LinformerSelfAttention, x: Tensor, keep: Tensor) -> Tensor:
-    """Equation 7 of the paper, head by head; padding's keys and values are zero."""
+    """Return equation 7 of the paper, head by head; padding's keys and values are zero."""
     projected = layer.qkv(x).chunk(3, -1)
     outs = []
     for h in range(layer.num_heads):
@@ -30,7 +29,7 @@ def plain(layer: nn.LinformerSelfAttention, x: Tensor, keep: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("padded", ["none", "mask", "lengths"])
 @pytest.mark.parametrize("sharing", ["none", "heads", "key_value"])
-def test_as_the_equation(sharing: Any, padded: str) -> None:
+def test_module_equals_the_equation(sharing: Any, padded: str) -> None:
     layer = nn.LinformerSelfAttention(12, 3, max_length=50, projected=7, sharing=sharing).double()
     x = torch.randn(2, 41, 12, dtype=torch.float64, requires_grad=True)
     keep = torch.ones(2, 41, dtype=torch.bool)
@@ -51,9 +50,8 @@ def test_as_the_equation(sharing: Any, padded: str) -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_parameters_by_sharing() -> None:
-    """(k, L) once, twice, or twice for each head; and one for all layers, by giving them one
-    module."""
+def test_parameter_count_depends_on_sharing() -> None:
+    """(k, L) once, twice, or twice per head; layers may share one module."""
     base = sum(p.numel() for p in nn.MultiHeadAttention(12, 3).parameters())
 
     def more(*layers: torch.nn.Module) -> int:
@@ -72,7 +70,7 @@ def test_parameters_by_sharing() -> None:
     }  # fmt: skip
 
 
-def test_nan_in_padding_reaches_nothing_and_nobody_visible_gives_the_bias() -> None:
+def test_nan_in_padding_has_no_effect_and_no_visible_key_gives_the_bias() -> None:
     layer = nn.LinformerSelfAttention(8, 2, max_length=20, projected=4)
     x = torch.randn(2, 20, 8)
     keep = torch.arange(20) < torch.tensor([[12], [0]])
@@ -85,10 +83,10 @@ def test_nan_in_padding_reaches_nothing_and_nobody_visible_gives_the_bias() -> N
     torch.testing.assert_close(by_lengths[0, :12], expected[0, :12])
     torch.testing.assert_close(
         by_lengths[0, 12:], layer.out.bias.expand(8, 8)
-    )  # queries at padding see nothing
+    )  # queries at padding have no visible keys
 
 
-def test_in_a_block_compiled_and_exported() -> None:
+def test_blocks_compile_and_export() -> None:
     mixing = nn.LinformerSelfAttention(8, 2, max_length=64, projected=8)
     stack = nn.Stack(
         [nn.Block(mixing, nn.FeedForward(8, 16), lambda: nn.LayerNorm(8))], None
@@ -107,7 +105,7 @@ def test_in_a_block_compiled_and_exported() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_half(dtype: torch.dtype) -> None:
+def test_autocast_and_half_run(dtype: torch.dtype) -> None:
     layer, x = nn.LinformerSelfAttention(16, 2, max_length=40, projected=8), torch.randn(2, 40, 16)
     expected = layer(x)
     with torch.autocast("cpu", dtype):
@@ -131,7 +129,9 @@ def test_autocast_and_half(dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_what_is_refused(arguments: dict[str, Any], call: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(
+    arguments: dict[str, Any], call: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         nn.LinformerSelfAttention(8, **{"num_heads": 2, "max_length": 32, **arguments})(
             torch.randn(2, 10, 8), **call

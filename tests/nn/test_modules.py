@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch and by
-hand."""
+"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
 
 
-def test_norms_as_torch():
+def test_norms_equal_torch():
     x = torch.randn(3, 5, 12)
     for ours, theirs in (
         (nn.LayerNorm(12, 1e-3), torch.nn.LayerNorm(12, 1e-3)),
@@ -32,7 +31,7 @@ def test_norms_as_torch():
 
 
 @pytest.mark.parametrize("pre", [False, True])
-def test_a_stack_is_its_equations(pre: bool):
+def test_stack_equals_its_equations(pre: bool):
     def block() -> nn.Block:
         return nn.Block(
             nn.MultiHeadAttention(16, 4), nn.FeedForward(16, 32), lambda: nn.LayerNorm(16), pre=pre,
@@ -68,7 +67,7 @@ def test_block_dropout_in_training_only():
 
 
 @pytest.mark.parametrize("pre", [False, True])
-def test_a_residual_connection_drops_what_it_adds(pre: bool):
+def test_residual_connections_drop_the_branch(pre: bool):
     connection, x, r, f = (
         nn.Residual(nn.LayerNorm(8), 1.0, pre),
         torch.randn(2, 3, 8),
@@ -82,7 +81,7 @@ def test_a_residual_connection_drops_what_it_adds(pre: bool):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_feed_forward(gated: bool):
+def test_feed_forward_equals_torch(gated: bool):
     layer, x = nn.FeedForward(8, 20, activation="silu", gated=gated, d_out=6), torch.randn(3, 5, 8)
     hidden = F.silu(layer.gate(x)) * layer.w1(x) if gated else F.silu(layer.w1(x))
     assert_same_logits(layer(x), layer.w2(hidden))
@@ -91,7 +90,7 @@ def test_feed_forward(gated: bool):
 # ---- mixing
 
 
-def test_fourier_mixing_is_two_transforms():
+def test_fourier_mixing_equals_two_transforms():
     x = torch.randn(2, 6, 8)
     tokens, features = (
         torch.exp(-2j * math.pi * torch.arange(n)[:, None] * torch.arange(n) / n).to(
@@ -111,7 +110,7 @@ def test_token_mixing_mixes_tokens_only():
         layer(torch.randn(2, 6, 8))
 
 
-def test_patches_are_a_convolution():
+def test_patches_equal_a_convolution():
     layer = nn.PatchEmbedding(12, 4, 3, 10)
     images = torch.randn(2, 3, 12, 12)
     weight = layer.projection.weight.view(10, 3, 4, 4)
@@ -125,7 +124,7 @@ def test_patches_are_a_convolution():
         nn.PatchEmbedding((8, 0), 4, 3, 10)
 
 
-def test_patches_of_a_rectangle() -> None:
+def test_patches_support_rectangles() -> None:
     layer, images = nn.PatchEmbedding((16, 32), 4, 3, 10), torch.randn(2, 3, 16, 32)
     assert (layer.num_patches, layer.grid) == (16 * 32 // 4**2, (4, 8))
     weight = layer.projection.weight.view(10, 3, 4, 4)
@@ -138,7 +137,7 @@ def test_patches_of_a_rectangle() -> None:
 # ---- Conformer
 
 
-def test_convolution_module_by_hand():
+def test_convolution_module_equals_a_worked_example():
     layer = nn.ConvolutionModule(1, 3).eval()
     with torch.no_grad():
         layer.pointwise_in.weight.copy_(torch.tensor([[2.0], [0.0]]))  # GLU: 2x * sigmoid(0) = x
@@ -157,7 +156,7 @@ def test_convolution_module_by_hand():
         nn.ConvolutionModule(4, 2)
 
 
-def test_conformer_block_is_its_equation():
+def test_conformer_block_equals_its_equation():
     block = nn.ConformerBlock(8, 2, 16, 5).eval()
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -181,7 +180,7 @@ def test_conformer_block_is_its_equation():
     assert_same_logits(block(x, {}), F.layer_norm(h, (8,), block.norm.weight, block.norm.bias))
 
 
-def test_conformer_padding_reaches_nothing():
+def test_conformer_padding_does_not_affect_results():
     block = nn.ConformerBlock(8, 2, 16, 5).eval()
     x, keep = torch.randn(2, 7, 8), torch.arange(7) < torch.tensor([[4], [7]])
     polluted = x.masked_fill(~keep[..., None], 1e3)
@@ -190,7 +189,7 @@ def test_conformer_padding_reaches_nothing():
     assert_same_logits(block(x, visible, keep)[:1, :4], block(x[:1, :4], {}))
 
 
-# ---- scoring, and the worked numbers of the lecture notes
+# ---- scoring, and the worked examples of the lecture notes
 
 
 def test_similarities_weigh_values():
@@ -209,7 +208,7 @@ def test_a_permutation_of_scores_permutes_rows():
     torch.testing.assert_close(out[0, 0], expected)
 
 
-def test_attend_masks_and_empty_rows():
+def test_attend_supports_masks_and_empty_rows():
     scores = torch.randn(4, 4)
     mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)
     out, weights = nn.attend(scores, torch.randn(4, 5), mask)
@@ -218,7 +217,7 @@ def test_attend_masks_and_empty_rows():
     assert (out[0] == 0).all()
 
 
-def test_scoring_functions():
+def test_scoring_functions_equal_their_definitions():
     query, key = torch.randn(2, 3, 6), torch.randn(2, 4, 6)
     scaled = nn.DotScore()(query, key)
     torch.testing.assert_close(scaled, torch.einsum("bqd,bkd->bqk", query, key) / 6**0.5)

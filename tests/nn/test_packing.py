@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding at the end of sequences is left out of a stack's blocks: the same results at real tokens,
-zeros at padding, and less done."""
+"""Stacks skip padding at the end of sequences: equal results at real tokens, zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def mask_of(lengths: list[int]) -> torch.Tensor:
 def batch_of(
     name: str, *, as_lengths: bool = False
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs padded at the end, and which of the outputs are real."""
+    """Return inputs padded at the end, and a mask of the real outputs."""
     sides = (
         ("input_ids", "decoder_input_ids")
         if name.startswith(("T5", "Transformer"))
@@ -66,7 +65,7 @@ def run(
 
 @pytest.mark.parametrize("as_lengths", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_at_real_tokens(name: str, as_lengths: bool):
+def test_results_at_real_tokens_equal_padded_ones(name: str, as_lengths: bool):
     model = build(name).eval()
     batch, real = batch_of(name, as_lengths=as_lengths)
     out, grads, ops = run(model, batch, real, packs=True)
@@ -79,7 +78,7 @@ def test_the_same_at_real_tokens(name: str, as_lengths: bool):
     assert not out.last_hidden_state[~real].any()
     assert_same_logits(out.loss, expected.loss)
     assert len(grads) == len(expected_grads)
-    # Gradients that are zero but for rounding (biases of keys) have no direction to compare.
+    # Gradients that are zero up to rounding (biases of keys) have no direction to compare.
     compared = [(g, e) for g, e in zip(grads, expected_grads) if e.norm() > 1e-6]
     assert len(compared) > len(grads) // 2
     for grad, other in compared:
@@ -101,14 +100,14 @@ def ops_of(model: Any, batch: dict[str, torch.Tensor]) -> set[str]:
         ("a hole", torch.tensor([[1, 1, 1, 0, 0, 1, 0, 0, 0]]).expand(3, 9)),
     ],
 )
-def test_what_is_not_packed(why: str, mask: torch.Tensor):
+def test_unsuitable_masks_are_not_packed(why: str, mask: torch.Tensor):
     model = build("BERT").eval()
     assert ops_of(model, {"input_ids": torch.randint(3, 29, (3, 9)), "attention_mask": mask}) == {
         "attention_fwd"
     }, why
 
 
-def test_other_visibility_and_other_blocks_keep_their_padding():
+def test_prefixes_caches_and_other_blocks_keep_padding():
     mask = mask_of([9, 2, 5])
     ids = torch.randint(3, 29, (3, 9))
     gpt = build("GPT").eval()
@@ -129,8 +128,8 @@ def test_other_visibility_and_other_blocks_keep_their_padding():
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT", "Transformer", "T5"])
-def test_padding_that_is_learned_from_is_computed(name: str):
-    """Labels that are not -100 at padding: Hugging Face learns from them, and so do we."""
+def test_padding_with_labels_is_computed(name: str):
+    """Labels other than -100 at padding contribute to the loss, as in Hugging Face."""
     model = build(name).eval()
     batch, real = batch_of(name)
     labels = torch.randint(3, 29, real.shape)
@@ -153,8 +152,8 @@ def test_taps_see_padded_shapes():
     assert all(stack.packs for stack in stacks(model))
 
 
-def test_a_trace_has_its_padding():
-    """Which tokens are real is not known while a graph is made."""
+def test_traces_keep_padding():
+    """The real tokens are unknown while a graph is traced."""
     model = build("BERT").eval()
     batch, real = batch_of("BERT")
     with torch.no_grad():
@@ -170,14 +169,14 @@ def test_a_trace_has_its_padding():
         assert_same_logits(compiled()[real], expected)
 
 
-def test_a_row_of_nothing_but_padding_and_no_labels_at_all():
+def test_empty_rows_and_missing_labels_give_finite_states():
     model = build("GPT").train()
     mask = mask_of([9, 0, 4])
     out = model(torch.randint(3, 29, (3, 9)), mask, labels=torch.full((3, 9), -100))
     assert out.loss.isnan() and out.last_hidden_state.isfinite().all()
 
 
-def test_selecting_and_spreading_are_each_other_s_gradient():
+def test_pack_and_unpack_are_adjoint():
     x, rows = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 2, 5])
     assert torch.equal(select(x, rows), x[rows])
     torch.autograd.gradcheck(lambda x: select(x, rows), (x,))
@@ -185,7 +184,7 @@ def test_selecting_and_spreading_are_each_other_s_gradient():
     torch.autograd.gradcheck(lambda x: spread(select(x, rows), rows, 9), (x,))
 
 
-def test_a_packing_restores_what_it_packed():
+def test_unpack_inverts_pack():
     x = torch.randn(3, 9, 4)
     mask = mask_of([9, 2, 5]).bool()
     packing = Packing.of({"attn_mask": mask[:, None, None]}, x)

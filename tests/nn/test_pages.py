@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: who has which, against a model that keeps every sequence's contents apart; and a cache in
-which nothing else is ever read."""
+"""Pages against a model with separate contents per sequence; caches read no other page."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ from support.pages import check_pages, poison_free_rows
 
 
 class Contents:
-    """What a page really holds, beside :class:`nn.Pages`: each position written is a token, and
-    copies are made as it says."""
+    """The real contents of pages beside :class:`nn.Pages`.
+
+    Each written position is a token, and copies follow its instructions.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.pages, self.size = nn.Pages(num_pages, page_size), page_size
@@ -52,9 +53,8 @@ class Contents:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives_against_a_model(seed: int) -> None:
-    """Sequences of two tokens, so that prefixes are shared often, in few pages, so that known ones
-    are evicted and some are lacking."""
+def test_random_histories_equal_a_model(seed: int) -> None:
+    """Sequences of two tokens share prefixes often; few pages cause evictions and shortages."""
     rng = random.Random(seed)
     c = Contents(rng.choice([7, 16, 31]), rng.choice([1, 2, 3, 8]))
     lacking = shared = 0
@@ -66,10 +66,10 @@ def test_random_lives_against_a_model(seed: int) -> None:
             else "open"
         )
         if act == "open":
-            wanted = [rng.randrange(2) for _ in range(rng.randrange(4 * c.size))]
-            name = c.open(wanted)
-            assert c.truth[name] == wanted[: len(c.truth[name])]
-            assert not wanted or len(c.truth[name]) < len(wanted)
+            expected = [rng.randrange(2) for _ in range(rng.randrange(4 * c.size))]
+            name = c.open(expected)
+            assert c.truth[name] == expected[: len(c.truth[name])]
+            assert not expected or len(c.truth[name]) < len(expected)
             shared += bool(c.truth[name])
         elif act == "grow":
             some = rng.sample(names, rng.randint(1, min(4, len(names))))
@@ -106,9 +106,11 @@ def test_random_lives_against_a_model(seed: int) -> None:
     assert c.pages.available == c.pages.num_pages
 
 
-def test_no_more_pages_are_taken_than_said() -> None:
-    """Three beams over one page, of which one more is free: two of them alone need one copy each,
-    all three two."""
+def test_grow_needs_no_more_pages_than_reported() -> None:
+    """One page is free and three beams share another.
+
+    Growing two of them alone needs a copy each; growing all three needs two.
+    """
     pages = nn.Pages(3, 4)
     first = pages.open()
     pages.grow({first: 2})
@@ -123,7 +125,7 @@ def test_no_more_pages_are_taken_than_said() -> None:
     assert [pages.lengths[name] for name in beams] == [3, 3, 3]
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_lru_page_is_evicted_first() -> None:
     pages = nn.Pages(4, 2)
     texts = {"a": [1, 1, 9], "b": [2, 2, 9], "c": [3, 3, 9]}
     for text in texts.values():
@@ -136,13 +138,13 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     )
     opened: list[int] = []
     assert found("a") == 2
-    pages.close(opened[0])  # now b is the one used longest ago
+    pages.close(opened[0])  # now b is the least recently used
     long = pages.open()
     pages.grow({long: 4})  # the free page, and b's
     assert [found(text) for text in "bca"] == [0, 2, 2]
 
 
-def test_ten_thousand_requests_leave_nothing() -> None:
+def test_ten_thousand_requests_leak_no_page() -> None:
     rng, pages = random.Random(1), nn.Pages(256, 16)
     alive: dict[int, list[int]] = {}
     joined = found = 0
@@ -156,9 +158,7 @@ def test_ten_thousand_requests_leave_nothing() -> None:
             alive[name] = prompt
             joined += 1
         for name in list(alive):
-            pages.grow(
-                {name: rng.choice([1, 1, 20])}
-            )  # drafts that are refused, room that was not needed
+            pages.grow({name: rng.choice([1, 1, 20])})  # rejected drafts, unused reservations
             alive[name].append(rng.randrange(100))
             pages.crop(name, len(alive[name]))
             if rng.random() < 0.1 or len(alive[name]) > 140:
@@ -174,8 +174,10 @@ def test_ten_thousand_requests_leave_nothing() -> None:
 
 
 def test_ten_thousand_requests_read_their_own_tokens() -> None:
-    """Pages in any order, shared by requests that begin alike and reused: with keys of zero
-    attention is the mean of what was said."""
+    """Requests share and reuse pages in random order.
+
+    With keys of zero, attention returns the mean of the request's tokens.
+    """
     rng, cache = random.Random(2), nn.PagedCache(1, 160, 4)
     rng.shuffle(cache.pages._free)
     held, texts, joined, shared = cache.pages.lengths, dict[int, list[int]](), 0, 0
@@ -189,16 +191,16 @@ def test_ten_thousand_requests_read_their_own_tokens() -> None:
         cache.select(list(texts))
         numbers = [
             [token + 1000 * i for i, token in enumerate(text)] for text in texts.values()
-        ]  # told apart by place too
+        ]  # distinct by position too
         pieces = [number[held[name] :] for name, number in zip(texts, numbers)]
         width = max(map(len, pieces))
-        said = torch.tensor(
+        output = torch.tensor(
             [piece + [0] * (width - len(piece)) for piece in pieces], dtype=torch.float64
         )[:, None, :, None]
         lengths = torch.tensor([len(text) for text in texts.values()])
-        step = cache.step(said[:, 0, :, 0], lengths)
-        zeros = torch.zeros_like(said)
-        found = pt.attention(zeros, *cache.layers[0].append(zeros, said), **step.visible)
+        step = cache.step(output[:, 0, :, 0], lengths)
+        zeros = torch.zeros_like(output)
+        found = pt.attention(zeros, *cache.layers[0].append(zeros, output), **step.visible)
         last = found[:, 0, :, 0].gather(1, torch.tensor([[len(piece) - 1] for piece in pieces]))
         want = torch.tensor(
             [[sum(number) / len(number)] for number in numbers], dtype=torch.float64
@@ -228,13 +230,13 @@ def feed(
 
 
 @torch.no_grad()
-def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
-    """Every free row is NaN before every call; each sequence is at every step what it is alone."""
+def test_shared_and_forked_sequences_read_no_other_page() -> None:
+    """Every free row is NaN before every call; each sequence equals the sequence alone."""
     layer, rng = attention(), random.Random(3)
     cache = nn.PagedCache(1, 24, page_size=4)
     words = torch.randn(
         3, 40, WIDTH
-    )  # token t at position i is words[t, i]: a page's tokens and place say what it holds
+    )  # token t at position i is words[t, i], so tokens and position determine a page
     alive: dict[int, list[int]] = {}
     found = forks = 0
     for _ in range(150):
@@ -284,7 +286,7 @@ def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
 
 
 @torch.no_grad()
-def test_a_table_that_names_no_page_is_refused() -> None:
+def test_tables_with_invalid_pages_are_refused() -> None:
     layer, cache = attention(), nn.PagedCache(1, 6, page_size=4)
     feed(layer, cache, torch.randn(2, 6, WIDTH))
     cache.pages.tables[cache.rows[1]][0] = 6
@@ -293,7 +295,7 @@ def test_a_table_that_names_no_page_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_a_full_pool_says_how_many_pages_are_needed() -> None:
+def test_full_pool_raises_with_the_number_of_pages() -> None:
     layer, cache = attention(), nn.PagedCache(1, 6, page_size=4)
     with pytest.raises(
         nn.OutOfPages,
@@ -309,7 +311,7 @@ def test_a_full_pool_says_how_many_pages_are_needed() -> None:
 
 
 @torch.no_grad()
-def test_padding_on_the_left_by_a_mask() -> None:
+def test_masks_with_left_padding_equal_full_attention() -> None:
     layer, x = attention(), torch.randn(2, 9, WIDTH)
     mask = torch.arange(9) >= torch.tensor([0, 4])[:, None]
     whole = layer(x, **nn.causal(nn.padding(mask, 2, 9), 0, 9))
@@ -319,7 +321,7 @@ def test_padding_on_the_left_by_a_mask() -> None:
 
 
 @torch.no_grad()
-def test_a_tap_sees_the_keys_of_pages() -> None:
+def test_taps_see_the_keys_of_pages() -> None:
     layer, x = attention(), torch.randn(2, 9, WIDTH)
     caches = nn.PagedCache(1, 8, page_size=4), nn.KeyValueCache(1, 16)
     seen = []
@@ -332,7 +334,7 @@ def test_a_tap_sees_the_keys_of_pages() -> None:
     assert not seen[0][..., 9:].any()
 
 
-def test_a_paged_cache_refuses_what_it_cannot_hold() -> None:
+def test_invalid_paged_updates_are_refused() -> None:
     layer, x = attention(), torch.randn(2, 3, WIDTH)
     with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
         nn.PagedCache(1, 0)
@@ -344,9 +346,9 @@ def test_a_paged_cache_refuses_what_it_cannot_hold() -> None:
         feed(layer, cache, x)
         with pytest.raises(ValueError, match=r"call cache\.step before its layers"):
             layer(x, cache=cache.layers[0])
-        with pytest.raises(ValueError, match="wanted different open sequences"):
+        with pytest.raises(ValueError, match="expected different open sequences"):
             cache.select([cache.rows[0]] * 2)
-        with pytest.raises(ValueError, match="wanted different open sequences"):
+        with pytest.raises(ValueError, match="expected different open sequences"):
             cache.select([99])
         cache.layers[0].cross = (x, x)
         with pytest.raises(ValueError, match=r"follow reorder\(\) alone"):

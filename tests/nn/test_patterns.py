@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with a pattern: plain dense code in float64, padding, compiled, exported, kept
-masks, a model of it."""
+"""Self-attention with a pattern equals dense code in float64: padding, compile, export, models."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ RULES: dict[str, tuple[nn.Pattern, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 def plain(layer: nn.MultiHeadAttention, x: Tensor, visible: Tensor) -> Tensor:
-    """The module's equation with the (L, L) mask."""
+    """Return the module's equation with the (L, L) mask."""
     q, k, v = (
         t.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1)
     )
@@ -61,7 +60,7 @@ def pairs(rule: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("padded", ["none", "mask", "lengths"])
 @pytest.mark.parametrize("name", RULES)
-def test_as_plain_dense_code(name: str, padded: str) -> None:
+def test_patterns_equal_dense_code(name: str, padded: str) -> None:
     pattern, rule = RULES[name]
     layer = nn.MultiHeadAttention(12, 3, pattern=pattern).double()
     x = torch.randn(2, L, 12, dtype=torch.float64, requires_grad=True)
@@ -76,7 +75,7 @@ def test_as_plain_dense_code(name: str, padded: str) -> None:
         keep[1, 131:] = False
         arguments = nn.padding(torch.tensor([L, 131]), 2, L)
     visible = pairs(rule) & keep[:, None, None, :]
-    seen = visible.any(-1)[:, 0]  # rows of queries that see nothing are 0 here and NaN there
+    seen = visible.any(-1)[:, 0]  # rows of queries without visible keys are 0 here and NaN there
     weight = torch.randn(2, L, 12, dtype=torch.float64) * seen[..., None]
     found, expected = (
         layer(x, **arguments),
@@ -90,7 +89,7 @@ def test_as_plain_dense_code(name: str, padded: str) -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_random_blocks_differ_by_head_and_are_the_seeds() -> None:
+def test_random_blocks_differ_by_head_and_follow_the_seed() -> None:
     pattern = nn.Pattern(
         "big_bird",
         heads=2,
@@ -111,17 +110,17 @@ def test_random_blocks_differ_by_head_and_are_the_seeds() -> None:
     torch.testing.assert_close(layer(x), plain(layer, x, visible))
 
 
-def test_the_state_dict_is_that_of_full_attention() -> None:
+def test_state_dict_equals_full_attention() -> None:
     full, sparse = (
         nn.MultiHeadAttention(8, 2),
         nn.MultiHeadAttention(8, 2, pattern=RULES["local"][0]),
     )
     sparse.load_state_dict(full.state_dict())
-    x = torch.randn(1, 16, 8)  # inside the window's left side, and causality cuts the right one
+    x = torch.randn(1, 16, 8)  # inside the window's left side; causality hides the right side
     assert_same_logits(sparse(x, causal="top_left"), full(x, causal="top_left"))
 
 
-def test_a_mask_is_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_cached_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
     def make(n: int, device: torch.device) -> pt.BlockMask:
@@ -140,13 +139,13 @@ def test_a_mask_is_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -
     made.clear()
     pattern(50, torch.device("cpu"))
     pattern(40, torch.device("cpu"))
-    assert made == [40]  # the longest unused one had gone
+    assert made == [40]  # the least recently used one was evicted
     made.clear()
     copied = copy.deepcopy(layers[0])
     assert not copied.pattern._kept and copied.pattern.make is make
 
 
-def test_a_mask_made_without_gradients_serves_training() -> None:
+def test_masks_of_inference_mode_serve_training() -> None:
     layer, x = (
         nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=8)),
         torch.randn(1, 40, 8),
@@ -157,16 +156,16 @@ def test_a_mask_made_without_gradients_serves_training() -> None:
     assert layer.qkv.weight.grad.isfinite().all()
     with torch._subclasses.FakeTensorMode():
         layer.pattern(64, torch.device("cpu"))
-    layer(torch.randn(1, 64, 8))  # a real mask, though the first to ask had no values
+    layer(torch.randn(1, 64, 8))  # a real mask, although the first call was fake
     assert str(layer.pattern(64, torch.device("meta")).device) == "meta"
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_compiled_it_is_one_graph_also_at_the_first_call(name: str) -> None:
+def test_first_call_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()
     layer = nn.MultiHeadAttention(8, 2, pattern=copy.deepcopy(RULES[name][0]))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for n in (96, 130):  # another length is another mask, and another graph
+    for n in (96, 130):  # another length is another mask and another graph
         x = torch.randn(2, n, 8, requires_grad=True)
         keep = torch.arange(n) < torch.tensor([[n], [n - 9]])
         found, expected = compiled(x, **nn.padding(keep, 2, n)), layer(x, **nn.padding(keep, 2, n))
@@ -178,8 +177,7 @@ def test_compiled_it_is_one_graph_also_at_the_first_call(name: str) -> None:
 
 
 def test_compiled_layers_have_their_own_patterns() -> None:
-    """Two layers are one piece of code to the compiler; a length that comes back compiles
-    nothing."""
+    """Two layers share code in the compiler; a length that returns compiles nothing."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for window in (8, 40):
@@ -192,7 +190,7 @@ def test_compiled_layers_have_their_own_patterns() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_the_mask_is_a_constant(strict: bool) -> None:
+def test_exported_masks_are_constants(strict: bool) -> None:
     layer, x = (
         nn.MultiHeadAttention(8, 2, pattern=nn.Pattern("longformer", window=16, global_tokens=1)),
         torch.randn(2, 90, 8),
@@ -202,7 +200,7 @@ def test_exported_the_mask_is_a_constant(strict: bool) -> None:
     torch.testing.assert_close(program.module()(x), layer(x))
     with pytest.raises(
         Exception, match=r"(?i)specialized|constraint|constant"
-    ):  # torch's own words, by its version
+    ):  # torch's message depends on its version
         torch.export.export(
             layer,
             (x,),
@@ -211,7 +209,7 @@ def test_exported_the_mask_is_a_constant(strict: bool) -> None:
         )
 
 
-def test_taps_see_the_pattern() -> None:
+def test_taps_see_weights_of_the_pattern() -> None:
     pattern, rule = RULES["longformer"]
     model = torch.nn.Sequential(nn.MultiHeadAttention(8, 2, pattern=pattern))
     with nn.taps(model) as seen:
@@ -258,7 +256,7 @@ def test_taps_see_the_pattern() -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Callable[[Tensor], Any], message: str) -> None:
+def test_invalid_patterns_are_refused(make: Callable[[Tensor], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         make(torch.randn(2, 6, 8))
 
@@ -267,14 +265,14 @@ def local() -> nn.MultiHeadAttention:
     return nn.MultiHeadAttention(8, 2, pattern=RULES["local"][0])
 
 
-def test_bert_by_its_config(tmp_path: Any) -> None:
-    """A field of the config, saved with it; with windows as wide as the sequence it is BERT."""
+def test_bert_has_a_pattern_in_its_config(tmp_path: Any) -> None:
+    """The config saves the field; windows as wide as the sequence give BERT."""
     sizes = dict(vocab_size=30, d_model=16, num_layers=2, num_heads=2, hidden=32, max_length=80)
     wide = {"make": "sliding_window", "window": [80, 80]}
     torch.manual_seed(3)
     full, sparse = BERT(BERTConfig(**sizes)).eval(), BERT(BERTConfig(**sizes, pattern=wide)).eval()
     with torch.no_grad():
-        for p in full.parameters():  # fresh weights are so small that keys hardly count
+        for p in full.parameters():  # initial weights are so small that keys hardly matter
             p.add_(0.1 * torch.randn_like(p))
     sparse.load_state_dict(full.state_dict())
     ids, mask = torch.randint(30, (2, 80)), torch.arange(80) < torch.tensor([[80], [50]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions: worked numbers, shifts are linear, and what order means to attention."""
+"""Positions: worked examples, shifts as linear maps, and the effect of order on attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
 
 
-def test_sinusoids_of_four_dimensions():
+def test_sinusoids_equal_a_worked_example():
     expected = [[math.sin(p), math.cos(p), math.sin(p / 100), math.cos(p / 100)] for p in range(7)]
     torch.testing.assert_close(nn.sinusoidal(7, 4), torch.tensor(expected))
     halves = nn.sinusoidal(7, 4, halves=True)
@@ -44,7 +44,7 @@ def _encoder(pre: bool) -> nn.Stack:
 
 
 @pytest.mark.parametrize("pre", [False, True])
-def test_an_encoder_is_permutation_equivariant_without_positions_only(pre: bool):
+def test_encoder_is_permutation_equivariant_only_without_positions(pre: bool):
     encoder, x, order = _encoder(pre), torch.randn(2, 9, 16), torch.randperm(9)
     assert_same_logits(encoder(x[:, order], {}), encoder(x, {})[:, order])
     placed = x + nn.SinusoidalPositions(9, 16)(9)
@@ -53,7 +53,7 @@ def test_an_encoder_is_permutation_equivariant_without_positions_only(pre: bool)
 
 
 @pytest.mark.parametrize("kind", [nn.SinusoidalPositions, nn.LearnedPositions])
-def test_a_sequence_longer_than_the_positions_is_refused(kind: type):
+def test_sequences_longer_than_the_positions_are_refused(kind: type):
     positions = kind(10, 8)
     assert positions(4, 6).shape == (4, 8)
     assert torch.equal(positions(2, ids=torch.tensor([[3, 9]])), positions(10)[None, [3, 9]])
@@ -63,14 +63,14 @@ def test_a_sequence_longer_than_the_positions_is_refused(kind: type):
         positions(2, ids=torch.tensor([[3, 10]]))
 
 
-def test_alibi_slopes_of_the_paper():
+def test_alibi_slopes_equal_the_paper():
     assert nn.Alibi(8).slopes.tolist() == [2.0**-h for h in range(1, 9)]
     twelve = nn.Alibi(12).slopes
     assert twelve[:8].tolist() == [2.0**-h for h in range(1, 9)]
     torch.testing.assert_close(twelve[8:], torch.tensor([2.0 ** -(h + 0.5) for h in range(4)]))
 
 
-def test_alibi_and_the_table_are_biases_of_attention():
+def test_alibi_and_t5_table_equal_dense_biases():
     layer, x = nn.MultiHeadAttention(16, 4), torch.randn(1, 6, 16)
     distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     alibi = nn.Alibi(4)

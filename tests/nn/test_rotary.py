@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with rotary positions: transformers' modules with the same weights, forward and
-backward; the cache; what it refuses."""
+"""Rotary self-attention equals transformers' modules with the same weights; cache and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ SIZES = {
 
 
 def _theirs(name: str) -> tuple[Any, Any]:
-    """(the module, what makes cos and sin) of a tiny model with random weights."""
+    """Return the module of a tiny model with random weights, and its source of cos and sin."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     if name == "llama":
         from transformers.models.llama.modeling_llama import LlamaAttention as Attention
@@ -46,8 +45,8 @@ def _theirs(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_is_the_attention_of_transformers(name: str) -> None:
-    """With its weights: outputs and the gradient of x and of every weight."""
+def test_module_equals_transformers(name: str) -> None:
+    """Compare outputs and the gradients of x and every weight."""
     theirs, embedding = _theirs(name)
     norm = name == "qwen3"
     turning = pt.RotaryPositions.from_hugging_face(theirs.config)
@@ -65,9 +64,9 @@ def test_is_the_attention_of_transformers(name: str) -> None:
     x, grad = torch.randn(2, 40, 64, requires_grad=True), torch.randn(2, 40, 64)
     tables = embedding(x, torch.arange(40)[None])
     mask = torch.full((40, 40), -torch.inf).triu(1)[None, None]
-    wanted, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
+    expected, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
     found = ours(x, causal="top_left")
-    assert_same_logits(found, wanted)
+    assert_same_logits(found, expected)
     their_weights = [
         theirs.q_proj.weight,
         theirs.k_proj.weight,
@@ -75,7 +74,7 @@ def test_is_the_attention_of_transformers(name: str) -> None:
         theirs.o_proj.weight,
     ]
     their_weights += [theirs.q_norm.weight, theirs.k_norm.weight] if norm else []
-    dx, dq, dk, dv, *others = torch.autograd.grad(wanted, [x, *their_weights], grad)
+    dx, dq, dk, dv, *others = torch.autograd.grad(expected, [x, *their_weights], grad)
     our_weights = [
         ours.qkv.weight,
         ours.out.weight,
@@ -87,7 +86,7 @@ def test_is_the_attention_of_transformers(name: str) -> None:
         assert_same_gradient(mine, other)
 
 
-def test_step_by_step_as_at_once() -> None:
+def test_cached_steps_equal_the_full_sequence() -> None:
     layer, x = (
         nn.RotaryMultiHeadAttention(
             32, 4, rotary=pt.RotaryPositions(4, interleaved=True), qk_norm=True
@@ -100,7 +99,7 @@ def test_step_by_step_as_at_once() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), whole)
 
 
-def test_only_distances_matter() -> None:
+def test_results_depend_on_distances_only() -> None:
     layer, x = nn.RotaryMultiHeadAttention(32, 2), torch.randn(1, 6, 32)
     moved = torch.cat((torch.randn(1, 5, 32), x), 1)
     lengths = torch.arange(11) >= 5
@@ -109,7 +108,7 @@ def test_only_distances_matter() -> None:
     assert not torch.allclose(layer(x.flip(1)).flip(1), layer(x)), "and they do"
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="leave cross and pattern out"):
         nn.RotaryMultiHeadAttention(32, 2, cross=True)
     with pytest.raises(ValueError, match="rotary turns 32 dimensions, and head_dim is 16"):
@@ -117,7 +116,7 @@ def test_what_it_refuses() -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
+def test_packed_equals_padded(qk_norm: bool) -> None:
     layer, lengths = (
         nn.RotaryMultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=qk_norm),
         torch.tensor([5, 1, 9]),
@@ -131,8 +130,8 @@ def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -> None:
-    """Two steps of a cache whose sequences differ in length: each as if alone."""
+def test_cached_sequences_rotate_by_their_own_positions(kind: str) -> None:
+    """Two steps of a cache with sequences of different lengths equal each sequence alone."""
     torch.manual_seed(0)
     model = pt.models.GPT(
         pt.models.GPTConfig(
@@ -152,7 +151,7 @@ def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -
             assert_same_logits(out.logits[b, : second[b]], alone[int(first[b]) :])
 
 
-def test_a_plan_splits_heads_but_not_their_norms() -> None:
+def test_plan_splits_heads_but_not_modules_with_norms() -> None:
     from pytransformer.nn.parallel import CopiesParallel, HeadsParallel, plan_of
 
     model = torch.nn.ModuleDict(
@@ -163,9 +162,13 @@ def test_a_plan_splits_heads_but_not_their_norms() -> None:
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
-def test_a_model_makes_its_tables_once_a_call(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
-    """One cos and sin for all layers, at each sequence's own positions: the logits of the whole
-    sequences without a cache."""
+def test_models_build_their_tables_once_per_call(
+    monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    """All layers use one cos and sin for each sequence's positions.
+
+    Logits equal those of the full sequences without a cache.
+    """
     model = GPT(
         GPTConfig(
             vocab_size=50, d_model=32, num_layers=3, num_heads=4, positions="rotary", max_length=32

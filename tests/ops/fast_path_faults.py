@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the C++ fast path: (file below csrc/fast_path, text, faulty text), as
-tests/emulator/text_faults.py has them for kernels."""
+"""Faults of the C++ fast path: (file below csrc/fast_path, text, faulty text)."""
 
 FAULTS = (
     (

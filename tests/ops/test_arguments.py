@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of every public op's arguments, generated from the signatures: each has an effect or
-raises, scalars may come from NumPy, and tensor subclasses with a meaning are lowered or refused."""
+"""Properties of every public op's arguments, generated from the signatures.
+
+Each argument has an effect or raises, scalars may come from NumPy, and tensor subclasses with a
+meaning are lowered or refused.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "k_norm": rand(D), "eps": 0.5, "weight_offset": 1.0,
     },
 }  # fmt: skip
-# Arguments that come together, beside pairs of CHANGED: the calls in which they have an effect.
+# Arguments that belong together, beside pairs of CHANGED: calls in which they have an effect.
 EIGHT_BITS = {n: (9 * rand(B, H, L, D + i)).to(torch.int8) for i, n in enumerate(("key", "value"))}
 EIGHT_BITS["value"] = EIGHT_BITS["value"][..., :D]
 TOGETHER: dict[str, list[dict[str, Any]]] = {
@@ -149,7 +152,7 @@ TOGETHER: dict[str, list[dict[str, Any]]] = {
         {"rotary": HALF, "dims": 4},
     ],
 }
-# Arguments that may change nothing, each with its reason.
+# Arguments that may have no effect, each with its reason.
 WITHOUT_EFFECT = {
     "backend": "chooses who computes the same values",
     "strict": "chooses between an error and the reference",
@@ -159,13 +162,13 @@ WITHOUT_EFFECT = {
     "dropout_seed": "models pass it on in evaluation, where dropout_p is 0",
     "enable_gqa": "permits grouped heads, as in PyTorch",
 }
-WITHOUT_EFFECT_IN = {  # likewise, of one op
+WITHOUT_EFFECT_IN = {  # the same, for one op
     (op, "sinks"): "lse includes the sinks" for op in ("attention_weights", "attention_summary")
 }
 
 
 def optional(op: str) -> list[str]:
-    """The optional arguments of a public op, those of ``**mask_and_bias_args`` included."""
+    """Return the optional arguments of a public op, with those of ``**mask_and_bias_args``."""
     from pytransformer.ops.attention_weights import MASK_AND_BIAS
 
     parameters = inspect.signature(getattr(pt, op)).parameters.values()
@@ -175,7 +178,7 @@ def optional(op: str) -> list[str]:
 
 
 def run(op: str, changes: dict[str, Any]) -> list[torch.Tensor]:
-    """Outputs and gradients of every floating tensor of the base call, with one fixed seed."""
+    """Return outputs and gradients of every floating tensor of the base call, with a fixed seed."""
     given = BASE[op]() | changes
     frozen = {"page_table", "key_scale", "value_scale"} & changes.keys()
     learned = op not in ("append_kv", "attention_summary") and not frozen
@@ -201,7 +204,7 @@ def run(op: str, changes: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def outcome(op: str, changes: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Return what :func:`run` does, None if the call raises for its arguments."""
+    """Return the result of :func:`run`, or None if the call raises for its arguments."""
     try:
         return run(op, changes)
     except (TypeError, ValueError):
@@ -215,13 +218,15 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def calls(op: str) -> list[dict[str, Any]]:
-    """No optional argument, each alone, and those that come together."""
+    """Yield no optional argument, each alone, and those that belong together."""
     return [{}, *({name: value} for name, value in CHANGED[op].items()), *TOGETHER.get(op, ())]
 
 
 def ignored(op: str, name: str) -> tuple[list[list[str]], int]:
-    """(the calls in which this argument changes nothing and does not raise; in how many it
-    acts)."""
+    """Return the calls in which an argument has no effect and does not raise.
+
+    Return also the number of calls in which it has an effect.
+    """
     silent, acts = [], 0
     for call in calls(op):
         without = outcome(op, {n: v for n, v in call.items() if n != name})
@@ -249,11 +254,11 @@ def test_every_optional_argument_acts_or_raises(op: str) -> None:
 
 
 class Named(torch.Tensor):
-    """A class without a protocol of its own: its storage is what it means."""
+    """A subclass without a protocol: its storage holds its values."""
 
 
 class Scaled(torch.Tensor):
-    """Stands for other numbers than its storage holds, by ``__torch_function__``."""
+    """A subclass whose values differ from its storage, by ``__torch_function__``."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +266,7 @@ class Scaled(torch.Tensor):
 
 
 class Packed(torch.Tensor):
-    """Stands for other numbers, by ``__torch_dispatch__``, as quantized weights do."""
+    """A subclass whose values differ, by ``__torch_dispatch__``, like quantized weights."""
 
     @staticmethod
     def __new__(cls, t: torch.Tensor) -> Packed:
@@ -291,7 +296,7 @@ MEANINGFUL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def places(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """Each tensor of an argument in turn, changed: (where it is, the argument)."""
+    """Yield (position, argument) with each tensor of an argument changed in turn."""
     if isinstance(value, torch.Tensor):
         yield "", change(value)
     elif isinstance(value, pt.AlibiBias):
@@ -311,7 +316,7 @@ def places(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterat
 def with_a_subclass(
     op: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[str, Any]]:
-    """(the argument, a valid call but for it) for every tensor of every call."""
+    """Yield (argument, call) for every tensor of every call; only that tensor is invalid."""
     seen = set()
     extra = [{"bias": pt.RelativePositionBias(rand(8, H))}] if "bias" in CHANGED[op] else []
     for call in (*calls(op), *extra):
@@ -326,7 +331,7 @@ def with_a_subclass(
 
 
 def values(op: str, given: dict[str, Any]) -> list[torch.Tensor]:
-    """The outputs of a call without gradients."""
+    """Return the outputs of a call without gradients."""
     torch.manual_seed(0)
     with torch.no_grad():
         out = getattr(pt, op)(**given)
@@ -336,7 +341,7 @@ def values(op: str, given: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_tensor_by_another_name_is_that_tensor(op: str, kind: str) -> None:
+def test_a_subclass_without_a_protocol_is_a_plain_tensor(op: str, kind: str) -> None:
     for (name, given), (_, same_call) in zip(
         with_a_subclass(op, PLAIN[kind]), with_a_subclass(op, lambda t: t)
     ):
@@ -361,7 +366,7 @@ def test_a_subclass_that_dispatches_gets_the_raw_op(op: str) -> None:
     """The class unwraps itself or refuses; this one refuses."""
     for name, given in with_a_subclass(op, Packed):
         if name == "sinks" and op in ("attention_weights", "attention_summary"):
-            continue  # they are in lse already
+            continue  # lse contains them already
         with pytest.raises((NotImplementedError, TypeError, RuntimeError)):
             values(op, given)
 
@@ -369,10 +374,10 @@ def test_a_subclass_that_dispatches_gets_the_raw_op(op: str) -> None:
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs:UserWarning")
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 6), (6, 3)], ids=str)
-def test_a_causal_bias_is_its_dense_mask(
+def test_a_causal_bias_equals_its_dense_mask(
     bias: Callable[[int, int], torch.Tensor], sizes: tuple[int, int]
 ) -> None:
-    """Beside every other mask, too: only alone it becomes ``causal=``."""
+    """It becomes ``causal=`` only if no other mask is given; the test adds each other mask."""
     q, k = rand(B, H, sizes[0], D), rand(B, H, sizes[1], D)
     offset = sizes[1] - sizes[0] if bias is causal_lower_right else 0
     dense = torch.ones(sizes, dtype=torch.bool).tril(offset)
@@ -415,8 +420,7 @@ def test_a_causal_bias_is_its_dense_mask(
 
 
 def scalars(op: str) -> Iterator[tuple[str, dict[str, Any], Callable[[Any], Any]]]:
-    """(argument, a call with it, how to write a number there) for every scalar of every valid
-    call."""
+    """Yield (argument, call, setter) for every scalar of every valid call."""
     for call in (
         *calls(op),
         {"dropout_p": 0.5, "dropout_seed": 7},

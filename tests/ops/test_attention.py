@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's values: worked examples, the named cases on every backend, and PyTorch's own
-function."""
+"""Attention's values: worked examples, the named cases on every backend, and PyTorch's function."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def rows(*values: float) -> torch.Tensor:
-    """(1, 1, n, 1)."""
+    """Return values of shape (1, 1, n, 1)."""
     return torch.tensor(values)[None, None, :, None]
 
 
@@ -26,15 +25,14 @@ def rows(*values: float) -> torch.Tensor:
 
 
 def test_similarities_weigh_the_values(backend: str) -> None:
-    """Similarities 0.05, 0.45, 0.45 over the values 1, 20, 22: normalised, 18.95 / 0.95."""
+    """Scores 0.05, 0.45, 0.45 over the values 1, 20, 22 give 18.95 / 0.95."""
     scores = torch.tensor([0.05, 0.45, 0.45]).log().tolist()
     out = pt.attention(rows(1.0), rows(*scores), rows(1.0, 20.0, 22.0), scale=1.0, backend=backend)
     assert out.item() == pytest.approx(18.95 / 0.95, rel=1e-6)
 
 
 def test_a_permutation_matrix_permutes_rows(backend: str) -> None:
-    """Scores that are a permutation matrix (sharpened by the scale) take rows 2, 1, 3 of the
-    values."""
+    """Scores that are a sharp permutation matrix select rows 2, 1, 3 of the values."""
     permutation = torch.eye(3)[[1, 0, 2]]
     value = torch.arange(12.0).reshape(3, 4)
     out = pt.attention(
@@ -67,7 +65,7 @@ def test_equal_scores_give_the_mean_and_the_log_of_the_count(backend: str) -> No
 
 
 def test_alibi_is_linear_in_the_distance(backend: str) -> None:
-    """Zero scores and slope s: weights proportional to exp(-s |j - i|)."""
+    """Zero scores and slope s give weights proportional to exp(-s |j - i|)."""
     zeros = torch.zeros(1, 1, 6, 4)
     bias = pt.AlibiBias(torch.tensor([0.7]))
     weights = pt.attention(zeros, zeros, torch.eye(6)[None, None], bias=bias, backend=backend)[0, 0]
@@ -76,8 +74,8 @@ def test_alibi_is_linear_in_the_distance(backend: str) -> None:
     assert torch.allclose(weights, want, atol=1e-6)
 
 
-def test_one_decoding_step_equals_the_last_row_of_the_whole(backend: str) -> None:
-    """bottom_right with window, ALiBi and T5: decoding with a cache needs nothing else."""
+def test_decoding_step_equals_the_last_row(backend: str) -> None:
+    """Decoding with a cache needs only bottom_right, with window, ALiBi and T5."""
     q, k, v = torch.randn(3, 2, 4, 37, 16).unbind(0)
     table = torch.randn(32, 4)
     for bias in (pt.AlibiBias(torch.rand(4)), pt.RelativePositionBias(table, False), None):
@@ -98,7 +96,7 @@ def test_one_decoding_step_equals_the_last_row_of_the_whole(backend: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("case", cases("attention"), ids=lambda c: c.name)
 def test_case_within_the_bound(case, dtype: torch.dtype, backend: str) -> None:
-    """Every benchmarked problem, at a small shape with odd lengths: outputs, lse, all gradients."""
+    """Check outputs, lse and gradients of every benchmark case at small odd shapes."""
     args, kwargs = case.make("cpu", dtype, seed=1)
     check_attention(args, kwargs, backend)
 
@@ -111,8 +109,8 @@ def test_tile_edges_within_the_bound(lengths: tuple[int, int], backend: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0)])
-def test_empty_problems(shape: tuple[int, int, int, int], backend: str) -> None:
-    """Without keys the output is 0 and lse -inf; gradients are zeros of the right shape."""
+def test_empty_inputs_give_zero_output(shape: tuple[int, int, int, int], backend: str) -> None:
+    """Without keys the output is 0, lse is -inf and the gradients are zeros."""
     b, h, lq, lk = shape
     q, k, v = torch.randn(b, h, lq, 8), torch.randn(b, h, lk, 8), torch.randn(b, h, lk, 8)
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -124,7 +122,7 @@ def test_empty_problems(shape: tuple[int, int, int, int], backend: str) -> None:
 
 
 def test_outputs_keep_the_memory_order_of_the_inputs(backend: str) -> None:
-    """A (B, L, H, D) model never copies: out and gradients lie in memory as their inputs do."""
+    """A (B, L, H, D) model never copies: outputs and gradients have the inputs' strides."""
     leaves = [torch.randn(2, 5, 3, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
     out = pt.attention(*leaves, backend=backend)
     assert out.transpose(1, 2).is_contiguous()
@@ -161,10 +159,8 @@ def test_equals_torch_in_float64(name: str, kwargs: dict, backend: str) -> None:
     assert torch.allclose(ours, F.scaled_dot_product_attention(q, k, v, **kwargs), atol=1e-12)
 
 
-def test_pytorchs_own_samples(backend: str) -> None:
-    """The inputs PyTorch tests its function with, through ours. Dropout draws other bits: those are
-    left
-    out."""
+def test_opinfo_samples_of_pytorch(backend: str) -> None:
+    """Run PyTorch's samples of its function, except dropout, whose random bits differ."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     opinfo = next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
@@ -187,8 +183,8 @@ def test_pytorchs_own_samples(backend: str) -> None:
 # ---- dropout
 
 
-def test_dropout_keeps_its_share_and_its_mean(backend: str) -> None:
-    """The kept weights are 1/(1-p) times the plain ones, a binomial share of them."""
+def test_dropout_scales_a_binomial_share_of_the_weights(backend: str) -> None:
+    """The remaining weights are 1/(1-p) times those without dropout."""
     n, p = 512, 0.3
     q = torch.zeros(1, 1, n, 8)
     eye = torch.eye(n)[None, None]
@@ -200,9 +196,8 @@ def test_dropout_keeps_its_share_and_its_mean(backend: str) -> None:
     assert abs(share - (1 - t / 65536)) < 4 * sigma
 
 
-def test_dropout_bits_are_those_of_the_specification(backend: str) -> None:
-    """Bit for bit the oracle's own Philox, for odd sizes, several heads and sequences, negative
-    seeds."""
+def test_dropout_bits_match_the_oracle(backend: str) -> None:
+    """Sizes are odd, heads and sequences several, and some seeds negative."""
     from pytransformer.testing.oracle import keep_factor
 
     for seed in (0, 1, -1, 2**63 - 1, -(2**63), 1 << 40):
@@ -213,7 +208,7 @@ def test_dropout_bits_are_those_of_the_specification(backend: str) -> None:
         assert torch.equal(weights > 0, keep > 0), seed
 
 
-def test_a_drawn_seed_follows_torchs_generator(backend: str) -> None:
+def test_drawn_seed_follows_the_torch_generator(backend: str) -> None:
     q = torch.randn(1, 1, 16, 8)
     draws = []
     for seed in (1, 1, 2):
@@ -226,10 +221,8 @@ def test_a_drawn_seed_follows_torchs_generator(backend: str) -> None:
 # ---- absolute indices
 
 
-def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
-    """query_start and key_start of the raw op: rows 5.. and keys 8.. of a problem equal that
-    problem with the
-    rest hidden."""
+def test_starts_select_a_tile_of_a_larger_problem(backend: str) -> None:
+    """Rows from query_start and keys from key_start equal a larger problem with the rest hidden."""
     from pytransformer.ops.attention import _prepare, attention_op
 
     q, k, v = torch.randn(3, 2, 2, 24, 8).unbind(0)
@@ -252,7 +245,7 @@ def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices_of_batch_and_heads_drop_what_the_whole_does(
+def test_slices_of_batch_and_heads_have_the_dropout_of_the_full_call(
     backend: str, dtype: torch.dtype, packed: bool
 ) -> None:
     check_slices(backend, dtype, packed)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention among PyTorch's machinery: autograd of any order, torch.func, compile, opcheck,
-autocast,
-determinism, memory."""
+"""Attention within PyTorch: autograd, torch.func, compile, autocast, determinism, memory."""
 
 from __future__ import annotations
 
@@ -22,9 +20,10 @@ VARIANTS = ("plain", "masked", "bias", "alibi", "t5", "sinks", "dropout")
 
 
 def problem(variant: str, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict]:
-    """Leaves (query, key, value, one more where the variant has it) and a function of them that
-    returns
-    keywords."""
+    """Return the leaves and a function from leaves to keywords.
+
+    The leaves are query, key, value and one more if the variant has it.
+    """
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, h, n, 3, dtype=dtype) for h, n in ((4, 3), (2, 5), (2, 5)))
     keywords = {
@@ -51,9 +50,10 @@ def problem(variant: str, dtype: torch.dtype = torch.float64) -> tuple[list[torc
 
 
 def function(keywords, backend: str):
-    """(out, lse) of the leaves; lse of rows that see nothing is replaced, for finite differences
-    cannot take
-    infinity."""
+    """Return (out, lse) as a function of the leaves.
+
+    It replaces the lse of rows without a visible key: finite differences need finite values.
+    """
 
     def call(q, k, v, *extra):
         out, lse = pt.attention(
@@ -77,8 +77,7 @@ def test_gradgradcheck(variant: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_func_grad_and_jacrev(variant: str, backend: str) -> None:
-    """torch.func equals autograd."""
+def test_func_grad_and_jacrev_equal_autograd(variant: str, backend: str) -> None:
     leaves, keywords = problem(variant)
     f = function(keywords, backend)
     loss = lambda *x: f(*x)[0].sin().sum()
@@ -112,11 +111,11 @@ def test_vmap_equals_a_loop(backend: str) -> None:
 
 
 def test_forward_mode_is_right_or_refused(backend: str) -> None:
-    """Never silently zero: jvp and dual tensors equal the reverse-mode answer, or raise."""
+    """jvp and dual tensors equal the reverse-mode result or raise; they never return zeros."""
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64).unbind(0)
     tangent = torch.randn_like(q)
     call = lambda x: pt.attention(x, k, v, backend=backend, strict=True)
-    _, want = torch.autograd.functional.jvp(call, q, tangent)  # by double backward
+    _, want = torch.autograd.functional.jvp(call, q, tangent)  # uses double backward
     try:
         _, ours = torch.func.jvp(call, (q,), (tangent,))
     except (RuntimeError, NotImplementedError):
@@ -132,42 +131,50 @@ def test_forward_mode_is_right_or_refused(backend: str) -> None:
     assert ours is not None and torch.allclose(ours, want, atol=1e-10)
 
 
-@pytest.mark.unpoisoned  # guarded outputs have a storage offset that the fakes do not
+@pytest.mark.unpoisoned  # guarded outputs have a storage offset; fake outputs have none
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck_of_the_raw_ops(variant: str, backend: str) -> None:
-    """Schema, fakes and dispatch of forward and backward (values and strides are the fuzzer's)."""
+    """Check schema, fakes and dispatch of forward and backward; the fuzzer checks values."""
     leaves, keywords = problem(variant, torch.float32)
     leaves = [leaf.detach() for leaf in leaves]
     a, _, _ = _prepare(*leaves[:3], **keywords(*leaves[3:]))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(attention_op.fwd, (*a, backend, True), test_utils=tests)
     out, lse = attention_op.fwd(*a, backend, True)
-    wanted = [
+    expected = [
         isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in attention_op.positions
     ]
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *a, out, lse, wanted, backend, True)
+    arguments = (
+        torch.randn_like(out),
+        torch.randn_like(lse),
+        *a,
+        out,
+        lse,
+        expected,
+        backend,
+        True,
+    )
     torch.library.opcheck(attention_op.bwd, arguments, test_utils=tests)
 
 
 @pytest.mark.unpoisoned
 def test_compiled_derivatives_are_right_or_refused() -> None:
-    """torch.compile leaves autograd Functions out of torch.func.grad, which would make the gradient
-    zero."""
+    """torch.compile ignores autograd Functions in torch.func.grad: the gradient would be zero."""
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
     loss = lambda q: pt.attention(q, k, v).sin().sum()
     want = torch.func.grad(loss)(q)
     assert torch.equal(torch.func.grad(torch.compile(loss, backend="aot_eager"))(q), want)
     assert torch.equal(torch.compile(torch.func.grad(loss), backend="aot_eager")(q), want)
-    torch._dynamo.reset()  # or what was compiled just now, which runs eagerly, would be used again
+    # Otherwise Dynamo would reuse the code that it compiled for the eager run.
+    torch._dynamo.reset()
     with pytest.raises(Exception, match=r"without fullgraph=True they run eagerly"):
         torch.compile(torch.func.grad(loss), backend="aot_eager", fullgraph=True)(q)
 
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("variant", ("plain", "masked", "t5"))
-def test_compiles_whole_without_recompiling(variant: str) -> None:
-    """One graph, no break, forward and backward; use_backend changes the backend without a
-    recompilation."""
+def test_compiles_to_one_graph_without_recompiling(variant: str) -> None:
+    """Forward and backward have no graph break; use_backend causes no recompilation."""
     leaves, keywords = problem(variant, torch.float32)
     backends = [
         n
@@ -185,8 +192,8 @@ def test_compiles_whole_without_recompiling(variant: str) -> None:
     torch._dynamo.reset()
 
 
-def test_autocast_casts_operands_alone(backend: str) -> None:
-    """q, k, v take the autocast dtype; the bias keeps its own, gradient too."""
+def test_autocast_casts_only_query_key_and_value(backend: str) -> None:
+    """The bias and its gradient keep their dtype."""
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(1, 2, 9, 9, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -220,7 +227,7 @@ def run(leaves: list[torch.Tensor], keywords: dict, backend: str) -> list[torch.
     return [out, lse, *torch.autograd.grad((out.float() * torch.linspace(-1, 1, 64)).sum(), leaves)]
 
 
-def test_twenty_runs_and_both_thread_counts_agree_bit_for_bit(backend: str) -> None:
+def test_repeated_runs_and_thread_counts_give_equal_bits(backend: str) -> None:
     leaves, keywords = everything()
     first = run(leaves, keywords, backend)
     threads = torch.get_num_threads()
@@ -235,10 +242,11 @@ def test_twenty_runs_and_both_thread_counts_agree_bit_for_bit(backend: str) -> N
         torch.set_num_threads(threads)
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
-    """Alone or in a batch with others, each sequence gets the same bits (dropout, which counts the
-    batch,
-    apart)."""
+def test_sequence_does_not_depend_on_its_batch(backend: str) -> None:
+    """Each sequence gets the same bits alone and in a batch.
+
+    Dropout, which counts the batch, is off.
+    """
     leaves, keywords = everything()
     keywords = {**keywords, "dropout_p": 0.0}
     whole = run(leaves, keywords, backend)[:5]
@@ -274,9 +282,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.unpoisoned
 def test_memory_is_linear_in_length(backend: str) -> None:
-    """L = 16,384 with the T5 bias, forward and backward: one (Lq, Lk) matrix of one byte would be
-    512 MB; far
-    less is used."""
+    """One (Lq, Lk) byte matrix at L = 16,384 would need 512 MB; T5's bias is on."""
     if backend == "reference":
         pytest.skip("the reference builds the (Lq, Lk) matrices on purpose")
     result = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bad input raises an error that names the argument, what it got and what it wants."""
+"""Every bad input raises an error with the argument's name, its value and the expectation."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ BAD = [
 
 VALUES = [
     b for b in BAD if b[0] in ("lengths range", "negative length")
-]  # seen by the op itself, not by its wrapper
+]  # checked by the op itself, not by its wrapper
 SHAPES = [b for b in BAD if b[0] not in ("lengths range", "negative length")]
 
 
@@ -183,19 +183,19 @@ def test_values_are_checked_by_every_backend(
         pt.attention(**(GOOD | change), backend=backend)
 
 
-def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/cuda/test_gpu_attention.py has the calls."""
+def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU calls are in tests/cuda/test_gpu_attention.py."""
     monkeypatch.delenv("PYTRANSFORMER_CHECK", raising=False)
     assert looks_at_values(torch.device("cpu")) and not looks_at_values(torch.device("cuda"))
-    for value, wanted in (("1", True), ("0", False), ("", False)):
+    for value, expected in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("PYTRANSFORMER_CHECK", value)
-        assert looks_at_values(torch.device("cuda")) is wanted and looks_at_values(
+        assert looks_at_values(torch.device("cuda")) is expected and looks_at_values(
             torch.device("cpu")
         )
 
 
-def test_a_forced_backend_that_cannot_raises_with_the_reason() -> None:
-    """Forced means forced: no fallback, the reason in the message, and explain tells the same."""
+def test_unable_forced_backend_raises_with_the_reason() -> None:
+    """A forced backend has no fallback; the message and explain give the same reason."""
     from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
@@ -219,7 +219,7 @@ def _forced(backend: str) -> torch.Tensor:
         return pt.attention(**GOOD)
 
 
-def test_strict_refuses_the_reference_and_names_every_reason() -> None:
+def test_strict_raises_instead_of_the_reference_and_lists_every_reason() -> None:
     from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
@@ -238,7 +238,7 @@ def test_strict_refuses_the_reference_and_names_every_reason() -> None:
         pt.clear_fallbacks()
 
 
-def test_unknown_names_are_told() -> None:
+def test_unknown_names_raise() -> None:
     with pytest.raises(ValueError, match="unknown op 'attend'"):
         pt.explain("attend", **GOOD)
     with (

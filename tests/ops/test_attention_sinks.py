@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks: one more term of each row's sum, on every backend; what random problems
-(tests/test_fuzz.py) cannot name."""
+"""Attention sinks on every backend, in cases that the fuzzer (tests/test_fuzz.py) cannot draw."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def qkv(
 def results(
     args: tuple[torch.Tensor, ...], sinks: torch.Tensor | None, backend: str, **options: Any
 ) -> list[torch.Tensor]:
-    """out, lse and the gradients of query, key and value, and of the sinks if there are any, for
-    one upstream gradient."""
+    """Return out, lse and the gradients of all inputs for one upstream gradient."""
     inputs = [t.detach().requires_grad_() for t in (*args, *([] if sinks is None else [sinks]))]
     if sinks is not None:
         options["sinks"] = inputs[3]
@@ -52,8 +50,8 @@ def results(
     ]
 
 
-def test_zeros_are_softmax_off_by_one(backend: str) -> None:
-    """exp(s) / (1 + sum exp(s)), written out; lse is the log of that sum."""
+def test_zero_sinks_give_softmax_off_by_one(backend: str) -> None:
+    """The weights are exp(s) / (1 + sum exp(s)); lse is the log of that sum."""
     query, key, value = qkv(kv=4)
     out, lse = pt.attention(
         query, key, value, sinks=torch.zeros(4), return_lse=True, backend=backend, strict=True
@@ -68,17 +66,19 @@ def test_zeros_are_softmax_off_by_one(backend: str) -> None:
     "keywords",
     [{}, {"causal": "bottom_right", "window": (30, 0)}, {"softcap": 3.0, "dropout_p": 0.3}],
 )
-def test_minus_infinity_is_no_sink(backend: str, keywords: dict[str, Any]) -> None:
-    """Bit for bit, and it has no gradient."""
+def test_sink_of_minus_infinity_changes_no_bit(backend: str, keywords: dict[str, Any]) -> None:
+    """The gradient of such a sink is zero."""
     keywords = {**keywords, "dropout_seed": 5}
     *with_sinks, d_sinks = results(qkv(), torch.full((4,), NONE), backend, **keywords)
     assert all(map(torch.equal, with_sinks, results(qkv(), None, backend, **keywords)))
     assert not d_sinks.count_nonzero()
 
 
-def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
-    """By a mask, by bounds and for want of keys: out 0, lse the sink, which alone gets lse's
-    gradient. Past query_lengths is no query."""
+def test_query_without_visible_keys_has_lse_equal_to_its_sink(backend: str) -> None:
+    """Its out is 0, and only the sink gets the gradient of lse.
+
+    Masks, bounds and missing keys each hide every key. Rows past query_lengths are not queries.
+    """
     sinks = torch.tensor([0.0, -3.25, 1500.0, NONE])
     mask = torch.ones(1, 1, 9, 1, dtype=torch.bool)
     mask[:, :, 3] = False
@@ -100,9 +100,8 @@ def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
     assert agree(d_sinks, want)
 
 
-def test_a_row_whose_weights_are_lost_in_lse(backend: str) -> None:
-    """exp(20) swallows every weight, so that lse is the sink but for an ulp: the row is seen, and
-    its gradients are right."""
+def test_gradients_are_right_where_lse_rounds_to_the_sink(backend: str) -> None:
+    """exp(20) absorbs every weight, so lse exceeds the sink by one ulp only."""
     check_attention(
         qkv(), {"sinks": torch.tensor([20.0, 20.0, 40.0, 0.0]), "causal": "bottom_right"}, backend
     )
@@ -110,7 +109,7 @@ def test_a_row_whose_weights_are_lost_in_lse(backend: str) -> None:
     assert bool((lse > 20).all()) and bool(d_query.any(-1).all()) and bool(out.any(-1).all())
 
 
-def test_plus_infinity_takes_all_and_nan_is_seen(backend: str) -> None:
+def test_infinite_sink_gives_zero_output_and_nan_sink_gives_nan(backend: str) -> None:
     out, lse, *grads = results(qkv(), torch.full((4,), math.inf), backend)
     assert not out.any() and bool((lse > 1e38).all()) and not any(bool(g.any()) for g in grads[:3])
     out, lse, *_ = results(qkv(), torch.tensor([math.nan, 0.0, NONE, 1.0]), backend)
@@ -119,9 +118,11 @@ def test_plus_infinity_takes_all_and_nan_is_seen(backend: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["attn_mask", "bias"])
-def test_the_lowest_numbers_are_data(backend: str, place: str) -> None:
-    """A row of finfo.min beside a sink of finfo.min: a mean over one more than its keys, with its
-    gradient, though lse has lost the log."""
+def test_scores_of_finfo_min_are_data(backend: str, place: str) -> None:
+    """A row and a sink of finfo.min give the mean over one more than the row's keys.
+
+    The gradient is right although lse loses the log.
+    """
     lowest = torch.finfo(torch.float32).min
     args = qkv(lq=3, lk=7)
     mask = torch.zeros(1, 1, 3, 7)
@@ -136,7 +137,7 @@ def test_the_lowest_numbers_are_data(backend: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("lq, lk", [(1, 3000), (3, 2500)])
-def test_splits_of_the_keys_add_the_sink_once(backend: str, lq: int, lk: int) -> None:
+def test_split_kv_adds_the_sink_once(backend: str, lq: int, lk: int) -> None:
     sinks = torch.tensor([7.0, 8.0, 6.5, NONE])
     options: dict[str, Any] = {"causal": "bottom_right", "key_lengths": torch.tensor([lk, lk // 3])}
     check_attention(qkv(lq=lq, lk=lk, dim=32), {"sinks": sinks, **options}, backend)
@@ -161,10 +162,10 @@ def test_packed_equals_padded(backend: str) -> None:
     assert agree(want, total)
 
 
-def test_weights_leave_the_sinks_share_out() -> None:
+def test_attention_weights_exclude_the_sink() -> None:
     query, key, value = (
         t.double() for t in qkv(kv=4)
-    )  # of a sink of 30 lse is rounded by 16 eps in float32
+    )  # with a sink of 30, rounding changes lse by 16 eps in float32
     sinks = torch.tensor([0.0, 2.0, 30.0, NONE], dtype=torch.float64)
     _, lse = pt.attention(query, key, value, sinks=sinks, return_lse=True)
     weights = pt.attention_weights(query, key, lse, sinks=sinks)

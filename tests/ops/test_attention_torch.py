@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend torch: what it takes, where PyTorch's kernels mean something else, and that it stands
-before the reference."""
+"""The backend torch: supported cases, declined cases, and its place before the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pytransformer.testing.cases import cases
 from support.attention_check import check_attention, run_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# The named cases with gradients. docs/ops/attention-torch.md and docs/fallbacks.md list them too.
+# The named cases with gradients; docs/ops/attention-torch.md and docs/fallbacks.md list them.
 TAKEN = {
     "full", "causal", "causal_bottom_right", "key_padding", "padding", "left_padding", "bool_mask",
     "gqa", "cross", "decode", "value_dim",
@@ -31,7 +30,7 @@ def reason(op: str, *args: Any, **kwargs: Any) -> str | None:
 
 
 def without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where no kernel of ours is built."""
+    """Disable all native and Triton kernels."""
     op = OPS["attention"]
     monkeypatch.setattr(
         op, "backends", {name: op.backends[name] for name in ("torch", "reference")}
@@ -45,7 +44,7 @@ def qkv(
     return [torch.randn(size, dtype=dtype) for size in (shape, keys, keys)]
 
 
-def test_the_cases_that_it_takes() -> None:
+def test_supported_cases_match_the_documented_list() -> None:
     everything = [*cases("attention"), *cases("attention_varlen")]
     taken = set()
     for case in everything:
@@ -55,7 +54,9 @@ def test_the_cases_that_it_takes() -> None:
     assert taken == TAKEN
 
 
-def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_precedes_the_reference_and_is_not_a_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     op = OPS["attention"]
     assert list(op.backends)[-2:] == ["torch", "reference"]
     without_ours(monkeypatch)
@@ -69,9 +70,10 @@ def test_it_stands_before_the_reference_and_is_no_fallback(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 @pytest.mark.parametrize("kind", ["bool", "float", "both"])
-def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> None:
-    """A mask of the pairs takes windows, segments and lengths with it; rows without a key, NaN
-    where nothing looks."""
+def test_dense_masks_combine_with_windows_segments_and_lengths(
+    kind: str, causal: str | None
+) -> None:
+    """Rows without a key and hidden positions hold NaN."""
     q, k, v = qkv(2, 4, 33, 16, num_keys=40)
     keywords: dict[str, Any] = {
         "causal": causal,
@@ -95,17 +97,15 @@ def test_masks_with_positions_that_they_cover(kind: str, causal: str | None) -> 
     assert solution.dead_queries.any()
     found = bounds.check(solution, {"out": out, "lse": lse}, torch.float32, "zero_mean")
     assert all(c.ok for c in found), found
-    if kind == "bool":  # without a floating mask there are gradients too
+    if kind == "bool":  # without a floating mask gradients are supported too
         check_attention((q, k, v), keywords, "torch", poisoned=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_whole_rows_and_keys_without_a_mask_of_pairs(
-    dtype: torch.dtype, causal: str | None
-) -> None:
+def test_hidden_rows_and_keys_need_no_dense_mask(dtype: torch.dtype, causal: str | None) -> None:
     keep = torch.rand(3, 1, 1, 50) > 0.4
-    keep[..., :5] = False  # causal rows that see nothing yet
+    keep[..., :5] = False  # causal rows before the first key
     keywords: dict[str, Any] = {
         "attn_mask": keep,
         "causal": causal,
@@ -117,8 +117,8 @@ def test_whole_rows_and_keys_without_a_mask_of_pairs(
     )
 
 
-def test_the_gradient_of_lse_alone() -> None:
-    """The column that carries it; float16 and a value narrower than query, too."""
+def test_gradient_of_lse_alone() -> None:
+    """Cover float16 and a value narrower than query."""
     for dtype in (torch.float32, torch.float16):
         q, k, v = qkv(2, 2, 19, 16, dtype=dtype)
         v = v[..., :8]
@@ -132,7 +132,7 @@ def test_the_gradient_of_lse_alone() -> None:
 
 @pytest.mark.falls_back
 def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's gradient is wrong there: as if every key had the whole weight."""
+    """PyTorch's gradient is wrong there: each key gets the full weight."""
     mask = torch.zeros(1, 1, 6, 6)
     mask[..., 2, :] = torch.finfo(torch.float32).min
     q, k, v = (t.requires_grad_() for t in qkv(1, 1, 6, 8))
@@ -154,9 +154,9 @@ def test_rows_of_finfo_min_go_to_the_next_backend(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.autograd.grad(out[..., 2, :].sum(), v)[0], want)
 
 
-def test_what_it_declines_and_why() -> None:
+def test_unsupported_calls_give_a_reason() -> None:
     q, k, v = qkv(1, 2, 4, 8, num_keys=6)
-    said = {
+    output = {
         "dropout": dict(dropout_p=0.1),
         "softcap": dict(softcap=5.0),
         "ALiBi": dict(bias=pt.AlibiBias(torch.ones(2))),
@@ -165,7 +165,7 @@ def test_what_it_declines_and_why() -> None:
         "gradient": dict(bias=torch.zeros(4, 6, requires_grad=True)),
         "one number": dict(bias=torch.zeros(4, 1)),
     }
-    for word, keywords in said.items():
+    for word, keywords in output.items():
         why = reason("attention", q, k, v, **keywords)
         assert why is not None and word in why, (word, why)
         with pytest.raises(pt.BackendError, match="cannot do this"):
@@ -184,19 +184,21 @@ def test_what_it_declines_and_why() -> None:
     assert reason("attention", q[:, :, :1], k, v, causal="bottom_right", window=(2, 0)) is None
 
 
-def test_backward_of_another_backend_s_forward() -> None:
-    """What is saved serves every backend: out and lse of the one, gradients by the other."""
+def test_backward_runs_on_another_backend_than_forward() -> None:
+    """Every backend saves the same tensors, out and lse among them."""
     keep = torch.rand(2, 1, 1, 21) > 0.5
     keep[1] = False
     leaves = [t.requires_grad_() for t in qkv(2, 2, 21, 16)]
     a, _, _ = OPS["attention"].prepare(*leaves, attn_mask=keep)
     a = a._replace(query=leaves[0].detach(), key=leaves[1].detach(), value=leaves[2].detach())
     grad = torch.randn(2, 2, 21, 16)
-    wanted = [True] * 3 + [False] * 5
+    expected = [True] * 3 + [False] * 5
     found = {}
     for forward, backward in (("cpu", "torch"), ("torch", "cpu"), ("reference", "reference")):
         out, lse = OPS["attention"].fwd(*a, forward, True)
-        found[forward] = OPS["attention"].bwd(grad, None, *a, out, lse, wanted, backward, True)[:3]
+        found[forward] = OPS["attention"].bwd(grad, None, *a, out, lse, expected, backward, True)[
+            :3
+        ]
     for name in ("cpu", "torch"):
         for mine, theirs in zip(found[name], found["reference"]):
             assert bounds.agree(mine, theirs)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: bit for bit what the padded call gives, and nothing read outside the
-sequences."""
+"""Packed sequences give the bits of the padded call and read nothing outside the sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def pad(x: torch.Tensor, lengths: tuple[int, ...], longest: int) -> torch.Tensor:
-    """(total, H, D) to (B, H, longest, D)."""
+    """Pad (total, H, D) to (B, H, longest, D)."""
     out = x.new_zeros(len(lengths), x.shape[1], longest, x.shape[2])
     for b, (start, n) in enumerate(zip(offsets(lengths).tolist(), lengths)):
         out[b, :, :n] = x[start : start + n].transpose(0, 1)
@@ -46,7 +45,7 @@ def keywords(heads: int):
 def test_packed_equals_padded_bit_for_bit(
     name: str, kwargs: dict, lengths: tuple[int, ...], backend: str
 ) -> None:
-    """Output, lse and the gradients of query, key and value."""
+    """Compare output, lse and the gradients of query, key and value."""
     if backend == "torch":
         pytest.skip(
             "PyTorch's kernels choose their tiles by the padded length: within the bound"
@@ -77,9 +76,10 @@ def test_packed_equals_padded_bit_for_bit(
     assert torch.equal(lse.mT, unpad(want_lse[..., None], lengths)[..., 0])
     grad = torch.randn_like(want)
     grads = torch.autograd.grad(out, packed, unpad(grad, lengths))
-    wanted = torch.autograd.grad(want, padded, grad)
-    for name_, ours, theirs, n in zip("qkv", grads, wanted, (lengths, lengths_k, lengths_k)):
-        if backend == "reference":  # plain PyTorch sums a batch in another order than a sequence
+    expected = torch.autograd.grad(want, padded, grad)
+    for name_, ours, theirs, n in zip("qkv", grads, expected, (lengths, lengths_k, lengths_k)):
+        # Plain PyTorch sums a batch in another order than a single sequence.
+        if backend == "reference":
             assert torch.allclose(ours.float(), unpad(theirs, n).float(), atol=2e-2), name_
         else:
             assert torch.equal(ours, unpad(theirs, n)), name_
@@ -95,8 +95,10 @@ def test_case_runs_forward_and_backward(case, backend: str) -> None:
 
 
 def test_rows_outside_the_sequences_are_not_read(backend: str) -> None:
-    """NaN behind the last sequence reaches nothing; its output is 0, its lse -inf, its gradient
-    0."""
+    """NaN rows behind the last sequence have no effect.
+
+    Their output is 0, their lse -inf and their gradient 0.
+    """
     x = torch.randn(3, 20, 2, 8)
     x[:, 15:] = math.nan
     q, k, v = (t.requires_grad_() for t in x.unbind(0))
@@ -129,7 +131,7 @@ def test_rows_outside_the_sequences_are_not_read(backend: str) -> None:
         ({"bias": torch.zeros(10, 10)}, "dense bias has no packed form"),
     ],
 )
-def test_bad_input_is_named(change: dict, message: str, backend: str) -> None:
+def test_bad_input_is_named_in_the_error(change: dict, message: str, backend: str) -> None:
     x, cu = torch.randn(10, 2, 8), torch.tensor([0, 5, 8, 10])
     arguments = {
         "query": x,

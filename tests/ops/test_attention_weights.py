@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and summaries recomputed from lse are those that attention used: value = identity makes
-attention return them."""
+"""Weights and summaries recomputed from lse equal those of attention.
+
+With the identity as value, attention returns its weights.
+"""
 
 from __future__ import annotations
 
@@ -56,19 +58,19 @@ def problem(request: pytest.FixtureRequest):
     return query, key, lse, keywords, weights
 
 
-def test_weights_are_those_of_attention(problem):
+def test_weights_equal_attention_of_the_identity(problem):
     query, key, lse, keywords, weights = problem
     torch.testing.assert_close(pt.attention_weights(query, key, lse, **keywords), weights)
 
 
-def test_chosen_rows_and_heads(problem):
+def test_selected_rows_and_heads_equal_those_of_all(problem):
     query, key, lse, keywords, weights = problem
     chosen = pt.attention_weights(query, key, lse, rows=[7, 2, -1], heads=[3, 0], **keywords)
     torch.testing.assert_close(chosen, weights[:, [3, 0]][:, :, [7, 2, -1]])
 
 
 @pytest.mark.parametrize("block_bytes", [1, 64 << 20])
-def test_summaries(problem, block_bytes, monkeypatch):
+def test_summaries_equal_those_of_the_weights(problem, block_bytes, monkeypatch):
     query, key, lse, keywords, weights = problem
     monkeypatch.setattr(pt.ops.attention_weights, "BLOCK_BYTES", block_bytes)
     found = pt.attention_summary(query, key, lse, **keywords)
@@ -83,7 +85,7 @@ def test_summaries(problem, block_bytes, monkeypatch):
         torch.testing.assert_close(found["distance"], (alibi * (j - i).abs()).sum(-1))
 
 
-def test_no_rows():
+def test_no_rows_give_empty_results():
     empty = torch.zeros(1, 2, 0, 4)
     found = pt.attention_summary(empty, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 0))
     assert found["column_sum"].shape == (1, 2, 3) and found["argmax"].shape == (1, 2, 0)
@@ -98,7 +100,7 @@ def test_no_rows():
         ({"lse": torch.zeros(2, 4, 8)}, ValueError, "lse must be"),
     ],
 )
-def test_bad_input(keywords, error, message):
+def test_bad_input_is_named(keywords, error, message):
     query, key, lse = (
         torch.zeros(2, 4, 9, 8),
         torch.zeros(2, 2, 13, 8),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks: what the constructors make, what is refused, and attention with them against float64
-and against the dense mask."""
+"""Block masks: constructors, errors, and attention against float64 and against the dense mask."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pytransformer.testing import bounds, oracle
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 BACKENDS = ["reference"] + ["cpu"] * (native.why_not("attention_fwd") is None)
-L = 321  # no multiple of a block
+L = 321  # not a multiple of a block
 
 
 def pairs(rule: Callable[[Tensor, Tensor], Tensor], length: int = L) -> Tensor:
@@ -76,20 +75,20 @@ PATTERNS: dict[str, tuple[Callable[[], BlockMask], Callable[[], Tensor]]] = {
     "rows, keys",
     [(range(64, 192), range(128)), (range(5, 230), range(31, 290)), (range(300, L), range(3))],
 )
-def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> None:
-    """To the bit, wherever the blocks are cut: no block is listed that shows nothing."""
+def test_sliced_mask_equals_the_mask_of_the_slice(name: str, rows: range, keys: range) -> None:
+    """Block boundaries may lie anywhere; no listed block is empty."""
     mask = PATTERNS[name][0]()
     heads = range(mask.shape[1] - 1, mask.shape[1])
-    wanted = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
+    expected = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
     found = mask.part(heads, rows, keys)
-    assert found.shape == tuple(wanted.shape)
+    assert found.shape == tuple(expected.shape)
     for got, want in zip(
-        found.blocks, BlockMask.from_dense(wanted, block_size=mask.block_size).blocks
+        found.blocks, BlockMask.from_dense(expected, block_size=mask.block_size).blocks
     ):
         assert torch.equal(got, want)
 
 
-def test_a_part_lies_within() -> None:
+def test_slices_outside_the_mask_raise() -> None:
     with pytest.raises(
         ValueError,
         match=r"keys must be a range within range\(321\), of step 1, got range\(0, 322\)",
@@ -98,20 +97,20 @@ def test_a_part_lies_within() -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(name: str) -> None:
+def test_patterns_equal_their_dense_masks(name: str) -> None:
     make, rule = PATTERNS[name]
     mask = make()
     assert torch.equal(mask.to_dense(), rule().expand(mask.shape))
 
 
-def test_big_bird() -> None:
+def test_big_bird_equals_its_definition() -> None:
     mask = BlockMask.big_bird(
         640, heads=2, window_blocks=3, global_blocks=1, random_blocks=2, seed=4
     )
     small = mask.to_dense()[0, :, ::64, ::64]
     assert torch.equal(
         mask.to_dense()[0], small.repeat_interleave(64, 1).repeat_interleave(64, 2)
-    )  # whole blocks
+    )  # full blocks
     q, k = torch.arange(10)[:, None], torch.arange(10)
     always = ((q - k).abs() <= 1) | (q == 0) | (k == 0)
     assert bool(small[:, always].all()) and mask.blocks.bits.shape[0] == 0
@@ -135,7 +134,7 @@ def random_masks() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("block_size", (32, 64, 512, (32, 128), (128, 32)))
-def test_a_dense_mask_there_and_back(block_size: Any) -> None:
+def test_dense_mask_round_trips(block_size: Any) -> None:
     for dense in random_masks():
         mask = BlockMask.from_dense(dense, block_size=block_size)
         assert torch.equal(mask.to_dense(), dense)
@@ -156,10 +155,10 @@ def test_a_dense_mask_there_and_back(block_size: Any) -> None:
                 )
         assert forward == backward and len(forward) == len(
             b.entries
-        )  # the transpose names the same blocks and bits
+        )  # the transpose lists the same blocks and bits
 
 
-def test_and_and_or() -> None:
+def test_and_and_or_equal_those_of_dense_masks() -> None:
     masks = random_masks()
     for x in masks:
         for y in masks:
@@ -167,11 +166,12 @@ def test_and_and_or() -> None:
             assert torch.equal((a & b).to_dense(), x & y) and torch.equal((a | b).to_dense(), x | y)
     rest = BlockMask.from_dense(~masks[1])
     whole = BlockMask.from_dense(masks[1]) | rest
-    assert whole.share == 1.0 and whole.blocks.bits.shape[0] == 0  # known to be full, not read
+    # Known full blocks need no read of their bits.
+    assert whole.share == 1.0 and whole.blocks.bits.shape[0] == 0
     assert (BlockMask.from_dense(masks[1]) & rest).share == 0.0
 
 
-def test_the_block_size_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_block_size_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> list[BlockMask]:
         return [
             BlockMask.from_dense(torch.ones(9, 9, dtype=torch.bool)),
@@ -189,7 +189,7 @@ def test_the_block_size_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert BlockMask.strided(9, 2, block_size=128).block_size == (128, 128)
 
 
-def test_a_function_is_asked_for_some_blocks_at_a_time() -> None:
+def test_mask_function_is_evaluated_in_parts() -> None:
     asked = []
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -201,7 +201,9 @@ def test_a_function_is_asked_for_some_blocks_at_a_time() -> None:
     assert mask.share == pytest.approx((64 + 1) / (2 * 64))
 
 
-def test_flex_masks_are_converted_once_and_where_partial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_masks_are_converted_once_and_only_partial_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = flex.create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 300), 2, None, 512, 700, device="cpu"
     )
@@ -249,7 +251,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @pytest.mark.parametrize("name", [*PATTERNS, "big bird", "own bits"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_and_gradients(backend: str, name: str, keywords: str) -> None:
+def test_values_and_gradients_within_the_bound(backend: str, name: str, keywords: str) -> None:
     torch.manual_seed(len(name))
     if name == "big bird":
         mask = BlockMask.big_bird(L, heads=2, random_blocks=1, block_size=32)
@@ -277,11 +279,11 @@ def test_float64_few_queries_and_hidden_nan(backend: str) -> None:
     }
     t = {name: x.double() for name, x in t.items()}
     grad_out = torch.randn(2, 4, 5, 24).double()
-    wanted = run(t, grad_out, attn_mask=dense, backend="reference")
+    expected = run(t, grad_out, attn_mask=dense, backend="reference")
     t["key"][:, :, 300:600] = t["value"][:, :, 300:600] = float("nan")
     found = run(t, grad_out, attn_mask=BlockMask.from_dense(dense), backend=backend)
-    for n in wanted:
-        torch.testing.assert_close(found[n], wanted[n])
+    for n in expected:
+        torch.testing.assert_close(found[n], expected[n])
 
 
 def test_flex_masks_in_attention() -> None:
@@ -306,7 +308,7 @@ def test_weights_of_chosen_rows_and_heads() -> None:
         )
 
 
-def test_explain_tells_the_share() -> None:
+def test_explain_reports_the_visible_share() -> None:
     mask = BlockMask.sliding_window(1024, (64, 64))
     q = torch.randn(1, 1, 1024, 8)
     found = pt.explain("attention", q, q, q, attn_mask=mask)
@@ -319,7 +321,7 @@ def test_explain_tells_the_share() -> None:
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
-def test_compiled_it_is_one_graph() -> None:
+def test_compiles_to_one_graph() -> None:
     mask = BlockMask.longformer(200, 40, 2)
 
     def f(q: Tensor) -> Tensor:
@@ -332,7 +334,7 @@ def test_compiled_it_is_one_graph() -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_second_derivatives_go_through_the_reference() -> None:
+def test_second_derivatives_use_the_reference() -> None:
     mask = BlockMask.from_dense(torch.rand(40, 40) < 0.3, block_size=32)
     t = [torch.randn(1, 1, 40, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradgradcheck(
@@ -401,24 +403,26 @@ def changed(place: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
         ),
     ],
 )
-def test_bad_block_masks_are_named(make: Callable[[], BlockMask], message: str) -> None:
+def test_bad_block_masks_are_named_in_the_error(
+    make: Callable[[], BlockMask], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_shapes_that_do_not_fit_the_call() -> None:
+def test_shapes_that_do_not_match_the_call_raise() -> None:
     q = torch.randn(2, 3, 200, 8)
     for mask in (
         BlockMask.strided(201, 3),
         BlockMask.from_dense(torch.ones(2, 2, 200, 200, dtype=torch.bool)),
     ):
-        with pytest.raises(ValueError, match="attn_mask is a block mask of"):
+        with pytest.raises(ValueError, match="attn_mask must be a block mask of"):
             pt.attention(q, q, q, attn_mask=mask)
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
-def test_the_kernel_looks_too() -> None:
-    """Tensors that were changed after the check: no address is taken from them."""
+def test_kernel_checks_block_lists() -> None:
+    """Tensors changed after the Python check cannot make the kernel read outside its inputs."""
     mask = BlockMask.sliding_window(200, (30, 30))
     q = torch.randn(1, 1, 200, 8)
     for name, place, value in (
@@ -434,7 +438,7 @@ def test_the_kernel_looks_too() -> None:
             pt.attention(q, q, q, attn_mask=bad, backend="cpu")
 
 
-def test_the_picture_and_the_device() -> None:
+def test_repr_and_to_device() -> None:
     mask = BlockMask.sliding_window(128, (0, 0))
     assert (
         repr(mask)
@@ -463,8 +467,7 @@ print(measure_rise(lambda: step(length)))
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
 def test_memory_is_linear_at_65536_tokens() -> None:
-    """The mask, the inputs, forward and backward: twice the tokens, twice the bytes. (L, L)
-    booleans alone would be 4 GiB."""
+    """Twice the tokens take twice the bytes. (L, L) booleans alone would need 4 GiB."""
     from pytransformer.cli.benchmark.memory import ENVIRONMENT, why_not
 
     if (reason := why_not()) is not None:
@@ -486,4 +489,4 @@ def test_memory_is_linear_at_65536_tokens() -> None:
     assert large < 2.2 * small, (small, large)
     assert (
         large < 24 * 65536 * 64 * 4
-    )  # inputs, their gradients, out and its gradient are eight of these; 16 were seen
+    )  # inputs, their gradients, out and its gradient are eight of these; 16 were measured

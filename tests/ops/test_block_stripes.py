@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BlockMask.strided`` looks at no block but those that have a visible pair."""
+"""``BlockMask.strided`` evaluates only blocks with a visible pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytransformer.ops._block_lists import stripes
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 128), (128, 32)])
 @pytest.mark.parametrize("stride", [1, 40, 300])
 @pytest.mark.parametrize("causal", [False, True])
-def test_strided_asks_for_the_blocks_that_have_pairs(
+def test_strided_evaluates_only_blocks_with_visible_pairs(
     sizes: tuple[int, int], stride: int, causal: bool
 ) -> None:
     for length in (768, 700):
@@ -26,4 +26,4 @@ def test_strided_asks_for_the_blocks_that_have_pairs(
         visible = mask.blocks.entries.shape[0]
         assert (
             asked == visible if length % 128 == 0 else asked >= visible
-        )  # of a block's pairs some lie beyond the tensors
+        )  # some of a block's pairs lie outside the tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boundaries of relative position buckets: those of the integer definition, at any distance."""
+"""Bucket boundaries of relative positions equal the integer definition at any distance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pytransformer.ops.masks import MAX_BUCKETS, bucket_starts
 
 
 def is_smallest(start: int, n: int, k: int, max_distance: int) -> bool:
-    """Return whether bucket n // 2 + k starts here, by the inequality of the definition."""
+    """Return if bucket n
+
+    2 + k starts here, by the inequality of the definition.
+    """
     e = n // 2
 
     def reaches(d: int) -> bool:
@@ -23,7 +26,7 @@ def is_smallest(start: int, n: int, k: int, max_distance: int) -> bool:
     return reaches(start) and not reaches(start - 1)
 
 
-def test_starts_are_the_smallest_distances() -> None:
+def test_bucket_starts_are_the_min_distances() -> None:
     rng = random.Random(0)
     # Powers, whose boundaries are exact integers, and random distances.
     cases = [
@@ -42,7 +45,7 @@ def test_starts_are_the_smallest_distances() -> None:
             assert is_smallest(start, n, k, max_distance), (n, max_distance, k)
 
 
-def test_the_largest_distance_takes_no_time() -> None:
+def test_max_distance_is_fast() -> None:
     bucket_starts.cache_clear()
     query = torch.randn(1, 2, 4, 8)
     began = time.perf_counter()
@@ -53,7 +56,7 @@ def test_the_largest_distance_takes_no_time() -> None:
             query,
             bias=pt.RelativePositionBias(torch.zeros(buckets, 2), False, 2**31 - 1),
         )
-    assert time.perf_counter() - began < 1.0  # a count up to the distance took hours
+    assert time.perf_counter() - began < 1.0  # counting up to the distance took hours
 
 
 def test_values_beyond_the_limits_raise() -> None:

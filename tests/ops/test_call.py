@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call reaches its kernel: directly where nothing watches, as a raw op wherever something has
-to see it."""
+"""Dispatch of a call: directly to the kernel, or as a raw op if something observes the call."""
 
 from __future__ import annotations
 
@@ -44,10 +43,8 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_an_eager_call_does_not_pass_the_dispatcher(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither forward nor backward; what ran is recorded all the same, and explain foretells it."""
+def test_eager_calls_bypass_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for forward and backward. Traces record the call, and explain predicts it."""
 
     def refuse(*inputs: object) -> None:
         raise AssertionError("the raw op was called")
@@ -84,8 +81,8 @@ class SeenFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_the_raw_ops(name: str) -> None:
-    """Around both passes, and around backward alone."""
+def test_dispatch_modes_see_the_raw_ops(name: str) -> None:
+    """The mode is active around both passes or around backward alone."""
     x = query(requires_grad=True)
     y = CALLS[name](x)
     with Seen() as seen:
@@ -95,15 +92,17 @@ def test_a_dispatch_mode_sees_the_raw_ops(name: str) -> None:
     assert raw == [f"pytransformer.{name}_{way}.default" for way in ("bwd", "fwd", "bwd")]
 
 
-def test_a_function_mode_sees_the_raw_op(name: str) -> None:
+def test_function_modes_see_the_raw_op(name: str) -> None:
     with SeenFunctions() as seen:
         CALLS[name](query())
     assert f"pytransformer.{name}_fwd.default" in seen.ops
 
 
 def test_flops_are_counted() -> None:
-    """4 B H L^2 D, half of it when causal, and 5/2 of that backward; as PyTorch counts its own op,
-    but for the half."""
+    """Forward has 4 B H L^2 D, half of it when causal, and backward 5/2 of that.
+
+    PyTorch counts its op the same way, without the causal half.
+    """
     x = query(requires_grad=True)
     with FlopCounterMode(display=False) as ours:
         attend(x).sum().backward()
@@ -148,14 +147,14 @@ def test_jit_trace_records_the_raw_op(name: str) -> None:
     assert f"pytransformer::{name}_fwd" in str(graph)
 
 
-def test_a_subclass_goes_through_the_dispatcher(name: str) -> None:
+def test_subclasses_use_the_dispatcher(name: str) -> None:
     a, b = query(), query()
     both = CALLS[name](TwoTensor(a, b))
     assert isinstance(both, TwoTensor)
     assert torch.equal(both.a, CALLS[name](a)) and torch.equal(both.b, CALLS[name](b))
 
 
-def test_a_tensor_that_outlives_its_transform_is_unwrapped(name: str) -> None:
+def test_tensors_that_outlive_their_transform_are_unwrapped(name: str) -> None:
     kept = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -175,8 +174,8 @@ def test_the_profiler_names_the_raw_ops(name: str) -> None:
     assert {f"pytransformer::{name}_fwd", f"pytransformer::{name}_bwd"} <= names
 
 
-def test_saved_tensor_hooks_see_what_is_saved(name: str) -> None:
-    """Offloading and checkpointing hook into saved tensors: none may be kept past them."""
+def test_saved_tensor_hooks_see_saved_tensors(name: str) -> None:
+    """Offloading and checkpointing use these hooks; the node must not keep other references."""
     packed: list[torch.Tensor] = []
 
     def pack(t: torch.Tensor) -> int:
@@ -191,7 +190,7 @@ def test_saved_tensor_hooks_see_what_is_saved(name: str) -> None:
     assert torch.equal(grad, want) and any(t.shape == x.shape for t in packed)
 
 
-def test_saved_tensors_know_when_they_were_changed() -> None:
+def test_in_place_changes_of_saved_tensors_raise() -> None:
     x = query()
     weight = torch.ones(8, requires_grad=True)
     y = pt.layer_norm(x, 8, weight)
@@ -200,9 +199,8 @@ def test_saved_tensors_know_when_they_were_changed() -> None:
         y.sum().backward()
 
 
-def test_the_interpreter_computes_only_when_forced() -> None:
-    """TRITON_INTERPRET=1 is for tests: CPU tensors still go to the CPU kernels, unless "triton" is
-    asked for."""
+def test_interpreter_runs_only_if_forced() -> None:
+    """TRITON_INTERPRET=1 is for tests: CPU tensors use CPU kernels unless "triton" is forced."""
     script = (
         "import torch, pytransformer as pt; q = torch.zeros(1, 1, 4, 16)\n"
         "found = pt.explain('attention', q, q, q); print(found.backend, found.reasons['triton'])\n"
@@ -217,8 +215,8 @@ def test_the_interpreter_computes_only_when_forced() -> None:
     assert result.stdout.splitlines() == ["cpu None", "triton"], result.stdout + result.stderr
 
 
-def test_the_checks_agree_with_the_quick_look() -> None:
-    """What `alike` accepts, the checks that name the argument accept too."""
+def test_uniform_tensors_pass_the_argument_checks() -> None:
+    """The checks that name an argument accept every call that the fast test `alike` accepts."""
     from pytransformer.ops._core.tensors import alike, check_same, check_tensor
 
     tensors = [
@@ -236,8 +234,8 @@ def test_the_checks_agree_with_the_quick_look() -> None:
     assert accepted >= 6
 
 
-def test_compiled_autograd() -> None:
-    """The backward of an eager forward, captured as a graph."""
+def test_compiled_autograd_captures_backward() -> None:
+    """The forward is eager; its backward is captured as a graph."""
     x = query(requires_grad=True)
     want = torch.autograd.grad(attend(x).sin().sum(), x)[0]
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

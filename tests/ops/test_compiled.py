@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile makes of a call: one tensor at several places of it, and vmap around it."""
+"""torch.compile of a call: one tensor as several arguments, and vmap around a call."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def _compile_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# x (1, 2, 5, 8), w (8, 8), b (8,): each op with as many of its tensors the same as their shapes
-# allow.
+# x (1, 2, 5, 8), w (8, 8), b (8,): each op with as many equal tensors as the shapes allow.
 REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "attention, key and value": lambda x, w, b: pt.attention(x.sin(), x, x),
     "attention, all three": lambda x, w, b: pt.attention(x, x, x),
@@ -51,8 +50,8 @@ REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_one_tensor_at_several_places(name: str) -> None:
-    """One graph, and each place adds its share of the gradient."""
+def test_one_tensor_as_several_arguments(name: str) -> None:
+    """There is one graph, and each argument contributes to the gradient."""
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((1, 2, 5, 8), (8, 8), (8,))]
     loss = lambda *t: REPEATED[name](*t).square().sum()
     want = torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
@@ -66,7 +65,7 @@ def test_one_tensor_at_several_places(name: str) -> None:
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
-def test_tied_parameters() -> None:
+def test_tied_parameters_get_their_summed_gradient() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,8 +89,10 @@ def test_tied_parameters() -> None:
 
 
 def test_vmap_keeps_its_gradients_or_is_refused() -> None:
-    """torch.compile sees no requires_grad within vmap and leaves autograd Functions out: the
-    gradients would be None."""
+    """torch.compile sees no requires_grad within vmap and ignores autograd Functions.
+
+    The gradients would be None.
+    """
     inputs = [torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in "qkv"]
     batched = torch.vmap(pt.attention)
     want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
@@ -100,7 +101,8 @@ def test_vmap_keeps_its_gradients_or_is_refused() -> None:
     )
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
-    torch._dynamo.reset()  # or what was compiled just now, which runs eagerly, would be used again
+    # Otherwise Dynamo would reuse the code that it compiled for the eager run.
+    torch._dynamo.reset()
     with pytest.raises(Exception, match=r"without fullgraph=True they run eagerly"):
         torch.compile(batched, backend="aot_eager", fullgraph=True)(*inputs)
     torch._dynamo.reset()
@@ -109,7 +111,7 @@ def test_vmap_keeps_its_gradients_or_is_refused() -> None:
     assert distance(out, batched(*inputs)) < LIMIT
 
 
-def test_vmap_under_activate() -> None:
+def test_vmap_runs_under_activate() -> None:
     inputs = [torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in "qkv"]
     batched = torch.vmap(torch.nn.functional.scaled_dot_product_attention)
     want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
@@ -120,16 +122,15 @@ def test_vmap_under_activate() -> None:
         assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
-def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its guards do not see the dispatcher: the graph keeps PyTorch's attention, silently but for
-    the warning."""
+def test_activating_after_compiling_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's guards do not see the dispatcher, so the graph keeps PyTorch's attention."""
     x = torch.randn(1, 2, 5, 8)
     monkeypatch.setattr(drop_in, "_told_compiled", False)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         with pt.activate():
             pass
-        assert told == [], "nothing is compiled yet"
+        assert output == [], "nothing is compiled yet"
         compiled = torch.compile(
             lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), backend="eager"
         )
@@ -137,8 +138,8 @@ def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             with pt.activate():
                 pass
-    assert [str(w.message).partition(":")[0] for w in told] == ["pytransformer.activate"]
-    assert told[0].filename == __file__
+    assert [str(w.message).partition(":")[0] for w in output] == ["pytransformer.activate"]
+    assert output[0].filename == __file__
     with pt.activate(), trace() as ran:
         torch._dynamo.reset()
         compiled(x)

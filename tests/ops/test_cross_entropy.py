@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random
-problems: test_fuzz_ops."""
+"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism and memory.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def test_mean_over_no_valid_target_is_nan(op_backend: str) -> None:
     )
 
 
-def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
+def test_ignored_rows_do_not_affect_the_loss(op_backend: str) -> None:
     x, w, b, target = _inputs(4)
     with torch.no_grad():
         x[2] = float("nan")
@@ -82,7 +84,7 @@ def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype, op_backend: str) -> None:
+def test_a_shift_of_all_logits_changes_no_bit(dtype: torch.dtype, op_backend: str) -> None:
     at_zero = results_at_offset(0.0, op_backend, dtype)
     for offset in (2.0**10, 2.0**20):
         assert all(map(torch.equal, results_at_offset(offset, op_backend, dtype), at_zero)), offset
@@ -116,7 +118,7 @@ def test_gradcheck_and_gradgradcheck(op_backend: str) -> None:
 @pytest.mark.unpoisoned
 def test_opcheck_and_compile(op_backend: str) -> None:
     op = OPS["linear_cross_entropy"]
-    x, w, b, target = _inputs(4, d=130, dtype=torch.float32)  # deep enough that logits are kept
+    x, w, b, target = _inputs(4, d=130, dtype=torch.float32)  # deep enough that logits are stored
     for save in (True, False):
         a = (x.detach(), w.detach(), target, b.detach(), -100, 0.1, "mean", save)
         torch.library.opcheck(op.fwd, (*a, op_backend, True))
@@ -133,7 +135,7 @@ def test_opcheck_and_compile(op_backend: str) -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_func_transforms(op_backend: str) -> None:
+def test_func_transforms_equal_autograd(op_backend: str) -> None:
     x, w, _, target = (t.detach() for t in _inputs(5))
 
     def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -159,11 +161,10 @@ def _large(rows: int, d: int, classes: int, dtype: torch.dtype) -> list[torch.Te
     [(20, 96, 2100), (1300, 40, 600), (1500, 2100, 70)],
     ids=["transposed", "chunks", "sums in parts"],
 )
-def test_blocks_of_classes_and_chunks_of_rows(
+def test_many_rows_and_classes_are_processed_in_blocks(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """More rows and classes than are held at once, and (1500 x 2100) more float sums of dx than 8
-    MB."""
+    """Rows and classes exceed a block, and dx (1500 x 2100) needs more than 8 MB of float sums."""
     x, w, b, target = _large(*shape, dtype)
     loss = pt.linear_cross_entropy(x, w, target, bias=b, reduction="sum", backend="cpu")
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
@@ -201,11 +202,13 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
     [(20, 272, 2100), (200, 264, 600), (1100, 257, 650), (520, 264, 2064)],
     ids=["transposed", "one chunk", "chunks", "past the caches"],
 )
-def test_kept_products_change_nothing(
+def test_stored_logits_change_no_bit(
     shape: tuple[int, int, int], forward: str, dtype: torch.dtype
 ) -> None:
-    """Backward from what the backend's own forward kept: the same bits as from products computed
-    again. From the reference's: nearly."""
+    """Backward from logits that the backend's forward stored equals backward that recomputes them.
+
+    Backward from the reference's forward is equal within rounding.
+    """
     op = OPS["linear_cross_entropy"]
     x, w, b, target = (t.detach() for t in _large(*shape, dtype))
     gradients = []
@@ -220,7 +223,7 @@ def test_kept_products_change_nothing(
         )
 
 
-def test_products_are_kept_where_they_are_few_and_wanted() -> None:
+def test_logits_are_stored_if_small_and_gradients_are_needed() -> None:
     op = OPS["linear_cross_entropy"]
 
     def kept(
@@ -233,7 +236,7 @@ def test_products_are_kept_where_they_are_few_and_wanted() -> None:
 
     assert kept(1 << 18, 129) == kept(1 << 18, 257, torch.bfloat16) == 64 << 18  # 64 MB
     assert kept((1 << 18) + 1, 129) == kept(1 << 18, 129, grad=False) == 0
-    assert kept(11, 128) == kept(11, 256, torch.bfloat16) == 0  # shallow: sooner computed again
+    assert kept(11, 128) == kept(11, 256, torch.bfloat16) == 0  # shallow: recomputing is faster
 
 
 PEAK = """
@@ -259,9 +262,11 @@ print(peak() - before - sum(g.nbytes for g in grads))
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_logits_are_not_stored(dtype: str) -> None:
-    """Forward and backward of 2048 rows and 20,000 classes, whose logits are 164 or 82 MB, take
-    less than 12 MB beyond the
-    inputs and gradients: scratch of both threads, in whole pages of 2 MB."""
+    """Logits of 2048 rows and 20,000 classes need 164 or 82 MB.
+
+    Forward and backward use less than 12 MB beyond inputs and gradients: scratch of both threads,
+    in pages of 2 MB.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PEAK.format(dtype=dtype)],
         capture_output=True,
@@ -305,7 +310,7 @@ def test_many_logits_are_not_stored(dtype: str) -> None:
         ({"backend": "gpu"}, ValueError, "unknown backend 'gpu'"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     x, w, _, target = (t.detach() for t in _inputs(4, dtype=torch.float32))
     with pytest.raises(error, match=message):
         pt.linear_cross_entropy(**({"x": x, "weight": w, "target": target} | change))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits: attention over them beside attention over the numbers that they
-stand for. Random problems with every
-keyword, in pages and without, are tests/test_fuzz.py; here is what they cannot name."""
+"""Attention over 8-bit keys and values equals attention over the dequantized values.
+
+Random problems with every keyword, paged and contiguous, are in tests/test_fuzz.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def qkv(
 def attend(
     backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """On a forced backend; one that declines eight bits skips the test with its reason."""
+    """Run a forced backend; skip the test with its reason if it declines 8 bits."""
     a = attention_op.prepare(query, key, value, **options)[0]
     if (reason := attention_op.reason(backend, a)) is not None:
         pytest.skip(f"backend {backend} declines: {reason}")
@@ -53,8 +54,7 @@ def attend(
 def check(
     found: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> None:
-    """Within the bound of every other call, against float64 on the numbers that the eight bits
-    stand for."""
+    """Check the usual bound against float64 on the dequantized values."""
     grads = torch.zeros_like(found), torch.zeros(found.shape[:3])
     answer = oracle.solve(query, key, value, *grads, **options)
     wrong = [
@@ -66,7 +66,7 @@ def check(
 def both(
     key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """(keys, values, scales as keywords)."""
+    """Return (keys, values, scales as keywords)."""
     (k, ks), (v, vs) = pt.quantize_kv(key, dtype), pt.quantize_kv(value, dtype)
     return k, v, {"key_scale": ks, "value_scale": vs}
 
@@ -79,7 +79,7 @@ def exact(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_rows_err_by_half_a_step(dtype: torch.dtype) -> None:
+def test_quantization_error_is_at_most_half_a_step(dtype: torch.dtype) -> None:
     x = draw(5, 7, 64) * torch.logspace(-30, 30, 35).view(5, 7, 1)
     rows, scale = pt.quantize_kv(x, dtype)
     limit = 448 if dtype == torch.float8_e4m3fn else 127
@@ -94,7 +94,7 @@ def test_rows_err_by_half_a_step(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_rows_of_zeros_and_of_the_least_numbers(dtype: torch.dtype) -> None:
+def test_rows_of_zeros_and_of_the_min_values(dtype: torch.dtype) -> None:
     x = torch.tensor(
         [[0.0, -0.0, 0.0], [1e-45, 0.0, -1e-45], [1e-38, -3e-39, 0.0], [3e38, -1e38, 1.0]]
     )
@@ -107,7 +107,7 @@ def test_rows_of_zeros_and_of_the_least_numbers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_a_row_that_is_not_finite_is_nan_as_a_whole(dtype: torch.dtype, bad: float) -> None:
+def test_rows_with_a_non_finite_value_become_nan(dtype: torch.dtype, bad: float) -> None:
     x = draw(2, 3, 8)
     x[1, 2, 5] = bad
     rows, scale = pt.quantize_kv(x, dtype)
@@ -115,9 +115,8 @@ def test_a_row_that_is_not_finite_is_nan_as_a_whole(dtype: torch.dtype, bad: flo
     assert pt.dequantize_kv(rows, scale).isnan().all(-1).nonzero().tolist() == [[1, 2]]
 
 
-def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
-    """All 256, subnormals and both zeros too, as keys of one column and as values that one query
-    takes whole."""
+def test_every_8_bit_value_is_decoded(backend: str) -> None:
+    """All 256 codes, subnormals and both zeros included, appear as keys and as values."""
     for dtype in EIGHT:
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         numbers = every.float()
@@ -158,7 +157,7 @@ def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
 @pytest.mark.parametrize("lq", [1, 5, 40, 150])
 @pytest.mark.parametrize("query_dtype", QUERIES, ids=str)
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_against_float64(
+def test_attention_within_the_bound_of_float64(
     backend: str, dtype: torch.dtype, query_dtype: torch.dtype, lq: int
 ) -> None:
     query, key, value = qkv(lq, 650)
@@ -175,8 +174,8 @@ def test_against_float64(
 
 
 @pytest.mark.parametrize("size", [2e-36, 1e-30])
-def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, size: float) -> None:
-    """Weights below 2^-126 after the scale may be lost, by no more than the floor."""
+def test_subnormal_weights_lose_at_most_the_floor(backend: str, size: float) -> None:
+    """Scaled weights below 2^-126 may become zero."""
     query, key, value = qkv(20, 300)
     for dtype in EIGHT:
         k, v, scales = both(key, value.abs() * size, dtype)
@@ -194,7 +193,7 @@ def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, s
 
 @pytest.mark.parametrize("dim", [1, 8, 13, 64, 100, 128, 256])
 @pytest.mark.parametrize("lq", [1, 20])
-def test_head_sizes(backend: str, dim: int, lq: int) -> None:
+def test_head_dims_within_the_bound(backend: str, dim: int, lq: int) -> None:
     for dtype in EIGHT:
         query, key, value = (
             draw(2, 4, lq, dim),
@@ -214,9 +213,13 @@ def test_head_sizes(backend: str, dim: int, lq: int) -> None:
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", QUERIES, ids=str)
-def test_scales_far_apart(backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Outliers a thousand times the rest, and rows a thousandth of it: a weight times a small scale
-    must keep its bits, in float16 too."""
+def test_scales_of_different_magnitude(
+    backend: str, query_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Outliers are 1000 times the rest, and some rows a thousandth.
+
+    A weight times a small scale must keep its bits, in float16 too.
+    """
     query, key, value = qkv(3, 500)
     query, value = (
         query.to(query_dtype),
@@ -238,7 +241,7 @@ def test_scales_far_apart(backend: str, query_dtype: torch.dtype, dtype: torch.d
     "shape", [(), (1, 1), (2, 1), (3, 1, 1), (3, 2, 1), (1, 2, 90), (90,)], ids=str
 )
 def test_scales_broadcast(backend: str, shape: tuple[int, ...]) -> None:
-    """One in all, one a head, one a sequence, one a key."""
+    """Use one scale in all, one per head, one per sequence and one per key."""
     query, key, value = qkv(4, 90)
     for dtype in EIGHT:
         k, v, _ = both(key, value, dtype)
@@ -252,7 +255,7 @@ def test_scales_broadcast(backend: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("lq", [1, 6, 70])
 @pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_pages_are_the_contiguous_path(backend: str, page_size: int, lq: int) -> None:
+def test_pages_equal_the_contiguous_cache(backend: str, page_size: int, lq: int) -> None:
     query, key, value = qkv(lq, 333)
     lengths = torch.tensor([333, 1, 100])
     pools = in_pages(key, value, lengths, page_size)
@@ -274,8 +277,8 @@ def test_pages_are_the_contiguous_path(backend: str, page_size: int, lq: int) ->
         assert torch.equal(paged, whole)
 
 
-def test_what_no_query_sees_may_be_nan(backend: str) -> None:
-    """Behind the lengths: rows, keys' scales and values' scales."""
+def test_hidden_rows_and_scales_may_be_nan(backend: str) -> None:
+    """Rows and scales behind the lengths hold NaN."""
     query, key, value = qkv(2, 100)
     lengths = torch.tensor([60, 1, 99])
     for dtype in EIGHT:
@@ -288,7 +291,7 @@ def test_what_no_query_sees_may_be_nan(backend: str) -> None:
         assert torch.equal(attend(backend, query, k, v, key_lengths=lengths, **poisoned), want)
 
 
-def test_nan_that_is_seen_is_told(backend: str) -> None:
+def test_visible_nan_reaches_the_output(backend: str) -> None:
     query, key, value = qkv(2, 100)
     for name in ("key_scale", "value_scale"):
         k, v, scales = both(key, value, torch.int8)
@@ -299,7 +302,7 @@ def test_nan_that_is_seen_is_told(backend: str) -> None:
             and bool(out[[0, 2]].isfinite().all())
             and bool(out[1, 2:].isfinite().all())
         )
-    for place in (0, 1):  # a NaN of float8 itself
+    for place in (0, 1):  # float8 has a NaN code
         k, v, scales = both(key, value, torch.float8_e4m3fn)
         (k, v)[place].view(torch.uint8)[1, 0, 70, 3] = 0xFF
         out = attend(backend, query, k, v, **scales)
@@ -335,7 +338,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments_are_named(what: str) -> None:
+def test_bad_arguments_are_named(what: str) -> None:
     query, key, value = qkv(2, 90)
     k, v, scales = both(key, value, torch.int8)
     change, error, message = WRONG[what]
@@ -364,7 +367,7 @@ def test_gradients_are_refused(name: str) -> None:
         pt.attention(key=k, value=v, **tensors)  # type: ignore[call-overload]
 
 
-def test_autocast_leaves_eight_bits_alone() -> None:
+def test_autocast_keeps_8_bit_tensors() -> None:
     query, key, value = qkv(2, 90)
     k, v, scales = both(key, value, torch.float8_e4m3fn)
     with torch.autocast("cpu", torch.bfloat16):
@@ -374,7 +377,7 @@ def test_autocast_leaves_eight_bits_alone() -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_compiled_and_fake(dtype: torch.dtype) -> None:
+def test_compiles_and_runs_on_fake_tensors(dtype: torch.dtype) -> None:
     query, key, value = qkv(2, 90)
     k, v, scales = both(key, value, dtype)
 
@@ -391,11 +394,11 @@ def test_compiled_and_fake(dtype: torch.dtype) -> None:
     a = attention_op.prepare(query, k, v, **scales)[0]
     names = (
         ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
-    )  # which compares no float8
+    )  # opcheck cannot compare float8
     torch.library.opcheck(attention_op.fwd, (*a, None, False), test_utils=names)
 
 
-def test_the_backends_that_decline_say_why() -> None:
+def test_declining_backends_give_a_reason() -> None:
     query, key, value = qkv(2, 90)
     k, v, scales = both(key, value, torch.int8)
     found = pt.explain("attention", query, k, v, **scales)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv into caches in eight bits: the rows of quantize_kv at their places, and nothing
-else."""
+"""append_kv into 8-bit caches writes the rows of quantize_kv and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ TURNING = pt.RotaryPositions(12)
 
 
 def rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """query, key and value of two sequences, as a model's projections leave them."""
+    """Return query, key and value of two sequences, with the strides of a model's projections."""
     generator = torch.Generator().manual_seed(length)
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
     return tuple(
@@ -28,7 +27,7 @@ def rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Ten
 def cache_of(
     dtype: torch.dtype, first: int = 2, size: int = 10, table: torch.Tensor | None = None
 ) -> pt.KeyValues:
-    """Full of what nobody wrote: 0x33 in every byte, 7 in every scale."""
+    """Return a cache with 0x33 in every unwritten byte and 7 in every scale."""
     numbers = [
         torch.full((first, 2, size, dim), 0x33, dtype=torch.uint8).view(dtype) for dim in (16, 8)
     ]
@@ -59,9 +58,10 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Bit for bit what quantize_kv makes of the rows that a cache of query's dtype would get, and
-    nothing in another place."""
+def test_append_equals_quantize_and_append(
+    op_backend: str, query_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """The bits are those of quantize_kv on the rows for a cache of query's dtype."""
     given, weight = rows(dtype=query_dtype), torch.randn(16)
     keywords: dict[str, Any] = {"rotary": TURNING, "k_norm": weight, "eps": 1e-5}
     flat, paged = cache_of(dtype), cache_of(dtype, 7, 4, TABLE)
@@ -69,27 +69,27 @@ def test_is_its_parts(op_backend: str, query_dtype: torch.dtype, dtype: torch.dt
     assert torch.equal(out, appended(op_backend, paged, given, **keywords))
     assert torch.equal(out, pt.rotary(given[0], POSITIONS, dims=12, backend=op_backend))
     key = pt.rotary(given[1], POSITIONS, dims=12, weight=weight, eps=1e-5, backend=op_backend)
-    wanted = cache_of(dtype)
+    expected = cache_of(dtype)
     for b, i in WRITTEN:
         for t, scales, new in (
-            (wanted.key, wanted.key_scale, key),
-            (wanted.value, wanted.value_scale, given[2]),
+            (expected.key, expected.key_scale, key),
+            (expected.value, expected.value_scale, given[2]),
         ):
             numbers, scale = pt.quantize_kv(new[b, :, i], dtype)
             t.view(torch.uint8)[b, :, POSITIONS[b, i]], scales[b, :, POSITIONS[b, i]] = (
                 numbers.view(torch.uint8),
                 scale,
             )
-    for mine, other in zip(flat.numbers, wanted.numbers, strict=True):
+    for mine, other in zip(flat.numbers, expected.numbers, strict=True):
         assert torch.equal(mine, other)
     untouched = cache_of(dtype, 7, 4)
-    for mine, other, clean in zip(paged.numbers, wanted.numbers, untouched.numbers, strict=True):
+    for mine, other, clean in zip(paged.numbers, expected.numbers, untouched.numbers, strict=True):
         gathered = mine[TABLE.long()].transpose(1, 2).flatten(2, 3)
         assert torch.equal(gathered[:, :, :10], other) and torch.equal(mine[4], clean[4])
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torch.dtype) -> None:
+def test_zero_and_non_finite_rows_equal_quantize_kv(op_backend: str, dtype: torch.dtype) -> None:
     query, key, value = (t.clone() for t in rows())
     key[0, 0, 1], value[1, 1, 0] = 0.0, 0.0
     key[0, 1, 2, 5], value[1, 0, 2, 3], value[0, 0, 0, 1] = torch.nan, torch.inf, -torch.inf
@@ -101,17 +101,17 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(op_backend: str, dtype: torc
     ):
         assert scale is not None
         for b, i in WRITTEN:
-            numbers, wanted = pt.quantize_kv(new[b, :, i], dtype)
+            numbers, expected = pt.quantize_kv(new[b, :, i], dtype)
             assert torch.equal(t[b, :, POSITIONS[b, i]].float(), numbers.float())
             torch.testing.assert_close(
-                scale[b, :, POSITIONS[b, i]], wanted, rtol=0, atol=0, equal_nan=True
+                scale[b, :, POSITIONS[b, i]], expected, rtol=0, atol=0, equal_nan=True
             )
     assert bool(cache.key_scale[0, 1, 6].isnan()) and bool(cache.value_scale[1, 0, 0].isnan())  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
-    """Strides of any kind, of numbers and of scales."""
+def test_caches_may_be_views(op_backend: str, dtype: torch.dtype) -> None:
+    """Values and scales have any strides."""
     plain = cache_of(dtype)
     wide = [
         torch.full((10, 2, 2, 2 * d), 0x33, dtype=torch.uint8)
@@ -129,11 +129,11 @@ def test_caches_that_are_views(op_backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
-def test_opcheck_and_compiled(op_backend: str, dtype: torch.dtype) -> None:
+def test_opcheck_and_compile(op_backend: str, dtype: torch.dtype) -> None:
     a = OPS["append_kv"].prepare(*rows(), cache_of(dtype), POSITIONS, rotary=TURNING)[0]
     names = (
         ("test_faketensor",) if dtype.is_floating_point else ("test_schema", "test_faketensor")
-    )  # which compares no float8
+    )  # opcheck cannot compare float8
     torch.library.opcheck(OPS["append_kv"].fwd, (*a, op_backend, True), test_utils=names)
 
     def step(query: Any, key: Any, value: Any, cache: pt.KeyValues) -> torch.Tensor:
@@ -178,7 +178,7 @@ WRONG: dict[str, tuple[pt.KeyValues, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_caches_are_named(what: str) -> None:
+def test_bad_caches_are_named(what: str) -> None:
     cache, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         pt.append_kv(*rows(), cache, POSITIONS)

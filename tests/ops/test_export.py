@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported program trains as eager code does: torch.export keeps the raw ops, which
-differentiate by themselves."""
+"""Exported programs train like eager code: torch.export keeps the raw ops and their derivatives."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ SMALL = {c.name: c for name, op in OPS.items() if op.positions for c in cases(na
 
 
 class Inner(torch.nn.Module):
-    """A call whose tensors are results of other ops, so their gradients pass through the exported
-    graph."""
+    """A call on results of other ops, whose gradients pass through the exported graph."""
 
     def __init__(self, case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -48,8 +46,7 @@ def trains(value: Any) -> bool:
 
 
 def runs() -> list[Any]:
-    """Return (name, strict): strict export of one case of each op, and of the others as a slow
-    test."""
+    """Return (name, strict): strict export of one case per op; the other cases are slow tests."""
     first = {
         name: next(iter(cases(name, "small"))).name for name, op in OPS.items() if op.positions
     }
@@ -59,7 +56,7 @@ def runs() -> list[Any]:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(("name", "strict"), runs())
-def test_exported_calls_train_as_eager_ones(name: str, strict: bool) -> None:
+def test_exported_calls_have_the_gradients_of_eager_calls(name: str, strict: bool) -> None:
     args, kwargs = SMALL[name].make("cpu", torch.float32, seed=0, requires_grad=True)
     module, one = Inner(SMALL[name], args, kwargs), torch.ones(())
     if not module.places:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path gives the Python path's results, bit for bit, and its nodes are nodes like any
-other."""
+"""The C++ fast path gives the Python path's bits, and its autograd nodes are ordinary nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def problem(r: random.Random) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
-    """Inputs, keywords, and what needs a gradient."""
+    """Return the inputs, the keywords and the tensors that need a gradient."""
     dtype = r.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
     lq, lk = r.choice([1, 8, 33]), r.choice([8, 40])
     leaves = qkv(dtype, kv_heads=r.choice([1, 2]), lq=lq, lk=lk, dv=r.choice([16, 24]))
@@ -89,17 +88,17 @@ def problem(r: random.Random) -> tuple[list[Tensor], dict[str, Any], list[Tensor
 
 
 @pytest.mark.parametrize("case", range(200))
-def test_attention_is_the_python_paths_bitwise(case: int) -> None:
-    inputs, options, wanted = problem(random.Random(case))
+def test_attention_equals_the_python_path_bitwise(case: int) -> None:
+    inputs, options, expected = problem(random.Random(case))
     with torch.no_grad():
         assert taken(*inputs, **options)
-    attention_in_both(inputs, wanted, **options)
+    attention_in_both(inputs, expected, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [32, (32,), (4, 32), torch.Size((32,))])
 @pytest.mark.parametrize("affine", [(), ("weight",), ("weight", "bias")])
-def test_layer_norm_is_the_python_paths_bitwise(
+def test_layer_norm_equals_the_python_path_bitwise(
     dtype: torch.dtype, shape: Any, affine: tuple[str, ...]
 ) -> None:
     x = torch.randn(3, 4, 32, dtype=dtype, requires_grad=True)
@@ -133,14 +132,14 @@ def test_layer_norm_with_weights_of_another_dtype() -> None:
     ],
     ids=str,
 )
-def test_what_python_converts_is_left_to_it(options: dict[str, Any]) -> None:
+def test_calls_that_need_conversion_use_the_python_path(options: dict[str, Any]) -> None:
     inputs = qkv()
     assert not taken(*inputs, **options)
     attention_in_both(inputs, inputs, **options)
 
 
 @pytest.mark.parametrize("lengths", [(0, 8), (8, 0), (0, 0)])
-def test_empty_problems(lengths: tuple[int, int]) -> None:
+def test_empty_inputs_equal_the_python_path(lengths: tuple[int, int]) -> None:
     inputs = qkv(lq=lengths[0], lk=lengths[1])
     attention_in_both(inputs, inputs)
 
@@ -149,7 +148,7 @@ def test_empty_problems(lengths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3))[1:])
-def test_subsets_of_gradients(wanted: tuple[bool, ...]) -> None:
+def test_subsets_of_gradients_equal_the_python_path(wanted: tuple[bool, ...]) -> None:
     inputs = qkv()
     some = [t for t, want in zip(inputs, wanted) if want]
     attention_in_both(inputs, some)
@@ -160,12 +159,12 @@ def test_subsets_of_gradients(wanted: tuple[bool, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
-def test_gradients_of_terms_have_their_memory_order(name: str, dtype: torch.dtype) -> None:
+def test_gradients_of_score_terms_have_their_memory_order(name: str, dtype: torch.dtype) -> None:
     term = torch.randn(2, 8, 2, 8, dtype=dtype).transpose(1, 2).requires_grad_()
     attention_in_both(qkv(dtype, grad=False), [term], **{name: term})
 
 
-def test_the_gradient_of_lse_alone() -> None:
+def test_gradient_of_lse_alone() -> None:
     inputs = qkv(torch.bfloat16)
 
     def lse(*tensors: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ def test_the_gradient_of_lse_alone() -> None:
     same_in_both(lse, inputs, inputs[:2])
 
 
-def test_second_derivatives() -> None:
+def test_second_derivatives_equal_the_python_path() -> None:
     inputs = [t.detach()[:1, :, :4].requires_grad_() for t in qkv(torch.float64)]
     bias = torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True)
     x, w, b = (
@@ -191,7 +190,7 @@ def test_second_derivatives() -> None:
     )
 
 
-def test_batched_gradients() -> None:
+def test_batched_gradients_equal_the_python_path() -> None:
     q, k, v = qkv()
     out = pt.attention(q, k, v)
     upstream = torch.randn(3, *out.shape)
@@ -201,7 +200,7 @@ def test_batched_gradients() -> None:
     )
 
 
-def test_a_tangent_that_comes_with_backward_is_not_lost() -> None:
+def test_tangents_in_backward_are_propagated() -> None:
     def tangent() -> Any:
         torch.manual_seed(0)
         q, k, v = qkv()
@@ -220,7 +219,7 @@ def test_a_tangent_that_comes_with_backward_is_not_lost() -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("op", ["attention", "layer_norm"])
-def test_compiled_autograd(op: str) -> None:
+def test_compiled_autograd_equals_eager(op: str) -> None:
     from torch._dynamo.compiled_autograd import _enable
 
     def gradients(compiled: bool) -> list[Tensor]:
@@ -248,9 +247,8 @@ def test_compiled_autograd(op: str) -> None:
 
 
 @pytest.mark.unpoisoned
-def test_compiled_autograd_keeps_calls_of_other_numbers_apart() -> None:
-    """One graph of a backward is kept for nodes alike: a scale, which no tensor shows, makes them
-    differ."""
+def test_compiled_autograd_distinguishes_calls_by_their_scalars() -> None:
+    """Calls that differ only in a scale need different backward graphs."""
     from torch._dynamo.compiled_autograd import _enable
 
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -284,7 +282,7 @@ def test_inference_mode_and_no_grad() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_draws_the_same_dropout(reentrant: bool) -> None:
+def test_checkpoint_repeats_the_dropout_mask(reentrant: bool) -> None:
     inputs = qkv()
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -301,7 +299,7 @@ def test_checkpoint_draws_the_same_dropout(reentrant: bool) -> None:
     same(*got)
 
 
-def test_saved_tensors_hooks() -> None:
+def test_saved_tensor_hooks_see_every_saved_tensor() -> None:
     packed: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -316,7 +314,7 @@ def test_saved_tensors_hooks() -> None:
         pt.attention(*qkv()).sum().backward()
 
 
-def test_an_error_in_a_hook_arrives_and_is_not_tried_again() -> None:
+def test_hook_errors_propagate_without_a_retry() -> None:
     calls: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -331,7 +329,7 @@ def test_an_error_in_a_hook_arrives_and_is_not_tried_again() -> None:
     assert len(calls) == 1
 
 
-def test_errors_of_autograd() -> None:
+def test_autograd_errors_equal_the_python_path() -> None:
     q, k, v = qkv()
     out = pt.attention(q, k, v)
     out.sum().backward(retain_graph=True)
@@ -352,7 +350,7 @@ def test_errors_of_autograd() -> None:
         pt.attention(q, k, v).sum().backward()
 
 
-def test_hooks_and_name() -> None:
+def test_node_has_hooks_and_a_name() -> None:
     q, k, v = qkv()
     out = pt.attention(q, k, v)
     assert out.grad_fn is not None and out.grad_fn.name() == "attention_functionBackward"
@@ -369,7 +367,7 @@ def test_hooks_and_name() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_its_memory_is_poisoned_and_guarded() -> None:
+def test_allocations_are_poisoned_and_guarded() -> None:
     with poisoned() as guards:
         q = torch.randn(1, 1, 4, 8, requires_grad=True)
         assert taken(q, q, q)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path computes a decoding step (attention over pages, rotary, append_kv) with
-Python's bits and errors."""
+"""The C++ fast path runs a decoding step with the Python path's bits and errors.
+
+A step is rotary, append_kv and attention over pages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ TABLE = [[5, 0, 2], [1, 4, 3]]
 
 
 def rows(dtype: torch.dtype, length: int) -> list[Tensor]:
-    """query, key and value of two sequences, as a model's projections leave them."""
+    """Return query, key and value of two sequences, with the strides of a model's projections."""
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
     return [torch.randn(shape, dtype=dtype).transpose(1, 2) for shape in shapes]
 
@@ -34,8 +36,10 @@ def cache(dtype: torch.dtype, table: torch.dtype | None) -> pt.KeyValues:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("table", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_step(dtype: torch.dtype, table: torch.dtype | None, length: int) -> None:
-    """Turned, written and attended to, in both paths: outputs and all that the caches then hold."""
+def test_decoding_step_equals_the_python_path(
+    dtype: torch.dtype, table: torch.dtype | None, length: int
+) -> None:
+    """Compare outputs and the full contents of the caches."""
     query, key, value = rows(dtype, length)
     positions = torch.tensor([[8], [5]]) + torch.arange(length)
     turning, weight = pt.RotaryPositions(12), torch.randn(16)
@@ -84,24 +88,24 @@ PYTHONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", TURNS.values(), ids=TURNS)
-def test_rotary_is_the_python_paths_bitwise(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_rotary_equals_the_python_path_bitwise(dtype: torch.dtype, options: dict[str, Any]) -> None:
     x, weight = (
         torch.randn(2, 3, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_(),
         torch.randn(16, requires_grad=True),
     )
-    for given, wanted in (({}, (x,)), ({"weight": weight, "weight_offset": 1.0}, (x, weight))):
+    for given, expected in (({}, (x,)), ({"weight": weight, "weight_offset": 1.0}, (x, weight))):
         assert taken_by("rotary", x, **options, **given)
-        same_in_both(pt.rotary, (x,), wanted, **options, **given)
+        same_in_both(pt.rotary, (x,), expected, **options, **given)
 
 
 @pytest.mark.parametrize("options", PYTHONS.values(), ids=PYTHONS)
-def test_what_python_works_out_is_left_to_it(options: dict[str, Any]) -> None:
+def test_calls_that_need_python_use_the_python_path(options: dict[str, Any]) -> None:
     x = torch.randn(2, 2, 3, 16)
     assert not taken_by("rotary", x, **options)
     same_in_both(pt.rotary, (x,), (), **options)
 
 
-def test_many_angles_are_pythons() -> None:
+def test_many_angles_use_the_python_path() -> None:
     x = torch.randn(1, 1, 4096, 16)
     assert taken_by("rotary", x[:, :, :2048], torch.arange(2048)) and not taken_by(
         "rotary", x, torch.arange(4096)
@@ -145,10 +149,10 @@ def test_gradients_over_pages_are_refused(which: str) -> None:
 
 
 @pytest.mark.parametrize("writes", ["fast_path", "python"])
-def test_autograd_notices_that_a_saved_cache_was_written(writes: str) -> None:
+def test_writing_a_cache_saved_for_backward_raises(writes: str) -> None:
     query, key, value = rows(torch.float32, 1)
     held, factor = cache(torch.float32, None), torch.ones(1, requires_grad=True)
-    product = factor * held.key  # keeps the cache for its backward
+    product = factor * held.key  # saves the cache for its backward
 
     def write() -> None:
         pt.append_kv(query, key, value, held, torch.tensor([[1], [2]]))
@@ -163,7 +167,7 @@ def test_autograd_notices_that_a_saved_cache_was_written(writes: str) -> None:
         product.sum().backward()
 
 
-def test_a_cache_of_inference_mode_has_no_version() -> None:
+def test_inference_mode_caches_have_no_version() -> None:
     with torch.inference_mode():
         query, key, value = rows(torch.float32, 1)
         held = cache(torch.float32, None)
@@ -193,7 +197,7 @@ def test_attention_over_pages_with_other_keywords(change: str) -> None:
     same_in_both(pt.attention, (query, *pools), (), **options)
 
 
-def test_a_page_outside_the_pool_is_refused_in_pythons_words() -> None:
+def test_page_outside_the_pool_raises_the_python_path_error() -> None:
     given = (torch.randn(2, 2, 1, 16), *torch.randn(2, 6, 2, 4, 16).unbind())
     bad = torch.tensor([[5, 0, 2], [1, 6, 3]])
     with pytest.raises(ValueError, match=r"page_table\[1, 1\] must be a page from 0 to 5, got 6"):

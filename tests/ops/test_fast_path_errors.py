@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every op replaced by what it should not be: both paths give the same bits, or
-the same error in the same words."""
+"""Replace every argument of every op: both paths give the same bits or the same error text."""
 
 from __future__ import annotations
 
@@ -179,7 +178,7 @@ def append_to_pages() -> dict[str, Any]:
 
 
 def caches(value: pt.KeyValues) -> Iterator[Any]:
-    """Caches that are wrong in one tensor."""
+    """Yield caches with one bad tensor."""
     yield tuple(value)
     for i, t in enumerate(value):
         for other in (None, 3, value[0], *(wrong(t) if isinstance(t, Tensor) else ())):
@@ -224,8 +223,7 @@ OTHERS = [(), (16,), (3, 16), [16], (1, 2), (-1, 2), (None, None), (True, 1), {}
 
 
 def wrong(value: Any) -> Iterator[Any]:
-    """What may stand in place of a value: other numbers, texts, containers, and tensors of other
-    shapes, dtypes, devices and layouts."""
+    """Yield replacements of a value: numbers, strings, containers and mismatched tensors."""
     if isinstance(value, pt.KeyValues):
         yield from caches(value)
     yield from (
@@ -281,7 +279,7 @@ def wrong(value: Any) -> Iterator[Any]:
     )
     yield value.new_tensor(-7).expand(
         value.shape
-    )  # beyond what lengths, offsets and targets may be
+    )  # outside the range of lengths, offsets and targets
     yield value.new_tensor(99).expand(value.shape)
 
 
@@ -298,7 +296,7 @@ def outcome(op: str, arguments: dict[str, Any]) -> Any:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name_of_call", OPS)
-def test_the_outcome_of_a_wrong_argument_is_pythons(name_of_call: str) -> None:
+def test_bad_arguments_have_the_outcome_of_the_python_path(name_of_call: str) -> None:
     arguments, op = OPS[name_of_call](), name_of_call.partition(",")[0]
     names = list(inspect.signature(getattr(pt, op)).parameters)
     assert taken_by(op, **arguments) and arguments.keys() <= set(names)
@@ -310,9 +308,9 @@ def test_the_outcome_of_a_wrong_argument_is_pythons(name_of_call: str) -> None:
                 with which():
                     outcomes.append(outcome(op, arguments | {name: value}))
             mine, pythons = outcomes
-            told = f"{op}: {name}={value!r:.200}"
+            output = f"{op}: {name}={value!r:.200}"
             if isinstance(mine[0], type) or isinstance(pythons[0], type):
-                assert mine == pythons, told
+                assert mine == pythons, output
                 errors += 1
             elif mine[0].device.type == "cpu":
                 same(mine, pythons)

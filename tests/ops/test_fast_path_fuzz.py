@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzers' problems through both paths: the same bits, gradients too, from the C++ fast path
-and from Python."""
+"""The fuzzers' problems give the same bits and gradients from the C++ fast path and from Python."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ from support.paths import counting, needs_fast_path, same, same_in_both, taken_b
 
 pytestmark = [needs_fast_path, pytest.mark.usefixtures("one_thread")]
 
-BLOCK = 50  # problems of one test
+BLOCK = 50  # problems per test
 Results = dict[str, Tensor | None]
 
 
 def attention(seed: int, case: int) -> Callable[[], Results]:
     drawn = replace(
         draw_attention.draw(seed, case), block_size=None
-    )  # block masks are Python's: their masks go dense
+    )  # block masks use the Python path: pass their dense masks
     return lambda: fuzz_attention.run(drawn, "cpu").results
 
 
@@ -54,8 +53,8 @@ FUZZERS = {
     "cross_entropy": rowwise(fuzz_cross_entropy),
     "rotary": rowwise(fuzz_rotary),
 }
-# Minimum share of the calls that the fast path must compute. The rest have no elements, odd seeds,
-# strides (norms), or frequencies that are given or follow from the sequence's length (rotary).
+# Min share of the calls that the fast path must compute. The rest have no elements, odd seeds,
+# strides (norms), or frequencies that are given or depend on the sequence's length (rotary).
 LEAST = {
     "attention": 0.9,
     "attention_varlen": 0.9,
@@ -70,7 +69,7 @@ LEAST = {
 
 
 def both_paths(run: Callable[[], Results]) -> Counter[tuple[str, bool]]:
-    """Who was asked with the fast path on."""
+    """Run a call on both paths; return who ran with the fast path on."""
     with counting() as counts:
         mine = run()
     with fast_path.off():
@@ -85,7 +84,9 @@ def both_paths(run: Callable[[], Results]) -> Counter[tuple[str, bool]]:
 @pytest.mark.unpoisoned  # the fuzzers do it themselves
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("family", FUZZERS)
-def test_random_problems(family: str, block: int, request: pytest.FixtureRequest) -> None:
+def test_random_problems_give_equal_bits(
+    family: str, block: int, request: pytest.FixtureRequest
+) -> None:
     seed, counts = request.config.getoption("--fuzz-seed"), Counter[tuple[str, bool]]()
     for case in range(block * BLOCK, (block + 1) * BLOCK):
         try:
@@ -102,8 +103,8 @@ NAMED = [case for case in cases(size="small") if case.op in LEAST]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", NAMED, ids=lambda case: f"{case.op}-{case.name}")
-def test_named_problems_are_the_paths(case: Case, dtype: torch.dtype) -> None:
+def test_named_problems_use_the_fast_path(case: Case, dtype: torch.dtype) -> None:
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
-    wanted = [t for t in leaves(case.op, args, kwargs).values() if t.requires_grad]
+    expected = [t for t in leaves(case.op, args, kwargs).values() if t.requires_grad]
     assert taken_by(case.op, *args, **kwargs)
-    same_in_both(getattr(pt, case.op), args, wanted, **kwargs)
+    same_in_both(getattr(pt, case.op), args, expected, **kwargs)

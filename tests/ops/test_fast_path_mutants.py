@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant each fault of fast_path_faults.py in a copy of the C++ fast path; a test in another process
-finds it."""
+"""Plant each fault of fast_path_faults.py in a copy of the C++ fast path; a test must fail."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ import fast_path_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-slow = pytest.mark.slow  # compiles the fast path again, and starts a process for each fault
+slow = pytest.mark.slow  # compiles the fast path and starts a process per fault
 FUZZ, FAST_PATH, WATCHED, NODES, ERRORS, DECODE = (
     f"tests/ops/test_fast_path{name}.py"
     for name in ("_fuzz", "", "_watched", "_nodes", "_errors", "_decode")
 )
 LINEAR = "tests/nn/test_linear.py"
-# Of each fault the test that finds it.
+# The test that detects each fault.
 FAULTS = {
     "watchers_ignored": (WATCHED, "watched_call"),
     "modes_ignored": (WATCHED, "watched_call"),
@@ -74,8 +73,8 @@ FAULTS = {
 }
 
 
-def test_every_fault_of_the_fast_path_is_here() -> None:
-    """And each text occurs once in its file."""
+def test_every_fault_has_a_test() -> None:
+    """Each faulty text occurs once in its file."""
     assert {
         name
         for _, _, faulty in fast_path_faults.FAULTS
@@ -103,7 +102,7 @@ print(json.dumps([fast_path_build.compile_flags(place), fast_path_build.link_fla
 
 @pytest.fixture(scope="module")
 def faulty_fast_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fast path that has all faults."""
+    """Build a fast path with all faults."""
     folder = tmp_path_factory.mktemp("fast_path")
     shutil.copytree(CSRC / "common", folder / "common")
     texts = {
@@ -141,7 +140,7 @@ def faulty_fast_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-# Stands before pytest: the package finds this fast path where it would load its own.
+# Run before pytest: the package then loads this fast path instead of its own.
 RUN = """
 import importlib.util, sys, torch
 spec = importlib.util.spec_from_file_location("pytransformer._fast_path", sys.argv[1])
@@ -164,7 +163,7 @@ def outcome(library: Path, fault: str, file: str, chosen: str) -> subprocess.Com
 @slow
 @needs_fast_path
 @pytest.mark.parametrize(("file", "chosen"), sorted(set(FAULTS.values())))
-def test_without_a_fault_all_is_well(file: str, chosen: str, faulty_fast_path: Path) -> None:
+def test_tests_pass_without_a_fault(file: str, chosen: str, faulty_fast_path: Path) -> None:
     done = outcome(faulty_fast_path, "", file, chosen)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
@@ -172,7 +171,7 @@ def test_without_a_fault_all_is_well(file: str, chosen: str, faulty_fast_path: P
 @slow
 @needs_fast_path
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault: str, faulty_fast_path: Path) -> None:
+def test_faults_are_detected(fault: str, faulty_fast_path: Path) -> None:
     done = outcome(faulty_fast_path, fault, *FAULTS[fault])
     assert done.returncode == 1 and "failed" in done.stdout, (
         done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each op of the C++ fast path leaves watched calls to Python; its node is differentiated again,
-traced, and keeps nothing alive."""
+"""The fast path leaves observed calls to Python; its nodes differentiate and leak nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
 
 
 def given(problem: Case, dtype: torch.dtype = torch.float32) -> Given:
-    """Arguments, keywords, and the tensors that need a gradient."""
+    """Return arguments, keywords and the tensors that need a gradient."""
     args, kwargs = problem.make("cpu", dtype, seed=0, requires_grad=True)
     return args, kwargs, [t for t in leaves(problem.op, args, kwargs).values() if t.requires_grad]
 
@@ -85,8 +84,8 @@ def loss(problem: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 @every_op
-def test_a_watched_call_is_pythons(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
+def test_observed_calls_use_the_python_path(problem: Case) -> None:
+    args, kwargs, expected = given(problem)
     watchers: dict[str, Callable[[], Any]] = {
         "a forced backend": lambda: pt.use_backend(**{problem.op: "reference"}),
         "an observer": lambda: observing(lambda op, a, backend: None),
@@ -103,20 +102,20 @@ def test_a_watched_call_is_pythons(problem: Case) -> None:
     assert not taken_by(problem.op, *args, **kwargs)
     pt.clear_fallbacks()
     with torch.autograd.forward_ad.dual_level():
-        tangent = torch.autograd.forward_ad.make_dual(wanted[0].detach(), wanted[0].detach())
-        dual = [tangent if a is wanted[0] else a for a in args]
+        tangent = torch.autograd.forward_ad.make_dual(expected[0].detach(), expected[0].detach())
+        dual = [tangent if a is expected[0] else a for a in args]
         assert not taken_by(problem.op, *dual, **kwargs)
 
 
 @every_op
-def test_traces_observers_and_modes_see_what_ran(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
+def test_traces_observers_and_modes_see_the_backend(problem: Case) -> None:
+    args, kwargs, expected = given(problem)
     with trace() as record:
-        torch.autograd.grad(loss(problem, args, kwargs), wanted)
+        torch.autograd.grad(loss(problem, args, kwargs), expected)
     assert record == [(f"{problem.op}_fwd", "cpu"), (f"{problem.op}_bwd", "cpu")]
     out = loss(problem, args, kwargs)
     with Sees() as mode:
-        torch.autograd.grad(out, wanted)
+        torch.autograd.grad(out, expected)
     assert f"pytransformer.{problem.op}_bwd.default" in mode.seen
     with observing(lambda op, a, backend: record.append((op.name, backend))):
         loss(problem, args, kwargs)
@@ -124,14 +123,14 @@ def test_traces_observers_and_modes_see_what_ran(problem: Case) -> None:
 
 
 @every_op
-def test_second_derivatives_are_pythons_bitwise(problem: Case) -> None:
-    args, kwargs, wanted = given(problem, torch.float64)
+def test_second_derivatives_equal_the_python_path_bitwise(problem: Case) -> None:
+    args, kwargs, expected = given(problem, torch.float64)
 
     def seconds(*_: Any) -> tuple[Tensor, ...]:
-        firsts = torch.autograd.grad(loss(problem, args, kwargs), wanted, create_graph=True)
+        firsts = torch.autograd.grad(loss(problem, args, kwargs), expected, create_graph=True)
         return (
             *firsts,
-            *torch.autograd.grad(torch.stack([g.square().sum() for g in firsts]).sum(), wanted),
+            *torch.autograd.grad(torch.stack([g.square().sum() for g in firsts]).sum(), expected),
         )
 
     assert taken_by(problem.op, *args, **kwargs)
@@ -139,38 +138,38 @@ def test_second_derivatives_are_pythons_bitwise(problem: Case) -> None:
 
 
 @every_op
-def test_each_gradient_alone(problem: Case) -> None:
-    args, kwargs, wanted = given(problem, torch.bfloat16)
+def test_each_gradient_alone_equals_the_python_path(problem: Case) -> None:
+    args, kwargs, expected = given(problem, torch.bfloat16)
     call = getattr(pt, problem.op)
-    for leaf in wanted:
+    for leaf in expected:
         same_in_both(call, args, [leaf], **kwargs)
-    for leaf in wanted:
-        for other in wanted:
+    for leaf in expected:
+        for other in expected:
             other.requires_grad_(other is leaf)
         same_in_both(call, args, [leaf], **kwargs)
 
 
 @every_op
 @pytest.mark.unpoisoned
-def test_compiled_autograd(problem: Case) -> None:
+def test_compiled_autograd_equals_eager(problem: Case) -> None:
     from torch._dynamo.compiled_autograd import _enable
 
     def gradients(compiled: bool) -> list[Tensor | None]:
-        args, kwargs, wanted = given(problem)
+        args, kwargs, expected = given(problem)
         out = loss(problem, args, kwargs)
         if compiled:
             with _enable(lambda graph: torch.compile(graph, backend="eager", fullgraph=True)):
                 out.backward()
         else:
             out.backward()
-        return [t.grad for t in wanted]
+        return [t.grad for t in expected]
 
     for a, b in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(a, b)
 
 
 @every_op
-def test_inference_mode(problem: Case) -> None:
+def test_inference_mode_equals_the_python_path(problem: Case) -> None:
     args, kwargs, _ = given(problem)
     with torch.inference_mode():
         assert taken_by(problem.op, *args, **kwargs)
@@ -180,25 +179,25 @@ def test_inference_mode(problem: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_op
-def test_autocast(problem: Case, dtype: torch.dtype) -> None:
-    args, kwargs, wanted = given(problem)
+def test_autocast_equals_the_python_path(problem: Case, dtype: torch.dtype) -> None:
+    args, kwargs, expected = given(problem)
     with torch.autocast("cpu", dtype=dtype):
-        same_in_both(getattr(pt, problem.op), args, wanted, **kwargs)
+        same_in_both(getattr(pt, problem.op), args, expected, **kwargs)
 
 
-# ---- what only some of them have
+# ---- behavior of single ops
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16, None])
-def test_add_norm_by_outputs_kinds_and_streams(
+def test_add_norm_variants_equal_the_python_path(
     used: tuple[int, ...], kind: str, residual: torch.dtype | None
 ) -> None:
     x = torch.randn(2, 5, 16, dtype=torch.bfloat16, requires_grad=True)
     stream = None if residual is None else torch.randn(2, 5, 16, dtype=residual, requires_grad=True)
     w = torch.randn(16, requires_grad=True)
-    wanted = [x] if stream is None else [x, stream]
+    expected = [x] if stream is None else [x, stream]
 
     def call(eps: float | None) -> tuple[Tensor, ...]:
         found = pt.add_norm(x, stream, w, eps=eps, kind=kind, dropout_p=0.3, dropout_seed=11)  # type: ignore[arg-type]
@@ -206,17 +205,17 @@ def test_add_norm_by_outputs_kinds_and_streams(
 
     assert taken_by("add_norm", x, stream, w, eps=None, kind=kind, dropout_p=0.3, dropout_seed=11)
     for eps in (1e-5, None):
-        same_in_both(call, (eps,), [*wanted, w] if 0 in used else wanted)
+        same_in_both(call, (eps,), [*expected, w] if 0 in used else expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_eps_none_is_that_of_the_dtype(dtype: torch.dtype) -> None:
+def test_eps_none_is_the_eps_of_the_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(4, 16, dtype=dtype) * 1e-3
     assert taken_by("rms_norm", x, 16)
     same_in_both(pt.rms_norm, (x, 16), ())
 
 
-def test_a_seed_drops_the_same_in_both_and_a_drawn_one_moves_the_generator_alike() -> None:
+def test_seeds_give_equal_dropout_and_advance_the_generator_equally() -> None:
     x, w1, w2 = torch.randn(9, 16), torch.randn(24, 16), torch.randn(16, 24)
     for seed in (0, -1, 2**63 - 1, -(2**63), torch.tensor(3), None):
         same_in_both(pt.feed_forward, (x, w1, None, w2, None), (), dropout_p=0.5, dropout_seed=seed)
@@ -233,8 +232,8 @@ def test_a_seed_drops_the_same_in_both_and_a_drawn_one_moves_the_generator_alike
     assert torch.equal(*states)
 
 
-def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> None:
-    """The limits that the fast path is told: rows of hidden at a time, and scratch that stays."""
+def test_large_hidden_layers_exceed_the_row_and_scratch_limits() -> None:
+    """The fast path gets both limits: rows of hidden per part, and persistent scratch."""
     w1, w2 = torch.randn(6000, 8, requires_grad=True), torch.randn(8, 6000, requires_grad=True)
     for rows in (1, 1600):
         x = torch.randn(rows, 8, requires_grad=True)
@@ -252,7 +251,7 @@ def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> N
         (torch.bfloat16, 500, 500, 256, False),
     ],
 )
-def test_cross_entropy_keeps_what_python_keeps(
+def test_cross_entropy_saves_the_tensors_of_the_python_path(
     dtype: torch.dtype, rows: int, classes: int, depth: int, keeps: bool
 ) -> None:
     x, w = (torch.randn(n, depth, dtype=dtype, requires_grad=True) for n in (rows, classes))
@@ -274,7 +273,7 @@ def test_cross_entropy_keeps_what_python_keeps(
     same_in_both(pt.linear_cross_entropy, (x, w, ignored), (x, w))  # NaN
 
 
-def test_offsets_and_lengths_of_other_integer_dtypes() -> None:
+def test_integer_dtypes_of_offsets_and_lengths_equal_the_python_path() -> None:
     q, k, v = (torch.randn(13, 2, 16, requires_grad=True) for _ in range(3))
     for dtype in (torch.int32, torch.int16, torch.uint8, torch.int64):
         offsets = torch.tensor([0, 0, 8, 13, 13], dtype=dtype)
@@ -298,7 +297,7 @@ SDPA: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SDPA, ids=str)
-def test_scaled_dot_product_attention(options: dict[str, Any]) -> None:
+def test_scaled_dot_product_attention_equals_the_python_path(options: dict[str, Any]) -> None:
     inputs = qkv()
     assert taken_by("scaled_dot_product_attention", *inputs, **options)
     same_in_both(pt.scaled_dot_product_attention, inputs, inputs, **options)
@@ -316,8 +315,8 @@ def test_scaled_dot_product_attention(options: dict[str, Any]) -> None:
 # ---- many calls
 
 
-def test_threads() -> None:
-    """Each thread's scratch is its own, and tables of T5 are looked up by all."""
+def test_threads_have_separate_scratch() -> None:
+    """All threads read the T5 tables."""
     problems = [case(name) for name in NAMES]
     prepared = [(p, *given(p)) for p in problems]
     expected = [
@@ -347,15 +346,15 @@ def test_threads() -> None:
 
 @every_op
 @pytest.mark.unpoisoned
-def test_nothing_is_kept_alive(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
-    gone = [weakref.ref(t) for t in wanted]
+def test_nodes_keep_nothing_alive(problem: Case) -> None:
+    args, kwargs, expected = given(problem)
+    gone = [weakref.ref(t) for t in expected]
     for backward in (True, False):
         out = loss(problem, args, kwargs)
         gone.append(weakref.ref(out))
         if backward:
             out.backward()
-    del args, kwargs, wanted, out
+    del args, kwargs, expected, out
     gc.collect()
     assert all(ref() is None for ref in gone)
 
@@ -363,8 +362,8 @@ def test_nothing_is_kept_alive(problem: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.unpoisoned
 @every_op
-def test_many_calls_take_no_memory(problem: Case) -> None:
-    args, kwargs, wanted = given(problem)
+def test_many_calls_do_not_leak_memory(problem: Case) -> None:
+    args, kwargs, expected = given(problem)
 
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -372,15 +371,15 @@ def test_many_calls_take_no_memory(problem: Case) -> None:
 
     def calls(count: int) -> None:
         for _ in range(count):
-            torch.autograd.grad(loss(problem, args, kwargs), wanted)
+            torch.autograd.grad(loss(problem, args, kwargs), expected)
 
     traces = tracing.open[:]
-    tracing.open.clear()  # the test run records each call, 200 bytes
+    tracing.open.clear()  # the trace records each call, 200 bytes
     try:
         calls(2_000)
         before = resident()
         calls(100_000)
-        assert resident() - before < 1 << 20  # 10 bytes a call
+        assert resident() - before < 1 << 20  # 10 bytes per call
     finally:
         tracing.open[:] = traces
 

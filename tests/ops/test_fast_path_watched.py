@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ fast path returns NotImplemented if something watches the call or an argument is not
-plain."""
+"""The C++ fast path returns NotImplemented for observed calls and unusual arguments."""
 
 from __future__ import annotations
 
@@ -52,19 +51,19 @@ WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize("name", WATCHERS)
-def test_a_watched_call_is_pythons(name: str) -> None:
+def test_observed_calls_use_the_python_path(name: str) -> None:
     inputs = qkv(grad=False)
     assert taken(*inputs)
     with WATCHERS[name]():
-        if name == "a forward-mode level":  # which concerns only tensors that have a tangent
+        if name == "a forward-mode level":  # which concerns only tensors with a tangent
             inputs[0] = torch.autograd.forward_ad.make_dual(inputs[0].clone(), inputs[0])
         assert not taken(*inputs)
     inputs = qkv(grad=False)
     assert taken(*inputs)
 
 
-def test_a_failure_is_remembered_by_python() -> None:
-    """A backend that failed is chosen by Python's rules from then on."""
+def test_failures_of_a_backend_are_remembered() -> None:
+    """Python selects the backend from the first failure on."""
     inputs = qkv(grad=False)
     fallbacks.remember_failure(("attention", "cpu"), "did not run")
     assert not taken(*inputs)
@@ -73,7 +72,9 @@ def test_a_failure_is_remembered_by_python() -> None:
 
 
 @pytest.mark.parametrize("change", ["assigned", "one entry", "a new one first"])
-def test_replaced_backends_are_pythons(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_backends_use_the_python_path(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     op, inputs = OPS["attention"], qkv(grad=False)
     with monkeypatch.context() as patch:
         if change == "assigned":
@@ -86,9 +87,9 @@ def test_replaced_backends_are_pythons(change: str, monkeypatch: pytest.MonkeyPa
     assert taken(*inputs)
 
 
-def test_traces_and_observers_see_what_ran() -> None:
+def test_traces_and_observers_see_the_backend() -> None:
     q, k, v = qkv()
-    told = []
+    output = []
     with trace() as record:
         torch.autograd.grad(pt.attention(q, k, v).sum(), q)
         pt.layer_norm(q.detach(), 16)
@@ -97,13 +98,13 @@ def test_traces_and_observers_see_what_ran() -> None:
         assert taken(q, k, v)
     names = ["attention_fwd", "attention_bwd", "layer_norm_fwd", "attention_fwd", "attention_fwd"]
     assert record == [(name, "cpu") for name in names]
-    with observing(lambda op, a, backend: told.append((op.name, backend))):
+    with observing(lambda op, a, backend: output.append((op.name, backend))):
         pt.attention(q, k, v), pt.layer_norm(q, 16)
-    assert told == [("attention", "cpu"), ("layer_norm", "cpu")]
+    assert output == [("attention", "cpu"), ("layer_norm", "cpu")]
     assert not taken(q, k, v, backend="reference") and taken(q, k, v, backend="cpu", strict=True)
 
 
-def test_a_mode_sees_the_backward_of_a_node() -> None:
+def test_modes_see_the_backward_of_a_node() -> None:
     q, k, v = qkv()
     out = pt.attention(q, k, v)
     with Sees() as mode:
@@ -111,7 +112,7 @@ def test_a_mode_sees_the_backward_of_a_node() -> None:
     assert "pytransformer.attention_bwd.default" in mode.seen
 
 
-def test_subclasses_views_and_parameters() -> None:
+def test_subclasses_views_and_parameters_equal_the_python_path() -> None:
     class Mine(torch.Tensor):
         pass
 
@@ -124,7 +125,7 @@ def test_subclasses_views_and_parameters() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast_equals_the_python_path(dtype: torch.dtype) -> None:
     inputs = qkv()
     with torch.autocast("cpu", dtype=dtype):
         attention_in_both(inputs, inputs)
@@ -163,7 +164,7 @@ BAD: list[tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("bad", range(len(BAD)))
-def test_errors_are_pythons(bad: int) -> None:
+def test_errors_equal_the_python_path(bad: int) -> None:
     given, options = BAD[bad]
     arguments, raised = given(*qkv()), []
     for which in (contextlib.nullcontext, fast_path.off):
@@ -185,7 +186,7 @@ def test_errors_are_pythons(bad: int) -> None:
         ((),),
     ],
 )
-def test_errors_of_layer_norm_are_pythons(arguments: tuple[Any, ...]) -> None:
+def test_layer_norm_errors_equal_the_python_path(arguments: tuple[Any, ...]) -> None:
     x, raised = torch.randn(2, 16), []
     for which in (contextlib.nullcontext, fast_path.off):
         with which(), pytest.raises((TypeError, ValueError)) as caught:
@@ -213,7 +214,7 @@ SDPA: list[tuple[Callable[..., tuple[Tensor, ...]], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(SDPA)))
-def test_activate_gives_the_same_in_both(case: int) -> None:
+def test_activate_gives_equal_results_on_both_paths(case: int) -> None:
     given, options = SDPA[case]
     inputs = qkv()
     with pt.activate():
@@ -221,7 +222,7 @@ def test_activate_gives_the_same_in_both(case: int) -> None:
 
 
 @pytest.mark.falls_back
-def test_activate_gives_the_rest_to_python_and_ends() -> None:
+def test_activate_uses_python_for_other_calls_and_ends() -> None:
     q, k, v = qkv(grad=False)
     q.requires_grad_()
     big = torch.randn(1, 1, 2, 600)
@@ -244,7 +245,7 @@ def test_activate_gives_the_rest_to_python_and_ends() -> None:
     assert after is not None and after.name() != inside.name()
 
 
-# ---- whether there is a fast path at all
+# ---- loading
 
 
 def said(**changed: Any) -> str | None:
@@ -252,7 +253,7 @@ def said(**changed: Any) -> str | None:
     return fast_path.refusal({**info, "fast_path": {**info["fast_path"], **changed}})
 
 
-def test_it_is_loaded_only_for_what_it_was_built_for() -> None:
+def test_fast_path_loads_only_for_its_build() -> None:
     assert said() is None
     assert str(said(torch="2.99.0")).startswith("built for torch 2.99.0 (")
     assert "built for torch" in str(said(git_version="0" * 40))
@@ -267,7 +268,7 @@ def test_it_is_loaded_only_for_what_it_was_built_for() -> None:
 
 @pytest.fixture
 def another_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The fast path as a process finds it whose torch is another than the one built for."""
+    """Import the fast path in a process with another torch than the one of the build."""
     info = native.build_info() or {}
     before = {name: getattr(fast_path, name) for name in fast_path.ENTRIES}
     monkeypatch.setattr(
@@ -284,7 +285,7 @@ def another_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     }
 
 
-def test_with_another_torch_calls_are_pythons_and_doctor_says_so(another_torch: None) -> None:
+def test_another_torch_disables_the_fast_path_and_doctor_reports_it(another_torch: None) -> None:
     reason = doctor.native()["fast_path_why_not"]
     assert "built for torch 2.99.0" in reason
     q, k, v = qkv()
@@ -317,8 +318,8 @@ FIRST = {
     ("first", "value", "answer"),
     [*((name, "1", "True") for name in FIRST), ("inference mode", "0", "False")],
 )
-def test_the_first_call_of_a_process(first: str, value: str, answer: str) -> None:
-    """It loads the fast path, wherever it is made; PYTRANSFORMER_FAST_PATH=0 switches it off."""
+def test_first_call_loads_the_fast_path(first: str, value: str, answer: str) -> None:
+    """PYTRANSFORMER_FAST_PATH=0 disables it."""
     environment = os.environ | {"PYTRANSFORMER_FAST_PATH": value, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(first=FIRST[first])],
@@ -332,7 +333,7 @@ def test_the_first_call_of_a_process(first: str, value: str, answer: str) -> Non
 # ---- many calls
 
 
-def test_threads() -> None:
+def test_threads_give_equal_results() -> None:
     inputs = qkv()
     expected = results(pt.attention, inputs, inputs)
     wrong: list[int] = []
@@ -353,7 +354,7 @@ def test_threads() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_nothing_is_kept_alive() -> None:
+def test_calls_keep_nothing_alive() -> None:
     q, k, v = qkv()
     gone: list[weakref.ref[Tensor]] = []
     for call in (lambda x: pt.attention(x, k, v, dropout_p=0.1), lambda x: pt.layer_norm(x, 16)):

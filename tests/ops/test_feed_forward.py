@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward: semantics, gradients, torch's machinery, determinism. Random problems:
-test_fuzz_ops."""
+"""feed_forward: semantics, gradients, torch's machinery and determinism.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 def _inputs(
     rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float64
 ) -> list[torch.Tensor]:
-    """x, w1, b1, w2, b2, gate_weight, gate_bias."""
+    """Return x, w1, b1, w2, b2, gate_weight, gate_bias."""
     shapes = ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,), (hidden, d), (hidden,))
     return [
         (torch.randn(s, dtype=torch.float64) / s[-1] ** 0.5).to(dtype).requires_grad_()
@@ -72,9 +74,11 @@ def test_equals_linear_activation_linear(activation: str, gated: bool, op_backen
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_keep_their_digits(activation: str) -> None:
-    """Identity weights leave the activation and its slope alone: within 4 eps of x, and of |act|
-    for gelu's left tail."""
+def test_activations_are_accurate(activation: str) -> None:
+    """Identity weights isolate the activation and its slope.
+
+    The limit is 4 eps of x, and of |act| in gelu's left tail.
+    """
     x = torch.cat(
         [torch.linspace(-12, 12, 6001), torch.tensor([0.0, 1e-30, -1e-30, 30.0, -30.0, 1e4])]
     )[:, None].requires_grad_()
@@ -99,14 +103,14 @@ def test_activations_keep_their_digits(activation: str) -> None:
         assert ((y - right).abs() <= 4 * eps * right.abs())[tail].all()
 
 
-def test_a_part_of_a_larger_problem_drops_what_that_does(op_backend: str) -> None:
-    """Columns from any start on the CPU; lanes of a GPU draw for 32 of them."""
+def test_slices_have_the_dropout_of_the_full_problem(op_backend: str) -> None:
+    """Columns start anywhere on the CPU; GPU threads draw for 32 columns."""
     for dtype in (torch.float32, torch.bfloat16):
         check_hidden_starts(op_backend, (0, 5, 96, 2**31 + 7), dtype)
 
 
-def test_dropout_is_the_same_everywhere() -> None:
-    """Identity weights show hidden: dropped where the shared stream says, on every backend."""
+def test_dropout_is_equal_on_every_backend() -> None:
+    """Identity weights expose hidden, which is zero where the shared random stream drops."""
     from pytransformer.testing.exact_feed_forward import TAG
     from pytransformer.testing.exact_layer_norm import column_keep
 
@@ -125,7 +129,7 @@ def test_dropout_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recompute_changes_no_bit_and_keeps_less(dtype: torch.dtype) -> None:
+def test_recompute_changes_no_bit_and_saves_less(dtype: torch.dtype) -> None:
     t = _inputs(40, 16, 64, 16, dtype)
     grad = torch.randn(40, 16, dtype=dtype)
     results, kept = [], []
@@ -148,9 +152,11 @@ def test_recompute_changes_no_bit_and_keeps_less(dtype: torch.dtype) -> None:
     assert kept[0] - kept[1] == 2 * 40 * 64
 
 
-def test_many_rows_pass_through_in_parts() -> None:
-    """More rows than hidden is kept for, and than a slice of the products over rows: the same bits
-    as row by row."""
+def test_many_rows_are_processed_in_parts() -> None:
+    """Rows exceed the stored part of hidden and a slice of the products over rows.
+
+    The bits are those of one row at a time.
+    """
     t = _inputs(4500, 8, 24, 8, torch.float32)
     y = _call(t, backend="cpu")
     assert torch.equal(y[4300:], _call([t[0][4300:], *t[1:]], backend="cpu"))
@@ -182,10 +188,11 @@ def test_many_rows_pass_through_in_parts() -> None:
     ],
     ids=["transposed", "groups", "sliced", "streamed gradient", "streamed", "sums of some columns"],
 )
-def test_every_way_through_the_products(rows: int, d: int, hidden: int, dtype: torch.dtype) -> None:
-    """Few rows (products formed transposed), long sums, and results past the caches: within
-    rounding of float64, and no bit
-    changes when the rows come one half at a time."""
+def test_every_gemm_variant(rows: int, d: int, hidden: int, dtype: torch.dtype) -> None:
+    """Few rows (transposed gemm), long sums and results larger than the caches.
+
+    Errors are within rounding of float64, and two halves of the rows give the same bits.
+    """
     t = _inputs(rows, d, hidden, d if rows < 4000 else 512, dtype)
     y = _call(t, activation="silu", backend="cpu")
     halves = [_call([x, *t[1:]], activation="silu", backend="cpu") for x in t[0].split(rows // 2)]
@@ -203,9 +210,11 @@ def test_every_way_through_the_products(rows: int, d: int, hidden: int, dtype: t
 
 
 @pytest.mark.parametrize("rows", [3, 300])
-def test_writes_that_leave_no_trace_are_seen(rows: int) -> None:
-    """Writes through .data and NumPy leave a tensor's version as it was: nothing of its contents
-    may be kept between calls."""
+def test_untracked_writes_take_effect(rows: int) -> None:
+    """Writes through .data and NumPy do not change a tensor's version.
+
+    Contents must not be cached between calls.
+    """
     t = [v.detach() for v in _inputs(rows, 64, 128, 64, torch.float32)[:5]]
     for write in (
         lambda w: w.data.mul_(2.0),
@@ -227,7 +236,7 @@ def test_nan_stays_in_its_row(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 5, 6), (3, 0, 5, 6), (3, 4, 0, 6)])
-def test_nothing_to_do(shape: tuple[int, int, int, int], op_backend: str) -> None:
+def test_empty_inputs(shape: tuple[int, int, int, int], op_backend: str) -> None:
     t = _inputs(*(max(n, 1) for n in shape), torch.float32)
     rows, d, hidden, out = shape
     t = [
@@ -288,7 +297,7 @@ def test_opcheck(save: bool, op_backend: str) -> None:
 
 
 @pytest.mark.unpoisoned
-def test_compiles_whole(op_backend: str) -> None:
+def test_compiles_to_one_graph(op_backend: str) -> None:
     t = _inputs(6, 8, 16, 8, torch.float32)
 
     def function(*v: torch.Tensor) -> torch.Tensor:
@@ -305,7 +314,7 @@ def test_compiles_whole(op_backend: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_func_transforms(op_backend: str) -> None:
+def test_func_transforms_equal_autograd(op_backend: str) -> None:
     t = [v.detach() for v in _inputs(3, 4, 6, 4)[:5]]
 
     def loss(x: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
@@ -385,7 +394,7 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
         ({"dropout_p": -0.5}, ValueError, "dropout_p must be between 0 and 1"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments: dict[str, Any] = (
         dict(zip(NAMES[:5], (t.detach() for t in _inputs(2, 4, 8, 4, torch.float32)))) | change
     )
@@ -393,9 +402,11 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
         pt.feed_forward(**arguments)
 
 
-def test_no_subnormal_leaves_the_activation(backend: str) -> None:
-    """gelu's left tail is full of them, and each would cost the next product an assist of more than
-    100 cycles: 16 times as long."""
+def test_activation_returns_no_subnormals(backend: str) -> None:
+    """gelu's left tail is full of subnormals, and each costs the next gemm a 100-cycle assist.
+
+    The gemm took 16 times as long.
+    """
     if backend != "cpu":
         pytest.skip("only the CPU's kernels flush them; GPUs compute with them at full speed")
     x = torch.linspace(-14, -12, 64)[:, None].repeat(1, 64)

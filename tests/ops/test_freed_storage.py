@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose storage was freed (FSDP2 reshard, untyped_storage().resize_(0)): an error that
-names the argument, on every
-backend, forward and backward."""
+"""Freed storage (FSDP2 reshard, untyped_storage().resize_(0)) raises and names the argument.
+
+This holds on every backend, forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from support.raw_calls import NATIVE, freed_variants, record, recorded_cases
 
 FREED = "has no storage: it was freed"
 CASES = [pytest.param(case, id=case.name) for case in recorded_cases()]
-# For backends whose kernels are emulated or interpreted: every sixth case runs in `make test`.
+# Backends with emulated or interpreted kernels run every sixth case in `make test`.
 SLOW_CASES = [
     pytest.param(*c.values, id=c.id, marks=[pytest.mark.slow] * (i % 6 > 0))
     for i, c in enumerate(CASES)
@@ -32,7 +33,7 @@ needs_library = pytest.mark.skipif(
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument: itself, or those of a bias or a cache."""
+    """Return the tensors in an argument: itself, or those of a bias or a cache."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -53,8 +54,7 @@ def arguments_of(case: Case, grad: bool) -> tuple[Any, Any, list[tuple[str, torc
 
 
 def backends_of(case: Case, args: Any, kwargs: Any) -> list[str | None]:
-    """None, which is the C++ fast path if it is built, and every backend that computes the case
-    here."""
+    """Return None, the C++ fast path if built, and every backend that runs the case here."""
     op = pt.ops._core.registry.OPS[case.op]
     a, _, _ = op.prepare(*args, **kwargs)
     return [None, *(name for name in op.backends if op.reason(name, a) is None)]
@@ -63,7 +63,7 @@ def backends_of(case: Case, args: Any, kwargs: Any) -> list[str | None]:
 def upstream(
     case: Case, args: Any, kwargs: Any, backend: str | None, leaves: list[torch.Tensor]
 ) -> tuple[Any, Any, Any]:
-    """Outputs of a call, its leaves, and gradients of the outputs."""
+    """Return the outputs of a call, its leaves, and gradients of the outputs."""
     outputs = getattr(pt, case.op)(*args, **kwargs, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return outputs, leaves, [torch.ones_like(o) for o in outputs]
@@ -112,7 +112,7 @@ def check_backward(case: Case, backends: list[str | None]) -> None:
 
 
 def check_backend(case: Case, backend: str) -> None:
-    """Check forward and backward on one backend, which computes on CPU tensors here."""
+    """Check forward and backward on one backend that runs on CPU tensors here."""
     args, kwargs, _ = arguments_of(case, False)
     arguments, _, _ = pt.ops._core.registry.OPS[case.op].prepare(*args, **kwargs)
     if (reason := pt.ops._core.registry.OPS[case.op].reason(backend, arguments)) is not None:
@@ -132,8 +132,8 @@ def test_raw_ops_refuse_a_freed_tensor_by_name(case: Case) -> None:
             call.run()
 
 
-def test_a_view_into_a_freed_storage_is_refused() -> None:
-    """Its address is not null."""
+def test_views_of_freed_storage_are_refused() -> None:
+    """Their address is not null."""
     x, packed = torch.randn(4, 32), torch.randn(3, 32)
     weight = packed[1]
     packed.untyped_storage().resize_(0)
@@ -143,7 +143,7 @@ def test_a_view_into_a_freed_storage_is_refused() -> None:
 
 
 @needs_library
-def test_a_storage_that_is_too_small_is_refused() -> None:
+def test_too_small_storage_is_refused() -> None:
     pt.layer_norm(torch.randn(4, 32), 32)
     x, weight = torch.randn(4, 32), torch.randn(32)
     weight.untyped_storage().resize_(64)

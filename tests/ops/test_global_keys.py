@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``global_keys``: a window together with the first keys; what random problems (tests/test_fuzz.py)
-cannot name."""
+"""``global_keys``: a window and the first keys, in cases that random problems cannot name."""
 
 from __future__ import annotations
 
@@ -33,30 +32,28 @@ def qkv(
 
 
 def seen(lq: int, lk: int, left: int, right: int, first: int, offset: int = 0) -> torch.Tensor:
-    """The rule, pair by pair."""
+    """Return the visible mask, pair by pair."""
     distance = torch.arange(lk) - torch.arange(lq)[:, None] - offset
     return ((distance >= -left) & (distance <= right)) | (torch.arange(lk) < first)
 
 
-# Tiles of the kernels are of 64 keys, blocks of 96 to 192: gaps of several, of a part of one, and
-# none.
+# Kernels have tiles of 64 keys and blocks of 96 to 192: gaps of several tiles, of a part of one,
+# and none.
 @pytest.mark.parametrize("first", [1, 4, 65, 200, 1000])
 @pytest.mark.parametrize("window", [(5, 3), (64, None), (None, 2), (130, 0)])
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
-def test_values_and_gradients(
+def test_values_and_gradients_within_the_bound(
     backend: str, causal: str | None, window: tuple[int | None, int | None], first: int
 ) -> None:
-    """Keys that no query sees hold NaN, those between the first and the window among them where
-    there is one query."""
+    """Keys that no query sees hold NaN; with one query this includes the gap before the window."""
     for lq, lk in ((300, 300), (1, 700), (70, 500)):
         options: dict[str, Any] = {"causal": causal, "window": window, "global_keys": first}
         options["key_lengths"] = torch.tensor([lk, lk // 2])
         check_attention(qkv(lq, lk), options, backend, poisoned=True)
 
 
-def test_it_is_a_union(backend: str) -> None:
-    """The dense mask that says the same; ALiBi's distances, dropout and sinks go on counting from
-    the query."""
+def test_global_keys_equal_a_dense_union_mask(backend: str) -> None:
+    """ALiBi's distances, dropout and sinks count from the query as before."""
     args = qkv(300, 300)
     more: dict[str, Any] = {
         "bias": pt.AlibiBias(torch.tensor([0.5, 0.1, 0.02, 0.0])),
@@ -65,13 +62,13 @@ def test_it_is_a_union(backend: str) -> None:
     more |= {"dropout_p": 0.2, "dropout_seed": 5}
     window = {"window": (20, 7), "global_keys": 3}
     found = check_attention(args, {**window, **more}, backend)
-    said = check_attention(args, {"attn_mask": seen(300, 300, 20, 7, 3), **more}, "reference")
-    for name, want in said.items():
+    output = check_attention(args, {"attn_mask": seen(300, 300, 20, 7, 3), **more}, "reference")
+    for name, want in output.items():
         assert bounds.agree(found[name], want), name
 
 
 @pytest.mark.parametrize("kind", ["bool", "blocks", "floating"])
-def test_masks_hide_the_first_keys_too(backend: str, kind: str) -> None:
+def test_masks_hide_global_keys(backend: str, kind: str) -> None:
     mask = torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(3)) < 0.3
     mask[:, :, 50:120, :130] = False
     given: Any = mask
@@ -88,8 +85,8 @@ def test_masks_hide_the_first_keys_too(backend: str, kind: str) -> None:
     assert bounds.agree(out, want)
 
 
-def test_segments_hide_them_too(backend: str) -> None:
-    """Sorted ones, which are an interval, and others."""
+def test_segments_hide_global_keys(backend: str) -> None:
+    """Sorted segments are an interval; the other case is unsorted."""
     for ids in (torch.arange(300).div(90, rounding_mode="floor"), torch.arange(300) * 7 % 3):
         segments = ids.expand(2, 300).contiguous()
         options: dict[str, Any] = {
@@ -101,15 +98,16 @@ def test_segments_hide_them_too(backend: str) -> None:
         check_attention(qkv(300, 300), options, backend, poisoned=True)
 
 
-def test_a_window_that_has_ended_leaves_the_first_keys(backend: str) -> None:
-    """Queries far past key_lengths, aligned top left: nothing but the first keys."""
+def test_queries_past_key_lengths_see_only_global_keys(backend: str) -> None:
+    """The alignment is top left and the window lies past the last key."""
     options: dict[str, Any] = {
         "window": (5, 3),
         "global_keys": 2,
         "key_lengths": torch.tensor([150, 1]),
     }
     check_attention(qkv(300, 300), options, backend, poisoned=True)
-    mask = torch.ones(2, 1, 300, 300, dtype=torch.bool)  # hides one pair, or it would be left out
+    # Hide one pair, because a mask that hides nothing is dropped.
+    mask = torch.ones(2, 1, 300, 300, dtype=torch.bool)
     mask[:, :, 7, 5] = False
     check_attention(qkv(300, 300), {**options, "attn_mask": mask}, backend, poisoned=True)
 
@@ -120,8 +118,8 @@ def test_packed_equals_padded(backend: str) -> None:
     check_packed(args, {"window": (9, 0), "global_keys": 4, "causal": "bottom_right"}, backend)
 
 
-def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
-    """A cache that keeps the first keys and a window: each step sees what its row saw."""
+def test_decoding_equals_the_full_sequence(backend: str) -> None:
+    """The cache stores the first keys and a window."""
     query, key, value = qkv(90, 90)
     options: dict[str, Any] = {
         "causal": "bottom_right",
@@ -145,7 +143,7 @@ def test_global_keys_without_a_window_raise() -> None:
             pt.attention(*args, causal="top_left", window=window, global_keys=7)
 
 
-def test_weights() -> None:
+def test_attention_weights_equal_the_dense_mask() -> None:
     query, key, value = qkv(50, 50)
     options: dict[str, Any] = {"window": (3, 0), "global_keys": 2, "causal": "top_left"}
     out, lse = pt.attention(query, key, value, **options, return_lse=True)
@@ -160,10 +158,11 @@ def test_weights() -> None:
 @pytest.mark.skipif(
     pt.ops._core.native.why_not("attention_fwd") is not None, reason="needs the native CPU library"
 )
-def test_what_lies_between_costs_nothing() -> None:
-    """8,192 keys of which each query sees 132: forward and backward together take less than a fifth
-    of what causality alone takes, where
-    the share of tiles is a twentieth."""
+def test_hidden_gap_costs_no_time() -> None:
+    """Each query sees 132 of 8,192 keys, a twentieth of the causal tiles.
+
+    Forward and backward take less than a fifth of the causal time.
+    """
     args = [t.requires_grad_() for t in qkv(8192, 8192, heads=1, kv=1, dim=32, batch=1)]
 
     def seconds(**options: Any) -> float:
@@ -180,14 +179,16 @@ def test_what_lies_between_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, True, "4", None])
-def test_bad_values_are_named(given: Any) -> None:
+def test_bad_values_are_named_in_the_error(given: Any) -> None:
     with pytest.raises(ValueError, match="global_keys must be an int >= 0, got"):
         pt.attention(*qkv(5, 5), window=(2, 0), global_keys=given)
 
 
-def test_a_piece_of_a_sequence_goes_by_absolute_indices(backend: str) -> None:
-    """Of keys 45 to 115 the global ones are those before 60, for queries 90 to 135 and a window of
-    20."""
+def test_chunks_use_absolute_indices(backend: str) -> None:
+    """In keys 45 to 115, those before 60 are global.
+
+    The queries are 90 to 135, the window 20.
+    """
     tensors = [t.requires_grad_() for t in qkv(45, 70)]
     results = {}
     for name in ("reference", backend):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.jit.trace, which exporters to other formats use, of every op: as the first call of a
-process, and with the values of eager code."""
+"""torch.jit.trace of every op, as a process's first call, gives the values of eager code."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import pytest
 
 from support.raw_calls import recorded_cases
 
-# Each op's first recorded case, traced with one tensor as the input. The library is not loaded
-# before the first.
+# Trace each op's first recorded case with one tensor as the input. The library is not loaded before
+# the first trace.
 CODE = """
 import sys
 import torch
@@ -24,7 +23,8 @@ for name in sys.argv[1:]:
     chosen = case(name)
     args, kwargs = chosen.make("cpu", torch.float32, seed=0)
     values = named(chosen.op, args, kwargs)
-    first, x = next((n, t) for n, t in values.items() if isinstance(t, torch.Tensor) and t.is_floating_point())
+    tensors = {n: t for n, t in values.items() if isinstance(t, torch.Tensor)}
+    first, x = next((n, t) for n, t in tensors.items() if t.is_floating_point())
     others = {n: v for n, v in values.items() if n != first}
 
     def call(x):
@@ -37,7 +37,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("first", ["rotary", pytest.param("attention", marks=pytest.mark.slow)])
-def test_ops_are_traced_from_the_first_call_on(first: str) -> None:
+def test_ops_can_be_traced_as_the_first_call(first: str) -> None:
     by_op = {case.op: case.name for case in reversed(recorded_cases())}
     names = [by_op.pop(first), *by_op.values()]
     done = subprocess.run(

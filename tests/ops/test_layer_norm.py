@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random
-problems: test_fuzz_ops."""
+"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def op_backend(request: pytest.FixtureRequest) -> str:
 
 
 def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list[torch.Tensor]:
-    """x, residual, weight, bias."""
+    """Return x, residual, weight, bias."""
     return [
         torch.randn(s, dtype=dtype, requires_grad=True)
         for s in (shape, shape, shape[-1:], shape[-1:])
@@ -45,9 +47,8 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opinfo_samples(kind: str, dtype: torch.dtype, op_backend: str) -> None:
-    """PyTorch's own samples of the op: outputs as PyTorch's, outputs and gradients within the
-    bound."""
+def test_opinfo_samples_equal_pytorch(kind: str, dtype: torch.dtype, op_backend: str) -> None:
+    """Outputs equal PyTorch's; outputs and gradients are within the bound."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     info = next(o for o in op_db if o.name == f"nn.functional.{kind}_norm")
@@ -69,7 +70,7 @@ def test_opinfo_samples(kind: str, dtype: torch.dtype, op_backend: str) -> None:
     assert count >= 6
 
 
-def test_rms_eps_is_that_of_torch(op_backend: str) -> None:
+def test_rms_norm_has_the_eps_of_torch(op_backend: str) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(4, 16, dtype=dtype) * 1e-4
         torch.testing.assert_close(pt.rms_norm(x, 16, backend=op_backend), F.rms_norm(x, (16,)))
@@ -80,8 +81,7 @@ def test_rms_eps_is_that_of_torch(op_backend: str) -> None:
 def test_equal_bits_with_and_without_gradient(
     kind: str, dtype: torch.dtype, op_backend: str
 ) -> None:
-    """Without one the kernel is called another way where nothing has to be converted: parameters of
-    the work dtype."""
+    """Without gradients and conversions (parameters of the work dtype) the launch differs."""
     x, _, weight, bias = (t.detach() for t in _inputs(9, 70, dtype=dtype))
     parameters = [t if dtype == torch.float64 else t.float() for t in (weight, bias)]
     plain = functools.partial(pt.layer_norm, bias=parameters[1]) if kind == "layer" else pt.rms_norm
@@ -110,9 +110,8 @@ def test_equal_bits_with_and_without_gradient(
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_norm"])
-def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
-    """Results of 32 MB are stored past the caches unless their pages are fresh, which those of a
-    first call mostly are."""
+def test_reused_memory_gets_the_bits_of_fresh_memory(op: str) -> None:
+    """Results of 32 MB use streaming stores unless their pages are fresh, as in a first call."""
     x, r, w = torch.randn(8192, 1024), torch.randn(8192, 1024), torch.randn(1024)
     results: list[torch.Tensor] = []
 
@@ -131,8 +130,8 @@ def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_large_mean_costs_no_digits(kind: str, op_backend: str) -> None:
-    """Mean 100, standard deviation 0.1: E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
+def test_large_mean_loses_no_accuracy(kind: str, op_backend: str) -> None:
+    """With mean 100 and deviation 0.1, E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
     x = 100 + 0.1 * torch.randn(64, 1000)
     naive = (x.square().mean(-1) - x.mean(-1).square()).sqrt() - x.double().var(
         -1, correction=0
@@ -145,14 +144,12 @@ def test_a_large_mean_costs_no_digits(kind: str, op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [70, 768, 1000])
-def test_a_constant_row_becomes_the_bias(columns: int, op_backend: str) -> None:
+def test_constant_rows_give_the_bias(columns: int, op_backend: str) -> None:
     assert not constant_rows_off_their_bias(op_backend, columns)
 
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-def test_add_norm_is_the_norm_of_the_stored_sum(
-    residual_dtype: torch.dtype, op_backend: str
-) -> None:
+def test_add_norm_normalizes_the_stored_sum(residual_dtype: torch.dtype, op_backend: str) -> None:
     x, r = torch.randn(6, 100, dtype=torch.bfloat16), torch.randn(6, 100).to(residual_dtype)
     w = torch.randn(100)
     normed, stream = pt.add_norm(x, r, w, backend=op_backend)
@@ -168,9 +165,8 @@ def test_add_norm_without_residual(op_backend: str) -> None:
     torch.testing.assert_close(normed, F.rms_norm(x, (20,)))
 
 
-def test_dropout_is_the_same_everywhere() -> None:
-    """Bit for bit the shared stream: which elements are dropped, on every backend and by an
-    independent Philox."""
+def test_dropout_is_equal_on_every_backend() -> None:
+    """The mask equals the shared stream bit for bit, by an independent Philox too."""
     from pytransformer.testing.exact_layer_norm import TAG, column_keep
 
     x, seed = torch.full((2, 3, 300), 7.0), -(2**40) + 12345
@@ -188,7 +184,7 @@ def test_dropout_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("columns", [33, 300])
-def test_rows_of_a_larger_problem_drop_what_that_does(columns: int, op_backend: str) -> None:
+def test_slices_of_rows_have_the_dropout_of_the_full_problem(columns: int, op_backend: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check_norm_starts(op_backend, columns, dtype)
 
@@ -214,14 +210,14 @@ def test_nan_stays_in_its_row(op_backend: str) -> None:
     assert torch.equal(y[[0, 1, 3]], clean)
 
 
-def test_a_dropped_nan_is_gone(op_backend: str) -> None:
+def test_dropout_removes_nan(op_backend: str) -> None:
     x = torch.full((2, 64), float("nan"))
     normed, stream = pt.add_norm(x, torch.ones(2, 64), None, dropout_p=1.0, backend=op_backend)
     assert torch.equal(stream, torch.ones(2, 64)) and normed.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])
-def test_nothing_to_do(shape: tuple[int, ...], op_backend: str) -> None:
+def test_empty_inputs(shape: tuple[int, ...], op_backend: str) -> None:
     x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
     y = pt.layer_norm(x, shape[-1], w, backend=op_backend)
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
@@ -239,8 +235,7 @@ def test_memory_order_is_kept(op_backend: str) -> None:
     assert torch.equal(y, pt.layer_norm(x.contiguous(), 33, backend=op_backend))
 
 
-def test_odd_strides_of_inputs_and_gradients() -> None:
-    """Every layout gives the bits that contiguous tensors give."""
+def test_strided_inputs_and_gradients_give_contiguous_bits() -> None:
     from support.guarded import LAYOUTS, place
 
     x, r, w, b = (t.detach() for t in _inputs(3, 4, 50, dtype=torch.float32))
@@ -259,7 +254,7 @@ def test_odd_strides_of_inputs_and_gradients() -> None:
             assert torch.equal(ours, exact), (layout, name)
 
 
-def test_expanded_gradient() -> None:
+def test_expanded_gradients_equal_contiguous_ones() -> None:
     x = torch.randn(4, 40, requires_grad=True)
     y = pt.layer_norm(x, 40, backend="cpu")
     (from_sum,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -284,7 +279,7 @@ def test_gradcheck_and_gradgradcheck(kind: str, columns: int, op_backend: str) -
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
-def test_gradcheck_of_the_plain_norms(op_backend: str) -> None:
+def test_gradcheck_of_layer_norm_and_rms_norm(op_backend: str) -> None:
     x, _, w, b = _inputs(2, 3, 4)
     assert torch.autograd.gradcheck(
         lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b)
@@ -301,7 +296,7 @@ def test_gradcheck_of_the_plain_norms(op_backend: str) -> None:
     )
 
 
-def test_gradient_through_the_residual_stream_alone(op_backend: str) -> None:
+def test_gradient_of_the_residual_output_alone(op_backend: str) -> None:
     x, r, w, _ = _inputs(3, 6)
     _, stream = pt.add_norm(x, r, w, backend=op_backend)
     dx, dr, dw = torch.autograd.grad(stream.sum(), (x, r, w), allow_unused=True)
@@ -336,7 +331,7 @@ def test_opcheck(name: str, op_backend: str) -> None:
 
 
 @pytest.mark.unpoisoned
-def test_compiles_whole(op_backend: str) -> None:
+def test_compiles_to_one_graph(op_backend: str) -> None:
     x, r, w, b = _inputs(4, 32, dtype=torch.float32)
 
     def function(*t: torch.Tensor) -> torch.Tensor:
@@ -352,7 +347,7 @@ def test_compiles_whole(op_backend: str) -> None:
         torch.testing.assert_close(a, e)
 
 
-def test_func_transforms(op_backend: str) -> None:
+def test_func_transforms_equal_autograd(op_backend: str) -> None:
     x, _, w, _ = (t.detach() for t in _inputs(3, 6))
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -368,7 +363,7 @@ def test_func_transforms(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_as_torch(dtype: torch.dtype) -> None:
+def test_autocast_has_the_dtypes_of_torch(dtype: torch.dtype) -> None:
     x, w = torch.randn(3, 16, dtype=dtype), torch.ones(16)
     with torch.autocast("cpu"):
         assert pt.layer_norm(x, 16, w).dtype == F.layer_norm(x, (16,), w).dtype
@@ -397,7 +392,7 @@ def test_equal_bits_over_runs_and_threads(shape: tuple[int, int]) -> None:
         torch.set_num_threads(threads)
 
 
-def test_rows_do_not_see_their_neighbours() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     x = torch.randn(300, 200)
     whole = pt.layer_norm(x, 200, backend="cpu")
     assert torch.equal(whole[17:18], pt.layer_norm(x[17:18], 200, backend="cpu"))
@@ -440,12 +435,12 @@ def test_rows_do_not_see_their_neighbours() -> None:
         ),
     ],
 )
-def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(torch.randn(2, 8))
 
 
-def test_forced_backend_tells_why_not() -> None:
+def test_forced_backend_gives_its_reason() -> None:
     x, r = torch.randn(2, 8), torch.randn(2, 8, dtype=torch.float64)
     with pytest.raises(pt.BackendError, match="both float64 or neither"):
         pt.add_norm(x, r, None, backend="cpu")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are not dense are refused by name in every public op, whichever argument they come
-as."""
+"""Tensors that are not dense raise an error with the argument's name, in every public op."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def zeros(*shape: int) -> torch.Tensor:
 Q, LSE, OFFSETS = zeros(1, 2, 4, 4), zeros(1, 2, 4), torch.tensor([0, 4])
 PACKED = (OFFSETS, OFFSETS, 4, 4)
 W, B = zeros(4, 4), zeros(4)
-# Each op with every tensor argument it has.
+# Each op with all of its tensor arguments.
 CALLS: dict[str, dict[str, object]] = {
     "attention": dict(
         query=Q, key=Q, value=Q, attn_mask=W, bias=W, query_lengths=torch.tensor([4]),
@@ -70,7 +69,7 @@ PLACES = [
 
 
 def in_layout(name: str, t: torch.Tensor) -> torch.Tensor | None:
-    """The tensor in that layout, None if PyTorch has none of that shape or dtype."""
+    """Return the tensor in that layout, or None if PyTorch does not support shape or dtype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "Sparse CSR tensor support is in beta state"
         try:
@@ -82,7 +81,7 @@ def in_layout(name: str, t: torch.Tensor) -> torch.Tensor | None:
 @pytest.mark.parametrize("op, argument", PLACES)
 def test_other_layouts_are_refused_by_name(op: str, argument: str) -> None:
     given = CALLS[op]
-    getattr(pt, op)(**given)  # right as it is
+    getattr(pt, op)(**given)  # valid without the change
     tried = set()
     for layout in LAYOUTS:
         if (other := in_layout(layout, given[argument])) is None:
@@ -100,8 +99,8 @@ def test_other_layouts_are_refused_by_name(op: str, argument: str) -> None:
     "layout", [layout for layout in LAYOUTS if not layout.startswith("nested")]
 )
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
-def test_scaled_dot_product_attention_too(layout: str, dimensions: int) -> None:
-    """But for nested tensors, which it takes: test_nested.py."""
+def test_scaled_dot_product_attention_refuses_other_layouts(layout: str, dimensions: int) -> None:
+    """Nested tensors are supported: see test_nested.py."""
     dense = Q[(0,) * (4 - dimensions)]
     other = in_layout(layout, dense)
     assert other is not None
@@ -114,7 +113,7 @@ def test_scaled_dot_product_attention_too(layout: str, dimensions: int) -> None:
             pt.scaled_dot_product_attention(*arguments)
 
 
-def test_biases() -> None:
+def test_biases_in_other_layouts_are_refused() -> None:
     for bias in (
         pt.AlibiBias(zeros(2).to_sparse()),
         pt.RelativePositionBias(zeros(32, 2).to_sparse()),
@@ -127,8 +126,7 @@ def test_biases() -> None:
         pt.attention(Q, Q, Q, bias=W.to_sparse())
 
 
-def test_every_op_is_here() -> None:
-    """An op added later has to be."""
+def test_every_op_is_covered() -> None:
     ops = {
         n
         for n in pt.__all__

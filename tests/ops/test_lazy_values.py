@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose values are not those in memory: negated views and efficient zero tensors, as
-arguments and as gradients."""
+"""Negated views and efficient zero tensors, whose memory differs from their values."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ CASES = [case for case in recorded_cases() if case.op in OPS]
 
 
 def backends_of(case: Case, args: Any, kwargs: Any) -> list[str | None]:
-    """None, which is the C++ fast path if it is built, and every backend that computes the case
-    here."""
+    """Return None, the C++ fast path if built, and every backend that runs the case here."""
     op = OPS[case.op]
     a, _, _ = op.prepare(*args, **kwargs)
     return [None, *(name for name in op.backends if op.reason(name, a) is None)]
@@ -33,7 +31,7 @@ def call(case: Case, args: Any, kwargs: Any, backend: str | None) -> tuple[torch
 
 
 def negated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, of which memory holds the negatives."""
+    """Return a tensor of equal values whose memory contains the negatives."""
     return torch._neg_view(tensor.neg())
 
 

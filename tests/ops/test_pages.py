@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``page_table``: attention over keys and values in pages, beside the contiguous path; what random
-problems (tests/test_fuzz.py) cannot
-name. Free pages, the rows behind a sequence's last key and unused entries of the table are
-hostile in every test."""
+"""``page_table``: attention over paged keys and values equals the contiguous path.
+
+Free pages, rows behind a sequence's last key and unused table entries contain NaN or invalid
+indices in every test. Random problems are in tests/test_fuzz.py.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,7 @@ def qkv(
 def attend(
     backend: str, query: torch.Tensor, pools: Pools, lengths: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """By pages on a forced backend; a backend that declines pages skips the test with its
-    reason."""
+    """Run paged attention on a forced backend; skip with its reason if it declines pages."""
     options |= {"page_table": pools.table, "key_lengths": lengths}
     a = attention_op.prepare(query, *pools.tensors, **options)[0]
     if (reason := attention_op.reason(backend, a)) is not None:
@@ -57,7 +57,7 @@ def attend(
 def expected(
     backend: str, query: torch.Tensor, pools: Pools, lengths: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """The contiguous path's answer."""
+    """Return the contiguous path's result."""
     out, lse = pt.attention(
         query,
         *pools.contiguous,
@@ -70,12 +70,12 @@ def expected(
     return torch.cat([out, lse[..., None].to(out.dtype)], -1)
 
 
-# One query (keys split, read where they lie), a few (packed by split), many (packed once); lengths
-# of nothing, one key, whole and broken pages, all.
+# One query (split KV, read in place), a few (packed per split), many (packed once); lengths of
+# zero, one key, full and partial pages, and all keys.
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 @pytest.mark.parametrize("lq", [1, 5, 33, 150])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_contiguous_path_bit_for_bit(
+def test_pages_equal_the_contiguous_path_bit_for_bit(
     backend: str, dtype: torch.dtype, lq: int, page_size: int
 ) -> None:
     query, key, value = (t.to(dtype) for t in qkv(lq, 650, batch=5))
@@ -91,7 +91,7 @@ def test_the_contiguous_path_bit_for_bit(
 
 
 def everything(lq: int, lk: int, batch: int) -> dict[str, dict[str, Any]]:
-    """Keywords that go by a key's logical position."""
+    """Return the keywords that depend on a key's logical position."""
     mask = draw(batch, 1, lq, lk, seed=3) > -0.5
     segments = torch.arange(lk).div(90, rounding_mode="floor").expand(batch, lk)
     return {
@@ -128,7 +128,9 @@ def everything(lq: int, lk: int, batch: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("lq", [1, 6, 90])
 @pytest.mark.parametrize("name", everything(1, 1, 4))
-def test_with_the_other_keywords(backend: str, name: str, lq: int) -> None:
+def test_pages_with_other_keywords_equal_the_contiguous_path(
+    backend: str, name: str, lq: int
+) -> None:
     query, key, value = qkv(lq, 336)
     lengths = torch.tensor([336, 1, 100, 257])
     pools, options = in_pages(key, value, lengths, 16), everything(lq, 336, 4)[name]
@@ -136,7 +138,7 @@ def test_with_the_other_keywords(backend: str, name: str, lq: int) -> None:
     assert torch.equal(found, expected(backend, query, pools, lengths, **options))
 
 
-def test_a_block_mask(backend: str) -> None:
+def test_pages_with_a_block_mask_equal_the_contiguous_path(backend: str) -> None:
     query, key, value = qkv(90, 320)
     lengths = torch.tensor([320, 1, 100, 257])
     mask = pt.BlockMask.from_function(
@@ -155,8 +157,8 @@ def test_a_block_mask(backend: str) -> None:
 
 
 @pytest.mark.parametrize("lq", [1, 20])
-def test_against_float64(backend: str, lq: int) -> None:
-    """The contiguous path may be wrong too."""
+def test_pages_within_the_bound_of_float64(backend: str, lq: int) -> None:
+    """The contiguous path alone could be wrong too."""
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (t.to(dtype) for t in qkv(lq, 333))
         lengths = torch.tensor([333, 1, 100, 257])
@@ -176,8 +178,8 @@ def test_against_float64(backend: str, lq: int) -> None:
 @pytest.mark.parametrize(
     "named", cases("attention", tags={APART, FORWARD_ONLY}), ids=lambda c: c.name
 )
-def test_the_named_cases(backend: str, named: Case) -> None:
-    """Those of benchmarks and of ``pytransformer verify``, in which nothing requires a gradient."""
+def test_named_cases_within_the_bound(backend: str, named: Case) -> None:
+    """Benchmarks and ``pytransformer verify`` use these cases; no tensor requires a gradient."""
     for dtype in (torch.float32, torch.bfloat16):
         args, kwargs = named.make("cpu", dtype, seed=3, requires_grad=True)
         if (
@@ -191,9 +193,11 @@ def test_the_named_cases(backend: str, named: Case) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-def test_pages_shared_and_used_again(backend: str) -> None:
-    """Sequences that begin alike share pages, whose others are free then; a page may stand twice in
-    one sequence."""
+def test_pages_may_be_shared_and_repeated(backend: str) -> None:
+    """Sequences with a common prefix share pages and free their copies.
+
+    One sequence may use a page twice.
+    """
     query, key, value = qkv(1, 128)
     key[1:, :, :64], value[1:, :, :64] = key[:1, :, :64].clone(), value[:1, :, :64].clone()
     lengths = torch.tensor([128, 80, 64, 128])
@@ -204,7 +208,7 @@ def test_pages_shared_and_used_again(backend: str) -> None:
     want = expected(backend, query, pools, lengths)
     assert torch.equal(attend(backend, query, shared, lengths), want)
 
-    own = set(pools.table[1, :4].tolist())  # pages of sequence 1 that nobody names any more
+    own = set(pools.table[1, :4].tolist())  # pages of sequence 1 without a reference
     for pool in pools.tensors:
         pool[sorted(own)] = torch.nan
     assert torch.equal(attend(backend, query, shared, lengths), want)
@@ -220,7 +224,7 @@ def test_pages_shared_and_used_again(backend: str) -> None:
     )
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
+def test_sequence_does_not_depend_on_its_batch(backend: str) -> None:
     query, key, value = qkv(2, 650)
     lengths = torch.tensor([650, 3, 400, 77])
     pools = in_pages(key, value, lengths, 16)
@@ -233,8 +237,8 @@ def test_a_sequence_does_not_depend_on_its_neighbours(backend: str) -> None:
         )
 
 
-def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
-    """A cache that grows in place, page by page, one and several new tokens at a time."""
+def test_decoding_equals_the_full_sequence(backend: str) -> None:
+    """A cache grows in place, page by page, by one and several tokens per step."""
     query, key, value = qkv(50, 50, batch=1)
     whole = pt.attention(query, key, value, causal="bottom_right", backend=backend, strict=True)
     pools = in_pages(key, value, torch.tensor([50]), 7)
@@ -251,7 +255,7 @@ def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
         assert bounds.agree(step[..., :-1], whole[:, :, done - new : done]), done
 
 
-def test_no_keys_no_pages_no_sequences(backend: str) -> None:
+def test_empty_keys_pages_and_batches(backend: str) -> None:
     query, key, value = qkv(3, 32)
     nothing = torch.zeros(4, dtype=torch.int64)
     for pages, width in ((0, 0), (0, 2), (3, 0), (3, 2)):
@@ -281,7 +285,7 @@ def test_equal_bits_for_any_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("entry", [-1, 9, 2**31 - 1])
-def test_entries_outside_the_pool_are_named(backend: str, entry: int) -> None:
+def test_table_entries_outside_the_pool_raise(backend: str, entry: int) -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -291,8 +295,8 @@ def test_entries_outside_the_pool_are_named(backend: str, entry: int) -> None:
         attend(backend, query, pools, lengths)
 
 
-def test_the_kernel_itself_names_them() -> None:
-    """Python looks first; a caller of the raw op is refused too."""
+def test_kernel_checks_table_entries() -> None:
+    """The raw op refuses them without the Python check."""
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -314,7 +318,7 @@ def test_the_kernel_itself_names_them() -> None:
         None,
         *rest,
     ]
-    with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; wanted a page from 0 to 8"):
+    with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; expected a page from 0 to 8"):
         torch.ops.pytransformer_C.attention_fwd(*given)
 
 
@@ -341,7 +345,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_wrong_arguments_are_named(what: str) -> None:
+def test_bad_arguments_are_named(what: str) -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -375,8 +379,8 @@ def test_gradients_are_refused(name: str) -> None:
         pt.attention(**options)
 
 
-def test_transforms() -> None:
-    """vmap runs a call at a time; a derivative by torch.func is refused like any other."""
+def test_vmap_runs_and_torch_func_gradients_raise() -> None:
+    """vmap runs one call at a time."""
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -391,7 +395,7 @@ def test_transforms() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_compiled_and_fake() -> None:
+def test_compiles_and_runs_on_fake_tensors() -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -412,7 +416,7 @@ def test_compiled_and_fake() -> None:
     )
 
 
-def test_explain_and_its_bytes() -> None:
+def test_explain_counts_the_bytes_of_pages() -> None:
     query, key, value = qkv(1, 64, batch=2)
     lengths = torch.tensor([64, 20])
     pools = in_pages(key, value, lengths, 16)
@@ -427,8 +431,8 @@ def test_explain_and_its_bytes() -> None:
     assert found.extra_bytes["reference"] == other.extra_bytes["reference"] + gathered
 
 
-def test_keywords_widened_to_whole_pages(backend: str) -> None:
-    """What the fuzzer says of a call over 333 keys, over 21 pages of 16."""
+def test_fuzzer_pads_keywords_to_full_pages(backend: str) -> None:
+    """A call over 333 keys becomes one over 21 pages of 16."""
     query, key, value = qkv(6, 333)
     lengths = torch.tensor([333, 1, 100, 257])
     options = {**everything(6, 333, 4)["mask"], **everything(6, 333, 4)["unsorted segments"]}

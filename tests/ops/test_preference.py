@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs on a GPU without being told: what was measured there. No GPU is needed."""
+"""The default backend order on a GPU follows committed measurements; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tool() -> dict[str, Any]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """An H100 as far as the choice goes, with no file of the user's."""
+    """Imitate an H100 for the selection, without the user's results file."""
     monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(verification_file, "load", lambda device: None)
@@ -54,12 +54,12 @@ def current_sources(backend: str) -> dict[str, str]:
 
 
 def shipped() -> set[str]:
-    """The op families whose CUDA kernels have a shipped result on an H100."""
+    """Return the op families whose CUDA kernels have a shipped result on an H100."""
     return set(verified.table()["sm_90"]["cuda"]["families"])
 
 
 def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
-    """The order in which a call of the cell tries backends on the imitated GPU."""
+    """Return the order in which a call of the cell tries backends on the imitated GPU."""
     op, dtype = OPS[cell.op], getattr(torch, cell.dtype)
     size = verification.size_class([torch.empty(1, cell.size, device="meta")])
     how, version = verification.mode(), verification.version[0]
@@ -68,7 +68,7 @@ def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
     )
 
 
-def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
+def test_table_equals_the_committed_results(tool: dict[str, Any]) -> None:
     assert preference.TABLE.read_text() == tool["text"]()
 
 
@@ -76,12 +76,14 @@ def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "everything", [False, True], ids=["shipped results", "all backends verified"]
 )
-def test_choice_is_the_fastest_right_backend(
+def test_default_is_the_fastest_verified_backend(
     everything: bool, deterministic: bool, tool: dict[str, Any], gpu: pytest.MonkeyPatch
 ) -> None:
-    """In every committed cell of every GPU, within 5 % of the fastest contender: a backend with a
-    verification result and, as its results depend on a sequence's neighbors, PyTorch's only where
-    ``deterministic=False`` allows that."""
+    """In every committed cell of every GPU, the choice is within 5 % of the fastest contender.
+
+    It has a verification result. PyTorch's result depends on a sequence's neighbors, so it is
+    chosen only if ``deterministic=False``.
+    """
     if everything:
         gpu.setattr(verification, "is_known", lambda *_: True)
         verification.version[0] += 1
@@ -98,7 +100,7 @@ def test_choice_is_the_fastest_right_backend(
             }
             if (
                 not right and OPS[cell.op].family not in shipped()
-            ):  # its sources changed since the GPU ran them
+            ):  # its sources changed after the GPU run
                 continue
             chosen = next(e for e in order(cell, deterministic) if e in times)
             assert chosen in right, (cell, case, shape, chosen)
@@ -108,9 +110,11 @@ def test_choice_is_the_fastest_right_backend(
     assert (of_torch > 0) == (everything and not deterministic)
 
 
-def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) -> None:
-    """A call of an op with a shipped result does not wait: the first backend tried has one, in both
-    directions. A call of another op is checked."""
+def test_h100_needs_no_check_of_shipped_cuda_kernels(gpu: pytest.MonkeyPatch) -> None:
+    """The first backend of an op with a shipped result has one in both directions.
+
+    A call of another op is checked.
+    """
     gpu.setattr(verification, "_check_first", lambda *_: "checked")
     for name, op in OPS.items():
         for dtype in ("bfloat16", "float16", "float32"):
@@ -149,13 +153,12 @@ def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.Monk
     gpu.setattr(verification_file, "triton_version", lambda: "another")
     verification.forget()
     assert [name for name, _ in order(cell)] == ["cuda", "triton", "cpu", "reference"]
-    float64 = replace(cell, dtype="float64")  # shipped results have none: each would be checked
+    float64 = replace(cell, dtype="float64")  # none has a shipped result: each would be checked
     assert [name for name, _ in order(float64)] == ["triton", "cuda", "cpu", "reference"]
 
 
-def test_every_kind_of_call_gets_every_backend(gpu: pytest.MonkeyPatch) -> None:
-    """Each named case, both directions: all backends of the op, each once without a kernel's
-    name."""
+def test_every_case_lists_every_backend_once(gpu: pytest.MonkeyPatch) -> None:
+    """Each named case, in both directions, without a kernel's name."""
     kinds = set()
     for case in [c for name in OPS for c in cases(name)]:
         args, kwargs = case.make("cpu", torch.float32, seed=1)
@@ -203,8 +206,8 @@ def test_times_within_the_margin_keep_the_order() -> None:
     assert names(torch=0.5, triton=1.0, cuda=1.02) == ["torch", "cuda", "triton"]
 
 
-def test_kernel_of_an_entry_must_be_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry for one of PyTorch's kernels is skipped where PyTorch would run another."""
+def test_entries_need_the_kernel_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry for one of PyTorch's kernels is skipped if PyTorch would run another."""
     op, q = OPS["attention"], torch.randn(1, 2, 8, 16)
     entries = [("torch", "cudnn"), ("cpu", None), ("torch", None), ("reference", None)]
     monkeypatch.setattr(preference, "cpu_order", lambda *_: [])
@@ -217,7 +220,7 @@ def test_kernel_of_an_entry_must_be_what_would_run(monkeypatch: pytest.MonkeyPat
     assert op.select(a).name == "torch"
 
 
-def test_cpu_choice_is_that_of_the_backends() -> None:
+def test_cpu_order_is_the_order_of_the_backends() -> None:
     q = torch.randn(1, 2, 8, 16)
     assert list(BACKENDS) == ["cuda", "triton", "cpu", "torch", "reference"]
     assert preference.cpu_order(OPS["attention"]) == list(OPS["attention"].backends)

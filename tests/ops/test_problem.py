@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention's arguments are lowered to, once for all backends: see
-ops/_problem/attention.py."""
+"""Lowering of attention's arguments, shared by all backends: see ops/_problem/attention.py."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ KEYS = torch.arange(LK) % 7 != 2
 BY_SEQUENCE = torch.arange(LK) < torch.tensor([LK, 1, 40])[:, None]
 BY_HEAD = torch.arange(LK) % 7 > torch.arange(H)[:, None]
 FULL = torch.arange(LQ)[:, None] >= torch.arange(LK) - 66
-# name -> (mask, the shape of the key padding that it is, or None)
+# name -> (mask, shape of the equivalent key padding, or None)
 MASKS = {
     "keys": (KEYS, (1, 1, 1, LK)),
     "one row": (KEYS[None], (1, 1, 1, LK)),
@@ -49,7 +48,7 @@ def _problem(**kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_key_padding_is_one_answer(name: str) -> None:
+def test_key_padding_masks_are_recognized(name: str) -> None:
     mask, shape = MASKS[name]
     a = _problem(attn_mask=mask)
     assert shape == (None if a.key_padding is None else tuple(a.key_padding.shape))
@@ -60,7 +59,7 @@ def test_key_padding_is_one_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_expanded_masks_keep_within_the_bound(name: str) -> None:
+def test_expanded_masks_stay_within_the_bound(name: str) -> None:
     check_attention(tuple(_inputs()), {"attn_mask": MASKS[name][0]}, "cpu")
 
 
@@ -99,7 +98,7 @@ def test_a_packed_problem_has_every_field_of_a_padded_one() -> None:
     assert not b.ragged and not b.bounded and b._replace(causal="top_left").bounded
 
 
-def test_what_is_done_to_scores() -> None:
+def test_score_features_are_derived_from_the_arguments() -> None:
     bias = torch.zeros(1, 1, 1, LK)
     assert list(_problem(attn_mask=FULL, bias=bias).added) == ["bias"]
     assert list(_problem(attn_mask=bias, bias=bias).added) == ["mask", "bias"]

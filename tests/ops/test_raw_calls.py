@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw ops with arguments that do not go together: an error or a result, never a crash, a hang or an
-access beyond a tensor."""
+"""Raw ops with inconsistent arguments raise or return; they never crash, hang or read outside."""
 
 from __future__ import annotations
 
@@ -33,5 +32,5 @@ def test_corpus_has_every_raw_op() -> None:
     assert found == python | {name for name in cpu if "emulated_" not in name}
 
 
-def test_mutated_calls_end_in_an_error_or_a_result(request: pytest.FixtureRequest) -> None:
+def test_mutated_calls_raise_or_return(request: pytest.FixtureRequest) -> None:
     assert run_mutants(request.config.getoption("--raw-cases")) == []

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that the raw ops get as integers are symbols to torch.compile: one graph for the first
-call, one for every other."""
+"""Integer sizes of raw ops are symbols to torch.compile: two graphs serve calls of all sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def test_sizes_are_symbols(name: str) -> None:
 
 
 class _Recorded(TorchDispatchMode):
-    """The aten ops that are called."""
+    """A mode that records the aten ops of a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +54,8 @@ class _Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**63 - 1, -(2**63)])
-def test_a_seed_is_filled_in_on_the_device(seed: int) -> None:
-    """A copy of a number of the host's would wait for the device, and is illegal while a CUDA graph
-    is captured."""
+def test_seed_is_written_on_the_device(seed: int) -> None:
+    """A copy from the host would synchronize, and CUDA graph capture forbids it."""
     with _Recorded() as recorded:
         dropout_arguments("attention", 0.5, seed, torch.device("meta"))
     assert recorded.names == ["aten.full.default"]
@@ -74,8 +72,8 @@ def _masked(x: torch.Tensor, mask: pt.BlockMask) -> torch.Tensor:
     return pt.attention(x, x, x, attn_mask=mask)
 
 
-def test_a_block_mask_is_an_input_of_one_op() -> None:
-    """No graph break, tensors as inputs, and a new mask of the same sizes compiles nothing."""
+def test_block_masks_are_inputs_of_one_op() -> None:
+    """There is no graph break, and a new mask of the same sizes compiles nothing."""
     graphs: list[torch.fx.GraphModule] = []
 
     def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -116,9 +114,8 @@ def test_masks_of_other_sizes_are_symbols() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_sees_the_tensors_of_a_block_mask(strict: bool) -> None:
-    """As constants of the program, by the shapes that the mask has; the op takes them one by
-    one."""
+def test_export_keeps_block_mask_tensors_as_constants(strict: bool) -> None:
+    """The op receives each tensor as an argument."""
 
     class Masked(torch.nn.Module):
         def __init__(self) -> None:

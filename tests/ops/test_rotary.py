@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary: values beside transformers', gradients, torch's machinery, determinism, bad input. Random
-problems: test_fuzz_ops."""
+"""rotary: values against transformers, gradients, torch's machinery, determinism, bad input.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,8 @@ SCALED = [
 
 
 @pytest.mark.parametrize("rope", SCALED, ids=lambda rope: f"{rope['rope_type']}-{rope['factor']:g}")
-def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
-    """Bit for bit, with the factor of cos and sin."""
+def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
+    """Bits are equal, with the factor of cos and sin."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = _config(**rope)
@@ -85,20 +87,20 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
         )
 
 
-def test_default_frequencies_and_tables_are_those_of_transformers() -> None:
+def test_default_frequencies_and_tables_equal_transformers() -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = _config(rope_type="default", rope_theta=500000.0)
     theirs, ours = LlamaRotaryEmbedding(config), pt.RotaryPositions.from_hugging_face(config)
     assert torch.equal(ours.frequencies(), theirs.inv_freq)
-    positions = torch.arange(64)[None]  # angles so small that a float32 product does no harm
+    positions = torch.arange(64)[None]  # angles so small that float32 products are exact enough
     for mine, other in zip(ours.tables(positions), theirs(torch.zeros(1), positions)):
         torch.testing.assert_close(
             mine, other, rtol=0, atol=64 * torch.finfo(torch.float32).eps
-        )  # of the largest angle
+        )  # relative to the max angle
 
 
-def test_an_older_configuration_says_it_in_other_fields() -> None:
+def test_older_configurations_use_other_fields() -> None:
     old = SimpleNamespace(
         hidden_size=256, num_attention_heads=4, rope_theta=5000.0, max_position_embeddings=2048
     )
@@ -112,9 +114,8 @@ def test_an_older_configuration_says_it_in_other_fields() -> None:
         pt.RotaryPositions.from_hugging_face(old)
 
 
-def test_angles_far_away_are_exact(op_backend: str) -> None:
-    """A float32 product is wrong by 0.002 radians and more there; transformers' formula is shown to
-    be."""
+def test_large_angles_are_exact(op_backend: str) -> None:
+    """A float32 product is wrong by 0.002 radians there, as transformers' formula shows."""
     positions, turning = torch.tensor([131071, 1_000_003]), pt.RotaryPositions(64)
     exact = positions.double()[:, None] * turning.frequencies().double()
     x = torch.zeros(1, 1, 2, 64)
@@ -132,9 +133,10 @@ def test_angles_far_away_are_exact(op_backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads_last", [False, True])
-def test_as_transformers_turn(dtype: torch.dtype, heads_last: bool, op_backend: str) -> None:
-    """Llama's formula on its own tables, in float32: ours is as near to it as a rounding to
-    dtype."""
+def test_rotation_equals_transformers(
+    dtype: torch.dtype, heads_last: bool, op_backend: str
+) -> None:
+    """Ours is within a rounding to dtype of Llama's formula in float32 on its tables."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     rope = LlamaRotaryEmbedding(_config(**SCALED[2]))
@@ -144,28 +146,28 @@ def test_as_transformers_turn(dtype: torch.dtype, heads_last: bool, op_backend: 
         else torch.randn(2, 4, 9, 128, dtype=dtype)
     )
     cos, sin = rope(x, torch.arange(9)[None].expand(2, 9))
-    wanted, _ = apply_rotary_pos_emb(x.float(), x.float(), cos.float(), sin.float())
+    expected, _ = apply_rotary_pos_emb(x.float(), x.float(), cos.float(), sin.float())
     found = pt.rotary(x, cos=cos, sin=sin, backend=op_backend)
     assert found.stride() == x.stride()
-    assert bounds.agree(found, wanted, dtype)
+    assert bounds.agree(found, expected, dtype)
 
 
-def test_as_gptj_turns(op_backend: str) -> None:
+def test_interleaved_rotation_equals_gptj(op_backend: str) -> None:
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
 
     pytest.importorskip("transformers", reason="needs transformers")
     x, positions = torch.randn(2, 3, 8, 64), torch.arange(8)
     angle = positions[:, None].float() * pt.RotaryPositions(32).frequencies()
-    wanted = apply_rotary_pos_emb(
+    expected = apply_rotary_pos_emb(
         x[..., :32].transpose(1, 2), angle.sin()[None], angle.cos()[None]
     ).transpose(1, 2)
     found = pt.rotary(x, positions, dims=32, interleaved=True, backend=op_backend)
-    torch.testing.assert_close(found[..., :32], wanted)
+    torch.testing.assert_close(found[..., :32], expected)
     assert torch.equal(found[..., 32:], x[..., 32:])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_norm_of_queries_as_in_models(name: str, op_backend: str) -> None:
+def test_query_norm_equals_that_of_models(name: str, op_backend: str) -> None:
     if name == "qwen3":
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm as Norm
     else:
@@ -176,7 +178,7 @@ def test_norm_of_queries_as_in_models(name: str, op_backend: str) -> None:
     torch.nn.init.normal_(norm.weight)
     cos, sin = pt.RotaryPositions(64).tables(positions[None])
     normed = norm(x)
-    wanted, _ = apply_rotary_pos_emb(normed, normed, cos, sin)
+    expected, _ = apply_rotary_pos_emb(normed, normed, cos, sin)
     found = pt.rotary(
         x,
         positions,
@@ -185,10 +187,10 @@ def test_norm_of_queries_as_in_models(name: str, op_backend: str) -> None:
         weight_offset=float(name == "gemma3"),
         backend=op_backend,
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
 
 
-def test_ways_to_say_the_same(op_backend: str) -> None:
+def test_equivalent_arguments_give_equal_results(op_backend: str) -> None:
     x, positions = torch.randn(2, 3, 7, 16), torch.randint(0, 500, (2, 7))
     plain = pt.rotary(x, positions, base=500.0, dims=12, backend=op_backend)
     turning = pt.RotaryPositions(12, 500.0)
@@ -212,7 +214,7 @@ def test_equal_bits_with_and_without_gradient(dtype: torch.dtype, op_backend: st
     )
 
 
-def test_empty(op_backend: str) -> None:
+def test_empty_inputs(op_backend: str) -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
         out = pt.rotary(
@@ -242,7 +244,7 @@ def test_gradcheck_and_gradgradcheck(norm: bool, interleaved: bool, op_backend: 
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
-def test_gradient_is_the_turning_back(op_backend: str) -> None:
+def test_gradient_is_the_inverse_rotation(op_backend: str) -> None:
     x, positions = _x(1, 2, 5, 8), torch.arange(5)
     (dx,) = torch.autograd.grad(
         pt.rotary(x, positions, backend=op_backend), x, torch.ones(1, 2, 5, 8, dtype=torch.float64)
@@ -266,7 +268,7 @@ def test_opcheck(norm: bool, op_backend: str) -> None:
 
 
 @pytest.mark.unpoisoned
-def test_compiles_whole(op_backend: str) -> None:
+def test_compiles_to_one_graph(op_backend: str) -> None:
     x, weight, positions = (
         _x(2, 3, 9, 32, dtype=torch.float32),
         _x(32, dtype=torch.float32),
@@ -285,7 +287,7 @@ def test_compiles_whole(op_backend: str) -> None:
         torch.testing.assert_close(a, e)
 
 
-def test_func_transforms(op_backend: str) -> None:
+def test_func_transforms_equal_autograd(op_backend: str) -> None:
     x, positions = torch.randn(3, 1, 2, 4, 6, dtype=torch.float64), torch.arange(4)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +303,7 @@ def test_func_transforms(op_backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
-    """As it changes nothing in the products of which a model's formula consists."""
+    """Autocast does not change the products of a model's formula either."""
     x, weight, positions = torch.randn(1, 2, 3, 16, dtype=dtype), torch.ones(16), torch.arange(3)
     want = pt.rotary(x, positions, weight=weight)
     with torch.autocast("cpu"):
@@ -335,7 +337,7 @@ def test_equal_bits_over_runs_and_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_rows_do_not_see_their_neighbours() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     x, positions = torch.randn(2, 3, 90, 64), torch.randint(0, 999, (2, 90))
     whole = pt.rotary(x, positions, weight=torch.ones(64), backend="cpu")
     part = pt.rotary(x[1:, 2:, 7:8], positions[1:, 7:8], weight=torch.ones(64), backend="cpu")
@@ -381,6 +383,6 @@ POSITIONS = torch.arange(3)
         (lambda x: pt.RotaryScaling("linear", 0.0), ValueError, "factor must be greater than 0"),
     ],
 )  # fmt: skip
-def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(torch.randn(2, 2, 3, 8))

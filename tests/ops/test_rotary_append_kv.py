@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append_kv: against its parts, in caches and pages, in torch.compile; what it refuses. Random
-problems: test_fuzz_ops."""
+"""append_kv equals its parts, in caches and pages and in torch.compile; bad input raises.
+
+Random problems are in test_fuzz_ops.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def _rows(length: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """query, key and value of two sequences, as a model's projections leave them."""
+    """Return query, key and value of two sequences, with the strides of a model's projections."""
     shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 8))
     return tuple(torch.randn(shape, dtype=dtype).transpose(1, 2) for shape in shapes)
 
@@ -40,8 +42,8 @@ def _pages(dtype: torch.dtype = torch.float32, of: torch.dtype = torch.int32) ->
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
-    """Bit for bit: the query and the keys of `rotary`, at their places."""
+def test_append_kv_equals_rotary_and_a_copy(op_backend: str, dtype: torch.dtype) -> None:
+    """The query and the keys have the bits of `rotary`, at their positions."""
     (query, key, value), weight = _rows(dtype=dtype), torch.randn(16)
     positions = torch.tensor([[4, 5, 6], [9, -1, 0]])
     cache, paged = _cache(dtype=dtype), _pages(dtype)
@@ -57,15 +59,15 @@ def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
         out, pt.rotary(query, positions, dims=12, backend=op_backend)
     )
     turned = pt.rotary(key, positions, dims=12, weight=weight, eps=1e-5, backend=op_backend)
-    wanted = _cache(dtype=dtype)
+    expected = _cache(dtype=dtype)
     for b, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2)):
-        wanted.key[b, :, positions[b, i]], wanted.value[b, :, positions[b, i]] = (
+        expected.key[b, :, positions[b, i]], expected.value[b, :, positions[b, i]] = (
             turned[b, :, i],
             value[b, :, i],
         )
-    assert torch.equal(cache.key, wanted.key) and torch.equal(cache.value, wanted.value)
+    assert torch.equal(cache.key, expected.key) and torch.equal(cache.value, expected.value)
     assert paged.page_table is not None
-    for mine, other in zip(paged[:2], wanted[:2]):
+    for mine, other in zip(paged[:2], expected[:2]):
         gathered = mine[paged.page_table.long()].transpose(1, 2).flatten(2, 3)
         assert (
             torch.equal(gathered[:, :, :10], other)
@@ -75,8 +77,7 @@ def test_is_its_parts(op_backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_attention_over_what_was_appended(op_backend: str) -> None:
-    """Step by step as the whole sequence at once."""
+def test_attention_over_appended_rows_equals_the_full_sequence(op_backend: str) -> None:
     query, key, value = _rows(6)
     positions, cache = torch.arange(6).repeat(2, 1), _cache()
     whole = pt.attention(
@@ -99,7 +100,7 @@ def test_attention_over_what_was_appended(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_without_rotary_the_rows_are_kept_as_they_are(op_backend: str) -> None:
+def test_rows_are_copied_without_rotary(op_backend: str) -> None:
     (query, key, value), cache = _rows(), _cache()
     out = pt.append_kv(query, key, value, cache, torch.tensor([[0, 1, 2]] * 2), backend=op_backend)
     assert (
@@ -117,22 +118,22 @@ def test_without_rotary_the_rows_are_kept_as_they_are(op_backend: str) -> None:
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_a_cache_that_is_a_view(op_backend: str) -> None:
-    """(B, L, H, D) memory, one layer of many: what lies between stays as it was."""
+def test_cache_may_be_a_view(op_backend: str) -> None:
+    """In (B, L, H, D) memory of many layers, the rest stays unchanged."""
     store = torch.full((3, 2, 10, 2, 24), 5.0)
     cache = pt.KeyValues(store[1, ..., :16].transpose(1, 2), store[1, ..., 16:].transpose(1, 2))
     (query, key, value), positions = _rows(), torch.tensor([[7, 8, 9], [0, 1, 2]])
     pt.append_kv(query, key, value, cache, positions, backend=op_backend)
-    wanted = torch.full_like(store, 5.0)
+    expected = torch.full_like(store, 5.0)
     for b in range(2):
-        wanted[1, b, positions[b], :, :16], wanted[1, b, positions[b], :, 16:] = (
+        expected[1, b, positions[b], :, :16], expected[1, b, positions[b], :, 16:] = (
             key[b].transpose(0, 1),
             value[b].transpose(0, 1),
         )
-    assert torch.equal(store, wanted)
+    assert torch.equal(store, expected)
 
 
-def test_the_whole_length_on_all_threads() -> None:
+def test_full_length_on_all_threads() -> None:
     query, key, value = _rows(300, torch.bfloat16)
     caches, positions = [], torch.stack([torch.randperm(400)[:300] for _ in range(2)])
     threads = torch.get_num_threads()
@@ -156,7 +157,7 @@ def test_the_whole_length_on_all_threads() -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("op_backend", BACKENDS)
 def test_opcheck(op_backend: str) -> None:
-    """The schema says what is written; fake tensors and functionalization see it."""
+    """The schema declares the writes; fake tensors and functionalization see them."""
     (query, key, value), cache, positions = (
         _rows(),
         _pages(of=torch.int64),
@@ -169,8 +170,8 @@ def test_opcheck(op_backend: str) -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_compiles_whole(op_backend: str) -> None:
-    """What is read from the cache after the call is what the call wrote."""
+def test_compiles_to_one_graph(op_backend: str) -> None:
+    """Reads of the cache after the call see the written rows."""
 
     def step(
         query: Any, key: Any, value: Any, k: Any, v: Any, positions: Any
@@ -187,14 +188,14 @@ def test_compiles_whole(op_backend: str) -> None:
         found = torch.compile(step, fullgraph=True, backend="aot_eager")(
             *rows, *mine[:2], positions
         )
-        wanted = step(*rows, *theirs[:2], positions)
-    for a, e in zip((*found, *mine[:2]), (*wanted, *theirs[:2])):
+        expected = step(*rows, *theirs[:2], positions)
+    for a, e in zip((*found, *mine[:2]), (*expected, *theirs[:2])):
         torch.testing.assert_close(a, e)
     assert not found[1] and found[2]
 
 
-def test_autograd_notices_the_write() -> None:
-    """A tensor saved for backward and then written must not give a wrong gradient in silence."""
+def test_writing_a_saved_cache_raises_in_backward() -> None:
+    """Otherwise the gradient would be wrong silently."""
     (query, key, value), cache = _rows(), _cache()
     factor = torch.ones((), requires_grad=True)
     product = cache.key * factor
@@ -209,7 +210,7 @@ def test_autograd_notices_the_write() -> None:
 
 
 @pytest.mark.parametrize("by_cpp", [True, False])
-def test_an_inference_cache_is_written_in_inference_mode_alone(by_cpp: bool) -> None:
+def test_inference_caches_are_written_only_in_inference_mode(by_cpp: bool) -> None:
     rows, positions = _rows(), torch.arange(3).repeat(2, 1)
     with contextlib.nullcontext() if by_cpp else fast_path.off():
         with torch.inference_mode():
@@ -238,7 +239,7 @@ def _call(
 
 
 @pytest.mark.parametrize("op_backend", BACKENDS)
-def test_places_that_are_not_there(op_backend: str) -> None:
+def test_positions_outside_the_cache_raise(op_backend: str) -> None:
     cache, paged = _cache(), _pages()
     with pytest.raises(
         ValueError, match="positions holds 10, and the cache has room for 10 keys a sequence"
@@ -258,12 +259,12 @@ def test_places_that_are_not_there(op_backend: str) -> None:
         _call(paged, backend=op_backend)
     assert not any(t.any() for t in (*cache[:2], *paged[:2]))
     positions = ARANGE.clone()
-    positions[1] = -1  # what is not written may be anywhere
+    positions[1] = -1  # rows that are not written may have any position
     _call(paged, positions, backend=op_backend)
 
 
-def test_the_kernel_itself_writes_nothing_outside() -> None:
-    """Below the check, which a GPU does not make: memory behind the cache stays as it was."""
+def test_kernel_writes_nothing_outside_the_cache() -> None:
+    """Below the check, which GPUs skip, memory behind the cache stays unchanged."""
     store = torch.full((2, 2, 12, 16), 5.0)
     cache = store[:, :, 1:11]
     (query, key, value), positions = _rows(), torch.tensor([[-7, 10, 1 << 40], [11, -(1 << 40), 3]])
@@ -340,6 +341,6 @@ def _expanded() -> pt.KeyValues:
         ),
     ],
 )
-def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RotaryPositions beside transformers: the frequencies of every default configuration that has
-rotary positions, bit for bit, and an error for each one that is not read."""
+"""RotaryPositions has the frequencies of transformers' default configurations, or raises.
+
+The bits are equal for every configuration with rotary positions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 
 import pytransformer as pt
 
-SAMPLE = 30  # of about 600 model types: the full sweep takes 30 s
+SAMPLE = 30  # sampled from about 600 model types; the full sweep takes 30 s
 # Models that build their tables inside other modules.
 WITHOUT_A_CLASS = {
     "CodeGenConfig": 64,
@@ -27,7 +29,7 @@ read = pt.RotaryPositions.from_hugging_face
 
 
 def configurations(count: int | None = None) -> list[Any]:
-    """One default configuration of each class, of all model types or a sample, and those inside."""
+    """Yield a default configuration per class, of all model types or a sample, nested ones too."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -36,7 +38,7 @@ def configurations(count: int | None = None) -> list[Any]:
     for name in names if count is None else random.Random(0).sample(names, count):
         try:
             config = CONFIG_MAPPING[name]()
-        except Exception:  # it needs arguments, or a package
+        except Exception:  # needs arguments or a package
             continue
         for one in (config, *vars(config).values()):
             if isinstance(one, transformers.PretrainedConfig):
@@ -45,7 +47,7 @@ def configurations(count: int | None = None) -> list[Any]:
 
 
 def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.Tensor]:
-    """Of the rotary embeddings in the configuration's modeling file, those that it fits."""
+    """Return the frequencies of the matching rotary classes in the modeling file."""
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     found = []
     for name, embedding in vars(module).items():
@@ -61,7 +63,7 @@ def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.
                 AttributeError,
                 KeyError,
                 ValueError,
-            ):  # of another part of the model
+            ):  # belongs to another part of the model
                 continue
             found.append(
                 getattr(built, f"{layer_type}_inv_freq" if layer_type else "inv_freq", None)
@@ -70,7 +72,7 @@ def frequencies_of_the_model(config: Any, layer_type: str | None) -> list[torch.
 
 
 def compare(configs: list[Any]) -> int:
-    """How many layer types have the model's frequencies; all others raise."""
+    """Return the number of layer types with the model's frequencies; all others raise."""
     equal = 0
     for config in configs:
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -95,17 +97,17 @@ def compare(configs: list[Any]) -> int:
     return equal
 
 
-def test_a_sample_of_configurations_has_the_frequencies_of_its_models() -> None:
+def test_sampled_configurations_have_the_frequencies_of_their_models() -> None:
     assert compare(configurations(SAMPLE)) > SAMPLE // 10
 
 
 @pytest.mark.slow
-def test_every_configuration_has_the_frequencies_of_its_model() -> None:
+def test_all_configurations_have_the_frequencies_of_their_models() -> None:
     assert compare(configurations()) > 180
 
 
 @pytest.mark.parametrize("alpha", [1000.0, 1.5])
-def test_a_fixed_alpha_is_that_of_hunyuan(alpha: float) -> None:
+def test_fixed_alpha_equals_hunyuan(alpha: float) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": alpha, "factor": 1.0}
     config = transformers.HunYuanDenseV1Config(head_dim=128, rope_parameters=rope)
@@ -154,14 +156,14 @@ NESTED = {
         ({"rope_scaling": {"type": "longrope"}}, None, "rope_type 'longrope' is not known"),
     ],
 )  # fmt: skip
-def test_a_configuration_that_is_not_read_raises(
+def test_unsupported_configurations_raise(
     fields: dict[str, Any], layer_type: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read(configuration(**fields), layer_type=layer_type)
 
 
-def test_layer_types_and_old_fields_are_read() -> None:
+def test_layer_types_and_old_fields_are_supported() -> None:
     assert read(
         configuration(rope_parameters=NESTED), layer_type="full_attention"
     ) == pt.RotaryPositions(16, 1e6)
@@ -181,7 +183,7 @@ UNREAD = {
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in UNREAD for name in UNREAD[kind]]
 )
-def test_a_field_of_another_kind_of_scaling_raises(kind: Any, name: str) -> None:
+def test_fields_of_another_scaling_type_raise(kind: Any, name: str) -> None:
     length = {} if kind == "linear" else {"original_length": 32}
     with pytest.raises(ValueError, match=f"{name} must be left out with kind '{kind}'"):
         pt.RotaryScaling(kind, 2.0, **length | {name: UNREAD[kind][name]})
@@ -197,7 +199,7 @@ def test_huge_and_tiny_dims_raise() -> None:
         pt.rotary(torch.zeros(0, 1, 1, 8), torch.zeros(0, 1, dtype=torch.int64), dims=2**31 - 2)
 
 
-def test_numpy_numbers_make_the_same_positions() -> None:
+def test_numpy_numbers_give_equal_positions() -> None:
     numpy = pytest.importorskip("numpy", reason="needs NumPy")
     found = pt.RotaryPositions(numpy.int64(8), numpy.float32(500.0))
     assert (

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""use_backend, trace, observing and activate in threads, coroutines, generators, and out of
-order."""
+"""use_backend, trace, observing and activate in threads, coroutines and generators."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def forced() -> str | None:
     return forced_backend("attention")
 
 
-def test_threads_do_not_see_each_others_choice() -> None:
+def test_threads_have_independent_choices() -> None:
     results: list[str | None] = []
     with pt.use_backend(attention="cpu"):
         thread = threading.Thread(target=lambda: results.append(forced()))
@@ -91,7 +90,7 @@ def test_interleaved_generators_keep_their_choice() -> None:
     assert not forcing.open
 
 
-def test_a_generator_resumed_in_another_thread_keeps_its_choice() -> None:
+def test_generators_resumed_in_another_thread_keep_their_choice() -> None:
     generator, results = steps("cpu"), []
     next(generator)
     thread = threading.Thread(target=lambda: results.extend([*generator, forced()]))
@@ -101,7 +100,7 @@ def test_a_generator_resumed_in_another_thread_keeps_its_choice() -> None:
     assert forced() is None
 
 
-def test_a_context_manager_written_as_a_generator_forces_for_its_caller() -> None:
+def test_generator_context_managers_force_for_their_caller() -> None:
     with pt.use_backend(attention="cpu"), use_nested("reference"):
         assert forced() == "reference"
         with pt.use_backend(attention="cpu"):
@@ -118,7 +117,7 @@ def test_blocks_may_end_out_of_order() -> None:
     assert forced() is None
 
 
-def test_a_block_ended_in_another_context_leaves_nothing_behind() -> None:
+def test_blocks_ended_in_another_context_leave_no_state() -> None:
     block = pt.use_backend(attention="cpu")
     block.__enter__()
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
@@ -144,7 +143,7 @@ def test_traces_and_observers_see_their_own_thread_only() -> None:
 
 
 @pytest.mark.parametrize("entry", ["direct_function", "function"])
-def test_backward_in_another_thread_runs_by_the_blocks_of_forward(entry: str) -> None:
+def test_backward_in_another_thread_uses_the_choice_of_forward(entry: str) -> None:
     """Autograd's device threads inherit no context."""
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
     errors: list[BaseException] = []
@@ -167,7 +166,7 @@ def test_backward_in_another_thread_runs_by_the_blocks_of_forward(entry: str) ->
     assert ran == [("attention_fwd", "reference"), ("attention_bwd", "reference")]
 
 
-def test_a_thread_of_autograd_reads_the_blocks_of_its_caller(
+def test_autograd_threads_use_the_choice_of_their_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Autograd copies the thread-local state of the caller to its device threads."""
@@ -289,7 +288,7 @@ def calls_ours() -> bool:
     return bool(ran)
 
 
-def test_an_activation_can_be_entered_again() -> None:
+def test_activations_are_reentrant() -> None:
     activation = pt.activate()
     for _ in range(2):
         with activation:
@@ -310,7 +309,7 @@ def test_activations_may_overlap() -> None:
 
 @pytest.fixture(params=["before", "during", "undone during"])
 def patched(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int], Callable[[], None]]]:
-    """When another library patches MultiheadAttention, its calls, and what patches."""
+    """Return when another library patches MultiheadAttention, its calls, and the patch."""
     calls: list[int] = []
 
     def patch() -> None:
@@ -327,7 +326,9 @@ def patched(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int], Ca
         del torch.nn.MultiheadAttention.__call__
 
 
-def test_patches_of_others_stay(patched: tuple[str, list[int], Callable[[], None]]) -> None:
+def test_patches_of_other_libraries_remain(
+    patched: tuple[str, list[int], Callable[[], None]],
+) -> None:
     when, calls, patch = patched
     module, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 3, 8)
     if when == "before":
@@ -347,7 +348,7 @@ def test_patches_of_others_stay(patched: tuple[str, list[int], Callable[[], None
         assert bool(calls) == (when != "undone during")
 
 
-def test_a_replaced_function_of_pytorch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_pytorch_functions_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     def replaced(*args: Any, **kwargs: Any) -> None: ...
 
     with pt.activate():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of torch.export whose batch size is unknown until run time, as after a boolean index,
-with each argument that has one."""
+"""torch.export with an unbacked batch size for each optional argument.
+
+A boolean index gives such a size.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ class Selected(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_unbacked_batch_is_exported(name: str) -> None:
+def test_unbacked_batch_can_be_exported(name: str) -> None:
     call, other = CALLS[name]
     with pt.activate() if name == "torch's op" else contextlib.nullcontext():
         program = torch.export.export(Selected(call), (KEEP, QUERY, other), strict=False).module()

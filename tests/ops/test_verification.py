@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification results: a check at first use finds planted failures, and the next backend computes;
-who checks, and who waits."""
+"""A check at first use detects planted failures, and the next backend computes.
+
+The tests cover the process that checks and the processes that wait.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_broken_backend_is_found_and_reported_once(
+def test_broken_backend_is_detected_and_reported_once(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By every way: a right result, and one message with what was found. The worker's signal or
-    silence does not reach us."""
+    """Each failure gives a right result and one message.
+
+    Signals and hangs of the worker do not reach the parent.
+    """
     want = {name: way() for name, way in WAYS.items()}
     for name, way in WAYS.items():
         with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran:
@@ -55,10 +59,10 @@ def test_right_backend_is_checked_once_and_used(
     q, k, v = inputs()
     with planted("", tmp_path) as ran:
         pt.attention(q, k, v)
-        pt.attention(q[:, :, :20], k, v)  # another length is no other kind
+        pt.attention(q[:, :, :20], k, v)  # another length is the same class
         assert ran == ["forward"] * 2 and not pt.fallbacks()
         assert capfd.readouterr().err.count("checking attention") == 1
-        verification.forget()  # as in another process: the result is on disk
+        verification.forget()  # the result is on disk for another process
         pt.attention(q, k, v)
         assert len(ran) == 3 and "checking" not in capfd.readouterr().err
         pt.attention(q, k, v, causal="top_left", window=(3, 0))
@@ -68,7 +72,7 @@ def test_right_backend_is_checked_once_and_used(
         assert len(ran) == 5 and capfd.readouterr().err.count("checking attention") == 1
 
 
-def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_select_the_checked_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     with planted("hang", tmp_path) as ran:
         monkeypatch.setenv("PYTRANSFORMER_VERIFY", "strict")
@@ -77,7 +81,7 @@ def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(pt.BackendError, match="strict mode"):
             pt.attention(q, k, v, strict=True)
         assert not ran
-        pt.attention(q, k, v, backend=BACKEND)  # forced means forced
+        pt.attention(q, k, v, backend=BACKEND)  # a forced backend is not checked
         assert len(ran) == 1
         assert pt.explain("attention", q, k, v, causal="top_left").reasons["cpu"] is None
         monkeypatch.setenv("PYTRANSFORMER_VERIFY", "off")
@@ -89,7 +93,7 @@ def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
 
 
-def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:
+def test_cpu_needs_no_result_but_a_failure_excludes_it(cache: Path) -> None:
     assert backend_of() == "cpu"
     write(cache, [line("wrong"), line("right")])
     assert backend_of() == "torch"
@@ -100,7 +104,7 @@ def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:
     assert "verify: wrong here: full: out[0] = 1" in str(reasons["cpu"])
 
 
-def test_wrong_size_excludes_sizes_that_were_not_right(cache: Path) -> None:
+def test_a_failing_size_excludes_unverified_sizes(cache: Path) -> None:
     write(cache, [line("wrong"), line("right", size=128)])
     assert (backend_of(), backend_of(last=100), backend_of(last=200)) == ("torch", "cpu", "torch")
 
@@ -116,7 +120,7 @@ def test_measured_order_is_used_on_the_cpu(cache: Path) -> None:
 
 @pytest.fixture
 def checks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Counts checks; each takes no time and finds the backend right."""
+    """Count checks; each takes no time and passes."""
     jobs: list[Any] = []
 
     def run_jobs(several: list[Any], **_: Any) -> list[Any]:
@@ -166,7 +170,7 @@ def test_late_check_is_stored(checks: list[Any], monkeypatch: pytest.MonkeyPatch
 def test_other_local_ranks_wait_for_rank_0(
     checks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They use its result; without one they go to the next backend. They never check."""
+    """They use its result; without one they use the next backend. They never check."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(verification, "CHECK_SECONDS", 0.5)
     assert "not checked here within" in str(ask()) and not checks
@@ -182,7 +186,7 @@ def test_other_local_ranks_wait_for_rank_0(
 
 
 def test_processes_of_a_node_check_one_at_a_time(checks: list[Any]) -> None:
-    """Who gets the lock second reads the first one's result."""
+    """The process that gets the lock second reads the first one's result."""
     with verification_file.locked("check", 1) as held:
         assert held
         found: list[str | None] = []
@@ -197,7 +201,7 @@ def test_processes_of_a_node_check_one_at_a_time(checks: list[Any]) -> None:
 
 
 def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capability, sources and Triton's version decide; driver and torch do not."""
+    """Capability, sources and Triton's version must match; driver and torch may differ."""
     gpu = torch.device("cuda", 0)
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability[0])
@@ -220,9 +224,11 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
     assert verified.names(gpu) == [] == verified.names(CPU)
 
 
-def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
-    """If this fails, kernels changed after the GPU run that verified.json records:
-    bench/tools/verified.py says which, and how to carry the result over or to drop it."""
+def test_shipped_results_match_the_sources(tmp_path: Path) -> None:
+    """On failure, kernels changed after the GPU run in verified.json.
+
+    bench/tools/verified.py lists them and carries a result over or drops it.
+    """
     tool = runpy.run_path(str(ROOT / "bench" / "tools" / "verified.py"))
     assert tool["stale"](verified.table()) == []
     for part in ("csrc/cuda", "csrc/common", "kernels"):
@@ -251,7 +257,7 @@ def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
 # ---- the child process
 
 
-def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(
+def test_time_limits_stretch_on_a_slow_machine_unless_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, slow = 0.0, 1.0
@@ -263,17 +269,17 @@ def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(
     slow = 4.0  # busy from now on
     now = 90.0
     assert [limit.left() for limit in (exact, *limits)] == [10, 40, 0]
-    slow = 0.1  # a fast machine gets the seconds too
+    slow = 0.1  # a fast machine gets the same seconds
     now = 120.0
     assert [limit.left() for limit in (exact, *limits)] == [0, 10, 0]
-    slow = 1e3  # what hangs has to end
+    slow = 1e3  # a hang must end
     now += 10 * deadline.MOST - 1e-6
     assert limits[0].left() == pytest.approx(0, abs=1e-6) and limits[0].left() > 0
     now += 1e-3
     assert limits[0].left() == 0 == limits[0].left()
 
 
-def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_calls_do_no_check(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     with fast_path.off():
         pt.attention(q, k, v)
@@ -282,9 +288,11 @@ def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
         pt.attention(q, k, v, dropout_p=0.1)
 
 
-def test_jobs_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five jobs the second crashes and the fourth hangs; time that is up leaves the rest
-    unchecked."""
+def test_jobs_survive_crashed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of five jobs crashes and the fourth hangs.
+
+    A timeout leaves the remaining jobs unchecked.
+    """
     monkeypatch.setattr(
         checking,
         "PREAMBLE",
@@ -299,15 +307,15 @@ w._DO = {"test": do}
 w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""",
     )
     jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
-    told: list[dict[str, Any]] = []
-    found = checking.run_jobs(jobs, seconds=1.5, told=told.append)
+    output: list[dict[str, Any]] = []
+    found = checking.run_jobs(jobs, seconds=1.5, told=output.append)
     assert [line["outcome"] for line in found] == [
         "right",
         "crashed",
         "right",
         "hung",
         "right",
-    ] and told == found
+    ] and output == found
     assert found[1]["detail"] == "the process ended by SIGABRT"
     wide = [{"do": "test", "device": "cpu", "n": n, "last": 128} for n in (5, 6, 7, 8)]
     same = checking.run_jobs(wide, seconds=60)
@@ -327,16 +335,15 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
 
 
 @pytest.mark.unpoisoned
-def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
-    """Under activate() the choice is made while torch.compile traces: symbolic sizes are looked at
-    without a guard."""
+def test_tracing_checks_without_guards(tmp_path: Path) -> None:
+    """Under activate() torch.compile traces the selection, which reads symbolic sizes unguarded."""
     attend = torch.nn.functional.scaled_dot_product_attention
     with planted("", tmp_path) as ran, pt.activate():
         compiled = torch.compile(
             lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True
         )
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for length in (30, 40, 10):  # the last is of another kind, in the same code
+            for length in (30, 40, 10):  # the last is another class in the same code
                 x = torch.randn(2, 3, length, 16)
                 torch.testing.assert_close(compiled(x), attend(x, x, x))
         assert len(ran) == 6

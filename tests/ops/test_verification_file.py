@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of verification results: damaged, concurrent, or nowhere to be written; no call breaks."""
+"""Damaged, concurrent and unwritable files of verification results break no call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def damages(content: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def test_damaged_files_break_no_call(cache: Path) -> None:
-    """Each of more than 500 damages: the call is right, and at most one warning names the file."""
+    """After each of over 500 damages the call is right; at most one warning names the file."""
     path = write(cache, [line("right")], complete=[["attention", "cpu", "float32"]], order={})
     content = json.loads(path.read_text())
     q, k, v = inputs()
@@ -96,12 +96,12 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
         path.write_bytes(damaged)
         verification_file._warned.clear()
         verification.forget()
-        with warnings.catch_warnings(record=True) as told, fast_path.off():
+        with warnings.catch_warnings(record=True) as output, fast_path.off():
             warnings.simplefilter("always")
             for _ in range(2):
                 got = pt.attention(q, k, v, backend=None)
                 assert bounds.agree(got, want), name
-        named = [w for w in told if "verification file" in str(w.message)]
+        named = [w for w in output if "verification file" in str(w.message)]
         assert len(named) <= 1 and all(str(path) in str(w.message) for w in named), name
         count, warned = count + 1, warned + bool(named)
     pt.clear_fallbacks()
@@ -109,7 +109,7 @@ def test_damaged_files_break_no_call(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["folder", "loop", "pipe", "endless", "unreadable folder"])
-def test_files_that_are_none_break_no_call(
+def test_paths_that_are_not_files_break_no_call(
     what: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(cache, [line("wrong")])
@@ -158,7 +158,7 @@ for n in range(20):
 
 
 def test_concurrent_writers_lose_no_checks(cache: Path) -> None:
-    """Nor do they leave temporary files; one that a killed writer left is removed."""
+    """They leave no temporary files and remove the one of a killed writer."""
     (cache / "verification-killed.tmp").write_text("{")
     command = [sys.executable, "-c", WRITER]
     writers = [subprocess.Popen([*command, str(n)], env=dict(os.environ)) for n in range(2)]
@@ -168,7 +168,7 @@ def test_concurrent_writers_lose_no_checks(cache: Path) -> None:
     assert not list(cache.glob("*.tmp"))
 
 
-def test_failed_write_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_leave_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("replace", "fdopen"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *_, **__: (_ for _ in ()).throw(OSError("full")))

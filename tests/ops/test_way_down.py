@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way down of the backend ``cpu``, and the memory of failures. Triton's and CUDA's:
-tests/triton and tests/emulator."""
+"""Fallbacks of the backend ``cpu`` and the memory of failures.
+
+Triton's and CUDA's fallbacks are in tests/triton and tests/emulator.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BEFORE)
-def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> None:
+def test_failures_fall_back_to_the_next_backend(
+    monkeypatch: pytest.MonkeyPatch, name: str, way: str
+) -> None:
     want = WAYS[way]()
     plant(monkeypatch, BEFORE[name])
     with preferred("cpu"):
@@ -54,7 +58,7 @@ def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, name: str, w
         torch.OutOfMemoryError("no room"),
     ],
 )
-def test_other_errors_are_raised_as_they_are(
+def test_other_errors_are_raised_unchanged(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     plant(monkeypatch, error)
@@ -64,16 +68,18 @@ def test_other_errors_are_raised_as_they_are(
         assert caught.value is error and not pt.fallbacks()
 
 
-def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_fails_to_load_falls_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     want = attention()
     (tmp_path / native.LIBRARY_NAME).write_bytes(b"not a library")
     native.why_not.cache_clear(), native._why_not_loaded.cache_clear()
     monkeypatch.setattr(native, "PACKAGE", tmp_path)
     try:
         with (
-            warnings.catch_warnings(record=True) as told,
+            warnings.catch_warnings(record=True) as output,
             fast_path.off(),
-        ):  # the fast path found the library when it was loaded
+        ):  # the fast path resolved the library when it was loaded
             warnings.simplefilter("always")
             results = [attention() for _ in range(2)]
     finally:
@@ -81,31 +87,31 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
         native.why_not.cache_clear(), native._why_not_loaded.cache_clear()
     for got in results:
         torch.testing.assert_close(got, want)
-    (warning,) = told
+    (warning,) = output
     assert "does not load" in str(warning.message)
 
 
-def test_threads_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, BEFORE["refused"])
     query = torch.ones(1, 1, 2, 8)
-    with warnings.catch_warnings(record=True) as told, ThreadPoolExecutor(8) as pool:
+    with warnings.catch_warnings(record=True) as output, ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("always")
         results = list(pool.map(lambda _: pt.attention(query, query, query), range(64)))
     assert all(torch.equal(r, query) for r in results)
-    assert len(told) == 1 and sum(f.count for f in pt.fallbacks()) == 64
+    assert len(output) == 1 and sum(f.count for f in pt.fallbacks()) == 64
 
 
-def test_one_message_for_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_message_per_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, BEFORE["refused"])
     query = torch.ones(1, 1, 2, 8)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         pt.attention(query, query, query)
         pt.attention(query, query, query)
-    assert len(told) == 1 and len({f.call_site for f in pt.fallbacks()}) == 2
+    assert len(output) == 1 and len({f.call_site for f in pt.fallbacks()}) == 2
 
 
-def test_compiled_code_steps_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.randn(1, 1, 2, 8)
     want = pt.attention(query, query, query)
     plant(monkeypatch, BEFORE["refused"])
@@ -114,7 +120,7 @@ def test_compiled_code_steps_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(compiled(query, query, query), want)
 
 
-def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fallbacks, "MOST_FAILURES", 3)
     plant(monkeypatch, BEFORE["refused"])
     with warnings.catch_warnings():

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong results that attention implementations have returned, each as the formula that returns it.
+"""Wrong results of other attention implementations, each as its formula.
 
-Every entry shows two things: the peer's formula leaves the error bound on this problem (else the
-entry would
-prove nothing), and each of our backends keeps within it, gradients too. Sources: issue threads
-named in the
-entries.
+The formula exceeds the error bound on its problem, else the entry would prove nothing. Each of our
+backends stays within it, gradients too. Each entry names its issue thread.
 """
 
 from __future__ import annotations
@@ -27,9 +24,10 @@ Problem = tuple[tuple[Tensor, Tensor, Tensor], dict]
 
 @dataclass(frozen=True)
 class Regression:
-    """`wrong(q, k, v, grad_out, **keywords)` returns what the peer returned: some of out, query,
-    key, value
-    (gradients)."""
+    """A wrong result: `wrong(q, k, v, grad_out, **keywords)` returns the peer's tensors.
+
+    They are some of out and the gradients of query, key and value.
+    """
 
     name: str
     source: str
@@ -60,7 +58,7 @@ def causal_mask(lq: int, lk: int, offset: int = 0) -> Tensor:
 
 
 def softmax_everything(q, k, v, grad_out, attn_mask=None, **_):
-    """A row that sees nothing is 0 / 0."""
+    """A row without visible keys is 0 / 0."""
     return {"out": scores(q, k).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v}
 
 
@@ -83,9 +81,10 @@ def nan_past_the_length() -> Problem:
 
 
 def weights_from_lse(q, k, v, grad_out, attn_mask=None, **_):
-    """Backward recomputes exp(score - lse); lse of a row of finfo.min has lost the log of the
-    count, so
-    weights are 1, not 1 / n."""
+    """Backward recomputes exp(score - lse), and lse of a row of finfo.min loses log(n).
+
+    The weights are 1 instead of 1 / n.
+    """
     s = scores(q, k) + attn_mask
     lse = torch.logsumexp(s, -1, keepdim=True)
     return {"value": torch.exp(s - lse).mT @ grad_out}
@@ -121,9 +120,7 @@ def aligned_bottom_right(q, k, v, grad_out, **_):
 
 
 def weights_as_a_quotient(q, k, v, grad_out, attn_mask=None, **_):
-    """exp(score) / exp(lse) instead of exp(score - lse): 0 / 0 once lse is below -88.7, log of the
-    least
-    float32."""
+    """exp(score) / exp(lse) is 0 / 0 once lse is below -88.7; exp(score - lse) is right."""
     s = scores(q, k) + (0.0 if attn_mask is None else attn_mask)
     lse = torch.logsumexp(s, -1, keepdim=True)
     return {"value": (torch.exp(s) / torch.exp(lse)).mT @ grad_out}
@@ -155,7 +152,7 @@ def bias_with_padded_rows(q, k, v, grad_out, bias=None, **_):
 
 
 def scale_after_masking(q, k, v, grad_out, scale=None, **_):
-    """-inf times a negative scale is +inf: PyTorch's CPU flash kernel, 2.13, causal."""
+    """-inf times a negative scale is +inf: PyTorch's causal CPU flash kernel, 2.13."""
     hidden = ~causal_mask(q.shape[2], k.shape[2])
     return {"out": (scale * (q @ k.mT).masked_fill(hidden, -math.inf)).softmax(-1) @ v}
 
@@ -193,7 +190,7 @@ def many_heads() -> Problem:
 
 
 def tail_ignored(q, k, v, grad_out, **_):
-    """An odd number of keys, taken in pairs."""
+    """The kernel drops the last key of an odd number."""
     even = k.shape[2] // 2 * 2
     return {"out": scores(q, k[:, :, :even]).softmax(-1) @ v[:, :, :even]}
 
@@ -326,7 +323,7 @@ REGRESSIONS = [
 
 
 def upstream(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """A gradient in (B, L, H, D) memory, and one for lse."""
+    """Return a gradient in (B, L, H, D) memory, and one for lse."""
     generator = torch.Generator().manual_seed(0)
     grad = (
         torch.randn(q.shape[0], q.shape[2], q.shape[1], v.shape[3], generator=generator)
@@ -337,8 +334,8 @@ def upstream(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("r", REGRESSIONS, ids=lambda r: r.name)
-def test_the_peers_formula_is_wrong_here(r: Regression) -> None:
-    """Beyond the bound, or not a number."""
+def test_formula_of_the_peer_exceeds_the_bound(r: Regression) -> None:
+    """It exceeds the bound or is NaN."""
     (q, k, v), keywords = r.problem()
     grad_out, grad_lse = upstream(q, v)
     solution = oracle.solve(q, k, v, grad_out, grad_lse, **keywords)
@@ -349,14 +346,16 @@ def test_the_peers_formula_is_wrong_here(r: Regression) -> None:
 
 
 @pytest.mark.parametrize("r", REGRESSIONS, ids=lambda r: r.name)
-def test_we_are_right(r: Regression, backend: str) -> None:
+def test_our_backends_stay_within_the_bound(r: Regression, backend: str) -> None:
     args, keywords = r.problem()
     check_attention(args, keywords, backend, data="any")
 
 
 def test_offsets_beyond_32_bits(backend: str) -> None:
-    """Batches more than 2**31 elements apart, in memory of which only a few pages are ever touched
-    (flash-attention#1500, #2260)."""
+    """Batches are more than 2**31 elements apart, with few touched pages.
+
+    flash-attention#1500, #2260.
+    """
     far = 2**31 + 2**20
     buffer = torch.empty(far + 4096, dtype=torch.bfloat16)
     wide = buffer.as_strided((2, 1, 4, 8), (far, 32, 8, 1))
@@ -367,10 +366,11 @@ def test_offsets_beyond_32_bits(backend: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
-def test_no_queries_or_no_keys(lengths: tuple[int, int], backend: str) -> None:
-    """flash-attention#2470 (division by zero), pytorch#133780. The peer's formula, a maximum over
-    nothing,
-    raises."""
+def test_no_queries_or_no_keys_give_zeros(lengths: tuple[int, int], backend: str) -> None:
+    """flash-attention#2470 (division by zero), pytorch#133780.
+
+    The peer's formula, a maximum over nothing, raises.
+    """
     q, k = torch.randn(1, 2, lengths[0], 8), torch.randn(1, 2, lengths[1], 8)
     if lengths[1] == 0:
         with pytest.raises((IndexError, RuntimeError)):

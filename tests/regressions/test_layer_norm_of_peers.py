@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong results that norm kernels have returned, each as the formula that returns it: it leaves the
-error bound on the problem
-(else the entry would prove nothing), and each of our backends keeps within it."""
+"""Wrong results of other norm kernels, each as its formula.
+
+The formula exceeds the error bound on its problem, else the entry would prove nothing. Each of our
+backends stays within it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ ROWS, COLUMNS = 4096, 64
 
 
 def problem() -> fuzz_layer_norm.Problem:
-    """As many rows as a batch of sequences has, and the upstream gradient of ``y.square().sum() /
-    2``: all terms of the
-    weight's gradient are positive."""
+    """Return a batch's number of rows and the upstream gradient of ``y.square().sum() / 2``.
+
+    All terms of the weight's gradient are positive.
+    """
     x, weight, bias = torch.randn(ROWS, COLUMNS), torch.ones(COLUMNS), torch.ones(COLUMNS)
     tensors = {
         "x": x,
@@ -35,8 +38,7 @@ def problem() -> fuzz_layer_norm.Problem:
 
 
 def summed_in_bfloat16(terms: Tensor) -> Tensor:
-    """The sum over rows with a bfloat16 accumulator: 8 bits, so that it stands still once it is 512
-    times a term."""
+    """Sum rows in a bfloat16 accumulator, which stops growing at 512 times a term."""
     total = torch.zeros(COLUMNS, dtype=torch.bfloat16)
     for row in terms:
         total = (total.float() + row).bfloat16()
@@ -44,8 +46,10 @@ def summed_in_bfloat16(terms: Tensor) -> Tensor:
 
 
 def parameter_gradients(p: fuzz_layer_norm.Problem) -> dict[str, Tensor]:
-    """torch 2.13 on the CPU, bfloat16 input, one thread: between rows dweight and dbias are kept in
-    the weight's dtype."""
+    """Return torch 2.13's bfloat16 CPU gradients, one thread.
+
+    dweight and dbias stay in the weight's dtype between rows.
+    """
     x, grad = p.tensors["x"].float(), p.tensors["grad_out"].float()
     xhat = torch.nn.functional.layer_norm(x, (COLUMNS,))
     return {"weight": summed_in_bfloat16(grad * xhat), "bias": summed_in_bfloat16(grad)}
@@ -59,7 +63,7 @@ def backends() -> list[str]:
     return [name for name, reason in reasons.items() if reason is None]
 
 
-def test_parameter_gradients_summed_in_bfloat16(backends: list[str]) -> None:
+def test_parameter_gradients_are_not_summed_in_bfloat16(backends: list[str]) -> None:
     p = problem()
     exact = oracle.Solution(fuzz_layer_norm.solve(p, None), 1, torch.empty(0), torch.empty(0))
     wrong = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of training share."""
+"""Fixtures of the training tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADER = {
 
 @pytest.fixture(scope="session")
 def toy():
-    """The module toy.py; tests are not importable by name."""
+    """Load the module toy.py; tests are not importable by name."""
     spec = importlib.util.spec_from_file_location("toy", PATH)
     module = importlib.util.module_from_spec(spec)
     sys.modules["toy"] = module
@@ -31,7 +31,7 @@ def toy():
 
 @pytest.fixture(scope="session")
 def portuguese():
-    """The module examples/portuguese.py."""
+    """Load the module examples/portuguese.py."""
     path = Path(__file__).resolve().parents[2] / "examples" / "portuguese.py"
     spec = importlib.util.spec_from_file_location("portuguese", path)
     module = importlib.util.module_from_spec(spec)
@@ -41,8 +41,10 @@ def portuguese():
 
 @pytest.fixture(scope="session")
 def subprocess_environment():
-    """The environment of a process that is to find this very package, and nothing in the working
-    directory."""
+    """Return an environment in which a process imports this package.
+
+    The working directory is not on its path.
+    """
     paths = [
         str(Path(pytransformer.__file__).parents[1]),
         *filter(None, [os.environ.get("PYTHONPATH")]),
@@ -51,7 +53,7 @@ def subprocess_environment():
 
 
 def write_mo(messages: dict[str, str], order: str = "<") -> bytes:
-    """A catalogue as `msgfmt` writes it: two tables of lengths and places, then the strings."""
+    """Return a catalogue like `msgfmt`: two tables of lengths and offsets, then the strings."""
     pairs = [(a.encode(), b.encode()) for a, b in sorted({**HEADER, **messages}.items())]
     place, tables, strings = 28 + 16 * len(pairs), [[], []], b""
     for side in (0, 1):
@@ -64,7 +66,7 @@ def write_mo(messages: dict[str, str], order: str = "<") -> bytes:
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a package of the given files, as pip does it: with a record of them."""
+    """Install a package of these files with a record of them, like pip."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def put(name: str, files: dict[str, bytes], licence: str = "License-Expression: MIT") -> None:
@@ -83,10 +85,10 @@ def install(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mo():
-    """`mo(messages)`: the bytes of a .mo file."""
+    """Return `mo(messages)`: the bytes of a .mo file."""
     return write_mo
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(one_thread):
-    """Everything here is tiny."""
+    """Use one thread: everything here is tiny."""

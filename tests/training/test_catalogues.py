@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentence pairs from the gettext catalogues of installed packages: a package of a test's own, read
-as the standard library reads it."""
+"""Sentence pairs from gettext catalogues of installed packages equal the standard library's."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ PT = {
 
 
 @pytest.mark.parametrize("order", "<>")
-def test_a_catalogue_says_what_gettext_says(mo, tmp_path, order):
+def test_catalogues_equal_gettext(mo, tmp_path, order):
     path = tmp_path / "some.mo"
     path.write_bytes(mo(PT, order))
     with open(path, "rb") as file:
@@ -54,18 +53,18 @@ def test_a_catalogue_says_what_gettext_says(mo, tmp_path, order):
 
 def test_every_damage_is_named(mo, tmp_path):
     whole, path = mo(PT), tmp_path / "some.mo"
-    for content, said in (
+    for content, output in (
         (b"no catalogue", "is no .mo file"),
         (whole[:40], "is damaged"),
         (whole[:-20], "ends past the file's"),
         (whole.replace("página".encode(), b"p\xe1gina "), "not UTF-8"),
     ):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             read_catalogue(path)
 
 
-def test_pairs_of_installed_packages(mo, install):
+def test_installed_packages_give_pairs(mo, install):
     install(
         "fakeone",
         {
@@ -99,7 +98,7 @@ def test_pairs_of_installed_packages(mo, install):
     )
 
 
-def test_the_english_catalogue_says_what_an_id_means(mo, install):
+def test_english_catalogue_translates_ids(mo, install):
     english = mo({"label_title": "Title"})
     install("fakeone", {"l/pt/LC_MESSAGES/x.mo": mo(PT), "l/en/LC_MESSAGES/x.mo": english})
     assert Pair("Título", "Title") in catalogue_pairs(["fakeone"], "pt", "en").pairs
@@ -123,7 +122,7 @@ msgstr "maio"
 """
 
 
-def test_po_files_are_read_with_polib_alone(install, monkeypatch):
+def test_po_files_require_polib(install, monkeypatch):
     install("fakeone", {"l/pt/LC_MESSAGES/x.po": PO.encode()})
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "polib", None)
@@ -142,10 +141,10 @@ def test_po_files_are_read_with_polib_alone(install, monkeypatch):
     ]
 
 
-def test_what_cannot_be_read_is_named(mo, install):
+def test_unreadable_files_are_named(mo, install):
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo({"Save": "Sichern"})})
     install("fakeempty", {"readme.txt": b""})
-    for packages, languages, said in (
+    for packages, languages, output in (
         (
             ["nosuchpackage"],
             ("pt", "en"),
@@ -153,9 +152,9 @@ def test_what_cannot_be_read_is_named(mo, install):
         ),
         (["fakeempty"], ("pt", "en"), "it has no gettext catalogue"),
         (["fakeone"], ("pt", "en"), "no pair of pt and en in fakeone 1.2"),
-        (["fakeone"], ("de", "DE"), "both 'de'; wanted two languages"),
+        (["fakeone"], ("de", "DE"), "both 'de'; expected two languages"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             catalogue_pairs(packages, *languages)
 
 
@@ -178,17 +177,17 @@ def test_what_cannot_be_read_is_named(mo, install):
         (("日", "day"), Pair("日", "day")),
     ],
 )
-def test_cleaning(pair, wanted):
+def test_pairs_are_cleaned_or_dropped_with_a_reason(pair, wanted):
     assert clean_pair(*pair) == wanted
 
 
-def test_languages():
+def test_language_codes_match_their_variants():
     assert speaks("pt-BR", "pt") and speaks("pt_br", "pt_BR") and speaks("pt", "pt")
     assert not speaks("pt", "pt_BR") and not speaks("pts", "pt") and not speaks("de", "pt")
 
 
-def test_what_is_held_out_is_neither_source_nor_target_of_training():
-    """Variants of a language translate one English text; and one text has several English ones."""
+def test_held_out_texts_do_not_occur_in_training():
+    """Variants of a language translate one English text, and one text has several English ones."""
     words = [2 * letter for letter in "abcdefghijklmnopqrstuvwxyz"]
     pairs = [
         Pair(f"{verb} {word}", f"save {word}") for word in words for verb in ("salvar", "guardar")
@@ -204,27 +203,27 @@ def test_what_is_held_out_is_neither_source_nor_target_of_training():
     assert plain[0] & plain[1], "without a key they are"
 
 
-def test_scores_are_sacrebleu_s():
+def test_scores_equal_sacrebleu():
     pytest.importorskip("sacrebleu", reason="needs sacrebleu (the extra corpora)")
-    wanted = ["the cat sat on the mat .", "there is a black house here ."]
+    expected = ["the cat sat on the mat .", "there is a black house here ."]
     assert (
-        translation_scores(wanted, wanted)["bleu"]
-        == translation_scores(wanted, wanted)["chrf"]
+        translation_scores(expected, expected)["bleu"]
+        == translation_scores(expected, expected)["chrf"]
         == 100
     )
-    said = ["the cat sat on a mat .", "there is the black house here ."]
-    scores = translation_scores(said, wanted)
-    # Shares of n-grams that are right: 12/14, 8/12, 4/10, 2/8; their geometric mean, and as many
-    # words: no penalty.
+    output = ["the cat sat on a mat .", "there is the black house here ."]
+    scores = translation_scores(output, expected)
+    # Shares of correct n-grams: 12/14, 8/12, 4/10, 2/8; the score is their geometric mean, without
+    # a penalty for equal lengths.
     assert scores["bleu"] == pytest.approx(
         100 * (12 / 14 * 8 / 12 * 4 / 10 * 2 / 8) ** 0.25, abs=0.01
     )
     assert 50 < scores["chrf"] < 100 and "version" in scores["chrf_signature"]
     with pytest.raises(ValueError, match="got 1 and 2"):
-        translation_scores(said[:1], wanted)
+        translation_scores(output[:1], expected)
 
 
-def test_a_memory_answers_with_the_most_similar_sentence():
+def test_memory_returns_the_most_similar_sentence():
     memory = [
         Pair("abrir a página", "open the page"),
         Pair("apagar a página", "delete the page"),
@@ -234,7 +233,7 @@ def test_a_memory_answers_with_the_most_similar_sentence():
     assert from_memory(memory, texts) == ["delete the page", "the", "open the page", "nada"]
 
 
-def test_scores_without_sacrebleu(monkeypatch):
+def test_missing_sacrebleu_raises_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(
         ImportError, match=r"BLEU and chrF needs sacrebleu, .*pytransformer-kernels\[corpora\]"
@@ -242,7 +241,7 @@ def test_scores_without_sacrebleu(monkeypatch):
         translation_scores(["a"], ["a"])
 
 
-def test_training_on_a_package(mo, install, tmp_path, capsys):
+def test_training_runs_on_a_package(mo, install, tmp_path, capsys):
     letters = "abcdefghij"
     messages = {
         f"{x}{x} {y}{y} {z}{z}": f"{z}{z} {y}{y} {x}{x}"
@@ -267,20 +266,20 @@ def test_training_on_a_package(mo, install, tmp_path, capsys):
     ]
     command = ["train", "translate", *small, "--out", str(tmp_path / "out")]
     assert main([*command, "--data", "gettext:fakeone", "--from", "de", "--to", "en"]) == OK
-    said = capsys.readouterr().out
-    assert "fakeone 1.2, licence MIT: 200 pairs" in said and "left out: nothing" in said
+    output = capsys.readouterr().out
+    assert "fakeone 1.2, licence MIT: 200 pairs" in output and "left out: nothing" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["held_out"] > 0
     if importlib.util.find_spec("sacrebleu") is None:
-        assert "no BLEU and chrF: BLEU and chrF needs sacrebleu" in said and "bleu" not in report
+        assert "no BLEU and chrF: BLEU and chrF needs sacrebleu" in output and "bleu" not in report
     else:
-        assert {"bleu", "chrf", "memory_bleu", "memory_chrf"} <= report.keys() and "BLEU " in said
-    for data, more, wanted in (
-        ("gettext:", [], "names no package; wanted gettext:PACKAGE"),
+        assert {"bleu", "chrf", "memory_bleu", "memory_chrf"} <= report.keys() and "BLEU " in output
+    for data, more, expected in (
+        ("gettext:", [], "names no package; expected gettext:PACKAGE"),
         ("gettext:nosuchpackage", [], "no such package is installed"),
         ("gettext:fakeone", ["--from", "pt"], "no pair of pt and en"),
         (str(tmp_path / "some.tsv"), ["--from", "pt"], "the columns of a file are what they are"),
     ):
         other = [*command[:-1], str(tmp_path / "other")]
         assert main([*other, "--data", data, *more]) == USAGE
-        assert wanted in capsys.readouterr().err
+        assert expected in capsys.readouterr().err

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Span corruption and mixtures of T5; SpanBERT's objective, computed once more; the counts that
-models have to beat; labelled texts."""
+"""T5's span corruption and mixtures, SpanBERT's objective, baselines, labeled texts."""
 
 from __future__ import annotations
 
@@ -46,13 +45,13 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_what_is_read_and_what_is_said_make_the_text():
+def test_inputs_and_targets_reassemble_the_text():
     chance = generator()
     for length in [2, 3, 4, 7, 20, 50, 61]:
         text = list(range(length))
-        read, said = corrupt_spans(text, SENTINELS, chance)
+        read, output = corrupt_spans(text, SENTINELS, chance)
         parts: dict[int, list[int]] = {}
-        for token in said:
+        for token in output:
             if token >= 100:
                 parts[token] = []
             else:
@@ -60,7 +59,7 @@ def test_what_is_read_and_what_is_said_make_the_text():
         used = [token for token in read if token >= 100]
         assert (
             list(parts) == SENTINELS[: len(used) + 1] == [*used, SENTINELS[len(used)]]
-            and parts[said[-1]] == []
+            and parts[output[-1]] == []
         )
         assert [t for token in read for t in (parts[token] if token >= 100 else [token])] == text
         hidden = sum(map(len, parts.values()))
@@ -71,14 +70,16 @@ def test_what_is_read_and_what_is_said_make_the_text():
         )
 
 
-def test_spans_are_as_likely_here_as_there():
-    """Of 40 tokens 6 are left out, in 2 spans: lengths 1 to 5 alike, the mean 3; every token is
-    left out at times."""
+def test_spans_are_uniform():
+    """6 of 40 tokens are removed in 2 spans: lengths 1 to 5 are equally likely, the mean is 3.
+
+    Every token is removed in some draw.
+    """
     lengths, gone, chance = collections.Counter(), collections.Counter(), generator(1)
     for _ in range(4000):
-        read, said = corrupt_spans(list(range(40)), SENTINELS, chance)
+        read, output = corrupt_spans(list(range(40)), SENTINELS, chance)
         gone.update(set(range(40)) - set(read))
-        lengths[said.index(101) - 1] += 1
+        lengths[output.index(101) - 1] += 1
     assert set(lengths) == {1, 2, 3, 4, 5} and all(
         abs(n / 4000 - 0.2) < 0.03 for n in lengths.values()
     )
@@ -106,7 +107,7 @@ def test_tasks_share_a_batch():
     )
 
 
-def test_sampling_by_size_and_temperature():
+def test_sampling_depends_on_size_and_temperature():
     sizes = {"large": 1600, "small": 100}
     assert sampling_rates(sizes) == pytest.approx({"large": 16 / 17, "small": 1 / 17})
     assert sampling_rates(sizes, 2) == pytest.approx({"large": 0.8, "small": 0.2})
@@ -130,10 +131,11 @@ def gelu_norm(state, name, x):
     return x * state[f"{name}.norm.weight"] + state[f"{name}.norm.bias"]
 
 
-def test_the_objective_of_spanbert_computed_token_by_token():
-    """L = mean over masked x_i of -log p(x_i | h_i) - log p(x_i | h_{s-1}, h_{e+1}, P_{i-s+1})
-    (Joshi et al. 2020, equations 1 to 3): spans
-    are the runs of labels, which never touch."""
+def test_spanbert_objective_equals_its_definition():
+    """L = mean over masked x_i of -log p(x_i | h_i) - log p(x_i | h_{s-1}, h_{e+1}, P_{i-s+1}).
+
+    Joshi et al. 2020, equations 1 to 3; spans are the runs of labels, which never touch.
+    """
     torch.manual_seed(0)
     config = BERTConfig(vocab_size=60, d_model=32, num_layers=2, num_heads=2, hidden=64,
         max_length=64, dropout=0.0,
@@ -143,7 +145,7 @@ def test_the_objective_of_spanbert_computed_token_by_token():
         for parameter in model.parameters():
             parameter.add_(
                 0.1 * torch.randn_like(parameter)
-            )  # else places are alike and biases zero
+            )  # otherwise positions are equal and biases zero
     vocabulary = Vocabulary(60, 4, frozenset(range(5)))
     texts = [
         [2, *torch.randint(5, 60, (n,), generator=generator(n)).tolist(), 3]
@@ -166,23 +168,23 @@ def test_the_objective_of_spanbert_computed_token_by_token():
             around = torch.cat([hidden[span[0] - 1], hidden[span[-1] + 1], place])
             token = gelu_norm(state, "mlm.transform", hidden[i])
             bounds = gelu_norm(state, "boundary.second", gelu_norm(state, "boundary.first", around))
-            for name, said in (("mlm", token), ("boundary", bounds)):
-                logits = said @ embedding.T + state[f"{name}.output.bias"]
+            for name, output in (("mlm", token), ("boundary", bounds)):
+                logits = output @ embedding.T + state[f"{name}.output.bias"]
                 losses.append(logits.logsumexp(-1) - logits[labels[i]])
     assert max(lengths) >= 3 and len(lengths) >= 5
     torch.testing.assert_close(out.loss, 2 * torch.stack(losses).mean(), rtol=CURVE, atol=0)
 
 
-# ---- what models have to beat
+# ---- baselines
 
 
-def test_bigrams_are_smoothed_as_witten_and_bell_do():
+def test_bigrams_have_witten_bell_smoothing():
     model = Bigrams([[0, 1, 2], [0, 1, 1]], vocabulary=5)
     p = {
         1: (3 + 2 / 5) / (4 + 2),
         2: (1 + 2 / 5) / (4 + 2),
         3: (2 / 5) / (4 + 2),
-    }  # two kinds of tokens, four in all
+    }  # two distinct tokens, four in all
     assert model.probability(4, 3) == pytest.approx(p[3]), "nothing is known of what follows 4"
     assert model.probability(0, 1) == pytest.approx((2 + 1 * p[1]) / (2 + 1))
     assert model.probability(1, 2) == pytest.approx((1 + 2 * p[2]) / (2 + 2))
@@ -193,13 +195,13 @@ def test_bigrams_are_smoothed_as_witten_and_bell_do():
     )
 
 
-def test_the_most_frequent_answers():
+def test_most_frequent_answers_are_the_baseline():
     known = MostFrequent([("a", 1), ("a", 2), ("a", 2), ("b", 1), ("c", 1), ("d", 1)])
     assert [known(key) for key in "abz"] == [2, 1, 1] and majority("abbc") == "b"
     assert share_right([1, 2, 3], [1, 0, 3]) == pytest.approx(2 / 3)
 
 
-def test_bag_of_words():
+def test_bag_of_words_classifies():
     pytest.importorskip("sklearn", reason="needs scikit-learn (the extra corpora)")
     scores = label_scores(
         ["red apple", "red cherry", "blue sky", "blue sea"],
@@ -212,7 +214,7 @@ def test_bag_of_words():
     assert scores[1]["view"] > 0.6 > scores[1]["fruit"]
 
 
-def test_bag_of_words_without_scikit_learn(monkeypatch):
+def test_missing_scikit_learn_raises_with_its_extra(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
@@ -222,7 +224,7 @@ def test_bag_of_words_without_scikit_learn(monkeypatch):
         label_scores(["a"], ["b"], ["c"])
 
 
-def test_the_most_alike_come_first():
+def test_most_similar_texts_come_first():
     memory = ["open the file", "close the file", "a red house", "the"]
     assert most_alike(memory, ["open file", "zzz", "the"], 2) == [[0, 1], [], [3, 0]]
     assert most_alike(memory, ["open file", "zzz", "the"], 2, look_at=2) == [
@@ -236,10 +238,10 @@ def test_the_most_alike_come_first():
     ]
 
 
-# ---- labelled texts
+# ---- labeled texts
 
 
-def test_texts_of_catalogues(install, mo):
+def test_catalogues_give_labeled_texts(install, mo):
     messages = {
         "Save %(name)s now": "Salvar %(name)s",
         "Save %s now": "x %s",
@@ -261,7 +263,7 @@ def test_texts_of_catalogues(install, mo):
         catalogue_texts(["nosuchpackage"])
 
 
-def test_a_file_of_texts_with_and_without_labels(tmp_path):
+def test_files_have_texts_with_and_without_labels(tmp_path):
     path = tmp_path / "texts"
     path.write_text("fruit\tA red apple.\nNo label here.\n\nfruit\tA red apple.\n")
     assert read_labelled(path).texts == [
@@ -270,7 +272,7 @@ def test_a_file_of_texts_with_and_without_labels(tmp_path):
     ]
 
 
-def test_what_differs_in_digits_alone_is_on_one_side():
+def test_texts_that_differ_in_digits_are_on_one_side():
     texts = [
         Labelled(f"{word} number {n}")
         for word in map(chr, range(ord("a"), ord("z") + 1))
@@ -285,7 +287,7 @@ def test_what_differs_in_digits_alone_is_on_one_side():
     assert split_texts(texts, seed=1)[1] == held_out != split_texts(texts, seed=2)[1]
 
 
-def test_halves_of_a_text():
+def test_texts_are_halved_at_sentences_or_words():
     assert halves("Too short to cut") == ["Too short to cut"]
     assert halves("It works. Press any key to go on.") == ["It works.", "Press any key to go on."]
     assert halves("one two three four five six") == ["one two three", "four five six"]

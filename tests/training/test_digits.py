@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train vit|mixer|fnet|conformer`: each learns within seconds, and goes on with the
-same bits; what they learn from."""
+"""`pytransformer train vit|mixer|fnet|conformer`: learning, bitwise resuming, data.
+
+Each learns within seconds.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def trained(task: str, out, *options: str) -> dict:
     return json.loads((out / "report.json").read_text())
 
 
-def test_the_vit_learns_and_is_fine_tuned_at_another_size(tmp_path, capsys):
+def test_vit_learns_and_is_fine_tuned_at_another_size(tmp_path, capsys):
     options = [
         "--shares",
         "0.25",
@@ -88,7 +90,7 @@ def test_the_vit_learns_and_is_fine_tuned_at_another_size(tmp_path, capsys):
     assert "image_size (11, 16) is not a multiple of patch_size 2" in capsys.readouterr().err
 
 
-def test_mixers_learn_and_go_on_with_the_same_bits(tmp_path):
+def test_mixers_learn_and_resume_with_the_same_bits(tmp_path):
     options, out = (
         ["--steps", "100", "--width", "48", "--layers", "2", "--shift", "0", "--save-every", "50"],
         tmp_path / "mixer",
@@ -96,24 +98,26 @@ def test_mixers_learn_and_go_on_with_the_same_bits(tmp_path):
     report = trained("mixer", out, *options)
     assert all(figure["value"] > 0.4 and figure["chance"] == 0.1 for figure in report["figures"])
     newest = checkpoints(out / "convolution")[-1]
-    wanted = read_checkpoint(newest).tensors
+    expected = read_checkpoint(newest).tensors
     newest.unlink()
     again = trained("mixer", out, *options, "--resume")
     found = read_checkpoint(newest).tensors
-    assert found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) for name in wanted
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
     )
     assert again["figures"] == report["figures"]
 
 
-def test_fnet_learns_from_grey_levels(tmp_path):
+def test_fnet_learns_from_gray_levels(tmp_path):
     report = trained("fnet", tmp_path / "fnet", "--steps", "150", "--width", "48")
     assert report["figures"][0]["value"] > 0.3 and "BERT" in report["figures"][0]["by"]
 
 
-def test_a_conformer_learns_to_read(tmp_path):
-    """No strip is read by saying nothing, which is all that few steps teach; the local model has no
-    more than the subsampling."""
+def test_conformer_learns_to_read(tmp_path):
+    """Few steps only teach it to output nothing, so some strip must be read.
+
+    The local model sees only the subsampling's context.
+    """
     options = [
         "--steps",
         "120",
@@ -136,10 +140,10 @@ def test_a_conformer_learns_to_read(tmp_path):
     assert Conformer.load(tmp_path / "conformer" / "conformer").config.ctc
 
 
-# ---- the data
+# ---- data
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
+def test_digits_equal_scikit_learn() -> None:
     from sklearn.datasets import load_digits as theirs
 
     learned, held_out = load_digits()
@@ -152,7 +156,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert torch.equal(labels, torch.from_numpy(theirs().target))
 
 
-def test_images_are_moved_by_whole_pixels() -> None:
+def test_images_shift_by_full_pixels() -> None:
     image = torch.full((1, 4, 5), -1.0)
     image[0, 1, 2] = 1.0
     examples = [(image, 7)] * 64
@@ -164,7 +168,7 @@ def test_images_are_moved_by_whole_pixels() -> None:
     assert torch.equal(image_collate()(examples, torch.Generator())["pixel_values"][5], image)
 
 
-def test_grey_levels_are_tokens() -> None:
+def test_gray_levels_are_tokens() -> None:
     _, held_out = load_digits()
     ids = level_collate()([held_out[3]], torch.Generator())["input_ids"]
     assert (
@@ -176,10 +180,10 @@ def test_grey_levels_are_tokens() -> None:
     assert torch.equal(ids[0, 1:].view(8, 8) / 8.0 - 1.0, held_out.images[3, 0])
 
 
-def test_strips_say_their_digits_in_order() -> None:
+def test_strips_contain_their_digits_in_order() -> None:
     bars = Digits(torch.full((3, 1, 8, 8), -1.0), torch.tensor([0, 1, 2]))
     for label in range(3):
-        bars.images[label, 0, 3 * label : 3 * label + 2] = 1.0  # a bar at a height of its own
+        bars.images[label, 0, 3 * label : 3 * label + 2] = 1.0  # a bar at a label-dependent height
     strips = make_strips(bars, 20, torch.Generator().manual_seed(0), noise=0.0)
     assert {len(strip.digits) for strip in strips} == {2, 3, 4, 5, 6}
     for strip in strips:
@@ -194,7 +198,7 @@ def test_strips_say_their_digits_in_order() -> None:
     assert [n - 1 for n in batch["labels"][0].tolist() if n > 0] == strips[0].digits
 
 
-def test_edits_are_the_fewest() -> None:
+def test_edit_distance_is_minimal() -> None:
     def by_hand(a: tuple, b: tuple) -> int:
         if not a or not b:
             return len(a) + len(b)
@@ -220,7 +224,7 @@ def test_reading_errors_count_digits_and_strips() -> None:
     assert reading_errors(Reader(), [batch]) == {"digit_errors": 2 / 5, "exact": 1 / 2}
 
 
-def test_digits_are_drawn_larger_and_as_rectangles() -> None:
+def test_digits_can_be_resized_to_rectangles() -> None:
     _, held_out = load_digits()
     larger = drawn_at(held_out, (12, 16))
     assert larger.images.shape == (597, 1, 12, 16) and larger.images.abs().max() <= 1

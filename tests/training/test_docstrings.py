@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries from docstrings: what a pair is, what is left out, and what is wrong with a package is
-said."""
+"""Summary pairs from docstrings: selection, exclusions, and errors of a package."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ OTHER = (
 )
 
 
-def test_the_first_paragraph_sums_up_the_prose_before_the_first_section():
+def test_first_paragraph_is_the_summary_of_the_prose_before_sections():
     pair = summed_up(f"""Hand out a free :class:`~pool.Page`.
 
     {PROSE}
@@ -37,7 +36,7 @@ def test_the_first_paragraph_sums_up_the_prose_before_the_first_section():
     "section",
     ["Args:", ":param x: a number", ">>> f(1)", ".. note::", "Returns\n-------", "- a list"],
 )
-def test_what_follows_a_section_is_no_prose(section):
+def test_sections_end_the_prose(section):
     assert summed_up(f"Hand out a page.\n\n{PROSE}\n\n{section}\n    else") == (
         PROSE,
         "Hand out a page.",
@@ -45,10 +44,10 @@ def test_what_follows_a_section_is_no_prose(section):
     assert summed_up(f"Hand out a page.\n\n{section}\n    {PROSE}") == "no text, or a short one"
 
 
-def test_why_there_is_no_pair():
+def test_dropped_docstrings_have_a_reason():
     assert summed_up("Hand out a page.") == "no text, or a short one"
     assert summed_up(f"Page.\n\n{PROSE}") == "a summary of other length"
-    assert summed_up(f"The pages of the pool.\n\n{PROSE}") == "the summary stands in the text"
+    assert summed_up(f"The pages of the pool.\n\n{PROSE}") == "the text contains the summary"
     assert summed_up(f"----\n\n{PROSE}") == "no summary"
     assert len(summed_up("Hand out a page.\n\n" + "word and more " * 60).source.split()) == 60, (
         "the rest is left out"
@@ -66,7 +65,7 @@ def test_files_are_parsed_and_never_imported(tmp_path):
     assert list(docstrings(path)) == [] == list(docstrings(tmp_path / "none.py"))
 
 
-def test_pairs_of_packages_with_their_licences(install):
+def test_packages_give_pairs_with_their_licenses(install):
     code = (
         f'def f():\n    """Hand out a page.\n\n    {PROSE}\n    """\ndef g():\n    """Sort by'
         ' colour.\n\n    {}\n    """\n'
@@ -86,7 +85,7 @@ def test_pairs_of_packages_with_their_licences(install):
     ]
     assert found.left_out == {"a duplicate": 3}
     install("threepackage", {"three.py": b"x = 1"})
-    for packages, said in [
+    for packages, output in [
         (["nosuchpackage"], "no such package is installed; pip install nosuchpackage"),
         (
             ["threepackage"],
@@ -94,5 +93,5 @@ def test_pairs_of_packages_with_their_licences(install):
         ),
         ([], "names no package"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             docstring_pairs(packages)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each example runs from beginning to end and learns, with settings for seconds; what an example
-reaches is far from chance then."""
+"""Each example runs to its end in seconds and learns more than chance."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
-def test_a_classifier_learns(name, tmp_path, monkeypatch, capsys):
+def test_classifiers_learn(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     share, most = load(name).main(QUICK[name])
     assert 0.2 < most < 0.4 and share > most + 0.15, (
@@ -46,7 +45,7 @@ def test_a_classifier_learns(name, tmp_path, monkeypatch, capsys):
         assert (tmp_path / "vit-distance.png").stat().st_size > 3000
 
 
-def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
+def test_request_tokens_do_not_depend_on_other_requests(capsys):
     requests, same = load("continuous_batching").main(QUICK["continuous_batching"])
     assert same == requests == 20
     assert "24 of 24 pages without a request" in capsys.readouterr().out
@@ -55,34 +54,34 @@ def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
 @pytest.mark.parametrize(
     "options", [[], ["--branches", "1"], ["--cache", "paged", "--seed", "3"]], ids=str
 )
-def test_guessed_tokens_are_those_of_greedy_decoding(options, capsys):
-    told, plain, calls = load("speculative_decoding").main(
+def test_speculative_tokens_equal_greedy_decoding(options, capsys):
+    output, plain, calls = load("speculative_decoding").main(
         [*QUICK["speculative_decoding"], *options]
     )
-    assert told == plain and len(told) == 60
-    assert calls < 30  # two tokens a call and more
+    assert output == plain and len(output) == 60
+    assert calls < 30  # at least two tokens per call
     assert "equal to greedy decoding" in capsys.readouterr().out
 
 
 def learned_summaries(*options):
-    """Half of what the tokens' frequencies leave to be said is learned from the article."""
+    """Check that half of the entropy above token frequencies is learned from the article."""
     _, loss, unigram = load("gpt").main([*QUICK["gpt"], *options])
     assert 3.0 < unigram < 4.0 and loss < 0.7 * unigram, (
         f"{loss:.2f} nats a token, by frequency {unigram:.2f}"
     )
 
 
-def test_the_summarizer_learns(tmp_path, monkeypatch):
+def test_summarizer_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     learned_summaries()
 
 
-def test_the_summarizer_learns_as_a_prefix_lm(tmp_path, monkeypatch):
+def test_prefix_lm_summarizer_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     learned_summaries("--prefix", "--steps", "60", "--sentences", "500")
 
 
-def test_the_vit_takes_pictures_of_one_s_own(tmp_path, monkeypatch):
+def test_vit_reads_a_folder_of_images(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (the extra viz)")
     monkeypatch.chdir(tmp_path)
     for name, light in (("dark", 10), ("light", 240)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in training: values that are not finite, damaged files, failing writes, two runs."""
+"""Faults in training: non-finite values, damaged files, failing writes, two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Line(torch.nn.Module):
 
 
 def objective(model: Line, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """One batch has a finite loss and a gradient that is not finite."""
+    """Return an objective with a finite loss and a non-finite gradient in one batch."""
     loss = batch["x"].mean() * model.w.sum()
     return (loss + (model.w * 0).sum().sqrt() if batch["x"].max() > 2 else loss), 4
 
@@ -38,7 +38,7 @@ def trainer(out: Path | None, bad: int = 0, **recipe: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_not_finite_stops_the_run(clip: float | None, tmp_path: Path) -> None:
+def test_non_finite_gradients_stop_the_run(clip: float | None, tmp_path: Path) -> None:
     run = trainer(tmp_path, bad=1, steps=21, keep=1, clip=clip)
     with pytest.raises(Diverged, match="the gradient's norm is"):
         run.fit()
@@ -47,7 +47,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(clip: float | None, tmp_pat
         assert read_checkpoint(path).tensors["model.w"].isfinite().all()
 
 
-def test_a_parameter_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+def test_non_finite_parameters_are_not_written(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.fit(until=2)
     before = checkpoints(tmp_path)
@@ -58,7 +58,7 @@ def test_a_parameter_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == before
 
 
-def test_the_newest_readable_checkpoint_is_resumed(tmp_path: Path) -> None:
+def test_newest_readable_checkpoint_is_resumed(tmp_path: Path) -> None:
     whole = trainer(None)
     whole.fit()
     trainer(tmp_path).fit(until=10)
@@ -74,11 +74,11 @@ def test_the_newest_readable_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert torch.equal(run.model.w, whole.model.w)
     for path in checkpoints(tmp_path):
         os.truncate(path, 100)
-    with pytest.raises(ValueError, match="no checkpoint that can be read"):
+    with pytest.raises(ValueError, match="no readable checkpoint"):
         trainer(tmp_path).resume()
 
 
-def test_metrics_after_a_resume_are_those_of_one_run(tmp_path: Path) -> None:
+def test_metrics_after_a_resume_equal_one_run(tmp_path: Path) -> None:
     whole = trainer(None)
     whole.fit()
     trainer(tmp_path).fit(until=15)
@@ -104,14 +104,14 @@ def test_two_runs_cannot_share_a_folder(tmp_path: Path) -> None:
     trainer(tmp_path).fit(until=1)
 
 
-def test_a_lock_leaves_no_empty_folder(tmp_path: Path) -> None:
+def test_locks_leave_no_empty_folder(tmp_path: Path) -> None:
     with locked(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("call", ["fsync", "fchmod", "replace"])
-def test_each_failing_call_leaves_a_run_that_resumes_with_the_same_bits(
+def test_failing_calls_leave_resumable_runs(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fail each call of the run in turn, as a full disk does."""

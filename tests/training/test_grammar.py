@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel corpus of the examples: right sentences, the same every time, nothing held out seen
-in training."""
+"""The parallel corpus of the examples is correct, reproducible, and held out without overlap."""
 
 from __future__ import annotations
 
@@ -45,11 +44,11 @@ def corpus():
         (999, "f", "novecentas e noventa e nove", "nine hundred and ninety-nine"),
     ],
 )
-def test_numbers_in_words(n, gender, pt, en):
+def test_numbers_are_spelled_out(n, gender, pt, en):
     assert (number_pt(n, gender), number_en(n)) == (pt, en)
 
 
-def test_numbers_have_words_of_their_own():
+def test_numbers_have_distinct_words():
     for words in (number_pt, number_en):
         assert len({words(n) for n in range(1000)}) == 1000
         for n in (-1, 1000):
@@ -66,12 +65,12 @@ def test_words_agree():
     assert VERBS[0].past_pt == ("comprei", "comprou", "compramos", "compraram")
 
 
-def test_the_corpus_is_a_function_of_the_seed(corpus):
+def test_corpus_is_a_function_of_the_seed(corpus):
     assert make_corpus(6000, 500, seed=0) == corpus
     assert make_corpus(50, 5, seed=1).train != corpus.train[:50]
     first = corpus.train[
         0
-    ]  # on every machine and in every version: a trained model's corpus can be drawn again
+    ]  # for every machine and version, so a trained model's corpus can be drawn again
     assert (
         first.source
         == "em 30 de julho, Beatriz vai à cidade com quatrocentos e noventa e oito chapéus."
@@ -87,8 +86,7 @@ def test_no_held_out_combination_occurs_in_training(corpus):
     held_out = {sentence.combination for sentence in corpus.held_out}
     assert train and held_out and not train & held_out
     assert not {s.source for s in corpus.train} & {s.source for s in corpus.held_out}
-    # The combination is what the sentence says: its day and month can be read off it, its number
-    # too.
+    # A sentence contains its combination: day, month and number can be parsed.
     for sentence in [*corpus.train, *corpus.held_out]:
         day = re.search(r"\d+", sentence.source)
         assert (int(day[0]) if day else None) == (sentence.combination.date or (None,))[0], sentence
@@ -123,6 +121,6 @@ def test_translations_are_unambiguous(corpus):
         assert meaning.setdefault(source, target) == target
 
 
-def test_what_cannot_be_made_is_refused():
+def test_invalid_sizes_are_refused():
     with pytest.raises(ValueError, match="got -1 and 5"):
         make_corpus(-1, 5)

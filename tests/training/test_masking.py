@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What BERT and SpanBERT learn from, checked by statistics: shares, spans, pairs. And the
-schedule's formula."""
+"""Statistics of BERT's and SpanBERT's masks, spans and pairs; the schedule's formula."""
 
 from __future__ import annotations
 
@@ -37,13 +36,15 @@ def sequences(count, generator):
 
 
 def within(count, total, share):
-    """Whether a binomial count is within 4.5 standard deviations: a right program fails once in
-    150,000 runs, were it not seeded."""
+    """Return if a binomial count is within 4.5 standard deviations.
+
+    Without a seed a correct program would fail once in 150,000 runs.
+    """
     return abs(count - share * total) < 4.5 * math.sqrt(total * share * (1 - share))
 
 
 @pytest.mark.parametrize("mask", [mask_tokens, mask_spans])
-def test_fifteen_percent_are_asked_for_and_eighty_ten_ten_are_masked_random_and_kept(mask):
+def test_15_percent_are_labels_with_80_10_10_mask_random_kept(mask):
     generator = torch.Generator().manual_seed(1)
     asked = masked = kept = free = units = 0
     for ids in sequences(2500, generator):
@@ -62,22 +63,22 @@ def test_fifteen_percent_are_asked_for_and_eighty_ten_ten_are_masked_random_and_
             assert {made.ids[i] == 4 for i in range(first, last + 1)} in ({True}, {False}), (
                 "a span shares one fate"
             )
-    # Each sequence rounds its share at random: at most 0.25 of variance each, so 4.5 deviations are
-    # 112 tokens here.
+    # Each sequence rounds its share randomly: variance at most 0.25 each, so 4.5 deviations are 112
+    # tokens.
     assert abs(asked - 0.15 * free) < 4.5 * math.sqrt(0.25 * 2500)
     assert within(masked, units, 0.8)
     assert within(kept, units, 0.1 + 0.1 / 995 * (mask is mask_tokens)), f"{kept} of {units} kept"
 
 
 def test_span_lengths_are_geometric_up_to_ten():
-    wanted = span_length_probabilities()
-    assert len(wanted) == 10 and math.isclose(sum(wanted), 1)
-    assert math.isclose(wanted[3] / wanted[2], 0.8)
-    assert math.isclose(sum(p * k for k, p in enumerate(wanted, 1)), 3.8, abs_tol=0.01), (
+    expected = span_length_probabilities()
+    assert len(expected) == 10 and math.isclose(sum(expected), 1)
+    assert math.isclose(expected[3] / expected[2], 0.8)
+    assert math.isclose(sum(p * k for k, p in enumerate(expected, 1)), 3.8, abs_tol=0.01), (
         "SpanBERT's mean length"
     )
     generator = torch.Generator().manual_seed(2)
-    # The last span of a sequence is cut to the budget, so a budget far beyond a span's length shows
+    # The budget truncates a sequence's last span, so only a budget far above a span's length shows
     # the distribution.
     lengths = Counter()
     for ids in [[5] * 4000] * 12:
@@ -85,7 +86,7 @@ def test_span_lengths_are_geometric_up_to_ten():
         lengths.update(last - first + 1 for first, last in spans[:-1])
     total = sum(lengths.values())
     assert total > 1500 and max(lengths) == 10
-    for length, probability in enumerate(wanted, 1):
+    for length, probability in enumerate(expected, 1):
         assert within(lengths[length], total, probability), (
             length,
             lengths[length] / total,
@@ -93,7 +94,7 @@ def test_span_lengths_are_geometric_up_to_ten():
         )
 
 
-def test_spans_stay_apart_and_off_special_tokens():
+def test_spans_avoid_each_other_and_special_tokens():
     generator = torch.Generator().manual_seed(3)
     for ids in sequences(200, generator):
         spans = sorted(mask_spans(ids, VOCABULARY, generator, share=0.5).spans)
@@ -111,7 +112,7 @@ def test_spans_stay_apart_and_off_special_tokens():
     )
 
 
-def test_masked_batches_differ_each_time_they_are_drawn():
+def test_masked_batches_differ_between_draws():
     collate = masked_collate(0, VOCABULARY)
     examples = [[START, *range(10, 60), END], [START, *range(10, 30), END]]
     first, second = (collate(examples, torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -121,9 +122,11 @@ def test_masked_batches_differ_each_time_they_are_drawn():
     assert (first["labels"][1, 22:] == IGNORED).all()
 
 
-def test_what_the_heads_of_bert_read():
-    """Pairs bring segments and labels, spans the tokens around them: BERT's losses take the batch
-    as it is."""
+def test_batches_contain_the_inputs_of_berts_heads():
+    """Pairs have segments and labels, spans the tokens around them.
+
+    BERT's losses accept the batch directly.
+    """
     from pytransformer.models import BERT, BERTConfig
 
     pair = SentencePair([START, 9, 8, END, 7, 6, 5, 9, 8, 7, 6, 5, END], [0] * 4 + [1] * 9, 1)
@@ -147,7 +150,7 @@ def test_what_the_heads_of_bert_read():
     assert count == len(asked) and loss.isfinite()
 
 
-def test_next_sentence_pairs():
+def test_next_sentence_pairs_have_half_true_labels():
     documents = [[[10 * d + s] * 3 for s in range(9)] for d in range(1, 120)]
     pairs = next_sentence_pairs(documents, START, END, torch.Generator().manual_seed(4))
     assert len(pairs) == 8 * 119
@@ -162,7 +165,7 @@ def test_next_sentence_pairs():
         next_sentence_pairs([[[1]], []], START, END, torch.Generator())
 
 
-def test_the_paper_s_schedule():
+def test_schedule_equals_the_paper():
     rate = warmup_inverse_square_root(512, 4000)
     assert math.isclose(rate(4000), 512**-0.5 * 4000**-0.5)
     assert math.isclose(rate(1000), rate(4000) / 4), "linear in the warm-up"
@@ -173,7 +176,7 @@ def test_the_paper_s_schedule():
         warmup_inverse_square_root(512, 0)
 
 
-def test_a_schedule_is_cooled_down_to_nothing():
+def test_cooldown_ends_at_zero():
     flat = cooled_down(lambda step: 2.0, 100, share=0.2)
     assert (
         [flat(1), flat(80)] == [2.0, 2.0]
@@ -183,7 +186,7 @@ def test_a_schedule_is_cooled_down_to_nothing():
     assert flat(90) == pytest.approx(2 * 11 / 21)
 
 
-def test_the_cosine_schedule():
+def test_cosine_schedule_equals_its_formula():
     rate = warmup_cosine(1e-3, 10, 110, floor=1e-4)
     assert [rate(5), rate(10), rate(110), rate(999)] == pytest.approx([5e-4, 1e-3, 1e-4, 1e-4])
     assert rate(60) == pytest.approx(5.5e-4)

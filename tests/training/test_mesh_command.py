@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train --mesh`: what is refused, and a run by torchrun that one process goes on
-with."""
+"""`pytransformer train --mesh`: refused meshes, and a torchrun run resumed by one process."""
 
 from __future__ import annotations
 
@@ -55,11 +54,11 @@ def pairs(tmp_path):
 
 @pytest.mark.parametrize("options, told", [
     (["--mesh", "tensor=2"],
-        "wants several processes, and this is one: start them with torchrun --nproc-per-node"),
+        "needs several processes, got one: start them with torchrun --nproc-per-node"),
     (["--mesh", "heads=2"], "a mesh is written as data=2,tensor=2"),
     (["--timeout", "0"], "--timeout must be more than 0 seconds, got 0"),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
-def test_what_is_refused(pairs, tmp_path, capsys, options, told):
+def test_invalid_meshes_are_refused(pairs, tmp_path, capsys, options, told):
     assert (
         main(
             ["train", "gpt", "--data", str(pairs), "--out", str(tmp_path / "out"), *SMALL, *options]
@@ -71,9 +70,8 @@ def test_what_is_refused(pairs, tmp_path, capsys, options, told):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_torchrun_trains_on_a_mesh_and_one_process_goes_on(pairs, tmp_path, subprocess_environment):
-    """Heads over two processes, then alone with the checkpoint: the losses of one process from end
-    to end."""
+def test_one_process_resumes_a_run_on_a_mesh(pairs, tmp_path, subprocess_environment):
+    """Two processes split the heads, then one continues: the losses equal those of one process."""
     task = ["train", "gpt", "--data", str(pairs), *SMALL, "--accumulate", "2", "--save-every", "3"]
     assert main([*task, "--out", str(tmp_path / "alone"), "--steps", "6"]) == OK
     command = [
@@ -105,8 +103,10 @@ def test_torchrun_trains_on_a_mesh_and_one_process_goes_on(pairs, tmp_path, subp
     for found in (losses, _went_on(task, tmp_path)):
         assert [row["step"] for row in found] == [row["step"] for row in want]
         for a, b in zip(found, want):
-            told = {name: value for name, value in b.items() if name in ("loss", "validation_loss")}
-            assert {name: a[name] for name in told} == pytest.approx(told, rel=TRAINED)
+            output = {
+                name: value for name, value in b.items() if name in ("loss", "validation_loss")
+            }
+            assert {name: a[name] for name in output} == pytest.approx(output, rel=TRAINED)
 
 
 def _went_on(task, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of texts and images, tokenizers, and what is said when they are not what they should be."""
+"""Files of texts and images, tokenizers, batches, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pytransformer.training import (
 TEXTS = ["o gato preto dorme.", "duas casas, em 21 de março?", "ela não vê o pão."] * 3
 
 
-def test_pairs_are_written_and_read(tmp_path):
+def test_pairs_round_trip(tmp_path):
     pairs = [Pair("um gato", "a cat"), Pair("não", "no")]
     write_pairs(tmp_path / "pairs.tsv", pairs)
     assert read_pairs(tmp_path / "pairs.tsv") == pairs
@@ -46,11 +46,11 @@ def test_pairs_are_written_and_read(tmp_path):
     [
         (
             b"um\tone\n\ndois two\n",
-            r"line 3: wanted two texts with a tab between them, got 1 column: 'dois two'",
+            r"line 3: expected two texts with a tab between them, got 1 column: 'dois two'",
         ),
         (b"a\tb\tc\n", "line 1: .* got 3 columns"),
         (b"um\tone\ndois\t \n", "line 2: .* got an empty column"),
-        (b"", "is empty: wanted sentence pairs"),
+        (b"", "is empty: expected sentence pairs"),
         (b"\n \n", "is empty"),
         (b"caf\xe9\tcoffee\n", "is not UTF-8 text"),
     ],
@@ -61,7 +61,7 @@ def test_malformed_pairs_are_named_by_their_line(tmp_path, content, said):
         read_pairs(tmp_path / "pairs.tsv")
 
 
-def test_texts(tmp_path):
+def test_texts_are_read(tmp_path):
     (tmp_path / "texts").write_text("one\n\n two \n")
     assert read_texts(tmp_path / "texts") == ["one", "two"]
     (tmp_path / "texts").write_text("\n")
@@ -69,14 +69,14 @@ def test_texts(tmp_path):
         read_texts(tmp_path / "texts")
 
 
-def test_a_source_is_on_one_side_only():
+def test_sources_are_on_one_side_of_a_split():
     pairs = [Pair(f"s{i % 300}", f"t{i}") for i in range(600)]
     train, held_out = split_pairs(pairs, every=10)
     assert len(train) + len(held_out) == 600 and 20 < len(held_out) < 120
     assert not {p.source for p in train} & {p.source for p in held_out}
 
 
-def test_a_tokenizer_restores_what_it_encoded(tmp_path):
+def test_tokenizers_round_trip(tmp_path):
     tokenizer = Tokenizer.train(TEXTS, 90, special=["<sep>"])
     assert len(tokenizer) <= 90
     for text in TEXTS:
@@ -103,7 +103,7 @@ def test_a_tokenizer_restores_what_it_encoded(tmp_path):
     )
 
 
-def test_a_tokenizer_must_belong_to_its_model(tmp_path):
+def test_tokenizers_must_match_their_model(tmp_path):
     tokenizer, other = Tokenizer.train(TEXTS, 60), Tokenizer.train([*TEXTS, "zebra zebra"], 60)
     check_tokenizer("source", tokenizer, 60, tokenizer.fingerprint)
     with pytest.raises(
@@ -119,7 +119,7 @@ def test_a_tokenizer_must_belong_to_its_model(tmp_path):
         Tokenizer.load(tmp_path / "not.json")
 
 
-def test_batches_hold_everything_once_and_like_lengths_together():
+def test_batches_contain_each_example_once_by_length():
     lengths = [(7 * i) % 31 + 1 for i in range(640)]
     batches = Batches(
         range(640), 16, lambda examples, g: {"i": torch.tensor(examples)}, lengths=lengths, seed=3
@@ -144,26 +144,26 @@ def test_batches_hold_everything_once_and_like_lengths_together():
     )
 
 
-def test_what_collate_draws_hangs_on_the_place_alone():
+def test_random_collation_depends_on_the_position_only():
     batches = Batches(range(64), 8, lambda examples, g: {"r": torch.rand(2, generator=g)}, seed=1)
     drawn = [b["r"] for b in batches.epoch(2)]
     assert torch.equal(next(batches.epoch(2, start=5))["r"], drawn[5])
     assert len({tuple(r.tolist()) for r in drawn}) == 8
 
 
-def test_batches_refuse_what_they_cannot_do():
+def test_invalid_batches_are_refused():
     collate = lambda examples, generator: {}
-    for arguments, said in [
+    for arguments, output in [
         ((range(4), 0), "at least 1, got 0"),
         (([], 4), "no example"),
         ((range(4), 2), "each of 4 .* got 1"),
     ]:
-        with pytest.raises(ValueError, match=said):
-            Batches(*arguments, collate, lengths=[1] if "each" in said else None)
+        with pytest.raises(ValueError, match=output):
+            Batches(*arguments, collate, lengths=[1] if "each" in output else None)
     assert len(Batches(range(4), 99, collate)) == 1
 
 
-def test_collated_translations():
+def test_translations_are_collated():
     batch = translation_collate(0, 2, 3)([([7, 8], [9]), ([6], [4, 5])], torch.Generator())
     assert batch["input_ids"].tolist() == [[7, 8, 3], [6, 3, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -171,7 +171,7 @@ def test_collated_translations():
     assert batch["labels"].tolist() == [[9, 3, IGNORED], [4, 5, 3]]
 
 
-def test_collated_causal_sequences_learn_what_follows_the_delimiter():
+def test_causal_sequences_have_labels_after_the_delimiter():
     batch = causal_collate(0, delimiter=5)([[7, 8, 5, 9, 3], [6, 5, 4]], torch.Generator())
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9, 3], [6, 5, 4, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
@@ -183,7 +183,7 @@ def test_collated_causal_sequences_learn_what_follows_the_delimiter():
     assert pad([[1], [2, 3]], 0, left=True).tolist() == [[0, 1], [2, 3]]
 
 
-def test_image_folder(tmp_path):
+def test_image_folders_are_read(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (the extra viz)")
     for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
         (tmp_path / name).mkdir()
@@ -211,7 +211,7 @@ def test_image_folder(tmp_path):
         ("PIL", "viz", lambda folder: ImageFolder(folder, 8)),
     ],
 )
-def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, module, extra, use):
+def test_missing_libraries_are_named_with_their_extra(monkeypatch, tmp_path, module, extra, use):
     for name in [n for n in sys.modules if n.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)  # as if not installed

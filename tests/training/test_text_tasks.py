@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train bert|spanbert|gpt|t5|moe` on corpora of a page: each learns in seconds,
-resumes with the same figures, and says what
-is wrong with its options."""
+"""`pytransformer train bert|spanbert|gpt|t5|moe` on small corpora: learning, resuming, errors.
+
+Each task learns in seconds and resumes with equal figures.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from pytransformer.cli import OK, USAGE, main
 from pytransformer.training import write_pairs
 from pytransformer.training.checkpoint import checkpoints
 
-THINGS = {  # label: things, and what they do
+THINGS = {  # label: things and their actions
     "weather": ("rain snow wind fog storm hail", "falls melts blows lifts turns"),
     "food": ("bread soup rice fish cake salad", "bakes boils steams fries cools"),
     "travel": ("train ship car bike plane tram", "leaves sails drives rolls waits"),
@@ -66,7 +67,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """(texts with labels, pairs), 500 and some of each."""
+    """Write (texts with labels, pairs), 500 and more of each."""
     folder, chance = tmp_path_factory.mktemp("corpora"), random.Random(0)
     lines = []
     for label, (things, acts) in THINGS.items():
@@ -105,7 +106,7 @@ def figures(out):
 
 @pytest.fixture(scope="module")
 def trained(corpora, tmp_path_factory):
-    """The folder of a task's run, made once."""
+    """Return the folder of a task's run, trained once."""
     made = {}
 
     def folder(task):
@@ -120,7 +121,7 @@ def trained(corpora, tmp_path_factory):
 
 
 @pytest.mark.unpoisoned  # hundreds of steps
-def test_bert_learns_all_five(trained):
+def test_bert_learns_five_tasks(trained):
     found = figures(trained("bert"))
     masked, following = found["masked tokens"], found["next sentence or random"]
     assert masked["value"] > 0.4 > 20 * masked["chance"] and masked["of"] >= 30
@@ -137,14 +138,14 @@ def test_bert_learns_all_five(trained):
 
 
 @pytest.mark.unpoisoned  # hundreds of steps
-def test_spanbert_learns_from_the_tokens_and_from_the_bounds(trained):
+def test_spanbert_learns_tokens_and_span_bounds(trained):
     found = figures(trained("spanbert"))
     for what in ("tokens of masked spans", "the same, from the spans' bounds alone"):
         assert found[what]["value"] > 0.25 > 20 * found[what]["chance"], what
 
 
 @pytest.mark.unpoisoned  # hundreds of steps
-def test_gpt_learns_next_tokens_and_is_asked_with_and_without_examples(trained):
+def test_gpt_learns_next_tokens_and_answers_with_and_without_examples(trained):
     found = figures(trained("gpt"))
     loss = found["next token, nats"]
     assert loss["value"] < 0.4 * loss["chance"] and loss["baseline"] < loss["chance"]
@@ -153,7 +154,7 @@ def test_gpt_learns_next_tokens_and_is_asked_with_and_without_examples(trained):
 
 
 @pytest.mark.unpoisoned  # hundreds of steps
-def test_t5_learns_its_tasks_at_once(trained):
+def test_t5_learns_its_tasks_together(trained):
     report = json.loads((trained("t5") / "report.json").read_text())
     filled = figures(trained("t5"))["fill in: tokens of left-out spans"]
     assert filled["value"] > 0.15 > 20 * filled["chance"]
@@ -164,7 +165,7 @@ def test_t5_learns_its_tasks_at_once(trained):
 
 
 @pytest.mark.unpoisoned  # hundreds of steps
-def test_experts_cost_a_token_what_the_dense_model_does(trained):
+def test_experts_cost_as_much_per_token_as_a_dense_model(trained):
     report = json.loads((trained("moe") / "report.json").read_text())
     for what in ("the dense model", "with experts"):
         figure = figures(trained("moe"))[f"next token, nats: {what}"]
@@ -180,7 +181,7 @@ def test_experts_cost_a_token_what_the_dense_model_does(trained):
 
 @pytest.mark.unpoisoned  # hundreds of steps
 @pytest.mark.parametrize("task", STEPS)
-def test_an_interrupted_run_has_the_same_figures(task, trained, corpora, tmp_path):
+def test_interrupted_runs_have_the_same_figures(task, trained, corpora, tmp_path):
     out = shutil.copytree(trained(task), tmp_path / "copy")
     last = list(json.loads((out / "report.json").read_text())["stages"])[-1]
     checkpoints(out / last)[-1].unlink()
@@ -189,18 +190,18 @@ def test_an_interrupted_run_has_the_same_figures(task, trained, corpora, tmp_pat
 
 
 @pytest.mark.parametrize("task", STEPS)
-def test_what_cannot_be_done_is_said(task, corpora, tmp_path, capsys):
+def test_invalid_options_raise_with_a_hint(task, corpora, tmp_path, capsys):
     pairs = task in ("gpt", "t5")
     few = tmp_path / "few.tsv"
     few.write_text("a\tb\n" * 3)
-    for data, more, said in [
+    for data, more, output in [
         (
             few,
             [],
             "too few sentence pairs to hold one in 20 out" if pairs else "too few to hold 20 out",
         ),
         (tmp_path / "none.tsv", [], "No such file"),
-        ("gettext:", [], "--data gettext: names no package; wanted gettext:PACKAGE"),
+        ("gettext:", [], "--data gettext: names no package; expected gettext:PACKAGE"),
         ("gettext:nosuchpackage", [], "no such package is installed; pip install nosuchpackage"),
         (corpora[pairs], ["--steps", "0"], "steps must be at least 1, got 0"),
         (corpora[pairs], ["--threads", "0"], "--threads must be at least 1, got 0"),
@@ -210,7 +211,13 @@ def test_what_cannot_be_done_is_said(task, corpora, tmp_path, capsys):
             else []
         ),
         *(
-            [(corpora[1], ["--temperature", "0.5"], "wanted a temperature and sizes of at least 1")]
+            [
+                (
+                    corpora[1],
+                    ["--temperature", "0.5"],
+                    "expected a temperature and sizes of at least 1",
+                )
+            ]
             if task == "t5"
             else []
         ),
@@ -231,12 +238,12 @@ def test_what_cannot_be_done_is_said(task, corpora, tmp_path, capsys):
         ),
     ]:
         train(task, data, tmp_path / "out", *more, expect=USAGE)
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
         assert not list((tmp_path / "out").glob("**/checkpoint*"))
 
 
 @pytest.mark.unpoisoned  # hundreds of steps
-def test_texts_without_labels_leave_out_what_needs_them(corpora, tmp_path, capsys):
+def test_unlabeled_texts_skip_tasks_with_labels(corpora, tmp_path, capsys):
     plain = tmp_path / "plain.txt"
     plain.write_text(
         "".join(line.partition("\t")[2] + "\n" for line in corpora[0].read_text().splitlines())
@@ -244,17 +251,17 @@ def test_texts_without_labels_leave_out_what_needs_them(corpora, tmp_path, capsy
     out = train(
         "bert", plain, tmp_path / "out", **{name: 2 for name in STEPS["bert"] if "steps" in name}
     )
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "classification is left out: " in said
-        and "answer is left out: " in said
-        and "a label and a tab before each" in said
+        "classification is left out: " in output
+        and "answer is left out: " in output
+        and "a label and a tab before each" in output
     )
     assert len(figures(out)) == 3
 
 
-def test_packages_are_labels(install, mo, tmp_path):
-    """Of gettext the label is the package, and T5 has a task more."""
+def test_gettext_packages_are_labels(install, mo, tmp_path):
+    """T5 then has one more task."""
     chance = random.Random(1)
     for name, label in (("onepackage", "weather"), ("twopackage", "food")):
         things, acts = (words.split() for words in THINGS[label])
@@ -291,8 +298,7 @@ def test_packages_are_labels(install, mo, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environment):
-    """DDP waits for the gradient of each parameter: a head that nothing trains in some stage would
-    stop it."""
+    """DDP waits for every parameter's gradient, so a head without one in some stage would hang."""
     steps = [part for option in STEPS["bert"] if "steps" in option for part in (option, "2")]
     command = [
         sys.executable,
@@ -316,7 +322,7 @@ def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environme
 # ---- parts
 
 
-def test_a_pair_is_learned_after_those_that_are_most_like_it():
+def test_examples_precede_a_pair_by_similarity():
     from pytransformer.cli.tasks._language_model import LENGTH
     from pytransformer.cli.tasks.gpt import neighbours, with_examples
     from pytransformer.training import Pair
@@ -352,7 +358,7 @@ def test_a_pair_is_learned_after_those_that_are_most_like_it():
     assert set(shown) == {0, 1, 2, 3, 4}
 
 
-def test_the_best_answer_ends_where_it_begins_or_later():
+def test_best_answer_ends_at_or_after_its_start():
     from pytransformer.models.bert import best_answers
 
     torch.manual_seed(0)
@@ -364,7 +370,7 @@ def test_the_best_answer_ends_where_it_begins_or_later():
     assert (apart[:, 0] > apart[:, 1]).any(), "else the two ends could be taken apart"
 
 
-def test_choices_hold_the_true_ending_once_among_others_as_long():
+def test_choices_contain_the_true_ending_once_among_equal_lengths():
     from pytransformer.cli.tasks._language_model import CHOICES, choices, chosen_right
 
     endings = ["x" * n for n in range(1, 60)]
@@ -374,11 +380,13 @@ def test_choices_hold_the_true_ending_once_among_others_as_long():
         true = int(choice.prompt.split()[1])
         assert choice.endings[choice.answer] == "x" * true and len(set(choice.endings)) == CHOICES
         assert all(abs(len(e) - true) <= 10 for e in choice.endings)
-    told = [float(e == "x" * int(c.prompt.split()[1])) for c in asked for e in c.endings]
-    assert chosen_right(told, asked) == 1.0 and chosen_right([1 - x for x in told], asked) == 0.0
+    output = [float(e == "x" * int(c.prompt.split()[1])) for c in asked for e in c.endings]
+    assert (
+        chosen_right(output, asked) == 1.0 and chosen_right([1 - x for x in output], asked) == 0.0
+    )
 
 
-def test_likelihoods_are_those_of_the_ending_alone():
+def test_likelihoods_cover_the_ending_only():
     from pytransformer.cli.tasks._language_model import log_likelihoods
     from pytransformer.models import GPT, GPTConfig
 
@@ -395,8 +403,11 @@ def test_likelihoods_are_those_of_the_ending_alone():
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
-    """A token without room gets nothing from that expert: with one choice its row is zero."""
+def test_expert_usage_counts_match_the_layer(choices):
+    """A token beyond the capacity gets nothing from that expert.
+
+    With one choice its row is zero.
+    """
     from pytransformer.cli.tasks.moe import active_parameters, expert_use
     from pytransformer.models import GPT, GPTConfig
 
@@ -428,7 +439,7 @@ def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
     assert active_parameters(model) == model.num_parameters() - idle
 
 
-def test_the_ends_of_an_answer_are_those_of_the_text_with_the_label(corpora):
+def test_answer_bounds_match_the_text_with_the_label(corpora):
     from pytransformer.cli.tasks._fine_tuning import LENGTH, answers
     from pytransformer.cli.tasks._masked import uncased_words
     from pytransformer.training.labelled import read_labelled
@@ -450,7 +461,7 @@ def test_the_ends_of_an_answer_are_those_of_the_text_with_the_label(corpora):
     assert len(question.train) == 500 and set(places) == {1, 2, 3} and min(places.values()) > 100
 
 
-def test_cases_of_words():
+def test_word_cases_are_classified():
     from pytransformer.cli.tasks._fine_tuning import case_of
 
     assert [

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: it learns, resumes with the same bits, loses nothing when it is interrupted, and
-says what is wrong."""
+"""The trainer learns, resumes with equal bits, survives interruptions and names errors."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from pytransformer.training.checkpoint import checkpoints
 
 
 def state(trainer):
-    """Everything that a run leaves behind, by name."""
+    """Return everything that a run writes, by name."""
     optimizer = trainer.optimizer.state_dict()["state"]
     tensors = dict(trainer.model.state_dict()) | {
         f"{i}.{k}": t for i, entries in optimizer.items() for k, t in entries.items()
@@ -49,9 +48,8 @@ def same_bits(left, right):
 @pytest.mark.parametrize(
     "recipe", [{}, {"accumulate": 3, "clip": 0.5}, {"autocast": torch.bfloat16}], ids=str
 )
-def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
-    """Interrupted in the middle of an epoch and gone on with by another trainer: weights, moments
-    and metrics are the same bits."""
+def test_trainer_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
+    """Another trainer resumes within an epoch with the same weights, moments and metrics."""
     whole = toy.make_trainer(tmp_path / "whole", **recipe)
     whole.fit()
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
@@ -62,7 +60,7 @@ def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
     first.fit(until=13)
     assert not same_bits(state(first), state(whole))
     second = toy.make_trainer(tmp_path / "parts", **recipe)
-    torch.manual_seed(999)  # what else the process drew does not matter
+    torch.manual_seed(999)  # other draws of the process have no effect
     assert second.resume() and second.step == 13
     assert same_bits(state(second), state(first))
     second.fit()
@@ -73,7 +71,7 @@ def test_it_learns_and_resumes_bit_for_bit(toy, tmp_path, recipe):
     )
 
 
-def test_training_leaves_the_caller_s_random_numbers_alone(toy):
+def test_training_preserves_the_callers_rng(toy):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -83,8 +81,8 @@ def test_training_leaves_the_caller_s_random_numbers_alone(toy):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_accumulated_batches_weigh_every_token_alike(toy):
-    """Two batches with different numbers of labels make the step of one batch that holds both."""
+def test_accumulated_batches_weigh_tokens_equally(toy):
+    """Two batches with different numbers of labels equal one batch with both."""
     trainer = toy.make_trainer(dropout=0.0, accumulate=2)
     batches = list(trainer.batches.epoch(0, start=0))[:2]
     counts = [int((b["labels"] != -100).sum()) for b in batches]
@@ -99,7 +97,7 @@ def test_accumulated_batches_weigh_every_token_alike(toy):
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-def test_an_interrupted_checkpoint_write_loses_nothing(toy, tmp_path, monkeypatch):
+def test_interrupted_checkpoint_writes_lose_nothing(toy, tmp_path, monkeypatch):
     trainer = toy.make_trainer(tmp_path)
     trainer.fit(until=4)
     good = state(trainer)
@@ -139,9 +137,10 @@ for _ in sys.stdin:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_runs_resume_bit_for_bit(toy, subprocess_environment, tmp_path, kills):
-    """Each run resumes the last one and is killed at a random moment. The newest checkpoint is
-    always
-    whole, and has the bits of a run that nothing interrupted."""
+    """Each run resumes the last one and is killed at a random moment.
+
+    The newest checkpoint is always complete and has the bits of an uninterrupted run.
+    """
     command = [sys.executable, "-c", FORKED_RUNS, os.path.dirname(toy.__file__), str(tmp_path)]
     random_time, steps = random.Random(1), []
     uninterrupted = toy.make_trainer(steps=100000)
@@ -192,7 +191,7 @@ def test_checkpoints_are_kept_and_pruned(toy, tmp_path):
     assert json.dumps(facts), "everything but tensors is JSON"
 
 
-def test_what_cannot_be_resumed_is_refused(toy, tmp_path):
+def test_unsuitable_checkpoints_are_refused(toy, tmp_path):
     assert not toy.make_trainer(tmp_path).resume(), "nothing there to resume"
     toy.make_trainer(tmp_path).fit(until=2)
     with pytest.raises(ValueError, match="of another run: it has batch_size 4 instead of 8"):
@@ -223,9 +222,7 @@ def test_metrics_of_lost_steps_are_dropped(toy, tmp_path):
     trainer = toy.make_trainer(tmp_path, log_every=1, save_every=4)
     trainer.fit(until=4)
     log = tmp_path / "metrics.jsonl"
-    with open(
-        log, "a"
-    ) as file:  # steps that were computed after the checkpoint, the last line cut off
+    with open(log, "a") as file:  # steps after the checkpoint, with a truncated last line
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     again = toy.make_trainer(tmp_path, log_every=1)
     again.resume()
@@ -262,8 +259,8 @@ def test_evaluation_sees_the_model_without_dropout(toy, tmp_path):
     assert "step      5/10  loss " in stream.getvalue()
 
 
-def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
-    """Interrupted between two epochs and gone on with, too; the steps of before count."""
+def test_epochs_report_the_mean_loss_of_their_steps(toy, tmp_path):
+    """An interruption within or between epochs does not change the mean."""
     stream = io.StringIO()
     options = {
         "steps": 10,
@@ -284,7 +281,7 @@ def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
         (4, 1),
         (8, 2),
     ]
-    labels = [  # a step's loss is weighed by its labels
+    labels = [  # labels weigh a step's loss
         (batch["labels"] != -100).sum().item()
         for batch in (b for e in range(2) for b in again.batches.epoch(e))
     ]
@@ -298,7 +295,7 @@ def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
     )
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
+def test_non_finite_losses_stop_the_run(toy, tmp_path):
     trainer = toy.make_trainer(tmp_path)
     trainer.fit(until=3)
     with torch.no_grad():
@@ -312,7 +309,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
     )
 
 
-def test_losses_are_drawn(toy, tmp_path):
+def test_losses_are_plotted(toy, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
     rows = [
         {"step": 1, "loss": 3.0},
@@ -325,7 +322,7 @@ def test_losses_are_drawn(toy, tmp_path):
     assert "validation loss" in (tmp_path / "loss.svg").read_text(), "the legend says what is drawn"
 
 
-def test_epochs_are_drawn(tmp_path):
+def test_epochs_are_plotted(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
     rows = [
         {"step": 1, "loss": 3.0},
@@ -339,7 +336,7 @@ def test_epochs_are_drawn(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"steps": 0}, {"steps": 5, "accumulate": 0}, {"steps": 5, "log_every": 0}]
 )
-def test_a_recipe_must_make_sense(wrong):
+def test_invalid_recipes_are_refused(wrong):
     name = list(wrong)[-1]
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Recipe(**wrong)

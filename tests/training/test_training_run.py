@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every task of `pytransformer train` has from `Run`: stages that resume, options that must be
-the same, the report."""
+"""`Run`, shared by all tasks of `pytransformer train`: resumed stages, fixed options, reports."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def start(out, *, resume=False, steps=6, seed=0, width=1):
 
 
 def two_stages(run, toy, weights=None):
-    """The second begins with what the first learned."""
+    """Add a second stage that starts from the first one's model."""
     examples = torch.randint(toy.WORDS, (24, 6), generator=run.seed("examples")).tolist()
     batches = Batches(examples, 4, toy.collate, seed=run.arguments.seed)
     run.seed("model")
@@ -47,8 +46,8 @@ def newest(out, stage):
     return read_checkpoint(checkpoints(out / stage)[-1]).tensors
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(toy, tmp_path, capsys):
-    """Lost: the newest checkpoint of the second stage, and everything of it."""
+def test_interrupted_runs_end_with_the_same_bits(toy, tmp_path, capsys):
+    """The newest checkpoint of the second stage is lost, then the full stage."""
     whole = two_stages(start(tmp_path / "whole"), toy).out
     for lost in (1, 2):
         out = two_stages(start(tmp_path / f"parts{lost}"), toy).out
@@ -56,16 +55,18 @@ def test_an_interrupted_run_ends_with_the_same_bits(toy, tmp_path, capsys):
             path.unlink()
         capsys.readouterr()
         two_stages(start(out, resume=True), toy)
-        said = capsys.readouterr().out
-        assert "going on from step 6" in said and ("going on from step 4" in said) == (lost == 1)
+        output = capsys.readouterr().out
+        assert "going on from step 6" in output and ("going on from step 4" in output) == (
+            lost == 1
+        )
         for stage in ("first", "second"):
             a, b = newest(whole, stage), newest(out, stage)
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_cannot_go_on_is_refused(toy, tmp_path):
+def test_runs_with_other_options_are_refused(toy, tmp_path):
     out = two_stages(start(tmp_path / "out"), toy).out
-    with pytest.raises(ValueError, match="holds checkpoints already: go on with --resume"):
+    with pytest.raises(ValueError, match="has checkpoints already: resume with --resume"):
         start(out)
     with pytest.raises(ValueError, match="was begun with width=1 instead of 2: use those"):
         start(out, resume=True, width=2)
@@ -76,7 +77,7 @@ def test_what_cannot_go_on_is_refused(toy, tmp_path):
     assert newest(out, "first")["optimizer.0.step"].item() == 8, "the first stage may go on"
 
 
-def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
+def test_report_has_figures_baselines_and_chance(toy, tmp_path, capsys):
     run = two_stages(start(tmp_path / "out"), toy)
     assert (
         run.report(
@@ -85,8 +86,8 @@ def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
         )
         == OK
     )
-    said = capsys.readouterr().out
-    assert "0.500 (the most frequent)" in said and "0.750" in said
+    output = capsys.readouterr().out
+    assert "0.500 (the most frequent)" in output and "0.750" in output
     report = json.loads((run.out / "report.json").read_text())
     assert report["figures"][0] == {
         "what": "accuracy", "value": 0.75, "baseline": 0.5, "by": "the most frequent",
@@ -106,14 +107,14 @@ def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", tasks.names())
-def test_every_task_has_a_help_of_its_own(name, capsys):
+def test_every_task_has_its_help(name, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", name, "--help"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         stop.value.code == OK
-        and "--resume" in said
-        and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in said
+        and "--resume" in output
+        and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in output
     )
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytransformer train translate`, `translate` and `attention-map`, as a person uses them, with a
-model that learns in a second."""
+"""`pytransformer train translate`, `translate` and `attention-map` with a model of one second."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def train(out, *more, steps=6, expect=OK):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, portuguese):
-    """The options that name a corpus of 80 sentences."""
+    """Return the options for a corpus of 80 sentences."""
     folder = tmp_path_factory.mktemp("corpus")
     portuguese.main(["--sentences", "80", "--held-out", "6", "--out", str(folder)])
     return ["--data", str(folder / "train.tsv"), "--held-out", str(folder / "held-out.tsv")]
@@ -53,7 +52,7 @@ def needs_matplotlib():
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
 
 
-def test_training_writes_all_that_it_says(trained, corpus, capsys):
+def test_training_writes_every_reported_file(trained, corpus, capsys):
     needs_matplotlib()
     report = json.loads((trained / "report.json").read_text())
     assert report["held_out"] == 6 and 0 <= report["exact"] <= 6 and report["plan"]["d_model"] == 16
@@ -65,9 +64,11 @@ def test_training_writes_all_that_it_says(trained, corpus, capsys):
     assert [path.name for path in checkpoints(trained)] == ["checkpoint-0000006.safetensors"]
 
 
-def test_it_learns_a_handful_of_sentences(portuguese):
-    """Enough capacity and steps for 24 sentences: every one is translated, by the saved and loaded
-    model too."""
+def test_small_corpora_are_learned_exactly(portuguese):
+    """Capacity and steps suffice for 24 sentences.
+
+    The saved and loaded model translates every one too.
+    """
     from pytransformer.training import Recipe
     from pytransformer.training.translation import translation_trainer
 
@@ -90,12 +91,11 @@ def test_it_learns_a_handful_of_sentences(portuguese):
 
 
 def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
-    """The newest checkpoint is lost, as after an interruption; the run goes on from the one before
-    it."""
+    """The newest checkpoint is lost; the run resumes from the previous one."""
     out = train(tmp_path / "parts", *corpus, "--save-every", "4")
     assert "try: pytransformer translate" in capsys.readouterr().out
     train(out, *corpus, expect=USAGE)
-    assert "holds checkpoints already: go on with --resume" in capsys.readouterr().err
+    assert "has checkpoints already: resume with --resume" in capsys.readouterr().err
     assert len(checkpoints(out)) == 2
     checkpoints(out)[-1].unlink()
     train(out, *corpus, "--resume")
@@ -106,7 +106,7 @@ def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
     )
 
 
-def test_the_preset_of_the_notes_by_epochs(tmp_path, corpus, capsys):
+def test_notes_preset_trains_by_epochs(tmp_path, corpus, capsys):
     needs_matplotlib()
     train(
         tmp_path / "out", *corpus, "--preset", "notes", "--epochs", "2", "--layers", "1", steps=None
@@ -127,10 +127,10 @@ def test_the_preset_of_the_notes_by_epochs(tmp_path, corpus, capsys):
     config = Translator.load(tmp_path / "out").model.config
     assert (config.head_dim, config.logits_bias, config.label_smoothing) == (128, True, 0.0)
     train(tmp_path / "both", *corpus, "--epochs", "2", expect=USAGE)
-    assert "--epochs and --steps both say how long" in capsys.readouterr().err
+    assert "--epochs and --steps both set the length of training" in capsys.readouterr().err
 
 
-def test_any_two_column_file_will_do(tmp_path, capsys):
+def test_two_column_files_are_supported(tmp_path, capsys):
     letters = "abcdefghij"
     pairs = [
         (f"{x} {y} {z}", f"{z} {y} {x}") for x in letters for y in letters for z in letters[:2]
@@ -154,15 +154,15 @@ def test_any_two_column_file_will_do(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "more", "said"),
     [
-        ("", [], "is empty: wanted sentence pairs"),
-        ("a\tb\nc\n", [], "line 2: wanted two texts with a tab between them, got 1 column: 'c'"),
+        ("", [], "is empty: expected sentence pairs"),
+        ("a\tb\nc\n", [], "line 2: expected two texts with a tab between them, got 1 column: 'c'"),
         ("a\tb\n", [], "too few sentence pairs to hold one in 20 out"),
         (None, [], "No such file"),
         ("a\tb\n", ["--width", "12"], "d_model 12 is not a multiple of num_heads 8"),
         ("a\tb\n", ["--steps", "0"], "steps must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_learned_from_is_named(tmp_path, capsys, content, more, said):
+def test_unusable_data_is_named(tmp_path, capsys, content, more, said):
     path = tmp_path / "pairs.tsv"
     if content is not None:
         path.write_text(content)
@@ -172,7 +172,7 @@ def test_what_cannot_be_learned_from_is_named(tmp_path, capsys, content, more, s
     assert not checkpoints(tmp_path / "out")
 
 
-def test_translate_prints_the_translation_and_draws_the_attention(trained, tmp_path, capsys):
+def test_translate_prints_and_plots_attention(trained, tmp_path, capsys):
     needs_matplotlib()
     picture = tmp_path / "map.svg"
     assert (
@@ -215,15 +215,15 @@ def test_translate_prints_the_translation_and_draws_the_attention(trained, tmp_p
     )
     assert {"attention.png", "attention-2.png"} <= {path.name for path in trained.iterdir()}
     capsys.readouterr()
-    for wrong, said in [
+    for wrong, output in [
         (["--layer", "2"], "--layer must be between 0 and 1, got 2"),
         (["--head", "8"], "between 0 and 7, got 8"),
     ]:
         assert main(["translate", "uma casa", "--model", str(trained), *wrong]) == USAGE
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
-def test_the_alignment_is_what_the_decoder_attended_to(trained):
+def test_alignment_equals_cross_attention(trained):
     translator = Translator.load(trained)
     aligned = translator.align("hoje é sábado.")
     assert aligned.source_tokens[-1] == aligned.target_tokens[-1] == "</s>"
@@ -233,7 +233,7 @@ def test_the_alignment_is_what_the_decoder_attended_to(trained):
     assert aligned.weights.std() > 1e-4, "weights that are all alike would be right by accident"
 
 
-def test_translate_says_what_is_missing(copy, tmp_path, capsys, monkeypatch):
+def test_translate_names_missing_files(copy, tmp_path, capsys, monkeypatch):
     assert main(["translate", "casa", "--model", str(tmp_path / "none")]) == USAGE
     assert "train one with `pytransformer train translate --data FILE`" in capsys.readouterr().err
     assert main(["translate", " ", "--model", str(copy)]) == USAGE
@@ -249,14 +249,14 @@ def test_translate_says_what_is_missing(copy, tmp_path, capsys, monkeypatch):
         assert "no picture: drawing needs matplotlib" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_is_not_the_model_s_is_refused(copy, tmp_path, capsys):
-    for name, other, said in [
+def test_tokenizer_of_another_model_is_refused(copy, tmp_path, capsys):
+    for name, other, output in [
         ("source", ["zz zz zz"], "tokens, and the model was trained with"),
         ("target", None, "another tokenizer"),
     ]:
         path = copy / f"{name}.tokenizer.json"
         kept = path.read_text()
-        if other is None:  # as many tokens, but two of them changed places
+        if other is None:  # equal size, but two tokens are swapped
             facts = json.loads(kept)
             vocabulary = facts["model"]["vocab"]
             first, second = list(vocabulary)[20:22]
@@ -267,14 +267,14 @@ def test_a_tokenizer_that_is_not_the_model_s_is_refused(copy, tmp_path, capsys):
 
             Tokenizer.train(other, 20).save(path)
         assert main(["translate", "casa", "--model", str(copy)]) == USAGE
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
         path.write_text(kept)
     assert main(["translate", "casa", "--no-map", "--model", str(copy)]) == OK
 
 
 @pytest.mark.parametrize("which", ["encoder", "decoder", "cross"])
 @pytest.mark.parametrize("kind", ["heat", "lines", "gallery", "distance", "positions"])
-def test_attention_maps_of_a_translator(trained, tmp_path, kind, which):
+def test_attention_map_plots_a_translator(trained, tmp_path, kind, which):
     needs_matplotlib()
     out = tmp_path / "map.png"
     text = [] if kind == "positions" else ["hoje é sábado."]
@@ -297,11 +297,11 @@ def test_attention_maps_of_a_translator(trained, tmp_path, kind, which):
     assert out.stat().st_size > 3000
 
 
-def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
-    for arguments, said in [
+def test_attention_map_errors_name_the_argument(trained, tmp_path, capsys):
+    for arguments, output in [
         ([str(trained)], "--kind gallery needs a text"),
-        ([str(tmp_path / "none"), "x"], "is no folder"),
-        ([str(tmp_path), "x"], "holds no config.json"),
+        ([str(tmp_path / "none"), "x"], "is not a folder"),
+        ([str(tmp_path), "x"], "has no config.json"),
         (
             [str(trained), "casa", "--kind", "heat", "--layer", "9"],
             "layer must be between 0 and 1, got 9",
@@ -310,13 +310,13 @@ def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
         ([str(trained), "casa", "--out", "map.pdf"], "ends with .png or .svg"),
     ]:
         assert main(["attention-map", *arguments]) == USAGE
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.unpoisoned  # the guards of 1500 steps would take 25 GB
-def test_the_demo_translates_95_percent_exactly(tmp_path, portuguese):
-    """As docs/training.md calls it: 1500 steps, minutes."""
+@pytest.mark.unpoisoned  # guard memory of 1500 steps would need 25 GB
+def test_demo_translates_95_percent_exactly(tmp_path, portuguese):
+    """It runs the command of docs/training.md: 1500 steps, minutes."""
     portuguese.main(["--out", str(tmp_path)])
     data = ["--data", str(tmp_path / "train.tsv"), "--held-out", str(tmp_path / "held-out.tsv")]
     threads = torch.get_num_threads()

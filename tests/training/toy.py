@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model small enough to train in milliseconds, with dropout, on the fused ops; shared by tests
-and by the processes they start."""
+"""A model with dropout on the fused ops that trains in milliseconds.
+
+Tests share it with the processes that they start.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-import pytransformer.testing  # a process draws as the test that starts it
+import pytransformer.testing  # processes draw like the test that starts them
 from pytransformer.training import IGNORED, Batches, Recipe, Trainer, warmup_cosine
 
 WORDS, WIDTH = 13, 16
 
 
 class Toy(nn.Module):
-    """Says each next number of a sequence: embedding, add_norm, feed-forward, tied output."""
+    """A model that predicts the next number: embedding, add_norm, feed-forward, tied output."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()

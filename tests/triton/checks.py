@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the tests of every op of the Triton backend share: random problems and planted
-faults."""
+"""Checks shared by the tests of every op of the Triton backend: random problems, planted faults."""
 
 from __future__ import annotations
 
@@ -25,14 +24,13 @@ FAULT_SIGNS = ("WRONG", "two runs differ", "StrayWrite")
 
 
 class Drawn(NamedTuple):
-    """Random problems of one op: numbers below ``few`` in every run, below ``many`` in a long
-    one."""
+    """Random problems of one op: ``few`` numbers in every run, ``many`` in a long one."""
 
     draw: Callable[[int, int], Any]
     seed: int
     few: int
     many: int
-    wanted: int  # problems that the backend can do, in a long run at least
+    wanted: int  # min supported problems in a long run
 
 
 DRAWN = {
@@ -45,22 +43,22 @@ DRAWN = {
 
 
 def every_third(names: Iterable[str]) -> list[Any]:
-    """Return parameters: every third runs in `make test`, the others are slow tests. A fault takes
-    an interpreted kernel seconds."""
+    """Return parameters: one in three runs in `make test`; the others are slow tests.
+
+    A fault takes the interpreter seconds.
+    """
     return [
         pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, name in enumerate(names)
     ]
 
 
 def numbers(op: str, among: Iterable[int]) -> list[int]:
-    """Return the numbers of problems in other dtypes than float64, which the backend does not
-    support."""
+    """Return the numbers of problems in other dtypes than float64, which is not supported."""
     return [n for n in among if DRAWN[op].draw(DRAWN[op].seed, n).dtype != torch.float64]
 
 
 def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
-    """Guarded and poisoned memory, every keyword, odd strides, equal bits twice, all within the
-    bound."""
+    """Check a problem with guarded, poisoned memory, odd strides and equal bits twice."""
     report = fuzz(op, ["triton"], DRAWN[op].seed, numbers(op, among), stop_after=stop_after)
     print(report.table(), f"\n{report.cases} cases, seed {DRAWN[op].seed}, {report.seconds:.0f} s")
     return report
@@ -69,8 +67,8 @@ def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
 def check_found(family: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
     """Assert that a random problem fails with this fault planted in kernels/<family>.
 
-    It fails by a wrong number, unequal bits or a write outside its tensors; a crash does not count.
-    With a feature, only problems that have it run, the smallest first.
+    The failure is a wrong value, unequal bits or a write outside its tensors; a crash does not
+    count. With a feature, only problems that have it run, the smallest first.
     """
     chosen = numbers(family, range(DRAWN[family].many))
     if feature:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""These tests run the kernels interpreted, on CPU tensors: TRITON_INTERPRET=1 pytest tests/triton.
-Those marked gpu do not."""
+"""Run kernels interpreted on CPU tensors: TRITON_INTERPRET=1 pytest tests/triton.
+
+Tests marked gpu run compiled.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _language_replaced_once_a_launch() -> Iterator[None]:
-    """Triton's interpreter looks through all of triton.language at each call of a function, to
-    replace what the launch of the kernel
-    has replaced already: more than half of these tests' time."""
+    """Replace triton.language once per launch.
+
+    Triton's interpreter searches it at each function call for replacements that the launch has made
+    already: more than half of the time of these tests.
+    """
     replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[tuple[bool, bool]] = set()
 
@@ -50,7 +54,7 @@ def _language_replaced_once_a_launch() -> Iterator[None]:
             any(m is triton.language.core for m in modules),
         )
         if languages in replaced:
-            return None  # which a function, unlike a launch, has no use for
+            return None  # functions, unlike launches, do not need it
         replaced.add(languages)
         return replace(fn)
 
@@ -74,7 +78,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How many products of tiles were computed."""
+    """Count the computed products of tiles."""
     counted: Counter[str] = Counter()
     inner = interpreter.InterpreterBuilder.create_dot
 
@@ -88,8 +92,10 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.fixture
 def integers_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The tensors that int32 loads of kernels may touch: those of the block mask. A load outside
-    them is an error."""
+    """Limit int32 loads of kernels to the tensors of the block mask.
+
+    A load outside them raises.
+    """
     allowed: list[Tensor] = []
     inner = interpreter.InterpreterBuilder.create_masked_load
 

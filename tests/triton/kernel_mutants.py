@@ -20,8 +20,10 @@ from pytransformer import kernels
 
 @contextlib.contextmanager
 def mutated(family: str, file: str, old: str, new: str, folder: Path) -> Iterator[None]:
-    """Let kernels/<family> come from a copy in ``folder``, where ``old``, which must be there, has
-    become ``new`` in ``file``."""
+    """Load kernels/<family> from a copy in ``folder`` with ``old`` replaced by ``new`` in ``file``.
+
+    ``old`` must occur.
+    """
     package = f"{kernels.__name__}.{family}"
     importlib.import_module(package)
     copy = folder / family

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels ahead of time, without a GPU, through their own launchers, and say what each
-takes.
+"""Compile the kernels without a GPU through their launchers, and report their resources.
 
     python tests/triton/resources.py                                  compare with resources.json,
                                                                       sm_90 only
     python tests/triton/resources.py --arch 80 90 100 120 --write     write resources.json
 
-A stand-in for the driver names the architecture, and CPU tensors stand in for those of a GPU:
-arguments are specialised as
-in a real launch, only the launch itself is left out. Registers, stack, shared memory and
-instructions are read from the
-binary with the tools inside Triton's wheel.
+A stub driver names the architecture, and CPU tensors imitate a GPU's. Arguments are specialized
+as in a real launch; only the launch is missing. The tools in Triton's wheel read registers, stack,
+shared memory and instructions from the binary.
 """
 
 from __future__ import annotations
@@ -47,13 +44,13 @@ from pytransformer.testing.cases import case
 
 TABLE = Path(__file__).with_name("resources.json")
 ARCHITECTURES = (80, 90, 100, 120)
-SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # max bytes per block
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WGMMA = re.compile(
     r"sm_90 (full|causal|window|global keys) D(64|128) bf16"
     r" (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
 )
-# Allowed spills: the tile is the smallest one, or every other tile that was tried spilled too.
+# Allowed spills: the tile is the smallest one, or every other measured tile spilled too.
 SPILLING = re.compile(
     r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 (global keys t5_bias|segments) D64"
     r" bf16 backward_dq"
@@ -68,7 +65,7 @@ SPILLING = re.compile(
 REFUSED = re.compile(
     r".* D256 fp32$"
 )  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
-WIDE = 20000  # columns of rows that are done in blocks
+WIDE = 20000  # columns of rows processed in blocks
 DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
 SHORT = {
     torch.bfloat16: "bf16",
@@ -96,7 +93,7 @@ ROTARY = [
 
 
 class Driver:
-    """Enough of a Triton driver to compile: it says what to compile for."""
+    """A stub of a Triton driver, enough to compile: it names the target."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -112,7 +109,7 @@ class Driver:
 
 
 def problems() -> Iterator[tuple[str, Callable[[], Any], str]]:
-    """(name, function that runs it forward and backward, pattern of the kernels that matter)."""
+    """Yield (name, function for forward and backward, pattern of the relevant kernels)."""
     for found in _problems():
         yield (*found, "")[:3]
 
@@ -284,7 +281,7 @@ def attention(
     Lk: int = 64,
     **more: Any,
 ) -> Callable[[], Any]:
-    """A shared case, with more arguments."""
+    """Return a shared case with more arguments."""
 
     def run() -> None:
         found = case(name).resize(B=B, Lq=Lq, Lk=Lk, D=head_dim)
@@ -292,13 +289,13 @@ def attention(
         a, _, _ = attention_op.prepare(*args, **kwargs, **more)
         backend = attention_op.backends["triton"]
         out, lse = backend.forward(a)
-        if Lq == 1 or found.forward_only:  # backward is that of any other problem
+        if Lq == 1 or found.forward_only:  # backward is independent of the feature
             return
-        wanted = [
+        expected = [
             isinstance(a[i], torch.Tensor) and a[i].is_floating_point()
             for i in attention_op.positions
         ]
-        backend.backward(a, (out, None), (out, lse), wanted)
+        backend.backward(a, (out, None), (out, lse), expected)
 
     return run
 
@@ -306,7 +303,7 @@ def attention(
 def eight_bits(
     name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype, Lk: int, Lq: int = 1
 ) -> Callable[[], Any]:
-    """A shared case, its keys and values in eight bits."""
+    """Return a shared case with 8-bit keys and values."""
 
     def run() -> None:
         args, kwargs = case(name).resize(B=1, Lq=Lq, Lk=Lk, D=head_dim).make("cpu", dtype, seed=0)
@@ -352,7 +349,7 @@ def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callabl
 def rotary(
     name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype | None = None
 ) -> Callable[[], Any]:
-    """A shared case; ``eight``: into a cache in eight bits."""
+    """Return a shared case; ``eight`` selects an 8-bit cache."""
 
     def run() -> None:
         found = case(name).resize(D=head_dim)
@@ -390,8 +387,7 @@ def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[
 
 
 def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterator[tuple[str, Any]]:
-    """(kernel name, compiled kernel) of each launch of kernels in whose name the pattern ``only``
-    is found."""
+    """Yield (kernel name, compiled kernel) of each launch that matches the pattern ``only``."""
     kernels: list[tuple[str, Any]] = []
 
     def observe(kernel: Any, arguments: tuple[Any, ...], options: dict[str, int]) -> None:
@@ -409,7 +405,7 @@ def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterato
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers, stack and shared memory in bytes, matrix instructions, and instructions in all."""
+    """Return registers, stack, shared memory in bytes, matrix instructions and all instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -440,8 +436,10 @@ def committed() -> dict[str, Any]:
 def measure(
     architectures: tuple[int, ...], only: str = ""
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Resources by "sm_… problem kernel", and what is wrong: on Hopper a hot kernel without wgmma,
-    or operands that are repeated."""
+    """Return resources by "sm_… problem kernel", and errors.
+
+    On Hopper an error is a hot kernel without wgmma, or repeated operands.
+    """
     table, wrong = {}, []
     for capability in architectures:
         for name, run, kernels in problems():
@@ -463,16 +461,18 @@ def measure(
 
 
 def repeated(kernel: Any) -> list[str]:
-    """Operands of mma.sync with less K than 4 threads of kWidth numbers take: threads repeat each
-    other's, and Triton 3.6 multiplies
-    them all the same. See apart_from_products in kernels/_lang.py."""
+    """Return mma.sync operands with less K than 4 threads of kWidth numbers need.
+
+    Threads repeat each other's operands, and Triton 3.6 multiplies them all the same. See
+    apart_from_products in kernels/_lang.py.
+    """
     operand = r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<{opIdx = 0, parent = #\w+, kWidth = (\d+)}>> \*"
     found = {(int(k), int(width)) for k, width in re.findall(operand, kernel.asm["ttgir"])}
     return [f"kWidth {width} of a product over {k}" for k, width in sorted(found) if k < 4 * width]
 
 
 def unused() -> list[str]:
-    """Entries of the configurations' tables that none of the problems asks for."""
+    """Return the entries of the configuration tables that no problem uses."""
     seen: set[tuple[Any, ...]] = set()
     looked_up = attention_tiles.config, network_tiles.config
 
@@ -500,27 +500,30 @@ def unused() -> list[str]:
             run()
     problem.config, network.config = looked_up
     tables = {2: attention_tiles.SIXTEEN_BIT, 4: attention_tiles.THIRTY_TWO_BIT}
-    wanted = {
+    expected = {
         (name, size, itemsize)
         for itemsize, table in tables.items()
         for name in table
         for size in table[name]
     }
     classes = [network_tiles.rows_class(n) for n in (1, 40, 100)]
-    wanted |= {
+    expected |= {
         (name, rows, size)
         for name, table in network_tiles.HEURISTIC.items()
         for size in table
         for rows in classes
     }
     return [
-        f"no problem here for the configuration {entry}" for entry in sorted(wanted - seen, key=str)
+        f"no problem here for the configuration {entry}"
+        for entry in sorted(expected - seen, key=str)
     ]
 
 
 def faults(table: dict[str, dict[str, int]]) -> list[str]:
-    """What a kernel must not be: too large, without matrix instructions, or, compiled by the
-    table's Triton, spilling."""
+    """Return the faults of kernels: too large, no matrix instructions, or spills.
+
+    Spills count if the table's Triton compiled the kernel.
+    """
     found = []
     for key, used in table.items():
         capability = int(key.split()[0].removeprefix("sm_"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the Triton backend, interpreted on CPU tensors through the public API."""
+"""Attention of the interpreted Triton backend on CPU tensors, through the public API."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case) -> None:
-    """Outputs, lse and all gradients of a shared case against float64."""
+def test_case_within_the_bound(case: Case) -> None:
+    """Check outputs, lse and all gradients of the shared cases."""
     dtype = DTYPES[CASES.index(case) % 3]
     args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
     out, lse = pt.attention(*args, **kwargs, return_lse=True, backend="triton", strict=True)
@@ -39,9 +39,8 @@ def test_case(case: Case) -> None:
 
 
 @pytest.mark.parametrize("query_start, key_start", [(0, 0), (5, 0), (70, 45), (2**27, 2**27 - 40)])
-def test_dropout_mask(query_start: int, key_start: int) -> None:
-    """Bit for bit the reference's mask, wherever the tensors lie in the sequence: value is the
-    identity."""
+def test_dropout_mask_equals_the_reference(query_start: int, key_start: int) -> None:
+    """Value as the identity exposes the mask, for all starts in the sequence."""
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
     query, key = torch.zeros(2, heads, num_queries, 16), torch.zeros(2, heads, num_keys, 16)
     value = torch.eye(num_keys).expand(2, heads, -1, -1)
@@ -54,7 +53,7 @@ def test_dropout_mask(query_start: int, key_start: int) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_slices(packed: bool) -> None:
+def test_slices_equal_the_full_call(packed: bool) -> None:
     check_slices("triton", packed=packed)
 
 
@@ -65,7 +64,7 @@ def test_slices(packed: bool) -> None:
         ("from_start(i_b, p.batch_start)", "i_b"),
     ],
 )
-def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
+def test_ignored_starts_are_detected(line: str, fault: str, tmp_path: Path) -> None:
     with (
         mutated("attention", "tiles.py", line, fault, tmp_path),
         pytest.raises(AssertionError, match="result 0 of sequences"),
@@ -74,11 +73,11 @@ def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_starts(causal: str) -> None:
+def test_starts_select_a_tile_of_a_larger_problem(causal: str) -> None:
     check_starts("triton", causal)
 
 
-def test_zero_sizes() -> None:
+def test_empty_inputs() -> None:
     for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
         mask = torch.zeros(1, 1, 1, 1)
@@ -89,8 +88,7 @@ def test_zero_sizes() -> None:
             assert not grad.count_nonzero()
 
 
-def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
+def test_unsupported_arguments_give_a_reason() -> None:
 
     def reason(t: torch.Tensor) -> str | None:
         return pt.explain("attention", t, t, t).reasons["triton"]
@@ -103,8 +101,8 @@ def test_reasons() -> None:
         pt.attention(*[torch.zeros(1, 1, 1, 300)] * 3, backend="triton")
 
 
-# Faults that attention has had, each in a line of our kernels: (file, the line, what it becomes),
-# and what shows it.
+# Faults of other kernels, each in a line of ours: (file, line, replacement), and the problem that
+# detects it.
 MUTANTS = {
     "diagonal_hidden": ("bounds.py", "below = i + offset + 1", "below = i + offset", "causal"),
     "window_one_short": (
@@ -170,6 +168,6 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+def test_fuzzer_detects_planted_faults(name: str, tmp_path: Path) -> None:
     *fault, feature = MUTANTS[name]
     check_found("attention", tuple(fault), tmp_path, feature)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block masks in the Triton backend, interpreted: values and gradients, what is computed, and what
-is read of lists that are wrong."""
+"""Block masks in the interpreted Triton backend: values, gradients, cost and bad lists."""
 
 from __future__ import annotations
 
@@ -31,7 +30,10 @@ LQ, LK = 150, 170  # no multiples of a block or tile
 def blobs(
     block_size: int | tuple[int, int], batch: int = 2, heads: int = 2, lq: int = LQ, lk: int = LK
 ) -> BlockMask:
-    """Most blocks of 32 empty, some full, some with random pairs; the first queries see nothing."""
+    """Return a mask of blocks of 32: most empty, some full, some random.
+
+    The first queries have no visible keys.
+    """
     generator = torch.Generator().manual_seed(5)
     kind = torch.rand(batch, heads, -(-lq // 32), -(-lk // 32), generator=generator)
     kind = kind.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, :lq, :lk]
@@ -119,7 +121,7 @@ KEYWORDS: dict[str, tuple[Any, dict[str, Any], dict[str, Callable[[], Tensor]]]]
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_values_and_gradients(name: str) -> None:
+def test_block_masks_within_the_bound(name: str) -> None:
     size, keywords, more = KEYWORDS[name]
     number = list(KEYWORDS).index(name)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
@@ -133,12 +135,12 @@ def test_values_and_gradients(name: str) -> None:
     )
 
 
-def test_few_queries_of_grouped_heads_and_hidden_nan() -> None:
-    """What would be decoded without a block mask: each head walks its own list."""
+def test_few_queries_of_grouped_heads_ignore_hidden_nan() -> None:
+    """Without a block mask decode would run; here each head walks its own list."""
     mask = blobs(32, heads=4, lq=3, lk=300) | BlockMask.from_dense(
         torch.arange(300).expand(3, 300) < 3, block_size=32
     )
-    hidden = ~mask.to_dense().any((1, 2))  # of both sequences: (2, keys)
+    hidden = ~mask.to_dense().any((1, 2))  # for both sequences: (2, keys)
     assert bool(hidden.any(1).all())
     t = inputs(heads=4, key_heads=2, lq=3, lk=300)
     a = attention_op.prepare(*t.values(), attn_mask=mask)[0]
@@ -147,12 +149,12 @@ def test_few_queries_of_grouped_heads_and_hidden_nan() -> None:
         and plan_forward(a._replace(**dict.fromkeys(a._fields[14:19]))).decode is not None
     )
     grads = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3)
-    wanted = run(t, {}, grads, attn_mask=mask)
+    expected = run(t, {}, grads, attn_mask=mask)
     check(mask, torch.float32, t, {})
     for name in ("key", "value"):
         t[name] = torch.where(hidden[:, None, :, None], torch.nan, t[name])
     for name, found in run(t, {}, grads, attn_mask=mask).items():
-        assert torch.equal(found, wanted[name]), name
+        assert torch.equal(found, expected[name]), name
 
 
 DENSE: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
@@ -171,8 +173,8 @@ DENSE: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Callable[[], T
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_masks_by_lists(name: str) -> None:
-    """Expanded over what they are alike for, their strides not those of a contiguous tensor."""
+def test_listed_dense_masks_within_the_bound(name: str) -> None:
+    """Masks are expanded over their broadcast dimensions, with non-contiguous strides."""
     shape, keywords, more = DENSE[name]
     mask = blobs(64, *shape).to_dense()
     mask = (
@@ -185,9 +187,11 @@ def test_dense_masks_by_lists(name: str) -> None:
     check(mask, torch.float32, inputs(), {n: f() for n, f in more.items()}, **keywords)
 
 
-def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: from 64 blocks of 128 x 128 on, and if every pair of the mask stands for 8 heads;
-    unless it is asked once a key."""
+def test_dense_masks_are_listed_from_64_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, blocks are 128 x 128 and every pair must serve 8 heads.
+
+    Masks read once per key have no lists.
+    """
     monkeypatch.setattr(problem, "capability", lambda device: 90)
 
     def size(heads: int, length: int, *shape: int, **changes: Any) -> tuple[int, int]:
@@ -207,17 +211,16 @@ def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size(4, 1024, 1024, 1024, key_start=7) == (0, 0)
 
 
-# ---- what is computed
+# ---- cost
 
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_empty_blocks_cost_no_product(products: Counter[str], causal: Any, listed: bool) -> None:
-    """A block mask, or a dense one that is listed.
+def test_empty_blocks_cost_no_products(products: Counter[str], causal: Any, listed: bool) -> None:
+    """The mask is a block mask or a listed dense one.
 
-    Of 8 x 8 blocks the diagonal and one beside it, above which causality leaves nothing: by tiles
-    of 32 queries and 64 keys, 2 products
-    of each in forward, 3 in dq, 4 in dkdv.
+    Its 8 x 8 blocks show the diagonal and the block beside it, and causality hides all above. With
+    tiles of 32 queries and 64 keys, each runs 2 products in forward, 3 in dq and 4 in dkdv.
     """
     length = 512
     block = torch.arange(length) // 64
@@ -241,7 +244,7 @@ def test_tiles_lie_within_blocks() -> None:
     assert within(Config(128, 64, 8, 3), 64, 64, by_keys=False) == Config(64, 64, 4, 3)
     assert within(Config(64, 64, 4, 2), 64, 32, by_keys=False) == Config(
         32, 32, 4, 2
-    )  # T5's gradient: BM at most BN
+    )  # for T5's gradient BM is at most BN
     assert within(Config(16, 128, 8, 2), 64, 64, by_keys=True) == Config(16, 64, 4, 2)
     a = attention_op.prepare(*inputs().values(), attn_mask=blobs(32))[0]
     plan = plan_backward(a, ("query", "key", "value"))
@@ -251,12 +254,12 @@ def test_tiles_lie_within_blocks() -> None:
     )
 
 
-def test_explain() -> None:
+def test_explain_reports_the_share() -> None:
     mask = blobs(32)
-    told = str(pt.explain("attention", *inputs().values(), attn_mask=mask, backend="triton"))
+    output = str(pt.explain("attention", *inputs().values(), attn_mask=mask, backend="triton"))
     assert (
-        "by tiles of 32 queries and 32 keys, in the visible blocks of 32 x 32" in told
-        and "blocks of 32 x 32 pairs run" in told
+        "by tiles of 32 queries and 32 keys, in the visible blocks of 32 x 32" in output
+        and "blocks of 32 x 32 pairs run" in output
     )
     a = attention_op.prepare(*inputs().values(), attn_mask=mask)[0]
     reason = attention_op.backends["triton"].why_not
@@ -265,7 +268,7 @@ def test_explain() -> None:
     )
 
 
-# ---- lists that were changed after they were checked
+# ---- lists changed after the check
 
 
 @pytest.mark.parametrize("side", ["", "key_"])
@@ -294,14 +297,14 @@ def test_bad_lists_read_nothing_outside(
     bad = BlockMask(mask.shape, mask.blocks)
     bad.blocks = type(mask.blocks)(**tensors)
     integers_read.extend(tensors.values())
-    t = [place(torch.randn(1, 1, n, 16)).requires_grad_() for n in (lq, lk, lk)]  # among NaN
+    t = [place(torch.randn(1, 1, n, 16)).requires_grad_() for n in (lq, lk, lk)]  # in NaN
     out = pt.attention(*t, attn_mask=bad, backend="triton", strict=True)
     assert all(bool(x.isfinite().all()) for x in (out, *torch.autograd.grad(out.sum(), t)))
 
 
 # ---- faults
 
-# (file, the line, what it becomes), and which of KEYWORDS shows it.
+# (file, line, replacement), and the entry of KEYWORDS that detects it.
 MUTANTS = {
     "last_tile_skipped": ("blocks.py", ", count * PER - tl", ", count * PER - 1 - tl", "alone, 32"),
     "first_tile_skipped": ("blocks.py", "return entry, tl.maximum(first",
@@ -329,7 +332,11 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     *fault, shown = MUTANTS[name]
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError, match="WRONG"):
-        (test_dense_masks_by_lists if shown in DENSE else test_values_and_gradients)(shown)
+        (
+            test_listed_dense_masks_within_the_bound
+            if shown in DENSE
+            else test_block_masks_within_the_bound
+        )(shown)

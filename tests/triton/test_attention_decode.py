@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode, few queries over many keys: split KV, the heads of a key head in one tile. Interpreted,
-through the public API."""
+"""Decode, few queries over many keys: split KV, one tile per group of heads, interpreted."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def _triton(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launches(*args: Any, **kwargs: Any) -> list[str]:
-    """The kernels of a call, which is not run."""
+    """Return the kernels of a call without running it."""
     found: list[str] = []
     with _lang.observed(lambda kernel, arguments, options: found.append(kernel.__name__)):
         _triton(*args, **kwargs)
@@ -83,7 +82,7 @@ def _launches(*args: Any, **kwargs: Any) -> list[str]:
     ids=["causal", "dropout", "alibi", "t5", "prefix", "left_padding", "dense", "segments"],
 )
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
+def test_decode_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
     query, key, value = _inputs(num_queries=num_queries)
     if "query_segments" in kwargs:
         kwargs = kwargs | {
@@ -92,9 +91,8 @@ def test_within_the_bound(num_queries: int, kwargs: dict[str, Any]) -> None:
     check_attention((query, key, value), kwargs, "triton")
 
 
-def test_sequences_of_few_and_of_many_queries() -> None:
-    """Each form does its own sequences, whatever the longest is; what is beyond the lengths stays
-    zero."""
+def test_short_and_long_sequences_share_a_batch() -> None:
+    """Decode and prefill each process their sequences; rows beyond the lengths stay zero."""
     query, key, value = _inputs(heads=(2, 1), num_queries=30, batch=4)
     lengths = {
         "query_lengths": torch.tensor([30, 1, 0, 11]),
@@ -107,7 +105,7 @@ def test_sequences_of_few_and_of_many_queries() -> None:
     assert bounds.agree(out, want) and torch.equal(lse.isinf(), want_lse.isinf())
 
 
-def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
+def test_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
     query, key, value = _inputs(heads=(2, 1), num_queries=20, batch=3)
     queries, keys = [20, 2, 1], [NUM_KEYS, 300, 90]
     kwargs = {"causal": "bottom_right", "dropout_p": 0.2, "dropout_seed": 9}
@@ -131,7 +129,7 @@ def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
     assert torch.equal(alone, padded[:1])
     for b, n in enumerate(queries):
         assert torch.equal(packed[int(starts[0][b]) :][:n], padded[b, :, :n].transpose(0, 1)), b
-    kwargs = {"causal": "bottom_right"}  # dropout knows a sequence by its place
+    kwargs = {"causal": "bottom_right"}  # dropout depends on a sequence's index
     together, _ = _triton(
         query,
         key,
@@ -147,8 +145,8 @@ def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
         assert torch.equal(alone, together[b : b + 1, :, :n]), b
 
 
-def test_gradients() -> None:
-    """The lse that the combination leaves is what backward needs."""
+def test_gradients_within_the_bound() -> None:
+    """Backward uses the lse of the combined splits."""
     leaves = [t.requires_grad_() for t in _inputs(num_queries=2)]
     results = []
     for backend in ("triton", "reference"):
@@ -160,24 +158,24 @@ def test_gradients() -> None:
         assert bounds.agree(ours, want)
 
 
-def test_plan() -> None:
-    """The choice, as a function of sizes: who is launched, and over how many splits."""
+def test_plan_depends_on_sizes() -> None:
+    """The plan lists the launches and the number of splits."""
     prefill, split_kv = plan_of(1, 8192, 4, None, False, **LIMITS)
     assert not prefill and (split_kv.rows, split_kv.splits, split_kv.min_tiles) == (4, 17, 8)
     assert plan_of(1, 1 << 20, 4, None, False, **LIMITS)[1].splits == 64
     assert plan_of(1, 400, 1, None, False, **LIMITS)[1].splits == 1
-    assert plan_of(1, 1 << 20, 1, 1000, False, **LIMITS)[1].splits == 3  # of the window only
+    assert plan_of(1, 1 << 20, 1, 1000, False, **LIMITS)[1].splits == 3  # of the window alone
     assert plan_of(9, 8192, 4, None, False, **LIMITS) == (True, None)
     prefill, split_kv = plan_of(9, 8192, 4, None, True, **LIMITS)
     assert prefill and split_kv.rows == 32
     assert plan_of(1, 8192, 64, None, True, **LIMITS) == (
         True,
         None,
-    )  # not even one query is decoded
+    )  # one query exceeds the limit of decode
     assert SPLIT.max_splits & (SPLIT.max_splits - 1) == 0
 
 
-def test_launches() -> None:
+def test_launches_match_the_plan() -> None:
     assert _launches(*_inputs()) == ["attention_forward", "attention_combine"]
     assert _launches(*(t[:, :, :60] for t in _inputs())) == ["attention_forward"]
     assert _launches(*_inputs((4, 1), num_queries=20)) == ["attention_forward"]
@@ -185,11 +183,11 @@ def test_launches() -> None:
     assert ragged == ["attention_forward", "attention_forward", "attention_combine"]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from numpy, which interprets
 @pytest.mark.parametrize("num_queries", [2, 40], ids=["decode", "prefill"])
 @pytest.mark.parametrize("hidden_by", ["mask", "float_mask", "bias", "segments"])
-def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> None:
-    """It reaches neither outputs nor gradients; a key that somebody sees passes its NaN on."""
+def test_hidden_nan_keys_do_not_affect_results(hidden_by: str, num_queries: int) -> None:
+    """A visible NaN key passes its NaN on."""
     query, key, value = (
         t.requires_grad_() for t in _inputs(heads=(2, 1), num_queries=num_queries, batch=1)
     )
@@ -232,8 +230,8 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_mutants_are_found(name: str, tmp_path: Path) -> None:
-    query, key, value = (t[:, :, :300] for t in _inputs())  # fewer splits than there may be
+def test_mutants_are_detected(name: str, tmp_path: Path) -> None:
+    query, key, value = (t[:, :, :300] for t in _inputs())  # fewer splits than the max
     want = pt.attention(query, key, value, backend="reference")
     with mutated("attention", *MUTANTS[name], tmp_path):
         out, _ = _triton(query, key, value)
@@ -241,11 +239,11 @@ def test_mutants_are_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_the_test_of_hidden_keys_can_fail(tmp_path: Path) -> None:
+def test_hidden_key_test_detects_a_fault(tmp_path: Path) -> None:
     fault = (
         "tiles.py",
         "m_j = tl.max(m_s.to(tl.int32), 0) != 0",
         "m_j = tl.max(m_s.to(tl.int32), 0) >= 0",
     )
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError):
-        test_nan_in_a_key_that_no_query_sees("mask", 2)
+        test_hidden_nan_keys_do_not_affect_results("mask", 2)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in eight bits in the Triton backend, interpreted: decoded and by tiles of
-queries, in pages, and faults. More, on every
-backend: tests/ops/test_eight_bits.py."""
+"""8-bit keys and values in the interpreted Triton backend: decode, prefill, pages, faults.
+
+tests/ops/test_eight_bits.py covers every backend.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def inputs(lq: int, query_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Values whose rows differ by four orders of magnitude."""
+    """Return values whose rows differ by four orders of magnitude."""
     spread = torch.logspace(-3, 1, 150)[
         torch.randperm(150, generator=torch.Generator().manual_seed(9))
     ][:, None]
@@ -43,7 +44,7 @@ def inputs(lq: int, query_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def wrong(
     eight: torch.dtype, query_dtype: torch.dtype, lq: int, page_size: int = 0, **options: Any
 ) -> list[str]:
-    """What is beyond the bound, against float64 on the numbers that the eight bits stand for."""
+    """Return the errors beyond the bound, against float64 on the dequantized values."""
     query, key, value = inputs(lq, query_dtype)
     (k, ks), (v, vs) = pt.quantize_kv(key, eight), pt.quantize_kv(value, eight)
     exact = [pt.dequantize_kv(*t, torch.float64) for t in ((k, ks), (v, vs))]
@@ -74,7 +75,9 @@ def wrong(
 @pytest.mark.parametrize("lq", [1, 40])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eight", EIGHT, ids=str)
-def test_against_float64(eight: torch.dtype, query_dtype: torch.dtype, lq: int) -> None:
+def test_attention_within_the_bound_of_float64(
+    eight: torch.dtype, query_dtype: torch.dtype, lq: int
+) -> None:
     assert not wrong(eight, query_dtype, lq)
     assert not wrong(eight, query_dtype, lq, page_size=16, softcap=5.0, sinks=draw(4, seed=3))
 
@@ -94,7 +97,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", every_third(FAULTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     eight = torch.float8_e4m3fn
     with mutated("attention", *FAULTS[name], tmp_path):
         if name == "e4m3 subnormals as zero":

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window together with the first keys in the Triton backend, interpreted: values and gradients,
-which tiles are computed, and faults."""
+"""Global keys in the interpreted Triton backend: values, gradients, computed tiles and faults."""
 
 from __future__ import annotations
 
@@ -27,7 +26,9 @@ from support.guarded import place
 LQ, LK = (
     70,
     330,
-)  # no multiples of a tile; aligned bottom right, tiles lie between the first keys and the windows
+    # No multiples of a tile; aligned bottom right, some tiles lie between the first keys and the
+    # windows.
+)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -49,7 +50,7 @@ def table() -> pt.RelativePositionBias:
 
 
 def hidden() -> Tensor:
-    """A pair in seven hidden, and whole tiles before, in and behind the first keys."""
+    """Return a mask that hides a pair in seven and full tiles around the first keys."""
     mask = torch.rand(1, 2, LQ, LK, generator=torch.Generator().manual_seed(3)) < 0.85
     mask[:, 1, :40, :64] = False
     mask[:, 0, 64:, 64:320] = False
@@ -87,14 +88,14 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients(name: str) -> None:
+def test_global_keys_within_the_bound(name: str) -> None:
     keywords = {"window": (30, 10), "causal": "bottom_right"} | CALLS[name]()
     args = qkv(LK if name in LONG else LQ, batch=2 if name in ("prefix", "behind the keys") else 1)
     check_attention(args, keywords, "triton", poisoned=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype: torch.dtype) -> None:
+def test_16_bit_dtypes_within_the_bound(dtype: torch.dtype) -> None:
     args = tuple(t.to(dtype) for t in qkv(key_heads=2))
     check_attention(
         args,
@@ -112,8 +113,8 @@ BLOCKS: dict[str, tuple[Any, int, dict[str, Callable[[], Tensor]]]] = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks(name: str) -> None:
-    """The lists are cut at both ends of the gap."""
+def test_block_masks_within_the_bound(name: str) -> None:
+    """Block boundaries split the lists at both ends of the gap."""
     size, first, more = BLOCKS[name]
     keywords = {"causal": "bottom_right", "window": (30, 0), "global_keys": first}
     mask = blobs(size, batch=1, heads=1, lq=LQ, lk=LK)
@@ -126,7 +127,7 @@ def test_blocks(name: str) -> None:
     )
 
 
-def test_packed() -> None:
+def test_packed_equals_padded() -> None:
     offsets = torch.tensor([0, 5, 5, 73]), torch.tensor([0, 9, 20, 320])
     args = draw(73, 2, 16), draw(320, 1, 16, seed=1), draw(320, 1, 16, seed=2), *offsets, 68, 300
     check_packed(args, {"window": (9, 0), "global_keys": 70, "causal": "bottom_right"}, "triton")
@@ -149,7 +150,7 @@ DECODED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_decode(name: str, num_queries: int) -> None:
+def test_decode_within_the_bound(name: str, num_queries: int) -> None:
     check_attention(
         qkv(num_queries, MANY, batch=2),
         {"causal": "bottom_right"} | DECODED[name],
@@ -158,8 +159,8 @@ def test_decode(name: str, num_queries: int) -> None:
     )
 
 
-def test_splits_are_of_what_is_seen() -> None:
-    """The first keys count as those of the window do, the keys between do not."""
+def test_splits_cover_visible_keys_only() -> None:
+    """The first keys count like those of the window; the keys between do not."""
 
     def splits(keys: int, **options: Any) -> int:
         a = attention_op.prepare(
@@ -175,13 +176,13 @@ def test_splits_are_of_what_is_seen() -> None:
     assert splits(10000, window=(60, 0), global_keys=9999) == splits(10000)
 
 
-# ---- what is computed
+# ---- cost
 
 
 def tiles_seen(
     lq: int, lk: int, left: int | None, right: int | None, first: int, causal: str | None, rows: int
 ) -> int:
-    """Tiles of which a pair is visible, by the rule itself."""
+    """Return the tiles with a visible pair, by the definition."""
     offset = lk - lq if causal else 0
     distance = torch.arange(lk) - torch.arange(lq)[:, None] - offset
     inside = (distance >= (-lk if left is None else -left)) & (
@@ -208,11 +209,13 @@ WINDOWS = (((50, 20), None), ((50, 0), "bottom_right"), ((None, 9), None))
         ),
     ],
 )
-def test_what_lies_between_costs_no_product(
+def test_hidden_gap_costs_no_products(
     products: Counter[str], window: Any, causal: Any, first: int, hidden_by: str
 ) -> None:
-    """2 products of each tile that somebody sees in forward, 3 in dq, 4 in dkdv, 2 for a bias:
-    whatever the tiles are named by."""
+    """Each visible tile runs 2 products in forward, 3 in dq, 4 in dkdv and 2 for a bias.
+
+    This holds for every way of listing the tiles.
+    """
     lq, lk = 256, 512
     t = [draw(1, 1, n, 16).requires_grad_() for n in (lq, lk, lk)]
     options: dict[str, Any] = {"window": window, "causal": causal, "global_keys": first}
@@ -233,7 +236,7 @@ def test_what_lies_between_costs_no_product(
     assert products["tiles"] == (2 + 3 + 4 + 2 * (hidden_by == "bias")) * tiles
 
 
-def test_decode_computes_what_it_sees(products: Counter[str]) -> None:
+def test_decode_computes_visible_tiles_only(products: Counter[str]) -> None:
     for first, window in ((4, 20), (200, 500), (900, 9)):
         products.clear()
         t = [draw(1, 1, n, 16) for n in (1, MANY, MANY)]
@@ -275,7 +278,7 @@ def test_bad_lists_read_nothing_outside(
 
 # ---- faults
 
-# (file, the line, what it becomes), and which of CALLS, DECODED or BLOCKS shows it.
+# (file, line, replacement), and the entry of CALLS, DECODED or BLOCKS that detects it.
 MUTANTS = {
     "first_tiles_skipped": ("bounds.py", "jump = tl.maximum(bend - ahead, 0)", "jump = bend",
         "causal"),
@@ -316,17 +319,21 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     *fault, shown = MUTANTS[name]
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError, match="WRONG"):
         if shown in DECODED:
-            test_decode(shown, 1)
+            test_decode_within_the_bound(shown, 1)
         else:
-            (test_blocks if shown in BLOCKS else test_values_and_gradients)(shown)
+            (
+                test_block_masks_within_the_bound
+                if shown in BLOCKS
+                else test_global_keys_within_the_bound
+            )(shown)
 
 
-def test_what_lies_between_counts(products: Counter[str], tmp_path: Path) -> None:
-    """Computed, it would change no number: the count of products shows it."""
+def test_computing_the_gap_is_detected(products: Counter[str], tmp_path: Path) -> None:
+    """Its tiles would change no value; the number of products shows them."""
     with mutated(
         "attention",
         "bounds.py",
@@ -334,7 +341,7 @@ def test_what_lies_between_counts(products: Counter[str], tmp_path: Path) -> Non
         "bend *= 0\n        jump = bend",
         tmp_path,
     ):
-        test_values_and_gradients("causal")
+        test_global_keys_within_the_bound("causal")
         with pytest.raises(AssertionError, match="=="):
             products.clear()
-            test_decode_computes_what_it_sees(products)
+            test_decode_computes_visible_tiles_only(products)

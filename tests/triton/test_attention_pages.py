@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages in the Triton backend, interpreted: the contiguous path's bits, clamped
-tables, and faults."""
+"""Paged keys and values in the interpreted Triton backend: bits, clamped tables, faults."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops.attention import attention_op
 from support.pages import Pools, in_pages
 
-LK = 330  # five tiles and a tail; split in two where it is decoded
+LK = 330  # five tiles and a tail; two splits in decode
 LENGTHS = torch.tensor([LK, 0, 129])
 
 
@@ -54,7 +53,7 @@ def same(query: Tensor, pools: Pools, **options: Any) -> bool:
 
 
 def keywords(width: int) -> dict[str, dict[str, Any]]:
-    """Of a call over so many keys."""
+    """Return keywords for a call with this many keys."""
     return {
         "nothing": {},
         "causal": {"causal": "bottom_right"},
@@ -78,8 +77,8 @@ def keywords(width: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("lq", "page_size"), [(1, 1), (1, 7), (1, 16), (1, 128), (5, 16), (40, 7), (40, 16), (40, 64)]
 )
-def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
-    """Decoded and by tiles of queries; a page in several tiles, and several pages in a tile."""
+def test_pages_equal_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
+    """Run decode and prefill; a page spans several tiles, or a tile several pages."""
     for dtype in (torch.float32, torch.bfloat16):
         query, pools = inputs(lq, page_size, dtype)
         assert same(query, pools, causal="bottom_right")
@@ -89,12 +88,12 @@ def test_the_contiguous_path_bit_for_bit(lq: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", keywords(1))
 @pytest.mark.parametrize("lq", [1, 40])
-def test_with_the_other_keywords(lq: int, name: str) -> None:
+def test_pages_with_other_keywords_equal_the_contiguous_path(lq: int, name: str) -> None:
     query, pools = inputs(lq, 16)
     assert same(query, pools, **keywords(pools.num_keys)[name])
 
 
-def test_a_block_mask() -> None:
+def test_pages_with_a_block_mask_equal_the_contiguous_path() -> None:
     query, pools = inputs(40, 16)
     mask = pt.BlockMask.from_function(
         lambda b, h, i, j: j // 64 != 1, None, None, 40, pools.num_keys, block_size=64
@@ -103,8 +102,8 @@ def test_a_block_mask() -> None:
 
 
 @pytest.mark.parametrize("lq", [1, 40])
-def test_tables_are_clamped_where_nobody_looks(lq: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: an entry outside the pool is the nearest page."""
+def test_unchecked_tables_are_clamped(lq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a check, as on a GPU, an entry outside the pool selects the nearest page."""
     query, pools = inputs(lq, 16)
     table, clamped = pools.table.to(torch.int64, copy=True), pools.table.to(torch.int64, copy=True)
     table[0, 3], table[0, 4], table[2, 0] = -5, 2**40, pools.tensors[0].shape[0]
@@ -125,9 +124,9 @@ def test_backward_is_refused() -> None:
     query, pools = inputs(1, 16)
     a = attention_op.prepare(query, *pools.tensors, page_table=pools.table, key_lengths=LENGTHS)[0]
     out, lse = attention_op(a, "triton", True)
-    wanted = [True] + [False] * (len(attention_op.differentiable) - 1)
+    expected = [True] + [False] * (len(attention_op.differentiable) - 1)
     with pytest.raises(ValueError, match="page_table has no gradients"):
-        attention_op.bwd(out, None, *a, out, lse, wanted, "triton", True)
+        attention_op.bwd(out, None, *a, out, lse, expected, "triton", True)
 
 
 FAULTS = {
@@ -152,7 +151,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", every_third(FAULTS))
-def test_faults_are_found(name: str, tmp_path: Path) -> None:
+def test_faults_are_detected(name: str, tmp_path: Path) -> None:
     checks: list[Callable[[], bool]] = [
         lambda page_size=n: same(*inputs(1, page_size)) for n in (16, 7)
     ]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a call: what is compiled for which mask, the memory between launches, and what
-explain says of it."""
+"""The plan of a call: compiled variants per mask, memory between launches, and explain's report."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from support.attention_check import check_attention
 B, H, LK = 2, 4, 300
 KEYS = torch.arange(LK) % 7 != 2
 BY_HEAD = torch.arange(LK) % 7 > torch.arange(H)[:, None, None]
-# name -> (mask for that many queries, whether it is read once a key by prefill and backward, and by
-# decode)
+# name -> (mask for this many queries, if prefill and backward read it once per key, and if decode
+# does)
 MASKS = {
     "keys": (lambda n: KEYS, True, True),
     "expanded": (lambda n: KEYS.expand(B, H, n, LK), True, True),
@@ -41,7 +40,7 @@ def _problem(num_queries: int, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("num_queries", [2, 40])
-def test_masks_alike_for_all_queries_are_read_once_a_key(name: str, num_queries: int) -> None:
+def test_masks_shared_by_all_queries_are_read_once_per_key(name: str, num_queries: int) -> None:
     make, by_key, decoded = MASKS[name]
     a = _problem(num_queries, attn_mask=make(num_queries))
     plan = plan_forward(a)
@@ -52,7 +51,7 @@ def test_masks_alike_for_all_queries_are_read_once_a_key(name: str, num_queries:
     check_attention(tuple(_inputs(num_queries)), {"attn_mask": make(num_queries)}, "triton")
 
 
-def test_the_memory_of_a_plan_is_what_a_call_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_memory_equals_the_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     a, allocated = _problem(2), []
     plan, empty = plan_forward(a), torch.empty
 
@@ -67,11 +66,13 @@ def test_the_memory_of_a_plan_is_what_a_call_allocates(monkeypatch: pytest.Monke
     assert plan_forward(_problem(40)).bytes == 0
 
 
-def test_explain_tells_the_plan() -> None:
-    told = str(pt.explain("attention", *_inputs(2), backend="triton"))
-    assert "triton: decoded, their keys split over 3" in told
-    told = str(pt.explain("attention", *_inputs(40), backend="triton"))
-    assert "triton: forward by tiles of 32 queries and 64 keys" in told and "decoded" not in told
+def test_explain_reports_the_plan() -> None:
+    output = str(pt.explain("attention", *_inputs(2), backend="triton"))
+    assert "triton: decoded, their keys split over 3" in output
+    output = str(pt.explain("attention", *_inputs(40), backend="triton"))
+    assert (
+        "triton: forward by tiles of 32 queries and 64 keys" in output and "decoded" not in output
+    )
     lengths = torch.tensor([40, 1])
     assert "; sequences of at most 32 rows decoded" in str(
         pt.explain("attention", *_inputs(40), query_lengths=lengths, backend="triton")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy of the Triton backend, interpreted on CPU tensors through the public API."""
+"""linear_cross_entropy of the interpreted Triton backend, through the public API."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 @pytest.mark.parametrize("reduction", random_problems.REDUCTIONS)
 @pytest.mark.parametrize("case", cases("linear_cross_entropy"), ids=lambda c: c.name)
-def test_case(case: Case, reduction: str) -> None:
-    """Loss and all gradients of a shared case against float64, in every dtype."""
+def test_case_within_the_bound(case: Case, reduction: str) -> None:
+    """Check the loss and all gradients of the shared cases in every dtype."""
     for dtype in DTYPES:
         _, wrong = random_problems.judge(
             random_problems.of_case(case, dtype, reduction=reduction), "triton", False
@@ -45,11 +45,11 @@ def test_logits_never_exceed_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     most = configs.chunk_rows(classes)
     assert most < rows and fwd.chunk_rows is configs.chunk_rows
     logits = [n for n, width in shapes if width == classes]
-    assert max(logits) <= most and sum(logits) == 2 * rows  # forward, and again in backward
+    assert max(logits) <= most and sum(logits) == 2 * rows  # forward and backward
 
 
-def test_rows_of_very_different_weight_keep_their_digits() -> None:
-    """float16, upstream gradients from 1e-4 to 1: each row of dx is as exact as alone."""
+def test_rows_of_different_gradients_stay_accurate() -> None:
+    """Upstream gradients are 1e-4 to 1 in float16; each row of dx is as accurate as alone."""
     x, w = torch.randn(8, 24).half().requires_grad_(), torch.randn(90, 24).half().requires_grad_()
     target, g = torch.arange(8), 10.0 ** -torch.arange(8).div(2)
     (dx,) = torch.autograd.grad(
@@ -62,13 +62,13 @@ def test_rows_of_very_different_weight_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
+def test_a_shift_of_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
     at_zero = results_at_offset(0.0, "triton", dtype)
     for offset in (2.0**10, 2.0**20):
         assert all(map(torch.equal, results_at_offset(offset, "triton", dtype), at_zero)), offset
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs() -> None:
     w = torch.randn(5, 4, requires_grad=True)
     x, target = torch.randn(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     assert pt.linear_cross_entropy(x, w, target, backend="triton").isnan()
@@ -77,14 +77,13 @@ def test_nothing_to_do() -> None:
     assert loss == 0 and dx.shape == x.shape and not dw.any()
 
 
-def test_a_wrong_target_is_told() -> None:
+def test_bad_targets_raise() -> None:
     x, w = torch.randn(2, 4), torch.randn(5, 4)
     with pytest.raises(ValueError, match="target must be between 0 and 4"):
         pt.linear_cross_entropy(x, w, torch.tensor([1, 5]), backend="triton")
 
 
-def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
+def test_unsupported_arguments_give_a_reason() -> None:
     x, target = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     assert pt.explain("linear_cross_entropy", x, x, target).reasons["triton"] is None
     assert (
@@ -93,7 +92,7 @@ def test_reasons() -> None:
     )
 
 
-# Faults that losses have had, each in a line of our kernels: (file, the line, what it becomes).
+# Faults of other losses, each in a line of our kernels: (file, line, replacement).
 MUTANTS = {
     "last_block_alone": ("fwd.py", "b_l = b_l * tl.exp2((b_m - safe) * LOG2E) + ", "b_l = "),
     "sum_not_rescaled": ("fwd.py", "b_l * tl.exp2((b_m - safe) * LOG2E)", "b_l"),
@@ -138,5 +137,5 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+def test_fuzzer_detects_planted_faults(name: str, tmp_path: Path) -> None:
     check_found("cross_entropy", MUTANTS[name], tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward of the Triton backend, interpreted on CPU tensors through the public API."""
+"""feed_forward of the interpreted Triton backend on CPU tensors, through the public API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.dropout_check import check_hidden_starts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
-)  # of numpy, which interprets
+)  # from numpy, which interprets
 CASES = [c.resize(rows=70, d=72, hidden=150) for c in cases("feed_forward", "small")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
@@ -55,18 +55,18 @@ def _results(t: list[torch.Tensor], **keywords: Any) -> list[torch.Tensor]:
 
 
 def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
-    """Output and the gradients that t asks for within the bound of float64; returns the output."""
+    """Check the output and the gradients in t against float64; return the output."""
     named = {n: v for n, v in zip(NAMES, t) if v is not None}
-    wanted = [n for n, v in named.items() if v.requires_grad]
+    expected = [n for n, v in named.items() if v.requires_grad]
     out = _call(t, **keywords)
     grad = torch.randn_like(out)
     results = {
         "out": out,
-        **dict(zip(wanted, torch.autograd.grad(out, [named[n] for n in wanted], grad))),
+        **dict(zip(expected, torch.autograd.grad(out, [named[n] for n in expected], grad))),
     }
     tensors = {n: v.detach() for n, v in named.items()} | {"grad_out": grad}
     problem = fuzz_feed_forward.Problem(
-        out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted
+        out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, expected
     )
     solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     checks = bounds.check(solution, results, out.dtype, "zero_mean")
@@ -75,15 +75,14 @@ def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case) -> None:
-    """Output and all gradients of a shared case against float64."""
+def test_case_within_the_bound(case: Case) -> None:
+    """Check the output and all gradients of the shared cases."""
     args, kwargs = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0, requires_grad=True)
     _check([*args, *(kwargs.pop(n, None) for n in NAMES[5:])], **kwargs)
 
 
-def test_dropout_mask() -> None:
-    """Bit for bit the reference's mask, forward and backward: the identity for weights shows
-    hidden."""
+def test_dropout_mask_equals_the_reference() -> None:
+    """Forward and backward have its bits; identity weights expose hidden."""
     x, eye = torch.full((5, 14, 200), 3.0, requires_grad=True), torch.eye(200)
     for p, seed in ((0.3, -(2**62) + 77), (1.0, 5)):
         out = pt.feed_forward(
@@ -94,7 +93,7 @@ def test_dropout_mask() -> None:
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
 
 
-def test_a_part_of_a_larger_problem() -> None:
+def test_slices_have_the_dropout_of_the_full_problem() -> None:
     check_hidden_starts("triton", (0, 32, 96))
 
 
@@ -105,7 +104,7 @@ def test_a_part_of_a_larger_problem() -> None:
         ("from_start(tl.min(n, 0), dropout.column_start)", "tl.min(n, 0)"),
     ],
 )
-def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
+def test_ignored_starts_are_detected(line: str, fault: str, tmp_path: Path) -> None:
     with (
         mutated("feed_forward", "tiles.py", line, fault, tmp_path),
         pytest.raises(AssertionError, match="row_start=5, column_start=32"),
@@ -113,7 +112,7 @@ def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) ->
         check_hidden_starts("triton", (32,))
 
 
-def test_columns_begin_at_a_group() -> None:
+def test_column_start_must_be_a_multiple_of_32() -> None:
     with pytest.raises(pt.BackendError, match="column_start is a multiple of 32, got 5"):
         check_hidden_starts("triton", (5,))
 
@@ -128,10 +127,11 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, again))
 
 
-def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a measured table may ask for: the library multiplies, the kernel does the rest, to the
-    same bound. Biases of
-    another dtype stay with the fused kernel."""
+def test_library_gemm_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured table may select it: the library multiplies, the kernel does the rest.
+
+    Biases of another dtype use the fused kernel.
+    """
     launched: list[bool] = []
 
     def observe(kernel: Any, programs: int, device: Any, *arguments: Any, **options: Any) -> None:
@@ -154,8 +154,8 @@ def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> N
     assert launched == [True]
 
 
-def test_strides_and_missing_gradients() -> None:
-    """Rows with gaps, transposed weights, batch dimensions out of order, one gradient at a time."""
+def test_strides_and_single_gradients_within_the_bound() -> None:
+    """Rows have gaps, weights are transposed, batch dimensions permuted, gradients single."""
     t = [v.detach() for v in _inputs(42, 24, 70, 24)]
     wide = torch.randn(42, 50)
     laid = [
@@ -172,7 +172,7 @@ def test_strides_and_missing_gradients() -> None:
     assert out.stride() == (24, 168, 1)
 
 
-def test_nan_stays_in_its_row() -> None:
+def test_nan_does_not_spread() -> None:
     t = [v.detach() for v in _inputs(70, 16, 40, 16)]
     t[0][2, 3] = float("nan")
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
@@ -181,8 +181,8 @@ def test_nan_stays_in_its_row() -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
-def test_activations(activation: str) -> None:
-    """Value and slope of a column of numbers, far out too, against float64."""
+def test_activations_within_the_bound(activation: str) -> None:
+    """Value and slope of a column of numbers, large ones included, are compared with float64."""
     x = torch.cat(
         [torch.linspace(-12, 12, 2001), torch.tensor([0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 1e30])]
     )
@@ -196,8 +196,7 @@ def test_activations(activation: str) -> None:
 
 
 def test_every_tile_is_visited_once() -> None:
-    """The order of programs is a permutation, for numbers of tiles that are no multiple of a
-    group."""
+    """The order of programs is a permutation, also if tiles are no multiple of a group."""
     for rows, columns in ((1, 1), (33, 200), (32 * 19, 64 * 3)):
         x, weight = torch.randn(rows, 4), torch.randn(columns, 4)
         out = pt.feed_forward(x, weight, None, torch.eye(columns), None, backend="triton")
@@ -242,18 +241,18 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+def test_fuzzer_detects_planted_faults(name: str, tmp_path: Path) -> None:
     check_found("feed_forward", MUTANTS[name], tmp_path)
 
 
-def test_autocast() -> None:
+def test_autocast_equals_the_reference() -> None:
     t = _inputs(6, 8, 16, 8)
     with torch.autocast("cpu"):
         y = _call(t)
     assert y.dtype == torch.bfloat16 and torch.autograd.grad(y.sum(), t)[1].dtype == torch.float32
 
 
-def test_reasons() -> None:
+def test_unsupported_arguments_give_a_reason() -> None:
     def reason(dtype: torch.dtype) -> str | None:
         return pt.explain("feed_forward", *(v.to(dtype) for v in _inputs(2, 3, 4, 3)[:5])).reasons[
             "triton"
@@ -263,9 +262,8 @@ def test_reasons() -> None:
     assert "float64" in reason(torch.float64)
 
 
-def test_configurations() -> None:
-    """By kernel, rows and dtype; a measured entry takes the place of the heuristic's; candidates
-    start with that."""
+def test_measured_configurations_replace_the_heuristic() -> None:
+    """Entries are per kernel, rows and dtype; candidates start with the measured entry."""
     few, many = (configs.config("hidden", 90, rows, 2) for rows in (16, 17))
     assert few.BM == 16 and many.BM == 64
     measured = {

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose storage was freed are refused by name on the interpreted Triton kernels: the checks
-of tests/ops/test_freed_storage.py."""
+"""Interpreted Triton kernels refuse freed tensors by name: the checks of test_freed_storage.py.
+
+That file is in tests/ops.
+"""
 
 from __future__ import annotations
 
@@ -18,5 +20,5 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("case", shared.SLOW_CASES)
-def test_freed_tensors_are_refused(case: Case) -> None:
+def test_freed_tensors_are_refused_by_name(case: Case) -> None:
     shared.check_backend(case, "triton")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
+"""attention compiled on a GPU, for bench/gpu.sh; the other files here run interpreted."""
 
 from __future__ import annotations
 
@@ -90,8 +90,10 @@ def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (32, 4)], ids=str)
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_decode(name: str, heads: tuple[int, int], head_dim: int) -> None:
-    """Keys split over programs. A head size a test: its four problems have kernels of their own to
-    compile, and bench/gpu.sh gives 80 s."""
+    """Keys are split over programs.
+
+    One test per head dim compiles four problems; bench/gpu.sh allows 80 s.
+    """
     for queries in (1, 3):
         shape = {"B": 2, "Hq": heads[0], "Hkv": heads[1], "Lq": queries, "Lk": 5000, "D": head_dim}
         for dtype in (torch.bfloat16, torch.float32):

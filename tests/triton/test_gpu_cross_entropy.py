@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy on a GPU, compiled: what bench/gpu.sh runs. (The other files here run
-interpreted.)"""
+"""linear_cross_entropy compiled on a GPU, for bench/gpu.sh; other files here run interpreted."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ SEED, RANDOM = 11, 200
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRAWN = [
     n for n in range(RANDOM) if fuzz_cross_entropy.draw(SEED, n).dtype != torch.float64
-]  # the backend has no float64
+]  # the backend does not support float64
 
 
 def _check(problem: fuzz_cross_entropy.Problem) -> None:
@@ -46,8 +45,10 @@ def test_random_cross_entropy(number: int) -> None:
 # guards keep all memory until the test ends: 3.05 GiB of logits and their gradients
 @pytest.mark.unpoisoned
 def test_cross_entropy_never_holds_all_logits() -> None:
-    """16,384 rows of 128k classes: 8 GiB of float32 logits, of which a gibibyte exists at a time;
-    addresses beyond 32 bits."""
+    """16,384 rows of 128k classes need 8 GiB of float32 logits; one GiB exists at a time.
+
+    Addresses exceed 32 bits.
+    """
     x = torch.randn(16384, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(131072, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 131072, (16384,), device="cuda")

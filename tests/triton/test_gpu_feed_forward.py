@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""feed_forward on a GPU, compiled: what bench/gpu.sh runs. (The other files here run
-interpreted.)"""
+"""feed_forward compiled on a GPU, for bench/gpu.sh; the other files here run interpreted."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ SEED, RANDOM = 11, 200
 NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
 DRAWN = [
     n for n in range(RANDOM) if fuzz_feed_forward.draw(SEED, n).dtype != torch.float64
-]  # the backend has no float64
+]  # the backend does not support float64
 
 
 def _check(problem: fuzz_feed_forward.Problem) -> None:
-    """Twice on the GPU, equal bits, within the bound of float64."""
+    """Run twice on the GPU: equal bits, within the bound of float64."""
     runs = []
     for _ in range(2):
         t = {n: v.cuda().requires_grad_(n in problem.wanted) for n, v in problem.tensors.items()}
@@ -64,7 +63,7 @@ def _problem(
         for n, s in zip(NAMES[: 7 if gated else 5], shapes)
     }
     tensors["x"] *= d**0.5
-    wanted = list(tensors)
+    expected = list(tensors)
     tensors["grad_out"] = torch.randn(rows, d).to(dtype)
     return fuzz_feed_forward.Problem(
         dtype,
@@ -72,7 +71,7 @@ def _problem(
         tensors,
         dict.fromkeys(tensors, ""),
         {"activation": "relu", **keywords},
-        wanted,
+        expected,
     )
 
 
@@ -81,7 +80,7 @@ def _problem(
 )
 @pytest.mark.parametrize("rows", [3, 40, 1100])
 def test_network_sizes(rows: int, dtype: torch.dtype) -> None:
-    """Each class of configurations, whole tiles and tails."""
+    """Each class of configurations runs full tiles and tails."""
     for gated, activation in ((False, "gelu"), (True, "silu")):
         for d, hidden in ((256, 1024), (200, 333)):
             _check(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, rms_norm and add_norm on a GPU, compiled: what bench/gpu.sh runs. (The other files
-here run interpreted.)"""
+"""layer_norm, rms_norm and add_norm compiled on a GPU, for bench/gpu.sh.
+
+The other files of this folder run interpreted.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ WIDTHS = (
     12288,
     16384,
     20000,
-)  # each kind of tile, whole and with a tail
+)  # each class of tile, full and with a tail
 DRAWN = [
     n for n in range(RANDOM) if fuzz_layer_norm.draw(SEED, n).dtype != torch.float64
-]  # the backend has no float64
+]  # the backend does not support float64
 
 
 def _check(problem: fuzz_layer_norm.Problem) -> None:
@@ -75,7 +77,7 @@ def test_layer_norm_dropout_mask() -> None:
 
 
 def test_layer_norm_addresses_beyond_32_bits() -> None:
-    """Rows far apart, and more than 2^31 numbers in all."""
+    """Rows are far apart, and there are more than 2^31 elements."""
     x = torch.zeros(2**31 // 1024 + 40, 1024, device="cuda", dtype=torch.bfloat16)
     x[-40:] = torch.randn(40, 1024, device="cuda")
     y = pt.layer_norm(x, 1024, backend="triton", strict=True)

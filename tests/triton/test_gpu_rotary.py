@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv on a GPU, compiled: what bench/gpu.sh runs. (test_rotary.py runs
-interpreted.)"""
+"""rotary and append_kv compiled on a GPU, for bench/gpu.sh; test_rotary.py runs interpreted."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytestmark = [
 SEED, RANDOM = 12, 200
 DRAWN = [
     n for n in range(RANDOM) if fuzz_rotary.draw(SEED, n).dtype != torch.float64
-]  # the backend has no float64
+]  # the backend does not support float64
 
 
 @pytest.mark.parametrize("number", DRAWN)
@@ -39,7 +38,7 @@ def test_into_eight_bits(
 
 
 def test_rotary_addresses_beyond_32_bits() -> None:
-    """Rows far apart, and more than 2^31 numbers in all."""
+    """Rows are far apart, and there are more than 2^31 elements."""
     x = torch.zeros(1, 2, 2**31 // 256 + 40, 128, device="cuda", dtype=torch.bfloat16)
     x[:, 1, -40:] = torch.randn(40, 128, device="cuda")
     positions = torch.arange(x.shape[2], device="cuda") % 4096

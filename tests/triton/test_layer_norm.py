@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms of the Triton backend, interpreted on CPU tensors through the public API."""
+"""The norms of the interpreted Triton backend on CPU tensors, through the public API."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from support.ops.layer_norm import constant_rows_off_their_bias
 
 CASES = [c for op in fuzz_layer_norm.KINDS for c in cases(op, "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-WIDE = 1300  # columns: beyond what a program of the interpreter's holds at once
+WIDE = 1300  # columns: more than one program of the interpreter processes at once
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_case(case: Case) -> None:
-    """Outputs and all gradients of a shared case against float64, in every dtype."""
+def test_case_within_the_bound(case: Case) -> None:
+    """Check outputs and all gradients of the shared cases in every dtype."""
     for dtype in DTYPES:
         _, wrong = fuzz_layer_norm.judge(fuzz_layer_norm.of_case(case, dtype), "triton", False)
         assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("columns", [1, 33, 300, WIDE])
-def test_dropout_mask(columns: int) -> None:
-    """Bit for bit the reference's mask, forward and backward, in rows of every kind of tile."""
+def test_dropout_mask_equals_the_reference(columns: int) -> None:
+    """Forward and backward have its bits in every class of tile."""
     x, seed = (
         torch.full((70 if columns < WIDE else 9, columns), 7.0, requires_grad=True),
         torch.tensor(-(2**61) + 12345),
@@ -45,12 +45,12 @@ def test_dropout_mask(columns: int) -> None:
         assert torch.equal(stream != 0, keep) and torch.equal(dx != 0, keep)
 
 
-def test_rows_of_a_larger_problem() -> None:
+def test_slices_of_rows_have_the_dropout_of_the_full_problem() -> None:
     for columns in (33, WIDE):
         check_norm_starts("triton", columns)
 
 
-def test_a_start_that_is_ignored_shows(tmp_path: Path) -> None:
+def test_ignored_starts_are_detected(tmp_path: Path) -> None:
     with (
         mutated("layer_norm", "rows.py", "from_start(r, p.row_start)", "r", tmp_path),
         pytest.raises(AssertionError, match="row_start=5"),
@@ -67,24 +67,24 @@ def _error_at_a_large_mean(kind: str, columns: int) -> float:
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("columns", [500, WIDE])
-def test_a_large_mean_costs_no_digits(kind: str, columns: int) -> None:
+def test_large_mean_loses_no_accuracy(kind: str, columns: int) -> None:
     assert _error_at_a_large_mean(kind, columns) < 2e-6
 
 
 @pytest.mark.parametrize("columns", [500, WIDE])
-def test_a_constant_row_becomes_the_bias(columns: int) -> None:
+def test_constant_rows_give_the_bias(columns: int) -> None:
     assert not constant_rows_off_their_bias("triton", columns)
 
 
-def test_a_mean_taken_once_costs_digits(tmp_path: Path) -> None:
-    """Within the bound, but not what the kernels promise: the test above would see it."""
+def test_one_pass_mean_is_detected(tmp_path: Path) -> None:
+    """A one-pass mean stays within the bound but breaks the kernels' promise."""
     with mutated(
         "layer_norm", "fwd.py", "            b_mean = mean_of(b_h, columns)\n", "", tmp_path
     ):
         assert _error_at_a_large_mean("layer", 500) > 1e-5
 
 
-def test_nan_stays_in_its_row() -> None:
+def test_nan_does_not_spread() -> None:
     for columns in (70, WIDE):
         x = torch.randn(5, columns)
         x[2, 3], x[4, -1] = float("nan"), float("inf")
@@ -93,22 +93,22 @@ def test_nan_stays_in_its_row() -> None:
         assert torch.equal(y[[0, 1, 3]], pt.layer_norm(x[[0, 1, 3]], columns, backend="triton"))
 
 
-def test_a_dropped_nan_is_gone() -> None:
+def test_dropout_removes_nan() -> None:
     x = torch.full((2, 64), float("nan"))
     normed, stream = pt.add_norm(x, torch.ones(2, 64), None, dropout_p=1.0, backend="triton")
     assert torch.equal(stream, torch.ones(2, 64)) and normed.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])
-def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+def test_empty_inputs(shape: tuple[int, ...]) -> None:
     x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
     y = pt.layer_norm(x, shape[-1], w, backend="triton")
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
     assert y.shape == dx.shape == x.shape and torch.equal(dw, torch.zeros_like(w))
 
 
-def test_gradients_asked_for_one_by_one() -> None:
-    """A kernel compiled for one gradient gives the bits of the one for all."""
+def test_single_gradients_equal_those_of_all() -> None:
+    """A kernel compiled for one gradient gives the bits of the kernel for all."""
     for columns in (40, WIDE):
         x, r = torch.randn(2, 3, columns).unbind()
         leaves = [t.requires_grad_() for t in (x, r, torch.randn(columns), torch.randn(columns))]
@@ -125,7 +125,7 @@ def test_gradients_asked_for_one_by_one() -> None:
 
 
 def test_memory_order_is_kept() -> None:
-    """A (B, L, C) view of (L, B, C) memory is read and written where it lies."""
+    """A (B, L, C) view of (L, B, C) memory is read and written in place."""
     x = torch.randn(7, 5, 33).transpose(0, 1).requires_grad_()
     y = pt.layer_norm(x, 33, backend="triton")
     (dx,) = torch.autograd.grad(y, x, torch.randn(7, 5, 33).transpose(0, 1))
@@ -133,8 +133,7 @@ def test_memory_order_is_kept() -> None:
     assert torch.equal(y, pt.layer_norm(x.contiguous(), 33, backend="triton"))
 
 
-def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
+def test_unsupported_arguments_give_a_reason() -> None:
     x = torch.zeros(2, 8)
     assert pt.explain("layer_norm", x, 8).reasons["triton"] is None
     assert "x in float64" in pt.explain("layer_norm", x.double(), 8).reasons["triton"]
@@ -142,7 +141,7 @@ def test_reasons() -> None:
         pt.add_norm(x, x.double(), None, backend="triton")
 
 
-# Faults that norms have had, each in a line of our kernels: (file, the line, what it becomes).
+# Faults of other norms, each in a line of our kernels: (file, line, replacement).
 MUTANTS = {
     "eps_ignored": ("fwd.py", "divided(b_m2, columns) + p.eps", "divided(b_m2, columns)"),
     "mean_counts_padding": ("rows.py", "tl.sum(b, 1) / columns", "tl.sum(b, 1) / b.shape[1]"),
@@ -191,5 +190,5 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+def test_fuzzer_detects_planted_faults(name: str, tmp_path: Path) -> None:
     check_found("layer_norm", MUTANTS[name], tmp_path)

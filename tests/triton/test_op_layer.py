@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton backend under the op layer: schema and fakes, compilation of whole graphs, seeds that
-are data. Interpreted."""
+"""The interpreted Triton backend under the op layer: schema, fakes, full graphs, seeds as data."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ TARGET = torch.tensor([1, 10, -100, 0])
 
 
 class Call(NamedTuple):
-    """An op by its public function: shapes of its differentiable tensors, and how it is called with
-    them."""
+    """An op's public function: shapes of its differentiable tensors, and the call with them."""
 
     shapes: tuple[tuple[int, ...], ...]
     run: Callable[..., Any]
@@ -85,8 +83,8 @@ def _gradients(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of the raw op, with the arguments that the public function gives it."""
+def test_opcheck_of_the_raw_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward get the arguments that the public function passes."""
     op = OPS[name]
     backend, given = op.backends["triton"], []
     spy = dataclasses.replace(backend, forward=lambda a: (given.append(a), backend.forward(a))[1])
@@ -100,14 +98,14 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = dict(zip(op.outputs, op.fwd(*a, "triton", True)))
     grads = [torch.randn_like(outputs[n]) for n in list(outputs)[: len(op.grad_names)]]
     saved = [outputs[n] for n in op.saved]
-    wanted = [isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in op.positions]
-    torch.library.opcheck(op.bwd, (*grads, *a, *saved, wanted, "triton", True))
+    expected = [isinstance(a[p], torch.Tensor) and a[p].is_floating_point() for p in op.positions]
+    torch.library.opcheck(op.bwd, (*grads, *a, *saved, expected, "triton", True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", CALLS)
-def test_fullgraph_compile(name: str, dynamic: bool) -> None:
-    """One graph, forward and backward, with the bits of the call itself, for these sizes or any."""
+def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
+    """Forward and backward have the call's bits, for these sizes or any."""
     torch._dynamo.reset()
     leaves = _leaves(name)
     compiled = torch.compile(
@@ -119,9 +117,8 @@ def test_fullgraph_compile(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_seed_is_data(name: str) -> None:
-    """Another number in the seed's tensor is another mask and no other graph: so captured graphs
-    may fill it anew."""
+def test_seed_is_an_input_of_the_graph(name: str) -> None:
+    """Another value gives another mask and no other graph, so captured graphs may refill it."""
     torch._dynamo.reset()
     leaves, seed = [t.detach() for t in _leaves(name)], torch.tensor(1)
     call = torch.compile(
@@ -138,9 +135,8 @@ def test_a_seed_is_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_seed_is_drawn_by_torch(name: str) -> None:
-    """Where none is given, torch's generator decides: torch.manual_seed repeats a mask, the next
-    call has another."""
+def test_missing_seed_is_drawn_by_torch(name: str) -> None:
+    """torch.manual_seed repeats a mask; the next call draws another."""
     leaves = [t.detach() for t in _leaves(name)]
     results = []
     for again in (True, False, True):
@@ -150,7 +146,7 @@ def test_a_seed_is_drawn_by_torch(name: str) -> None:
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
 
 
-def test_negated_views_reach_the_kernel_as_their_values() -> None:
+def test_negated_views_give_the_results_of_their_values() -> None:
     x, g = torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
     expected = pt.layer_norm(x, 32, backend="triton")
     out = pt.layer_norm(torch._neg_view(-x), 32, backend="triton")

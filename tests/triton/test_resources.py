@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels compile ahead of time, and take what the committed table says. See resources.py."""
+"""The kernels compile ahead of time with the resources of the committed table: see resources.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("resources.py")
 TABLE = SCRIPT.with_suffix(".json")
 
 
-# In every run: a problem of each kind of kernel.
+# In every run: one problem per kernel.
 SOME = (
     r"^(full|t5_bias|dropout|everything|blocks|mask lists) D64 bf16|^(causal|bias|decode causal)"
     r" D128 bf16"
@@ -31,20 +31,20 @@ ARCHITECTURES = (80, 90, 100, 120)
 
 
 def _check(architecture: int, only: str = "") -> None:
-    # Its own process: here the kernels are interpreted.
+    # A separate process: the kernels are interpreted in this one.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--arch", str(architecture), "--only", only]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_some() -> None:
+def test_sampled_kernels_match_the_table() -> None:
     _check(90, SOME)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all(architecture: int) -> None:
+def test_all_kernels_match_the_table(architecture: int) -> None:
     if architecture != 90 and triton.__version__ != json.loads(TABLE.read_text())["triton"]:
         pytest.skip(
             f"the table of sm_{architecture} is not of Triton {triton.__version__}: for that, sm_90"
@@ -53,9 +53,8 @@ def test_all(architecture: int) -> None:
     _check(architecture)
 
 
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest kernel takes more shared memory than some GPUs have; what the backend asks for is
-    what the table says."""
+def test_kernels_beyond_the_shared_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest kernel exceeds some GPUs; the backend's limit equals the table."""
     table = json.loads(TABLE.read_text())["kernels"]
     largest = max(
         used["shared"] for key, used in table.items() if key.endswith("D256 fp32 backward_dkdv")

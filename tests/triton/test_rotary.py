@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rotary and append_kv of the Triton backend, interpreted on CPU tensors through the public API."""
+"""rotary and append_kv of the interpreted Triton backend, through the public API."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support import rotary_eight_bits
 
 
 @pytest.mark.parametrize("case", [*cases("rotary"), *cases("append_kv")], ids=lambda c: c.name)
-def test_case(case: Case) -> None:
-    """Outputs, caches and all gradients of a shared case against float64, in every dtype."""
+def test_case_within_the_bound(case: Case) -> None:
+    """Check outputs, caches and all gradients of the shared cases in every dtype."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         problem = Problem.make(case, dtype, "cpu", seed=0, grad=True)
         grads = check.upstream(problem, seed=1)
@@ -30,8 +30,8 @@ def test_case(case: Case) -> None:
         )
 
 
-def test_as_the_other_backends_turn() -> None:
-    """A (B, L, H, D) model, tables of bfloat16, more rows than one tile has."""
+def test_rotation_equals_other_backends() -> None:
+    """The model is (B, L, H, D), tables are bfloat16, and rows exceed one tile."""
     x = torch.randn(2, 50, 6, 96, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     cos, sin = pt.RotaryPositions(64).tables(torch.arange(50), dtype=torch.bfloat16)
     weight, grad = (
@@ -46,11 +46,11 @@ def test_as_the_other_backends_turn() -> None:
     for mine, other in zip(*results):
         if mine.dtype == torch.float32:
             assert_same_gradient(mine, other)
-        else:  # both round once, from sums that differ as float32's do
+        else:  # both round once, from sums with float32 differences
             torch.testing.assert_close(mine, other, rtol=torch.finfo(mine.dtype).eps, atol=ELEMENT)
 
 
-def test_gradients_asked_for_one_by_one() -> None:
+def test_single_gradients_equal_those_of_all() -> None:
     x, weight, positions = (
         torch.randn(2, 3, 9, 40, requires_grad=True),
         torch.randn(40, requires_grad=True),
@@ -65,8 +65,8 @@ def test_gradients_asked_for_one_by_one() -> None:
         assert torch.equal(torch.autograd.grad(out, leaves[i], grad)[0], together[i])
 
 
-def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the check, which is not made on a GPU: positions and pages outside the cache."""
+def test_positions_outside_the_cache_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets positions and pages outside the cache, unchecked as on a GPU."""
     monkeypatch.setattr(
         "pytransformer.ops._backends.gpu.rotary.looks_at_values", lambda device: False
     )
@@ -86,14 +86,14 @@ def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -
     "dims, page, turned", [((64, 24), 4, 32), ((34, 5), 1, 10), ((13, 18), None, 0)]
 )
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_into_eight_bits(
+def test_8_bit_caches_equal_quantize_kv(
     eight: torch.dtype, dims: tuple[int, int], page: int | None, turned: int
 ) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         assert rotary_eight_bits.wrong("triton", eight, dtype, dims, page, turned) == []
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs() -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
         out = pt.rotary(
@@ -102,8 +102,7 @@ def test_nothing_to_do() -> None:
         assert out.shape == shape and not torch.autograd.grad(out.sum(), weight)[0].any()
 
 
-def test_reasons() -> None:
-    """Arguments that the backend does not support give a reason."""
+def test_unsupported_arguments_give_a_reason() -> None:
     positions = torch.arange(3)
     assert pt.explain("rotary", torch.zeros(1, 1, 3, 8), positions).reasons["triton"] is None
     assert (
@@ -114,7 +113,7 @@ def test_reasons() -> None:
     assert wide == "last dimensions of at most 4,096, and x has 4,098"
 
 
-# Faults of kernels like these, each in a line of ours: (file, the line, what it becomes).
+# Faults of similar kernels, each in a line of ours: (file, line, replacement).
 MUTANTS = {
     "eps_ignored": ("fwd.py", ", dim) + p.eps)", ", dim))"),
     "turned_the_other_way": ("fwd.py", "-(b_2 * s_1)", "b_2 * s_1"),
@@ -143,7 +142,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", every_third(MUTANTS))
-def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+def test_planted_faults_are_detected(name: str, tmp_path: Path) -> None:
     check_found("rotary", MUTANTS[name], tmp_path)
 
 
@@ -166,7 +165,7 @@ EIGHT_BITS = {
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_a_fault_in_eight_bits_is_found(name: str, tmp_path: Path) -> None:
+def test_planted_8_bit_faults_are_detected(name: str, tmp_path: Path) -> None:
     with mutated("rotary", *EIGHT_BITS[name], tmp_path):
         assert rotary_eight_bits.wrong(
             "triton", torch.float8_e4m3fn, torch.bfloat16, (34, 25), 4, 10

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured configurations: found by GPU, kernel and class of problems; and the tool that measures
-them, as far as it goes here."""
+"""Measured configurations by GPU, kernel and class of problems, and the tuning tool."""
 
 from __future__ import annotations
 
@@ -36,14 +35,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "tools" / "tune.py"
 def tune() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tune", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tune"] = module  # dataclasses look there
+    sys.modules["tune"] = module  # dataclasses reads sys.modules
     spec.loader.exec_module(module)
     return module
 
 
-def test_table(tmp_path: Path) -> None:
-    """An entry is found under the GPU's name, without what was measured; nothing where there is no
-    file."""
+def test_table_has_entries_per_gpu(tmp_path: Path) -> None:
+    """Entries have no measurements; a missing file gives an empty table."""
     entry = {"BM": 64, "BN": 128, "warps": 8, "stages": 2}
     path = tuned.path_of("attention", "NVIDIA H200", tmp_path)
     assert path == tmp_path / "nvidia-h200" / "attention.json"
@@ -86,9 +84,8 @@ def test_committed_tables_are_configurations() -> None:
             configs.Config(**entry)
 
 
-def test_tasks(tune: ModuleType) -> None:
-    """Every kernel of every op has its classes, each once, and starts from what runs without a
-    table."""
+def test_tasks_cover_every_kernel_once(tune: ModuleType) -> None:
+    """Every kernel of every op has its classes, and starts from its heuristic configuration."""
     tasks = list(tune.tasks())
     keys = [(t.op, t.key) for t in tasks]
     assert len(set(keys)) == len(keys)
@@ -112,28 +109,29 @@ def test_tasks(tune: ModuleType) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would start tuning this GPU")
-def test_without_a_gpu(tune: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_exits_with_an_error(
+    tune: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune.main([]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
-    """What bench/gpu.sh would call is understood, and starts with the hottest kernel: on a GPU
-    there is no time to find out."""
+def test_gpu_run_can_tune(tune: ModuleType, tmp_path: Path) -> None:
+    """The tool accepts the commands of bench/gpu.sh and starts with the hottest kernel."""
     environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = SCRIPT.parents[1] / "gpu.sh"
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
     ).stdout
     (words,) = (
-        line.partition("tune.py ")[2].split() for line in said.splitlines() if "tune.py " in line
+        line.partition("tune.py ")[2].split() for line in output.splitlines() if "tune.py " in line
     )
     options = tune.parser().parse_args(words)
     assert tune.chosen_by(options)[0].key == "forward, 16 bit, head size 128"
     assert tmp_path in options.folder.parents and options.seconds < 120
 
 
-def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
+def test_nearest_candidates_run_first(tune: ModuleType) -> None:
     table = feed_forward_configs.Config(64, 64, 32, 4, 2)
     far, near, library = (
         dataclasses.replace(table, **c) for c in ({"BM": 256}, {"stages": 3}, {"library": True})
@@ -150,9 +148,8 @@ def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
         "backward, up to 1024 classes",
     ],
 )
-def test_dry_run(key: str) -> None:
-    """Candidates reach the kernel that they are for: two of them take different registers or
-    memory."""
+def test_dry_run_compiles_distinct_candidates(key: str) -> None:
+    """Candidates reach their kernel: two of them use different registers or memory."""
     environment = {
         k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
     }  # compiled, not interpreted

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the Triton kernel itself, as a GPU or its compiler might bring them about: the check at
-the first call finds them in a process
-of its own, and the next backend computes. Interpreted."""
+"""The check at first use detects faults in the interpreted Triton kernel in its own process.
+
+A GPU or its compiler could cause such faults. The next backend then computes.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ FAULTS = {
         "verify: crashed here: the process ended by SIGABRT",
     ),
 }
-# The other ways once, in slow runs: they are those of tests/ops/test_verification.py, 5 s of the
-# interpreter each apart.
+# Run the other failures once, in slow runs: tests/ops/test_verification.py has them, and the
+# interpreter needs 5 s each.
 KINDS = [("attention", fault) for fault in FAULTS]
 KINDS += [
     pytest.param(way, "wrong numbers", marks=pytest.mark.slow) for way in WAYS if way != "attention"
@@ -38,7 +39,7 @@ KINDS += [
 
 
 def planting(fault: str, folder: Path) -> str:
-    """Lines for the process that checks: its kernel is the edited one, as long as it lives."""
+    """Return the lines that edit the kernel in the process of the check."""
     old, new, _ = FAULTS[fault]
     edit = ("attention", "fwd.py", old, new)
     return (
@@ -48,7 +49,7 @@ def planting(fault: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("way, fault", KINDS)
-def test_broken_kernel_is_found_and_reported_once(
+def test_broken_kernel_is_detected_and_reported_once(
     way: str, fault: str, tmp_path: Path, capfd
 ) -> None:
     want = WAYS[way]()
@@ -67,7 +68,7 @@ def test_broken_kernel_is_found_and_reported_once(
 
 
 def test_kernel_without_a_fault_is_used(tmp_path: Path) -> None:
-    """Else the tests above could pass for want of a backend."""
+    """Otherwise the tests above could pass without a backend."""
     with checked_apart(OPS["attention"].backends["triton"], "", tmp_path), trace() as by:
         WAYS["attention"]()
     assert {backend for _, backend in by} == {"triton"}

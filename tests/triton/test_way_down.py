@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that do not compile or launch: the next backend computes. What ran and failed is
-raised. Interpreted."""
+"""Triton kernels that do not compile or launch fall back; failures of running kernels raise.
+
+The kernels are interpreted.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ AFTER: dict[str, Callable[[], Exception]] = {
 
 
 def lost_context() -> Exception:
-    """Of PyTorch, asked by Triton's launcher for the current device."""
+    """Raise PyTorch's error when Triton's launcher reads the current device."""
     called_there = {"__name__": "triton.backends.nvidia.driver", "torch": torch}
     exec(
         "def ask():\n    raise torch.AcceleratorError('CUDA error: device-side assert triggered')",
@@ -81,14 +83,14 @@ def lost_context() -> Exception:
 def launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[Callable[[], Exception]], None]]:
-    """Makes every launch of an interpreted kernel raise."""
+    """Make every launch of an interpreted kernel raise."""
     yield lambda error: monkeypatch.setattr(GridExecutor, "__call__", failing(error))
 
 
 @pytest.mark.parametrize("then", ["cpu", "reference"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BEFORE)
-def test_the_next_backend_computes(
+def test_failures_fall_back_to_the_next_backend(
     launches: Callable[..., None], name: str, way: str, then: str
 ) -> None:
     error, says = BEFORE[name]
@@ -99,14 +101,16 @@ def test_the_next_backend_computes(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_backward_alone_fails(way: str) -> None:
+def test_failing_backward_falls_back(way: str) -> None:
     want = WAYS[way]()
     with preferred("triton", only_backward=OutOfResources(200_000, 101_376, "shared memory")):
         check(way, want, "triton", "shared memory", fails="attention_bwd")
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_what_ran_and_failed_is_raised_as_it_is(launches: Callable[..., None], name: str) -> None:
+def test_failures_of_running_kernels_are_raised_unchanged(
+    launches: Callable[..., None], name: str
+) -> None:
     error = AFTER[name]()
     with preferred("triton"), pytest.raises(type(error)) as caught:
         launches(lambda: error)
@@ -114,19 +118,19 @@ def test_what_ran_and_failed_is_raised_as_it_is(launches: Callable[..., None], n
     assert caught.value is error and not pt.fallbacks()
 
 
-def test_a_lost_context_is_no_failure_of_triton_s(launches: Callable[..., None]) -> None:
+def test_lost_context_is_not_a_backend_failure(launches: Callable[..., None]) -> None:
     launches(lost_context)
     with preferred("triton"), pytest.raises(torch.AcceleratorError, match="device-side assert"):
         attention()
 
 
-def test_forced_and_strict_raise(
+def test_forced_and_strict_calls_raise(
     launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = OutOfResources(200_000, 101_376, "shared memory")
     launches(lambda: error)
     with preferred("triton"):
-        for _ in range(2):  # tried each time
+        for _ in range(2):  # every call tries it
             with (
                 pt.use_backend(attention="triton"),
                 pytest.raises(pt.BackendError, match="forced but did not run") as caught,
@@ -135,17 +139,19 @@ def test_forced_and_strict_raise(
             assert caught.value.__cause__ is error
         monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
         for way in ("attention", "activated"):
-            for _ in range(2):  # at the failure, and when it is remembered
+            for _ in range(2):  # at the failure, and from memory
                 with pytest.raises(pt.BackendError, match=r"strict mode.*shared memory"):
                     WAYS[way]()
             pt.clear_fallbacks()
 
 
-def test_a_failure_is_of_one_kind_of_problem(
+def test_failures_are_remembered_per_problem_class(
     launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Head size 16 in float32 fails; head size 8, bfloat16 and dropout are tried, other lengths are
-    not."""
+    """Head dim 16 in float32 fails.
+
+    Head dim 8, bfloat16 and dropout are tried; other lengths are not.
+    """
     tried: list[tuple[torch.dtype, int]] = []
 
     def launch(grid: object, *args: torch.Tensor, **options: object) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's own JIT and launcher, with a stub of the driver in a GPU's place: see stub/gpu.py. Each
-in a process of its own, which does not
-interpret: these need no TRITON_INTERPRET but run with it."""
+"""Triton's JIT and launcher with a stub of the driver in place of a GPU: see stub/gpu.py.
+
+Each test starts a process that does not interpret, with or without TRITON_INTERPRET here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from pytransformer.ops._backends.triton import availability
 STUB = Path(__file__).with_name("stub")
 ARCHITECTURES = (80, 86, 90, 120)
 SHARED_OF_SM86 = (
-    101376  # bytes a block may have on compute capability 8.6 and 8.9, which take the tiles of 8.0
+    101376  # max bytes per block on compute capability 8.6 and 8.9, which use the tiles of 8.0
 )
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CC", "cc").split()[0]) is None,
@@ -47,16 +48,17 @@ def _run(script: str, *arguments: str) -> str:
 
 
 @needs_compiler
-def test_launches() -> None:
-    """Every named case and some random problems, and sizes, strides and values of 0 and 1, of which
-    Triton would make constants."""
+def test_launches_pass_every_argument() -> None:
+    """Run every named case, random problems, and 0 and 1, which Triton specializes to constants.
+
+    Sizes, strides and values take 0 and 1.
+    """
     print(_run("launches.py", "--arch", "90", "--cases", "1", "--random", "8"))
 
 
 @needs_compiler
-def test_warm_calls_launch_what_cold_ones_do() -> None:
-    """What kernels/_launch.py keeps of a call is launched again with the same kernels, grids,
-    numbers and memory."""
+def test_warm_calls_launch_the_same_as_cold_calls() -> None:
+    """Launches stored by kernels/_launch.py repeat kernels, grids, numbers and memory."""
     print(_run("warm.py", "--arch", "90", "--cases", "2", "--random", "4"))
 
 
@@ -73,9 +75,9 @@ def test_all_launches(architecture: int) -> None:
     print(_run("launches.py", "--arch", str(architecture), "--dtypes", "3", "--random", "300"))
 
 
-# Forms of a kernel that sizes do choose. attention_forward: decode, prefill, and when packed what
-# each leaves to the other; keys in one run or in several. A bias's rows begin at multiples of 16
-# elements, or not.
+# Variants of a kernel that sizes select. attention_forward: decode, prefill, and when packed the
+# sequences that each leaves to the other; contiguous and several runs of keys. A bias's rows begin
+# at multiples of 16 elements, or not.
 FORMS = {
     ("decode", "attention_forward"): 2,
     ("decode_pages", "attention_forward"): 2,
@@ -92,10 +94,11 @@ FORMS = {
 
 
 @needs_compiler
-def test_sizes_compile_nothing_again() -> None:
-    """Decoding over 4,096 lengths of the cache and 256 tables of pages, appending to such caches,
-    training on 512 lengths and five batch
-    sizes, windows and global keys of 100 sizes."""
+def test_sizes_cause_no_recompilation() -> None:
+    """Decode over 4,096 cache lengths and 256 page tables, append, and train on 512 lengths.
+
+    Training uses five batch sizes; windows and global keys have 100 sizes.
+    """
     runs = json.loads(_run("variants.py"))
     print(runs)
     assert {run: len(kernels) for run, kernels in runs.items()} == {
@@ -110,7 +113,7 @@ def test_sizes_compile_nothing_again() -> None:
 
 
 def test_tiles_of_sm80_fit_compute_capability_86() -> None:
-    """What the table has for sm_80 is what 8.6 and 8.9 compile, with 62 KB less shared memory."""
+    """8.6 and 8.9 compile the table's entries for sm_80, with 62 KB less shared memory."""
     table = json.loads((STUB.parent / "resources.json").read_text())["kernels"]
     ours = {key: used["shared"] for key, used in table.items() if key.startswith("sm_80 ")}
     assert any("segments D128 bf16 forward" in key for key in ours)
@@ -122,7 +125,7 @@ def test_tiles_of_sm80_fit_compute_capability_86() -> None:
     assert not over, over
 
 
-# ---- what needs no kernel
+# ---- tests without a kernel
 
 
 @pytest.fixture
@@ -132,7 +135,7 @@ def switches() -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = old
 
 
-def test_either_switch_of_tf32_is_understood(switches: None) -> None:
+def test_both_tf32_switches_are_supported(switches: None) -> None:
     from pytransformer.kernels._lang import precision
 
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -140,14 +143,14 @@ def test_either_switch_of_tf32_is_understood(switches: None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     assert precision(torch.float32) == "ieee"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with pytest.raises(RuntimeError):  # PyTorch: why the old one is not read
+    with pytest.raises(RuntimeError):  # PyTorch forbids reading the old switch now
         _ = torch.backends.cuda.matmul.allow_tf32
     assert precision(torch.float32) == "tf32"
     assert precision(torch.bfloat16) == precision(torch.float16) == "ieee"
 
 
 @pytest.mark.parametrize("op", ["attention", "feed_forward"])
-def test_ops_run_after_the_new_switch_of_tf32(switches: None, op: str) -> None:
+def test_ops_run_with_the_new_tf32_switch(switches: None, op: str) -> None:
     import pytransformer as pt
     from pytransformer.testing.hugging_face import distance, model_distance_limit
 
@@ -179,10 +182,11 @@ def may_be_none(annotation: object) -> bool:
     return type(None) in typing.get_args(annotation)
 
 
-def test_no_tuple_of_a_kernel_may_be_none_and_hold_one() -> None:
-    """Triton 3.6 cannot compare such a tuple with None: attention with a dense mask did not compile
-    there. What may be absent is absent by
-    its parts."""
+def test_kernel_tuples_are_none_only_in_their_elements() -> None:
+    """Triton 3.6 cannot compare a tuple that contains None with None.
+
+    Attention with a dense mask did not compile there, so only elements may be None.
+    """
     modules = [
         importlib.import_module(m.name)
         for m in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")

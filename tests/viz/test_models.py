@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From models to weights: the stacks, layers, heads and rows asked for, computed as the definition
-says."""
+"""Attention weights of models: requested stacks, layers, heads and rows equal the definition."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(one_thread):
-    """Everything here is tiny."""
+    """Use one thread: all models here are tiny."""
 
 
 def gpt():
     return GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=3, num_heads=4, max_length=8))
 
 
-def test_weights_of_a_causal_decoder():
+def test_weights_of_a_causal_decoder_equal_the_definition():
     model = gpt().train()
     seen = viz.attention_of(model, {"input_ids": IDS})
     assert seen.which == "decoder" and model.training, "the model is left as it was"
@@ -53,7 +52,7 @@ def test_weights_of_a_causal_decoder():
         seen.weights(layers=[3])
 
 
-def test_the_stack_is_named_or_chosen():
+def test_stack_is_named_or_selected():
     small = dict(
         vocab_size=20,
         d_model=16,
@@ -77,7 +76,7 @@ def test_the_stack_is_named_or_chosen():
         viz.attention_of(fnet, {"input_ids": IDS})
 
 
-def test_models_are_loaded_by_what_their_folder_says(tmp_path):
+def test_models_load_by_the_config_of_their_folder(tmp_path):
     model = BERT(
         BERTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, hidden=16, max_length=8)
     ).eval()
@@ -89,12 +88,12 @@ def test_models_are_loaded_by_what_their_folder_says(tmp_path):
         viz.position_table(
             GPT(GPTConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=4, positions="alibi"))
         )
-    for facts, said in [
+    for facts, output in [
         ({"model": "Nonsense"}, "holds a Nonsense"),
-        ({"model_type": "llama"}, "of type 'llama'; wanted one of bert"),
+        ({"model_type": "llama"}, "of type 'llama'; expected one of bert"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(facts))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             viz.load_model(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         viz.load_model(tmp_path / "none")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of attention: found by score in heads that were made to have them, and drawn from the
-command line."""
+"""Attention patterns, identified by score in constructed heads and plotted by the command line."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MADE = {
 
 
 def made() -> torch.Tensor:
-    """(3 layers, 4 heads): even but for those heads, which give nine tenths to their pattern, by
-    hand."""
+    """Return (3 layers, 4 heads): uniform, except heads with nine tenths on their pattern."""
     n = len(WORDS)
     weights = torch.full((3, 4, n, n), 1.0 / n)
     by_hand = {
@@ -47,7 +45,7 @@ def made() -> torch.Tensor:
     return weights
 
 
-def test_each_pattern_is_found_in_its_head() -> None:
+def test_each_pattern_is_identified_in_its_head() -> None:
     found = {f.pattern: f for f in viz.find_patterns(made(), TEXT)}
     assert {name: (f.layer, f.head) for name, f in found.items()} == MADE
     assert all(0.9 < f.score < 1.0 for f in found.values())
@@ -55,7 +53,7 @@ def test_each_pattern_is_found_in_its_head() -> None:
     assert scores.shape == (3, 4) and scores[0, 2].item() == pytest.approx(1 / len(WORDS))
 
 
-def test_what_a_text_has_not_is_left_out() -> None:
+def test_patterns_missing_in_a_text_are_left_out() -> None:
     text = viz.Text(["a", "b", "c"], torch.zeros(3), torch.tensor([True, False, False]))
     assert "same word elsewhere" not in viz.pattern_scores(torch.full((1, 1, 3, 3), 1 / 3), text)
     with pytest.raises(
@@ -77,7 +75,7 @@ def tokenizer() -> object:
     return made
 
 
-def test_two_sentences_from_the_command_line(
+def test_command_line_plots_two_sentences(
     tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of attention: they hold what they should, are written whole, and say what is wrong with
-what they got."""
+"""Plots of attention: their contents, their files, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def draw_all(weights):
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_every_picture_can_be_written(tmp_path, weights, suffix):
+def test_every_plot_can_be_saved(tmp_path, weights, suffix):
     for number, figure in enumerate(draw_all(weights)):
         path = viz.save(figure, tmp_path / f"{number}{suffix}")
         content = path.read_bytes()
@@ -55,14 +54,14 @@ def test_every_picture_can_be_written(tmp_path, weights, suffix):
     )
 
 
-def test_the_same_picture_has_the_same_bytes(tmp_path, weights):
+def test_equal_plots_have_equal_bytes(tmp_path, weights):
     first, second = (
         viz.save(next(draw_all(weights)), tmp_path / f"{i}.svg").read_bytes() for i in (1, 2)
     )
     assert first == second
 
 
-def test_a_heat_map_shows_the_weights_and_the_tokens(weights):
+def test_heat_map_shows_weights_and_tokens(weights):
     figure = viz.heat_map(weights[0, 0], TOKENS, TOKENS[::-1], title="costs $5")
     axis = figure.axes[0]
     assert (axis.images[0].get_array() == weights[0, 0].numpy()).all()
@@ -81,8 +80,7 @@ def test_a_heat_map_shows_the_weights_and_the_tokens(weights):
 
 
 def test_labels_do_not_overlap(weights):
-    """At 9 points each label needs an eighth of an inch; with 60 tokens every row must still have
-    it."""
+    """A label at 9 points needs an eighth of an inch, also for 60 tokens."""
     many = torch.rand(60, 60)
     figure = viz.heat_map(many, [f"token{i}" for i in range(60)], [f"token{i}" for i in range(60)])
     figure.canvas.draw()
@@ -92,7 +90,7 @@ def test_labels_do_not_overlap(weights):
     assert all(box.x0 >= 0 for box in boxes), "a label is cut off at the left"
 
 
-def test_the_gallery_has_a_picture_for_each_head(weights):
+def test_gallery_has_a_plot_per_head(weights):
     figure = viz.gallery(weights, layers=[0, 2, 5], heads=[1, 2, 3, 7])
     shown = [axis.images[0].get_array() for axis in figure.axes]
     assert len(shown) == 12 and all(
@@ -103,7 +101,7 @@ def test_the_gallery_has_a_picture_for_each_head(weights):
         viz.gallery(weights, layers=[0, 1])
 
 
-def test_the_line_drawing_has_a_line_for_each_weight_that_counts():
+def test_line_plot_has_a_line_per_significant_weight():
     weights = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.01, 0.99]])
     (lines,) = viz.head_lines(weights, ["a", "b"], ["x", "y", "z"], least=0.02).axes[0].collections
     drawn = [(int(s[0][1]), int(s[1][1])) for s in lines.get_segments()]
@@ -111,7 +109,7 @@ def test_the_line_drawing_has_a_line_for_each_weight_that_counts():
     assert lines.get_colors()[:, 3].tolist() == pytest.approx([0.9, 0.1, 0.99])
 
 
-def test_mean_distances_leave_padding_out():
+def test_mean_distances_exclude_padding():
     query, key = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8)
     lengths = torch.tensor([6, 4])
     _, lse = pt.attention(query, key, key, key_lengths=lengths, return_lse=True)
@@ -122,31 +120,31 @@ def test_mean_distances_leave_padding_out():
     apart = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     each = (weights * apart).sum(-1)
     valid = torch.arange(6) < lengths[:, None]
-    wanted = torch.stack([torch.cat([each[0, h], each[1, h, :4]]).mean() for h in range(3)])
-    torch.testing.assert_close(viz.mean_distances(distance, valid), wanted)
+    expected = torch.stack([torch.cat([each[0, h], each[1, h, :4]]).mean() for h in range(3)])
+    torch.testing.assert_close(viz.mean_distances(distance, valid), expected)
     torch.testing.assert_close(viz.mean_distances(distance), each.mean((0, 2)))
-    assert not torch.allclose(viz.mean_distances(distance), wanted), (
+    assert not torch.allclose(viz.mean_distances(distance), expected), (
         "the padding of this case must count"
     )
 
 
-def test_a_block_map_has_a_square_for_each_block_that_runs():
+def test_block_map_has_a_square_per_computed_block():
     mask = pt.BlockMask.sliding_window(256, (64, 0))
     figure = viz.block_map(mask)
     full, partial = (len(c.get_paths()) for c in figure.axes[0].collections)
     assert (full, partial) == (0, 7) and "43.8% of the blocks run" in texts(figure)
-    with pytest.raises(TypeError, match=r"wanted a pytransformer\.BlockMask, got Tensor"):
+    with pytest.raises(TypeError, match=r"expected a pytransformer\.BlockMask, got Tensor"):
         viz.block_map(mask.to_dense())
 
 
-def test_wrong_input_is_named(tmp_path, weights):
+def test_bad_input_is_named(tmp_path, weights):
     with pytest.raises(
         ValueError, match=r"heat_map: weights must have 2 dimensions, .* got shape \(3, 4, 7, 7\)"
     ):
         viz.heat_map(weights)
     with pytest.raises(TypeError, match="gallery: weights must be a tensor, got list"):
         viz.gallery([[1.0]])
-    with pytest.raises(ValueError, match="head_lines: wanted 7 keys, one for each, got 2"):
+    with pytest.raises(ValueError, match="head_lines: expected 7 keys, one for each, got 2"):
         viz.head_lines(weights[0, 0], TOKENS, ["a", "b"])
     with pytest.raises(ValueError, match=r"ends with \.png or \.svg, got .*x\.pdf"):
         viz.save(viz.heat_map(weights[0, 0]), tmp_path / "x.pdf")
@@ -162,7 +160,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, weights):
         viz.heat_map(weights[0, 0])
 
 
-def test_curves_have_a_line_each_and_ticks_where_points_are(tmp_path):
+def test_curves_have_lines_and_ticks_at_points(tmp_path):
     figure = viz.plot_curves(
         {"a": [(10, 0.5), (40, 0.7)], "b": [(10, 0.6)]}, "digits", "right", title="x<y", log_x=True
     )

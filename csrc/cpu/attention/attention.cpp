@@ -63,10 +63,11 @@ void* statistics(const MaybeTensor& t, const char* name, ScalarType work,
 // Return the strides of (B, H, L, D), or of packed (total, H, D).
 pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
   const int64_t n = t.dim();
-  STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; wanted ", packed ? 3 : 4);
+  STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; expected ",
+                  packed ? 3 : 4);
   // contiguous() of an empty tensor may return any strides.
   STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name,
-                  " has a last stride of ", t.stride(n - 1), "; wanted 1");
+                  " has a last stride of ", t.stride(n - 1), "; expected 1");
   return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1}
                 : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
 }
@@ -75,18 +76,18 @@ pt::Dense dense(const MaybeTensor& t, const char* name, const pt::AttentionProbl
                 bool may_be_boolean) {
   pt::Dense d;
   if (!t) return d;
-  STD_TORCH_CHECK(t->dim() == 4, name, " has ", t->dim(), " dimensions; wanted 4");
+  STD_TORCH_CHECK(t->dim() == 4, name, " has ", t->dim(), " dimensions; expected 4");
   const int64_t full[4] = {p.B, p.Hq, p.Lq, p.Lk};
   int64_t stride[4];
   for (int i = 0; i < 4; i++) {
     STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i),
-                    " in dimension ", i, "; wanted ", full[i], " or 1");
+                    " in dimension ", i, "; expected ", full[i], " or 1");
     stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
   }
   d.data = read(*t, name);
   d.stride = {stride[0], stride[1], stride[2], stride[3]};
   d.boolean = t->scalar_type() == ScalarType::Bool;
-  STD_TORCH_CHECK(may_be_boolean || !d.boolean, name, " is boolean; wanted a floating dtype");
+  STD_TORCH_CHECK(may_be_boolean || !d.boolean, name, " is boolean; expected a floating dtype");
   if (!d.boolean) d.dtype = dtype_of(*t, name, pt::Float64::taken);
   return d;
 }
@@ -94,15 +95,15 @@ pt::Dense dense(const MaybeTensor& t, const char* name, const pt::AttentionProbl
 void check_lengths(const int64_t* lengths, const char* name, int64_t n, int64_t most) {
   for (int64_t b = 0; lengths && b < n; b++)
     CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b],
-                "; wanted between 0 and ", most, " (start + length)");
+                "; expected between 0 and ", most, " (start + length)");
 }
 
 void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64_t total,
                    int64_t longest) {
-  CHECK_VALUE(cu[0] == 0, name, "[0] is ", cu[0], "; wanted 0");
+  CHECK_VALUE(cu[0] == 0, name, "[0] is ", cu[0], "; expected 0");
   for (int64_t b = 0; b < sequences; b++) {
     CHECK_VALUE(cu[b + 1] >= cu[b], name, " falls from ", cu[b], " to ", cu[b + 1], " at sequence ",
-                b, "; wanted non-decreasing offsets");
+                b, "; expected non-decreasing offsets");
     CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b],
                 " rows, but the longest was said to be ", longest);
   }
@@ -128,7 +129,7 @@ pt::BlockMask block_mask(IndexCopies& copies, const MaybeTensor& offsets,
   check_shape(*entries, "block_entries", {n, 2});
   const auto power_of_two = [](int64_t n) { return n >= 32 && n <= 1 << 20 && !(n & (n - 1)); };
   STD_TORCH_CHECK(power_of_two(rows) && power_of_two(keys), "blocks are of ", rows, " x ", keys,
-                  " pairs; wanted powers of two from 32 to 2^20");
+                  " pairs; expected powers of two from 32 to 2^20");
   m.B = offsets->size(0), m.H = offsets->size(1), m.row_bits = __builtin_ctzll(rows),
   m.key_bits = __builtin_ctzll(keys);
   const int64_t down = (p.Lq + rows - 1) / rows, across = (p.Lk + keys - 1) / keys;
@@ -174,7 +175,7 @@ pt::Pages pages_of(IndexCopies& copies, const MaybeTensor& table, const Tensor& 
     const int64_t keys = std::min(p.key_lengths[b] - key_start, p.Lk);
     for (int64_t n = 0; n * pages.size < keys; n++)
       CHECK_VALUE(pages.at(b, n) >= 0 && pages.at(b, n) < key.size(0), "page_table[", b, ", ", n,
-                  "] is ", pages.at(b, n), "; wanted a page from 0 to ", key.size(0) - 1);
+                  "] is ", pages.at(b, n), "; expected a page from 0 to ", key.size(0) - 1);
   }
   return pages;
 }
@@ -227,7 +228,7 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
   const int64_t q_rows = query.size(length), k_rows = key.size(length);
   STD_TORCH_CHECK(!packed || (a.num_queries >= 0 && a.num_keys >= 0), "max_q and max_k are ",
-                  a.num_queries, " and ", a.num_keys, "; wanted at least 0");
+                  a.num_queries, " and ", a.num_keys, "; expected at least 0");
   p.Lq = packed ? std::min(a.num_queries, q_rows) : q_rows,
   p.Lk = packed ? std::min(a.num_keys, k_rows) : k_rows;
   if (paged) {
@@ -238,9 +239,9 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
   }
   constexpr int64_t kMaxHead = 512;  // upper bound of stack arrays with one head row
   STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ",
-                  p.D, " and ", p.Dv, "; wanted 1 to ", kMaxHead);
+                  p.D, " and ", p.Dv, "; expected 1 to ", kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq,
-                  " heads; wanted a multiple of key's ", p.Hkv);
+                  " heads; expected a multiple of key's ", p.Hkv);
   if (packed) {
     check_shape(key, "key", {k_rows, p.Hkv, p.D}),
         check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
@@ -294,7 +295,7 @@ pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Ten
                     "packed sequences take no dense mask or bias, no block mask and no segments");
   }
 
-  STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "align is ", a.align, "; wanted 0, 1 or 2");
+  STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "align is ", a.align, "; expected 0, 1 or 2");
   p.align = pt::Align(a.align), p.left = a.left, p.right = a.right, p.global_keys = a.global_keys,
   p.bidirectional = a.bidirectional;
   p.batch_start = a.batch_start, p.head_start = a.head_start, p.query_start = a.query_start,

@@ -30,7 +30,7 @@ R rows_of(const Tensor& t, const char* name, const pt::NormProblem& p) {
   rows.data = pt::write_address(kOp, t, name), rows.dtype = dtype_of(t, name, pt::Float64::taken);
   if (t.is_contiguous()) {
     STD_TORCH_CHECK(t.numel() == p.outer * p.inner * p.columns, "layer norm: ", name, " has ",
-                    t.numel(), " elements; wanted ", p.outer * p.inner * p.columns);
+                    t.numel(), " elements; expected ", p.outer * p.inner * p.columns);
     rows.outer = p.inner * p.columns, rows.inner = p.columns;
     return rows;
   }

@@ -61,7 +61,7 @@ pt::RotaryProblem problem_of(const Tensor& x, const MaybeTensor& cos, const Mayb
         "rotary: cos and sin must be contiguous float32 (float64 for float64) of the shape (",
         p.batch, " or 1, ", p.length, ", turned)");
   STD_TORCH_CHECK(p.turned % 2 == 0 && p.turned <= p.dim, "rotary: cos has ", p.turned,
-                  " columns; wanted an even number up to ", p.dim);
+                  " columns; expected an even number up to ", p.dim);
   p.cos = pt::read_address(kOp, *cos, "cos"), p.sin = pt::read_address(kOp, *sin, "sin");
   p.table_batch = cos->size(0) == 1 ? 0 : p.length * p.turned;
   return p;

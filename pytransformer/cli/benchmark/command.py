@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why"
+            "--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` gives the reason"
         )
     if arguments.threads is not None:
         if arguments.threads < 1:

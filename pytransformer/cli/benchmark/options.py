@@ -104,7 +104,7 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
         "--isa",
         choices=tuple(ISAS),
         default=None,
-        help="hold both our kernels and PyTorch's libraries to an instruction set",
+        help="limit our kernels and PyTorch's libraries to an instruction set",
     )
     add(
         "--device",

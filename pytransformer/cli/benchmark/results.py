@@ -226,7 +226,7 @@ def _check_meaning(document: dict[str, Any]) -> list[str]:
                 f"not_run[{index}].status is {entry['status']!r}, not one of {', '.join(STATUSES)}"
             )
         if not entry["reason"].strip():
-            problems.append(f"not_run[{index}].reason is blank: who does not take part says why")
+            problems.append(f"not_run[{index}].reason must not be blank")
     return problems
 
 

@@ -32,9 +32,11 @@ def prepare(problem: Problem) -> Prepared:
         raise Unsupported("FlexAttention has no backward on the CPU")
     query, key, value = problem.args
     if problem.device == "cuda" and (query.shape[-1] & (query.shape[-1] - 1)):
-        raise Unsupported(f"FlexAttention wants a power of two as head size, not {query.shape[-1]}")
+        raise Unsupported(
+            f"FlexAttention requires a power of two as head size, got {query.shape[-1]}"
+        )
     if "page_table" in problem.kwargs:
-        raise Unsupported("FlexAttention reads pages by a formula of its own")
+        raise Unsupported("FlexAttention reads pages by another formula")
     with torch.no_grad():
         a = OPS["attention"].prepare(
             *problem.args, **{k: v for k, v in problem.kwargs.items() if k != "return_lse"}

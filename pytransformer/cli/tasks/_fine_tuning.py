@@ -59,8 +59,8 @@ def fine_tune(run: Run, model: BERT, question: Question, steps: int, pad_id: int
     if min(len(question.held_out), len(question.train)) < FEWEST or question.num_labels < 2:
         run.say(
             f"{question.head} is left out: {len(question.train)} examples to learn from,"
-            f" {len(question.held_out)} held out and {question.num_labels} labels; wanted {FEWEST},"
-            f" {FEWEST} and 2 (a label and a tab before each text of a FILE)"
+            f" {len(question.held_out)} held out and {question.num_labels} labels; expected"
+            f" {FEWEST}, {FEWEST} and 2 (a label and a tab before each text of a FILE)"
         )
         return None
     a = run.arguments

@@ -36,8 +36,8 @@ def add_texts(parser: argparse.ArgumentParser, vocabulary: int = 4000) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
-        help="a text a line, with a label and a tab before it or not; or the English messages of installed packages with gettext "
-        "catalogues, whose label is the package",
+        help="one text per line, optionally after a label and a tab; or the English messages of "
+        "installed packages with gettext catalogues, labeled with the package",
     )  # fmt: skip
     add_model(parser, vocabulary)
 
@@ -48,8 +48,8 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--data", required=True,
         metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
-        help="pairs of texts, two columns, a tab between them; or installed packages: translations of their gettext catalogues, or the "
-        "text of their docstrings and its first line, which sums it up",
+        help="pairs of texts, two columns separated by a tab; or installed packages: the "
+        "translations in their gettext catalogues, or their docstrings and the summary lines",
     )  # fmt: skip
     data.add_argument(
         "--held-out",
@@ -126,7 +126,7 @@ def package_names(data: str, kind: str = "gettext") -> list[str] | None:
     packages = [name.strip() for name in names.split(",") if name.strip()]
     if not packages:
         raise UsageError(
-            f"--data {kind}: names no package; wanted {kind}:PACKAGE[,PACKAGE], such as"
+            f"--data {kind}: names no package; expected {kind}:PACKAGE[,PACKAGE], such as"
             f" {_SUCH_AS[kind]}"
         )
     return packages
@@ -142,7 +142,7 @@ def texts_of(run: Run) -> tuple[list[Labelled], list[Labelled]]:
     if len(held_out) < FEWEST:
         raise UsageError(
             f"{data} has {len(found.texts)} texts, too few to hold {FEWEST} out of one in 20:"
-            " wanted some 500 at least"
+            " expected at least 500"
         )
     run.say(f"{len(train)} texts to learn from and {len(held_out)} held out, from {data}")
     return train, held_out

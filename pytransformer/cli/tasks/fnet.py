@@ -41,7 +41,7 @@ def train(run: Run) -> int:
             run, stage, made(), learned, held_out, (level_collate(), level_collate())
         )
     linear = logistic_regression(learned, held_out)
-    about = ("digits told right, read as 64 grey levels", told["fnet"])
+    about = ("digits classified correctly from 64 gray levels", told["fnet"])
     return run.report([
         Figure(*about, told["bert"], "BERT of the same size", 1 / CLASSES, len(held_out)),
         Figure(*about, linear, "logistic regression on the pixels", 1 / CLASSES, len(held_out)),

@@ -199,7 +199,7 @@ def _answers(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) 
                 )
                 said += [tokenizer.decode(tokens) for tokens in made.lists()]
             for pair, text in list(zip(asked, said))[: 3 if shots == 0 else 0]:
-                run.say(f"   {pair.source}\n     said    {text}\n     wanted  {pair.target}")
+                run.say(f"   {pair.source}\n     output    {text}\n     expected  {pair.target}")
             chrf = translation_scores(said, wanted)["chrf"]
             figures.append(
                 Figure(

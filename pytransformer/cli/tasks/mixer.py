@@ -45,7 +45,7 @@ def train(run: Run) -> int:
             kernel_size=kernel,
         )  # fmt: skip
         told = classify(run, stage, Mixer(config), learned, held_out, image_collates(run))
-        what = f"digits told right, patches mixed by {what}"
+        what = f"digits classified correctly, patches mixed by {what}"
         figures.append(
             Figure(what, told, linear, "logistic regression", 1 / CLASSES, len(held_out))
         )

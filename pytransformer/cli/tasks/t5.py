@@ -34,14 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=2.0,
-        help="1: tasks by their size; more: more alike (default %(default)s)",
+        help="1: by task size; larger: more uniform (default %(default)s)",
     )
     add_model(parser, vocabulary=6000, layers=2)
     # The authors' optimizer. Its steps are relative to each matrix's magnitude, and T5's embedding
     # is ten times larger than the rest.
     parser.add_argument(
         "--optimizer", choices=["adafactor", "adamw"], default="adafactor",
-        help="adafactor looks at whole matrices: a mesh that splits them wants adamw, with a --rate of about 2e-3 (default %(default)s)",
+        help="adafactor needs full matrices: with a mesh that splits them use adamw and a --rate "
+        "of about 2e-3 (default %(default)s)",
     )  # fmt: skip
     add_steps(parser, {"rate": 2e-2}, steps=6000)
 
@@ -159,7 +160,7 @@ def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task
             )
         )
     else:
-        run.say("no task of labels: wanted gettext: with two packages or more")
+        run.say("no labeling task: it needs --data gettext: with two packages or more")
     tasks.append(
         Task("restore case:", [(t.lower(), t) for t in texts], [(t.lower(), t) for t in held_texts])
     )
@@ -283,7 +284,7 @@ def _cased(
     guessed = [
         " ".join(_shaped(w, shapes(key)) for w, (key, _) in zip(t.split(), known(t))) for t in read
     ]
-    return [Figure(f"{task.prefix} the whole text right", share_right(said, wanted),
+    return [Figure(f"{task.prefix} the full text right", share_right(said, wanted),
         share_right(guessed, wanted),
                    "each word's most frequent case", None, len(read))]  # fmt: skip
 

@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--preset", choices=["notes-small", "notes"], default="notes-small",
-        help="notes: heads as wide as the model, 4 layers, no label smoothing (default %(default)s)",
+        help="notes: head dim equal to the model's width, 4 layers, no label smoothing "
+        "(default %(default)s)",
     )  # fmt: skip
     model.add_argument(
         "--layers", type=int, help="of encoder and decoder each (default 2; of notes 4)"
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--epochs",
         type=int,
-        help="instead of --steps; each is told with loss and masked accuracy, and drawn",
+        help="instead of --steps; each reports loss and masked accuracy, and is plotted",
     )
     how.add_argument("--batch", type=int, default=64, help="pairs in a batch (default %(default)s)")
     how.add_argument(
@@ -68,11 +69,13 @@ def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[An
     from ...training.translation import TranslationPlan
 
     if arguments.epochs is not None and arguments.steps is not None:
-        raise UsageError("--epochs and --steps both say how long to train; wanted one of them")
+        raise UsageError(
+            "--epochs and --steps both set the length of training; expected one of them"
+        )
     a_step = arguments.batch * arguments.accumulate * processes
     if arguments.epochs is not None and (arguments.epochs < 1 or pairs < a_step):
         raise UsageError(
-            f"--epochs {arguments.epochs}: wanted at least 1, of as many pairs as a step has"
+            f"--epochs {arguments.epochs}: expected at least 1, of as many pairs as a step has"
             f" ({a_step}; got {pairs})"
         )
     epoch = pairs // a_step if arguments.epochs else 0
@@ -154,7 +157,7 @@ def _report(
         f" {100 * exact.share:.1f} %"
     )
     for wrong in exact.wrong[:_SHOWN]:
-        say("   {}\n     said    {}\n     wanted  {}".format(*wrong))
+        say("   {}\n     output    {}\n     expected  {}".format(*wrong))
     try:
         report |= translation_scores(said, wanted)
         remembered = translation_scores(from_memory(train, sources), wanted)

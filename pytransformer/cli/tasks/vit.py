@@ -25,7 +25,7 @@ def _size(text: str) -> tuple[int, int]:
         height, width = (int(part) for part in text.split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"wanted HEIGHTxWIDTH, such as 12x16, got {text!r}"
+            f"expected HEIGHTxWIDTH, such as 12x16, got {text!r}"
         ) from None
     return height, width
 
@@ -34,7 +34,7 @@ def _share(text: str) -> float:
     share = float(text)
     if not 0.01 <= share <= 1:
         raise argparse.ArgumentTypeError(
-            f"wanted a share of the digits between 0.01 and 1, got {text}"
+            f"expected a share of the digits between 0.01 and 1, got {text}"
         )
     return share
 
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--shares", type=_share, nargs="+", default=[0.1, 0.25, 0.5, 1.0], metavar="SHARE",
-        help="of the 1,200 digits; the model of the last one is fine-tuned (default 0.1 0.25 0.5 1)",
+        help="shares of the 1,200 digits; the last share's model is fine-tuned "
+        "(default 0.1 0.25 0.5 1)",
     )  # fmt: skip
     data.add_argument(
         "--size",
@@ -98,7 +99,7 @@ def train(run: Run) -> int:
             found.append((len(part), value))
     figures = [
         Figure(
-            f"digits told right, learned from {count}",
+            f"digits classified correctly, learned from {count}",
             value,
             baseline,
             "logistic regression",
@@ -180,7 +181,7 @@ def _draw(
             figure = viz.plot_curves(
                 curve,
                 "digits to learn from",
-                "held-out digits told right",
+                "held-out digits classified correctly",
                 title="Accuracy by share of the data",
                 log_x=True,
             )

@@ -235,4 +235,4 @@ def show(console: Console, results: Line) -> None:
         f" in {where}"
     )
     if left := sum(line["outcome"] == verification.UNCHECKED for line in results["checks"]):
-        console.print(f"{left} not checked: run it again, which goes on from here")
+        console.print(f"{left} not checked: run it again to resume")

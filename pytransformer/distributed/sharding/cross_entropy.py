@@ -96,7 +96,7 @@ def _valid(a: Any, by_rows: Sequence[dist.ProcessGroup]) -> torch.Tensor:
         raise error
     if looks_at_values(a.target.device) and bool(counts[1]):
         raise ValueError(
-            "linear_cross_entropy: another rank's target is out of range: it says which"
+            "linear_cross_entropy: another rank's target is out of range: see its error"
         )
     return counts[0]
 

@@ -137,7 +137,10 @@ _network_rule(
 _rule(
     Rule(
         "feed_forward", "feed_forward", object,
-        lambda m: "its Conv1D weights lie transposed to torch.nn.Linear's: copying them costs more than fusing gains",
+        lambda m: (
+            "its Conv1D weights lie transposed to torch.nn.Linear's: "
+            "copying them costs more than fusing gains"
+        ),
     ),
     gpt2="GPT2MLP",
 )  # fmt: skip

@@ -26,9 +26,9 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _tables_fit(cos: Any, sin: Any) -> bool:
     """Return whether the op supports these tables: (B or 1, L, dims), without gradient."""
-    return (
-        isinstance(cos, torch.Tensor) and cos.dim() == 3 and cos.shape == sin.shape and not (cos.requires_grad or sin.requires_grad)
-    )  # fmt: skip
+    if not isinstance(cos, torch.Tensor) or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    return not (cos.requires_grad or sin.requires_grad)
 
 
 def _norm_eps(norm: Any) -> float:

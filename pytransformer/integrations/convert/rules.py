@@ -227,12 +227,11 @@ def candidate(module: torch.nn.Module) -> str | None:
     name = type(module).__name__.lower()
     for word, what in _LOOKS_LIKE.items():
         if word in name:
-            return f"looks like a {what}, but its class is not one that convert knows"
+            return f"looks like a {what}, but convert does not support its class"
     if name.endswith("attention") and hasattr(
         sys.modules.get(type(module).__module__), "apply_rotary_pos_emb"
     ):
         return (
-            "its file turns queries and keys by position, but its class is not one that convert"
-            " knows"
+            "its file rotates queries and keys by position, but convert does not support its class"
         )
     return None

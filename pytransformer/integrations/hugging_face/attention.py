@@ -84,18 +84,18 @@ def attention_forward(
     elif getattr(module, "position_bias_is_zero", False):
         bias = None
     sinks, sinks_by_query = sinks_of(kwargs)
+    if lengths is not None and len(lengths) != batch:
+        lengths = lengths.expand(batch)
     terms: MaskAndBias = {
         "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "sinks": sinks,
-        "softcap": kwargs.get("softcap"),
-        "scale": scaling, "key_lengths": lengths if lengths is None or len(lengths) == batch else lengths.expand(batch),
+        "softcap": kwargs.get("softcap"), "scale": scaling, "key_lengths": lengths,
     }  # fmt: skip
     only_output = sinks_by_query is None and not weights_wanted(kwargs)
     if bounds is not None:
         if only_output and bias is None and mask is None and lengths is None:
             scores: PackedOptions = {
                 "causal": causal, "window": window, "sinks": sinks,
-                "softcap": kwargs.get("softcap"), "scale": scaling,
-                "dropout_p": dropout,
+                "softcap": kwargs.get("softcap"), "scale": scaling, "dropout_p": dropout,
             }  # fmt: skip
             return _flattened(query, key, value, bounds, **scores), None
         terms["query_segments"] = terms["key_segments"] = numbers_of(bounds[0], batch)

@@ -54,13 +54,12 @@ HARMLESS = {
         vars(GenerationConfig()),
         "generate reads it (CTC models hand all its options on: Parakeet, LASR, Granite Speech 5)",
     ),
-    "deterministic": (
-        "concerns flash attention's backward pass; ours is deterministic where it says so"
-    ),
+    "deterministic": ("affects flash attention's backward pass; ours is deterministic by default"),
 }
 
 REFUSED = {
-    "cache": "a paged cache (run generate_batch within pytransformer.integrations.transformers.continuous_batching(model))",
+    "cache": "a paged cache (run generate_batch within "
+        "pytransformer.integrations.transformers.continuous_batching(model))",
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"),
         "offsets, which transformers names cu_seq_lens_q and cu_seq_lens_k"),
     **dict.fromkeys(
@@ -83,7 +82,7 @@ def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
             continue
         if name not in REFUSED and not eager_code_reads(cls, name):
             continue
-        what = f": {REFUSED[name]}" if name in REFUSED else ", which our attention does not know"
+        what = f": {REFUSED[name]}" if name in REFUSED else ", which our attention does not support"
         raise ValueError(
             f"pytransformer: {type(module).__name__} hands its attention the keyword"
             f" {name!r}{what}; use attn_implementation='eager'"

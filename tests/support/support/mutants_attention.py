@@ -270,9 +270,13 @@ def _last_page_stale(a: Any) -> Tensor:
 
 def _with_pages_of(lengths: Callable[[Tensor], Tensor]) -> Fault:
     """Return a fault that changes lengths of paged problems, with only valid table entries."""
-    return _both(SOME_PAGES, lambda a, attend: attend(
-        a if a.page_table is None else a._replace(key_lengths=lengths(a.key_lengths).clamp(max=a.num_keys))
-    ))  # fmt: skip
+
+    def faulty(a: Any, attend: Any) -> Any:
+        if a.page_table is None:
+            return attend(a)
+        return attend(a._replace(key_lengths=lengths(a.key_lengths).clamp(max=a.num_keys)))
+
+    return _both(SOME_PAGES, faulty)
 
 
 FAULTS |= {

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of calls on the backend triton, by the stub driver: what a call costs before the GPU
-starts.
+"""Host time of calls on the backend triton, measured with the stub driver.
 
     PYTHONPATH=tests/triton/stub python tests/triton/stub/cost.py
 
-Triton's own JIT and launcher, CPU tensors in a GPU's place, bfloat16, one thread; the least of 15
-rounds of processor time. A real
-driver's launch and PyTorch's allocator on a GPU come on top. "cold": every call worked out anew;
-"python": by kernels/_launch.py, without
-the C++ fast path; last, as called.
+Triton's JIT and launcher run on CPU tensors, bfloat16, one thread; the figure is the min of 15
+rounds of processor time. A real launch and PyTorch's GPU allocator cost more. "cold": no cache;
+"python": by kernels/_launch.py, without the C++ fast path; the last column: as called.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ def problems() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor
 
 
 def least(call: Callable[[], object]) -> float:
-    """Microseconds."""
+    """Return the min time in microseconds."""
     times = []
     for _ in range(ROUNDS):
         start = time.thread_time()

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of a GPU but the GPU: Triton's own JIT and launcher, with a stub in the driver's
-place.
+"""Triton's JIT and launcher with a stub in place of the driver.
 
-CPU tensors stand in for a GPU's, so results are whatever lay in memory. A launch is bound,
-specialised and lowered to Triton's IR as it
-would be there, then launched by Triton's compiled launcher, and every parameter that arrives in the
-stub is compared with the
-argument that was meant. TRITON_INTERPRET must not be set: tests run this in processes of their own.
+CPU tensors imitate a GPU's, so results are arbitrary memory. A launch is bound, specialized and
+lowered to Triton's IR as usual, then launched by Triton's compiled launcher. The stub compares
+every parameter with the intended argument. TRITON_INTERPRET must not be set: tests run this in
+processes.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ NOTHING_SPECIAL = types.SimpleNamespace(
 
 
 class Stub:
-    """The stub driver, compiled into a folder and loaded before Triton asks for the real one."""
+    """The stub driver, compiled into a folder and loaded before Triton loads the real one."""
 
     def __init__(self, folder: Path) -> None:
         library = folder / "libcuda.so.1"
@@ -71,7 +69,7 @@ class Stub:
 
 
 class Driver:
-    """Triton's own utilities and launcher, for a GPU of this architecture."""
+    """Triton's utilities and launcher for a GPU of this architecture."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.nvidia import driver as nvidia
@@ -91,12 +89,14 @@ class Driver:
 
 
 class Gpu:
-    """Within ``pretended``, what the ops' Triton backends do on CPU tensors, and what was wrong
-    with it."""
+    """A stub GPU: within ``pretended`` the Triton backends run on CPU tensors.
+
+    It collects the errors.
+    """
 
     def __init__(self, capability: int, folder: Path) -> None:
         self.stub = Stub(folder)
-        self.variants: Counter[str] = Counter()  # kernels lowered
+        self.variants: Counter[str] = Counter()  # lowered kernels
         self.launches = 0
         self.wrong: list[str] = []
         triton.runtime.driver.set_active(Driver(capability))
@@ -106,7 +106,7 @@ class Gpu:
             gpu_attention,
             gpu_cross_entropy,
             triton_rotary,
-        ):  # as on a GPU, where nothing waits for it
+        ):  # as on a GPU, where no call waits
             backend.looks_at_values = lambda device: False  # type: ignore[attr-defined]
         caches = triton.JITFunction.create_binder
 
@@ -134,7 +134,7 @@ class Gpu:
         return Lowered(self, src, str(module), parsed.num_warps)
 
     def check(self, kernel: Lowered, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        """Every parameter that arrived is the argument that was meant."""
+        """Compare every parameter with the intended argument."""
         self.launches += 1
         name = kernel.fn.fn.__name__
         meant = [
@@ -159,8 +159,7 @@ class Gpu:
 
 
 class Lowered:
-    """In place of a compiled kernel: Triton's launcher for it, with a function that the stub knows
-    how to call."""
+    """A substitute for a compiled kernel: Triton's launcher with a stub function."""
 
     function = 3
 
@@ -176,7 +175,7 @@ class Lowered:
         return None
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        """What launches it again, as Triton's compiled kernels give it."""
+        """Return the launcher of this grid, like Triton's compiled kernels."""
         return lambda *arguments, stream: self.run(
             *grid, stream, self.function, self.packed_metadata, None, None, None, *arguments
         )
@@ -185,7 +184,7 @@ class Lowered:
         stub, arguments = (
             self.gpu.stub,
             launch[9:],
-        )  # after the grid, stream, function, two metadata and two hooks
+        )  # after grid, stream, function, two metadata and two hooks
         stub.number("count").value = len(self.parameters)
         for place, kind in enumerate(self.parameters):
             stub.sizes[place] = BYTES.get(kind, 8)
@@ -205,9 +204,9 @@ def _leaves(argument: Any) -> Iterator[Any]:
 
 
 def _bits(kind: str, x: Any) -> int:
-    """What has to arrive for x."""
+    """Return the bits that must arrive for x."""
     if isinstance(x, torch.Tensor):
         return x.data_ptr()
     if isinstance(x, float):
         return struct.unpack("I", struct.pack("f", x))[0] if kind == "f32" else -1
-    return x & ((1 << 8 * BYTES.get(kind, 8)) - 1)  # an address too
+    return x & ((1 << 8 * BYTES.get(kind, 8)) - 1)  # also an address

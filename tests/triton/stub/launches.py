@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named cases and random problems through Triton's own JIT and launcher, without a GPU. See gpu.py.
+"""Named cases and random problems through Triton's JIT and launcher without a GPU: see gpu.py.
 
 python tests/triton/stub/launches.py --arch 90 --cases 2 --random 20      every second case, 20
-                                                                          random problems an op
+                                                                          random problems per op
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ DRAWN = {
 }
 SEED = 77
 BF16 = torch.bfloat16
-FUSED = ("attention_weights", "attention_summary")  # which the backend has not
+FUSED = ("attention_weights", "attention_summary")  # not supported by the backend
 
 
 def differentiated(returned: Any, inputs: Any) -> None:
     outputs = [
         o for o in (returned if isinstance(returned, tuple) else (returned,)) if o.requires_grad
     ]
-    wanted = [t for t in inputs if t.requires_grad]
+    expected = [t for t in inputs if t.requires_grad]
     if outputs:
         torch.autograd.grad(
-            outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True
+            outputs, expected, [torch.ones_like(o) for o in outputs], allow_unused=True
         )
 
 
@@ -76,8 +76,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...]]]:
-    """Sizes, strides and values of 0 and 1, which Triton would make constants of: (name, call, what
-    it differentiates)."""
+    """Yield (name, call, inputs) with 0 and 1, which Triton specializes to constants."""
 
     def attention(
         name: str, B: int = 2, H: int = 2, Lq: int = 40, Lk: int = 40, D: int = 16, **options: Any

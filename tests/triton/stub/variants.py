@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often sizes would compile a kernel again: the keys of Triton's own cache over runs with many
-sizes, without compiling.
+"""Count recompilations by size: the keys of Triton's cache over runs with many sizes.
 
-Prints, for each run and kernel, [keys, keys without sizes], where the second counts what a launch
-asks to be compiled for: its constants,
-options and which arguments are absent. See gpu.py for what stands in for a GPU.
+Nothing is compiled. For each run and kernel it prints [keys, keys without sizes]; the second counts
+constants, options and absent arguments. See gpu.py for the stub.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def observe(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def _feature(parameter: Any, argument: Any) -> Any:
-    """What of an argument is no size: a constant, a tensor's dtype, or that there is none."""
+    """Return the part of an argument that is no size: a constant, a dtype, or None."""
     if parameter.is_constexpr or argument is None:
         return argument
     if isinstance(argument, tuple):
@@ -47,7 +45,7 @@ def _feature(parameter: Any, argument: Any) -> Any:
 
 
 def call(name: str, *args: Any, backward: bool = True, **kwargs: Any) -> None:
-    """An op forward and backward: its kernels' launches are observed, not run."""
+    """Run an op forward and backward; launches are recorded, not run."""
     op = OPS[name]
     a, _, _ = op.prepare(*args, **kwargs)
     if "save" in a._fields:
@@ -57,8 +55,8 @@ def call(name: str, *args: Any, backward: bool = True, **kwargs: Any) -> None:
         outputs = backend.forward(a)
         if backward:
             saved = [outputs[op.outputs.index(n)] for n in op.saved]
-            wanted = [isinstance(a[i], torch.Tensor) for i in op.positions]
-            backend.backward(a, outputs[: len(op.grad_names)], saved, wanted)
+            expected = [isinstance(a[i], torch.Tensor) for i in op.positions]
+            backend.backward(a, outputs[: len(op.grad_names)], saved, expected)
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -78,7 +76,7 @@ def decode() -> None:
 
 
 def decode_pages() -> None:
-    """Tables that grow by a page, pools and batches of many sizes, one token and several."""
+    """Decode with growing tables, pools and batches of many sizes, one token and several."""
     for pages in range(1, 257):
         batch, tokens, pool = (1, 2, 3, 8, 16)[pages % 5], (1, 1, 4)[pages % 3], 256 + 7 * pages
         table = torch.zeros(batch, pages, dtype=torch.int32)
@@ -89,7 +87,7 @@ def decode_pages() -> None:
 
 
 def append() -> None:
-    """The step before attention: caches and tables that grow, batches and pieces of many sizes."""
+    """Append to growing caches and tables, with batches and chunks of many sizes."""
     for pages in range(1, 257):
         batch, tokens, pool = (1, 2, 3, 8, 16)[pages % 5], (1, 2, 7, 64)[pages % 4], 256 + 7 * pages
         q, k, tables = (
@@ -111,8 +109,7 @@ def append() -> None:
 
 
 def window() -> None:
-    """A window and global keys of every size, forward and backward; and decoding, with a bound that
-    grows with the cache."""
+    """Run windows and global keys of every size; decode with a growing bound."""
     for number in range(1, 300, 3):
         q, k = empty(1, 4, 200, 16), empty(1, 2, 2048, 16)
         call("attention", q, q, q, window=(number, 16), global_keys=number)
@@ -149,7 +146,7 @@ def train_with_bias() -> None:
 
 
 def blocks() -> None:
-    """Masks with no, one and many entries and partial blocks, of one head or of each."""
+    """Run masks with no, one and many entries and partial blocks, shared or per head."""
     for length in range(33, 513, 5):
         q, half = empty(2, 4, length, 16), length // 2
         mask = BlockMask.sliding_window(

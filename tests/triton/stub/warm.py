@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm calls launch what cold ones launch: every call worked out anew, then as kernels/_launch.py
-keeps it, then by the C++ fast path.
+"""Warm calls launch the same as cold ones: uncached, by kernels/_launch.py, by the C++ fast path.
 
 python tests/triton/stub/warm.py --arch 90 --cases 2 --random 20      every second case, 20 random
-                                                                      problems an op
+                                                                      problems per op
 
-What arrives in the stub is compared: kernels, grids, numbers, and addresses, an input's by its
-number and other memory by the order in
-which it first appears in its direction; only within each launch where something was worked out,
-since tensors that are freed on the way
-make room for others. Calls of all problems follow each other in one process, so one that is taken
-for another is found too.
+The stub's arguments are compared: kernels, grids, numbers and addresses. An input's address is
+replaced by its index, other memory by the order of its first use in the direction; in an uncached
+call, by the order within each launch, because freed tensors make room for others. All problems run
+in one process, so a call that is confused with another is detected too.
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ from pytransformer.ops._core.registry import Op
 from pytransformer.testing.cases import cases, leaves
 
 Arrived = list[tuple[Any, ...]]
-# Their named cases have positions, whose tables Python works out on a GPU; `steps` has tables.
+# Named cases have positions, whose tables Python computes on a GPU; `steps` has tables.
 WITHOUT_FAST_PATH = ("rotary ", "append_kv ")
 
 
 class Noted(dict[Any, Any]):
-    """What calls find in _launch._known."""
+    """The entries of _launch._known that calls hit."""
 
     found: list[Any]
 
@@ -55,11 +52,11 @@ def _is_backward(kernel: str) -> bool:
 
 
 class Watch:
-    """What arrives, launch by launch."""
+    """Records the arguments, launch by launch."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.arrived: Arrived = []
-        self.compiled: dict[Lowered, int] = {}  # each for what Triton knows of its arguments
+        self.compiled: dict[Lowered, int] = {}  # each with Triton's specialization of its arguments
         self.noted = _launch._known = Noted()
         check = gpu.check
 
@@ -85,7 +82,7 @@ class Watch:
         return run
 
     def of(self, call: Callable[[], None]) -> bool:
-        """Sees the call; whether all of it was launched again."""
+        """Record the call; return True if all its launches were stored ones."""
         self.arrived, self.noted.found, self.in_python = [], [], 0
         call()
         return bool(self.noted.found) and all(
@@ -93,7 +90,7 @@ class Watch:
         )
 
     def told(self, inputs: list[torch.Tensor], whole: bool) -> Arrived:
-        """What arrived, with names for addresses: of the whole call, or of each launch."""
+        """Return the arguments with names for addresses, of the full call or of each launch."""
         given = {t.data_ptr(): f"input {i}" for i, t in enumerate(inputs)} | {0: "null"}
         names = dict(given)
 
@@ -128,7 +125,7 @@ def named(case: Any, dtype: torch.dtype) -> tuple[Callable[[], None], list[torch
 
 
 def neighbours() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
-    """Calls that differ in one thing that decides."""
+    """Yield calls that differ in one relevant argument."""
 
     def attention(
         name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
@@ -168,8 +165,7 @@ def neighbours() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]
 
 
 def steps() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
-    """What a layer does in a step of decoding, where the tables of cos and sin are made once for
-    all layers."""
+    """Run a layer's decoding step, with one cos and sin table for all layers."""
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16)
@@ -198,17 +194,16 @@ def steps() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
 
 
 def known() -> tuple[int, int]:
-    """How many kinds of calls are launched again as they were, and how many are worked out each
-    time."""
+    """Return the numbers of call classes that launch stored programs and of uncached ones."""
     entries = [*_launch._known.values()]
     return sum(isinstance(entry, _launch.Replay) for entry in entries), entries.count(_launch.NEVER)
 
 
-TIMES = 4  # a kind of call is Python's once, recorded once, and forward before backward
+TIMES = 4  # Python runs a call class once and records it once, and forward precedes backward
 
 
 def check(watch: Watch, call: Callable[[], None], inputs: list[torch.Tensor]) -> bool:
-    """Every way launches the same. Returns whether the fast path did the whole call at last."""
+    """Check that every path launches the same; return True if the fast path did the last call."""
 
     def same(time: str, whole: bool) -> None:
         got = watch.told(inputs, whole)
@@ -259,9 +254,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         gpu = Gpu(options.arch, Path(folder))
         watch, failures = Watch(gpu), 0
-        # The fuzzers poison memory, which is then no longer the op's own: what is kept and what the
-        # fast path does is asked of the others.
-        done: list[bool] = []  # whether by the fast path
+        # The fuzzers poison memory, which then has another allocator: only the other calls test
+        # stored launches and the fast path.
+        done: list[bool] = []  # if the fast path runs
         counts = (0, 0)
         for name, call, inputs in todo:
             try:

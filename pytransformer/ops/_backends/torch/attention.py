@@ -99,7 +99,7 @@ def why_not(a: Any) -> str | None:
     if a.key_scale is not None:
         return "PyTorch's kernels read no keys in eight bits"
     if a.block_offsets is not None:
-        return "PyTorch's kernels take no block masks"
+        return "PyTorch's kernels do not support block masks"
     if a.softcap:
         return "PyTorch's kernels have no softcap"
     if a.sinks is not None:

@@ -61,13 +61,13 @@ def why_not_lowered(a: Any) -> str | None:
     num_queries, num_keys = a.query.shape[2], a.key.shape[2]
     if floating and a.query.device.type != "cpu":
         return (
-            "takes no floating masks and biases on a GPU, where PyTorch rounds them to query's"
-            " dtype"
+            "does not support floating masks and biases on a GPU, where PyTorch rounds them to"
+            " query's dtype"
         )
     if any(t.requires_grad for t in floating):
         return "gives no gradient of masks and biases"
     if any(t.shape[3] == 1 < num_keys for t in floating):
-        return "takes no mask or bias of one number for all keys"
+        return "does not support a mask or bias of one number for all keys"
     own, others = _part_shapes(a)
     if not any(_has_pairs(shape) for shape in (*own, *(t.shape for t in dense))):
         return None

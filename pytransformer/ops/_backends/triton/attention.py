@@ -94,7 +94,7 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
     if has >= WIDE_SHARED:
         return None
     return (
-        f"float32 with head sizes above 128 wants {WIDE_SHARED:,} bytes of shared memory in"
+        f"float32 with head sizes above 128 needs {WIDE_SHARED:,} bytes of shared memory in"
         f" backward, this GPU has {has:,}"
     )
 

@@ -26,22 +26,29 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*(token_id|token_index)", 46),
     (r"(.*_)?vocab(ulary)?_size(_.*)?|num_embeddings|codebook_size", VOCABULARY),
     (r"type_vocab_size", 2),
-    (r"num_key_value_heads|num_kv_heads|n_head_kv|num_key_value_attention_heads|(mamba_)?n?_?groups", 2),
+    (r"num_key_value_heads|num_kv_heads|n_head_kv|num_key_value_attention_heads"
+     r"|(mamba_)?n?_?groups", 2),
     (r"rotary_dim", 8),
-    (r"(.*_)?(num|n)_(attention_|self_attention_|cross_attention_)?heads?|.*attention_heads|nhead|(.*_)?num_heads", HEADS),
-    (r"(.*_)?(head_dim|kv_channels|attention_head_size|d_kv|attention_head_dim|d_head|query_pre_attn_scalar)",
-     WIDTH // HEADS),
-    (r"(.*_)?intermediate_size|.*ffn_dim|d_ff|n_inner|(.*_)?mlp_dim|dim_feedforward|feed_forward_size|.*ffn_(hidden_)?size", 96),
+    (r"(.*_)?(num|n)_(attention_|self_attention_|cross_attention_)?heads?|.*attention_heads"
+     r"|nhead|(.*_)?num_heads", HEADS),
+    (r"(.*_)?(head_dim|kv_channels|attention_head_size|d_kv|attention_head_dim|d_head"
+     r"|query_pre_attn_scalar)", WIDTH // HEADS),
+    (r"(.*_)?intermediate_size|.*ffn_dim|d_ff|n_inner|(.*_)?mlp_dim|dim_feedforward"
+     r"|feed_forward_size|.*ffn_(hidden_)?size", 96),
     (r"q_lora_rank|kv_lora_rank", 16),
     (r"index_topk", 4),
     (r"num_.*_per_tok|moe_topk|moe_top_k|top_k|moe_k|num_selected_experts", 2),
     (r"(num|n)_(routed_|local_)?experts|moe_num_experts", 4),
-    (r"n_group|topk_group|(n|num)_shared_experts|first_k_dense_replace|num_dense_layers|num_zero_experts", 1),
-    (r"(.*_)?(num|n)_.*hidden_layers|num_layers|n_layers?|(.*_)?(encoder|decoder)_layers|depth|num_blocks|.*num_layers"
-     r"|num_(encoder|decoder|hidden|block)_?(layers|blocks)|(.*_)?depth|num_.*_layers", 2),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|hidden_dim|model_dim|projection_dim|dim"
-     r"|hidden_channels|proj_dim|feature_size|out_hidden_size|output_dim|projector_hidden_size|hid_dim)", WIDTH),
-    (r"max_position_embeddings|n_positions|max_.*_positions|seq_length|context_length|max_seq_len|max_sequence_length", 64),
+    (r"n_group|topk_group|(n|num)_shared_experts|first_k_dense_replace|num_dense_layers"
+     r"|num_zero_experts", 1),
+    (r"(.*_)?(num|n)_.*hidden_layers|num_layers|n_layers?|(.*_)?(encoder|decoder)_layers|depth"
+     r"|num_blocks|.*num_layers|num_(encoder|decoder|hidden|block)_?(layers|blocks)|(.*_)?depth"
+     r"|num_.*_layers", 2),
+    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|hidden_dim"
+     r"|model_dim|projection_dim|dim|hidden_channels|proj_dim|feature_size|out_hidden_size"
+     r"|output_dim|projector_hidden_size|hid_dim)", WIDTH),
+    (r"max_position_embeddings|n_positions|max_.*_positions|seq_length|context_length|max_seq_len"
+     r"|max_sequence_length", 64),
     (r"image_size|img_size|input_image_size", IMAGE),
     (r"patch_size", PATCH),
     (r"sliding_window|.*window_size", 4),

@@ -65,7 +65,10 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "granite_speech5_encoder": lambda model: {"input_features": noise(16, 32)},
     "granite_speech5_ctc": lambda model: {"input_features": noise(16, 32)},
-    "dia": lambda model: {"decoder_input_ids": torch.stack([tokens(7)] * model.config.decoder_config.num_channels, -1)},
+    "dia": lambda model: {
+        "decoder_input_ids": torch.stack(
+            [tokens(7)] * model.config.decoder_config.num_channels, -1),
+    },
     "florence_vision": lambda model: {"hidden_states": noise(3, 32, 32)},
     "fun_asr_nano_encoder": lambda model: {"input_features": noise(16, 56),
         "input_features_mask": torch.ones(3, 16)},
@@ -77,7 +80,9 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "pocket_tts_audio_tokenizer_decoder": lambda model: {"latents": noise(64, 8)},
     "qwen2_5_omni_bigvgan": lambda model: {"mel_spectrogram": noise(64, 16)},
-    "kyutai_speech_to_text": lambda model: {"input_ids": torch.stack([tokens(11)] * (model.config.num_codebooks + 1), -1)},
+    "kyutai_speech_to_text": lambda model: {
+        "input_ids": torch.stack([tokens(11)] * (model.config.num_codebooks + 1), -1),
+    },
     **{
         name: lambda model: {"pixel_values": noise(8, 128).view(1, 3, 8, 128),
             "target_sizes": torch.tensor([[4, 4]])}
