@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm80/bwd_launch.cuh"
+#include "cuda/attention/sm80/bwd_dbias.cuh"
+#include "cuda/attention/sm80/bwd_dkdv.cuh"
+#include "cuda/attention/sm80/bwd_dq.cuh"
 
 namespace pt::cuda {
 

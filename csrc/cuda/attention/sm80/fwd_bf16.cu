@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm80/fwd_launch.cuh"
+#include "cuda/attention/sm80/fwd_split.cuh"
 
 template void pt::cuda::sm80_attention_forward_as<pt::ptx::bf16>(const AttentionForward&,
                                                                  const Sm80Plan&, void*);

@@ -205,7 +205,7 @@ def _columns_of_a_piece(a: AttentionProblem) -> int:
 
 
 def _shared(a: AttentionProblem) -> list[Any]:
-    """Return PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/binding.h, for forward and backward."""
+    """Return PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/attention.cpp, for forward and backward."""
     diagonals, before = None, 0
     if a.table is not None:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)
