@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout's keep mask. One Philox call decides the keep bits of eight keys of a query: its group is
-// 4 * (key / 32) + key % 8 / 2, and each of its four words has two 16-bit draws, for keys 8 apart.
+// Dropout's keep mask. One Philox call, of a group, decides eight keys of a query. Its four words
+// belong to keys 8 apart, and the 16-bit halves of a word to two neighbors.
 //
 //   key j  -> group 4 * (j / 32) + j % 8 / 2, word j % 32 / 8, half j % 2
 //     j =  0 -> group 0, word 0, half 0        j =  8 -> group 0, word 1, half 0
