@@ -369,7 +369,7 @@ def _unless_wanted(part: str, why_not: str | None) -> str | None:
     return why_not
 
 
-def _write_if_changed(path: Path, text: str) -> None:
+def write_if_changed(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
@@ -387,8 +387,8 @@ def _ninja_text(plan: Plan) -> str:
     # bindings then fill the cores at the end.
     if plan.why_not_cuda is None:
         cuda = [
-            ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)])
-            for source in cuda_build.sources()
+            ninja.compile_cuda(name, source, [*cuda_build.flags(source), "-I", str(CSRC)])
+            for name, source in cuda_build.sources(plan.directory / "generated").items()
         ]
     for source in sorted(
         [*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")],
@@ -481,10 +481,13 @@ def _left_out(plan: Plan) -> bool:
 def _run_ninja(plan: Plan) -> bool:
     """Run ninja; return whether all of the plan's libraries are up to date."""
     info = json.dumps(plan.build_info(), indent=1)
-    _write_if_changed(
+    write_if_changed(
         plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({info})json";\n'
     )
-    _write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
+    if plan.why_not_cuda is None:
+        for path, text in cuda_build.generated(plan.directory / "generated").items():
+            write_if_changed(path, text)
+    write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     return (
         subprocess.run(

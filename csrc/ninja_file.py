@@ -72,8 +72,7 @@ class NinjaFile:
             rule, output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip()
         )
 
-    def compile_cuda(self, source: Path, flags: list[str]) -> str:
-        name = source.relative_to(self.csrc).as_posix()
+    def compile_cuda(self, name: str, source: Path, flags: list[str]) -> str:
         return self._build("nvcc", f"{name}.o", [str(source)], flags, name)
 
     def link(self, output: str, objects: list[str], flags: list[str], rule: str = "link") -> None:

@@ -100,7 +100,13 @@ def library(
     if torch is None:
         raise RuntimeError("torch was not found")
     # without cuda/device.cu, which host.cpp replaces
-    kernels = list(CSRC.glob(f"cuda/{family}/**/*.cu"))
+    generated = native_build.cuda_build.generated(directory / "generated")
+    for path, text in generated.items():
+        native_build.write_if_changed(path, text)
+    kernels = [
+        *sorted(CSRC.glob(f"cuda/{family}/**/*.cu")),
+        *(path for path in generated if path.match(f"cuda/{family}/*/*.cu")),
+    ]
     bindings = [
         *CSRC.glob(f"cuda/{family}/*.cpp"),
         CSRC / "emulator" / "library.cpp",
@@ -110,8 +116,12 @@ def library(
     flags = [*FLAGS, *defines, "-include", "emulator/fault.h", "-I", str(folder), "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
-    compiled = lambda path: copy if (copy := folder / path.relative_to(CSRC)).is_file() else path
-    sources = [(compiled(path), flags) for path in sorted(kernels)] + [
+
+    def compiled(path: Path) -> Path:
+        copy = folder / path.relative_to(CSRC) if path.is_relative_to(CSRC) else path
+        return copy if copy.is_file() else path
+
+    sources = [(compiled(path), flags) for path in kernels] + [
         (compiled(path), with_torch) for path in sorted(bindings)
     ]
     return _build(directory, LIBRARY, sources, link, [_emulator()])

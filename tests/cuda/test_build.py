@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -126,3 +128,33 @@ def test_old_nvcc_is_refused_by_name(
     monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
     with pytest.raises(builder.BuildError, match=f"nvcc {version} is too old"):
         builder.make_plan("1.0")
+
+
+def test_generated_sources_instantiate_every_launcher_of_one_dtype(tmp_path: Path) -> None:
+    """Every function template of attention/kernels.h, once per dtype, with its parameters."""
+    cuda_build = runpy.run_path(str(CSRC / "cuda_build.py"))
+    texts = cuda_build["generated"](tmp_path)
+    headers = re.findall(r'#include "(.*)"', "".join(texts.values()))
+    assert headers and all((CSRC / header).is_file() for header in headers)
+    declared = re.findall(
+        r"template <class T>\nvoid (\w+)\(([^)]*)\);",
+        (CSRC / "cuda" / "attention" / "kernels.h").read_text(),
+    )
+    halves, dtypes = ("ptx::bf16", "ptx::f16"), ("float", "ptx::bf16", "ptx::f16")
+    expected = sorted(
+        f"{name}<{dtype}>({', '.join(re.sub(r' ?[a-z_0-9]+$', '', x) for x in types.split(', '))})"
+        for name, types in ((name, " ".join(types.split())) for name, types in declared)
+        for dtype in (halves if name.startswith("sm90_") else dtypes)
+    )
+    assert expected
+    assert sorted(re.findall(r"template void (.*);", "".join(texts.values()))) == expected
+
+
+def test_generated_sources_are_compiled(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path, monkeypatch)
+    (tmp_path / "csrc/cuda/attention").mkdir()
+    assert installed(builder, tmp_path / "package")[1]["built"]
+    objects = {path.name for path in tmp_path.rglob("*.cu.o")}
+    assert {"good.cu.o", "fwd_bf16.cu.o", "bwd_fused_f16.cu.o"} <= objects

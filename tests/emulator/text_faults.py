@@ -25,7 +25,7 @@ class TextFault(NamedTuple):
 FAULTS = (
     TextFault(
         "a_block_kept_across_a_gap",
-        "cuda/attention/block_mask.cuh",
+        "cuda/attention/mask.cuh",
         "return seek(",
         "return PT_FAULT(a_block_kept_across_a_gap) ? gap_.hi : seek(",
         "attention_problems",
@@ -34,7 +34,7 @@ FAULTS = (
     ),
     TextFault(
         "a_partial_block_taken_whole",
-        "cuda/attention/block_mask.cuh",
+        "cuda/attention/mask.cuh",
         "if (!Listed) return -1",
         "if (!Listed || PT_FAULT(a_partial_block_taken_whole)) return -1",
         "attention_problems",
@@ -43,7 +43,7 @@ FAULTS = (
     ),
     TextFault(
         "rows_of_two_added_up",
-        "cuda/attention/bwd_preprocess.cuh",
+        "cuda/attention/preprocess.cuh",
         "team(kRowLanes",
         "team(PT_FAULT(rows_of_two_added_up) ? 2 * kRowLanes : kRowLanes",
         "attention_problems",
@@ -52,7 +52,7 @@ FAULTS = (
     ),
     TextFault(
         "sinks_alone_without_lses_gradient",
-        "cuda/attention/bwd_reduce_partials.cuh",
+        "cuda/attention/combine.cuh",
         "if (f.d_lse) sum",
         "if (f.d_lse && !PT_FAULT(sinks_alone_without_lses_gradient)) sum",
         "attention_problems",
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     TextFault(
         "delta_forgotten",
-        "cuda/attention/bwd_tile.cuh",
+        "cuda/attention/score_mod.cuh",
         "down - row.delta)",
         "down - (PT_FAULT(delta_forgotten) ? 0.0f : row.delta))",
         "attention_problems",
@@ -70,7 +70,7 @@ FAULTS = (
     ),
     TextFault(
         "the_last_split_left_out",
-        "cuda/attention/fwd_merge.cuh",
+        "cuda/attention/combine.cuh",
         "split.splits;",
         "split.splits - PT_FAULT(the_last_split_left_out);",
         "split_problems",
@@ -79,7 +79,7 @@ FAULTS = (
     ),
     TextFault(
         "the_last_key_that_is_no_padding",
-        "cuda/attention/key_padding.cuh",
+        "cuda/attention/mask.cuh",
         "= key + 1, +",
         "= key + 1 - PT_FAULT(the_last_key_that_is_no_padding), +",
         "attention_problems",
@@ -88,7 +88,7 @@ FAULTS = (
     ),
     TextFault(
         "half_of_a_masks_block_unseen",
-        "cuda/attention/mask_lists.cuh",
+        "cuda/attention/mask.cuh",
         ".num_queries - i0, kListedBlock) -",
         ".num_queries - i0, PT_FAULT(half_of_a_masks_block_unseen) ? kListedBlock / 2 :"
         " kListedBlock) -",
@@ -98,7 +98,7 @@ FAULTS = (
     ),
     TextFault(
         "bytes_of_a_mask_turned_round",
-        "cuda/attention/pair_bits.cuh",
+        "cuda/attention/mask.cuh",
         "| bytes.w[w]",
         "| bytes.w[PT_FAULT(bytes_of_a_mask_turned_round) ? 3 - w : w]",
         "sm90_problems",
@@ -119,7 +119,7 @@ FAULTS = (
     ),
     TextFault(
         "recomputed_what_the_first_lane_asks_for",
-        "cuda/attention/recompute.cuh",
+        "cuda/attention/scheduler.cuh",
         "(int d = 1;",
         "(int d = PT_FAULT(recomputed_what_the_first_lane_asks_for) ? 32 : 1;",
         "sm90_problems",
@@ -155,7 +155,7 @@ FAULTS = (
     ),
     TextFault(
         "a_window_one_too_wide",
-        "cuda/attention/sequence.cuh",
+        "cuda/attention/mask.cuh",
         "- p.left),",
         "- p.left - PT_FAULT(a_window_one_too_wide)),",
         "attention_problems",
@@ -164,7 +164,7 @@ FAULTS = (
     ),
     TextFault(
         "one_key_too_many",
-        "cuda/attention/sequence.cuh",
+        "cuda/attention/mask.cuh",
         "diagonal_offset + 1,",
         "diagonal_offset + 1 + PT_FAULT(one_key_too_many),",
         "attention_problems",
@@ -173,7 +173,7 @@ FAULTS = (
     ),
     TextFault(
         "sink_of_the_first_head",
-        "cuda/attention/sink.cuh",
+        "cuda/attention/softmax.cuh",
         ".sinks + h)",
         ".sinks + (PT_FAULT(sink_of_the_first_head) ? 0 : h))",
         "attention_problems",
@@ -218,7 +218,7 @@ FAULTS = (
     ),
     TextFault(
         "weights_of_float16_cut_short",
-        "cuda/attention/sm80/key_tiles.cuh",
+        "cuda/attention/sm80/tile.cuh",
         "<T, V>) return",
         "<T, V> || PT_FAULT(weights_of_float16_cut_short)) return",
         "eight_bit_problems",
@@ -245,7 +245,7 @@ FAULTS = (
     ),
     TextFault(
         "d_key_from_the_gradients_of_outputs",
-        "cuda/attention/sm90/bwd_dkdv_hdim256.cuh",
+        "cuda/attention/sm90/bwd_dkdv.cuh",
         "v, d_out, q);",
         "v, d_out, PT_FAULT(d_key_from_the_gradients_of_outputs) ? d_out : q);",
         "sm90_problems",
@@ -272,7 +272,7 @@ FAULTS = (
     ),
     TextFault(
         "bits_of_other_columns_backward",
-        "cuda/attention/sm90/bwd_mask_loader.cuh",
+        "cuda/attention/sm90/mask_loader.cuh",
         "int half = w %",
         "int half = PT_FAULT(bits_of_other_columns_backward) ? 0 : w %",
         "sm90_problems",
@@ -281,7 +281,7 @@ FAULTS = (
     ),
     TextFault(
         "distances_of_the_first_consumer",
-        "cuda/attention/sm90/bwd_score_mod_grads.cuh",
+        "cuda/attention/sm90/bwd_dq.cuh",
         "own_row(0) % 64",
         "(PT_FAULT(distances_of_the_first_consumer) ? own_row(0) : own_row(0) % 64)",
         "sm90_problems",
@@ -290,7 +290,7 @@ FAULTS = (
     ),
     TextFault(
         "rows_of_another_warp",
-        "cuda/attention/sm90/bwd_tile.cuh",
+        "cuda/attention/sm90/tile.cuh",
         "* 16 - 64, column",
         "* 16 - (PT_FAULT(rows_of_another_warp) ? 48 : 64), column",
         "sm90_problems",
@@ -326,7 +326,7 @@ FAULTS = (
     ),
     TextFault(
         "a_streams_last_tile_left_out",
-        "cuda/attention/work.cuh",
+        "cuda/attention/scheduler.cuh",
         " tiles / streams);",
         " tiles / streams - PT_FAULT(a_streams_last_tile_left_out));",
         "split_problems",
@@ -335,7 +335,7 @@ FAULTS = (
     ),
     TextFault(
         "scales_of_no_key_read",
-        "cuda/attention/work.cuh",
+        "cuda/attention/scheduler.cuh",
         "j < range.start || j >= range.end",
         "(j < range.start || j >= range.end) && !PT_FAULT(scales_of_no_key_read)",
         "eight_bit_problems",
@@ -556,7 +556,7 @@ FAULTS = (
     ),
     TextFault(
         "pages_of_the_first_sequence",
-        "cuda/attention/sequence.cuh",
+        "cuda/attention/scheduler.cuh",
         "entry = b * pages.width",
         "entry = (PT_FAULT(pages_of_the_first_sequence) ? 0 : b) * pages.width",
         "page_problems",

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/bwd_preprocess.cuh"
-#include "cuda/attention/bwd_reduce_partials.cuh"
-#include "cuda/attention/fwd_merge.cuh"
+// The launchers that the binding calls, and the kernels that no dtype has to itself.
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernels.h"
-#include "cuda/attention/mask_lists.cuh"
-#include "cuda/attention/sm80/kernels.h"
-#include "cuda/attention/sm90/kernels.h"
+#include "cuda/attention/mask.cuh"
+#include "cuda/attention/preprocess.cuh"
+#include "cuda/attention/sm80/config.h"
 #include "cuda/launch.cuh"
 
 namespace pt::cuda {
@@ -21,6 +20,13 @@ void with_dtype(const AttentionProblem& p, F run) {
     case DType::f16: return run(ptx::f16{});
     case DType::f64: return;  // rejected by the binding
   }
+}
+
+// Call run(T{}) for the problem's 16-bit element type.
+template <class F>
+void with_half(const AttentionProblem& p, F run) {
+  if (p.dtype == DType::bf16) run(ptx::bf16{});
+  else run(ptx::f16{});
 }
 
 // Launch the sm_90a kernels if planned. Then launch the portable kernels, either alone or for the
@@ -105,7 +111,9 @@ void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& pl
                               void* stream) {
   AttentionBackward with_tiles = g;
   with_tiles.dq_accum_tiles = plan.dq_accum_tiles;
-  sm90_attention_backward_fused(with_tiles, plan.fused, turns, stream);
+  with_half(g.p, [&](auto t) {
+    sm90_attention_bwd_fused_as<decltype(t)>(with_tiles, plan.fused, turns, stream);
+  });
 }
 
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream) {

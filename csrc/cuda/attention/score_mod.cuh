@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // score_mod on the fragments of one tile, between q.k and the softmax: softcap, segments, masks,
-// biases, ALiBi, T5, dropout.
+// biases, ALiBi, T5, dropout; and its gradient in the portable kernels.
 //
-// A fragment's rows are queries and its columns are keys; Transposed, the reverse. Bit 4 n + r of a
-// mask belongs to element r of n-block n.
+//   P = e^(s - lse),  D = rows of (out * d_out) - d_lse
+//   dP = keep * keep_scale * (d_out @ value^T),  dS = P * (dP - D)
+//   dX = dS * (1 - tanh^2) with softcap, else dS
+//   d_value = (keep * keep_scale * P)^T @ d_out
+//   d_query = scale * dX @ key;  d_key = scale * dX^T @ query
+//   d_mask, d_bias, d_slopes, d_table: sums of dS
+//
+// One block owns each sum of backward and adds in a fixed order: no atomics.
 #pragma once
 
-#include "cuda/attention/pair_bits.cuh"
-#include "cuda/attention/work.cuh"
+#include "cuda/attention/scheduler.cuh"
+#include "cuda/attention/softmax.cuh"
 #include "cuda/tile/numbers.cuh"
 
 namespace pt::cuda {
@@ -22,35 +28,6 @@ PT_DEVICE float tanh_of(float x) {
   const float large = 1.0f - ptx::div_rn(2.0f, 1.0f + ptx::exp2(size * (2 * kLog2e)));
   return size < 0.6f ? ptx::fma_rn(x * z, p, x) : x < 0 ? -large : large;
 }
-
-// Position of a fragment: the lane's rows are row and row + 8, its columns column + 8 n + {0, 1}.
-struct Place {
-  int row, column;
-  PT_DEVICE Place(int first_row, int first_column, int lane = lane_id())
-      : row(first_row + lane / 4), column(first_column + 2 * (lane % 4)) {}
-  PT_DEVICE int row_of(int r) const { return row + 8 * (r / 2); }
-  PT_DEVICE int column_of(int n, int r) const { return column + 8 * n + r % 2; }
-  PT_DEVICE Place after(int columns) const {
-    Place place = *this;
-    place.column += columns;
-    return place;
-  }
-};
-
-// Like Place, for the rows of a GroupTile, with `group` heads per query.
-struct GroupPlace : Place {
-  int query[2];
-  PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group)
-      : Place(first_row, first_column) {
-    query[0] = group.quotient(row), query[1] = group.quotient(row + 8);
-  }
-  PT_DEVICE int row_of(int r) const { return query[r / 2]; }
-  PT_DEVICE GroupPlace after(int columns) const {
-    GroupPlace place = *this;
-    place.column += columns;
-    return place;
-  }
-};
 
 // The head and ALiBi slope of a fragment's rows: one for all rows, or one per row of a GroupTile.
 struct OneHead {
@@ -75,43 +52,6 @@ struct HeadsOfGroup {
   PT_DEVICE int of(int r) const { return head[r / 2]; }
   PT_DEVICE float slope_of(int r) const { return slope[r / 2]; }
 };
-
-// Call f(n, r, bit) for each element of a fragment of 8 NB columns.
-template <int NB, class F>
-PT_DEVICE void each(F f) {
-  PT_UNROLL
-  for (int n = 0; n < NB; ++n) {
-    PT_UNROLL
-    for (int r = 0; r < 4; ++r) f(n, r, 1u << (4 * n + r));
-  }
-}
-
-// Return the pairs within the rows' bounds.
-template <int NB>
-PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
-  uint32_t visible = 0;
-  each<NB>([&](int n, int r, uint32_t bit) {
-    visible |= bounds[r / 2].has(at.column_of(n, r)) ? bit : 0;
-  });
-  return visible;
-}
-
-// Return the pairs whose keys (columns) are not padding. The columns start at a multiple of 32, or
-// of 16 if there are 16.
-template <int NB>
-PT_DEVICE uint32_t visible_columns(const Place& at, const KeyPaddingBitmap& keys) {
-  uint32_t visible = 0;
-  PT_UNROLL
-  for (int n = 0; n < NB; n += 4) {
-    const uint32_t word = keys.from(at.column_of(n, 0));
-    PT_UNROLL
-    for (int m = n; m < min(n + 4, NB); ++m) {
-      const uint32_t two = word >> 8 * (m - n) & 3;
-      visible |= two * 5 << 4 * m;  // two rows
-    }
-  }
-  return visible;
-}
 
 // A finite value stays finite: float64's finfo.min is valid data for float32 scores.
 PT_DEVICE float narrow_f64(uint64_t bits) {
@@ -357,46 +297,48 @@ struct NoScoreMod {
   PT_DEVICE NoScoreMod(const AttentionProblem&, const Sequence&, int, int, int) {}
 };
 
-// Return bits 2 n + e of the columns that some row of the warp's 16 attends to.
-template <int NB>
-PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
-  uint32_t columns = 0;
-  each<NB>(
-      [&](int n, int r, uint32_t bit) { columns |= visible & bit ? 1u << (2 * n + r % 2) : 0; });
-  for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
-  return columns;
+// Store the sums of dS for distances before the range of T5's table and after it.
+PT_DEVICE void store_far(float* sums, const AttentionProblem& p, float below, float above) {
+  store_one(sums, below);
+  if (p.before + p.after > 0) store_one(sums + p.before + p.after, above);
+  else store_one(sums, below + above);
 }
 
-// Store two columns of a result's row, if they exist.
-template <class T>
-PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
-  if constexpr (sizeof(T) == 2) {
-    if (out.pairs && column < out.columns)
-      return ptx::st_global_u32(row + column, Element<T>::pack(x, y));
+// Compute dX from x (= q.k) and dS from dp (= d_out.v), in place; weights becomes P after dropout,
+// unscaled. row_stats(n, r) returns the stats of an element's query; ask_mask() is as in ScoreMod.
+// Returns the visible mask.
+template <class K, bool Transposed, int NB, class A, class F>
+PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transposed>& score_mod,
+                             float (&x)[NB][4], float (&dp)[NB][4], float (&weights)[NB][4],
+                             const Place& at, uint32_t visible, bool cut, A ask_mask, F row_stats) {
+  if constexpr (K::has_score_mod) {
+    float slope[NB][4];
+    visible = score_mod.apply(x, slope, at, visible, ask_mask);
+    const uint32_t keep_mask =
+        p.drop_threshold ? score_mod.template keep_mask<NB>(at) : 0xffffffffu;
+    each<NB>([&](int n, int r, uint32_t bit) {
+      const RowStats row = row_stats(n, r);
+      const float w = visible & bit
+                          ? ptx::exp2(ptx::fma_rn(x[n][r] - row.row_max, kLog2e, -row.log2_sum))
+                          : 0.0f;
+      const float down = keep_mask & bit ? dp[n][r] * p.keep_scale : 0.0f;
+      const float ds = visible & bit ? w * (down - row.delta) : 0.0f;
+      weights[n][r] = keep_mask & bit ? w : 0.0f;
+      dp[n][r] = ds;
+      x[n][r] = p.softcap != 0.0f && visible & bit ? ds * slope[n][r] : ds;
+    });
+  } else {
+    const float scale_log2 = p.scale * kLog2e;
+    each<NB>([&](int n, int r, uint32_t bit) {
+      const RowStats row = row_stats(n, r);
+      float w = ptx::exp2(ptx::fma_rn(x[n][r], scale_log2, -row.row_max * kLog2e));
+      float ds = w * (dp[n][r] - row.delta);
+      if (cut && !(visible & bit)) w = ds = 0.0f;
+      weights[n][r] = w;
+      x[n][r] = ds;
+    });
   }
-  if (column < out.columns) store_one(row + column, x);
-  if (column + 1 < out.columns) store_one(row + column + 1, y);
-}
-
-// Store the warp's 16 rows of a result times `factor[half]`, columns from 8 first on, to the
-// tensor's rows row_index[half], if not negative.
-template <class T, int DB>
-PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4],
-                          const float (&factor)[2], const int64_t (&row_index)[2], int first) {
-  PT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    if (row_index[half] < 0) continue;
-    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head +
-             row_index[half] * out.stride.row;
-    PT_UNROLL
-    for (int d = 0; d < DB; ++d) {
-      const int column = 8 * (first + d) + 2 * (lane_id() % 4);
-      // A factor of 0 marks a row without visible keys; its sums are ignored.
-      const float x = factor[half] == 0.0f ? 0.0f : acc[d][2 * half] * factor[half];
-      const float y = factor[half] == 0.0f ? 0.0f : acc[d][2 * half + 1] * factor[half];
-      store_two(out, row, column, x, y);
-    }
-  }
+  return visible;
 }
 
 }  // namespace pt::cuda

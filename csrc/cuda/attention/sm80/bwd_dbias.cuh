@@ -3,8 +3,10 @@
 // shape, looping in order over the sequences, heads, queries and keys that share it.
 #pragma once
 
-#include "cuda/attention/bwd_tile.cuh"
-#include "cuda/attention/sm80/config.h"
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm80/tile.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
 
 namespace pt::cuda {
 
@@ -100,6 +102,19 @@ __global__ void __launch_bounds__(
       store_one(static_cast<decltype(t)*>(f.data) + part.at(f, i, j), total);
     });
   }
+}
+
+template <class T>
+void sm80_attention_bwd_dbias_as(const AttentionDbias& f, const Sm80Plan& plan, void* stream) {
+  const AttentionProblem& p = f.b.p;
+  const int64_t query_tiles = tiles_of(p.num_queries, plan.tile);
+  const int64_t key_tiles =
+      (p.num_keys + p.key_start % 32 + plan.tile.columns - 1) / plan.tile.columns;
+  const auto of = [&](int d, int64_t n) { return f.sizes[d] == 1 ? 1 : n; };
+  const dim3 grid(
+      attention_blocks(of(0, p.sequences), of(1, p.heads), of(2, query_tiles) * of(3, key_tiles)));
+  launch(attention_bwd_dbias_kernel<T, Kind<256, true>>, grid, plan.tile.threads(), plan.smem_bytes,
+         stream, f);
 }
 
 }  // namespace pt::cuda

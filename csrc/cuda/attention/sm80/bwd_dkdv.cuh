@@ -6,9 +6,10 @@
 // shared memory.
 #pragma once
 
-#include "cuda/attention/bwd_tile.cuh"
-#include "cuda/attention/recompute.cuh"
-#include "cuda/attention/sm80/config.h"
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm80/tile.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
 
 namespace pt::cuda {
 
@@ -184,6 +185,18 @@ __global__ void __launch_bounds__(kBwdDkdvTile<T, K>.threads(), 1)
     attention_bwd_dkdv_kernel(const __grid_constant__ AttentionBackward g) {
   recompute_tiles<BwdDkdvWork<T, K>, K>(
       g.p, g.recompute, [&](const auto& w) { attention_bwd_dkdv_tile<T, K>(g, w); });
+}
+
+template <class T>
+void sm80_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream) {
+  const int64_t tiles = tiles_of(g.p.num_keys + g.p.key_start % 32, plan.tile);
+  const dim3 grid(recompute_blocks(g.recompute,
+                                   attention_blocks(g.p.sequences, g.p.heads / g.p.group, tiles),
+                                   multiprocessors()));
+  with_kind<T, Pass::BwdDkdv>(plan, [&](auto kind) {
+    launch(attention_bwd_dkdv_kernel<T, decltype(kind)>, grid, plan.tile.threads(), plan.smem_bytes,
+           stream, g);
+  });
 }
 
 }  // namespace pt::cuda

@@ -3,9 +3,10 @@
 // T5's table.
 #pragma once
 
-#include "cuda/attention/bwd_tile.cuh"
-#include "cuda/attention/recompute.cuh"
-#include "cuda/attention/sm80/config.h"
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm80/tile.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
@@ -168,6 +169,17 @@ __global__ void __launch_bounds__(kBwdDqTile<T, K>.threads(), 1)
     attention_bwd_dq_kernel(const __grid_constant__ AttentionBackward g) {
   recompute_tiles<BwdDqWork<T, K>, K>(g.p, g.recompute,
                                       [&](const auto& w) { attention_bwd_dq_tile<T, K>(g, w); });
+}
+
+template <class T>
+void sm80_attention_bwd_dq_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream) {
+  const unsigned all =
+      attention_blocks(g.p.sequences, g.p.heads, tiles_of(g.p.num_queries, plan.tile));
+  const dim3 grid(recompute_blocks(g.recompute, all, multiprocessors()));
+  with_kind<T, Pass::BwdDq>(plan, [&](auto kind) {
+    launch(attention_bwd_dq_kernel<T, decltype(kind)>, grid, plan.tile.threads(), plan.smem_bytes,
+           stream, g);
+  });
 }
 
 }  // namespace pt::cuda

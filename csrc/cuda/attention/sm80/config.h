@@ -2,7 +2,7 @@
 // Compile-time choices of the portable attention kernels.
 #pragma once
 
-#include "cuda/attention/problem.h"
+#include "cuda/attention/params.h"
 
 namespace pt::cuda {
 

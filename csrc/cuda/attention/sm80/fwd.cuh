@@ -10,10 +10,10 @@
 // row without visible keys has l = 0 and gives 0 and -inf.
 #pragma once
 
-#include "cuda/attention/block_mask.cuh"
-#include "cuda/attention/recompute.cuh"
-#include "cuda/attention/sink.cuh"
-#include "cuda/attention/sm80/key_tiles.cuh"
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm80/tile.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
@@ -283,6 +283,41 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), 1)
     attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
   recompute_tiles<ForwardWork<T, K>, K>(f.p, f.recompute,
                                         [&](const auto& w) { attention_fwd_tile<T, K>(f, w); });
+}
+
+template <class T>
+void sm80_attention_forward_as(const AttentionForward& f, const Sm80Plan& plan, void* stream) {
+  const unsigned all =
+      attention_blocks(f.p.sequences, f.p.heads, tiles_of(f.p.num_queries, plan.tile));
+  const dim3 grid(recompute_blocks(f.recompute, all, multiprocessors()));
+  const auto run = [&](auto kernel) {
+    launch(kernel, grid, plan.tile.threads(), plan.smem_bytes, stream, f);
+  };
+  if constexpr (sizeof(T) == 4) {
+    run(plan.head_class == 64 ? attention_fwd_kernel<T, Kind<64, true>>
+                              : attention_fwd_kernel<T, Kind<256, true>>);
+  } else if (plan.has_score_mod) {
+    run(plan.head_class == 64    ? attention_fwd_kernel<T, Kind<64, true>>
+        : plan.head_class == 128 ? attention_fwd_kernel<T, Kind<128, true>>
+                                 : attention_fwd_kernel<T, Kind<256, true>>);
+  } else {
+    run(plan.head_class == 64    ? attention_fwd_kernel<T, Kind<64, false>>
+        : plan.head_class == 128 ? attention_fwd_kernel<T, Kind<128, false>>
+                                 : attention_fwd_kernel<T, Kind<256, false>>);
+  }
+}
+
+template <class T>
+void sm80_attention_forward_eight_bits_as(const AttentionForward& f, const Sm80Plan& plan,
+                                          void* stream) {
+  const dim3 grid(attention_blocks(f.p.sequences, f.p.heads, tiles_of(f.p.num_queries, plan.tile)));
+  const auto run = [&](auto kernel) {
+    launch(kernel, grid, plan.tile.threads(), plan.smem_bytes, stream, f);
+  };
+  if constexpr (sizeof(T) == 4) run(attention_fwd_kernel<T, EightBitKind<256>>);
+  else
+    run(plan.head_class == 128 ? attention_fwd_kernel<T, EightBitKind<128>>
+                               : attention_fwd_kernel<T, EightBitKind<256>>);
 }
 
 }  // namespace pt::cuda

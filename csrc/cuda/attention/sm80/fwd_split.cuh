@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split KV forward: a block has the rows of all heads that share a key head, and one split of their
-// keys. fwd_merge.cuh merges the partials (maximum, sum and unnormalized output of each row).
+// keys. fwd_merge of combine.cuh merges the partials (maximum, sum and unnormalized output of each
+// row).
 //
 // Splitting as in Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are
 // those of fwd.cuh. In 16 bits and head sizes up to 128 each warp streams a part of the split's
@@ -227,6 +228,41 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, 
   };
   if constexpr (kTile.streams == 1) write_rows<T, K>(f, w, attended(), place_of_block());
   else put_streams_together<T, K>(f, w, attended, place_of_block);
+}
+
+template <class T>
+void sm80_attention_split_as(const AttentionForward& f, const SplitPlan& plan, void* stream) {
+  const dim3 grid(attention_blocks(f.p.sequences, f.p.heads / f.p.group,
+                                   int64_t(plan.row_tiles) * plan.splits));
+  const Sm80Plan& kernel = plan.kernel;
+  const auto run = [&](auto k) {
+    launch(k, grid, kernel.tile.threads(), kernel.smem_bytes, stream, f, split_grid(f.p, plan));
+  };
+  if constexpr (sizeof(T) == 4) {
+    run(attention_fwd_split_kernel<T, SplitKind<256, true>>);
+  } else if (!kernel.has_score_mod) {
+    run(kernel.head_class == 64 ? attention_fwd_split_kernel<T, SplitKind<64, false>>
+                                : attention_fwd_split_kernel<T, SplitKind<128, false>>);
+  } else {
+    run(kernel.head_class == 64    ? attention_fwd_split_kernel<T, SplitKind<64, true>>
+        : kernel.head_class == 128 ? attention_fwd_split_kernel<T, SplitKind<128, true>>
+                                   : attention_fwd_split_kernel<T, SplitKind<256, true>>);
+  }
+}
+
+template <class T>
+void sm80_attention_split_eight_bits_as(const AttentionForward& f, const SplitPlan& plan,
+                                        void* stream) {
+  const dim3 grid(attention_blocks(f.p.sequences, f.p.heads / f.p.group,
+                                   int64_t(plan.row_tiles) * plan.splits));
+  const Sm80Plan& kernel = plan.kernel;
+  const auto run = [&](auto k) {
+    launch(k, grid, kernel.tile.threads(), kernel.smem_bytes, stream, f, split_grid(f.p, plan));
+  };
+  if constexpr (sizeof(T) == 4) run(attention_fwd_split_kernel<T, EightBitSplitKind<256>>);
+  else
+    run(kernel.head_class == 128 ? attention_fwd_split_kernel<T, EightBitSplitKind<128>>
+                                 : attention_fwd_split_kernel<T, EightBitSplitKind<256>>);
 }
 
 }  // namespace pt::cuda

@@ -7,7 +7,7 @@
 // KB, next to 32 KB of operands at head size 64), in an order between blocks.
 #pragma once
 
-#include "cuda/attention/sm90/bwd_tile.cuh"
+#include "cuda/attention/kernels.h"
 #include "cuda/attention/sm90/mask_loader.cuh"
 
 namespace pt::cuda {
@@ -216,6 +216,18 @@ __global__ void __launch_bounds__(sm90_bwd_dbias_tile(K::head_dim).threads(), 1)
 #if PT_SM90A
   Sm90BwdDbiasBlock<T, K>::run(args);
 #endif
+}
+
+template <class T>
+void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream) {
+  const Sm90Dbias args = {map_operands(f.b, plan.tile.rows(), plan.tile.streamed), f, plan.order};
+  const auto run = [&](auto kind) {
+    launch(sm90_attention_bwd_dbias_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)),
+           plan.tile.threads(), plan.smem_bytes, stream, args);
+  };
+  if (plan.head_class == 64) run(Hopper<64, true, true>{});
+  else if (plan.head_class == 128) run(Hopper<128, true, true>{});
+  else run(Hopper<256, true, true>{});
 }
 
 }  // namespace pt::cuda

@@ -348,4 +348,22 @@ __global__ void __launch_bounds__(128)
   store_wide<T>(g.dq, b, h, x, factor, index);
 }
 
+template <class T>
+void sm90_attention_bwd_fused_as(const AttentionBackward& g, const Sm90Plan& plan, uint32_t* turns,
+                                 void* stream) {
+  const AttentionProblem& p = g.p;
+  const Sm90Fused args = {{map_operands(g, plan.tile.streamed, plan.tile.rows()), g, plan.order},
+                          turns};
+  const auto run = [&](auto kind) {
+    using K = decltype(kind);
+    launch(sm90_attention_bwd_fused_kernel<T, K>, dim3(unsigned(plan.blocks)), plan.tile.threads(),
+           plan.smem_bytes, stream, args);
+    launch(sm90_convert_dq_kernel<T, K::head_dim>,
+           dim3(attention_blocks(p.sequences, p.heads, (p.num_queries + 63) / 64)), 128, 0, stream,
+           g);
+  };
+  if (plan.head_class == 64) turns ? run(Fused<64, true>{}) : run(Fused<64, false>{});
+  else turns ? run(Fused<128, true>{}) : run(Fused<128, false>{});
+}
+
 }  // namespace pt::cuda

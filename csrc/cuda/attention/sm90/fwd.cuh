@@ -9,10 +9,8 @@
 
 #include <type_traits>
 
-#include "cuda/attention/recompute.cuh"
-#include "cuda/attention/sink.cuh"
+#include "cuda/attention/kernels.h"
 #include "cuda/attention/sm90/mask_loader.cuh"
-#include "cuda/attention/sm90/tile_notes.cuh"
 
 namespace pt::cuda {
 
@@ -330,6 +328,38 @@ __global__ void __launch_bounds__(K::forward_tile.threads(), 1)
 #if PT_SM90A
   Sm90ForwardBlock<T, K>::run(args);
 #endif
+}
+
+template <class T, class K>
+void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
+  constexpr Sm90Tile kTile = K::forward_tile;
+  const AttentionProblem& p = f.p;
+  const int rows = kTile.rows();
+  const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, rows),
+                         map_rows(p, p.k, true, p.head_dim, kTile.streamed),
+                         map_rows(p, p.v, true, p.value_dim, kTile.streamed), f, plan.order};
+  launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(),
+         plan.smem_bytes, stream, args);
+}
+
+// Call run(kind) for the plan's kernel.
+template <class F>
+void with_forward_kind(const Sm90Plan& plan, F run) {
+  const auto of_class = [&](auto head_dim) {
+    constexpr int D = decltype(head_dim)::value;
+    if (plan.has_score_mod)
+      plan.elementwise_mask ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
+    else plan.elementwise_mask ? run(Hopper<D, false, true>{}) : run(Hopper<D, false>{});
+  };
+  if (plan.tile.consumers == 3) run(ThreeConsumers{});
+  else if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
+  else if (plan.head_class == 128) of_class(std::integral_constant<int, 128>{});
+  else of_class(std::integral_constant<int, 256>{});
+}
+
+template <class T>
+void sm90_attention_forward_as(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
+  with_forward_kind(plan, [&](auto kind) { forward_kind<T, decltype(kind)>(f, plan, stream); });
 }
 
 }  // namespace pt::cuda

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared by the sm_90a kernels: the order of tiles, warpgroup gemms with TMA tiles in shared
-// memory, and operations on accumulators.
+// memory, operations on accumulators, TMA maps of the operands, and the choice of a backward
+// kernel.
 //
 // A tile has panels of 64 columns, each with rows of 128 bytes, swizzled (ring.cuh). Accumulators
 // x[N / 2] are 64 rows, 16 per warp, by N columns: element i is x[i / 4 * 4 + i % 4], laid out as
 // in fragments.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/score_mod.cuh"
-#include "cuda/attention/sm90/plan.h"
+#include "cuda/launch.cuh"
+#include "cuda/tensor_map.cuh"
 #include "cuda/tile/product_shapes.h"
 #include "cuda/tile/quad.cuh"
 #include "cuda/tile/ring.cuh"
@@ -284,6 +288,151 @@ PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R],
         ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
     }
   }
+}
+
+// TMA maps of the operands, in boxes of a tile's rows.
+struct Sm90Operands {
+  ptx::TensorMap q, k, v, d_out;  // (D, rows, heads, sequences)
+
+  PT_DEVICE void prefetch() const {
+    for (const ptx::TensorMap* map : {&q, &k, &v, &d_out}) ptx::prefetch_tensor_map(*map);
+  }
+};
+
+struct Sm90Backward : Sm90Operands {
+  AttentionBackward g;
+  TileOrder order;
+};
+
+// Scale of weights. In float16 a weight below 2^-24 would become zero, although its product with a
+// large dP is not; so weights are 2^14 P there. P is at most 1, or slightly more by lse's rounding.
+template <class T>
+constexpr int kWeightBits = std::is_same_v<T, ptx::f16> ? 14 : 0;
+template <class T>
+constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<T>);  // inverse scale
+
+// Return (dP - delta) / 2^kWeightBits; d_scaled is delta times the same factor.
+template <class T>
+PT_DEVICE float less_delta(float dp, float d_scaled) {
+  return kWeightBits<T> ? ptx::fma_rn(dp, kWeightUnit<T>, -d_scaled) : dp - d_scaled;
+}
+// Return a row's maximum in base 2: a weight is exp2(score - maximum).
+template <class T>
+PT_DEVICE float in_base_2(float row_max) {
+  return kWeightBits<T> ? ptx::fma_rn(row_max, kLog2e, -float(kWeightBits<T>)) : row_max * kLog2e;
+}
+// Apply dropout to dP.
+template <int R>
+PT_DEVICE void drop(float (&dp)[R], const Pairs<R>& given, float keep_scale) {
+  const Pairs<R> keep_mask = given.packed_until_here();
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) dp[i] = keep_mask.has(i) ? dp[i] * keep_scale : 0.0f;
+}
+// Apply dropout to packed weights.
+template <int S>
+PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& given) {
+  const Pairs<8 * S> keep_mask = given.packed_until_here();
+  PT_UNROLL
+  for (int i = 0; i < 4 * S; ++i)
+    weights[i / 4][i % 4] &=
+        (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);
+}
+// Return the weight of a score of a row with this maximum.
+template <class T>
+PT_DEVICE float weight_of(float score, float row_max) {
+  return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - row_max, kLog2e, float(kWeightBits<T>))
+                                  : (score - row_max) * kLog2e);
+}
+// Like above, with log2 of the sum, minus kWeightBits.
+PT_DEVICE float weight_of(float score, float row_max, float log2_sum) {
+  return ptx::exp2(ptx::fma_rn(score - row_max, kLog2e, -log2_sum));
+}
+
+// Pack P of 64 rows, computed as exp2 of a difference from lse. For scores beyond 10^7 lse is so
+// coarse that P may exceed 1; 2^14 P must not become an infinity in float16, because it would turn
+// into NaN, also in the sums of other rows.
+template <class T, int R>
+PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R]) {
+  if constexpr (kWeightBits<T> == 0) {
+    pack_weights<T>(weights, x);
+  } else {
+    PT_UNROLL
+    for (int i = 0; i < R / 2; ++i) {
+      const float low = x[2 * i], high = x[2 * i + 1];
+      weights[i / 4][i % 4] = ptx::pack_f16_finite(low, high);
+    }
+  }
+}
+
+// Pack dS = P * (dP - delta) of 64 rows; dp is dP - delta. P is the rounded operand: in float32 it
+// would use as many more registers as S and dP do. ds may alias weights.
+template <class T, int R>
+PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights)[R / 8][4],
+                              const float (&dp)[R]) {
+  PT_UNROLL
+  for (int i = 0; i < R / 2; ++i) {
+    const uint32_t w = weights[i / 4][i % 4];
+    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i],
+                                        ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
+  }
+}
+
+// Kernels with score_mod process scores in pieces of 16 columns, an operand's step, so a piece's
+// temporaries use few registers.
+constexpr int kPiece = 2;
+
+// Return the position of this warp's rows in a tile with first row `row`. Opaque, so the compiler
+// does not hold it in registers.
+PT_DEVICE Place place_again(int row, int column) {
+  const int thread = ptx::opaque(int(threadIdx.x));
+  return Place(row + thread / 32 * 16 - 64, column, thread % 32);
+}
+
+template <class T>
+PT_DEVICE void pack_piece(uint32_t (&operand)[4], const float (&x)[kPiece][4]) {
+  PT_UNROLL
+  for (int i = 0; i < 4; ++i)
+    operand[i] = Element<T>::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+}
+
+// Map boxes of `rows` rows of an operand with queries' or keys' rows.
+inline ptx::TensorMap map_rows(const AttentionProblem& p, const In& t, bool keys, int columns,
+                               int rows) {
+  const bool packed = p.cu_queries;
+  const int64_t length = packed ? (keys ? p.total_keys : p.total_queries)
+                         : keys ? p.num_keys
+                                : p.num_queries;
+  const int heads = keys ? p.heads / p.group : p.heads;
+  return tensor_map(
+      {t.data,
+       p.dtype,
+       4,
+       {uint64_t(columns), uint64_t(length), uint64_t(heads), uint64_t(packed ? 1 : p.sequences)},
+       {1, uint64_t(t.stride.row), uint64_t(t.stride.head), uint64_t(t.stride.batch)}},
+      uint32_t(rows));
+}
+
+// Map backward's operands in boxes of `queries` and `keys` rows.
+inline Sm90Operands map_operands(const AttentionBackward& g, int queries, int keys) {
+  const AttentionProblem& p = g.p;
+  return {map_rows(p, p.q, false, p.head_dim, queries), map_rows(p, p.k, true, p.head_dim, keys),
+          map_rows(p, p.v, true, p.value_dim, keys),
+          map_rows(p, g.d_out, false, p.value_dim, queries)};
+}
+
+// Call run(kind) for the plan's kernel.
+template <class F>
+void with_backward_kind(const Sm90Plan& plan, F run) {
+  const auto of_class = [&](auto columns) {
+    constexpr int D = decltype(columns)::value;
+    if (plan.elementwise_mask)
+      plan.has_score_mod ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
+    else plan.has_score_mod ? run(Hopper<D, true, false>{}) : run(Hopper<D, false, false>{});
+  };
+  if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
+  else if (plan.head_class == 128) of_class(std::integral_constant<int, 128>{});
+  else if (plan.elementwise_mask) run(Hopper<256, false, true>{});
+  else plan.has_score_mod ? run(Hopper<256, true, false>{}) : run(Hopper<256, false, false>{});
 }
 
 }  // namespace pt::cuda

@@ -2,8 +2,8 @@
 // Attention backward, bwd_preprocess: delta and lse of each query.
 #pragma once
 
-#include "cuda/attention/sequence.cuh"
-#include "cuda/attention/sink.cuh"
+#include "cuda/attention/scheduler.cuh"
+#include "cuda/attention/softmax.cuh"
 #include "cuda/tile/numbers.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tile/vectors.cuh"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// End of a row, and the sink: an additional term of each row's sum. It is added after the loop over
-// tiles, from its maximum (natural units) and sum, so a sum of 0 still marks a row without visible
-// keys.
+// The end of a row, its stats, and the sink: an additional term of each row's sum. The sink is
+// added after the loop over tiles, from its maximum (natural units) and sum, so a sum of 0 still
+// marks a row without visible keys.
 #pragma once
 
-#include "cuda/attention/problem.h"
+#include "cuda/attention/params.h"
 #include "cuda/tile/numbers.cuh"
 #include "cuda/tile/vectors.cuh"
 
@@ -56,6 +56,17 @@ PT_DEVICE RowEnd end_row(const AttentionProblem& p, int h, bool is_query, float 
   const float log2_sum = ptx::log2(sum);
   return {ptx::div_rn(scale, sum), row_max, log2_sum,
           above_sink(ptx::fma_rn(log2_sum, kLn2, row_max), sink)};
+}
+
+// Row stats: the maximum in natural units (or lse; +inf for a row without visible keys), log2 of
+// the sum, and delta.
+struct RowStats {
+  float row_max, log2_sum, delta;
+};
+PT_DEVICE RowStats read_row_stats(const AttentionBackward& g, int64_t at, bool here) {
+  return {here ? load_one(g.row_max + at) : infinity(),
+          here && g.log2_sum ? load_one(g.log2_sum + at) : 0.0f,
+          here ? load_one(g.delta + at) : 0.0f};
 }
 
 }  // namespace pt::cuda

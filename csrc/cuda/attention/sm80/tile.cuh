@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies KV tiles to shared memory for forward:
+// Shared by the portable kernels: stores of results, KV tiles of forward in shared memory, and the
+// choice of a backward kernel. KV tiles:
 //
 //   tiles.begin(first);
 //   for each tile t:
@@ -17,6 +18,38 @@
 #include "cuda/tile/eight_bits.cuh"
 
 namespace pt::cuda {
+
+// Store two columns of a result's row, if they exist.
+template <class T>
+PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
+  if constexpr (sizeof(T) == 2) {
+    if (out.pairs && column < out.columns)
+      return ptx::st_global_u32(row + column, Element<T>::pack(x, y));
+  }
+  if (column < out.columns) store_one(row + column, x);
+  if (column + 1 < out.columns) store_one(row + column + 1, y);
+}
+
+// Store the warp's 16 rows of a result times `factor[half]`, columns from 8 first on, to the
+// tensor's rows row_index[half], if not negative.
+template <class T, int DB>
+PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4],
+                          const float (&factor)[2], const int64_t (&row_index)[2], int first) {
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    if (row_index[half] < 0) continue;
+    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head +
+             row_index[half] * out.stride.row;
+    PT_UNROLL
+    for (int d = 0; d < DB; ++d) {
+      const int column = 8 * (first + d) + 2 * (lane_id() % 4);
+      // A factor of 0 marks a row without visible keys; its sums are ignored.
+      const float x = factor[half] == 0.0f ? 0.0f : acc[d][2 * half] * factor[half];
+      const float y = factor[half] == 0.0f ? 0.0f : acc[d][2 * half + 1] * factor[half];
+      store_two(out, row, column, x, y);
+    }
+  }
+}
 
 // Keys and values in the query's dtype, which gemms use without conversion.
 template <class T, class K, class Work, int Columns>
@@ -197,5 +230,21 @@ struct EightBitKeyTiles {
     }
   }
 };
+
+// Call run(kind) for the plan's kernel; see plan_sm80.
+template <class T, Pass pass, class F>
+void with_kind(const Sm80Plan& plan, F run) {
+  if constexpr (std::is_same_v<T, ptx::bf16>) {
+    if (!plan.has_score_mod && plan.head_class == 64) return run(Kind<64, false>{});
+    if constexpr (pass == Pass::BwdDq) {
+      if (!plan.has_score_mod) return run(Kind<128, false>{});
+    }
+  }
+  if (plan.head_class == 64) return run(Kind<64, true>{});
+  if constexpr (sizeof(T) == 2) {
+    if (plan.head_class == 128) return run(Kind<128, true>{});
+  }
+  run(Kind<256, true>{});
+}
 
 }  // namespace pt::cuda

@@ -1,12 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block's work: a Q tile and the KV tiles that it sees, or a KV tile and its Q tiles.
+// A block's work: a Q tile and the KV tiles that it sees, or a KV tile and its Q tiles; the
+// addresses of its rows; and which tiles are recomputed.
 #pragma once
 
-#include "cuda/attention/sequence.cuh"
-#include "cuda/attention/splits.h"
+#include "cuda/attention/mask.cuh"
+#include "cuda/attention/plan.h"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/tile/matrix_tile.cuh"
 
 namespace pt::cuda {
+
+template <class T>
+PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {
+  return static_cast<const T*>(t.data) + b * t.stride.batch + h * t.stride.head +
+         row * t.stride.row;
+}
+// Return row j of a key head of sequence b in a paged pool; `pool` is the head's address in the
+// first page. Uses 64-bit offsets, because pools have any size.
+template <class T>
+PT_DEVICE const T* row_in_pages(const Pages& pages, const T* pool, const HeadRows& stride, int b,
+                                int j) {
+  const auto before = [&](int k) {
+    return int(pages.shift >= 0 ? uint32_t(k) >> pages.shift : uint32_t(k) / uint32_t(pages.size));
+  };
+  const int row = j - before(j) * pages.size;
+  const int64_t entry = b * pages.width + before(j);
+  const int64_t page =
+      pages.wide
+          ? load_i64(static_cast<const int64_t*>(pages.table) + entry)
+          : int64_t(int32_t(ptx::ld_global_u32(static_cast<const int32_t*>(pages.table) + entry)));
+  return pool + clamp64(page, 0, pages.count - 1) * stride.batch + row * stride.row;
+}
+PT_DEVICE int64_t row_stat_at(const PerQuery& at, int b, int h, int64_t row) {
+  return b * at.batch + h * at.head + row * at.row;
+}
 
 // `Rows` queries of one head, and the tiles of `Streamed` keys that some of them see. Global: there
 // may be global keys; some of the range's tiles are then empty: see gap.
@@ -282,5 +309,78 @@ struct DbiasPart {
     return of[0].lo * f.batch + of[1].lo * f.head + i * f.query + j * f.key;
   }
 };
+
+// Like Place, for the rows of a GroupTile, with `group` heads per query.
+struct GroupPlace : Place {
+  int query[2];
+  PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group)
+      : Place(first_row, first_column) {
+    query[0] = group.quotient(row), query[1] = group.quotient(row + 8);
+  }
+  PT_DEVICE int row_of(int r) const { return query[r / 2]; }
+  PT_DEVICE GroupPlace after(int columns) const {
+    GroupPlace place = *this;
+    place.column += columns;
+    return place;
+  }
+};
+
+// Recomputation of results of kernels that do not mask hidden rows: see Recompute in params.h.
+// Exact and deterministic.
+
+// Flag the tile of row `row` of a head (b * heads + h) for recomputation.
+PT_DEVICE void flag_nonfinite(const Recompute& recompute, int64_t head, int row) {
+  ptx::st_global_u32(recompute.flags + head * recompute.tiles + row / recompute.rows, 1);
+}
+
+// Return true if rows [first, end) of a head (b * heads + h) must be recomputed.
+PT_DEVICE bool is_flagged(const Recompute& recompute, int64_t head, int first, int end) {
+  for (int tile = max(first, 0) / recompute.rows;
+       tile < recompute.tiles && tile * recompute.rows < end; ++tile)
+    if (ptx::ld_global_u32(recompute.flags + head * recompute.tiles + tile)) return true;
+  return false;
+}
+
+// Call make for this block's tile, a Work; or, if there are flags, for the flagged ones of tiles
+// blockIdx.x, blockIdx.x + gridDim.x, ... Each lane reads the flags of one tile, so few blocks
+// cover all tiles and wait once per 32 of them.
+template <class Work, class K, class Make>
+PT_DEVICE void recompute_tiles(const AttentionProblem& p, const Recompute& recompute, Make make) {
+  const auto make_one = [&](uint32_t n) { make(Work(p, Work::place(p, n))); };
+  if constexpr (!K::has_score_mod) return make_one(blockIdx.x);
+  const uint32_t all = uint32_t(p.sequences * Work::heads(p) * Work::tiles(p));
+  const auto must = [&](uint32_t n) {
+    const TilePlace at = Work::place(p, n);
+    const int first = Work::first_row(p, at.tile);
+    return is_flagged(recompute, at.head, first, first + Work::kRows);
+  };
+  for (uint32_t n = blockIdx.x; n < all;) {
+    uint32_t found = n;
+    if (recompute.flags) {
+      const uint32_t own = n + uint32_t(lane_id()) * gridDim.x;
+      found = own < all && must(own) ? own : all;
+      PT_UNROLL
+      for (int d = 1; d < 32; d *= 2) {
+        const uint32_t other = ptx::shfl_xor_u32(found, d);
+        found = other < found ? other : found;
+      }
+    }
+    n = found < all ? found + gridDim.x : n + 32 * gridDim.x;
+    if (found == all) continue;
+    make_one(found);
+    ptx::syncthreads();  // all reads of its shared memory are done
+  }
+}
+
+// Return true if an accumulator of the lane's two rows is NaN or infinite; rows with factor 0 do
+// not count.
+template <int N>
+PT_DEVICE bool not_finite(const float (&x)[N], const float (&factor)[2]) {
+  float zero = 0.0f;
+  PT_UNROLL
+  for (int i = 0; i < N; ++i)
+    zero = ptx::fma_rn(factor[i / 2 % 2] == 0.0f ? 0.0f : x[i], 0.0f, zero);
+  return zero != 0.0f;  // NaN
+}
 
 }  // namespace pt::cuda

@@ -105,7 +105,7 @@ struct Pages {
 
 // Results to recompute. Kernels that do not mask the values of hidden rows (a weight of zero times
 // NaN is NaN) flag tiles with a result that is not finite; kernels that do mask them recompute only
-// those tiles. See recompute.cuh.
+// those tiles. See recompute_tiles in scheduler.cuh.
 struct Recompute {
   // (sequences, heads, tiles), initially zeros; null: no flags, compute all tiles
   int32_t* flags = nullptr;

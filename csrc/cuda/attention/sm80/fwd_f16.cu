@@ -1,7 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm80/fwd_launch.cuh"
-
-template void pt::cuda::sm80_attention_forward_as<pt::ptx::f16>(const AttentionForward&,
-                                                                const Sm80Plan&, void*);
-template void pt::cuda::sm80_attention_split_as<pt::ptx::f16>(const AttentionForward&,
-                                                              const SplitPlan&, void*);

@@ -1,5 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm90/fwd_launch.cuh"
-
-template void pt::cuda::sm90_attention_forward_as<pt::ptx::bf16>(const AttentionForward&,
-                                                                 const Sm90Plan&, void*);
