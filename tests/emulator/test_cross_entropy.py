@@ -88,7 +88,7 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         for op in ("cross_entropy_fwd", "cross_entropy_bwd")
     }
     assert rows["cross_entropy_fwd"] == [128] * 4 + [88] == rows["cross_entropy_bwd"]
-    (d_logits, *_) = (given[5] for name, _, given in calls if name == "cross_entropy_bwd")
+    (d_logits, *_) = (given[6] for name, _, given in calls if name == "cross_entropy_bwd")
     assert d_logits.numel() <= 128 * 304
     extra = pt.explain(
         "linear_cross_entropy", x, w, torch.zeros(600, dtype=torch.int64)
@@ -197,11 +197,14 @@ def test_a_wrong_target_reaches_no_other_memory(
     a = pt.ops.cross_entropy.linear_cross_entropy_op.Arguments
     found = []
     for target in (wrong, min(max(wrong, 0), 299)):
-        given = a(x.detach(), w.detach(), torch.full((3,), target), None, -100, 0.1, "none", True)
+        given = a(
+            x.detach(), w.detach(), torch.full((3,), target), None, None, -100, 0.1, 0.0, 0.0,
+            "none", False, True,
+        )  # fmt: skip
         losses, split_lse, g = torch.empty(3), torch.empty(2, 3), torch.ones(3)
         dx, dw = torch.empty(3, 8, dtype=x.dtype), torch.zeros(300, 8)
         cuda_cross_entropy._forward(given, losses, split_lse)
-        cuda_cross_entropy._backward(given, g, split_lse, dx, dw, None)
+        cuda_cross_entropy._backward(given, g, None, split_lse, dx, dw, None)
         found.append((losses, split_lse, dx, dw))
     assert all(torch.equal(*pair) for pair in zip(*found)) and found[0][0].isfinite().all()
 
@@ -223,7 +226,7 @@ def test_the_edge_checks_shapes() -> None:
         torch.zeros(4, dtype=torch.int64),
     )
     assert cuda_library.why_not("cross_entropy_fwd", x.device) is None
-    rest = [torch.empty(8), *(torch.empty(4) for _ in range(4)), -100, 0.0]
+    rest = [torch.empty(8), *(torch.empty(4) for _ in range(4)), -100, 0.0, 0.0]
     for arguments, message in (
         ((x, w.t(), None, target[:3], *rest), "target must be 4 contiguous numbers"),
         ((x, w.t(), None, target, rest[0][:7], *rest[1:]), "partials must be 8 contiguous numbers"),

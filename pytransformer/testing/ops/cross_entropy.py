@@ -33,6 +33,7 @@ def _cross_entropy(**fixed: Any) -> Builder:
 CASES: dict[str, tuple[Builder, str]] = {
     "linear_cross_entropy": (_cross_entropy(), "core self_check"),
     "linear_cross_entropy_smooth": (_cross_entropy(label_smoothing=0.1), ""),
+    "linear_cross_entropy_softcap": (_cross_entropy(softcap=30.0, z_loss_weight=1e-4), ""),
 }
 
 
@@ -70,13 +71,13 @@ def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[T
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
     tensors = {
         name: named[name]
-        for name in ("x", "weight", "target", "bias")
+        for name in ("x", "weight", "target", "bias", "class_weight")
         if named.get(name) is not None
     }
     tensors |= dict(zip(("grad_out",), grads or []))
     keywords = {
         name: named[name]
-        for name in ("ignore_index", "label_smoothing", "reduction")
+        for name in ("ignore_index", "label_smoothing", "reduction", "softcap", "z_loss_weight")
         if name in named
     }
     drawn = fuzz_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
@@ -85,7 +86,18 @@ def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> ora
 
 def _plain(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor]) -> Tensor:
     logits = F.linear(t["x"], t["weight"], t.get("bias")).reshape(-1, t["weight"].shape[0])
-    losses = F.cross_entropy(logits, t["target"].reshape(-1), **p.keywords)
+    keywords = dict(p.keywords)
+    softcap, factor = keywords.pop("softcap", None), keywords.pop("z_loss_weight", 0.0)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    target, weight = t["target"].reshape(-1), t.get("class_weight")
+    losses = F.cross_entropy(logits, target, weight, **keywords)
+    if factor:
+        valid = target != keywords.get("ignore_index", -100)
+        z_losses = torch.where(valid, factor * torch.logsumexp(logits, 1) ** 2, 0.0)
+        how = keywords["reduction"]
+        of_z = z_losses if how == "none" else z_losses.sum() / (valid.sum() if how == "mean" else 1)
+        losses = losses + of_z
     losses = losses.view(t["target"].shape) if p.keywords["reduction"] == "none" else losses
     # PyTorch's loss has its logits' dtype and is compared in that dtype's eps.
     return losses.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
@@ -99,6 +111,7 @@ def _ours(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor], backend: str) 
         t["weight"],
         t["target"],
         bias=t.get("bias"),
+        class_weight=t.get("class_weight"),
         **p.keywords,
         backend=backend,
         strict=True,
@@ -109,6 +122,8 @@ def _problem(seed: int, case: int) -> fuzz_cross_entropy.Problem | None:
     p = usual(fuzz_cross_entropy.draw(seed, case), as_drawn=("target", "grad_out"))
     if p is None or "ignored_nan" in p.features:
         return None
+    for name in ("return_z_loss", "return_accuracy"):
+        p.keywords.pop(name, None)
     over_nothing = p.keywords["reduction"] == "mean" and bool(
         (p.tensors["target"] == p.keywords.get("ignore_index", -100)).all()
     )
@@ -125,6 +140,7 @@ KIT = Kit(
         features=(
             *fuzz_cross_entropy.REDUCTIONS,
             *("bias", "ignore_index", "ignored", "label_smoothing", "strided", "positive", "large"),
+            *("softcap", "z_loss_weight", "class_weight", "return_accuracy"),
         ),
         rare=("ignored_nan",),
     ),
