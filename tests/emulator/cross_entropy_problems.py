@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from named import Named
 
+import pytransformer as pt
 from pytransformer.testing import fuzz_cross_entropy
 from pytransformer.testing.fuzz_cross_entropy import Problem
 
@@ -71,6 +72,16 @@ PROBLEMS = {
     "one class": problem(F16, (3, 8, 1), F32),
     "one of each": problem(BF16, (1, 1, 2), BF16, label_smoothing=0.5),
 }  # fmt: skip
+
+
+def supported(problem: Problem, device: str = "cpu") -> bool:
+    """Return true if the backend "cuda" supports the problem's dtype and options."""
+    t = {name: tensor.to(device) for name, tensor in problem.tensors.items()}
+    explained = pt.explain(
+        "linear_cross_entropy", t["x"], t["weight"], t["target"],
+        class_weight=t.get("class_weight"), **problem.keywords,
+    )  # fmt: skip
+    return explained.reasons["cuda"] is None
 
 
 def problems() -> Iterator[Named]:

@@ -4,10 +4,12 @@ the public API."""
 
 from __future__ import annotations
 
+import itertools
+
 import cross_entropy_problems
 import pytest
 import torch
-from cross_entropy_problems import PROBLEMS
+from cross_entropy_problems import PROBLEMS, supported
 from run_problems import Share
 
 import pytransformer as pt
@@ -31,10 +33,9 @@ def test_every_path(share: Share) -> None:
 
 def test_random_problems() -> None:
     """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
-    half = [
-        n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES
-    ]
-    report = fuzz("cross_entropy", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
+    drawn = (n for n in range(DRAWN) if supported(fuzz_cross_entropy.draw(FUZZ_SEED, n)))
+    chosen = list(itertools.islice(drawn, FUZZ_CASES))
+    report = fuzz("cross_entropy", ["cuda"], FUZZ_SEED, chosen, stop_after=5)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases == FUZZ_CASES
 
@@ -88,7 +89,7 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         for op in ("cross_entropy_fwd", "cross_entropy_bwd")
     }
     assert rows["cross_entropy_fwd"] == [128] * 4 + [88] == rows["cross_entropy_bwd"]
-    (d_logits, *_) = (given[6] for name, _, given in calls if name == "cross_entropy_bwd")
+    (d_logits, *_) = (given[7] for name, _, given in calls if name == "cross_entropy_bwd")
     assert d_logits.numel() <= 128 * 304
     extra = pt.explain(
         "linear_cross_entropy", x, w, torch.zeros(600, dtype=torch.int64)
@@ -213,6 +214,10 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, target = torch.zeros(4, 16), torch.zeros(8, 16), torch.zeros(4, dtype=torch.int64)
     ask = lambda x: pt.explain("linear_cross_entropy", x, w.to(x.dtype), target).reasons["cuda"]
     assert "bfloat16 or float16, got float32" in ask(x) and ask(x.half()) is None
+    options = {"class_weight": torch.ones(8), "label_smoothing": 0.1}
+    for more, part in (({"return_accuracy": True}, "argmax"), (options, "class_weight without")):
+        explained = pt.explain("linear_cross_entropy", x.half(), w.half(), target, **more)
+        assert part in explained.reasons["cuda"]
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     with pytest.raises(pt.BackendError, match=r"a GPU of compute capability 9\.0"):
         pt.linear_cross_entropy(x.half(), w.half(), target, backend="cuda")
